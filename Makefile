@@ -1,0 +1,35 @@
+# `make advise` and `make test` need Python (>= 3.10) and make; everything else they install
+# into .venv. Versions come from constraints.txt.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+RUN    ?= runs/advise
+
+.PHONY: advise test lint types check bench clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "steadygrad needs Python 3.10 or newer, found " + sys.version.split()[0] + ". Remedy: make PYTHON=/path/to/python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade "pip>=25.1"
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[cli]" --group test --group lint
+	touch $@
+
+advise: $(VENV)/.installed  ## train a real model, measure, recommend a batch size, write a report
+	$(BIN)/steadygrad advise --budget 5m --out $(RUN)
+
+test: $(VENV)/.installed  ## the whole test suite, slow tests included
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed
+	$(BIN)/mypy
+
+check: test lint types
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

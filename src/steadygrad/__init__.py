@@ -1,0 +1,29 @@
+"""Everything a PyTorch training loop does to a gradient between ``backward()`` and the weights.
+
+The tools live in subpackages (``steadygrad.noise`` and others); the names below are loaded when
+first touched, so that ``import steadygrad`` stays free of torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "NoiseScale": "steadygrad.noise",
+    "SplitBatchNoiseScale": "steadygrad.noise",
+    "BatchSizeController": "steadygrad.noise",
+    "Task": "steadygrad.tasks",
+}
+
+__all__ = ["BatchSizeController", "NoiseScale", "SplitBatchNoiseScale", "Task", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'steadygrad' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

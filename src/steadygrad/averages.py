@@ -1,0 +1,67 @@
+"""Moving averages that are exact from the first value on, kept as buffers."""
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad._checks import check_number
+
+__all__ = ["MovingAverage"]
+
+
+class MovingAverage(nn.Module):
+    r"""Exponential moving average with exact bias correction.
+
+    .. math:: x_t = (1-\alpha)\,x_{t-1} + \alpha v_t, \qquad
+              m_t = (1-\alpha)\,m_{t-1} + \alpha, \qquad \bar v_t = x_t / m_t
+
+    The mass :math:`m_t` is the sum of the weights given so far, so :math:`\bar v_1 = v_1`
+    exactly and no warm-up bias remains; this also holds when :math:`\alpha` changes.
+
+    Both numbers are buffers: they follow ``.to(device)``, are saved by ``state_dict`` and are
+    updated without a host sync.
+
+    Args:
+        update_rate: Weight :math:`\alpha` of a new value, in (0, 1].
+        shape: Shape of the values.
+        dtype: Type of the average. Single values may be of another type.
+
+    References:
+        | Adam: A Method for Stochastic Optimization (Kingma and Ba, 2015), section 3
+        | https://arxiv.org/abs/1412.6980
+    """
+
+    total: Tensor
+    mass: Tensor
+
+    def __init__(
+        self, update_rate: float, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float64
+    ) -> None:
+        super().__init__()
+        self.update_rate = check_number("update_rate", update_rate, low=0, high=1, low_open=True)
+        self.register_buffer("total", torch.zeros(shape, dtype=dtype))
+        self.register_buffer("mass", torch.zeros((), dtype=dtype))
+
+    @torch.no_grad()
+    def update(self, value: Tensor, where: Tensor | None = None) -> None:
+        """Takes in one value.
+
+        Args:
+            value: The new value, with shape ``shape``.
+            where: A boolean tensor with shape ``()``; where false nothing changes.
+        """
+        rate = torch.full_like(self.mass, self.update_rate)
+        if where is not None:
+            # A chosen rate of zero, not an `if`: reading `where` would wait for the device.
+            rate = torch.where(where, rate, torch.zeros_like(rate))
+            value = torch.where(where, value, torch.zeros_like(value))
+        self.total.lerp_(value.to(self.total), rate)
+        self.mass.lerp_(torch.ones_like(self.mass), rate)
+
+    def value(self) -> Tensor:
+        """The average so far, with shape ``shape``; NaN before the first value."""
+        return self.total / self.mass
+
+    def reset(self) -> None:
+        """Forgets every value."""
+        self.total.zero_()
+        self.mass.zero_()

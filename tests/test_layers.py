@@ -1,0 +1,108 @@
+"""The house has floors: a module imports only from floors below its own.
+
+DESIGN's plan, top floor first. Packages that share a floor are neighbours and do not know of
+each other. Imports inside functions count too.
+"""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "steadygrad"
+
+FLOORS = [
+    {"__init__", "__main__"},
+    {"cli"},
+    {"integrations"},
+    {"report"},
+    {"studies"},
+    {"tasks"},
+    {"record"},
+    {"noise", "balance", "scale", "optim"},
+    {"sharding"},
+    {"averages"},
+    {"kernels"},
+    {"formulas"},
+    {"_checks"},
+]
+FLOOR_OF = {room: height for height, rooms in enumerate(reversed(FLOORS)) for room in rooms}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Absolute names of the steadygrad modules that a file imports."""
+    package = ["steadygrad", *path.relative_to(SOURCE).parts[:-1]]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {stem} | {f"{stem}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.split(".")[0] == "steadygrad"}
+
+
+def imported_rooms(path: Path) -> set[str]:
+    parts = [name.split(".") for name in imported_modules(path)]
+    return {name[1] for name in parts if len(name) > 1 and name[1] in FLOOR_OF}
+
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_only_downwards(path: Path):
+    room = room_of(path)
+    assert room in FLOOR_OF, f"{room} has no floor: put it into FLOORS and into DESIGN's plan"
+    wrong = [
+        other
+        for other in imported_rooms(path) - {room}
+        if FLOOR_OF[other] >= FLOOR_OF[room] and room not in {"__init__", "__main__"}
+    ]
+    assert wrong == []
+
+
+def test_the_reader_of_imports_sees_every_form(tmp_path, monkeypatch):
+    """A guard on the guard: relative, absolute, nested and aliased imports are all seen."""
+    home = tmp_path / "steadygrad"
+    (home / "noise").mkdir(parents=True)
+    file = home / "noise" / "x.py"
+    file.write_text(
+        "from ..cli import main\nimport steadygrad.report as r\n"
+        "def f():\n    from steadygrad import studies\n"
+    )
+    monkeypatch.setattr(sys.modules[__name__], "SOURCE", home)
+    assert imported_rooms(file) == {"cli", "report", "studies"}
+
+
+def modules_after(code: str) -> set[str]:
+    script = f"import sys\n{code}\nprint('\\n'.join(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(out.stdout.split())
+
+
+HELP = """
+from steadygrad.cli import main
+try:
+    main(['--help'])
+except SystemExit:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import steadygrad", HELP, "import steadygrad.record", "import steadygrad.report"],
+    ids=["import", "help", "record", "report"],
+)
+def test_loads_no_torch(code: str):
+    loaded = modules_after(code)
+    assert "steadygrad" in loaded
+    assert "torch" not in loaded
