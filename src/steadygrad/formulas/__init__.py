@@ -1,0 +1,1 @@
+"""Pure functions on plain tensors, each reading like the equation in its paper."""

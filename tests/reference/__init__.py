@@ -1,0 +1,1 @@
+"""Slow, literal float64 versions: what the fast code must agree with."""

@@ -1,0 +1,161 @@
+"""Every estimator against the definitions and against known truth.
+
+Synthetic gradients: per-sample gradient ~ N(G, Σ) with |G|² = 1, so that the true noise scale is
+tr(Σ) and every expectation is known exactly.
+"""
+
+import pytest
+import torch
+from scipy.special import gammaln
+
+from steadygrad._checks import InputError
+from steadygrad.formulas.noise_scale import (
+    from_halves,
+    from_nested,
+    from_parts,
+    l1_noise_scale,
+    unbias_deviation,
+)
+from tests.reference import noise_scale as reference
+
+DIM = 64
+PARTS = 8
+
+
+def truth(noise_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """A true gradient with norm 1, and unequal standard deviations with tr(Σ) = noise_scale."""
+    generator = torch.Generator().manual_seed(0)
+    g = torch.randn(DIM, generator=generator, dtype=torch.float64)
+    variance = torch.linspace(0.5, 1.5, DIM, dtype=torch.float64)
+    return g / g.norm(), (variance * (noise_scale / variance.sum())).sqrt()
+
+
+def draw_means(count, ns, noise_scale, generator):
+    """Mean gradients of parts with ``ns`` samples, shape (count, m, d)."""
+    g, sigma = truth(noise_scale)
+    z = torch.randn(count, len(ns), DIM, generator=generator)
+    return g + sigma * z.double() / torch.tensor(ns, dtype=torch.float64).sqrt().view(-1, 1)
+
+
+@pytest.mark.parametrize("counts", [[4, 4, 4], [1, 2, 5, 9], [1] * 6], ids=str)
+@pytest.mark.parametrize("weighting", ["samples", "mean of means", "odd"])
+def test_parts_agree_with_the_definition(counts, weighting):
+    torch.manual_seed(0)
+    gradients = torch.randn(sum(counts), 5, dtype=torch.float64) + 1
+    weights = {
+        "samples": [float(n) for n in counts],
+        "mean of means": [1.0] * len(counts),
+        "odd": [1.0 + i for i in range(len(counts))],
+    }[weighting]
+    means = reference.part_means(gradients, counts)
+    w = torch.tensor(weights, dtype=torch.float64)
+    mean = (w / w.sum()) @ means
+    got = from_parts(means.square().sum(-1), mean.dot(mean), torch.tensor(counts), w)
+    # 1e-12: the same float64 algebra in another order.
+    assert torch.stack(got).tolist() == pytest.approx(
+        reference.signal_and_noise(gradients, counts, weights), rel=1e-12
+    )
+
+
+def test_special_cases_are_one_formula():
+    torch.manual_seed(1)
+    g = torch.randn(2, 7, dtype=torch.float64)
+    for n_1, n_2 in [(3, 3), (2, 5)]:
+        halves = from_halves(g[0].dot(g[1]), (g[0] - g[1]).square().sum(), n_1=n_1, n_2=n_2)
+        mean = (n_1 * g[0] + n_2 * g[1]) / (n_1 + n_2)
+        parts = from_parts(g.square().sum(-1), mean.dot(mean), torch.tensor([n_1, n_2]))
+        torch.testing.assert_close(halves.noise, parts.noise, rtol=1e-12, atol=0)
+        if n_1 == n_2:
+            torch.testing.assert_close(halves.signal, parts.signal, rtol=1e-12, atol=1e-14)
+
+
+def test_noise_is_never_negative_and_zero_without_noise():
+    same = torch.ones(4, 3, dtype=torch.float64)
+    got = from_parts(same.square().sum(-1), same.mean(0).square().sum(), torch.tensor([1, 2, 3, 4]))
+    assert got.noise.item() == pytest.approx(0, abs=1e-15)
+    assert got.signal.item() == pytest.approx(3)
+
+
+SCHEMES = {
+    "equal": [8] * PARTS,
+    "unequal": [2, 4, 6, 8, 8, 10, 12, 14],
+    "ranks": [16] * 4,
+    "halves": [32, 32],
+    "odd halves": [31, 33],
+    "nested": None,
+}
+
+
+def measure(scheme, noise_scale, count, generator):
+    counts = SCHEMES[scheme]
+    if scheme == "nested":
+        small, rest = draw_means(count, [8, 56], noise_scale, generator).unbind(1)
+        big = (8 * small + 56 * rest) / 64
+        return from_nested(small.square().sum(-1), big.square().sum(-1), b_small=8, b_big=64)
+    g = draw_means(count, counts, noise_scale, generator)
+    if "halves" in scheme:
+        a, b = g.unbind(1)
+        dot = (a * b).sum(-1)
+        return from_halves(dot, (a - b).square().sum(-1), n_1=counts[0], n_2=counts[1])
+    w = torch.tensor(counts, dtype=torch.float64)
+    mean = ((w / w.sum()).view(-1, 1) * g).sum(1)
+    return from_parts(g.square().sum(-1), mean.square().sum(-1), torch.tensor(counts))
+
+
+def moments(scheme, ratio, total, seed=0, chunk=20_000):
+    """Means and standard errors of signal and noise over ``total`` draws, relative to truth."""
+    generator = torch.Generator().manual_seed(seed)
+    noise_scale = ratio * 64
+    sums = torch.zeros(2, 2, dtype=torch.float64)
+    for _ in range(total // chunk):
+        got = torch.stack(measure(scheme, noise_scale, chunk, generator))
+        got[1] /= noise_scale
+        sums += torch.stack([got.sum(1), got.square().sum(1)])
+    mean = sums[0] / total
+    error = ((sums[1] / total - mean**2) / total).sqrt()
+    return mean.tolist(), error.tolist()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("ratio", [0.5, 4])
+def test_unbiased_against_known_truth(scheme, ratio):
+    (signal, noise), (e_signal, e_noise) = moments(scheme, ratio, 60_000 if ratio < 1 else 200_000)
+    assert max(e_signal, e_noise) < 0.0034  # so that 1 % stands at three standard errors
+    assert signal == pytest.approx(1, abs=0.01)
+    assert noise == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["equal", "unequal"])
+def test_unbiased_with_sixteen_times_more_noise_than_batch(scheme):
+    (signal, noise), (e_signal, e_noise) = moments(scheme, 16, 1_000_000)
+    assert max(e_signal, e_noise) < 0.0034
+    assert signal == pytest.approx(1, abs=0.01)
+    assert noise == pytest.approx(1, abs=0.01)
+
+
+def test_c4_is_the_expectation_of_a_sample_deviation():
+    nu = torch.tensor([1.0, 3.0, 7.0, 40.0], dtype=torch.float64)
+    exact = [
+        (2 / v) ** 0.5 * float(torch.exp(torch.tensor(gammaln((v + 1) / 2) - gammaln(v / 2))))
+        for v in nu.tolist()
+    ]
+    assert unbias_deviation(nu).tolist() == pytest.approx(exact, rel=1e-12)
+    generator = torch.Generator().manual_seed(0)
+    sample = torch.randn(200_000, 4, generator=generator, dtype=torch.float64)
+    # 0.003: four standard errors of the mean of 200,000 deviations.
+    assert sample.std(-1).mean().item() == pytest.approx(exact[1], abs=0.003)
+
+
+def test_l1_noise_scale_of_equal_coordinates_is_the_euclidean_one():
+    d, g, sigma = 10, 0.3, 2.0
+    l1 = l1_noise_scale(torch.tensor(d * sigma), torch.tensor(d * g))
+    assert l1.item() == pytest.approx(d * sigma**2 / (d * g**2), rel=1e-6)
+
+
+def test_bad_sizes_are_named():
+    one = torch.ones(())
+    with pytest.raises(InputError, match=r"b_small.*\(0, b_big\).*Found `b_small = 4`"):
+        from_nested(one, one, b_small=4, b_big=4)
+    with pytest.raises(InputError, match="at least two parts"):
+        from_parts(torch.ones(1), one, torch.ones(1))
