@@ -1,0 +1,52 @@
+"""`MovingAverage` against its definition, and as a module."""
+
+import math
+
+import pytest
+import torch
+
+from steadygrad._checks import InputError
+from steadygrad.averages import MovingAverage
+
+
+def test_exact_from_the_first_value_and_by_definition_after():
+    average = MovingAverage(0.1)
+    values = [3.0, -1.0, 10.0, 0.5]
+    for i, value in enumerate(values):
+        average.update(torch.tensor(value))
+        weights = [0.9 ** (i - j) for j in range(i + 1)]
+        expected = sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
+        assert average.value().item() == pytest.approx(expected, rel=1e-14)
+
+
+def test_where_false_changes_nothing_even_for_nan():
+    average = MovingAverage(0.5)
+    average.update(torch.tensor(2.0))
+    average.update(torch.tensor(math.nan), where=torch.tensor(False))
+    average.update(torch.tensor(4.0), where=torch.tensor(True))
+    assert average.value().item() == pytest.approx((0.5 * 2 + 4) / 1.5)
+
+
+def test_nothing_yet_is_nan_also_after_reset():
+    average = MovingAverage(0.5, (2,))
+    assert average.value().isnan().all()
+    average.update(torch.ones(2))
+    assert average.value().tolist() == [1.0, 1.0]
+    average.reset()
+    assert average.value().isnan().all()
+
+
+def test_state_goes_on_in_its_own_type():
+    first, second = MovingAverage(0.3), MovingAverage(0.3)
+    first.update(torch.tensor(1.0))
+    second.load_state_dict(first.state_dict())
+    for average in (first, second):
+        average.update(torch.tensor(5.0))
+    assert torch.equal(first.value(), second.value())
+    assert second.total.dtype == torch.float64
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.5, -1.0, math.nan, "0.1", True])
+def test_bad_rates(rate):
+    with pytest.raises(InputError, match=r"`update_rate` should be a finite number in \(0, 1\]"):
+        MovingAverage(rate)
