@@ -1,0 +1,107 @@
+"""Per-sample losses: what a task must return, and their mean over a data set."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad._checks import InputError, check_count
+from steadygrad.tasks.samples import Samples, place
+
+if TYPE_CHECKING:
+    from steadygrad.tasks.task import Task
+
+__all__ = ["check_losses", "mean_loss"]
+
+
+def check_losses(losses: Any, batch_size: int) -> Tensor:
+    """Returns ``losses`` when they are one finite loss for each sample.
+
+    Reading whether they are finite waits for the device: call it where that is no matter.
+
+    Args:
+        losses: What ``Task.per_sample_loss`` returned.
+        batch_size: Number of samples ``n`` in the batch.
+
+    Returns:
+        The losses, with shape ``(n,)``.
+
+    Raises:
+        InputError: If they are not a floating-point tensor with shape ``(n,)`` (a loss that is
+            already a mean has shape ``()``), are cut off from the parameters while gradients are
+            recorded, or are not finite.
+    """
+    expected = f"`per_sample_loss` should return one loss for each of {batch_size} samples"
+    if not isinstance(losses, Tensor):
+        raise InputError(
+            f"{expected}, a tensor with shape ({batch_size},). Found {type(losses).__name__}. "
+            "Remedy: return the tensor of losses itself."
+        )
+    if losses.shape != (batch_size,):
+        raise InputError(f"{expected}, with shape ({batch_size},). {_wrong_shape(losses)}")
+    if not losses.is_floating_point():
+        raise InputError(
+            f"{expected}, in floating point. Found {losses.dtype}. Remedy: losses are real numbers."
+        )
+    if torch.is_grad_enabled() and not losses.requires_grad:
+        raise InputError(
+            f"{expected} that depend on the model's parameters. Found losses without a gradient. "
+            "Remedy: no .detach(), .item() or torch.no_grad() between the model and its loss."
+        )
+    bad = int((~torch.isfinite(losses.detach())).sum())
+    if bad:
+        raise InputError(
+            f"{expected}, all finite. Found {bad} that are NaN or infinite. "
+            "Remedy: a lower learning rate, or look for NaN in the data."
+        )
+    return losses
+
+
+def _wrong_shape(losses: Tensor) -> str:
+    found = f"Found shape {tuple(losses.shape)}"
+    if losses.numel() == 1:
+        return f"{found}: a loss that is already a mean. Remedy: reduction='none'."
+    return f"{found}. Remedy: average over every dimension but the first."
+
+
+def mean_loss(
+    task: "Task", model: nn.Module, samples: Samples | None = None, *, chunk: int = 128
+) -> float:
+    """Evaluates a model by its mean per-sample loss, in evaluation mode and without gradients.
+
+    Args:
+        task: Says the per-sample loss.
+        model: The model; every module's training mode is put back afterwards.
+        samples: What to evaluate on; None: ``task.valid``.
+        chunk: Samples in one forward pass.
+
+    Returns:
+        The mean, summed in float64; it may be NaN or infinite when a loss is.
+
+    Raises:
+        InputError: If the losses have the wrong shape.
+    """
+    check_count("chunk", chunk)
+    samples = task.valid if samples is None else samples
+    total = 0.0
+    with torch.no_grad(), evaluating(model):
+        for indices in torch.split(torch.arange(len(samples)), chunk):
+            losses = task.per_sample_loss(model, place(samples.batch(indices), model))
+            if not isinstance(losses, Tensor) or losses.shape != indices.shape:
+                check_losses(losses, len(indices))
+            total += float(losses.double().sum())
+    return total / len(samples)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Puts a model into evaluation mode, and each of its modules back into its own afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,189 @@
+"""From what a user types to a task: built-in names and ``path/file.py:make_task``."""
+
+import hashlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from difflib import get_close_matches
+from pathlib import Path
+from types import CodeType, FunctionType, MappingProxyType, ModuleType
+from typing import Any
+
+from steadygrad._checks import InputError
+from steadygrad.tasks.char_lm import char_lm
+from steadygrad.tasks.digits import digits_autoencoder, digits_classifier
+from steadygrad.tasks.task import Task
+
+__all__ = ["BUILT_IN", "DEFAULT", "TaskFactoryError", "load_task"]
+
+BUILT_IN: Mapping[str, Callable[[], Task]] = MappingProxyType(
+    {
+        "char-lm": char_lm,
+        "digits-classifier": digits_classifier,
+        "digits-autoencoder": digits_autoencoder,
+    }
+)
+DEFAULT = "char-lm"
+
+
+class TaskFactoryError(InputError):
+    """A user's own code raised while its file was imported or its task made.
+
+    What it raised is the ``__cause__``, with its traceback.
+    """
+
+
+def load_task(spec: str) -> Task:
+    """Makes the task that a user asked for.
+
+    The file's folder is importable while the file is imported and its factory runs, as it is for
+    ``python file.py``; no byte code is written beside it.
+
+    Args:
+        spec: A name in ``BUILT_IN``, or ``"path/file.py:make_task"``.
+
+    Returns:
+        The task.
+
+    Raises:
+        InputError: If there is no such task, file or factory, or it returns something else.
+        TaskFactoryError: If the user's code raises, chained from what it raised.
+    """
+    if not isinstance(spec, str):
+        raise InputError(f"Parameter `spec` should be a str. Found {type(spec).__name__}.")
+    if spec in BUILT_IN:
+        return BUILT_IN[spec]()
+    path, factory = _split(spec)
+    code = _compile(path)
+    with _importable(path.parent):
+        module = _execute(path, code, spec)
+        task = _call(_find_factory(module, factory, path), spec)
+    if not isinstance(task, Task):
+        raise InputError(
+            f"{spec} should return a steadygrad.Task. Found {type(task).__name__}. "
+            "Remedy: end the function with `return Task(...)`."
+        )
+    return task
+
+
+def _split(spec: str) -> tuple[Path, str]:
+    """Splits at the last colon: a Windows path has one after its drive letter."""
+    path, colon, factory = spec.rpartition(":")
+    if not colon or not factory.isidentifier():
+        if not _looks_like_a_file(spec):
+            raise _unknown(spec)
+        raise InputError(
+            f"A task file should be named with its factory, as path/file.py:make_task. Found "
+            f"{spec!r}. Remedy: {spec.rstrip(':')}:make_task."
+        )
+    file = Path(path).expanduser().absolute()
+    if not file.is_file():
+        found = "a folder" if file.is_dir() else "no such file"
+        raise InputError(
+            f"The task file should exist. Found {found}: {path!r}. "
+            f"Remedy: check the path, relative to {Path.cwd()}."
+        )
+    return file, factory
+
+
+def _looks_like_a_file(spec: str) -> bool:
+    return ".py" in spec or "/" in spec or "\\" in spec or ":" in spec
+
+
+def _unknown(spec: str) -> InputError:
+    near = get_close_matches(spec, BUILT_IN, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"the default is {DEFAULT!r}."
+    return InputError(
+        f"The task should be one of {', '.join(BUILT_IN)}, or path/file.py:make_task. "
+        f"Found {spec!r}. Remedy: {hint}"
+    )
+
+
+def _compile(path: Path) -> CodeType:
+    try:
+        return compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except OSError as error:
+        raise InputError(
+            f"The task file should be readable. Found {error.strerror}: {str(path)!r}. "
+            "Remedy: check the file's permissions."
+        ) from error
+    # A null byte is a ValueError before Python 3.12.
+    except (SyntaxError, ValueError) as error:
+        lineno = getattr(error, "lineno", None)
+        line = f" on line {lineno}" if lineno else ""
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise InputError(
+            f"The task file should be Python. Found {reason}{line} of {str(path)!r}. "
+            "Remedy: mend the file."
+        ) from error
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Puts a folder first on the import path, and writes no byte code, for a while."""
+    wrote_none = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = wrote_none
+        # The user's own code may have changed the path meanwhile.
+        with suppress(ValueError):
+            sys.path.remove(str(folder))
+
+
+def _execute(path: Path, code: CodeType, spec: str) -> ModuleType:
+    name = "_steadygrad_task_" + hashlib.sha256(str(path).encode()).hexdigest()[:12]
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    # Dataclasses and pickles look their module up while the file is still being executed.
+    sys.modules[name] = module
+    try:
+        exec(code, module.__dict__)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise _factory_error(f"Importing the file of {spec}", error) from error
+    return module
+
+
+def _find_factory(module: ModuleType, factory: str, path: Path) -> Callable[[], Any]:
+    names = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, FunctionType) and value.__module__ == module.__name__
+    ]
+    if not hasattr(module, factory):
+        near = get_close_matches(factory, names, n=1)
+        remedy = f"did you mean {near[0]!r}?" if near else f"define `def {factory}() -> Task`."
+        raise InputError(
+            f"The task file should define {factory!r}. Found "
+            f"{', '.join(names) or 'no function'} in {str(path)!r}. Remedy: {remedy}"
+        )
+    found = getattr(module, factory)
+    if not callable(found):
+        raise InputError(
+            f"{factory!r} in {str(path)!r} should be a function that makes a task. Found "
+            f"{type(found).__name__}. Remedy: define `def make_task() -> Task`."
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _call(factory: Callable[[], Any], spec: str) -> Any:
+    try:
+        return factory()
+    except (Exception, SystemExit) as error:
+        raise _factory_error(spec, error) from error
+
+
+def _factory_error(where: str, error: BaseException) -> TaskFactoryError:
+    first_line = (str(error).splitlines() or [""])[0]
+    # An InputError already says what was expected, found and the remedy.
+    if isinstance(error, InputError):
+        return TaskFactoryError(f"{where}: {first_line}")
+    reason = f"{type(error).__name__}: {first_line}".rstrip(": ")
+    return TaskFactoryError(
+        f"{where} should make a task. Found {reason}. Remedy: --debug shows the traceback."
+    )

@@ -1,0 +1,139 @@
+"""The task: everything a study must know about what it trains."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from steadygrad._checks import InputError, check_choice, check_count, check_number
+from steadygrad.tasks.samples import Samples
+
+__all__ = ["LR_RULES", "Task", "describe"]
+
+LR_RULES = ("sqrt", "linear", "constant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A model, its data and how it is trained.
+
+    Args:
+        name: What reports call the task.
+        sample: What one sample is called, singular: ``"sequence"``, ``"image"``.
+        make_model: Makes a freshly initialised model; the caller seeds torch's generator.
+        train: The training samples.
+        valid: The samples held out for evaluation.
+        per_sample_loss: ``(model, batch) -> losses`` with shape ``(n,)``: one loss for each of the
+            batch's ``n`` samples, not their mean.
+        make_optimizer: ``(parameters, lr) -> optimizer``.
+        lr: The learning rate tuned for ``batch_size``.
+        batch_size: The smallest batch, in samples, that a study trains at.
+        lr_rule: How the learning rate follows the batch size: ``"sqrt"`` (Adam-like optimizers),
+            ``"linear"`` (SGD) or ``"constant"``.
+        evaluate: ``(model, samples) -> loss`` to be minimised; None: the mean per-sample loss.
+        samples_per_second: Training speed on two CPU cores; None: a study measures it.
+        provenance: Where the data come from, for the record: ``{"corpus": ..., "sha256": ...}``.
+
+    Raises:
+        InputError: If a field has the wrong type or is out of range, the data are empty, or the
+            batch is larger than the training data.
+    """
+
+    name: str
+    sample: str
+    make_model: Callable[[], nn.Module]
+    train: Samples
+    valid: Samples
+    per_sample_loss: Callable[[nn.Module, Any], Tensor]
+    make_optimizer: Callable[[Iterable[nn.Parameter], float], Optimizer]
+    lr: float
+    batch_size: int
+    lr_rule: str = "sqrt"
+    evaluate: Callable[[nn.Module, Samples], float] | None = None
+    samples_per_second: float | None = None
+    provenance: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_text("name", self.name)
+        _check_text("sample", self.sample)
+        for name in ("make_model", "per_sample_loss", "make_optimizer"):
+            _check_callable(name, getattr(self, name))
+        if self.evaluate is not None:
+            _check_callable("evaluate", self.evaluate)
+        _check_samples("train", self.train)
+        _check_samples("valid", self.valid)
+        check_number("lr", self.lr, low=0, low_open=True)
+        check_count("batch_size", self.batch_size)
+        if self.batch_size > len(self.train):
+            raise InputError(
+                f"Parameter `batch_size` should be at most len(train) = {len(self.train)}. Found "
+                f"`batch_size = {self.batch_size}`: the batch is larger than the data. "
+                "Remedy: a smaller batch_size or more training samples."
+            )
+        check_choice("lr_rule", self.lr_rule, LR_RULES)
+        if self.samples_per_second is not None:
+            check_number("samples_per_second", self.samples_per_second, low=0, low_open=True)
+        _check_provenance(self.provenance)
+
+
+def describe(task: Task, model: nn.Module) -> dict[str, Any]:
+    """Describes a task for the header of a run's record.
+
+    Args:
+        task: The task.
+        model: A model that ``task.make_model`` made.
+
+    Returns:
+        ``name``, ``sample``, ``parameters`` (trainable numbers in the model, shared ones counted
+        once), ``train_size`` and ``valid_size`` (samples), ``provenance``: plain JSON values.
+    """
+    trainable = (p.numel() for p in model.parameters() if p.requires_grad)
+    return {
+        "name": task.name,
+        "sample": task.sample,
+        "parameters": sum(trainable),
+        "train_size": len(task.train),
+        "valid_size": len(task.valid),
+        "provenance": dict(task.provenance),
+    }
+
+
+def _check_text(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value.strip():
+        raise InputError(
+            f"Parameter `{name}` should be a non-empty str. Found `{name} = {value!r}`."
+        )
+
+
+def _check_callable(name: str, value: Any) -> None:
+    if not callable(value):
+        raise InputError(
+            f"Parameter `{name}` should be callable. Found {type(value).__name__}. "
+            "Remedy: pass the function itself, not what it returns."
+        )
+
+
+def _check_samples(name: str, value: Any) -> None:
+    if not isinstance(value, Samples):
+        raise InputError(
+            f"Parameter `{name}` should have __len__() and batch(indices). Found "
+            f"{type(value).__name__}. Remedy: wrap tensors in steadygrad.tasks.TensorSamples."
+        )
+    if len(value) == 0:
+        raise InputError(
+            f"Parameter `{name}` should hold at least one sample. Found an empty data set. "
+            "Remedy: check where the task reads its data from."
+        )
+
+
+def _check_provenance(value: Any) -> None:
+    texts = isinstance(value, Mapping) and all(
+        isinstance(text, str) for item in value.items() for text in item
+    )
+    if not texts:
+        raise InputError(
+            "Parameter `provenance` should map str to str. "
+            f"Found `provenance = {value!r}`. Remedy: convert the values with str."
+        )
