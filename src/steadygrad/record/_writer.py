@@ -1,0 +1,132 @@
+"""Writes a run's folder."""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from steadygrad._checks import InputError
+from steadygrad.record._environment import environment
+from steadygrad.record._files import (
+    RECORD,
+    REPORT,
+    SUMMARY,
+    RecordError,
+    cannot_write,
+    make_empty_folder,
+    remove_folders,
+    replace_file,
+    write_beside,
+)
+from steadygrad.record._json import dumps
+from steadygrad.record._reader import SCHEMA, read_record
+
+__all__ = ["RunWriter"]
+
+
+class RunWriter:
+    """Writes one run's folder; get one from :meth:`create` or :meth:`resume`.
+
+    It is a context manager that closes itself.
+
+    Attributes:
+        folder: Where the run is written.
+    """
+
+    def __init__(self, folder: Path, end: int) -> None:
+        self.folder = folder
+        self._file = open(folder / RECORD, "r+b", buffering=0)  # noqa: SIM115
+        self._end = end
+        self._file.truncate(end)
+        self._file.seek(end)
+
+    @classmethod
+    def create(cls, folder: Path, header: Mapping[str, Any]) -> "RunWriter":
+        """Starts a record in a folder that is absent or empty.
+
+        Args:
+            folder: Made when absent, with its parents.
+            header: The first line, without ``event`` and ``schema``. The time of creation and
+                the :func:`environment` are added when absent.
+
+        Raises:
+            InputError: If the folder is not empty or cannot be written. Nothing is written then.
+        """
+        folder = Path(folder)
+        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        line = {"event": "run", "schema": SCHEMA, **header}
+        line |= {"event": "run", "schema": SCHEMA}
+        line.setdefault("time", {"created": created})
+        line.setdefault("environment", environment())
+        data = dumps(line).encode() + b"\n"
+        made = make_empty_folder(folder)
+        try:
+            write_beside(folder / RECORD, data)
+            return cls(folder, len(data))
+        except OSError as error:
+            remove_folders(made)
+            raise InputError(cannot_write(folder, error)) from error
+
+    @classmethod
+    def resume(cls, folder: Path) -> "RunWriter":
+        """Goes on with a record after its last whole line; a broken last line is cut off.
+
+        Raises:
+            RecordError: If the record cannot be read (see :func:`read_run`) or written.
+        """
+        folder = Path(folder)
+        whole = read_record(folder)[2]
+        try:
+            return cls(folder, whole)
+        except OSError as error:
+            raise RecordError(cannot_write(folder, error)) from error
+
+    def append(self, event: str, /, **fields: Any) -> None:
+        """Appends one line; it is on the disk when this returns.
+
+        Args:
+            event: What happened, such as ``"point"``.
+            fields: What :func:`dumps` can write. All that differs between two runs with one seed
+                belongs under ``time``.
+
+        Raises:
+            RecordError: If the disk does not take it. The record then ends with the line before.
+        """
+        data = dumps({"event": event, **fields}).encode() + b"\n"
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[self._file.write(view) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(self._end)
+                self._file.seek(self._end)
+            raise RecordError(cannot_write(self.folder, error)) from error
+        self._end += len(data)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Replaces ``summary.json`` in one step."""
+        replace_file(self.folder / SUMMARY, dumps(summary, indent=2).encode() + b"\n")
+
+    def write_report(self, html: str) -> None:
+        """Replaces ``report.html`` in one step."""
+        replace_file(self.folder / REPORT, html.encode("utf-8", "replace"))
+
+    def close(self) -> None:
+        """Closes the record; calling it again does nothing."""
+        self._file.close()
+
+    def __enter__(self) -> "RunWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
