@@ -1,0 +1,53 @@
+"""A run record becomes one HTML page: self-contained, without scripts and without the network."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+
+from steadygrad._checks import InputError
+from steadygrad.record import Run, read_run, replace_file
+
+__all__ = ["STUDIES", "render", "write"]
+
+# A study's page: a module with ``page(run) -> str``, loaded when a report is drawn.
+STUDIES: Mapping[str, str] = {"advise": "steadygrad.report.advise"}
+
+
+def render(run: Run) -> str:
+    """Draws a run's report; the same run gives the same page, byte for byte.
+
+    A partial record is drawn too, and the page says what is missing.
+
+    Args:
+        run: What :func:`steadygrad.record.read_run` returned.
+
+    Returns:
+        The whole HTML page.
+
+    Raises:
+        InputError: If no report exists for the run's study, or Matplotlib is not installed.
+    """
+    study = run.header.get("study")
+    if not isinstance(study, str) or study not in STUDIES:
+        listed = ", ".join(repr(name) for name in STUDIES)
+        raise InputError(
+            f"Expected the record of a known study ({listed}). Found `study = {study!r}` in "
+            f"{str(run.folder)!r}. Remedy: use the steadygrad that wrote it, or a newer one."
+        )
+    page: str = import_module(STUDIES[study]).page(run)
+    return page
+
+
+def write(folder: Path) -> Path:
+    """Draws the report of the run in ``folder`` again, into its ``report.html``.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        InputError: If the record cannot be read or drawn, or the page cannot be written.
+    """
+    path = Path(folder) / "report.html"
+    html = render(read_run(Path(folder)))
+    replace_file(path, html.encode("utf-8"))
+    return path

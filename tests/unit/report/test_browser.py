@@ -1,0 +1,144 @@
+"""The page in a real browser: headless Chromium, when it is installed."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steadygrad.report import render
+
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--window-size=1400,900",
+    "--dump-dom",
+]
+DARK = "--blink-settings=preferredColorScheme=0"
+
+# Chromium has no window narrower than 500 px; a frame has. The page itself stays untouched.
+OUTER = """<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,">
+<iframe id="phone" style="border:0;width:390px;height:800px" srcdoc="{page}"></iframe>
+<iframe id="desk" style="border:0;width:1280px;height:800px" srcdoc="{page}"></iframe>
+<pre id="result"></pre>
+<script>
+function measure(frame) {{
+  const page = frame.contentDocument, view = frame.contentWindow;
+  const shown = [...page.querySelectorAll("svg")].map(svg => svg.getBoundingClientRect());
+  const charts = shown.filter(box => box.width > 100 && box.height > 100);
+  const label = [...page.querySelectorAll("svg text")].find(t => t.getClientRects().length);
+  return {{
+    width: view.innerWidth,
+    scroll: page.documentElement.scrollWidth,
+    widest: Math.max(0, ...charts.map(box => box.right)),
+    charts: charts.length,
+    title: page.title,
+    ink: view.getComputedStyle(page.body).color,
+    paper: view.getComputedStyle(page.body).backgroundColor,
+    label: label ? view.getComputedStyle(label).fill : null,
+    labelSize: label ? label.getBoundingClientRect().height : null,
+  }};
+}}
+addEventListener("load", () => {{
+  const found = {{phone: measure(phone), desk: measure(desk)}};
+  result.textContent = JSON.stringify(found);
+}});
+</script>"""
+
+
+class Look:
+    """What the browser reported of one page."""
+
+    def __init__(self, page: str, folder: Path, *flags: str):
+        outer = folder / "outer.html"
+        outer.write_text(OUTER.format(page=html.escape(page)), encoding="utf-8")
+        profile = f"--user-data-dir={folder / 'profile'}"
+        done = subprocess.run(
+            [str(CHROMIUM), *FLAGS, *flags, profile, outer.as_uri()],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        match = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, flags=re.DOTALL)
+        assert match is not None, done.stderr
+        found = json.loads(html.unescape(match.group(1)))
+        self.phone, self.desk = found["phone"], found["desk"]
+        self.console = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+
+
+def luminance(colour: str) -> float:
+    channels = [float(part) / 255 for part in re.findall(r"[\d.]+", colour)[:3]]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast ratio of two colours, from 1 to 21 (WCAG 2)."""
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def assert_well_shown(look: Look, charts: int) -> None:
+    assert look.console == []
+    for view, width in ((look.phone, 390), (look.desk, 1280)):
+        assert view["width"] == width
+        assert view["scroll"] <= width
+        assert view["charts"] == charts
+        assert view["widest"] <= width
+        # 4.5 is what WCAG AA asks of small text.
+        assert contrast(view["ink"], view["paper"]) > 4.5
+        if charts:
+            assert contrast(view["label"], view["paper"]) > 4.5
+            # A line of 10 px has a box of 11 px or more: still readable on a phone.
+            assert view["labelSize"] > 10
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_whole_page_on_a_phone_and_on_a_desk(make_run: Any, tmp_path: Path, mode: str):
+    look = Look(render(make_run()), tmp_path, *([DARK] if mode == "dark" else []))
+    assert_well_shown(look, charts=7)
+    assert (luminance(look.desk["paper"]) < 0.1) == (mode == "dark")
+
+
+@pytest.mark.parametrize(("points", "charts"), [(0, 0), (1, 3)])
+def test_partial_page(make_run: Any, tmp_path: Path, points: int, charts: int):
+    assert_well_shown(Look(render(make_run(points, None)), tmp_path), charts)
+
+
+def test_hostile_names_run_nothing_and_do_not_widen_the_page(make_run: Any, tmp_path: Path):
+    script = "<img src=x onerror=\"document.title='pwned'\"><script>document.title='pwned'</script>"
+
+    def edit(header: Any, events: Any, summary: Any) -> None:
+        header["task"] |= {"name": script + "x" * 300, "sample": script}
+        header["command"] = "y" * 3000
+        summary["recommendation"]["words"] = ["z" * 500]
+        summary["recommendation"]["megatron"] = "0:16" * 200
+
+    look = Look(render(make_run(edit=edit)), tmp_path)
+    assert_well_shown(look, charts=7)
+    assert look.desk["title"].startswith("<img src=x")
+
+
+def test_the_look_would_see_an_error_and_a_wide_page(tmp_path: Path):
+    """A guard on the guard: the tests above can fail."""
+    page = "<script>console.error('seen'); missing()</script><div style='width:900px'>wide</div>"
+    look = Look(f"<!doctype html><title>bad</title>{page}", tmp_path)
+    assert any("seen" in line for line in look.console)
+    assert any("missing" in line for line in look.console)
+    assert look.phone["scroll"] > 390
+    assert look.phone["charts"] == 0

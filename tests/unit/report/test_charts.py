@@ -1,0 +1,150 @@
+"""Charts follow the page: its colours, its fonts, ids of their own, escaped labels."""
+
+import re
+import sys
+import xml.etree.ElementTree as ET
+from importlib.resources import files
+from typing import Any
+
+import matplotlib as mpl
+import pytest
+
+from steadygrad._checks import InputError
+from steadygrad.report.charts import (
+    CRITICAL,
+    INK,
+    VARIABLES,
+    batch_axis,
+    chart,
+    label,
+    label_lines,
+    panel,
+    samples_axis,
+)
+
+NASTY = '<script>alert(1)</script> id="x" #010105 $x$ 字\x00'
+
+
+def paint(figure: Any, narrow: bool) -> None:
+    axes = figure.subplots()
+    axes.plot([1, 2, 3], [1, 4, 2], "o-", color=CRITICAL)
+    axes.fill_between([1, 2], [1, 1], [2, 2], color=INK)
+    axes.set_title("narrow" if narrow else "wide")
+    axes.set_xlabel(label(NASTY))
+    axes.annotate("", (1, 1), xytext=(0, 9), textcoords="offset points", arrowprops={"color": INK})
+
+
+def svgs(html: str) -> list[ET.Element]:
+    found = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
+    return [ET.fromstring(svg) for svg in found]
+
+
+def texts(svg: ET.Element) -> list[str]:
+    return [element.text or "" for element in svg.iter("text")]
+
+
+def test_a_chart_comes_in_two_widths_and_is_well_formed():
+    wide, narrow = svgs(chart("one", "words", paint))
+    assert (wide.get("viewBox"), narrow.get("viewBox")) == ("0 0 800 320", "0 0 380 288")
+    assert "wide" in texts(wide)
+    assert "narrow" in texts(narrow)
+    assert wide.get("width") is None  # the page decides
+
+
+def test_ids_differ_between_charts_and_references_meet_them():
+    page = chart("one", "a", paint) + chart("two", "b", paint) + panel("three", "c", paint)
+    ids = [element.get("id") for svg in svgs(page) for element in svg.iter() if element.get("id")]
+    assert len(ids) == len(set(ids)) > 20
+    wanted = re.findall(r'url\(#([^)]*)\)|href="#([^"]*)"', page)
+    assert wanted
+    assert {a or b for a, b in wanted} <= set(ids)
+
+
+def test_colours_are_the_pages_own():
+    page = panel("one", "a", paint)
+    assert "var(--critical)" in page
+    assert "var(--ink)" in page
+    tags = "".join(re.findall(r"<[^>]*>", page))
+    assert not re.search(r"#[0-9a-fA-F]{6}\b", tags)
+    assert "font-family" not in tags
+    assert "<style" not in tags  # it would apply to the whole page
+
+
+def colours() -> dict[str, dict[str, str]]:
+    style = files("steadygrad.report").joinpath("style.css").read_text()
+    light, dark = style.split("@media", 2)[:2]
+    return {
+        mode: dict(re.findall(r"--(\w+): (#\w{6});", part))
+        for mode, part in (("light", light), ("dark", dark))
+    }
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_the_style_sheet_has_every_colour_with_enough_contrast(mode: str):
+    found = colours()[mode]
+    assert set(VARIABLES.values()) <= set(found)
+    # WCAG AA: 4.5 for text, 3 for what has to be seen in a drawing.
+    for name in ("ink", "muted", "critical", "noise", "schedule"):
+        low, high = sorted((luminance(found[name]), luminance(found["paper"])))
+        assert (high + 0.05) / (low + 0.05) >= (3.0 if name == "schedule" else 4.5), name
+
+
+def test_labels_are_escaped_and_whole():
+    (svg,) = svgs(panel("one", NASTY, paint))
+    assert label(NASTY) in texts(svg)
+    assert "alert(1)" in str(svg.get("aria-label"))
+    assert not list(svg.iter("script"))
+
+
+def test_label_is_short():
+    assert label("x" * 24) == "x" * 24
+    assert label("x" * 500) == "x" * 23 + "…"
+
+
+def test_the_users_matplotlib_settings_do_not_matter():
+    before = panel("one", "a", paint)
+    with mpl.rc_context({"svg.fonttype": "path", "lines.linewidth": 9, "font.size": 30}):
+        assert panel("one", "a", paint) == before
+        assert mpl.rcParams["lines.linewidth"] == 9
+
+
+def test_axes_are_readable():
+    def draw(figure: Any, narrow: bool) -> None:
+        axes = figure.subplots()
+        axes.plot([1000, 30000], [8, 512])
+        samples_axis(axes, 900, 40_000, "sequences", narrow=narrow)
+        batch_axis(axes, "y", [8, 16, 32, 64, 128, 256, 512], 4)
+
+    (svg,) = svgs(panel("one", "a", draw))
+    found = texts(svg)
+    assert [text for text in found if text.isdigit()] == ["8", "32", "128", "512"]
+    assert {"1K", "10K", "sequences seen"} <= set(found)
+
+
+def test_names_of_lines_that_end_together_are_moved_apart():
+    def draw(figure: Any, _: bool) -> None:
+        axes = figure.subplots()
+        axes.set_xlim(0, 1)
+        axes.set_ylim(0, 1)
+        ends = [(1.0, 0.50, "first", INK), (1.0, 0.51, "second", INK), (1.0, 0.9, "far", INK)]
+        label_lines(axes, ends, gap=15)
+
+    (svg,) = svgs(panel("one", "a", draw))
+    height = {str(text.text): float(text.get("y", "nan")) for text in svg.iter("text")}
+    # SVG counts downwards. 14: the layout may shrink the axes a little after the names are placed.
+    assert height["first"] - height["second"] >= 14
+    assert height["second"] - height["far"] > 30
+
+
+def test_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(InputError, match=r'pip install "steadygrad\[cli\]"') as error:
+        panel("one", "a", paint)
+    assert "\n" not in str(error.value)
