@@ -1,0 +1,118 @@
+"""From noise scales to a number of micro-batches, without flutter."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from steadygrad._checks import InputError, check_count, check_number
+from steadygrad.noise.estimate import NoiseEstimate
+
+__all__ = ["BatchSizeController"]
+
+
+class BatchSizeController:
+    r"""Follows the noise scale with the gradient-accumulation count.
+
+    The wanted batch size is ``factor`` times the noise scale. The count changes only when the
+    data are clear about it:
+
+    - the present batch size lies outside the estimate's interval times ``factor``, so an
+      unresolved estimate can raise the batch (towards its lower end) but never lower it;
+    - the wanted count differs by at least the share ``hysteresis``;
+    - ``patience`` updates have passed since the last change.
+
+    One change at most doubles or halves the count, as early estimates are the least certain.
+
+    .. code-block:: python
+
+        controller = BatchSizeController(samples_per_count=8 * world_size, max_count=64)
+        for step in range(steps):
+            for micro in take(controller.count):
+                ...
+            if step % 50 == 0:
+                controller.update(noise.estimate())
+
+    Args:
+        samples_per_count: Samples that one micro-batch adds to a step, over all processes.
+        count: Micro-batches a step to begin with.
+        min_count: Fewest micro-batches a step.
+        max_count: Most micro-batches a step.
+        factor: Batch size over noise scale. Smaller saves samples, larger saves steps.
+        hysteresis: Least relative change worth making.
+        patience: Updates between two changes.
+        grow_only: Whether the count may never fall.
+
+    Attributes:
+        count: Micro-batches a step, now.
+    """
+
+    def __init__(
+        self,
+        samples_per_count: int,
+        *,
+        count: int = 1,
+        min_count: int = 1,
+        max_count: int = 1024,
+        factor: float = 1.0,
+        hysteresis: float = 0.25,
+        patience: int = 2,
+        grow_only: bool = False,
+    ) -> None:
+        self.samples_per_count = check_count("samples_per_count", samples_per_count)
+        self.min_count = check_count("min_count", min_count)
+        self.max_count = check_count("max_count", max_count, low=min_count)
+        self.factor = check_number("factor", factor, low=0, low_open=True)
+        self.hysteresis = check_number("hysteresis", hysteresis, low=0)
+        self.patience = check_count("patience", patience, low=0)
+        self.grow_only = grow_only
+        self.count = check_count("count", count, low=min_count)
+        if count > max_count:
+            raise InputError(
+                f"Parameter `count` should be at most `max_count = {max_count}`. Found {count}."
+            )
+        self._waited = self.patience
+
+    @property
+    def batch_size(self) -> int:
+        """Samples a step, over all processes."""
+        return self.count * self.samples_per_count
+
+    def update(self, estimate: NoiseEstimate) -> int:
+        """Takes in an estimate; waits for the device.
+
+        Args:
+            estimate: The whole model's estimate; the same on every process, so that all of them
+                decide alike.
+
+        Returns:
+            The number of micro-batches for the next steps.
+        """
+        self._waited += 1
+        goal = self._goal(estimate)
+        if goal is None or self._waited <= self.patience:
+            return self.count
+        count = round(goal / self.samples_per_count)
+        count = min(max(count, math.ceil(self.count / 2)), self.count * 2)
+        count = min(max(count, self.min_count), self.max_count)
+        if abs(count - self.count) >= max(1, self.hysteresis * self.count):
+            self.count, self._waited = count, 0
+        return self.count
+
+    def _goal(self, estimate: NoiseEstimate) -> float | None:
+        """The wanted batch size, or None while the data agree with the present one."""
+        low, high = float(estimate.low) * self.factor, float(estimate.high) * self.factor
+        if math.isnan(low) or low <= self.batch_size <= high:
+            return None
+        if self.batch_size > high and self.grow_only:
+            return None
+        value = float(estimate.value) * self.factor
+        return value if bool(estimate.resolved) and math.isfinite(value) else low
+
+    def state_dict(self) -> dict[str, Any]:
+        """Count and waiting time."""
+        return {"count": self.count, "waited": self._waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Puts a saved count back, within this controller's bounds."""
+        self.count = min(max(int(state["count"]), self.min_count), self.max_count)
+        self._waited = int(state["waited"])

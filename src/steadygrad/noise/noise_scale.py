@@ -1,0 +1,282 @@
+"""The gradient noise scale, nearly free: from gradients that training computes anyway."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from steadygrad._checks import InputError, check_choice, check_count, check_number
+from steadygrad.noise.build import (
+    METRICS,
+    choose_parameters,
+    first_part,
+    make_meter,
+    warn_of_batch_norm,
+)
+from steadygrad.noise.estimate import History, NoiseEstimate
+from steadygrad.noise.meters import PartSums, Step
+from steadygrad.noise.per_example import ExampleNorms
+from steadygrad.noise.sign_meter import SignMeter
+from steadygrad.noise.sources import AccumulatedSource, BackwardSource, ExampleSource, Source
+from steadygrad.sharding import data_parallel_world
+
+__all__ = ["NoiseScale"]
+
+SOURCES = ("microbatch", "per_example", "accumulated")
+ACCUMULATIONS = ("mean", "sum", "samples")
+
+
+class Scaler(Protocol):
+    """What is asked of a gradient scaler: to multiply a tensor by its scale."""
+
+    def scale(self, outputs: Tensor) -> Tensor:
+        """Multiplies by the loss scale, without waiting for the device."""
+
+
+class NoiseScale:
+    r"""Measures the gradient noise scale :math:`\mathrm{tr}(\Sigma)/|G|^2` while a model trains.
+
+    Gradients of parts of a batch spread around their mean by an amount that tells the noise;
+    their mean's norm, less its share of noise, tells the signal. The parts are what training
+    makes anyway: micro-batches, ranks, or both (``source="microbatch"``), or single examples
+    (``"per_example"``). Averages first, divides once, and gives an interval with every estimate.
+
+    .. code-block:: python
+
+        noise = NoiseScale(model)
+        for micro in micro_batches:
+            with noise.microbatch(len(micro)):
+                (loss(micro) / len(micro_batches)).backward()
+        noise.step()                # before clipping, once per optimizer step
+        optimizer.step(); optimizer.zero_grad()
+        print(noise.estimate().as_dict())
+
+    On several processes ``step()`` makes one collective call, and every process gets the same
+    estimate. With DDP every rank's micro-batch is a part. With FSDP2 too: the local gradients are
+    seen before the reduce-scatter, because they are the finest parts there are and cost nothing
+    to communicate. ``source="accumulated"`` instead takes differences of reduced shards: for the
+    optimizer-matched metrics, whose state is sharded, and for several backward passes a part.
+
+    A step with a non-finite gradient (an overflow under loss scaling) is left out and counted in
+    ``skipped``. The noise is kept per sample, so a new batch size needs no reset.
+
+    Args:
+        model: The model as it is called in training: wrapped in DDP, sharded by ``fully_shard``,
+            compiled, or plain. Its trainable parameters at this moment are measured.
+        decay: Weight ratio of one measurement to the next newer one, in (0, 1]; 1 averages the
+            whole history. Default: 0.99.
+        source: ``"microbatch"``, ``"per_example"`` (exact, for common layers), ``"accumulated"``.
+        layers: For ``"per_example"``: ``"all"``, or ``"norm"`` for normalisation layers only.
+        metric: ``"euclidean"``; ``"preconditioned"`` weighs by the optimizer's second moment;
+            ``"l1"`` is the scale of sign- and Adam-like updates. The last two need ``optimizer``.
+        optimizer: The optimizer in use, for these metrics.
+        accumulation: How the micro-batches' losses make up the step: ``"mean"``: each is a mean,
+            divided by their number on this process (the default); ``"sum"``: each is an undivided
+            mean; ``"samples"``: each is a sum, divided by this process's samples. A wrong choice
+            leaves ``value`` right, while the micro-batches are equal.
+        groups: Names a parameter's group from its name. Default: the first part of the name.
+        scaler: A gradient scaler whose scale the losses carry.
+        history: How many measurements are kept. Default: enough for ``decay``.
+        level: Probability with which intervals should cover the truth. Default: 0.95.
+
+    Raises:
+        InputError: If an argument is wrong, nothing is trainable, or a layer is not supported.
+
+    References:
+        | An Empirical Model of Large-Batch Training (McCandlish et al., 2018)
+        | https://arxiv.org/abs/1812.06162
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float = 0.99,
+        *,
+        source: str = "microbatch",
+        layers: str = "all",
+        metric: str = "euclidean",
+        optimizer: Optimizer | None = None,
+        accumulation: str = "mean",
+        groups: Callable[[str], str] | None = None,
+        scaler: Scaler | None = None,
+        history: int | None = None,
+        level: float = 0.95,
+    ) -> None:
+        check_choice("source", source, SOURCES)
+        check_choice("metric", metric, METRICS)
+        self._accumulation = check_choice("accumulation", accumulation, ACCUMULATIONS)
+        warn_of_batch_norm(model)
+        self.world = data_parallel_world(model)
+        taps = ExampleNorms(model, layers) if source == "per_example" else None
+        names = None if taps is None else set(taps.parameter_names)
+        measured, group_names = choose_parameters(model, names, groups or first_part)
+        device = measured[0].parameter.device
+        self._scaler = scaler
+        self._meter = make_meter(metric, optimizer, source, measured, len(group_names), self.world)
+        self._history = History(
+            group_names,
+            decay=decay,
+            capacity=history,
+            power=self._meter.power,
+            level=level,
+            device=device,
+        )
+        self._source: Source
+        if taps is not None:
+            self._source = ExampleSource(taps, measured)
+        elif source == "accumulated":
+            self._source = AccumulatedSource(measured, self.world)
+        else:
+            self._source = BackwardSource(model, measured, self.world)
+        self._shared_parts = source == "accumulated"
+        self._by_example = source == "per_example"
+        self._begin()
+
+    def _begin(self) -> None:
+        self._sums = PartSums()
+        self._explicit: bool | None = None
+        self._sizes: set[tuple[float, int]] = set()
+        self._last_scale: Tensor | float = 1.0
+        self._broken = False
+        self._meter.clear()
+
+    @property
+    def skipped(self) -> Tensor:
+        """Number of steps left out because a gradient was not finite, with shape ``()``."""
+        return self._history.skipped
+
+    @contextmanager
+    def microbatch(
+        self,
+        num_samples: int,
+        *,
+        weight: float | None = None,
+        loss_scale: Tensor | float | None = None,
+    ) -> Iterator[None]:
+        """A context around the backward pass of one micro-batch.
+
+        Args:
+            num_samples: Samples in this process's micro-batch.
+            weight: Factor between the micro-batch's mean loss and what ``backward`` is called
+                on, loss scale aside. Default: as ``accumulation`` says.
+            loss_scale: Loss scale of this backward pass. Default: the scaler's, or 1.
+
+        Raises:
+            InputError: If a count or weight is not positive, or only some weights are given.
+        """
+        check_count("num_samples", num_samples)
+        if weight is not None:
+            check_number("weight", weight, low=0, low_open=True)
+        if self._explicit not in (None, weight is not None):
+            raise InputError("Expected a weight for all micro-batches of a step or for none.")
+        scale = self._scale_now() if loss_scale is None else loss_scale
+        provisional = weight or (num_samples if self._accumulation == "samples" else 1.0)
+        parts = num_samples if self._by_example else 1
+        try:
+            with self._source.recording(self._meter, num_samples):
+                yield
+        except BaseException:
+            # What this backward pass has added to .grad is unknown: the step cannot be measured.
+            self._broken = True
+            raise
+        self._meter.end_part(provisional / parts, scale)
+        self._explicit = weight is not None
+        self._sums.add(provisional, self._whole_count(num_samples), parts)
+        self._sizes.add((provisional, num_samples))
+        self._last_scale = scale
+
+    def _whole_count(self, num_samples: int) -> int:
+        return num_samples * (self.world.size if self._shared_parts else 1)
+
+    def _scale_now(self) -> Tensor | float:
+        if self._scaler is None:
+            return 1.0
+        # Through the public method: it hands out the scale without waiting for the device.
+        return self._scaler.scale(torch.ones((), device=self._history.count.device))
+
+    @torch.no_grad()
+    def step(self, *, grad_scale: Tensor | float | None = None) -> None:
+        """Takes one measurement. Call it once per optimizer step, on every process.
+
+        ``.grad`` must hold the step's whole gradient and nothing else: after the last backward
+        pass, before clipping and before ``optimizer.step()``.
+
+        Args:
+            grad_scale: Loss scale still in ``.grad``; 1 after ``scaler.unscale_``. Default: that
+                of the last micro-batch.
+
+        Raises:
+            InputError: If the step has fewer than two parts, or unequal ones for ``"l1"``.
+        """
+        scale = self._last_scale if grad_scale is None else grad_scale
+        try:
+            if self._broken:
+                # The other processes wait in the collective; NaN makes all of them leave it out.
+                packed = self._meter.pack(Step(PartSums(1, 1, 1, 2, 2), 1, 1, 1), scale) * torch.nan
+            else:
+                self._check_parts(self._sums)
+                packed = self._meter.pack(self._step(self._sums), scale)
+            self._history.push(self._meter.solve(self.world.sum(packed)))
+        finally:
+            self._begin()
+
+    def _check_parts(self, sums: PartSums) -> None:
+        own = 2 if self._shared_parts or isinstance(self._meter, SignMeter) else 1
+        needed = max(own, 2 if self.world.size == 1 else 1)
+        if sums.parts < needed:
+            raise InputError(
+                f"Expected at least {needed} parts a step. Found {sums.parts}. Remedy: split the "
+                "batch into micro-batches, each in `with noise.microbatch(n)`, or use "
+                "source='per_example'."
+            )
+        if isinstance(self._meter, SignMeter) and len(self._sizes) > 1:
+            raise InputError(
+                f"Expected equal micro-batches for metric='l1'. Found {sorted(self._sizes)}."
+            )
+
+    def _step(self, sums: PartSums) -> Step:
+        factor = 1.0
+        if not self._explicit and self._accumulation == "mean":
+            factor = 1 / sums.a
+        elif not self._explicit and self._accumulation == "samples":
+            factor = 1 / sums.samples * (self.world.size if self._shared_parts else 1)
+        size = self.world.size
+        return Step(
+            sums,
+            factor,
+            share=1 / size if self._shared_parts else 1.0,
+            multiple=1.0 if self._shared_parts else float(size),
+        )
+
+    def estimate(self) -> NoiseEstimate:
+        """The noise scale from the measurements so far, whole and by group.
+
+        Returns:
+            Tensors; nothing waits for the device until one is read.
+        """
+        return self._history.estimate()
+
+    def reset(self) -> None:
+        """Forgets every measurement, as after a change of the learning rate."""
+        self._history.reset()
+        self._begin()
+
+    def remove(self) -> None:
+        """Takes every hook off the model; the estimate stays."""
+        self._source.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The measurements, the same on every process; to be saved between steps."""
+        return self._history.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Puts saved measurements back; a step that had begun is forgotten.
+
+        Raises:
+            InputError: If they are of other groups or another history.
+        """
+        self._history.load_state_dict(state)
+        self._begin()

@@ -1,0 +1,109 @@
+"""The meter of sign-like updates: summed deviations against the descent of a sign step."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from steadygrad.formulas.noise_scale import SignalNoise, unbias_deviation
+from steadygrad.noise.meters import Measured, Meter, Step, euclidean_norm
+from steadygrad.sharding import World, local, replicas
+
+__all__ = ["SignMeter"]
+
+
+class SignMeter(Meter):
+    r"""The noise scale of sign-like updates, in the geometry of their dual norm.
+
+    The noise is :math:`\|\sigma\|_1`, from every coordinate's variance over this process's
+    micro-batches (corrected by :math:`c_4`, exact for normal gradients). The signal is
+    :math:`\langle \bar g, \mathrm{sign}(m) \rangle` with the optimizer's momentum ``m`` as it
+    stands before the step: ``m`` is independent of :math:`\bar g`, so unlike
+    :math:`\|\bar g\|_1` it holds no noise, and it is the descent that a sign step really makes, at
+    most :math:`\|G\|_1`. Costs two float32 copies of the parameters.
+
+    Args:
+        measured: The measured parameters.
+        groups: Number of groups.
+        world: The processes that train together.
+        optimizer: An optimizer whose state holds ``exp_avg`` or ``momentum_buffer``.
+        dtype: Type of the sums.
+
+    References:
+        | Adaptive Batch Sizes Using Non-Euclidean Gradient Noise Scales for Stochastic Sign and
+        | Spectral Descent (2026), https://arxiv.org/abs/2602.03001
+    """
+
+    power = 2
+
+    def __init__(
+        self,
+        measured: Sequence[Measured],
+        groups: int,
+        world: World,
+        optimizer: Optimizer,
+        dtype: torch.dtype,
+    ) -> None:
+        self.optimizer = optimizer
+        self._first: list[Tensor] = []
+        self._second: list[Tensor] = []
+        super().__init__(measured, groups, world, euclidean_norm, dtype)
+
+    def clear(self) -> None:
+        """Starts a new step."""
+        super().clear()
+        if not self._first:
+            shards = [local(m.parameter) for m in self.measured]
+            self._first = [torch.zeros_like(p, dtype=torch.float32) for p in shards]
+            self._second = [torch.zeros_like(p, dtype=torch.float32) for p in shards]
+        torch._foreach_zero_(self._first)
+        torch._foreach_zero_(self._second)
+        self._open: dict[int, Tensor] = {}
+
+    def see(self, slot: int, gradient: Tensor) -> None:
+        """Takes the gradient that the open part adds to a parameter."""
+        self.see_norm(slot, self._zero)
+        # Added up at once, so that no part's gradient has to be kept.
+        wide = local(gradient).to(torch.float32)
+        self._first[slot].add_(wide)
+        self._second[slot].addcmul_(wide, wide)
+
+    def end_part(self, weight: float, loss_scale: Tensor | float) -> None:
+        """Closes the open part; all parts of a step weigh the same and share the loss scale."""
+        super().end_part(weight, loss_scale)
+        self._loss_scale = loss_scale
+
+    def pack(self, step: Step, scale: Tensor | float) -> Tensor:
+        """This process's contribution: the groups' deviations and descents, and the weight."""
+        m = step.sums.parts
+        # h_j = a g_j with a = A/m, for each of the m equal parts of n/m samples.
+        weight = step.sums.a * step.factor
+        variance_factor = (step.sums.samples / m) / ((m - 1) * (weight / m) ** 2)
+        c4 = unbias_deviation(self._zero.new_full((), m - 1)) * self._loss_scale
+        deviation, descent = [], []
+        for slot, measured in enumerate(self.measured):
+            spread = self._second[slot] - self._first[slot] ** 2 / m
+            sigma = (spread * variance_factor).clamp_(min=0).sqrt_().sum(dtype=self._zero.dtype)
+            copies = replicas(measured.parameter, self.world)
+            deviation.append(sigma / (c4 * copies))
+            descent.append(self._descent(measured) * step.multiple / (scale * copies))
+        columns = torch.stack([torch.stack(deviation), torch.stack(descent)])
+        rows = columns.new_zeros(2, self.groups).index_add_(1, self._rows, columns)
+        return torch.cat([rows.flatten(), torch.full_like(rows[0, :1], weight * step.share)])
+
+    def _descent(self, measured: Measured) -> Tensor:
+        gradient = measured.parameter.grad
+        state = self.optimizer.state.get(measured.parameter, {})
+        momentum = state.get("exp_avg", state.get("momentum_buffer"))
+        if gradient is None:
+            return self._zero
+        if momentum is None:
+            return torch.full_like(self._zero, torch.nan)
+        sign = torch.sign(local(momentum)).to(torch.float32)
+        return (local(gradient).to(torch.float32) * sign).sum(dtype=self._zero.dtype)
+
+    def solve(self, packed: Tensor) -> SignalNoise:
+        """The two averages whose ratio's square is the noise scale."""
+        noise, descent = packed[:-1].view(2, self.groups)
+        return SignalNoise(descent / packed[-1], noise)

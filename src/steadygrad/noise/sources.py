@@ -1,0 +1,163 @@
+"""Where an estimator takes gradients from while a model trains."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from steadygrad._checks import InputError
+from steadygrad.noise.meters import Measured, Meter
+from steadygrad.noise.per_example import ExampleNorms
+from steadygrad.sharding import World, fsdp_modules
+
+__all__ = [
+    "AccumulatedSource",
+    "BackwardSource",
+    "ExampleSource",
+    "Source",
+    "plain_name",
+]
+
+
+_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the parts that DDP, compile and checkpoint wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+class Source(Protocol):
+    """Feeds a meter the gradient that each part adds to ``.grad``."""
+
+    def recording(self, meter: Meter, samples: int) -> AbstractContextManager[None]:
+        """A context around one part's backward pass."""
+
+    def remove(self) -> None:
+        """Takes every hook off the model."""
+
+
+class BackwardSource:
+    """Sees each gradient before it is accumulated: exact in any precision, without a copy.
+
+    A hook on a leaf runs once a backward pass with the summed gradient of all the leaf's uses,
+    before it is added to ``.grad`` and before DDP or FSDP2 reduces it. So every rank's micro-batch
+    is a part of its own. FSDP2 keeps one unsharded parameter object for good and lets gradients
+    flow into it; the hooks sit on those.
+
+    Args:
+        model: The model as it is called in training.
+        measured: The parameters to watch.
+        world: The processes that train together.
+    """
+
+    def __init__(self, model: nn.Module, measured: list[Measured], world: World) -> None:
+        self._meter: Meter | None = None
+        leaves = _unsharded(model) if world.kind == "fsdp" else {}
+        self._handles: list[RemovableHandle] = [
+            leaves.get(m.name, m.parameter).register_hook(self._hook(slot))
+            for slot, m in enumerate(measured)
+        ]
+
+    def _hook(self, slot: int) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            if self._meter is not None:
+                self._meter.see(slot, gradient.detach())
+
+        return hook
+
+    @contextmanager
+    def recording(self, meter: Meter, samples: int) -> Iterator[None]:
+        """A context around one part's backward pass."""
+        self._meter = meter
+        try:
+            yield
+        finally:
+            self._meter = None
+
+    def remove(self) -> None:
+        """Takes every hook off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _unsharded(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that FSDP2 computes with, by name; gathers every module once."""
+    leaves: dict[str, nn.Parameter] = {}
+    for module in fsdp_modules(model):
+        module.unshard()  # type: ignore[operator]
+        for name, parameter in model.named_parameters():
+            if not isinstance(parameter, DTensor):
+                leaves[name] = parameter
+        module.reshard()  # type: ignore[operator]
+    return leaves
+
+
+class AccumulatedSource:
+    """Sees what each part has added to ``.grad`` once it is over; costs one copy of the gradients.
+
+    Works for any number of backward passes a part, and for FSDP2's reduced shards, where one part
+    is a micro-batch over all processes; each must then synchronise its gradients. Differences of
+    16-bit sums lose digits.
+
+    Args:
+        measured: The parameters to watch.
+        world: The processes that train together.
+
+    Raises:
+        InputError: For DDP, whose ``.grad`` is local or reduced depending on ``no_sync``.
+    """
+
+    def __init__(self, measured: list[Measured], world: World) -> None:
+        if world.kind == "ddp":
+            raise InputError(
+                "Expected `source='accumulated'` with one process or FSDP2. Found DDP. "
+                "Remedy: source='microbatch'."
+            )
+        self._parameters = [m.parameter for m in measured]
+        self._before: list[Tensor | None] = [None] * len(measured)
+
+    @contextmanager
+    def recording(self, meter: Meter, samples: int) -> Iterator[None]:
+        """A context around one part's backward passes."""
+        if meter.is_empty:
+            self._before = [None if p.grad is None else p.grad.clone() for p in self._parameters]
+        yield
+        for slot, parameter in enumerate(self._parameters):
+            if parameter.grad is None:
+                continue
+            before = self._before[slot]
+            meter.see(slot, parameter.grad if before is None else parameter.grad - before)
+            self._before[slot] = parameter.grad.clone()
+
+    def remove(self) -> None:
+        """Nothing was hooked."""
+
+
+class ExampleSource:
+    """Sees every example's own gradient norm, so that each example is a part.
+
+    Args:
+        norms: The layers' taps.
+        measured: The parameters they measure.
+    """
+
+    def __init__(self, norms: ExampleNorms, measured: list[Measured]) -> None:
+        self._norms, self._measured = norms, measured
+
+    @contextmanager
+    def recording(self, meter: Meter, samples: int) -> Iterator[None]:
+        """A context around one micro-batch's backward pass."""
+        with self._norms.recording(samples):
+            yield
+        squares = self._norms.pop()
+        for slot, measured in enumerate(self._measured):
+            if measured.name in squares:
+                meter.see_norm(slot, squares[measured.name].sqrt())
+
+    def remove(self) -> None:
+        """Takes every hook off the model."""
+        self._norms.remove()

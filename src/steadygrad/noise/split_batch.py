@@ -1,0 +1,226 @@
+"""The gradient noise scale from one tensor of per-sample losses, by splitting the batch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from steadygrad._checks import InputError, check_choice, check_number
+from steadygrad.averages import MovingAverage
+from steadygrad.formulas.noise_scale import SignalNoise, from_halves, from_nested
+
+__all__ = ["SplitBatchNoiseScale"]
+
+
+class SplitBatchNoiseScale(nn.Module):
+    r"""Estimates the noise scale from the gradients of two random parts of each batch.
+
+    A drop-in for ALF's ``GradientNoiseScaleEstimator``, without its defects.
+
+    ================ =========================================================================
+    mode             one batch's estimates, averaged over batches before dividing
+    ================ =========================================================================
+    ``alternative``  :math:`|G|^2 = \langle g_1, g_2 \rangle`,
+                     :math:`\mathrm{tr}(\Sigma) = \frac{n_1 n_2}{n} |g_1 - g_2|^2`, two halves
+    ``paper``        two sizes: :math:`|G|^2 = (B|g_B|^2 - b|g_b|^2)/(B - b)`,
+                     :math:`\mathrm{tr}(\Sigma) = (|g_b|^2 - |g_B|^2)/(1/b - 1/B)`
+    ================ =========================================================================
+
+    ``alternative`` has the smaller variance of the two. An odd batch gives unequal halves.
+
+    Each call runs two backward passes through the graph. The two parts together are the batch,
+    so their weighted mean is the gradient of ``per_sample_loss.mean()``: with ``fill_grad=True``
+    it is added to ``.grad``, and training needs no third pass.
+
+    Args:
+        mode: ``"alternative"`` or ``"paper"``.
+        batch_size_ratio: For ``"paper"``: the small part's share of the batch, in (0, 0.5).
+        update_rate: Weight of a new batch in the averages, in (0, 1].
+        gradient_norm_clip: Bound on the gradients' norm, against outliers. ``alternative`` clips
+            each half by itself, as the original does; this biases the estimate once it is at work.
+            ``paper`` scales both parts by one factor, so that a batch's ratio survives. None: no
+            bound.
+        negative: What to return while the averages' ratio is negative, when the batches have not
+            resolved it: ``"unresolved"`` gives NaN; ``"last_valid"`` repeats the last
+            non-negative value (at first 0), as the original does.
+        generator: Source of the random split. None: torch's global one, on the CPU.
+
+    Attributes:
+        resolved: Whether the last value came from positive averages, a boolean tensor.
+        skipped: Number of batches left out because a gradient was not finite, a tensor.
+
+    References:
+        | An Empirical Model of Large-Batch Training (McCandlish et al., 2018), appendix A.1
+        | https://arxiv.org/abs/1812.06162
+    """
+
+    resolved: Tensor
+    skipped: Tensor
+    last_valid: Tensor
+
+    def __init__(
+        self,
+        mode: str = "alternative",
+        batch_size_ratio: float = 0.1,
+        update_rate: float = 0.001,
+        gradient_norm_clip: float | None = None,
+        negative: str = "unresolved",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        self.mode = check_choice("mode", mode, ("alternative", "paper"))
+        self.negative = check_choice("negative", negative, ("unresolved", "last_valid"))
+        self.batch_size_ratio = check_number(
+            "batch_size_ratio", batch_size_ratio, low=0, high=0.5, low_open=True, high_open=True
+        )
+        if gradient_norm_clip is not None:
+            check_number("gradient_norm_clip", gradient_norm_clip, low=0, low_open=True)
+        self.gradient_norm_clip = gradient_norm_clip
+        self.generator = generator
+        self.signal = MovingAverage(update_rate)
+        self.noise = MovingAverage(update_rate)
+        self.register_buffer("resolved", torch.zeros((), dtype=torch.bool))
+        self.register_buffer("skipped", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("last_valid", torch.zeros((), dtype=torch.float64))
+
+    def forward(
+        self,
+        per_sample_loss: Tensor,
+        tensors: Any,
+        *,
+        fill_grad: bool = False,
+        loss_scale: Tensor | float = 1.0,
+    ) -> Tensor:
+        """Takes in one batch and returns the estimate so far.
+
+        Args:
+            per_sample_loss: One loss a sample, before any mean, with shape ``(B)`` or ``(T, B)``;
+                then a sample is a column.
+            tensors: Any nest of the tensors whose gradients count; unused ones count as zero.
+            fill_grad: Whether to add the gradient of ``per_sample_loss.mean() * loss_scale`` to
+                each tensor's ``.grad``. This frees the graph; otherwise the graph is kept.
+            loss_scale: Factor on the losses while they are differentiated, against underflow in
+                float16; it changes no result.
+
+        Returns:
+            The noise scale in samples, with shape ``()``.
+
+        Raises:
+            InputError: If the loss has another shape or fewer than two samples, or nothing in
+                ``tensors`` requires a gradient.
+        """
+        leaves = self._check(per_sample_loss, tensors, fill_grad)
+        batch = per_sample_loss.shape[-1]
+        small = max(1, int(batch * (0.5 if self.mode == "alternative" else self.batch_size_ratio)))
+        order = torch.randperm(batch, generator=self.generator).to(per_sample_loss.device)
+        shuffled = per_sample_loss[..., order] * loss_scale
+        big_grads = _gradients(shuffled[..., small:].mean(), leaves, keep_graph=True)
+        small_grads = _gradients(shuffled[..., :small].mean(), leaves, keep_graph=not fill_grad)
+        if fill_grad:
+            _add_to_grad(leaves, big_grads, small_grads, small / batch)
+        self._take_in(big_grads, small_grads, batch - small, small, loss_scale)
+        return self._value().to(torch.promote_types(per_sample_loss.dtype, torch.float32))
+
+    def _check(self, loss: Tensor, tensors: Any, fill_grad: bool) -> list[Tensor]:
+        if loss.ndim not in (1, 2) or loss.shape[-1] < 2:
+            raise InputError(
+                "Parameter `per_sample_loss` should have shape (B) or (T, B) with B >= 2. Found "
+                f"{tuple(loss.shape)}. Remedy: reduction='none', and the mean over what is left."
+            )
+        found = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in found if leaf.requires_grad]
+        if not leaves:
+            raise InputError(
+                "Parameter `tensors` should hold at least one tensor that requires a gradient. "
+                f"Found {len(found)} tensors, none of which does."
+            )
+        if fill_grad and not all(leaf.is_leaf for leaf in leaves):
+            raise InputError(
+                "Expected leaf tensors with `fill_grad=True`. Found one that was computed. "
+                "Remedy: hand in the parameters, or fill_grad=False."
+            )
+        return leaves
+
+    @torch.no_grad()
+    def _take_in(
+        self,
+        big: list[Tensor],
+        small: list[Tensor],
+        n_big: int,
+        n_small: int,
+        loss_scale: Tensor | float,
+    ) -> None:
+        """Averages one batch's estimates; leaves it out where they are not finite."""
+        inner = [_inner(a, b) / loss_scale / loss_scale for a, b in ((big, big), (small, small))]
+        measured = self._measure(inner[0], inner[1], big, small, n_big, n_small, loss_scale)
+        finite = torch.isfinite(measured.signal) & torch.isfinite(measured.noise)
+        self.signal.update(measured.signal, where=finite)
+        self.noise.update(measured.noise, where=finite)
+        self.skipped += ~finite
+
+    def _measure(
+        self,
+        sq_big: Tensor,
+        sq_small: Tensor,
+        big: list[Tensor],
+        small: list[Tensor],
+        n_big: int,
+        n_small: int,
+        loss_scale: Tensor | float,
+    ) -> SignalNoise:
+        f_big, f_small = self._clip_factors(sq_big, sq_small)
+        sq_big, sq_small = sq_big * f_big**2, sq_small * f_small**2
+        if self.mode == "paper":
+            if n_big == n_small:
+                # Two samples leave two equal parts, which the two-size equations cannot tell apart.
+                nan = torch.full_like(sq_big, torch.nan)
+                return SignalNoise(nan, nan)
+            return from_nested(sq_small, sq_big, b_small=n_small, b_big=n_big)
+        dot = _inner(big, small) / loss_scale / loss_scale * f_big * f_small
+        return from_halves(dot, sq_big + sq_small - 2 * dot, n_1=n_big, n_2=n_small)
+
+    def _clip_factors(self, sq_big: Tensor, sq_small: Tensor) -> tuple[Tensor, Tensor]:
+        one = torch.ones_like(sq_big)
+        if self.gradient_norm_clip is None:
+            return one, one
+        factors = [(self.gradient_norm_clip / x.sqrt()).clamp(max=1.0) for x in (sq_big, sq_small)]
+        if self.mode == "paper":
+            # The big part's factor for both: clipping each to one norm would erase the noise.
+            return factors[0], factors[0]
+        return factors[0], factors[1]
+
+    def _value(self) -> Tensor:
+        signal, noise = self.signal.value(), self.noise.value()
+        ratio = noise / signal
+        self.resolved.copy_((signal > 0) & (noise >= 0))
+        if self.negative == "unresolved":
+            return torch.where(self.resolved, ratio, torch.full_like(ratio, torch.nan))
+        valid = torch.isfinite(ratio) & (ratio >= 0)
+        self.last_valid.copy_(torch.where(valid, ratio, self.last_valid))
+        return self.last_valid.clone()
+
+
+def _gradients(loss: Tensor, leaves: list[Tensor], *, keep_graph: bool) -> list[Tensor]:
+    found = torch.autograd.grad(loss, leaves, retain_graph=keep_graph, allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
+
+
+def _inner(first: list[Tensor], second: list[Tensor]) -> Tensor:
+    # Each tensor's sum in float32 at least, and the sum of sums in float64.
+    pairs = zip(first, second, strict=True)
+    products = [_wide(a).flatten().dot(_wide(b).flatten()) for a, b in pairs]
+    return torch.stack([p.to(torch.float64) for p in products]).sum()
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+@torch.no_grad()
+def _add_to_grad(
+    leaves: list[Tensor], big: list[Tensor], small: list[Tensor], share: float
+) -> None:
+    for leaf, a, b in zip(leaves, big, small, strict=True):
+        mean = torch.lerp(a, b, share)
+        leaf.grad = mean if leaf.grad is None else leaf.grad + mean

@@ -1,0 +1,41 @@
+"""Runs a function on several gloo processes on this machine, and hands back what rank 0 found."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def on_ranks(world: int, function: Callable[..., Any], tmp_path: Path, *args: Any) -> list[Any]:
+    """Calls ``function(rank, world, *args)`` on every rank.
+
+    Args:
+        world: Number of processes.
+        function: A top-level function that returns something JSON can hold.
+        tmp_path: An empty folder for the rendezvous and the results.
+
+    Returns:
+        What each rank returned.
+    """
+    mp.start_processes(
+        _entry, args=(world, function, str(tmp_path), args), nprocs=world, start_method="spawn"
+    )
+    return [json.loads((tmp_path / f"result-{rank}.json").read_text()) for rank in range(world)]
+
+
+def _entry(rank: int, world: int, function: Callable[..., Any], folder: str, args: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = str(rank)
+    store = dist.FileStore(os.path.join(folder, "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    try:
+        result = function(rank, world, *args)
+        Path(folder, f"result-{rank}.json").write_text(json.dumps(result))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

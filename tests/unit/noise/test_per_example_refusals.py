@@ -1,0 +1,185 @@
+"""What taps cannot measure is refused by name, with a remedy."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steadygrad._checks import InputError
+from steadygrad.noise.per_example import ExampleNorms
+from tests.unit.noise.example_models import (
+    BATCH,
+    POSITIONS,
+    ROWS,
+    WIDTH,
+    Tiny,
+    assert_same,
+    double,
+    gradients,
+    loss_of,
+    measured,
+    rows_of,
+)
+
+__all__ = ["double"]
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_a_hook_ahead_of_the_tap_is_noticed(positions: int):
+    model, batch = nn.Sequential(nn.Linear(6, 6)), torch.randn(BATCH, positions, 6)
+    taps = ExampleNorms(model)
+    model[0].register_forward_hook(lambda m, a, out: 3 * out, prepend=True)
+    plain = copy.deepcopy(model)
+    loss_of(plain, batch).backward()
+    with pytest.raises(InputError, match=r"relative difference.*or a hook changes its gradient"):
+        measured(taps, model, batch)
+    assert_same(gradients(model), gradients(plain))
+
+
+def test_the_audit_ends_after_one_good_recording():
+    """Its leaf hooks go; an overflowed pass does not count as one."""
+    model, batch = Tiny(), rows_of(5)
+    taps = ExampleNorms(model)
+    found = measured(taps, model, batch, lambda m, b: loss_of(m, b) * float("inf"))
+    assert not any(value.isfinite() for value in found.values())
+    assert any(p._backward_hooks for p in model.parameters())
+    model.zero_grad()
+    measured(taps, model, batch)
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+class Ahead(nn.Module):
+    """A module whose first dimension is not the examples, or which is not called at all."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.place = how, nn.Embedding(5, WIDTH)
+        self.embed, self.mix = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, ROWS, bias=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = self.embed(rows)
+        if self.how == "positions":
+            x = x + self.place(torch.arange(rows.shape[1]))
+        if self.how == "bypassed":
+            return (x @ self.mix.weight.T).sum((1, 2))
+        if self.how == "also bypassed":
+            return (self.mix(x) + x @ self.embed.weight.T).sum((1, 2))
+        if self.how == "penalty":
+            return self.mix(x).sum((1, 2)) + 10 * self.mix.weight.square().sum()
+        if self.how == "one vector":
+            return self.mix(x.sum((0, 1))).sum().expand(len(rows))
+        if self.how == "sequence first":
+            return self.mix(x.transpose(0, 1)).sum((0, 2))
+        return self.mix(x).sum((1, 2))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("positions", r"layer `place` \(Embedding\) to start with a dimension of 4 examples"),
+        ("sequence first", r"`mix` \(Linear\).*Found the shape \(5, 4, 7\).*put the batch first"),
+        ("one vector", r"`mix` \(Linear\).*Found the shape \(7,\)"),
+        ("bypassed", r"layer `mix` \(Linear\) to be called.*Found a gradient of `mix.weight`"),
+        ("also bypassed", r"gradient of `embed.weight` to be the sum.*F.linear"),
+        ("penalty", r"gradient of `mix.weight` to be the sum.*in a penalty"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(how: str, message: str):
+    model = Ahead(how)
+    taps = ExampleNorms(model)
+    with pytest.raises(InputError, match=message):
+        measured(taps, model, rows_of(5))
+    # Nothing is left behind, and the next recording is examined again.
+    assert taps.pop() == {}
+    with pytest.raises(InputError, match=message):
+        measured(taps, model, rows_of(5))
+
+
+def test_a_bypassed_layer_is_noticed_in_accumulated_gradients():
+    """Later micro-batches add to a gradient that is there already."""
+    model, batch = Ahead("bypassed"), rows_of(5)
+    model.how = ""
+    taps = ExampleNorms(model)
+    loss_of(model, batch).backward()
+    model.how = "bypassed"
+    with pytest.raises(InputError, match="`mix`"):
+        measured(taps, model, batch)
+
+
+# torch warns itself while it traces a tensor that is no leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_regions_are_refused_by_name():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
+    model[1] = torch.compile(model[1], backend="eager")
+    taps, batch = ExampleNorms(model), torch.randn(BATCH, 3, 6)
+    with pytest.raises(InputError, match=r"`1._orig_mod` \(Linear\).*torch.compile"):
+        measured(taps, model, batch)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Extended(nn.Linear):
+    """Computes what nn.Linear computes, and holds a parameter that somebody else uses."""
+
+    def __init__(self, wide: int, narrow: int) -> None:
+        super().__init__(wide, narrow)
+        self.gain = nn.Parameter(torch.ones(()))
+
+
+class Root(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.zeros(3))
+        self.mix = nn.Linear(2, 2)
+
+
+def attention_with_frozen_projection() -> nn.Module:
+    attention = nn.MultiheadAttention(4, 2)
+    attention.in_proj_weight.requires_grad_(False)
+    attention.in_proj_bias.requires_grad_(False)
+    return attention
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.MultiheadAttention(4, 2), r"`in_proj_weight` in layer `1` \(MultiheadAttention\)"),
+        (attention_with_frozen_projection(), r"layer `1.out_proj` \(NonDynamically"),
+        (nn.BatchNorm1d(4), r"layer `1` \(BatchNorm1d\)"),
+        (nn.LSTM(4, 4), r"layer `1` \(LSTM\)"),
+        (nn.Conv3d(1, 1, 1), r"layer `1` \(Conv3d\)"),
+        (nn.Embedding(3, 4, scale_grad_by_freq=True), r"layer `1` \(Embedding\)"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), r"`original0` in layer `1\.para"),
+        (Scaled(4, 4), r"`weight` in layer `1` \(Scaled\)"),
+        (Extended(4, 4), r"`gain` in layer `1` \(Extended\)"),
+        (Root(), r"`place` in layer `1` \(Root\)"),
+    ],
+)
+def test_unsupported_layers_are_refused_by_name(layer: nn.Module, message: str):
+    model = nn.Sequential(nn.Linear(4, 4), layer)
+    with pytest.raises(InputError, match=message + r".*Remedy: layers='norm'"):
+        ExampleNorms(model)
+    assert all(not m._forward_hooks for m in model.modules())
+    layer.requires_grad_(False)
+    assert ExampleNorms(model).parameter_names == ["0.weight", "0.bias"]
+
+
+def test_bad_arguments():
+    with pytest.raises(InputError, match=r"`place` in the model itself \(Root\)"):
+        ExampleNorms(Root())
+    with pytest.raises(InputError, match="one trainable LayerNorm or RMSNorm to measure"):
+        ExampleNorms(nn.Linear(2, 2), layers="norm")
+    with pytest.raises(InputError, match="Found none"):
+        ExampleNorms(nn.ReLU())
+    with pytest.raises(InputError, match="Did you mean 'norm'"):
+        ExampleNorms(nn.Linear(2, 2), layers="norms")
+    taps = ExampleNorms(nn.Linear(2, 2))
+    with pytest.raises(InputError, match="num_examples"), taps.recording(-1):
+        pass
+    nested = pytest.raises(RuntimeError, match="one recording at a time")
+    with nested, taps.recording(1), taps.recording(1):
+        pass

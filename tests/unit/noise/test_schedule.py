@@ -1,0 +1,42 @@
+"""`BatchSizeSchedule`: the same stages in every form."""
+
+import csv
+import io
+
+import pytest
+
+from steadygrad._checks import InputError
+from steadygrad.noise import BatchSizeSchedule
+
+STAGES = [
+    {"from_samples": 0, "batch_size": 16, "lr": 1e-3},
+    {"from_samples": 4000, "batch_size": 32, "lr": None},
+    {"from_samples": 4096, "batch_size": 64, "lr": None},
+]
+
+
+def test_json_round_trip():
+    schedule = BatchSizeSchedule(STAGES)
+    assert BatchSizeSchedule.from_json(schedule.to_json()) == schedule
+
+
+def test_csv_has_every_number():
+    rows = list(csv.DictReader(io.StringIO(BatchSizeSchedule(STAGES).to_csv())))
+    assert [r["batch_size"] for r in rows] == ["16", "32", "64"]
+    assert [r["lr"] for r in rows] == ["0.001", "", ""]
+
+
+def test_megatron_text():
+    assert BatchSizeSchedule(STAGES).to_megatron() == "0:16 4K:32 4096:64"
+    assert BatchSizeSchedule(STAGES[:2]).to_megatron(250_000) == "0:16 1B:32"
+
+
+def test_lookup():
+    schedule = BatchSizeSchedule(STAGES)
+    assert [schedule.batch_size(n) for n in (0, 3999, 4000, 10**9)] == [16, 16, 32, 64]
+
+
+@pytest.mark.parametrize("stages", [[], STAGES[1:], [STAGES[0], STAGES[2], STAGES[1]]])
+def test_bad_stages(stages):
+    with pytest.raises(InputError, match="begin at 0 and in rising order"):
+        BatchSizeSchedule(stages)

@@ -1,0 +1,186 @@
+"""`SplitBatchNoiseScale`: what the golden files do not reach, and the original's defects."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from steadygrad._checks import InputError
+from steadygrad.noise import SplitBatchNoiseScale
+from tests.reference import noise_scale as reference
+
+
+def gradients(n, dim=6, noise_scale=4.0, seed=0):
+    """Per-sample gradients as data: the loss x·w has the gradient x."""
+    generator = torch.Generator().manual_seed(seed)
+    g = torch.ones(dim, dtype=torch.float64) / dim**0.5
+    z = torch.randn(n, dim, generator=generator, dtype=torch.float64)
+    return g + z * (noise_scale / dim) ** 0.5
+
+
+def weights(dim=6, dtype=torch.float64):
+    return torch.zeros(dim, dtype=dtype, requires_grad=True)
+
+
+def split_of(n, small, seed):
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    return order[small:], order[:small]
+
+
+@pytest.mark.parametrize("n", [10, 11], ids=["even", "odd"])
+def test_one_batch_is_the_definition(n):
+    x, w = gradients(n), weights()
+    estimator = SplitBatchNoiseScale(generator=torch.Generator().manual_seed(5))
+    got = estimator(x @ w, w)
+    big, small = split_of(n, n // 2, 5)
+    rows = torch.cat([x[big], x[small]])
+    a, b = x[big].mean(0), x[small].mean(0)
+    noise = reference.signal_and_noise(rows, [len(big), len(small)], [len(big), len(small)])[1]
+    assert got.item() == pytest.approx(noise / a.dot(b).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["alternative", "paper"])
+def test_finds_a_known_noise_scale_with_odd_batches(mode):
+    estimator = SplitBatchNoiseScale(mode=mode, update_rate=0.002)
+    w = weights(32)
+    torch.manual_seed(0)
+    for seed in range(1500):
+        got = estimator(gradients(33, 32, seed=seed) @ w, w)
+    # 15 %: an average over about a thousand batches of 33 samples.
+    assert got.item() == pytest.approx(4.0, rel=0.15)
+
+
+@pytest.mark.parametrize("mode", ["alternative", "paper"])
+@pytest.mark.parametrize("n", [10, 11])
+def test_fill_grad_is_the_training_gradient(mode, n):
+    model = nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    x = gradients(n)
+    expected = torch.autograd.grad(model(x).squeeze(-1).mean() * 8.0, list(model.parameters()))
+    for repeat in (1, 2):  # a second call adds, as backward does
+        loss = model(x).squeeze(-1)
+        estimator = SplitBatchNoiseScale(mode)
+        estimator(loss, list(model.parameters()), fill_grad=True, loss_scale=8.0)
+        for p, e in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, repeat * e, rtol=1e-12, atol=1e-14)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.sum().backward()  # the graph is freed: no third pass is needed
+
+
+def test_without_fill_grad_the_graph_and_the_gradients_stay():
+    w = weights()
+    loss = (gradients(8) @ w) ** 2
+    SplitBatchNoiseScale()(loss, w)
+    assert w.grad is None
+    loss.mean().backward()
+    assert w.grad is not None
+
+
+def test_unused_parameters_and_any_nest():
+    x, w, unused = gradients(8), weights(), weights(3)
+    options = {"generator": torch.Generator().manual_seed(1)}
+    alone = SplitBatchNoiseScale(**options)(x @ w, w)
+    options = {"generator": torch.Generator().manual_seed(1)}
+    nest = {"a": [w, (unused,)], "b": torch.zeros(2), "c": "no tensor"}
+    assert SplitBatchNoiseScale(**options)(x @ w, nest).item() == alone.item()
+
+
+def test_tiny_gradients_keep_their_ratio():
+    x, w = gradients(16), weights()
+    torch.manual_seed(0)
+    plain = SplitBatchNoiseScale()(x @ w, w)
+    torch.manual_seed(0)
+    # The original adds 1e-8 to the denominator and reports 0 here.
+    assert SplitBatchNoiseScale()(x @ w * 1e-9, w).item() == pytest.approx(plain.item(), rel=1e-9)
+
+
+def test_loss_scale_saves_a_float16_model():
+    x = gradients(16).half()
+    torch.manual_seed(0)
+    exact = SplitBatchNoiseScale()(x.double() @ (w := weights()), w)
+    w = weights(dtype=torch.float16)
+    torch.manual_seed(0)
+    got = SplitBatchNoiseScale()((x * w).sum(-1) * 2.0**-22, w, loss_scale=2.0**14)
+    # 1 %: sums of float16 values.
+    assert got.item() == pytest.approx(exact.item(), rel=0.01)
+
+
+def test_paper_mode_with_clipping_is_not_zero():
+    torch.manual_seed(0)
+    w, x = weights(64), gradients(40, 64, noise_scale=20.0)
+    plain = SplitBatchNoiseScale("paper", 0.25)(x @ w, w)
+    torch.manual_seed(0)
+    clipped = SplitBatchNoiseScale("paper", 0.25, gradient_norm_clip=1e-3)(x @ w, w)
+    assert clipped.item() == pytest.approx(plain.item(), rel=1e-9)
+
+
+def test_non_finite_batches_are_left_out():
+    w = weights()
+    estimator = SplitBatchNoiseScale()
+    estimator(gradients(8, noise_scale=0.5) @ w, w)
+    before = copy.deepcopy(estimator.state_dict())
+    bad = gradients(8)
+    bad[0, 0] = torch.nan
+    estimator(bad @ w, w)
+    after = estimator.state_dict()
+    assert estimator.skipped.item() == 1
+    for name in ("signal.total", "noise.total", "signal.mass"):
+        assert torch.equal(before[name], after[name])
+
+
+def test_unresolved_says_so():
+    w = weights(2)
+    x = torch.tensor([[1.0, 0.0], [-1.0, 0.1]], dtype=torch.float64)  # opposite gradients
+    estimator = SplitBatchNoiseScale()
+    assert torch.isnan(estimator(x @ w, w))
+    assert not estimator.resolved
+    held = SplitBatchNoiseScale(negative="last_valid")
+    assert held(x @ w, w).item() == 0.0
+
+
+def test_state_dict_goes_on_to_the_bit():
+    w = weights()
+    straight = SplitBatchNoiseScale(update_rate=0.1, generator=torch.Generator().manual_seed(0))
+    other = SplitBatchNoiseScale(update_rate=0.1, generator=torch.Generator().manual_seed(0))
+    for i in range(4):
+        straight(gradients(9, seed=i) @ w, w)
+        other(gradients(9, seed=i) @ w, w)
+    loaded = SplitBatchNoiseScale(update_rate=0.1, generator=other.generator)
+    loaded.load_state_dict(other.state_dict())
+    for i in range(4, 8):
+        a = straight(gradients(9, seed=i) @ w, w)
+        b = loaded(gradients(9, seed=i) @ w, w)
+        assert torch.equal(a, b)
+
+
+def test_the_averages_follow_the_module():
+    estimator = SplitBatchNoiseScale(update_rate=0.5).to("meta")
+    buffers = dict(estimator.named_buffers())
+    assert {b.device.type for b in buffers.values()} == {"meta"}
+    # The original's averager keeps a second reference, which stays behind.
+    assert estimator.signal.total is buffers["signal.total"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda w: (w * 1.0).sum(), r"shape \(B\) or \(T, B\).*Found \(\).*reduction='none'"),
+        (lambda w: w.view(1, 6, 1)[:, :, 0][:, :1], r"B >= 2"),
+    ],
+)
+def test_bad_losses(loss, message):
+    w = weights()
+    with pytest.raises(InputError, match=message):
+        SplitBatchNoiseScale()(loss(w), w)
+
+
+def test_bad_arguments():
+    w = weights()
+    with pytest.raises(InputError, match="Did you mean 'paper'"):
+        SplitBatchNoiseScale(mode="papper")
+    with pytest.raises(InputError, match=r"`batch_size_ratio`.*\(0, 0.5\)"):
+        SplitBatchNoiseScale("paper", 0.5)
+    with pytest.raises(InputError, match="at least one tensor that requires a gradient"):
+        SplitBatchNoiseScale()(gradients(8) @ w, w.detach())
+    with pytest.raises(InputError, match="Expected leaf tensors"):
+        SplitBatchNoiseScale()(gradients(8) @ (v := w * 2), v, fill_grad=True)
