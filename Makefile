@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 RUN    ?= runs/advise
 
-.PHONY: advise test lint types check bench clean
+.PHONY: advise test lint types check docs bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "steadygrad needs Python 3.10 or newer, found " + sys.version.split()[0] + ". Remedy: make PYTHON=/path/to/python3.12")'
@@ -30,6 +30,15 @@ types: $(VENV)/.installed
 	$(BIN)/mypy
 
 check: test lint types
+
+docs: $(VENV)/.installed
+	$(PIP) install --quiet --constraint constraints.txt --group docs
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/results
+	$(BIN)/python benchmarks/noise_overhead.py --save
+	$(BIN)/python benchmarks/advise_vs_sweep.py --task digits-classifier --budget 1m --save
+	$(BIN)/python benchmarks/advise_vs_sweep.py --save
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,1 @@
+"""Tests that need a CUDA device; without one they are skipped, and counted as skipped."""

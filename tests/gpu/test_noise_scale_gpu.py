@@ -1,0 +1,105 @@
+"""On a CUDA device: the same numbers as on the CPU, and not one wait for the device."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from steadygrad.noise import NoiseScale, SplitBatchNoiseScale
+
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4))
+    return model, torch.randn(24, 16), torch.randn(24, 4)
+
+
+def step(noise, model, x, y, scaler=None):
+    for a, b in zip(x.split(6), y.split(6), strict=True):
+        loss = (model(a) - b).square().sum(-1).mean() / 4
+        with noise.microbatch(6):
+            (loss if scaler is None else scaler.scale(loss)).backward()
+    noise.step()
+
+
+@contextlib.contextmanager
+def no_waiting():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("source", ["microbatch", "per_example", "accumulated"])
+def test_equals_the_cpu(source):
+    model, x, y = make()
+    twin = copy.deepcopy(model).cuda()
+    cpu, gpu = NoiseScale(model, source=source), NoiseScale(twin, source=source)
+    for _ in range(5):
+        step(cpu, model, x, y)
+        step(gpu, twin, x.cuda(), y.cuda())
+        model.zero_grad()
+        twin.zero_grad()
+    expected, got = cpu.estimate(), gpu.estimate()
+    # 1e-4: float32 gradients, and noise is a difference of squares.
+    assert got.noise_trace.item() == pytest.approx(expected.noise_trace.item(), rel=1e-4)
+    assert got.grad_sq_norm.item() == pytest.approx(expected.grad_sq_norm.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("source", ["microbatch", "per_example", "accumulated"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_training_never_waits(source, scaled):
+    model, x, y = make()
+    model, x, y = model.cuda(), x.cuda(), y.cuda()
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**8) if scaled else None
+    noise = NoiseScale(model, source=source, scaler=scaler)
+    step(noise, model, x, y, scaler)  # the first step may set things up
+    model.zero_grad()
+    with no_waiting():
+        step(noise, model, x, y, scaler)
+        estimate = noise.estimate()
+    assert estimate.measurements.item() == 2
+
+
+@pytest.mark.parametrize("metric", ["preconditioned", "l1"])
+def test_optimizer_metrics_never_wait(metric):
+    model, x, y = make()
+    model, x, y = model.cuda(), x.cuda(), y.cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    noise = NoiseScale(model, metric=metric, optimizer=optimizer)
+    for _ in range(2):
+        step(noise, model, x, y)
+        optimizer.step()
+        optimizer.zero_grad()
+    with no_waiting():
+        step(noise, model, x, y)
+    assert noise.estimate().measurements.item() == 2
+
+
+def test_the_split_batch_estimator_equals_the_cpu():
+    model, x, y = make()
+    twin = copy.deepcopy(model).cuda()
+    values = []
+    for m, a, b in [(model, x, y), (twin, x.cuda(), y.cuda())]:
+        estimator = SplitBatchNoiseScale().to(a.device)
+        torch.manual_seed(3)
+        loss = (m(a) - b).square().sum(-1)
+        values.append(estimator(loss, list(m.parameters()), fill_grad=True).item())
+    assert values[1] == pytest.approx(values[0], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_on_the_device():
+    model, x, y = make()
+    model, x, y = model.cuda(), x.cuda(), y.cuda()
+    plain = NoiseScale(model)
+    step(plain, model, x, y)
+    model.zero_grad()
+    compiled = torch.compile(model)
+    noise = NoiseScale(compiled)
+    step(noise, compiled, x, y)
+    got, expected = noise.estimate().noise_trace, plain.estimate().noise_trace
+    assert got.item() == pytest.approx(expected.item(), rel=1e-3)

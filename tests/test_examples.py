@@ -1,0 +1,27 @@
+"""Every example runs as it stands, from its own folder, and prints what it promises."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+EXPECTED = {
+    "noise_scale_in_a_loop.py": "noise scale",
+    "split_batch.py": "noise scale",
+    "my_task.py": "",
+}
+
+
+def test_every_example_is_listed():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_runs(name):
+    command = [sys.executable, "-W", "error", name]
+    done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert EXPECTED[name] in done.stdout
