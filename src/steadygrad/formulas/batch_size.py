@@ -1,8 +1,8 @@
 r"""What a critical batch size says about steps, samples and learning rates.
 
-Symbols: ``B`` a batch size in samples, :math:`B_c` the critical one, ``S`` optimizer steps and ``E``
-samples to reach a goal, with their smallest possible values :math:`S_\min` and :math:`E_\min`.
-Functions take floats or tensors and return the same.
+Symbols: ``B`` a batch size in samples, :math:`B_c` the critical one, ``S`` optimizer steps and
+``E`` samples to reach a goal, with their smallest possible values :math:`S_\min` and
+:math:`E_\min`. Functions take floats or tensors and return the same.
 """
 
 from typing import TypeVar

@@ -30,11 +30,11 @@ __all__ = [
 
 
 class SignalNoise(NamedTuple):
-    """Estimates of one measurement.
+    r"""Estimates of one measurement.
 
     Attributes:
         signal: Squared norm of the true gradient, :math:`|G|^2`; may be negative.
-        noise: Trace of the covariance of one sample's gradient, :math:`\\mathrm{tr}(\\Sigma)`.
+        noise: Trace of the covariance of one sample's gradient, :math:`\mathrm{tr}(\Sigma)`.
     """
 
     signal: Tensor

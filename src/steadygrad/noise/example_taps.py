@@ -21,6 +21,8 @@ __all__ = ["Tap"]
 # multiplications: measured 20-50 in a CPU's cache, and more where memory is far.
 _ELEMENT_COST = 32
 
+_Apply = Callable[..., Tensor]
+
 
 class Tap:
     """The forward hook of one layer, and what its backward pass reports to.
@@ -60,11 +62,10 @@ class Tap:
             for attribute, name in self.layer.parameters.items():
                 self._ledger.audit.watch(name, getattr(module, attribute))
         if self._replaceable(module, inputs, output):
-            out: Tensor = _TappedLinear.apply(inputs, module.weight, module.bias, [output], self)
-        else:
-            needed = inputs if self._measures("weight") else None
-            out = _TappedOutput.apply(output, needed, self)
-        return out
+            linear: _Apply = _TappedLinear.apply
+            return linear(inputs, module.weight, module.bias, [output], self)
+        identity: _Apply = _TappedOutput.apply
+        return identity(output, inputs if self._measures("weight") else None, self)
 
     def remove(self) -> None:
         """Takes the hook off the layer."""
@@ -151,8 +152,9 @@ class Tap:
 
     def _measures(self, attribute: str) -> bool:
         parameter = self._parameters.get(attribute)
-        known = parameter is not None and attribute in self.layer.parameters
-        return known and parameter.requires_grad
+        if parameter is None or attribute not in self.layer.parameters:
+            return False
+        return parameter.requires_grad
 
     def _holds(self, name: str) -> bool:
         ledger, always = self._ledger, self._hold_now or name in self.layer.tied
@@ -194,7 +196,7 @@ class _TappedOutput(torch.autograd.Function):
         return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if ctx.tap.recording(grad):
             with torch.no_grad(), _full_precision(grad):
                 ctx.tap.measure(grad, *ctx.saved_tensors)
@@ -221,7 +223,7 @@ class _TappedLinear(torch.autograd.Function):
         return output[0].detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         to_inputs, to_weight, to_bias, *_ = ctx.needs_input_grad
         grad_inputs = grad_weight = grad_bias = None
