@@ -1,0 +1,74 @@
+"""The ``steadygrad`` command: one file for each subcommand, which parses, calls a study and prints.
+
+Importing this loads neither torch nor any extra; a subcommand loads what it needs.
+"""
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from steadygrad._checks import InputError
+
+__all__ = ["main"]
+
+# What the commands need beyond the library itself: `pip install "steadygrad[cli]"`.
+EXTRAS = ("tyro", "rich", "matplotlib", "safetensors")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program.
+
+    Args:
+        argv: The arguments; None: those of the process.
+
+    Returns:
+        The exit code: 0, 2 for bad input, or 128 plus the number of the signal that ended it.
+    """
+    began = time.monotonic()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments == ["--version"]:
+        from steadygrad import __version__
+
+        print(f"steadygrad {__version__}")
+        return 0
+    try:
+        _check_extras()
+        return _dispatch(arguments, began)
+    except InputError as error:
+        if "--debug" in arguments:
+            traceback.print_exc()
+        _complain(str(error))
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _check_extras() -> None:
+    missing = [name for name in EXTRAS if find_spec(name) is None]
+    if missing:
+        raise InputError(
+            f"The command line needs {', '.join(EXTRAS)}. Found no {', '.join(missing)}. "
+            'Remedy: pip install "steadygrad[cli]".'
+        )
+
+
+def _dispatch(arguments: list[str], began: float) -> int:
+    from steadygrad.cli.options import Advise, parse
+
+    command = parse(arguments)
+    if isinstance(command, Advise):
+        from steadygrad.cli import advise
+
+        return advise.run(command, began)
+    from steadygrad.cli import report
+
+    return report.run(command.run)
+
+
+def _complain(message: str) -> None:
+    # One line from one process, whatever the message and however many processes run.
+    if os.environ.get("RANK", "0") == "0":
+        print(f"steadygrad: {' '.join(message.split())}", file=sys.stderr)

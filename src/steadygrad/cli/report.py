@@ -1,0 +1,20 @@
+"""``steadygrad report RUN``: draw a run's record again."""
+
+from pathlib import Path
+
+__all__ = ["run"]
+
+
+def run(folder: Path) -> int:
+    """Writes ``report.html`` from the record in ``folder`` and prints its path.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        InputError: If there is no readable record, or the page cannot be drawn or written.
+    """
+    from steadygrad.report import write
+
+    print(write(Path(folder)))
+    return 0

@@ -1,0 +1,1 @@
+"""The experiments behind the commands; each writes a run's record."""

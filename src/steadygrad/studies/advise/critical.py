@@ -1,0 +1,209 @@
+r"""From the losses of branches to the critical batch size, with an interval.
+
+The branch at the task's own batch size is the yardstick: a smooth curve through its losses says
+after how many samples :math:`s` it was as low as another branch is after all its :math:`\Delta`
+samples. That branch then needed an excess of :math:`\Delta/s - 1` samples, and the critical batch
+size is the largest one whose excess is within the tolerance.
+"""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from steadygrad.studies.advise.curves import (
+    Decline,
+    crossing,
+    fit_decline,
+    fit_tradeoff,
+    isotonic,
+)
+
+__all__ = ["CAP", "DRAWS", "Branch", "Critical", "find_critical"]
+
+# The curve starts at a quarter of the branch: a loss above it is at least this much excess.
+CAP = 3.0
+# How far the curve is trusted beyond the end of its branch.
+REACH = 1.5
+DRAWS = 400
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One branch.
+
+    Attributes:
+        batch_size: In samples.
+        repeat: Which data order.
+        samples: Samples that ``loss`` stands for; the same for all branches of a point.
+        loss: Validation loss near its end; not finite if it diverged.
+        curve: ``(samples, loss)`` on the way.
+    """
+
+    batch_size: int
+    repeat: int
+    samples: int
+    loss: float
+    curve: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Critical:
+    """The critical batch size at one point of training.
+
+    Attributes:
+        sizes: Batch sizes tried, ascending.
+        excess: Extra samples each of them needed, as a fraction of what the smallest needed;
+            between -1/3 and 3, which stand for "or less" and "or more".
+        draws: Excesses as they might have come out with other noise; a row for each draw.
+        value: Largest batch size within the tolerance, in samples; NaN when the smallest batch's
+            loss did not fall.
+        low: Lower end of the 95% interval.
+        high: Upper end; infinite when the largest batch size may still be within the tolerance.
+        at_edge: ``"above"`` when every batch size is within the tolerance, ``"below"`` when even
+            the second smallest is not.
+        fitted: Critical batch size of the model ``1 + B/fitted``, in samples.
+        fitted_low: Lower end of its interval.
+        fitted_high: Upper end of its interval.
+    """
+
+    sizes: tuple[int, ...]
+    excess: tuple[float, ...]
+    draws: tuple[tuple[float, ...], ...]
+    value: float
+    low: float
+    high: float
+    at_edge: str
+    fitted: float
+    fitted_low: float
+    fitted_high: float
+
+    def event(self) -> dict[str, Any]:
+        """The fields of a record's event."""
+        names = ("value", "low", "high", "at_edge", "fitted", "fitted_low", "fitted_high")
+        pairs = zip(self.sizes, self.excess, strict=True)
+        return {name: getattr(self, name) for name in names} | {
+            "excess": {str(size): extra for size, extra in pairs}
+        }
+
+
+def find_critical(branches: Sequence[Branch], tolerance: float, *, seed: int = 0) -> Critical:
+    """Finds the critical batch size and its interval.
+
+    The interval redraws every batch size's mean loss from a normal distribution, whose variance is
+    what remains of the losses after the means of batch sizes and of repeats are taken out (the
+    repeats share their data order across batch sizes, so their common part cancels). With so few
+    repeats that variance is itself uncertain, and is redrawn as well.
+
+    Args:
+        branches: Every batch size in every repeat; the smallest with a curve.
+        tolerance: Extra samples that are acceptable, as a fraction.
+        seed: Of the interval's draws.
+    """
+    losses = _table(branches)
+    sizes = tuple(sorted(losses))
+    length = branches[0].samples
+    curve = fit_decline([pair for b in branches if b.batch_size == sizes[0] for pair in b.curve])
+    means = [_mean(losses[size]) for size in sizes]
+    excess = _excess(curve, means, length)
+    draws = tuple(_draws(curve, means, length, losses, seed))
+    level = max(0.0, tolerance)
+    values = sorted(_largest(sizes, row, level) for row in draws)
+    fits = sorted(fit_tradeoff(sizes, row, CAP) for row in draws[:100])
+    value = _largest(sizes, excess, level)
+    falls = curve.fall > 0
+    return Critical(
+        sizes=sizes,
+        excess=excess,
+        draws=draws,
+        value=min(value, float(sizes[-1])) if falls else math.nan,
+        low=min(_quantile(values, 0.025), float(sizes[-1])) if falls else 0.0,
+        high=_quantile(values, 0.975) if falls else math.inf,
+        at_edge=_edge(value, sizes, isotonic(excess), level) if falls else "",
+        fitted=fit_tradeoff(sizes, excess, CAP) if falls else math.nan,
+        fitted_low=_quantile(fits, 0.025) if falls else 0.0,
+        fitted_high=_quantile(fits, 0.975) if falls else math.inf,
+    )
+
+
+def _table(branches: Sequence[Branch]) -> dict[int, list[float]]:
+    """Losses by batch size, in the order of the repeats."""
+    losses: dict[int, list[float]] = {}
+    for branch in sorted(branches, key=lambda b: (b.batch_size, b.repeat)):
+        losses.setdefault(branch.batch_size, []).append(branch.loss)
+    return losses
+
+
+def _excess(curve: Decline, means: Sequence[float], length: int) -> tuple[float, ...]:
+    """Excess of each batch size, the first one's being zero by definition.
+
+    Only differences to the first one are laid on the curve: the repeats' data orders raise or
+    lower all batch sizes together, which the smooth curve knows nothing of.
+    """
+    end = curve(length) - means[0]
+    rest = (_one_excess(curve, mean + end, length) for mean in means[1:])
+    return (0.0, *rest)
+
+
+def _one_excess(curve: Decline, loss: float, length: int) -> float:
+    if not math.isfinite(loss):
+        return CAP
+    samples = curve.samples_at(loss)
+    return length / min(max(samples, length / (1 + CAP)), length * REACH) - 1
+
+
+def _draws(
+    curve: Decline,
+    means: Sequence[float],
+    length: int,
+    losses: Mapping[int, Sequence[float]],
+    seed: int,
+) -> list[tuple[float, ...]]:
+    variance, freedom = _residual(losses)
+    repeats = len(next(iter(losses.values())))
+    generator = random.Random(seed)
+    rows = []
+    for _ in range(DRAWS):
+        # Scaled inverse chi-square: what the variance may be, given so few degrees of freedom.
+        chi_square = generator.gammavariate(freedom / 2, 2) if freedom else 1.0
+        sigma = math.sqrt(variance * freedom / chi_square / repeats)
+        drawn = [mean + generator.gauss(0, sigma) for mean in means]
+        rows.append(_excess(curve, drawn, length))
+    return rows
+
+
+def _residual(losses: Mapping[int, Sequence[float]]) -> tuple[float, int]:
+    """Residual variance and degrees of freedom, batch size and repeat effects taken out."""
+    rows = [row for row in losses.values() if all(math.isfinite(loss) for loss in row)]
+    repeats = len(rows[0]) if rows else 0
+    freedom = (len(rows) - 1) * (repeats - 1)
+    if freedom <= 0:
+        return 0.0, 0
+    grand = _mean([_mean(row) for row in rows])
+    columns = [_mean([row[r] for row in rows]) - grand for r in range(repeats)]
+    square = math.fsum(
+        (loss - _mean(row) - column) ** 2
+        for row in rows
+        for loss, column in zip(row, columns, strict=True)
+    )
+    return square / freedom, freedom
+
+
+def _largest(sizes: Sequence[int], excess: Sequence[float], level: float) -> float:
+    return crossing([float(size) for size in sizes], isotonic(excess), level)
+
+
+def _edge(value: float, sizes: Sequence[int], excess: Sequence[float], level: float) -> str:
+    if math.isinf(value):
+        return "above"
+    return "below" if excess[1] > level else ""
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.inf
+
+
+def _quantile(ordered: Sequence[float], part: float) -> float:
+    """The value below which a part of the sorted values lies, without interpolation."""
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]

@@ -1,0 +1,77 @@
+"""Seeds and data orders: pure functions of the study's seed and of names."""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+__all__ = ["Order", "branch_order", "main_order", "seed_for"]
+
+
+def seed_for(seed: int, *names: object) -> int:
+    """A seed for one unit of work: the same on every machine, unrelated to its neighbours'."""
+    text = "/".join(str(name) for name in ("steadygrad", seed, *names))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+class Order:
+    """An endless sequence of sample numbers: epochs, each a permutation of all samples.
+
+    Args:
+        size: Number of samples.
+        seed: The study's seed.
+        stream: Name of the sequence; sequences with different names are independent.
+        head: Sample numbers that come before the first epoch, int64 with shape ``(h,)``.
+    """
+
+    def __init__(self, size: int, seed: int, stream: str, head: Tensor | None = None) -> None:
+        self.size = size
+        self._seed = seed
+        self._stream = stream
+        self._head = torch.empty(0, dtype=torch.int64) if head is None else head
+        self._epoch: tuple[int, Tensor] | None = None
+
+    def take(self, start: int, count: int) -> Tensor:
+        """The sample numbers at positions ``start`` to ``start + count``, shape ``(count,)``."""
+        parts = []
+        while count > 0:
+            part = self._from(start)[:count]
+            parts.append(part)
+            start, count = start + len(part), count - len(part)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    def epoch(self, number: int) -> Tensor:
+        """The permutation of one epoch, with shape ``(size,)``."""
+        if self._epoch is None or self._epoch[0] != number:
+            generator = torch.Generator().manual_seed(seed_for(self._seed, self._stream, number))
+            self._epoch = number, torch.randperm(self.size, generator=generator)
+        return self._epoch[1]
+
+    def _from(self, position: int) -> Tensor:
+        if position < len(self._head):
+            return self._head[position:]
+        number, offset = divmod(position - len(self._head), self.size)
+        return self.epoch(number)[offset:]
+
+
+def main_order(size: int, seed: int) -> Order:
+    """The order of the main trajectory."""
+    return Order(size, seed, "main")
+
+
+def branch_order(size: int, seed: int, *, seen: int, stream: str) -> Order:
+    """An order that starts with the samples the main trajectory has not yet seen in its epoch.
+
+    Training on samples already seen would lower the loss by memory, and measuring the gradient on
+    them would find less noise than there is.
+
+    Args:
+        size: Number of samples.
+        seed: The study's seed.
+        seen: Samples the main trajectory has seen.
+        stream: Name of this order.
+    """
+    number, offset = divmod(seen, size)
+    rest = main_order(size, seed).epoch(number)[offset:]
+    generator = torch.Generator().manual_seed(seed_for(seed, stream, "head"))
+    return Order(size, seed, stream, rest[torch.randperm(len(rest), generator=generator)])

@@ -1,0 +1,81 @@
+"""What a user chooses for a study."""
+
+from dataclasses import dataclass
+
+import torch
+
+from steadygrad._checks import InputError, check_choice, check_number
+from steadygrad.record import Run
+from steadygrad.studies.advise.engine import DTYPES
+
+__all__ = ["Settings", "read_settings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a user chooses.
+
+    Attributes:
+        task: A built-in task's name, or ``path/file.py:make_task``.
+        budget_seconds: Wall-clock time for the study; it also decides how much work is planned.
+        seed: Of initialisation, data orders and intervals.
+        device: ``"cpu"``, ``"cuda"`` or ``"auto"``.
+        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
+        tolerance: Extra samples that are acceptable, as a fraction.
+    """
+
+    task: str = "char-lm"
+    budget_seconds: float = 300.0
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "float32"
+    tolerance: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_number("budget_seconds", self.budget_seconds, low=0, low_open=True)
+        check_number("tolerance", self.tolerance, low=0.01, high=1)
+        check_choice("device", self.device, ("auto", "cpu", "cuda"))
+        check_choice("dtype", self.dtype, tuple(DTYPES))
+
+    @property
+    def resolved_device(self) -> torch.device:
+        """The device that ``"auto"`` stands for here.
+
+        Raises:
+            InputError: If CUDA was asked for and is not there.
+        """
+        there = torch.cuda.is_available()
+        if self.device == "cuda" and not there:
+            raise InputError(
+                "The device cuda should be available. Found none. Remedy: --device cpu."
+            )
+        return torch.device("cuda" if there and self.device != "cpu" else "cpu")
+
+
+def read_settings(recorded: Run) -> Settings:
+    """The settings that a record was made with.
+
+    Raises:
+        InputError: If it is a record of another study.
+    """
+    header = recorded.header
+    if header.get("study") != "advise":
+        raise InputError(
+            f"Expected a record of `steadygrad advise`. Found {header.get('study')!r} in "
+            f"{str(recorded.folder)!r}. Remedy: another folder for --resume."
+        )
+    try:
+        kept = header["settings"]
+        return Settings(
+            task=header["task"]["spec"],
+            budget_seconds=kept["budget_seconds"],
+            seed=header["seed"],
+            device=kept["device"],
+            dtype=kept["dtype"],
+            tolerance=kept["tolerance"],
+        )
+    except (KeyError, TypeError) as error:
+        raise InputError(
+            f"Expected a header with the study's settings. Found none of {error} in "
+            f"{str(recorded.folder)!r}. Remedy: start a new run with --out."
+        ) from error

@@ -1,0 +1,68 @@
+"""When a study must end early: its time is over, or somebody asked."""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+__all__ = ["BUDGET", "REASONS", "Halt", "Stop"]
+
+BUDGET = 0
+# In order of precedence: who asked is told, even when the time was over as well.
+REASONS = (signal.SIGTERM, signal.SIGINT, BUDGET)
+
+
+class Halt(Exception):
+    """Ends the unit of work in hand.
+
+    Attributes:
+        reason: ``BUDGET``, or the signal's number.
+    """
+
+    def __init__(self, reason: int) -> None:
+        super().__init__(f"stopped: {reason}")
+        self.reason = reason
+
+
+class Stop:
+    """Remembers that the study should end; the training loop asks between optimizer steps.
+
+    Args:
+        began: Reading of ``time.monotonic()`` from which the budget counts. Default: now.
+    """
+
+    def __init__(self, began: float | None = None) -> None:
+        self._began = time.monotonic() if began is None else began
+        self._deadline = math.inf
+        self._signal = 0
+
+    def limit(self, seconds: float) -> None:
+        """Sets the budget, which has no end before."""
+        self._deadline = self._began + seconds
+
+    @property
+    def flags(self) -> list[float]:
+        """1.0 for each of ``REASONS`` that holds."""
+        late = time.monotonic() >= self._deadline
+        return [float(self._signal == reason if reason else late) for reason in REASONS]
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Handles SIGINT and SIGTERM meanwhile; the second one of a kind ends the process."""
+        # Python lets only the main thread handle signals.
+        in_main = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGINT, signal.SIGTERM) if in_main else ()
+        before = {number: signal.signal(number, self._handle) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, default)

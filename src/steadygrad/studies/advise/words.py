@@ -1,0 +1,227 @@
+"""What a study found, in sentences."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from steadygrad.formulas.batch_size import learning_rate
+from steadygrad.noise.schedule import BatchSizeSchedule
+from steadygrad.studies.advise.recommend import Measured, WholeRun, schedule
+
+__all__ = ["Findings", "megatron", "sentences"]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything the words are about.
+
+    Attributes:
+        sample: What one sample is called.
+        settings: The record's settings.
+        status: How the study ended.
+        run: The batch size for a whole run; None when no critical batch size is known.
+        last: The last point whose critical batch size is known.
+        planned: Points of training planned.
+        points: Points whose branches are measured.
+        noise: The last noise scale measured.
+        schedule: Batch sizes by samples seen.
+        warmup: Samples over which to warm a raised learning rate up; 0 if it is not raised.
+    """
+
+    sample: str
+    settings: Mapping[str, Any]
+    status: str
+    run: WholeRun | None
+    last: Measured | None
+    planned: int
+    points: int
+    noise: Mapping[str, Any] | None
+    schedule: Sequence[Mapping[str, Any]]
+    warmup: int = 0
+
+    @property
+    def now(self) -> dict[str, Any] | None:
+        """Batch size and learning rate for going on from the last point."""
+        if self.last is None:
+            return None
+        rule = self.settings["lr_rule"]
+        row = schedule([self.last], self.settings["lr"], rule)[0]
+        return {
+            "samples": self.last.samples,
+            "batch_size": row["batch_size"],
+            "lr": row["lr"],
+        }
+
+    def count(self, number: float) -> str:
+        """A number of samples, with its unit."""
+        return f"{_number(number)} {self.sample if number == 1 else _plural(self.sample)}"
+
+
+def sentences(found: Findings) -> list[str]:
+    """The recommendation in words, the most important sentence first."""
+    if found.run is None or found.last is None:
+        return [_nothing(found), *_noise(found)]
+    return [
+        *_unfinished(found),
+        _whole_run(found, found.run),
+        _cost(found, found.run),
+        *_warmup(found),
+        _now(found, found.last),
+        *_schedule(found),
+        _trust(found, found.last),
+        *_noise(found),
+    ]
+
+
+def megatron(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A schedule as Megatron's ``--step-batch-size-schedule`` takes it, in samples."""
+    return BatchSizeSchedule(rows).to_megatron()
+
+
+def _whole_run(found: Findings, run: WholeRun) -> str:
+    rate = learning_rate(
+        found.settings["lr"],
+        run.batch_size,
+        found.settings["batch_size"],
+        found.settings["lr_rule"],
+    )
+    text = (
+        f"Train at a batch of {found.count(run.batch_size)} with learning rate {rate:.3g}, for a "
+        f"whole run of about {found.count(run.samples)}"
+    )
+    if run.value >= run.sizes[-1]:
+        return (
+            f"{text}; every batch size tried stayed within the tolerance, so larger ones may do "
+            "as well (try a longer --budget)."
+        )
+    limit = (
+        f"{_number(run.low)} to {_number(run.high)}"
+        if math.isfinite(run.high)
+        else (f"{_number(run.low)} or more")
+    )
+    tolerance = found.settings["tolerance"]
+    return (
+        f"{text}: up to {_number(run.value)} (95% interval {limit}) a batch costs at most "
+        f"{tolerance:.0%} more {_plural(found.sample)} than {_number(run.sizes[0])} does."
+    )
+
+
+def _cost(found: Findings, run: WholeRun) -> str:
+    base = run.sizes[0]
+    if run.batch_size == base:
+        return (
+            f"That is the task's own batch size: doubling it would already cost "
+            f"{run.excess[1]:.0%} more {_plural(found.sample)}."
+        )
+    steps = base / run.batch_size * (1 + run.excess_here)
+    return (
+        f"Against batches of {_number(base)} that is {steps:.0%} of the steps for "
+        f"{run.excess_here:.0%} more {_plural(found.sample)}."
+    )
+
+
+def _warmup(found: Findings) -> list[str]:
+    if not found.warmup:
+        return []
+    over = f"over about the first {found.count(found.warmup)}"
+    why = "the branches began with trained weights, and untrained ones may not bear it at once"
+    return [f"From scratch, warm that learning rate up {over}: {why}."]
+
+
+def _now(found: Findings, last: Measured) -> str:
+    assert found.now is not None
+    return (
+        f"From where the study ended, after {found.count(last.samples)}, go on at "
+        f"{_number(found.now['batch_size'])} with learning rate {found.now['lr']:.3g}: the "
+        f"critical batch size there is {_interval(found, last)}."
+    )
+
+
+def _interval(found: Findings, last: Measured) -> str:
+    critical = last.critical
+    if critical.at_edge == "above":
+        return f"at least {found.count(critical.sizes[-1])}, the largest batch tried"
+    high = _number(critical.high) if math.isfinite(critical.high) else "beyond the largest tried"
+    text = f"{found.count(critical.value)} (95% interval {_number(critical.low)} to {high})"
+    if critical.at_edge == "below":
+        return f"{text}, so that even the smallest batch tried may be above it"
+    return text
+
+
+def _schedule(found: Findings) -> list[str]:
+    rows = found.schedule
+    if len(rows) < 2:
+        return []
+    steps = ", then ".join(
+        f"{_number(row['batch_size'])} from {_number(row['from_samples'])}" for row in rows[1:]
+    )
+    text = f"With a growing batch: start at {_number(rows[0]['batch_size'])}, then {steps}"
+    return [f"{text} {_plural(found.sample)} on (Megatron: {megatron(rows)})."]
+
+
+def _trust(found: Findings, last: Measured) -> str:
+    text = (
+        "Trust the critical batch size: it was measured directly, by training on from the same "
+        "weights at each batch size."
+    )
+    wide = last.critical.high > 4 * max(1.0, last.critical.low)
+    if wide and last.critical.at_edge != "above":
+        text += " Its interval is wide: a longer --budget narrows it."
+    return text
+
+
+def _noise(found: Findings) -> list[str]:
+    return [_noise_scale(found, found.noise)] if found.noise else []
+
+
+def _noise_scale(found: Findings, noise: Mapping[str, Any]) -> str:
+    if not noise["resolved"]:
+        return (
+            "The gradient noise scale is unresolved: the measurements only say that it is above "
+            f"{found.count(noise['low'])}."
+        )
+    text = (
+        f"The gradient noise scale, {found.count(noise['value'])} (95% interval "
+        f"{_number(noise['low'])} to {_number(noise['high'])}), is a diagnostic"
+    )
+    if found.settings["lr_rule"] == "sqrt":
+        return (
+            f"{text}: for language models trained with Adam it is known to underestimate the "
+            "critical batch size by orders of magnitude (Merrill et al. 2025)."
+        )
+    return f"{text}: it predicts the critical batch size only roughly."
+
+
+def _unfinished(found: Findings) -> list[str]:
+    if found.status == "complete":
+        return []
+    how = "was interrupted" if found.status == "interrupted" else "ran out of its budget"
+    after = f"after measuring {found.points} of {found.planned} points"
+    return [f"The study {how} {after}: this is preliminary. --resume goes on with it."]
+
+
+def _nothing(found: Findings) -> str:
+    if found.points:
+        return (
+            "No batch size can be recommended: the validation loss did not fall along the "
+            "branches at the smallest batch size. Try another Task.lr or an earlier stop."
+        )
+    why = {"interrupted": "was interrupted", "budget": "ran out of its budget"}.get(
+        found.status, "ended"
+    )
+    return (
+        f"No batch size can be recommended yet: the study {why} before the branches of the first "
+        "point were trained. --resume goes on with it."
+    )
+
+
+def _number(value: float) -> str:
+    """Whole, with thousands separators; infinity as a word."""
+    return f"{value:,.0f}" if math.isfinite(value) else "no limit"
+
+
+def _plural(word: str) -> str:
+    if word.endswith(("s", "x", "ch", "sh")):
+        return f"{word}es"
+    return f"{word[:-1]}ies" if word.endswith("y") and word[-2:-1] not in "aeiou" else f"{word}s"

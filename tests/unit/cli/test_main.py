@@ -1,0 +1,232 @@
+"""The program: exit codes, messages and what is left on the disk."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from steadygrad import __version__
+from steadygrad._checks import InputError
+from steadygrad.cli import main, report
+from steadygrad.record import RunWriter, read_run
+from tests.unit.studies.helpers import TINY
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def refused(tmp_path, capsys, monkeypatch):
+    """Runs the program on bad input, checks what all bad input has in common, gives its line."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments, writes=False):
+        before = sorted(tmp_path.rglob("*"))
+        assert main(list(arguments)) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        lines = [line for line in err.splitlines() if "samples of work" not in line]
+        if not writes:
+            assert sorted(tmp_path.rglob("*")) == before
+            assert len(lines) == 1
+        assert lines[-1].startswith("steadygrad: ")
+        assert "Traceback" not in err
+        return lines[-1]
+
+    return run
+
+
+def tiny(name="make_task"):
+    return f"{TINY}:{name}"
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"steadygrad {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["advise", "--help"], ["report", "--help"]])
+def test_help(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert "usage: steadygrad" in out
+    assert "{None}" not in out
+    assert ("--budget TIME" in out) == (arguments == ["advise", "--help"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["advize"], ["advise", "--seed", "x"], ["advise", "--dtype", "int8"], ["report"]],
+)
+def test_wrong_arguments_exit_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+BAD_INPUT = {
+    "unknown task": (["char-ml"], "Found 'char-ml'. Remedy: did you mean 'char-lm'?"),
+    "no such file": (["nowhere.py:make_task"], "nowhere.py"),
+    "no factory": ([tiny("nothing")], "should define 'nothing'"),
+    "factory raises": ([tiny("raising")], "RuntimeError: no such corpus"),
+    "already a mean": ([tiny("already_a_mean")], "a loss that is already a mean. Remedy:"),
+    "not finite": ([tiny("not_finite")], "NaN or infinite. Remedy:"),
+    "empty data": ([tiny("empty")], "Found an empty data set. Remedy:"),
+    "batch too large": ([tiny("batch_too_large")], "the batch is larger than the data. Remedy:"),
+    "budget too small": ([tiny(), "--budget", "1s"], "too small to measure anything"),
+    "no duration": ([tiny(), "--budget", "soon"], "Found 'soon'. Remedy: --budget 5m."),
+    "tolerance": ([tiny(), "--tolerance", "-1"], "`tolerance = -1.0`"),
+    "nothing to resume": (["--resume", "nowhere"], "record.jsonl"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_line_and_writes_nothing(case, refused):
+    arguments, message = BAD_INPUT[case]
+    place = [] if "--resume" in arguments else ["--out", "run"]
+    assert message in refused("advise", *arguments, *place)
+
+
+def test_a_folder_in_use(tmp_path, refused):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    assert "run" in refused("advise", tiny(), "--budget", "100s", "--out", "run")
+
+
+def test_a_folder_that_cannot_be_made(tmp_path, refused):
+    (tmp_path / "file").write_text("not a folder")
+    assert "file" in refused("advise", tiny(), "--budget", "100s", "--out", "file/run")
+
+
+def test_a_truncated_record(tmp_path, refused):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "record.jsonl").write_text('{"event": "run", "sch')
+    for command in (["advise", "--resume", "run"], ["report", "run"]):
+        assert "run" in refused(*command)
+
+
+def test_a_record_of_a_newer_schema(tmp_path, refused):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "record.jsonl").write_text('{"event": "run", "schema": 99}\n')
+    for command in (["advise", "--resume", "run"], ["report", "run"]):
+        assert "newer steadygrad" in refused(*command)
+
+
+def test_debug_shows_the_factory_s_own_traceback(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "steadygrad", "advise", tiny("raising"), "--debug"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert 'raise RuntimeError("no such corpus\\nsecond line")' in done.stderr
+
+
+def test_training_that_diverges_keeps_what_was_recorded(tmp_path, refused):
+    line = refused("advise", tiny("diverging"), "--budget", "100s", "--out", "run", writes=True)
+    assert "should stay finite" in line
+    assert "a lower Task.lr" in line
+    assert read_run(tmp_path / "run").header["task"]["name"] == "tiny"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A complete run, its summary from stdout, and what went to stderr."""
+    folder = tmp_path_factory.mktemp("cli") / "run"
+    command = [sys.executable, "-m", "steadygrad", "advise", tiny(), "--budget", "200s", "--json"]
+    done = subprocess.run(
+        [*command, "--out", str(folder), "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"},
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout, done.stderr
+
+
+def test_json_alone_is_on_stdout(run):
+    folder, out, err = run
+    assert json.loads(out) == json.loads((folder / "summary.json").read_text())
+    assert "critical batch size" in err
+    assert "samples of work" in err
+    assert "left" in err
+    assert str(folder / "report.html") in err
+    assert "\x1b" not in out + err
+
+
+def test_the_report_is_written_and_drawn_again(run, capsys):
+    folder, _, _ = run
+    page = (folder / "report.html").read_bytes()
+    (folder / "report.html").unlink()
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out.strip() == str(folder / "report.html")
+    assert (folder / "report.html").read_bytes() == page
+
+
+def test_resuming_a_complete_run_only_draws(run, capsys):
+    folder, _, _ = run
+    record = (folder / "record.jsonl").read_bytes()
+    (folder / "report.html").unlink()
+    assert main(["advise", "--resume", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    assert "Train at a batch of" in out
+    assert err == ""
+    assert (folder / "record.jsonl").read_bytes() == record
+    assert (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seed", "1"], "takes seed = 0 from the record. Found 1. Remedy: leave --seed away"),
+        (["--budget", "1h"], "takes budget_seconds = 200.0 from the record. Found 3600.0"),
+        (["char-lm"], "Found 'char-lm'"),
+        (["--out", "elsewhere"], "--resume goes on in its own folder"),
+    ],
+)
+def test_flags_that_disagree_with_the_record(run, refused, flags, message):
+    assert message in refused("advise", "--resume", str(run[0]), *flags)
+
+
+def test_flags_that_agree_with_it(run):
+    flags = [tiny(), "--seed", "0", "--budget", "200s", "--out", str(run[0]), "--device", "auto"]
+    assert main(["advise", "--resume", str(run[0]), *flags]) == 0
+
+
+def test_a_missing_extra_names_it(monkeypatch, refused):
+    import steadygrad.cli
+
+    monkeypatch.setattr(steadygrad.cli, "find_spec", lambda name: None if name == "rich" else True)
+    line = refused("report", "anywhere")
+    assert "Found no rich. " in line
+    assert 'pip install "steadygrad[cli]"' in line
+
+
+def test_a_message_of_several_lines_is_printed_as_one(monkeypatch, refused):
+    def run(folder):
+        raise InputError("expected one\n  thing, found another")
+
+    monkeypatch.setattr(report, "run", run)
+    assert refused("report", "run") == "steadygrad: expected one thing, found another"
+
+
+def test_only_the_first_rank_speaks(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert main(["report", "nowhere"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_a_record_without_settings(tmp_path, refused):
+    RunWriter.create(tmp_path / "run", {"study": "advise"}).close()
+    assert "header" in refused("advise", "--resume", "run")

@@ -1,0 +1,43 @@
+"""Running studies on the tiny task."""
+
+from pathlib import Path
+
+from steadygrad.record import dumps, read_run, strip_times
+from steadygrad.studies.advise import Settings, Stop, advise
+
+TINY = Path(__file__).with_name("tiny_task.py")
+
+
+class Watcher:
+    """A monitor that remembers; ``at`` calls a function when so many samples are done."""
+
+    def __init__(self, at: int | None = None, call=None):
+        self.total = self.done = 0
+        self.lines, self.stages = [], []
+        self._at, self._call = at, call
+
+    def begin(self, total, done):
+        self.total, self.done = total, done
+
+    def advance(self, samples, what):
+        before, self.done = self.done, self.done + samples
+        if what and what not in self.stages:
+            self.stages.append(what)
+        if self._at is not None and before < self._at <= self.done:
+            self._call()
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+def study(folder, factory="make_task", *, budget=120.0, monitor=None, stop=None, **settings):
+    """A study of a factory in ``tiny_task.py``; two minutes of it take about a second."""
+    chosen = Settings(task=f"{TINY}:{factory}", budget_seconds=budget, device="cpu", **settings)
+    return advise(chosen, folder, monitor=monitor or Watcher(), stop=stop or Stop())
+
+
+def timeless(folder):
+    """A record without times: header and events."""
+    run = read_run(folder)
+    # As text, because a NaN is not equal to itself.
+    return dumps(strip_times(run.header)), [dumps(strip_times(event)) for event in run.events]

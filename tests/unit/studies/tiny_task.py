@@ -1,0 +1,115 @@
+"""Tasks that train in seconds, and tasks that are broken in one way each."""
+
+import math
+import time
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad.tasks import Task, TensorSamples
+
+SLOPES = torch.linspace(-1, 1, 8).unsqueeze(1)
+
+
+def make_data(count: int, seed: int) -> TensorSamples:
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(count, 8, generator=generator)
+    noise = torch.randn(count, 1, generator=generator)
+    return TensorSamples((features, torch.tanh(features @ SLOPES) + 0.5 * noise))
+
+
+def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    features, targets = batch
+    return (model(features) - targets).square().mean(dim=1)
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
+
+
+def make_task(**changes) -> Task:
+    return Task(
+        **{
+            "name": "tiny",
+            "sample": "row",
+            "make_model": make_model,
+            "train": make_data(4096, 0),
+            "valid": make_data(64, 1),
+            "per_sample_loss": losses,
+            "make_optimizer": lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr),
+            "lr": 0.001,
+            "batch_size": 4,
+            "samples_per_second": 200.0,  # much less than it is: no test depends on the clock
+            "provenance": {"corpus": "made up", "sha256": "0" * 64},
+            **changes,
+        }
+    )
+
+
+def without_dropout() -> Task:
+    """The same on any number of processes, whose random numbers differ."""
+    return make_task(
+        make_model=lambda: nn.Sequential(
+            *(m for m in make_model() if not isinstance(m, nn.Dropout))
+        )
+    )
+
+
+def slow() -> Task:
+    """Takes about a hundredth of a second a step, so that there is time to interrupt it."""
+
+    def slowly(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        time.sleep(0.01)
+        return losses(model, batch)
+
+    return make_task(per_sample_loss=slowly, samples_per_second=10_000.0)
+
+
+def unmeasured() -> Task:
+    return make_task(samples_per_second=None)
+
+
+def other_data() -> Task:
+    return make_task(provenance={"corpus": "made up", "sha256": "1" * 64})
+
+
+def already_a_mean() -> Task:
+    return make_task(per_sample_loss=lambda model, batch: losses(model, batch).mean())
+
+
+def not_finite() -> Task:
+    return make_task(per_sample_loss=lambda model, batch: losses(model, batch) * math.nan)
+
+
+def diverging() -> Task:
+    """Finite at first: the record has begun when training goes wrong."""
+    return make_task(make_optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=1e6))
+
+
+def diverging_branches() -> Task:
+    """Stable at its own learning rate, unstable at 8 times it; then the loss is not finite."""
+
+    def brittle(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        largest = max(parameter.detach().abs().max() for parameter in model.parameters())
+        return losses(model, batch) + (math.inf if largest > 100 else 0.0)
+
+    return make_task(
+        make_model=lambda: nn.Linear(8, 1),
+        per_sample_loss=brittle,
+        make_optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
+        lr=0.2,
+        batch_size=8,
+        lr_rule="linear",
+    )
+
+
+def empty() -> Task:
+    return make_task(train=make_data(0, 0))
+
+
+def batch_too_large() -> Task:
+    return make_task(batch_size=5000)
+
+
+def raising() -> Task:
+    raise RuntimeError("no such corpus\nsecond line")
