@@ -5,7 +5,7 @@ and counts the samples until the validation loss reaches a target: what the best
 run reaches at the length of run that `advise` speaks of. A batch size is good when it needs at
 most 20 % more samples than the best one. `advise` is right when its recommendation lies within a
 factor of two of the largest good one. Ladders of learning rates are widened until the best is
-inside them.
+inside them; every run warms its learning rate up over the same number of samples.
 
 Run: python benchmarks/advise_vs_sweep.py [--task char-lm] [--budget 5m] [--workers 2] [--save]
 """
@@ -30,6 +30,7 @@ TOLERANCE = 0.2
 LONGER = 1.5  # runs go on to this multiple of the target's length
 EVALUATIONS = 36
 STEP = 2**0.5
+WARMUP = 1 / 16  # of the target's length
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,17 @@ def train(job: Job) -> list[tuple[int, float]]:
     engine = Engine(task, seed=job.seed, dtype="float32", ranks=ranks)
     order, every = main_order(len(task.train), job.seed), job.samples / EVALUATIONS
     curve, due = [], every
+    groups = engine.optimizer.param_groups
+
+    def set_rate(seen: int) -> None:
+        part = min(1.0, seen / (WARMUP * job.samples / LONGER))
+        for group in groups:
+            group["lr"] = job.lr * part
+
     try:
+        set_rate(job.batch_size)
         for seen, _ in engine.run(order, 0, job.samples, job.batch_size):
+            set_rate(seen + job.batch_size)
             if seen >= due:
                 curve.append((seen, engine.evaluate()))
                 due = seen + every
@@ -124,15 +134,15 @@ class Sweep:
 
     def tune(self, sizes: Sequence[int], start, lr_of, measure) -> None:
         """Widens every batch size's ladder until its best rung is inside it."""
-        wanted = [(b, start(b) + d) for b in sizes for d in (-2, -1, 0, 1, 2)]
-        for _ in range(4):
+        wanted = [(b, start(b) + d) for b in sizes for d in (-1, 0, 1)]
+        for _ in range(6):
             self.fill(wanted, lr_of)
             wanted = []
             for b in sizes:
                 rungs = sorted(rung for size, rung in self.curves if size == b)
                 best = self.best(b, measure)
                 if best in (rungs[0], rungs[-1]):
-                    wanted += [(b, best + d) for d in (-2, -1, 1, 2)]
+                    wanted += [(b, best + d) for d in (-1, 1)]
             wanted = [key for key in wanted if key not in self.curves]
             if not wanted:
                 return

@@ -97,7 +97,9 @@ def from_halves(dot: Tensor, sq_diff: Tensor, *, n_1: int, n_2: int) -> SignalNo
     return SignalNoise(dot, sq_diff * (n_1 * n_2 / (n_1 + n_2)))
 
 
-def from_part_sums(sq_parts: Tensor, sq_mean: Tensor, w_n: Tensor, w2_n: Tensor) -> SignalNoise:
+def from_part_sums(
+    sq_parts: Tensor, sq_mean: Tensor, w_n: Tensor | float, w2_n: Tensor | float
+) -> SignalNoise:
     r"""Signal and noise from the module's two equations, solved.
 
     .. math::

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from steadygrad._checks import InputError
-from steadygrad.noise.meters import Measured, Meter, euclidean_norm, preconditioned_norm
+from steadygrad.noise.meters import Measured, Meter, euclidean_norms, preconditioned_norms
 from steadygrad.noise.sign_meter import SignMeter
 from steadygrad.noise.sources import plain_name
 from steadygrad.sharding import World
@@ -66,9 +66,10 @@ def make_meter(
     Raises:
         InputError: If the metric lacks its optimizer, or cannot work with this source.
     """
+    reduced = source == "accumulated"
     dtype = torch.float32 if measured[0].parameter.device.type == "mps" else torch.float64
     if metric == "euclidean":
-        return Meter(measured, groups, world, euclidean_norm, dtype)
+        return Meter(measured, groups, world, euclidean_norms, dtype, reduced)
     if optimizer is None:
         raise InputError(f"Expected `optimizer` for metric={metric!r}. Found None.")
     if source == "per_example" or (world.kind == "fsdp" and source != "accumulated"):
@@ -79,7 +80,7 @@ def make_meter(
         )
     if metric == "l1":
         return SignMeter(measured, groups, world, optimizer, dtype)
-    return Meter(measured, groups, world, preconditioned_norm(optimizer), dtype)
+    return Meter(measured, groups, world, preconditioned_norms(optimizer), dtype, reduced)
 
 
 def warn_of_batch_norm(model: nn.Module) -> None:

@@ -62,7 +62,7 @@ class History:
 
     Measurements are weighted by ``decay`` to the power of their age. Keeping them, not only their
     averages, is what makes an interval and its autocorrelation possible. Nothing here waits for
-    the device: a measurement that is not finite is left out by arithmetic.
+    the device: a measurement that is not finite takes its place, and is left out by arithmetic.
 
     Args:
         groups: Names of the groups.
@@ -93,39 +93,46 @@ class History:
         self.capacity = check_count("history", capacity, low=3)
         # MPS has no float64.
         self.dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.signal = torch.zeros(capacity, len(groups), dtype=self.dtype, device=device)
-        self.noise = torch.zeros_like(self.signal)
-        self.count = torch.zeros((), dtype=torch.int64, device=device)
-        self.skipped = torch.zeros_like(self.count)
+        # Of each measurement a row of signals and a row of noises.
+        self.ring = torch.zeros(capacity, 2, len(groups), dtype=self.dtype, device=device)
+        self.pushed = 0
 
     def push(self, measured: SignalNoise) -> None:
         """Takes in one measurement of every group, each with shape ``(groups)``."""
-        finite = torch.isfinite(measured.signal).all() & torch.isfinite(measured.noise).all()
-        position = (self.count % self.capacity).view(1)
-        for ring, new in ((self.signal, measured.signal), (self.noise, measured.noise)):
-            kept = torch.where(finite, new.to(ring).view(1, -1), ring.index_select(0, position))
-            ring.index_copy_(0, position, kept)
-        self.count += finite
-        self.skipped += ~finite
+        self.ring[self.pushed % self.capacity].copy_(torch.stack(measured))
+        self.pushed += 1
+
+    @property
+    def skipped(self) -> Tensor:
+        """Number of kept measurements that are not finite, with shape ``()``."""
+        return min(self.pushed, self.capacity) - self._finite().sum()
+
+    def _finite(self) -> Tensor:
+        """Which of the kept measurements are finite, with shape ``(capacity,)``."""
+        kept = torch.arange(self.capacity, device=self.ring.device) < self.pushed
+        return kept & torch.isfinite(self.ring).flatten(1).all(1)
 
     def estimate(self) -> NoiseEstimate:
         """The noise scale of the whole, with that of each group."""
-        age = torch.arange(self.capacity, device=self.count.device)
-        newest_first = (self.count - 1 - age) % self.capacity
-        kept = age < self.count
-        weights = torch.where(kept, self.decay ** age.to(self.dtype), 0.0)
-        noise = self.noise[newest_first].mT
-        signal = self.signal[newest_first].mT
+        finite = self._finite()
+        age = (self.pushed - 1 - torch.arange(self.capacity, device=finite.device)) % self.capacity
+        newest_first = age.argsort()
+        weights = torch.where(finite, self.decay ** age.to(self.dtype), 0.0)[newest_first]
+        # Zero, not NaN, where the weight is zero: their product must vanish.
+        ring = torch.where(finite.view(-1, 1, 1), self.ring, 0.0)
+        rows = ring[newest_first].permute(1, 2, 0)
         # Signal and noise both add up over groups, so the whole is their sum.
-        noise, signal = (torch.cat([x.sum(0, keepdim=True), x]) for x in (noise, signal))
+        signal, noise = torch.cat([rows.sum(1, keepdim=True), rows], 1)
         ratio = ratio_of_averages(noise, signal, weights, level=self.level)
-        rows = [self._row(RatioInterval(*(x[i] for x in ratio))) for i in range(len(noise))]
-        return self._row(
-            RatioInterval(*(x[0] for x in ratio)), dict(zip(self.groups, rows[1:], strict=True))
-        )
+        each = [RatioInterval(*row) for row in zip(*ratio, strict=True)]
+        groups = [self._row(row, finite) for row in each[1:]]
+        return self._row(each[0], finite, dict(zip(self.groups, groups, strict=True)))
 
     def _row(
-        self, ratio: RatioInterval, by_group: Mapping[str, NoiseEstimate] | None = None
+        self,
+        ratio: RatioInterval,
+        finite: Tensor,
+        by_group: Mapping[str, NoiseEstimate] | None = None,
     ) -> NoiseEstimate:
         p = self.power
         return NoiseEstimate(
@@ -135,24 +142,22 @@ class History:
             grad_sq_norm=ratio.denominator**p,
             noise_trace=ratio.numerator**p,
             resolved=ratio.resolved,
-            measurements=self.count.clamp(max=self.capacity),
+            measurements=finite.sum(),
             effective=ratio.effective,
             by_group=by_group or {},
         )
 
     def reset(self) -> None:
         """Forgets every measurement."""
-        for tensor in (self.signal, self.noise, self.count, self.skipped):
-            tensor.zero_()
+        self.ring.zero_()
+        self.pushed = 0
 
     def state_dict(self) -> dict[str, Any]:
         """The kept measurements, as tensors and plain values."""
         return {
             "groups": list(self.groups),
-            "signal": self.signal.clone(),
-            "noise": self.noise.clone(),
-            "count": self.count.clone(),
-            "skipped": self.skipped.clone(),
+            "ring": self.ring.clone(),
+            "pushed": self.pushed,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -161,12 +166,12 @@ class History:
         Raises:
             InputError: If they are of other groups or of another capacity.
         """
-        found = (list(state["groups"]), tuple(state["signal"].shape))
-        expected = (self.groups, tuple(self.signal.shape))
+        found = (list(state["groups"]), tuple(state["ring"].shape))
+        expected = (self.groups, tuple(self.ring.shape))
         if found != expected:
             raise InputError(
                 f"Expected measurements of groups and shape {expected}. Found {found}. "
                 "Remedy: build the estimator with the same model, groups, decay and history."
             )
-        for name in ("signal", "noise", "count", "skipped"):
-            getattr(self, name).copy_(state[name])
+        self.ring.copy_(state["ring"])
+        self.pushed = int(state["pushed"])

@@ -12,12 +12,11 @@ the equations of :mod:`steadygrad.formulas.noise_scale` apply.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from steadygrad._checks import InputError
@@ -27,14 +26,18 @@ from steadygrad.sharding import World, local, replicas
 __all__ = [
     "Measured",
     "Meter",
-    "Norm",
+    "Norms",
     "PartSums",
     "Step",
-    "euclidean_norm",
-    "preconditioned_norm",
+    "euclidean_norms",
+    "preconditioned_norms",
 ]
 
-Norm = Callable[[nn.Parameter, Tensor], Tensor]
+Norms = Callable[[Sequence[nn.Parameter], Sequence[Tensor]], Sequence[Tensor]]
+
+# Gradients with fewer elements are held until the part is over, and measured in one call: on small
+# layers the calls are what a measurement costs. Larger ones are measured while they are at hand.
+_SMALL = 2**16
 
 
 @dataclass(frozen=True)
@@ -97,13 +100,17 @@ class Step:
     multiple: float
 
 
-def euclidean_norm(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """The ordinary norm, with shape ``()``, added up in float32 at least."""
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=_wide(gradient))
-    return norm
+def euclidean_norms(
+    parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """The ordinary norms, each with shape ``()``, added up in float32 at least."""
+    kinds = {(gradient.dtype, gradient.device) for gradient in gradients}
+    if len(kinds) == 1:
+        return torch._foreach_norm(list(gradients), 2, dtype=_wide(gradients[0]))
+    return [torch.linalg.vector_norm(gradient, dtype=_wide(gradient)) for gradient in gradients]
 
 
-def preconditioned_norm(optimizer: Optimizer) -> Norm:
+def preconditioned_norms(optimizer: Optimizer) -> Norms:
     r"""The norm :math:`\sqrt{g^\top P^{-1} g}` with :math:`P = \sqrt{\hat v} + \epsilon`.
 
     For updates :math:`P^{-1} g` and a curvature that looks like ``P``, the noise scale becomes
@@ -116,7 +123,7 @@ def preconditioned_norm(optimizer: Optimizer) -> Norm:
             ``square_avg`` (RMSprop).
 
     Returns:
-        The norm as a function of a parameter and its gradient.
+        The norms as a function of parameters and their gradients.
 
     References:
         | An Empirical Model of Large-Batch Training (McCandlish et al., 2018), appendix A.1
@@ -128,16 +135,19 @@ def preconditioned_norm(optimizer: Optimizer) -> Norm:
         state = optimizer.state.get(parameter, {})
         second = state.get("exp_avg_sq", state.get("square_avg"))
         if second is None:
-            return torch.full((), torch.nan, device=gradient.device)
+            return gradient.new_full((), torch.nan, dtype=_wide(gradient))
         second = local(second).to(_wide(gradient))
         if "exp_avg_sq" in state and "betas" in options[parameter]:
             step = torch.as_tensor(state["step"], device=second.device)
             # 1 - beta^t, without the cancellation that float32 step counts would suffer.
             second = second / -torch.expm1(step * math.log(options[parameter]["betas"][1]))
         inverse = torch.rsqrt(second.sqrt() + options[parameter].get("eps", 1e-8))
-        return euclidean_norm(parameter, gradient.to(inverse) * inverse)
+        weighted: Tensor = torch.linalg.vector_norm(gradient.to(inverse) * inverse)
+        return weighted
 
-    return norm
+    return lambda parameters, gradients: [
+        norm(p, g) for p, g in zip(parameters, gradients, strict=True)
+    ]
 
 
 def _wide(gradient: Tensor) -> torch.dtype:
@@ -151,8 +161,10 @@ class Meter:
         measured: The measured parameters; a slot is an index into them.
         groups: Number of groups.
         world: The processes that train together.
-        norm: Norm of a parameter's gradient.
+        norms: Norms of parameters' gradients.
         dtype: Type of the sums.
+        reduced: Whether the parts' gradients are those of all processes, sharded like the
+            parameters, instead of this process's own.
     """
 
     power = 1
@@ -162,72 +174,117 @@ class Meter:
         measured: Sequence[Measured],
         groups: int,
         world: World,
-        norm: Norm,
+        norms: Norms,
         dtype: torch.dtype,
+        reduced: bool = False,
     ) -> None:
-        self.measured, self.groups, self.world, self.norm = measured, groups, world, norm
+        self.measured, self.groups, self.world, self.norms = measured, groups, world, norms
         device = measured[0].parameter.device
         self._rows = torch.tensor([m.group for m in measured], device=device)
         self._zero = torch.zeros((), dtype=dtype, device=device)
+        # What is reduced is seen by every process that holds a copy, and must count once.
+        shares = [1 / replicas(m.parameter, world) for m in measured]
+        self._shares = torch.tensor(shares, dtype=dtype, device=device)
+        part_shares = self._shares if reduced else torch.ones_like(self._shares)
+        self._both_shares = torch.stack([part_shares, self._shares])
         self.clear()
 
     def clear(self) -> None:
         """Starts a new step."""
-        self.is_empty = True
-        self._parts = self._zero.new_zeros(self.groups)
-        self._norms: list[Tensor | None] = [None] * len(self.measured)
+        self._parts: list[tuple[list[Tensor], Tensor | float, float]] = []
+        self._clear_part()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no part of the step has been seen."""
+        return not self._parts
+
+    def _clear_part(self) -> None:
+        self._held: dict[int, Tensor] = {}
+        self._norms: dict[int, Tensor] = {}
 
     def see(self, slot: int, gradient: Tensor) -> None:
         """Takes the gradient that the open part adds to a parameter."""
-        # A reduced shard is seen by every process that holds a copy of it; a local gradient by one.
-        copies = replicas(gradient, self.world) if isinstance(gradient, DTensor) else 1
-        norm = self.norm(self.measured[slot].parameter, local(gradient))
-        self.see_norm(slot, norm if copies == 1 else norm / copies**0.5)
+        gradient = local(gradient)
+        if gradient.numel() < _SMALL:
+            self._refuse_second(slot)
+            self._held[slot] = gradient
+        else:
+            self.see_norm(slot, self.norms([self.measured[slot].parameter], [gradient])[0])
 
     def see_norm(self, slot: int, norm: Tensor) -> None:
         """Takes its norm."""
-        if self._norms[slot] is not None:
+        self._refuse_second(slot)
+        self._norms[slot] = norm
+
+    def _refuse_second(self, slot: int) -> None:
+        if slot in self._norms or slot in self._held:
             raise InputError(
                 f"Expected one gradient of {self.measured[slot].name!r} a micro-batch. Found two: "
                 "several backward passes, or a reentrant checkpoint of a reused layer. Remedy: "
                 "NoiseScale(source='accumulated'), or checkpoint(..., use_reentrant=False)."
             )
-        self._norms[slot] = norm
 
     def end_part(self, weight: float, loss_scale: Tensor | float) -> None:
         """Closes the open part, or open examples, of which each had this weight."""
-        squares = self._by_group(self._norms) / (loss_scale * loss_scale) / weight
-        self._parts = self._parts + squares
-        self.is_empty = False
-        self._norms = [None] * len(self.measured)
+        self._parts.append((self._column(self._norms, self._held), loss_scale, weight))
+        self._clear_part()
 
-    def _by_group(self, norms: Sequence[Tensor | None]) -> Tensor:
-        column = torch.stack([self._zero if n is None else n.to(self._zero) for n in norms])
-        return self._zero.new_zeros(self.groups).index_add_(0, self._rows, column * column)
+    def _column(self, norms: Mapping[int, Tensor], gradients: Mapping[int, Tensor]) -> list[Tensor]:
+        """Norms by slot, given as such or to be taken of gradients; zero for the others."""
+        found = dict(norms)
+        if gradients:
+            parameters = [self.measured[slot].parameter for slot in gradients]
+            taken = self.norms(parameters, list(gradients.values()))
+            found.update(zip(gradients, taken, strict=True))
+        zero, there = self._zero, self._zero.device
+        column = [found.get(slot, zero) for slot in range(len(self.measured))]
+        return [x if x.device == there else x.to(there) for x in column]
 
-    def pack(self, step: "Step", scale: Tensor | float) -> Tensor:
-        """This process's contribution to the step, to be added up over all processes.
+    def measure(self, step: Step, scale: Tensor | float) -> SignalNoise:
+        """Signal and noise of every group, each with shape ``(groups,)``; one collective.
 
         Args:
             step: The step's parts and how its gradients were reduced.
             scale: Loss scale that is still in ``.grad``.
         """
         sums = step.sums.scaled(step.factor)
-        numbers = [torch.full_like(self._zero, x * step.share) for x in (sums.a, sums.c, sums.d)]
-        whole = [self._whole(m, step.multiple) for m in self.measured]
-        total = self._by_group(whole) / (scale * scale)
-        return torch.cat([torch.stack(numbers), self._parts / step.factor, total])
+        numbers = [x * step.share for x in (sums.a, sums.c, sums.d)]
+        rows = self._sums_of_groups(step, scale)
+        if self.world.size == 1:
+            return self.solve(rows, *numbers)
+        column = torch.stack([torch.full_like(self._zero, x) for x in numbers])
+        packed = self.world.sum(torch.cat([column, rows.flatten()]))
+        return self.solve(packed[3:].view_as(rows), *packed[:3])
 
-    def _whole(self, measured: Measured, multiple: float) -> Tensor | None:
-        gradient = measured.parameter.grad
-        if gradient is None:
-            return None
-        copies = replicas(gradient, self.world)
-        norm = self.norm(measured.parameter, local(gradient))
-        return norm.mul(multiple / copies**0.5)
+    def _sums_of_groups(self, step: Step, scale: Tensor | float) -> Tensor:
+        """The parts' ``B`` and the whole's squared norm of each group, with shape (2, groups)."""
+        gradients = {
+            slot: local(m.parameter.grad)
+            for slot, m in enumerate(self.measured)
+            if m.parameter.grad is not None
+        }
+        columns = [*(norms for norms, _, _ in self._parts), self._column({}, gradients)]
+        flat = torch.stack([norm for column in columns for norm in column]).to(self._zero)
+        *parts, whole = flat.view(len(columns), -1)
+        total = torch.zeros_like(whole)
+        for norms, (_, loss_scale, weight) in zip(parts, self._parts, strict=True):
+            scaled = _over(norms, loss_scale)
+            total.addcmul_(scaled, scaled, value=1 / (weight * step.factor))
+        whole = _over(whole, scale, step.multiple)
+        rows = torch.stack([total, whole * whole]) * self._both_shares
+        return rows.new_zeros(2, self.groups).index_add_(1, self._rows, rows)
 
-    def solve(self, packed: Tensor) -> SignalNoise:
-        """Signal and noise of every group from the sum of all contributions."""
-        a, c, d = packed[:3]
-        parts, total = packed[3:].view(2, self.groups)
-        return from_part_sums(parts / a, total / a**2, c / a, d / a**2)
+    def solve(
+        self, rows: Tensor, a: Tensor | float, c: Tensor | float, d: Tensor | float
+    ) -> SignalNoise:
+        """Signal and noise from the sums over all processes."""
+        return from_part_sums(rows[0] / a, rows[1] / (a * a), c / a, d / (a * a))
+
+
+def _over(values: Tensor, scale: Tensor | float, multiple: float = 1.0) -> Tensor:
+    """``values * multiple / scale``, free where there is nothing to do."""
+    if not isinstance(scale, Tensor):
+        factor = multiple / scale
+        return values if factor == 1 else values * factor
+    return values * multiple / scale

@@ -1,5 +1,6 @@
 """The gradient noise scale, nearly free: from gradients that training computes anyway."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -145,7 +146,7 @@ class NoiseScale:
 
     @property
     def skipped(self) -> Tensor:
-        """Number of steps left out because a gradient was not finite, with shape ``()``."""
+        """Number of steps in the history whose gradients were not finite, with shape ``()``."""
         return self._history.skipped
 
     @contextmanager
@@ -195,7 +196,7 @@ class NoiseScale:
         if self._scaler is None:
             return 1.0
         # Through the public method: it hands out the scale without waiting for the device.
-        return self._scaler.scale(torch.ones((), device=self._history.count.device))
+        return self._scaler.scale(torch.ones((), device=self._history.ring.device))
 
     @torch.no_grad()
     def step(self, *, grad_scale: Tensor | float | None = None) -> None:
@@ -213,13 +214,9 @@ class NoiseScale:
         """
         scale = self._last_scale if grad_scale is None else grad_scale
         try:
-            if self._broken:
-                # The other processes wait in the collective; NaN makes all of them leave it out.
-                packed = self._meter.pack(Step(PartSums(1, 1, 1, 2, 2), 1, 1, 1), scale) * torch.nan
-            else:
+            if not self._broken:
                 self._check_parts(self._sums)
-                packed = self._meter.pack(self._step(self._sums), scale)
-            self._history.push(self._meter.solve(self.world.sum(packed)))
+            self._history.push(self._meter.measure(self._step(), scale))
         finally:
             self._begin()
 
@@ -237,19 +234,19 @@ class NoiseScale:
                 f"Expected equal micro-batches for metric='l1'. Found {sorted(self._sizes)}."
             )
 
-    def _step(self, sums: PartSums) -> Step:
+    def _step(self) -> Step:
+        sums, size = self._sums, self.world.size
+        if self._broken:
+            # NaN reaches every process through the collective, and all leave the step out.
+            return Step(PartSums(math.nan, math.nan, math.nan, parts=2, samples=2), 1.0, 1.0, 1.0)
         factor = 1.0
         if not self._explicit and self._accumulation == "mean":
             factor = 1 / sums.a
         elif not self._explicit and self._accumulation == "samples":
-            factor = 1 / sums.samples * (self.world.size if self._shared_parts else 1)
-        size = self.world.size
-        return Step(
-            sums,
-            factor,
-            share=1 / size if self._shared_parts else 1.0,
-            multiple=1.0 if self._shared_parts else float(size),
-        )
+            factor = (size if self._shared_parts else 1) / sums.samples
+        if self._shared_parts:
+            return Step(sums, factor, share=1 / size, multiple=1.0)
+        return Step(sums, factor, share=1.0, multiple=float(size))
 
     def estimate(self) -> NoiseEstimate:
         """The noise scale from the measurements so far, whole and by group.

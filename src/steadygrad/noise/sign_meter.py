@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from steadygrad.formulas.noise_scale import SignalNoise, unbias_deviation
-from steadygrad.noise.meters import Measured, Meter, Step, euclidean_norm
-from steadygrad.sharding import World, local, replicas
+from steadygrad.noise.meters import Measured, Meter, Step, euclidean_norms
+from steadygrad.sharding import World, local
 
 __all__ = ["SignMeter"]
 
@@ -48,18 +48,18 @@ class SignMeter(Meter):
         self.optimizer = optimizer
         self._first: list[Tensor] = []
         self._second: list[Tensor] = []
-        super().__init__(measured, groups, world, euclidean_norm, dtype)
+        super().__init__(measured, groups, world, euclidean_norms, dtype)
 
     def clear(self) -> None:
         """Starts a new step."""
         super().clear()
+        self._loss_scale: Tensor | float = 1.0
         if not self._first:
             shards = [local(m.parameter) for m in self.measured]
             self._first = [torch.zeros_like(p, dtype=torch.float32) for p in shards]
             self._second = [torch.zeros_like(p, dtype=torch.float32) for p in shards]
         torch._foreach_zero_(self._first)
         torch._foreach_zero_(self._second)
-        self._open: dict[int, Tensor] = {}
 
     def see(self, slot: int, gradient: Tensor) -> None:
         """Takes the gradient that the open part adds to a parameter."""
@@ -74,8 +74,8 @@ class SignMeter(Meter):
         super().end_part(weight, loss_scale)
         self._loss_scale = loss_scale
 
-    def pack(self, step: Step, scale: Tensor | float) -> Tensor:
-        """This process's contribution: the groups' deviations and descents, and the weight."""
+    def measure(self, step: Step, scale: Tensor | float) -> SignalNoise:
+        """Deviation and descent of every group, whose ratio's square is the noise scale."""
         m = step.sums.parts
         # h_j = a g_j with a = A/m, for each of the m equal parts of n/m samples.
         weight = step.sums.a * step.factor
@@ -85,12 +85,14 @@ class SignMeter(Meter):
         for slot, measured in enumerate(self.measured):
             spread = self._second[slot] - self._first[slot] ** 2 / m
             sigma = (spread * variance_factor).clamp_(min=0).sqrt_().sum(dtype=self._zero.dtype)
-            copies = replicas(measured.parameter, self.world)
-            deviation.append(sigma / (c4 * copies))
-            descent.append(self._descent(measured) * step.multiple / (scale * copies))
-        columns = torch.stack([torch.stack(deviation), torch.stack(descent)])
+            deviation.append(sigma / c4)
+            descent.append(self._descent(measured) * step.multiple / scale)
+        columns = torch.stack([torch.stack(deviation), torch.stack(descent)]) * self._shares
         rows = columns.new_zeros(2, self.groups).index_add_(1, self._rows, columns)
-        return torch.cat([rows.flatten(), torch.full_like(rows[0, :1], weight * step.share)])
+        total = torch.full_like(rows[0, :1], weight * step.share)
+        packed = self.world.sum(torch.cat([rows.flatten(), total]))
+        deviation_of, descent_of = packed[:-1].view(2, self.groups)
+        return SignalNoise(descent_of / packed[-1], deviation_of)
 
     def _descent(self, measured: Measured) -> Tensor:
         gradient = measured.parameter.grad
@@ -102,8 +104,3 @@ class SignMeter(Meter):
             return torch.full_like(self._zero, torch.nan)
         sign = torch.sign(local(momentum)).to(torch.float32)
         return (local(gradient).to(torch.float32) * sign).sum(dtype=self._zero.dtype)
-
-    def solve(self, packed: Tensor) -> SignalNoise:
-        """The two averages whose ratio's square is the noise scale."""
-        noise, descent = packed[:-1].view(2, self.groups)
-        return SignalNoise(descent / packed[-1], noise)

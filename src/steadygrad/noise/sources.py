@@ -65,7 +65,8 @@ class BackwardSource:
     def _hook(self, slot: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
             if self._meter is not None:
-                self._meter.see(slot, gradient.detach())
+                # It has a history of its own only under create_graph=True.
+                self._meter.see(slot, gradient.detach() if gradient.requires_grad else gradient)
 
         return hook
 

@@ -398,7 +398,7 @@ def test_decay_forgets_as_it_says():
     run(noise, model, sample, 1, [4, 4])
     first = last(noise)[1]
     run(noise, model, sample, 1, [4, 4])
-    second = noise.state_dict()["noise"][1].sum().item()
+    second = noise.state_dict()["ring"][1, 1].sum().item()
     assert last(noise)[1] == pytest.approx((0.5 * first + second) / 1.5, rel=1e-12)
 
 
