@@ -5,7 +5,6 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-RUN    ?= runs/advise
 
 .PHONY: advise test lint types check docs bench clean
 
@@ -17,7 +16,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 advise: $(VENV)/.installed  ## train a real model, measure, recommend a batch size, write a report
-	$(BIN)/steadygrad advise --budget 5m --out $(RUN)
+	$(BIN)/steadygrad advise --budget 5m
 
 test: $(VENV)/.installed  ## the whole test suite, slow tests included
 	$(BIN)/python -m pytest

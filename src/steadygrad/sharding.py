@@ -3,16 +3,33 @@
 Everything here also works without a process group, where a sum over ranks is the value itself.
 """
 
+import gc
+import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from steadygrad._checks import InputError
 
-__all__ = ["World", "data_parallel_world", "fsdp_modules", "local", "replicas"]
+__all__ = [
+    "World",
+    "data_parallel_world",
+    "fsdp_modules",
+    "gather_json",
+    "join_processes",
+    "leave_processes",
+    "local",
+    "replicas",
+]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -100,3 +117,52 @@ def replicas(tensor: Tensor, world: World) -> int:
             )
         copies *= size if isinstance(placement, Replicate) else 1
     return copies
+
+
+def join_processes(device: torch.device) -> tuple[int, int, torch.device]:
+    """Joins the processes that ``torchrun`` started; alone without it.
+
+    Args:
+        device: Kind of device to train on.
+
+    Returns:
+        This process's rank, the number of processes, and this process's own device.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return 0, 1, device
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        # A rank that died without closing its sockets must not hold the others for long.
+        dist.init_process_group(backend, timeout=timedelta(minutes=5))
+    return dist.get_rank(), size, device
+
+
+def leave_processes() -> None:
+    """Ends the process group, if there is one."""
+    if dist.is_initialized():
+        # What still refers to the group (a DDP wrapper in a cycle) must go while threads can end.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def gather_json(value: T, world: World, device: torch.device) -> list[T]:
+    """One JSON-like value from each process, in order, on every process."""
+    if world.size == 1:
+        return [value]
+    # JSON, not torch's object collectives: those unpickle what a peer sends.
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = _all_gather(torch.tensor([len(text)], device=device), world)
+    padded = torch.zeros(int(max(lengths)), dtype=torch.uint8, device=device)
+    padded[: len(text)] = text.to(device)
+    pairs = zip(_all_gather(padded, world), lengths, strict=True)
+    return [json.loads(bytes(text[: int(length)].tolist())) for text, length in pairs]
+
+
+def _all_gather(tensor: Tensor, world: World) -> list[Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(world.size)]
+    dist.all_gather(parts, tensor, group=world.group)
+    return parts

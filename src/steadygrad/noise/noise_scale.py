@@ -82,6 +82,7 @@ class NoiseScale:
         scaler: A gradient scaler whose scale the losses carry.
         history: How many measurements are kept. Default: enough for ``decay``.
         level: Probability with which intervals should cover the truth. Default: 0.95.
+        every: Measure one step in so many, for a share of the cost. The first is measured.
 
     Raises:
         InputError: If an argument is wrong, nothing is trainable, or a layer is not supported.
@@ -105,10 +106,12 @@ class NoiseScale:
         scaler: Scaler | None = None,
         history: int | None = None,
         level: float = 0.95,
+        every: int = 1,
     ) -> None:
         check_choice("source", source, SOURCES)
         check_choice("metric", metric, METRICS)
         self._accumulation = check_choice("accumulation", accumulation, ACCUMULATIONS)
+        self._every, self._steps = check_count("every", every), 0
         warn_of_batch_norm(model)
         self.world = data_parallel_world(model)
         taps = ExampleNorms(model, layers) if source == "per_example" else None
@@ -169,6 +172,9 @@ class NoiseScale:
             InputError: If a count or weight is not positive, or only some weights are given.
         """
         check_count("num_samples", num_samples)
+        if self._steps % self._every:
+            yield
+            return
         if weight is not None:
             check_number("weight", weight, low=0, low_open=True)
         if self._explicit not in (None, weight is not None):
@@ -213,6 +219,9 @@ class NoiseScale:
             InputError: If the step has fewer than two parts, or unequal ones for ``"l1"``.
         """
         scale = self._last_scale if grad_scale is None else grad_scale
+        self._steps += 1
+        if (self._steps - 1) % self._every:
+            return
         try:
             if not self._broken:
                 self._check_parts(self._sums)

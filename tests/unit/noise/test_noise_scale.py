@@ -392,6 +392,18 @@ def test_history_keeps_the_newest():
     assert noise.estimate().measurements.item() == 0
 
 
+@pytest.mark.parametrize("source", ["microbatch", "per_example", "accumulated"])
+def test_every_third_step_is_measured(source):
+    model, x, y = make()
+    all_steps, some = NoiseScale(model, source=source), NoiseScale(model, source=source, every=3)
+    for i in range(7):
+        measure(some, model, x * (1 + i), y, [5, 5])
+        if i % 3 == 0:
+            measure(all_steps, model, x * (1 + i), y, [5, 5])
+    assert some.estimate().measurements.item() == 3
+    assert str(some.estimate().as_dict()) == str(all_steps.estimate().as_dict())
+
+
 def test_decay_forgets_as_it_says():
     model, sample = synthetic(10.0)
     noise = NoiseScale(model, decay=0.5, history=40)

@@ -63,6 +63,7 @@ class Critical:
         high: Upper end; infinite when the largest batch size may still be within the tolerance.
         at_edge: ``"above"`` when every batch size is within the tolerance, ``"below"`` when even
             the second smallest is not.
+        level: Validation loss that a batch size within the tolerance reaches.
         fitted: Critical batch size of the model ``1 + B/fitted``, in samples.
         fitted_low: Lower end of its interval.
         fitted_high: Upper end of its interval.
@@ -75,13 +76,15 @@ class Critical:
     low: float
     high: float
     at_edge: str
+    level: float
     fitted: float
     fitted_low: float
     fitted_high: float
 
     def event(self) -> dict[str, Any]:
         """The fields of a record's event."""
-        names = ("value", "low", "high", "at_edge", "fitted", "fitted_low", "fitted_high")
+        names = ["value", "low", "high", "at_edge", "level"]
+        names += ["fitted", "fitted_low", "fitted_high"]
         pairs = zip(self.sizes, self.excess, strict=True)
         return {name: getattr(self, name) for name in names} | {
             "excess": {str(size): extra for size, extra in pairs}
@@ -121,6 +124,7 @@ def find_critical(branches: Sequence[Branch], tolerance: float, *, seed: int = 0
         low=min(_quantile(values, 0.025), float(sizes[-1])) if falls else 0.0,
         high=_quantile(values, 0.975) if falls else math.inf,
         at_edge=_edge(value, sizes, isotonic(excess), level) if falls else "",
+        level=means[0] + curve(length / (1 + level)) - curve(length) if falls else math.nan,
         fitted=fit_tradeoff(sizes, excess, CAP) if falls else math.nan,
         fitted_low=_quantile(fits, 0.025) if falls else 0.0,
         fitted_high=_quantile(fits, 0.975) if falls else math.inf,

@@ -4,17 +4,14 @@ Every rank runs the same units on its slice of every batch. Only rank 0 reads th
 and prints; the others learn from it what they cannot know.
 """
 
-import json
-import os
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from steadygrad._checks import InputError
+from steadygrad.sharding import World, gather_json, join_processes, leave_processes
 from steadygrad.studies.advise.stop import REASONS, Halt, Stop
 
 __all__ = ["Ranks"]
@@ -39,21 +36,13 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.device = torch.device(device)
+        self._world = World("ddp" if size > 1 else "single", size=size)
 
     @classmethod
     def join(cls, stop: Stop, device: torch.device) -> "Ranks":
         """Joins the processes that ``torchrun`` started; alone without it."""
-        size = int(os.environ.get("WORLD_SIZE", "1"))
-        if size == 1:
-            return cls(stop, device=device)
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(device)
-        if not dist.is_initialized():
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            # A rank that died without closing its sockets must not hold the others for long.
-            dist.init_process_group(backend, timeout=timedelta(minutes=5))
-        return cls(stop, rank=dist.get_rank(), size=size, device=device)
+        rank, size, device = join_processes(device)
+        return cls(stop, rank=rank, size=size, device=device)
 
     @property
     def is_main(self) -> bool:
@@ -62,8 +51,8 @@ class Ranks:
 
     def leave(self) -> None:
         """Ends the process group. No barrier: a rank that failed is not waited for."""
-        if self.size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
+        if self.size > 1:
+            leave_processes()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Makes the backward pass average gradients over all ranks."""
@@ -87,8 +76,7 @@ class Ranks:
             if not self.is_main:
                 flags[-1] = 0.0
             packed = torch.tensor([value, *flags], dtype=torch.float64, device=self.device)
-            dist.all_reduce(packed)
-            total, *flags = packed.tolist()
+            total, *flags = self._world.sum(packed).tolist()
             value = total / self.size
         for reason, flag in zip(REASONS, flags, strict=True):
             if flag:
@@ -117,19 +105,4 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """One JSON-like value from each rank, in order."""
-        if self.size == 1:
-            return [value]
-        # JSON, not torch's object collectives: those unpickle what a peer sends.
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = self._all_gather(torch.tensor([len(text)], device=self.device))
-        longest = int(max(lengths))
-        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
-        padded[: len(text)] = text.to(self.device)
-        texts = self._all_gather(padded)
-        pairs = zip(texts, lengths, strict=True)
-        return [json.loads(bytes(text[: int(length)].tolist())) for text, length in pairs]
-
-    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor)
-        return parts
+        return gather_json(value, self._world, self.device)

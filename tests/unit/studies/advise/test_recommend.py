@@ -15,7 +15,9 @@ def measured(samples, critical, *, value=None, sizes=SIZES, spread=0.0) -> Measu
     excess = tuple(0.2 * (size - sizes[0]) / (critical - sizes[0]) for size in sizes)
     draws = tuple(tuple(x * math.exp(spread * (i - 200) / 200) for x in excess) for i in range(400))
     value = critical if value is None else value
-    found = Critical(sizes, excess, draws, value, value, value, "", 5 * critical, 0.0, math.inf)
+    found = Critical(
+        sizes, excess, draws, value, value, value, "", 1.5, 5 * critical, 0.0, math.inf
+    )
     return Measured(samples, samples // 2, found)
 
 

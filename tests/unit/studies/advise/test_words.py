@@ -14,7 +14,7 @@ NOISE = {"value": 120.4, "low": 80.0, "high": 200.0, "resolved": True}
 
 
 def critical(value=40.0, low=30.0, high=50.0, at_edge="") -> Critical:
-    return Critical(SIZES, (0.0, 0.1, 0.15, 0.4), (), value, low, high, at_edge, 100, 80, 120)
+    return Critical(SIZES, (0.0, 0.1, 0.15, 0.4), (), value, low, high, at_edge, 1.5, 100, 80, 120)
 
 
 def findings(**changes) -> Findings:
