@@ -3,7 +3,6 @@
 Everything here also works without a process group, where a sum over ranks is the value itself.
 """
 
-import gc
 import json
 import os
 from collections.abc import Iterator
@@ -144,8 +143,6 @@ def join_processes(device: torch.device) -> tuple[int, int, torch.device]:
 def leave_processes() -> None:
     """Ends the process group, if there is one."""
     if dist.is_initialized():
-        # What still refers to the group (a DDP wrapper in a cycle) must go while threads can end.
-        gc.collect()
         dist.destroy_process_group()
 
 

@@ -27,8 +27,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 2 for bad input, or 128 plus the number of the signal that ended it.
     """
+    code = _run(list(sys.argv[1:] if argv is None else argv))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # The threads of a process group can outlive the interpreter's end and abort it, and the
+        # launcher would be told of a crash instead of this code.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
     began = time.monotonic()
-    arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments == ["--version"]:
         from steadygrad import __version__
 
