@@ -1,8 +1,8 @@
 """What measuring the noise scale adds to a training step of the language model.
 
-Every variant does the same work: one AdamW step on 32 sequences, as four micro-batches of eight.
-`SplitBatchNoiseScale` needs the whole batch's losses in one graph, so it is compared with a step on
-one batch of 32. Run: python benchmarks/noise_overhead.py [--rounds 40] [--threads 2] [--save]
+Every variant does the same work: one AdamW step on four micro-batches, of eight and of 32
+sequences. `SplitBatchNoiseScale` needs the whole batch's losses in one graph, so it is compared
+with a step on one batch of 32. Run: python benchmarks/noise_overhead.py [--rounds 40] [--threads 2] [--save]
 """
 
 import argparse
@@ -11,30 +11,40 @@ import datetime
 from collections.abc import Callable
 
 import torch
-from side_by_side import Timing, hardware, measure, save, table
+from side_by_side import hardware, measure, save, table
 from torch import nn
 
 from steadygrad.noise import NoiseScale, SplitBatchNoiseScale
 from steadygrad.tasks import load_task
 
-MICRO, COUNT = 8, 4
+COUNT = 4
+
+
+def batches(size: int, count: int) -> list[tuple[torch.Tensor, ...]]:
+    """Micro-batches drawn from the training data, the same for every variant."""
+    draw = torch.Generator().manual_seed(0)
+    indices = torch.randperm(len(TASK.train), generator=draw)[: size * count]
+    return [tuple(x.to(DEVICE) for x in TASK.train.batch(i)) for i in indices.split(size)]
 
 
 class Step:
     """One training step of a copy of the model, with or without a measurement."""
 
-    def __init__(self, model: nn.Module, noise: Callable[[nn.Module], NoiseScale] | None) -> None:
+    def __init__(
+        self, model: nn.Module, size: int, noise: Callable[[nn.Module], NoiseScale] | None
+    ) -> None:
+        self.size, self.batches = size, batches(size, COUNT)
         self.model = copy.deepcopy(model)
         self.optimizer = TASK.make_optimizer(self.model.parameters(), TASK.lr)
         self.noise = noise(self.model) if noise else None
 
     def __call__(self) -> None:
-        for batch in BATCHES:
+        for batch in self.batches:
             loss = TASK.per_sample_loss(self.model, batch).mean() / COUNT
             if self.noise is None:
                 loss.backward()
             else:
-                with self.noise.microbatch(MICRO):
+                with self.noise.microbatch(self.size):
                     loss.backward()
         if self.noise is not None:
             self.noise.step()
@@ -49,10 +59,11 @@ class WholeBatch:
         self.model = copy.deepcopy(model)
         self.optimizer = TASK.make_optimizer(self.model.parameters(), TASK.lr)
         self.estimator = SplitBatchNoiseScale()
+        (self.batch,) = batches(32, 1)
         self.mode = mode
 
     def __call__(self) -> None:
-        losses = TASK.per_sample_loss(self.model, WHOLE)
+        losses = TASK.per_sample_loss(self.model, self.batch)
         parameters = list(self.model.parameters())
         if self.mode != "plain":
             self.estimator(losses, parameters, fill_grad=self.mode == "filled")
@@ -66,19 +77,21 @@ def run(rounds: int) -> str:
     """Measures everything and returns the tables."""
     torch.manual_seed(0)
     model = TASK.make_model().to(DEVICE)
-    micro: dict[str, Timing] = measure(
-        {
-            "plain training step": Step(model, None),
-            "NoiseScale, micro-batches": Step(model, NoiseScale),
-            "NoiseScale, exact per example": Step(
-                model, lambda m: NoiseScale(m, source="per_example")
+    tables = []
+    for size in (8, 32):
+        makers = {
+            "plain training step": None,
+            "NoiseScale, micro-batches": NoiseScale,
+            "NoiseScale, micro-batches, every 4th step": lambda m: NoiseScale(m, every=4),
+            "NoiseScale, exact per example": lambda m: NoiseScale(m, source="per_example"),
+            "NoiseScale, norm layers per example": lambda m: NoiseScale(
+                m, source="per_example", layers="norm"
             ),
-            "NoiseScale, norm layers per example": Step(
-                model, lambda m: NoiseScale(m, source="per_example", layers="norm")
-            ),
-        },
-        rounds=rounds,
-    )
+        }
+        steps = {name: Step(model, size, maker) for name, maker in makers.items()}
+        # A mean over rounds of four, so that a step in four is seen as such.
+        results = measure(steps, rounds=rounds if size == 8 else rounds // 2, repeats=4)
+        tables.append(table(results, f"{COUNT} micro-batches of {size}"))
     whole = measure(
         {
             "plain training step": WholeBatch(model, "plain"),
@@ -87,7 +100,7 @@ def run(rounds: int) -> str:
         },
         rounds=max(rounds // 2, 5),
     )
-    return "\n\n".join([table(micro, "4 micro-batches of 8"), table(whole, "one batch of 32")])
+    return "\n\n".join([*tables, table(whole, "one batch of 32")])
 
 
 if __name__ == "__main__":
@@ -100,10 +113,6 @@ if __name__ == "__main__":
     torch.set_num_threads(options.threads)
     DEVICE = options.device
     TASK = load_task("char-lm")
-    DRAW = torch.Generator().manual_seed(0)
-    INDICES = torch.randperm(len(TASK.train), generator=DRAW)[: MICRO * COUNT]
-    BATCHES = [tuple(x.to(DEVICE) for x in TASK.train.batch(i)) for i in INDICES.split(MICRO)]
-    WHOLE = tuple(x.to(DEVICE) for x in TASK.train.batch(INDICES))
     today = datetime.date.today().isoformat()
     text = (
         f"# Noise scale: cost of a step, {today}\n\n{hardware(DEVICE)}.\n\n{run(options.rounds)}\n"

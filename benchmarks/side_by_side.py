@@ -29,7 +29,7 @@ class Timing:
 
 
 def measure(
-    variants: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3
+    variants: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3, repeats: int = 1
 ) -> dict[str, Timing]:
     """Runs every variant once a round; the first one is the baseline.
 
@@ -37,6 +37,7 @@ def measure(
         variants: Functions that do one step each.
         rounds: Counted rounds.
         warmup: Rounds before them.
+        repeats: Calls in a row that make one timing, divided by their number.
 
     Returns:
         Each variant's timing.
@@ -47,11 +48,12 @@ def measure(
         # A new order each round, so that no variant always follows the same one.
         for name in names[i % len(names) :] + names[: i % len(names)]:
             start = time.perf_counter()
-            variants[name]()
+            for _ in range(repeats):
+                variants[name]()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if i >= warmup:
-                times[name].append(time.perf_counter() - start)
+                times[name].append((time.perf_counter() - start) / repeats)
     base = times[names[0]]
     return {name: _timing(t, base) for name, t in times.items()}
 

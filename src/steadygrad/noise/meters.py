@@ -232,14 +232,13 @@ class Meter:
 
     def _column(self, norms: Mapping[int, Tensor], gradients: Mapping[int, Tensor]) -> list[Tensor]:
         """Norms by slot, given as such or to be taken of gradients; zero for the others."""
-        found = dict(norms)
-        if gradients:
-            parameters = [self.measured[slot].parameter for slot in gradients]
-            taken = self.norms(parameters, list(gradients.values()))
-            found.update(zip(gradients, taken, strict=True))
-        zero, there = self._zero, self._zero.device
-        column = [found.get(slot, zero) for slot in range(len(self.measured))]
-        return [x if x.device == there else x.to(there) for x in column]
+        slots = sorted(gradients)
+        parameters = [self.measured[slot].parameter for slot in slots]
+        taken = self.norms(parameters, [gradients[slot] for slot in slots]) if slots else []
+        if len(taken) == len(self.measured):
+            return list(taken)
+        found = {**norms, **dict(zip(slots, taken, strict=True))}
+        return [found.get(slot, self._zero) for slot in range(len(self.measured))]
 
     def measure(self, step: Step, scale: Tensor | float) -> SignalNoise:
         """Signal and noise of every group, each with shape ``(groups,)``; one collective.
@@ -265,11 +264,13 @@ class Meter:
             if m.parameter.grad is not None
         }
         columns = [*(norms for norms, _, _ in self._parts), self._column({}, gradients)]
-        flat = torch.stack([norm for column in columns for norm in column]).to(self._zero)
+        there = self._zero.device
+        norms = [n if n.device == there else n.to(there) for column in columns for n in column]
+        flat = torch.stack(norms).to(self._zero)
         *parts, whole = flat.view(len(columns), -1)
         total = torch.zeros_like(whole)
-        for norms, (_, loss_scale, weight) in zip(parts, self._parts, strict=True):
-            scaled = _over(norms, loss_scale)
+        for part, (_, loss_scale, weight) in zip(parts, self._parts, strict=True):
+            scaled = _over(part, loss_scale)
             total.addcmul_(scaled, scaled, value=1 / (weight * step.factor))
         whole = _over(whole, scale, step.multiple)
         rows = torch.stack([total, whole * whole]) * self._both_shares
