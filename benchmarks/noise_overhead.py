@@ -2,7 +2,9 @@
 
 Every variant does the same work: one AdamW step on four micro-batches, of eight and of 32
 sequences. `SplitBatchNoiseScale` needs the whole batch's losses in one graph, so it is compared
-with a step on one batch of 32. Run: python benchmarks/noise_overhead.py [--rounds 40] [--threads 2] [--save]
+with a step on one batch of 32.
+
+Run: python benchmarks/noise_overhead.py [--rounds 40] [--threads 2] [--save]
 """
 
 import argparse
