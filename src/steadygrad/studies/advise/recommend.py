@@ -43,7 +43,7 @@ class WholeRun:
         value: Largest batch size whose mean excess over the run is within the tolerance.
         low: Lower end of its 95% interval.
         high: Upper end; infinite when the largest batch size tried may still be within it.
-        batch_size: ``value``, rounded down to a power of two times the smallest batch.
+        batch_size: ``value``, rounded down to 1, 1.5, 2, 3, 4, 6, ... times the smallest batch.
         sizes: Batch sizes tried, ascending.
         excess: Mean extra samples of each over the run, relative to the smallest.
         fitted: Critical batch size of the trade-off that fits these excesses.
@@ -61,7 +61,7 @@ class WholeRun:
     @property
     def excess_here(self) -> float:
         """Mean extra samples at the recommended batch size."""
-        return self.excess[self.sizes.index(self.batch_size)]
+        return _extended(self.sizes, self.excess)(self.batch_size)
 
 
 def whole_run(points: Sequence[Measured], tolerance: float) -> WholeRun:
@@ -197,8 +197,12 @@ def tradeoff_rows(critical: float, sizes: Sequence[int]) -> list[dict[str, float
 
 
 def _floor(value: float, base: int) -> int:
-    """The largest power of two times ``base`` that is at most ``value``, and at least ``base``."""
+    """The largest of 1, 1.5, 2, 3, 4, 6, ... times ``base`` that is at most ``value``.
+
+    At least ``base``. Powers of two alone would give away up to half of what was measured.
+    """
     size = base
     while size * 2 <= value:
         size *= 2
-    return size
+    between = size + size // 2
+    return between if size % 2 == 0 and between <= value else size

@@ -41,7 +41,7 @@ def test_a_critical_batch_that_grows_in_proportion():
 
     # Sizes are a factor of 2 apart, and in between the excess is interpolated.
     assert mean_excess(run.value) == pytest.approx(0.2, rel=0.1)
-    assert run.batch_size == 32
+    assert run.batch_size == 48
     assert run.low == run.high == run.value
 
 
