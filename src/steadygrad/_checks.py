@@ -1,4 +1,4 @@
-"""Argument checks. Every message says what was expected, what was found, and the remedy."""
+"""Argument checks: what was expected, what was found, and the remedy where that is not plain."""
 
 import math
 from collections.abc import Collection

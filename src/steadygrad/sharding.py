@@ -5,6 +5,7 @@ Everything here also works without a process group, where a sum over ranks is th
 
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from steadygrad._checks import InputError
 
@@ -22,6 +23,7 @@ __all__ = [
     "data_parallel_world",
     "fsdp_modules",
     "gather_json",
+    "is_sharded",
     "join_processes",
     "leave_processes",
     "local",
@@ -63,6 +65,9 @@ def fsdp_modules(model: nn.Module) -> Iterator[nn.Module]:
 def data_parallel_world(model: nn.Module) -> World:
     """Finds out how ``model`` is trained: alone, with DDP or with FSDP2 (HSDP included).
 
+    Wrappers may lie in any order: a compiled DDP model, a DDP model inside another module.
+    Warns where there are several processes but nothing that makes them one.
+
     Args:
         model: The model as it is called in training, wrappers included.
 
@@ -70,29 +75,49 @@ def data_parallel_world(model: nn.Module) -> World:
         The world whose ranks see different samples.
 
     Raises:
-        InputError: If parameters are sharded over a mesh that `fully_shard` did not set up
+        InputError: If a parameter is sharded over a mesh that `fully_shard` alone did not set up
             (tensor parallelism), or over only a part of the processes.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return World()
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        group = model.process_group
-        return World("ddp", group, dist.get_world_size(group))
-    if next(fsdp_modules(model), None) is None:
-        return World()
-    return World("fsdp", None, _fsdp_size(model))
-
-
-def _fsdp_size(model: nn.Module) -> int:
-    size = dist.get_world_size()
+    sharded = next(fsdp_modules(model), None) is not None
     for name, parameter in model.named_parameters():
-        mesh_size = parameter.device_mesh.size() if isinstance(parameter, DTensor) else size
-        if mesh_size != size:
-            raise InputError(
-                f"Expected every parameter on one mesh of all {size} processes. Found {name!r} on "
-                f"a mesh of {mesh_size}. Remedy: apply fully_shard to the whole model."
-            )
-    return size
+        _refuse_other_shards(name, parameter, sharded)
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            group = module.process_group
+            return World("ddp", group, dist.get_world_size(group))
+    if sharded:
+        return World("fsdp", None, dist.get_world_size())
+    if dist.get_world_size() > 1:
+        warnings.warn(
+            f"Expected a DDP or fully_shard-ed model among {dist.get_world_size()} processes. "
+            f"Found {type(model).__name__}: only this process's samples are measured. Remedy: "
+            "hand in the model as it is called in training, wrappers included.",
+            stacklevel=3,
+        )
+    return World()
+
+
+def _refuse_other_shards(name: str, parameter: nn.Parameter, sharded: bool) -> None:
+    """FSDP2 shards the last dimension of its mesh; HSDP replicates over one before it."""
+    if not isinstance(parameter, DTensor):
+        return
+    *before, last = parameter.placements
+    data_parallel = isinstance(last, Shard) and all(isinstance(p, Replicate) for p in before)
+    whole = parameter.device_mesh.size() == dist.get_world_size()
+    if not (sharded and data_parallel and len(before) <= 1 and whole):
+        raise InputError(
+            f"Expected parameters sharded by fully_shard alone, over all {dist.get_world_size()} "
+            f"processes. Found {name!r} with {parameter.placements} on a mesh of "
+            f"{tuple(parameter.device_mesh.shape)}. Remedy: tensor parallelism is not supported "
+            "here; measure a copy of the run without it."
+        )
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is a DTensor, of which this process holds a part."""
+    return isinstance(tensor, DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:

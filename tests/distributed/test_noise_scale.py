@@ -1,6 +1,7 @@
 """DDP, FSDP2 and HSDP estimates equal one process's on the same samples."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from steadygrad._checks import InputError
@@ -228,6 +230,87 @@ def test_optimizer_metrics_on_sharded_state(metric, results):
         assert whole["measurements"] == STEPS - 1
         for key in ("grad_sq_norm", "noise_trace"):
             assert whole[key] == pytest.approx(expected[0][key], rel=1e-5)
+
+
+def in_a_module(model):
+    """As a trainer holds its model: not the wrapper itself."""
+    outer = nn.Sequential(DistributedDataParallel(model))
+    return outer
+
+
+def wrapped(rank, world):
+    """The same step through every form a DDP model may come in, and without the wrapper."""
+    found = []
+    for wrap in (
+        DistributedDataParallel,
+        in_a_module,
+        lambda m: torch.compile(DistributedDataParallel(m), backend="eager"),
+    ):
+        model = wrap(make_model())
+        noise = NoiseScale(model)
+        loss = loss_of(model, *sample(0, 0, rank))
+        with noise.microbatch(MICRO):
+            loss.backward()
+        noise.step()
+        found.append([noise.world.kind, noise.estimate().noise_trace.item()])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        NoiseScale(DistributedDataParallel(make_model()).module)
+    return found, [str(w.message) for w in caught]
+
+
+def test_ddp_is_found_in_any_wrapping(tmp_path):
+    for found, messages in on_ranks(2, wrapped, tmp_path):
+        kinds, traces = zip(*found, strict=True)
+        assert set(kinds) == {"ddp"}
+        assert traces == pytest.approx([traces[0]] * 3, rel=1e-12)
+        assert len(messages) == 1
+        assert "only this process's samples are measured. Remedy: hand in" in messages[0]
+
+
+def one_rank_forgets(rank, world):
+    """A rank without a micro-batch gets its error; the other is not left waiting."""
+    model = DistributedDataParallel(make_model())
+    noise = NoiseScale(model)
+    loss = loss_of(model, *sample(0, 0, rank))
+    if rank == 0:
+        with noise.microbatch(MICRO):
+            loss.backward()
+    else:
+        loss.backward()
+    try:
+        noise.step()
+    except InputError as error:
+        return str(error)
+    return [noise.estimate().measurements.item(), noise.skipped.item()]
+
+
+def test_an_error_on_one_rank_does_not_hang_the_other(tmp_path):
+    first, second = on_ranks(2, one_rank_forgets, tmp_path)
+    assert first == [0, 1]
+    assert "at least 1 parts a step. Found 0" in second
+
+
+def tensor_parallel(rank, world):
+    """Tensor parallelism, alone and under fully_shard, is refused by name."""
+    found = []
+    for shape, names in [((2,), ("tp",)), ((1, 2), ("dp", "tp"))]:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        model = make_model()
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+        if "dp" in names:
+            fully_shard(model, mesh=mesh["dp"])
+        try:
+            NoiseScale(model)
+        except InputError as error:
+            found.append(str(error))
+    return found
+
+
+def test_tensor_parallelism_is_refused(tmp_path):
+    for messages in on_ranks(2, tensor_parallel, tmp_path):
+        assert len(messages) == 2
+        assert all("Remedy: tensor parallelism is not supported" in m for m in messages)
 
 
 def refusals(rank, world):

@@ -24,13 +24,14 @@ class RatioInterval(NamedTuple):
     """A ratio of averages with its interval, each with shape ``(*)``.
 
     Attributes:
-        value: Ratio of the averages; NaN where the denominator's average is not positive.
+        value: Ratio of the averages; NaN where the denominator's average is not positive, or the
+            numerator's is negative.
         low: Lower end, at least 0.
         high: Upper end; infinite where the data do not bound the ratio.
         numerator: Average of the numerators.
         denominator: Average of the denominators.
         effective: Number of independent measurements the averages are worth.
-        resolved: True where the interval is bounded.
+        resolved: True where the interval is bounded and there is a value.
     """
 
     value: Tensor
@@ -204,5 +205,6 @@ def ratio_of_averages(
     known = effective >= 3
     low = torch.where(known, low, torch.zeros_like(low))
     high = torch.where(known, high, torch.full_like(high, torch.inf))
-    value = torch.where(b > 0, ratio, torch.full_like(ratio, torch.nan))
-    return RatioInterval(value, low, high, a, b, effective, torch.isfinite(high))
+    value = torch.where((b > 0) & (a >= 0), ratio, torch.full_like(ratio, torch.nan))
+    resolved = torch.isfinite(high) & torch.isfinite(value)
+    return RatioInterval(value, low, high, a, b, effective, resolved)

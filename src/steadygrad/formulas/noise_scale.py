@@ -107,8 +107,9 @@ def from_part_sums(
                                    {\sum_j w_j / n_j - \sum_j w_j^2 / n_j}, \qquad
         |G|^2 = |\bar g|^2 - \mathrm{tr}(\Sigma) \sum_j w_j^2 / n_j
 
-    The numerator is :math:`\sum_j w_j |g_j - \bar g|^2`, so the noise is never negative. Only
-    sums over parts enter: ranks need to exchange nothing else.
+    The numerator is :math:`\sum_j w_j |g_j - \bar g|^2`, so the noise is never negative, but for
+    rounding where there is next to none. Only sums over parts enter: ranks need to exchange
+    nothing else.
 
     Args:
         sq_parts: :math:`\sum_j w_j |g_j|^2`, with shape ``(*)``.

@@ -21,11 +21,12 @@ class NoiseEstimate:
 
     Attributes:
         value: Noise scale :math:`\mathrm{tr}(\Sigma)/|G|^2`, in samples. NaN where the averaged
-            signal is not positive.
+            signal is not positive, or the noise is negative (``.grad`` held more than the step).
         low: Lower end of the interval, in samples; meaningful even when nothing else is.
         high: Upper end; infinite when the data do not bound the noise scale.
-        grad_sq_norm: Averaged signal :math:`|G|^2`.
-        noise_trace: Averaged noise :math:`\mathrm{tr}(\Sigma)` of one sample's gradient.
+        grad_sq_norm: Averaged signal :math:`|G|^2`; for ``"l1"`` the squared descent.
+        noise_trace: Averaged noise :math:`\mathrm{tr}(\Sigma)` of one sample's gradient; for
+            ``"l1"`` :math:`\|\sigma\|_1^2`.
         resolved: Whether the interval is bounded. Where it is false, the truth may be anything
             above ``low``.
         measurements: Number of measurements in the averages.

@@ -26,6 +26,7 @@ from steadygrad.sharding import World, local, replicas
 __all__ = [
     "Measured",
     "Meter",
+    "Moments",
     "Norms",
     "PartSums",
     "Step",
@@ -130,17 +131,15 @@ def preconditioned_norms(optimizer: Optimizer) -> Norms:
         | https://arxiv.org/abs/1812.06162
     """
     options = {p: group for group in optimizer.param_groups for p in group["params"]}
+    moments = Moments(optimizer, ("exp_avg_sq", "square_avg"))
 
     def norm(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-        state = optimizer.state.get(parameter, {})
-        second = state.get("exp_avg_sq", state.get("square_avg"))
-        if second is None:
+        found = moments.of(parameter)
+        if found is None:
             return gradient.new_full((), torch.nan, dtype=_wide(gradient))
-        second = local(second).to(_wide(gradient))
+        second, state = found.to(_wide(gradient)), optimizer.state[parameter]
         if "exp_avg_sq" in state and "betas" in options[parameter]:
-            step = torch.as_tensor(state["step"], device=second.device)
-            # 1 - beta^t, without the cancellation that float32 step counts would suffer.
-            second = second / -torch.expm1(step * math.log(options[parameter]["betas"][1]))
+            second = second / _bias_correction(state["step"], options[parameter]["betas"][1])
         inverse = torch.rsqrt(second.sqrt() + options[parameter].get("eps", 1e-8))
         weighted: Tensor = torch.linalg.vector_norm(gradient.to(inverse) * inverse)
         return weighted
@@ -148,6 +147,52 @@ def preconditioned_norms(optimizer: Optimizer) -> Norms:
     return lambda parameters, gradients: [
         norm(p, g) for p, g in zip(parameters, gradients, strict=True)
     ]
+
+
+def _bias_correction(step: Tensor | float, beta: float) -> Tensor | float:
+    """1 - beta^t, without the cancellation that float32 step counts would suffer."""
+    if isinstance(step, Tensor) and step.device.type != "cpu":
+        return -torch.expm1(step * math.log(beta))
+    # Adam counts on the host unless it is fused or capturable; reading that waits for nothing.
+    return -math.expm1(float(step) * math.log(beta))
+
+
+class Moments:
+    """A moving average that an optimizer keeps of each parameter's gradient.
+
+    Args:
+        optimizer: The optimizer.
+        names: What the average may be called in its state.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Sequence[str]) -> None:
+        self._optimizer, self._names, self._stepped = optimizer, names, False
+        optimizer.register_step_post_hook(self._note_step)
+
+    def _note_step(self, *_: object) -> None:
+        self._stepped = True
+
+    def of(self, parameter: nn.Parameter) -> Tensor | None:
+        """This process's part of a parameter's average; None before there is one.
+
+        Raises:
+            InputError: If the optimizer has taken a step and keeps no such average.
+        """
+        state = self._optimizer.state.get(parameter, {})
+        for name in self._names:
+            if state.get(name) is not None:
+                return local(state[name])
+        if self._stepped and not self._kept():
+            raise InputError(
+                f"Expected an optimizer whose state holds {' or '.join(self._names)}. Found "
+                f"{type(self._optimizer).__name__}, which has taken a step without. Remedy: "
+                "metric='euclidean', or an optimizer with momentum or second moments."
+            )
+        return None
+
+    def _kept(self) -> bool:
+        states = self._optimizer.state.values()
+        return any(state.get(name) is not None for state in states for name in self._names)
 
 
 def _wide(gradient: Tensor) -> torch.dtype:

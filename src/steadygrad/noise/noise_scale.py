@@ -163,7 +163,8 @@ class NoiseScale:
         """A context around the backward pass of one micro-batch.
 
         Args:
-            num_samples: Samples in this process's micro-batch.
+            num_samples: Samples in this process's micro-batch; with ``"accumulated"`` on several
+                processes, the same on each.
             weight: Factor between the micro-batch's mean loss and what ``backward`` is called
                 on, loss scale aside. Default: as ``accumulation`` says.
             loss_scale: Loss scale of this backward pass. Default: the scaler's, or 1.
@@ -178,7 +179,10 @@ class NoiseScale:
         if weight is not None:
             check_number("weight", weight, low=0, low_open=True)
         if self._explicit not in (None, weight is not None):
-            raise InputError("Expected a weight for all micro-batches of a step or for none.")
+            raise InputError(
+                "Expected a weight for all micro-batches of a step or for none. Found both. "
+                "Remedy: give each one its weight, or leave it to `accumulation`."
+            )
         scale = self._scale_now() if loss_scale is None else loss_scale
         provisional = weight or (num_samples if self._accumulation == "samples" else 1.0)
         parts = num_samples if self._by_example else 1
@@ -222,26 +226,33 @@ class NoiseScale:
         self._steps += 1
         if (self._steps - 1) % self._every:
             return
+        wrong = None if self._broken else self._wrong_parts(self._sums)
         try:
-            if not self._broken:
-                self._check_parts(self._sums)
-            self._history.push(self._meter.measure(self._step(), scale))
+            if wrong is not None:
+                # The other processes wait in the collective: first that, then the error.
+                self._broken = True
+            if wrong is None or self.world.size > 1:
+                self._history.push(self._meter.measure(self._step(), scale))
         finally:
             self._begin()
+        if wrong is not None:
+            raise wrong
 
-    def _check_parts(self, sums: PartSums) -> None:
+    def _wrong_parts(self, sums: PartSums) -> InputError | None:
         own = 2 if self._shared_parts or isinstance(self._meter, SignMeter) else 1
         needed = max(own, 2 if self.world.size == 1 else 1)
         if sums.parts < needed:
-            raise InputError(
+            return InputError(
                 f"Expected at least {needed} parts a step. Found {sums.parts}. Remedy: split the "
                 "batch into micro-batches, each in `with noise.microbatch(n)`, or use "
                 "source='per_example'."
             )
         if isinstance(self._meter, SignMeter) and len(self._sizes) > 1:
-            raise InputError(
-                f"Expected equal micro-batches for metric='l1'. Found {sorted(self._sizes)}."
+            return InputError(
+                "Expected equal micro-batches for metric='l1'. Found (weight, samples) in "
+                f"{sorted(self._sizes)}. Remedy: drop the last, smaller one."
             )
+        return None
 
     def _step(self) -> Step:
         sums, size = self._sums, self.world.size
@@ -268,6 +279,7 @@ class NoiseScale:
     def reset(self) -> None:
         """Forgets every measurement, as after a change of the learning rate."""
         self._history.reset()
+        self._steps = 0
         self._begin()
 
     def remove(self) -> None:
@@ -276,7 +288,7 @@ class NoiseScale:
 
     def state_dict(self) -> dict[str, Any]:
         """The measurements, the same on every process; to be saved between steps."""
-        return self._history.state_dict()
+        return {**self._history.state_dict(), "steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts saved measurements back; a step that had begun is forgotten.
@@ -285,4 +297,5 @@ class NoiseScale:
             InputError: If they are of other groups or another history.
         """
         self._history.load_state_dict(state)
+        self._steps = int(state["steps"])
         self._begin()

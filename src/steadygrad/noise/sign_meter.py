@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from steadygrad.formulas.noise_scale import SignalNoise, unbias_deviation
-from steadygrad.noise.meters import Measured, Meter, Step, euclidean_norms
+from steadygrad.noise.meters import Measured, Meter, Moments, Step, euclidean_norms
 from steadygrad.sharding import World, local
 
 __all__ = ["SignMeter"]
@@ -45,7 +45,7 @@ class SignMeter(Meter):
         optimizer: Optimizer,
         dtype: torch.dtype,
     ) -> None:
-        self.optimizer = optimizer
+        self._moments = Moments(optimizer, ("exp_avg", "momentum_buffer"))
         self._first: list[Tensor] = []
         self._second: list[Tensor] = []
         super().__init__(measured, groups, world, euclidean_norms, dtype)
@@ -96,11 +96,10 @@ class SignMeter(Meter):
 
     def _descent(self, measured: Measured) -> Tensor:
         gradient = measured.parameter.grad
-        state = self.optimizer.state.get(measured.parameter, {})
-        momentum = state.get("exp_avg", state.get("momentum_buffer"))
         if gradient is None:
             return self._zero
+        momentum = self._moments.of(measured.parameter)
         if momentum is None:
             return torch.full_like(self._zero, torch.nan)
-        sign = torch.sign(local(momentum)).to(torch.float32)
+        sign = torch.sign(momentum).to(torch.float32)
         return (local(gradient).to(torch.float32) * sign).sum(dtype=self._zero.dtype)

@@ -5,13 +5,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from steadygrad._checks import InputError
 from steadygrad.noise.meters import Measured, Meter
 from steadygrad.noise.per_example import ExampleNorms
-from steadygrad.sharding import World, fsdp_modules
+from steadygrad.sharding import World, fsdp_modules, is_sharded
 
 __all__ = [
     "AccumulatedSource",
@@ -91,7 +90,7 @@ def _unsharded(model: nn.Module) -> dict[str, nn.Parameter]:
     for module in fsdp_modules(model):
         module.unshard()  # type: ignore[operator]
         for name, parameter in model.named_parameters():
-            if not isinstance(parameter, DTensor):
+            if not is_sharded(parameter):
                 leaves[name] = parameter
         module.reshard()  # type: ignore[operator]
     return leaves
@@ -101,8 +100,8 @@ class AccumulatedSource:
     """Sees what each part has added to ``.grad`` once it is over; costs one copy of the gradients.
 
     Works for any number of backward passes a part, and for FSDP2's reduced shards, where one part
-    is a micro-batch over all processes; each must then synchronise its gradients. Differences of
-    16-bit sums lose digits.
+    is a micro-batch over all processes; each must then synchronise its gradients, and all processes
+    have as many samples in it. Differences of 16-bit sums lose digits.
 
     Args:
         measured: The parameters to watch.

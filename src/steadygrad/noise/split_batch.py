@@ -47,7 +47,8 @@ class SplitBatchNoiseScale(nn.Module):
         generator: Source of the random split. None: torch's global one, on the CPU.
 
     Attributes:
-        resolved: Whether the last value came from positive averages, a boolean tensor.
+        resolved: Whether the last value came from positive averages, a boolean tensor. It says
+            nothing of precision: :class:`NoiseScale` has the interval.
         skipped: Number of batches left out because a gradient was not finite, a tensor.
 
     References:
@@ -113,8 +114,11 @@ class SplitBatchNoiseScale(nn.Module):
         leaves = self._check(per_sample_loss, tensors, fill_grad)
         batch = per_sample_loss.shape[-1]
         small = max(1, int(batch * (0.5 if self.mode == "alternative" else self.batch_size_ratio)))
-        order = torch.randperm(batch, generator=self.generator).to(per_sample_loss.device)
-        shuffled = per_sample_loss[..., order] * loss_scale
+        order = torch.randperm(batch, generator=self.generator)
+        if per_sample_loss.is_cuda:
+            # From pinned memory the copy waits for nothing.
+            order = order.pin_memory().to(per_sample_loss.device, non_blocking=True)
+        shuffled = per_sample_loss[..., order.to(per_sample_loss.device)] * loss_scale
         big_grads = _gradients(shuffled[..., small:].mean(), leaves, keep_graph=True)
         small_grads = _gradients(shuffled[..., :small].mean(), leaves, keep_graph=not fill_grad)
         if fill_grad:
@@ -129,7 +133,8 @@ class SplitBatchNoiseScale(nn.Module):
                 f"{tuple(loss.shape)}. Remedy: reduction='none', and the mean over what is left."
             )
         found = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
-        leaves = [leaf for leaf in found if leaf.requires_grad]
+        # By identity: a tied parameter is one parameter, wherever it appears in the nest.
+        leaves = list({id(leaf): leaf for leaf in found if leaf.requires_grad}.values())
         if not leaves:
             raise InputError(
                 "Parameter `tensors` should hold at least one tensor that requires a gradient. "

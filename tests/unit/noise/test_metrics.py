@@ -66,6 +66,17 @@ def test_nothing_is_measured_before_the_optimizer_has_state(metric):
     assert noise.estimate().measurements.item() == 1
 
 
+@pytest.mark.parametrize("metric", ["preconditioned", "l1"])
+def test_an_optimizer_without_such_state_is_named(metric):
+    model, x, y = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    noise = NoiseScale(model, metric=metric, optimizer=optimizer)
+    measure(noise, model, x, y, [5, 5])
+    optimizer.step()
+    with pytest.raises(InputError, match=r"Found SGD, which has taken a step without. Remedy"):
+        measure(noise, model, x, y, [5, 5])
+
+
 @pytest.mark.parametrize("source", ["microbatch", "accumulated"])
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_l1_on_one_step_is_its_definition(source, scale):

@@ -85,6 +85,16 @@ def test_unused_parameters_and_any_nest():
     assert SplitBatchNoiseScale(**options)(x @ w, nest).item() == alone.item()
 
 
+def test_a_tied_parameter_counts_once():
+    x, w, tied = gradients(8), weights(), weights()
+    values = []
+    for leaf, nest in [(w, w), (tied, {"embedding": tied, "head": tied})]:
+        estimator = SplitBatchNoiseScale(generator=torch.Generator().manual_seed(1))
+        values.append(estimator(x @ leaf, nest, fill_grad=True).item())
+    assert values[0] == values[1]
+    assert torch.equal(tied.grad, w.grad)
+
+
 def test_tiny_gradients_keep_their_ratio():
     x, w = gradients(16), weights()
     torch.manual_seed(0)
