@@ -43,6 +43,11 @@ def choose_parameters(
     ]
     if not chosen:
         raise InputError("Expected a model with trainable parameters. Found none to measure.")
+    if any(parameter.is_meta for _, parameter in chosen):
+        raise InputError(
+            "Expected parameters on a device. Found some on 'meta'. "
+            "Remedy: build NoiseScale after `to_empty` or the first load."
+        )
     labels = [group_of(plain_name(name)) for name, _ in chosen]
     group_names = list(dict.fromkeys(labels))
     index = {label: i for i, label in enumerate(group_names)}

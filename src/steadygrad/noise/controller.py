@@ -114,5 +114,10 @@ class BatchSizeController:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts a saved count back, within this controller's bounds."""
+        if not {"count", "waited"} <= set(state):
+            raise InputError(
+                f"Expected a state_dict of this controller. Found the keys {sorted(state)}. "
+                "Remedy: hand in what `state_dict()` returned."
+            )
         self.count = min(max(int(state["count"]), self.min_count), self.max_count)
         self._waited = int(state["waited"])

@@ -167,6 +167,12 @@ class History:
         Raises:
             InputError: If they are of other groups or of another capacity.
         """
+        missing = {"groups", "ring", "pushed"} - set(state)
+        if missing:
+            raise InputError(
+                f"Expected a state_dict of this estimator. Found none of {sorted(missing)} in it. "
+                "Remedy: hand in what `state_dict()` returned."
+            )
         found = (list(state["groups"]), tuple(state["ring"].shape))
         expected = (self.groups, tuple(self.ring.shape))
         if found != expected:

@@ -237,14 +237,15 @@ class Meter:
     def clear(self) -> None:
         """Starts a new step."""
         self._parts: list[tuple[list[Tensor], Tensor | float, float]] = []
-        self._clear_part()
+        self.drop_part()
 
     @property
     def is_empty(self) -> bool:
         """Whether no part of the step has been seen."""
         return not self._parts
 
-    def _clear_part(self) -> None:
+    def drop_part(self) -> None:
+        """Forgets the open part."""
         self._held: dict[int, Tensor] = {}
         self._norms: dict[int, Tensor] = {}
 
@@ -273,7 +274,7 @@ class Meter:
     def end_part(self, weight: float, loss_scale: Tensor | float) -> None:
         """Closes the open part, or open examples, of which each had this weight."""
         self._parts.append((self._column(self._norms, self._held), loss_scale, weight))
-        self._clear_part()
+        self.drop_part()
 
     def _column(self, norms: Mapping[int, Tensor], gradients: Mapping[int, Tensor]) -> list[Tensor]:
         """Norms by slot, given as such or to be taken of gradients; zero for the others."""

@@ -110,6 +110,11 @@ class NoiseScale:
     ) -> None:
         check_choice("source", source, SOURCES)
         check_choice("metric", metric, METRICS)
+        if layers != "all" and source != "per_example":
+            raise InputError(
+                "Parameter `layers` is for source='per_example' only. Found "
+                f"layers={layers!r} with source={source!r}. Remedy: leave it out, or take that source."
+            )
         self._accumulation = check_choice("accumulation", accumulation, ACCUMULATIONS)
         self._every, self._steps = check_count("every", every), 0
         warn_of_batch_norm(model)
@@ -144,7 +149,7 @@ class NoiseScale:
         self._explicit: bool | None = None
         self._sizes: set[tuple[float, int]] = set()
         self._last_scale: Tensor | float = 1.0
-        self._broken = False
+        self._broken = self._open = False
         self._meter.clear()
 
     @property
@@ -173,6 +178,11 @@ class NoiseScale:
             InputError: If a count or weight is not positive, or only some weights are given.
         """
         check_count("num_samples", num_samples)
+        if self._open:
+            raise InputError(
+                "Expected one micro-batch at a time. Found one inside another. "
+                "Remedy: leave the first before the second is entered."
+            )
         if self._steps % self._every:
             yield
             return
@@ -186,13 +196,17 @@ class NoiseScale:
         scale = self._scale_now() if loss_scale is None else loss_scale
         provisional = weight or (num_samples if self._accumulation == "samples" else 1.0)
         parts = num_samples if self._by_example else 1
+        self._open = True
         try:
             with self._source.recording(self._meter, num_samples):
                 yield
         except BaseException:
             # What this backward pass has added to .grad is unknown: the step cannot be measured.
             self._broken = True
+            self._meter.drop_part()
             raise
+        finally:
+            self._open = False
         self._meter.end_part(provisional / parts, scale)
         self._explicit = weight is not None
         self._sums.add(provisional, self._whole_count(num_samples), parts)
@@ -297,5 +311,5 @@ class NoiseScale:
             InputError: If they are of other groups or another history.
         """
         self._history.load_state_dict(state)
-        self._steps = int(state["steps"])
+        self._steps = int(state.get("steps", 0))
         self._begin()

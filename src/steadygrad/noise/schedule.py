@@ -41,7 +41,7 @@ class BatchSizeSchedule:
 
     def __init__(self, stages: Iterable[Stage | Mapping[str, Any]]) -> None:
         self.stages = [s if isinstance(s, Stage) else Stage(**s) for s in stages]
-        starts = [stage.from_samples for stage in self.stages]
+        starts = [check_count("from_samples", s.from_samples, low=0) for s in self.stages]
         if not starts or starts[0] != 0 or sorted(set(starts)) != starts:
             raise InputError(
                 f"Expected stages that begin at 0 and in rising order. Found beginnings {starts}."
@@ -69,7 +69,13 @@ class BatchSizeSchedule:
     @classmethod
     def from_json(cls, text: str) -> "BatchSizeSchedule":
         """Reads what :meth:`to_json` wrote."""
-        return cls(json.loads(text))
+        try:
+            return cls(json.loads(text))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise InputError(
+                f"Expected a JSON list of stages. Found {text[:40]!r}: {error}. "
+                "Remedy: hand in what `to_json` returned."
+            ) from error
 
     def to_csv(self) -> str:
         """CSV text with a header line; an unknown learning rate is empty."""

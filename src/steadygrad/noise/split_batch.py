@@ -1,5 +1,6 @@
 """The gradient noise scale from one tensor of per-sample losses, by splitting the batch."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -98,7 +99,8 @@ class SplitBatchNoiseScale(nn.Module):
         Args:
             per_sample_loss: One loss a sample, before any mean, with shape ``(B)`` or ``(T, B)``;
                 then a sample is a column.
-            tensors: Any nest of the tensors whose gradients count; unused ones count as zero.
+            tensors: Any nest of the tensors whose gradients count, or a module for its parameters;
+                unused ones count as zero.
             fill_grad: Whether to add the gradient of ``per_sample_loss.mean() * loss_scale`` to
                 each tensor's ``.grad``. This frees the graph; otherwise the graph is kept.
             loss_scale: Factor on the losses while they are differentiated, against underflow in
@@ -127,11 +129,25 @@ class SplitBatchNoiseScale(nn.Module):
         return self._value().to(torch.promote_types(per_sample_loss.dtype, torch.float32))
 
     def _check(self, loss: Tensor, tensors: Any, fill_grad: bool) -> list[Tensor]:
+        if not isinstance(loss, Tensor):
+            raise InputError(
+                f"Parameter `per_sample_loss` should be a tensor. Found {type(loss).__name__}. "
+                "Remedy: torch.stack(losses)."
+            )
         if loss.ndim not in (1, 2) or loss.shape[-1] < 2:
             raise InputError(
                 "Parameter `per_sample_loss` should have shape (B) or (T, B) with B >= 2. Found "
                 f"{tuple(loss.shape)}. Remedy: reduction='none', and the mean over what is left."
             )
+        if not loss.requires_grad:
+            raise InputError(
+                "Parameter `per_sample_loss` should depend on `tensors`. Found one without a "
+                "graph. Remedy: hand it in before `detach`, and outside `no_grad`."
+            )
+        if isinstance(tensors, nn.Module):
+            tensors = tensors.parameters()
+        if isinstance(tensors, Iterator):
+            tensors = list(tensors)
         found = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
         # By identity: a tied parameter is one parameter, wherever it appears in the nest.
         leaves = list({id(leaf): leaf for leaf in found if leaf.requires_grad}.values())

@@ -13,7 +13,7 @@ from steadygrad.formulas.intervals import (
     t_quantile,
 )
 from tests.reference.noise_scale import fieller_by_search
-from tests.unit.formulas.test_noise_scale import SCHEMES, measure
+from tests.unit.formulas.test_noise_scale import SCHEMES, batch_of, measure
 
 REPLICATES = 2_000
 
@@ -59,7 +59,7 @@ def test_fieller_is_the_set_of_ratios_not_contradicted(case):
 
 def series(scheme, ratio, steps, seed):
     generator = torch.Generator().manual_seed(seed)
-    got = measure(scheme, ratio * 64, REPLICATES * steps, generator)
+    got = measure(scheme, ratio * batch_of(scheme), REPLICATES * steps, generator)
     return got.noise.view(REPLICATES, steps), got.signal.view(REPLICATES, steps)
 
 
@@ -81,7 +81,7 @@ def test_interval_covers_in_95_of_100(ratio, capsys):
 
 @pytest.mark.parametrize("scheme", [s for s in SCHEMES if s != "equal"])
 def test_every_source_covers(scheme):
-    covered, _ = coverage(*series(scheme, 4, 60, seed=3), truth=4 * 64)
+    covered, _ = coverage(*series(scheme, 4, 60, seed=3), truth=4 * batch_of(scheme))
     assert 0.93 <= covered <= 0.97
 
 

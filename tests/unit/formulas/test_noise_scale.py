@@ -82,8 +82,13 @@ SCHEMES = {
     "ranks": [16] * 4,
     "halves": [32, 32],
     "odd halves": [31, 33],
+    "examples": [1] * 16,
     "nested": None,
 }
+
+
+def batch_of(scheme):
+    return sum(SCHEMES[scheme] or [64])
 
 
 def measure(scheme, noise_scale, count, generator):
@@ -105,7 +110,7 @@ def measure(scheme, noise_scale, count, generator):
 def moments(scheme, ratio, total, seed=0, chunk=20_000):
     """Means and standard errors of signal and noise over ``total`` draws, relative to truth."""
     generator = torch.Generator().manual_seed(seed)
-    noise_scale = ratio * 64
+    noise_scale = ratio * batch_of(scheme)
     sums = torch.zeros(2, 2, dtype=torch.float64)
     for _ in range(total // chunk):
         got = torch.stack(measure(scheme, noise_scale, chunk, generator))
@@ -126,9 +131,9 @@ def test_unbiased_against_known_truth(scheme, ratio):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["equal", "unequal"])
+@pytest.mark.parametrize("scheme", ["equal", "unequal", "ranks", "examples"])
 def test_unbiased_with_sixteen_times_more_noise_than_batch(scheme):
-    (signal, noise), (e_signal, e_noise) = moments(scheme, 16, 1_000_000)
+    (signal, noise), (e_signal, e_noise) = moments(scheme, 16, 1_200_000)
     assert max(e_signal, e_noise) < 0.0034
     assert signal == pytest.approx(1, abs=0.01)
     assert noise == pytest.approx(1, abs=0.01)

@@ -66,6 +66,8 @@ def test_state_goes_on():
 
 
 def test_bad_arguments():
+    with pytest.raises(InputError, match="Expected a state_dict of this controller"):
+        BatchSizeController(8).load_state_dict({})
     with pytest.raises(InputError, match=r"`max_count`.*at least 4"):
         BatchSizeController(8, min_count=4, max_count=2)
     with pytest.raises(InputError, match="`count` should be at most `max_count = 2`"):

@@ -167,16 +167,27 @@ def test_an_overflowed_step_is_left_out_and_counted():
     assert before["measurements"] == 1
 
 
-def test_a_failed_backward_spoils_only_its_step():
+def run_out_of_memory(noise, loss):
+    with noise.microbatch(10):
+        loss.backward()
+        raise MemoryError
+
+
+@pytest.mark.parametrize("source", ["microbatch", "accumulated", "per_example"])
+def test_a_failed_backward_spoils_only_its_step(source):
     model, x, y = make()
-    noise = NoiseScale(model)
-    measure(noise, model, x, y)
+    noise = NoiseScale(model, source=source)
+    measure(noise, model, x, y, [5, 5])
     before = last(noise)
-    with pytest.raises(ZeroDivisionError), noise.microbatch(2):
-        _ = 1 / 0
+    with pytest.raises(MemoryError):
+        run_out_of_memory(noise, losses(model, x, y).mean())
+    model.zero_grad()
+    loss = losses(model, x, y).mean()
+    with noise.microbatch(10):  # the usual second attempt after running out of memory
+        loss.backward()
     noise.step()
     assert (last(noise), noise.skipped.item()) == (before, 1)
-    measure(noise, model, x, y)
+    measure(noise, model, x, y, [5, 5])
     assert last(noise) == pytest.approx(before)
 
 
@@ -415,12 +426,19 @@ def test_decay_forgets_as_it_says():
     assert last(noise)[1] == pytest.approx((0.5 * first + second) / 1.5, rel=1e-12)
 
 
+def nested(noise):
+    with noise.microbatch(1), noise.microbatch(1):
+        pass
+
+
 @pytest.mark.parametrize(
     ("act", "message"),
     [
         (lambda n: n.step(), "at least 2 parts a step. Found 0. Remedy: split"),
         (lambda n: n.microbatch(0).__enter__(), "`num_samples`.*integer of at least 1"),
         (lambda n: n.microbatch(1, weight=-1.0).__enter__(), "`weight`"),
+        (lambda n: nested(n), "one micro-batch at a time"),
+        (lambda n: n.load_state_dict({}), "Expected a state_dict of this estimator"),
     ],
 )
 def test_bad_calls(act, message):
@@ -437,6 +455,7 @@ def test_bad_calls(act, message):
         ({"metric": "l1"}, "Expected `optimizer` for metric='l1'"),
         ({"accumulation": "none"}, "`accumulation`"),
         ({"history": 1}, "`history`.*at least 3"),
+        ({"layers": "norm"}, "`layers` is for source='per_example' only"),
     ],
 )
 def test_bad_arguments(options, message):
@@ -457,6 +476,11 @@ def test_a_gradient_left_over_from_the_step_before_shows():
     assert got.noise_trace.item() < 0
     assert math.isnan(got.value.item())
     assert not got.resolved.item()
+
+
+def test_a_model_without_memory_is_refused():
+    with pytest.raises(InputError, match="on 'meta'"):
+        NoiseScale(nn.Linear(2, 2, device="meta"))
 
 
 def test_nothing_to_measure():

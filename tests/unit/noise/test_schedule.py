@@ -36,6 +36,17 @@ def test_lookup():
     assert [schedule.batch_size(n) for n in (0, 3999, 4000, 10**9)] == [16, 16, 32, 64]
 
 
+@pytest.mark.parametrize("text", ["nope", "[1]", '[{"from": 0}]'])
+def test_bad_json(text):
+    with pytest.raises(InputError, match="Expected a JSON list of stages"):
+        BatchSizeSchedule.from_json(text)
+
+
+def test_a_stage_begins_at_a_whole_sample():
+    with pytest.raises(InputError, match="`from_samples` should be an integer"):
+        BatchSizeSchedule([STAGES[0], {"from_samples": 1.5, "batch_size": 9}])
+
+
 @pytest.mark.parametrize("stages", [[], STAGES[1:], [STAGES[0], STAGES[2], STAGES[1]]])
 def test_bad_stages(stages):
     with pytest.raises(InputError, match="begin at 0 and in rising order"):

@@ -95,6 +95,15 @@ def test_a_tied_parameter_counts_once():
     assert torch.equal(tied.grad, w.grad)
 
 
+def test_a_module_and_a_generator_stand_for_the_parameters():
+    model, x = nn.Linear(6, 1).double(), gradients(8)
+    values = []
+    for handed in (list(model.parameters()), model.parameters(), model):
+        estimator = SplitBatchNoiseScale(generator=torch.Generator().manual_seed(1))
+        values.append(estimator(model(x).squeeze(-1) ** 2, handed).item())
+    assert values[0] == values[1] == values[2]
+
+
 def test_tiny_gradients_keep_their_ratio():
     x, w = gradients(16), weights()
     torch.manual_seed(0)
@@ -192,5 +201,9 @@ def test_bad_arguments():
         SplitBatchNoiseScale("paper", 0.5)
     with pytest.raises(InputError, match="at least one tensor that requires a gradient"):
         SplitBatchNoiseScale()(gradients(8) @ w, w.detach())
+    with pytest.raises(InputError, match="without a graph"):
+        SplitBatchNoiseScale()((gradients(8) @ w).detach(), w)
+    with pytest.raises(InputError, match=r"should be a tensor. Found list"):
+        SplitBatchNoiseScale()([(gradients(8) @ w).sum()], w)
     with pytest.raises(InputError, match="Expected leaf tensors"):
         SplitBatchNoiseScale()(gradients(8) @ (v := w * 2), v, fill_grad=True)
