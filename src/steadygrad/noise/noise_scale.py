@@ -113,7 +113,7 @@ class NoiseScale:
         if layers != "all" and source != "per_example":
             raise InputError(
                 "Parameter `layers` is for source='per_example' only. Found "
-                f"layers={layers!r} with source={source!r}. Remedy: leave it out, or take that source."
+                f"layers={layers!r} with source={source!r}. Remedy: leave it out."
             )
         self._accumulation = check_choice("accumulation", accumulation, ACCUMULATIONS)
         self._every, self._steps = check_count("every", every), 0
