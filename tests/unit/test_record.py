@@ -21,9 +21,11 @@ from steadygrad.record import (
     dumps,
     environment,
     loads,
+    plural,
     read_run,
     replace_file,
     strip_times,
+    write_report,
 )
 
 HEADER = {"study": "advise", "seed": 3, "task": {"name": "char-lm"}}
@@ -331,8 +333,7 @@ def test_replace_file_shows_the_old_or_the_new(tmp_path: Path, monkeypatch: pyte
 
 
 def test_report_is_written_as_utf8(tmp_path: Path):
-    with RunWriter.create(tmp_path, HEADER) as writer:
-        writer.write_report("größer \udc80")
+    assert write_report(tmp_path, "größer \udc80") == tmp_path / "report.html"
     assert (tmp_path / "report.html").read_bytes() == "größer ?".encode()
 
 
@@ -353,3 +354,17 @@ def test_environment_names_versions_and_hardware():
 
 def test_every_public_name_exists():
     assert all(hasattr(record, name) for name in record.__all__)
+
+
+@pytest.mark.parametrize(
+    ("one", "many"),
+    [
+        ("image", "images"),
+        ("batch", "batches"),
+        ("query", "queries"),
+        ("day", "days"),
+        ("waltz", "waltzes"),
+    ],
+)
+def test_plural(one: str, many: str):
+    assert plural(one) == many

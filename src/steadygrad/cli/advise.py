@@ -30,7 +30,8 @@ def run(options: Advise, began: float) -> int:
     Raises:
         InputError: For anything that cannot be used.
     """
-    from steadygrad.studies.advise import Halt, Stop
+    from steadygrad.report import write
+    from steadygrad.studies.advise import Failed, Halt, Stop
 
     is_main = os.environ.get("RANK", "0") == "0"
     console = Console(json=options.json)
@@ -41,6 +42,10 @@ def run(options: Advise, began: float) -> int:
                 outcome = _study(options, stop, monitor)
             if outcome.is_main:
                 _finish(outcome, console)
+        except Failed as failed:
+            if failed.is_main:
+                write(failed.folder)
+            raise
         except Halt as halt:
             # Before the record was begun: there is nothing to report.
             return 128 + halt.reason

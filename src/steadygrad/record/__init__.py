@@ -7,9 +7,10 @@ last, and readers drop it. This package imports no torch.
 """
 
 from steadygrad.record._environment import environment
-from steadygrad.record._files import RecordError, replace_file
+from steadygrad.record._files import RecordError, replace_file, write_report
 from steadygrad.record._json import dumps, loads
 from steadygrad.record._reader import SCHEMA, Run, read_run, strip_times
+from steadygrad.record._words import plural
 from steadygrad.record._writer import RunWriter
 
 __all__ = [
@@ -20,7 +21,9 @@ __all__ = [
     "dumps",
     "environment",
     "loads",
+    "plural",
     "read_run",
     "replace_file",
     "strip_times",
+    "write_report",
 ]

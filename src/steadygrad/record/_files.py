@@ -16,6 +16,7 @@ __all__ = [
     "remove_folders",
     "replace_file",
     "write_beside",
+    "write_report",
 ]
 
 RECORD, SUMMARY, REPORT = "record.jsonl", "summary.json", "report.html"
@@ -43,6 +44,20 @@ def replace_file(path: Path, data: bytes) -> None:
         write_beside(path, data)
     except OSError as error:
         raise RecordError(cannot_write(path, error)) from error
+
+
+def write_report(folder: Path, html: str) -> Path:
+    """Replaces a run's ``report.html`` in one step.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        RecordError: If the page cannot be written; the old one is then still there.
+    """
+    path = Path(folder) / REPORT
+    replace_file(path, html.encode("utf-8", "replace"))
+    return path
 
 
 def write_beside(path: Path, data: bytes) -> None:

@@ -12,7 +12,6 @@ from steadygrad._checks import InputError
 from steadygrad.record._environment import environment
 from steadygrad.record._files import (
     RECORD,
-    REPORT,
     SUMMARY,
     RecordError,
     cannot_write,
@@ -111,10 +110,6 @@ class RunWriter:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replaces ``summary.json`` in one step."""
         replace_file(self.folder / SUMMARY, dumps(summary, indent=2).encode() + b"\n")
-
-    def write_report(self, html: str) -> None:
-        """Replaces ``report.html`` in one step."""
-        replace_file(self.folder / REPORT, html.encode("utf-8", "replace"))
 
     def close(self) -> None:
         """Closes the record; calling it again does nothing."""

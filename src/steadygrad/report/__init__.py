@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 
 from steadygrad._checks import InputError
-from steadygrad.record import Run, read_run, replace_file
+from steadygrad.record import Run, read_run, write_report
 
 __all__ = ["STUDIES", "render", "write"]
 
@@ -47,7 +47,4 @@ def write(folder: Path) -> Path:
     Raises:
         InputError: If the record cannot be read or drawn, or the page cannot be written.
     """
-    path = Path(folder) / "report.html"
-    html = render(read_run(Path(folder)))
-    replace_file(path, html.encode("utf-8"))
-    return path
+    return write_report(folder, render(read_run(Path(folder))))

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-__all__ = ["interval", "loss", "number", "plural", "short", "show", "size"]
+__all__ = ["interval", "loss", "number", "short", "show", "size"]
 
 
 def number(value: Any) -> float:
@@ -67,12 +67,3 @@ def interval(low: Any, high: Any, digits: int = 3) -> str:
     if math.isinf(right) and left > 0:
         return f"≥ {show(left, digits)}"
     return f"{show(left, digits)} – {show(right, digits)}"
-
-
-def plural(word: str) -> str:
-    """The plural of an ordinary English noun."""
-    if word.endswith(("s", "x", "z", "ch", "sh")):
-        return word + "es"
-    if word.endswith("y") and word[-2:-1] not in tuple("aeiou"):
-        return word[:-1] + "ies"
-    return word + "s"

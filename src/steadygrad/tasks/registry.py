@@ -13,6 +13,7 @@ from typing import Any
 from steadygrad._checks import InputError
 from steadygrad.tasks.char_lm import char_lm
 from steadygrad.tasks.digits import digits_autoencoder, digits_classifier
+from steadygrad.tasks.guard import TaskError, first_line, reason
 from steadygrad.tasks.task import Task
 
 __all__ = ["BUILT_IN", "DEFAULT", "TaskFactoryError", "load_task"]
@@ -27,7 +28,7 @@ BUILT_IN: Mapping[str, Callable[[], Task]] = MappingProxyType(
 DEFAULT = "char-lm"
 
 
-class TaskFactoryError(InputError):
+class TaskFactoryError(TaskError):
     """A user's own code raised while its file was imported or its task made.
 
     What it raised is the ``__cause__``, with its traceback.
@@ -179,11 +180,9 @@ def _call(factory: Callable[[], Any], spec: str) -> Any:
 
 
 def _factory_error(where: str, error: BaseException) -> TaskFactoryError:
-    first_line = (str(error).splitlines() or [""])[0]
     # An InputError already says what was expected, found and the remedy.
     if isinstance(error, InputError):
-        return TaskFactoryError(f"{where}: {first_line}")
-    reason = f"{type(error).__name__}: {first_line}".rstrip(": ")
+        return TaskFactoryError(f"{where}: {first_line(error)}")
     return TaskFactoryError(
-        f"{where} should make a task. Found {reason}. Remedy: --debug shows the traceback."
+        f"{where} should make a task. Found {reason(error)}. Remedy: --debug shows the traceback."
     )

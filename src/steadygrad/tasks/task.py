@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 from steadygrad._checks import InputError, check_choice, check_count, check_number
 from steadygrad.tasks.samples import Samples
 
-__all__ = ["LR_RULES", "Task", "describe"]
+__all__ = ["Task", "describe"]
 
-LR_RULES = ("sqrt", "linear", "constant")
+# Those of the formulas' rules that need no noise scale.
+TASK_LR_RULES = ("sqrt", "linear", "constant")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class Task:
                 f"`batch_size = {self.batch_size}`: the batch is larger than the data. "
                 "Remedy: a smaller batch_size or more training samples."
             )
-        check_choice("lr_rule", self.lr_rule, LR_RULES)
+        check_choice("lr_rule", self.lr_rule, TASK_LR_RULES)
         if self.samples_per_second is not None:
             check_number("samples_per_second", self.samples_per_second, low=0, low_open=True)
         _check_provenance(self.provenance)

@@ -85,6 +85,13 @@ BAD_INPUT = {
     "not finite": ([tiny("not_finite")], "NaN or infinite. Remedy:"),
     "empty data": ([tiny("empty")], "Found an empty data set. Remedy:"),
     "batch too large": ([tiny("batch_too_large")], "the batch is larger than the data. Remedy:"),
+    "model raises": ([tiny("model_raises")], "Task.make_model should run without an error. Found"),
+    "no model": ([tiny("model_is_none")], "should return a torch.nn.Module. Found NoneType"),
+    "wrong shapes": ([tiny("wrong_shapes")], "Found RuntimeError: mat1 and mat2 shapes"),
+    "optimizer raises": ([tiny("optimizer_raises")], "Task.make_optimizer should run"),
+    "no optimizer": ([tiny("optimizer_is_none")], "a torch.optim.Optimizer. Found NoneType"),
+    "optimizer cannot step": ([tiny("optimizer_cannot_step")], "A step of the optimizer should"),
+    "evaluate raises": ([tiny("evaluate_raises")], "Found RuntimeError: it broke. Remedy:"),
     "budget too small": ([tiny(), "--budget", "1s"], "too small to measure anything"),
     "no duration": ([tiny(), "--budget", "soon"], "Found 'soon'. Remedy: --budget 5m."),
     "tolerance": ([tiny(), "--tolerance", "-1"], "`tolerance = -1.0`"),
@@ -136,7 +143,48 @@ def test_training_that_diverges_keeps_what_was_recorded(tmp_path, refused):
     line = refused("advise", tiny("diverging"), "--budget", "100s", "--out", "run", writes=True)
     assert "should stay finite" in line
     assert "a lower Task.lr" in line
-    assert read_run(tmp_path / "run").header["task"]["name"] == "tiny"
+    assert_partial(tmp_path / "run")
+
+
+def assert_partial(folder):
+    run = read_run(folder)
+    assert run.header["task"]["name"] == "tiny"
+    assert run.events[-1] == {"event": "end", "status": "failed"}
+    assert run.summary["status"] == "failed"
+    assert "the study failed before" in " ".join(run.summary["recommendation"]["words"])
+    assert "Training failed before" in (folder / "report.html").read_text()
+
+
+LATE = {
+    "loss_raises_later": "Task.per_sample_loss should run without an error. Found RuntimeError: it",
+    "loss_is_a_mean_later": "a loss that is already a mean",
+    "evaluate_raises_later": "Task.evaluate should run without an error",
+}
+
+
+@pytest.mark.parametrize("factory", LATE)
+def test_a_task_that_breaks_later_keeps_what_was_recorded(factory, tmp_path, refused):
+    line = refused("advise", tiny(factory), "--budget", "100s", "--out", "run", writes=True)
+    assert LATE[factory] in line
+    assert_partial(tmp_path / "run")
+
+
+def test_the_debug_flag_shows_where_a_task_broke(tmp_path, capsys):
+    out = ["--budget", "100s", "--out", str(tmp_path / "run")]
+    assert main(["advise", tiny("loss_raises_later"), *out, "--debug"]) == 2
+    assert 'raise RuntimeError("it broke\\nsecond line")' in capsys.readouterr().err
+
+
+def test_an_error_of_our_own_is_not_the_tasks(tmp_path, monkeypatch):
+    from steadygrad.studies.advise import units
+
+    def broken(*arguments):
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(units, "critical_at", broken)
+    with pytest.raises(RuntimeError, match="ours"):
+        main(["advise", tiny(), "--budget", "100s", "--out", str(tmp_path / "run")])
+    assert read_run(tmp_path / "run").select("branch")
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +245,18 @@ def test_resuming_a_complete_run_only_draws(run, capsys):
 )
 def test_flags_that_disagree_with_the_record(run, refused, flags, message):
     assert message in refused("advise", "--resume", str(run[0]), *flags)
+
+
+def test_resuming_a_complete_run_only_the_first_rank_speaks(run, monkeypatch, capsys):
+    folder, _, _ = run
+    monkeypatch.setenv("RANK", "1")
+    (folder / "report.html").unlink()
+    assert main(["advise", "--resume", str(folder), "--json"]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert not (folder / "report.html").exists()
+    monkeypatch.setenv("RANK", "0")
+    assert main(["advise", "--resume", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "complete"
 
 
 def test_flags_that_agree_with_it(run):

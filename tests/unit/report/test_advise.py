@@ -230,33 +230,15 @@ def branch(size: int, loss: float, curve: list[list[float]], samples: int = 100)
     return {"batch_size": size, "loss": loss, "curve": curve, "samples": samples}
 
 
-@pytest.mark.parametrize("start", [0, 5000])
-def test_tolerance_level_is_the_smallest_batch_before_its_extra_samples(start: int):
-    # 100 samples with 25% of them extra: the level is where 80 samples led.
-    curve = [[start + 50, 4.0], [start + 70, 3.0], [start + 90, 2.0], [start + 100, 1.0]]
-    other = [[start + 100, 0.0]]
-    point = Point(
-        branches=[
-            branch(8, 1.0, curve),
-            branch(8, 2.0, [[x, y + 1] for x, y in curve]),
-            branch(16, 9.0, other),
-        ]
-    )
-    assert point.tolerance_level(0.25) == pytest.approx(3.0)  # the mean of 2.5 and 3.5
+def test_branches_are_sorted_by_batch_size():
+    point = Point(branches=[branch(16, 9.0, []), branch(8, 1.0, []), branch(8, 2.0, [])])
     assert point.batch_sizes == [8, 16]
     assert point.losses(8) == [1.0, 2.0]
 
 
-def test_a_recorded_level_goes_before_the_curves():
-    curve = [[50, 4.0], [100, 1.0]]
-    assert (
-        Point(critical={"level": 2.5}, branches=[branch(8, 1.0, curve)]).tolerance_level(1) == 2.5
-    )
-
-
-def test_tolerance_level_is_unknown_without_curves():
-    assert math.isnan(Point().tolerance_level(0.2))
-    assert math.isnan(Point(branches=[branch(8, 1.0, [])]).tolerance_level(0.2))
+def test_the_tolerance_level_is_the_recorded_one():
+    assert Point(critical={"level": 2.5}).tolerance_level == 2.5
+    assert math.isnan(Point().tolerance_level)
 
 
 @pytest.mark.parametrize("where", ["rows", "last point"])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from steadygrad.report.numbers import interval, loss, number, plural, short, show, size
+from steadygrad.report.numbers import interval, loss, number, short, show, size
 
 
 @pytest.mark.parametrize(
@@ -68,14 +68,6 @@ def test_size(value: float, text: str):
 )
 def test_interval(low: object, high: object, text: str):
     assert interval(low, high) == text
-
-
-@pytest.mark.parametrize(
-    ("one", "many"),
-    [("image", "images"), ("batch", "batches"), ("query", "queries"), ("day", "days")],
-)
-def test_plural(one: str, many: str):
-    assert plural(one) == many
 
 
 @pytest.mark.parametrize("value", [None, "12", True, [1.0]])

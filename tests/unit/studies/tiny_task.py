@@ -103,6 +103,65 @@ def diverging_branches() -> Task:
     )
 
 
+def call_after(calls: int, work, fault):
+    """Does ``work`` so many times, then ``fault`` every time."""
+    left = [calls]
+
+    def changed(*arguments):
+        left[0] -= 1
+        return (work if left[0] >= 0 else fault)(*arguments)
+
+    return changed
+
+
+def boom(*arguments):
+    raise RuntimeError("it broke\nsecond line")
+
+
+def model_raises() -> Task:
+    return make_task(make_model=boom)
+
+
+def model_is_none() -> Task:
+    return make_task(make_model=lambda: None)
+
+
+def wrong_shapes() -> Task:
+    return make_task(make_model=lambda: nn.Linear(5, 1))
+
+
+def optimizer_raises() -> Task:
+    return make_task(make_optimizer=boom)
+
+
+def optimizer_is_none() -> Task:
+    return make_task(make_optimizer=lambda parameters, lr: None)
+
+
+def optimizer_cannot_step() -> Task:
+    return make_task(make_optimizer=lambda parameters, lr: torch.optim.LBFGS(parameters, lr=lr))
+
+
+def evaluate_raises() -> Task:
+    return make_task(evaluate=boom)
+
+
+def loss_raises_later() -> Task:
+    return make_task(per_sample_loss=call_after(100, losses, boom))
+
+
+def loss_is_a_mean_later() -> Task:
+    later = call_after(100, losses, lambda model, batch: losses(model, batch).mean())
+    return make_task(per_sample_loss=later)
+
+
+def evaluate_raises_later() -> Task:
+    def evaluate(model: nn.Module, samples: TensorSamples) -> float:
+        return float(losses(model, samples.batch(torch.arange(len(samples)))).mean())
+
+    return make_task(evaluate=call_after(20, evaluate, boom))
+
+
 def empty() -> Task:
     return make_task(train=make_data(0, 0))
 

@@ -71,12 +71,8 @@ def _size_figure(advice: Advice) -> Figure:
     if not size > 0:
         return None
     span = interval(advice.recommendation.get("low"), advice.recommendation.get("high"), 2)
-    trust = {
-        "critical": "measured by branches",
-        "noise": "from the noise scale alone",
-    }.get(str(advice.recommendation.get("trust")), "on weak evidence")
     between = f"; interval {span}" if span != "–" else ""
-    return "Batch size", show(int(size)), f"{advice.count(size)}, {trust}{between}"
+    return "Batch size", show(int(size)), f"{advice.count(size)}, measured by branches{between}"
 
 
 def _rate_figure(advice: Advice) -> Figure:

@@ -28,7 +28,7 @@ def branches(advice: Advice) -> Html:
 
 def _branch_panel(name: str, point: Point, advice: Advice) -> Html:
     sizes = point.batch_sizes
-    level = point.tolerance_level(advice.tolerance)
+    level = point.tolerance_level
 
     def paint(figure: "Figure", _: bool) -> None:
         from matplotlib.ticker import MaxNLocator

@@ -3,11 +3,10 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
-from steadygrad.record import Run
-from steadygrad.report.numbers import number, plural
+from steadygrad.record import Run, plural
+from steadygrad.report.numbers import number
 
 __all__ = ["Advice", "Point", "batch_of", "gather", "rows_of"]
 
@@ -51,26 +50,13 @@ class Point:
         pairs = {_size(key): number(value) for key, value in given.items()}
         return {size: pairs[size] for size in sorted(pairs) if 0 < size < math.inf}
 
-    def tolerance_level(self, tolerance: float) -> float:
-        """Mean loss of the smallest batch when its extra samples were still to come.
+    @property
+    def tolerance_level(self) -> float:
+        """Mean loss of the smallest batch when its extra samples were still to come, or NaN.
 
         A batch size is acceptable when its branch ends at most this high.
-
-        Returns:
-            The ``level`` of the ``critical`` event; without one, the loss that the smallest batch
-            had after ``1 / (1 + tolerance)`` of its branch, by linear interpolation; NaN when no
-            curve was recorded either.
         """
-        given = number(self.critical.get("level"))
-        if math.isfinite(given) or not tolerance > -1:
-            return given
-        sizes = self.batch_sizes
-        levels = [
-            _after_fraction(branch, 1 / (1 + tolerance))
-            for branch in self.branches
-            if sizes and batch_of(branch) == sizes[0]
-        ]
-        return sum(levels) / len(levels) if levels else math.nan
+        return number(self.critical.get("level"))
 
 
 @dataclass(frozen=True)
@@ -83,8 +69,8 @@ class Advice:
         training: ``(samples, loss)`` of the main trajectory, ascending.
         recommendation: That of the summary, or empty.
         tradeoff: That of the summary, or empty.
-        status: ``"complete"``, ``"interrupted"``, ``"budget"``, or ``"unfinished"`` when the
-            record has no end.
+        status: ``"complete"``, ``"interrupted"``, ``"budget"``, ``"failed"``, or
+            ``"unfinished"`` when the record has no end.
     """
 
     name: str
@@ -168,22 +154,6 @@ def _point(events: Mapping[str, Any]) -> Point:
     )
 
 
-def _after_fraction(branch: Mapping[str, Any], fraction: float) -> float:
-    """Loss of a branch after a fraction of its samples."""
-    given = branch.get("curve")
-    pairs = [pair for pair in given if len(pair) == 2] if isinstance(given, list) else []
-    curve = sorted((number(x), number(y)) for x, y in pairs)
-    if not curve:
-        return math.nan
-    whole = _or(number(branch.get("samples")), curve[-1][0])
-    # A curve may count from the start of training or from the start of the branch.
-    aim = curve[-1][0] - whole * (1 - fraction)
-    for (x0, y0), (x1, y1) in pairwise(curve):
-        if x0 <= aim <= x1 and x1 > x0:
-            return y0 + (y1 - y0) * (aim - x0) / (x1 - x0)
-    return math.nan
-
-
 def batch_of(row: Mapping[str, Any]) -> float:
     """Batch size of a branch or of a row of a summary; NaN when it has no usable one."""
     size = number(row.get("batch_size"))
@@ -206,7 +176,3 @@ def _size(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
-
-
-def _or(value: float, other: float) -> float:
-    return other if math.isnan(value) else value

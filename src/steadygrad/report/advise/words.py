@@ -25,6 +25,7 @@ def missing(advice: Advice, truncated: bool) -> str:
     """What a partial record lacks; empty when nothing is missing."""
     words = {
         "interrupted": "The run was interrupted before its end.",
+        "failed": "Training failed before everything planned was measured.",
         "budget": "The time budget was spent before everything planned was measured.",
         "unfinished": "The record has no end: the run was stopped, or is still going.",
     }

@@ -8,17 +8,18 @@ size is the largest one whose excess is within the tolerance.
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from steadygrad.studies.advise.curves import (
     Decline,
+    between,
     crossing,
-    fit_decline,
     fit_tradeoff,
     isotonic,
 )
+from steadygrad.studies.advise.spread import Noise, Yardstick, mean_loss
 
 __all__ = ["CAP", "DRAWS", "Branch", "Critical", "find_critical"]
 
@@ -97,32 +98,37 @@ def find_critical(branches: Sequence[Branch], tolerance: float, *, seed: int = 0
     The interval redraws every batch size's mean loss from a normal distribution, whose variance is
     what remains of the losses after the means of batch sizes and of repeats are taken out (the
     repeats share their data order across batch sizes, so their common part cancels). With so few
-    repeats that variance is itself uncertain, and is redrawn as well.
+    repeats that variance is itself uncertain, and is redrawn as well. So are the losses that the
+    yardstick goes through, and it is fitted again in every draw.
+
+    Where no noise can be estimated, or a batch size diverged, the interval reaches to the
+    neighbouring batch sizes.
 
     Args:
         branches: Every batch size in every repeat; the smallest with a curve.
         tolerance: Extra samples that are acceptable, as a fraction.
         seed: Of the interval's draws.
     """
-    losses = _table(branches)
+    losses, level = _table(branches), max(0.0, tolerance)
     sizes = tuple(sorted(losses))
     length = branches[0].samples
-    curve = fit_decline([pair for b in branches if b.batch_size == sizes[0] for pair in b.curve])
-    means = [_mean(losses[size]) for size in sizes]
+    yardstick = Yardstick([b.curve for b in branches if b.batch_size == sizes[0]])
+    curve = yardstick.curve
+    means = [mean_loss(losses[size]) for size in sizes]
     excess = _excess(curve, means, length)
-    draws = tuple(_draws(curve, means, length, losses, seed))
-    level = max(0.0, tolerance)
-    values = sorted(_largest(sizes, row, level) for row in draws)
-    fits = sorted(fit_tradeoff(sizes, row, CAP) for row in draws[:100])
+    noise = Noise.of(losses)
+    draws = tuple(_draws(yardstick, noise, means, length, level, seed))
     value = _largest(sizes, excess, level)
+    low, high = _interval(sizes, excess, draws, level, noise.freedom > 0)
+    fits = sorted(fit_tradeoff(sizes, row, CAP) for row in draws[:100])
     falls = curve.fall > 0
     return Critical(
         sizes=sizes,
         excess=excess,
         draws=draws,
         value=min(value, float(sizes[-1])) if falls else math.nan,
-        low=min(_quantile(values, 0.025), float(sizes[-1])) if falls else 0.0,
-        high=_quantile(values, 0.975) if falls else math.inf,
+        low=min(low, float(sizes[-1])) if falls else 0.0,
+        high=high if falls else math.inf,
         at_edge=_edge(value, sizes, isotonic(excess), level) if falls else "",
         level=means[0] + curve(length / (1 + level)) - curve(length) if falls else math.nan,
         fitted=fit_tradeoff(sizes, excess, CAP) if falls else math.nan,
@@ -158,40 +164,51 @@ def _one_excess(curve: Decline, loss: float, length: int) -> float:
 
 
 def _draws(
-    curve: Decline,
+    yardstick: Yardstick,
+    noise: Noise,
     means: Sequence[float],
     length: int,
-    losses: Mapping[int, Sequence[float]],
+    level: float,
     seed: int,
 ) -> list[tuple[float, ...]]:
-    variance, freedom = _residual(losses)
-    repeats = len(next(iter(losses.values())))
+    """Excesses as other noise would have made them, a row for each draw."""
     generator = random.Random(seed)
     rows = []
-    for _ in range(DRAWS):
-        # Scaled inverse chi-square: what the variance may be, given so few degrees of freedom.
-        chi_square = generator.gammavariate(freedom / 2, 2) if freedom else 1.0
-        sigma = math.sqrt(variance * freedom / chi_square / repeats)
+    for draw in range(DRAWS):
+        sigma = noise.draw_sigma(generator)
         drawn = [mean + generator.gauss(0, sigma) for mean in means]
-        rows.append(_excess(curve, drawn, length))
+        end = drawn[0] - means[0] + generator.gauss(0, noise.common)
+        curve = yardstick.draw(generator, end)
+        rows.append(_undecided(_excess(curve, drawn, length), means, level, bool(draw % 2)))
     return rows
 
 
-def _residual(losses: Mapping[int, Sequence[float]]) -> tuple[float, int]:
-    """Residual variance and degrees of freedom, batch size and repeat effects taken out."""
-    rows = [row for row in losses.values() if all(math.isfinite(loss) for loss in row)]
-    repeats = len(rows[0]) if rows else 0
-    freedom = (len(rows) - 1) * (repeats - 1)
-    if freedom <= 0:
-        return 0.0, 0
-    grand = _mean([_mean(row) for row in rows])
-    columns = [_mean([row[r] for row in rows]) - grand for r in range(repeats)]
-    square = math.fsum(
-        (loss - _mean(row) - column) ** 2
-        for row in rows
-        for loss, column in zip(row, columns, strict=True)
-    )
-    return square / freedom, freedom
+def _undecided(
+    excess: tuple[float, ...], means: Sequence[float], level: float, near: bool
+) -> tuple[float, ...]:
+    """Half of the draws let the smallest diverged batch size just exceed the tolerance.
+
+    That it diverged says that it is too large, not where between it and its neighbour that begins.
+    """
+    lost = next((i for i, mean in enumerate(means) if not math.isfinite(mean)), None)
+    if not near or not lost:
+        return excess
+    least = max(level + 1e-9, *excess[:lost])
+    return (*excess[:lost], least, *excess[lost + 1 :])
+
+
+def _interval(
+    sizes: Sequence[int],
+    excess: Sequence[float],
+    draws: Sequence[Sequence[float]],
+    level: float,
+    known: bool,
+) -> tuple[float, float]:
+    """The middle 95% of the draws; the neighbouring sizes where the noise is not known."""
+    if not known:
+        return between([float(size) for size in sizes], isotonic(excess), level)
+    values = sorted(_largest(sizes, row, level) for row in draws)
+    return _quantile(values, 0.025), _quantile(values, 0.975)
 
 
 def _largest(sizes: Sequence[int], excess: Sequence[float], level: float) -> float:
@@ -202,10 +219,6 @@ def _edge(value: float, sizes: Sequence[int], excess: Sequence[float], level: fl
     if math.isinf(value):
         return "above"
     return "below" if excess[1] > level else ""
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.inf
 
 
 def _quantile(ordered: Sequence[float], part: float) -> float:

@@ -3,8 +3,17 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 
-__all__ = ["Decline", "crossing", "fit_decline", "fit_tradeoff", "isotonic"]
+__all__ = [
+    "Decline",
+    "DeclineFit",
+    "between",
+    "crossing",
+    "fit_decline",
+    "fit_tradeoff",
+    "isotonic",
+]
 
 
 POWERS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -52,24 +61,53 @@ def _progress(samples: float, scale: float, power: float) -> float:
 
 def fit_decline(points: Sequence[tuple[float, float]]) -> Decline:
     """Fits a curve through ``(samples, loss)`` pairs by least squares."""
-    longest = max(samples for samples, _ in points)
-    shapes = [(longest * 2.0 ** (half / 2), power) for power in POWERS for half in range(-8, 9)]
-    fits = [_fit_line(points, scale, power) for scale, power in shapes]
-    return min(fits, key=lambda fit: fit[0])[1]
+    return DeclineFit([samples for samples, _ in points])([loss for _, loss in points])
 
 
-def _fit_line(
-    points: Sequence[tuple[float, float]], scale: float, power: float
-) -> tuple[float, Decline]:
-    xs = [_progress(samples, scale, power) for samples, _ in points]
-    ys = [loss for _, loss in points]
-    x_mean, y_mean = math.fsum(xs) / len(xs), math.fsum(ys) / len(ys)
-    spread = math.fsum((x - x_mean) ** 2 for x in xs)
-    product = math.fsum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True))
-    slope = product / spread if spread > 0 else 0.0
-    decline = Decline(y_mean - slope * x_mean, -slope, scale, power)
-    error = math.fsum((decline(samples) - loss) ** 2 for samples, loss in points)
-    return error, decline
+class DeclineFit:
+    """Fits curves through losses at the same places, over and over.
+
+    Every shape on a grid is a straight line in its own progress, so that all that does not depend
+    on the losses is worked out once.
+
+    Args:
+        samples: Where the losses are known, in samples.
+    """
+
+    def __init__(self, samples: Sequence[float]) -> None:
+        longest = max(samples)
+        shapes = [(longest * 2.0 ** (half / 2), p) for p in POWERS for half in range(-8, 9)]
+        self._lines = [_Line.of(samples, scale, power) for scale, power in shapes]
+
+    def __call__(self, losses: Sequence[float]) -> Decline:
+        """The curve with the least squared error at these losses."""
+        mean = math.fsum(losses) / len(losses)
+        rest = [loss - mean for loss in losses]
+        slopes = [sum(map(mul, line.weights, rest)) for line in self._lines]
+        # What is left of the squared losses is least where the line takes most of them away.
+        taken = [slope**2 * line.spread for slope, line in zip(slopes, self._lines, strict=True)]
+        best = max(range(len(taken)), key=taken.__getitem__)
+        line, slope = self._lines[best], slopes[best]
+        return Decline(mean - slope * line.mean, -slope, line.scale, line.power)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """The regression on the progress of one shape: ``slope = weights @ losses``."""
+
+    scale: float
+    power: float
+    mean: float
+    spread: float
+    weights: tuple[float, ...]
+
+    @classmethod
+    def of(cls, samples: Sequence[float], scale: float, power: float) -> "_Line":
+        xs = [_progress(place, scale, power) for place in samples]
+        mean = math.fsum(xs) / len(xs)
+        spread = math.fsum((x - mean) ** 2 for x in xs)
+        weights = tuple((x - mean) / spread if spread > 0 else 0.0 for x in xs)
+        return cls(scale, power, mean, spread, weights)
 
 
 def isotonic(values: Sequence[float]) -> list[float]:
@@ -89,16 +127,25 @@ def crossing(sizes: Sequence[float], values: Sequence[float], level: float) -> f
 
     Args:
         sizes: Ascending batch sizes.
-        values: Non-decreasing; between sizes they are linear in the logarithm of the size.
+        values: Non-decreasing; between sizes they are linear in the size, as the trade-off
+            between steps and samples is.
         level: What a value may be at most.
     """
-    above = next((i for i, value in enumerate(values) if value > level), len(values))
-    if above == len(values):
-        return math.inf
-    if above == 0:
-        return sizes[0]
+    low, high = between(sizes, values, level)
+    if low == high or math.isinf(high):
+        return high
+    above = sizes.index(high)
     part = (level - values[above - 1]) / (values[above] - values[above - 1])
-    return float(sizes[above - 1] * (sizes[above] / sizes[above - 1]) ** part)
+    return float(low + (high - low) * part)
+
+
+def between(sizes: Sequence[float], values: Sequence[float], level: float) -> tuple[float, float]:
+    """The neighbouring sizes between which values come to exceed ``level``.
+
+    The first size twice when even its value does; infinity follows the last.
+    """
+    above = next((i for i, value in enumerate(values) if value > level), len(values))
+    return sizes[max(0, above - 1)], sizes[above] if above < len(sizes) else math.inf
 
 
 def fit_tradeoff(sizes: Sequence[float], excess: Sequence[float], cap: float) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steadygrad._checks import InputError
@@ -17,7 +17,7 @@ from steadygrad.noise import NoiseScale
 from steadygrad.studies.advise.order import Order, seed_for
 from steadygrad.studies.advise.plan import MICRO_BATCHES
 from steadygrad.studies.advise.ranks import Ranks
-from steadygrad.tasks import Task, check_losses, mean_loss, place
+from steadygrad.tasks import Task, TaskError, check_losses, guarded, mean_loss, place
 
 __all__ = ["DTYPES", "Diverged", "Engine", "State"]
 
@@ -74,12 +74,32 @@ class Engine:
         self.task, self.seed, self.ranks = task, seed, ranks
         self.dtype = DTYPES[dtype]
         self.seed_everything("init")
-        self.model = task.make_model().to(ranks.device)
+        self.model = ranks.together(self._make_model)
         if self.dtype is torch.float64:
             self.model.double()
         self.wrapped = ranks.wrap(self.model)
         self._initial = copy.deepcopy(self.model.state_dict())
-        self.restart()
+        ranks.together(self.restart)
+
+    def _make_model(self) -> nn.Module:
+        with guarded("Task.make_model"):
+            model: Any = self.task.make_model()
+        if not isinstance(model, nn.Module):
+            raise TaskError(
+                f"Task.make_model should return a torch.nn.Module. Found {type(model).__name__}. "
+                "Remedy: end the function with `return model`."
+            )
+        return model.to(self.ranks.device)
+
+    def _make_optimizer(self) -> Optimizer:
+        with guarded("Task.make_optimizer"):
+            found: Any = self.task.make_optimizer(self.model.parameters(), self.task.lr)
+        if not isinstance(found, Optimizer):
+            raise TaskError(
+                "Task.make_optimizer should return a torch.optim.Optimizer. Found "
+                f"{type(found).__name__}. Remedy: end the function with `return optimizer`."
+            )
+        return found
 
     def seed_everything(self, *names: object) -> None:
         """Seeds torch's generators for one unit of work."""
@@ -98,7 +118,7 @@ class Engine:
         self.steps = state.steps
 
     def _fresh_optimizer(self, factor: float, state: State | None = None) -> None:
-        self.optimizer: Optimizer = self.task.make_optimizer(self.model.parameters(), self.task.lr)
+        self.optimizer = self._make_optimizer()
         enabled = self.dtype is torch.float16
         self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=enabled)
         if state is not None:
@@ -116,24 +136,30 @@ class Engine:
 
     def losses(self, indices: Tensor) -> Tensor:
         """Per-sample losses of a batch on this rank, with shape ``(n,)``."""
-        batch = place(self.task.train.batch(indices), self.model)
-        with self._autocast():
-            return self.task.per_sample_loss(self.wrapped, batch)
+        with guarded("Task.train.batch"):
+            batch = place(self.task.train.batch(indices), self.model)
+        with guarded("Task.per_sample_loss"), self._autocast():
+            losses: Any = self.task.per_sample_loss(self.wrapped, batch)
+        # Only what costs no wait for the device.
+        if not isinstance(losses, Tensor) or losses.shape != indices.shape:
+            check_losses(losses, len(indices))
+        return losses  # type: ignore[no-any-return]
 
     def try_once(self) -> None:
-        """Trains on one batch and evaluates, so that a broken task shows before the study begins.
+        """Evaluates and trains on one batch: a broken task shows before the study begins.
 
         Raises:
             InputError: If the losses are not one finite number for each sample.
         """
         size = self.task.batch_size // self.ranks.size
         self.ranks.together(lambda: check_losses(self.losses(torch.arange(size)), size))
-        value = self.evaluate()
+        value = self.ranks.together(self.evaluate)
         if not math.isfinite(value):
             raise Diverged(
                 f"The evaluation of the untrained model should be finite. Found {value}. "
                 "Remedy: look for NaN in the validation data."
             )
+        self.step(torch.arange(self.task.batch_size))
         self.restart()
 
     def step(self, indices: Tensor) -> float:
@@ -156,8 +182,10 @@ class Engine:
                 f"The training loss should stay finite. Found {value} after {self.steps} steps. "
                 f"Remedy: a lower Task.lr than {self.task.lr:g}, or look for NaN in the data."
             )
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
+        with guarded("The backward pass of Task.per_sample_loss"):
+            self.scaler.scale(loss).backward()
+        with guarded("A step of the optimizer"):
+            self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
         self.steps += 1
@@ -182,9 +210,11 @@ class Engine:
         with torch.random.fork_rng(devices), self._autocast(), torch.no_grad():
             self.seed_everything("evaluate")
             if self.task.evaluate is None:
-                return mean_loss(self.task, self.model)
+                with guarded("Task.per_sample_loss on Task.valid"):
+                    return mean_loss(self.task, self.model)
             modes = [(module, module.training) for module in self.model.modules()]
-            value = float(self.task.evaluate(self.model, self.task.valid))
+            with guarded("Task.evaluate"):
+                value = float(self.task.evaluate(self.model, self.task.valid))
         for module, mode in modes:
             module.training = mode
         return value

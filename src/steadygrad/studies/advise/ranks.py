@@ -4,6 +4,7 @@ Every rank runs the same units on its slice of every batch. Only rank 0 reads th
 and prints; the others learn from it what they cannot know.
 """
 
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -48,6 +49,11 @@ class Ranks:
     def is_main(self) -> bool:
         """Whether this process writes and prints."""
         return self.rank == 0
+
+    @staticmethod
+    def first() -> bool:
+        """Whether this is rank 0, or alone, for who has not joined the others."""
+        return os.environ.get("RANK", "0") == "0"
 
     def leave(self) -> None:
         """Ends the process group. No barrier: a rank that failed is not waited for."""

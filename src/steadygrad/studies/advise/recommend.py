@@ -1,6 +1,7 @@
 """From critical batch sizes along training to one batch size, and to a schedule."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,17 +115,16 @@ def _average(
 def _extended(sizes: Sequence[int], excess: Sequence[float]) -> Callable[[float], float]:
     """Excess as a function of any batch size.
 
-    Linear in the logarithm between the sizes tried; beyond the last, on the trade-off through the
-    first and the last, which is a straight line.
+    Linear between the sizes tried, as the trade-off is; beyond the last, on the trade-off through
+    the first and the last.
     """
 
     def at(size: float) -> float:
         if size >= sizes[-1]:
             return excess[-1] * (size - sizes[0]) / (sizes[-1] - sizes[0])
-        position = max(0.0, math.log2(size / sizes[0]))
-        index = min(int(position), len(sizes) - 2)
-        low, high = excess[index], excess[index + 1]
-        return low + (high - low) * (position - index)
+        index = max(0, bisect_right(sizes, size) - 1)
+        part = max(0.0, (size - sizes[index]) / (sizes[index + 1] - sizes[index]))
+        return excess[index] + (excess[index + 1] - excess[index]) * part
 
     return at
 

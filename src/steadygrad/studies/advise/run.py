@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from steadygrad.record import RunWriter, read_run
+from steadygrad._checks import InputError
+from steadygrad.record import RecordError, RunWriter, read_run
 from steadygrad.studies.advise.checkpoint import Checkpoints
 from steadygrad.studies.advise.engine import Engine
 from steadygrad.studies.advise.header import changes, make_header
@@ -21,7 +22,7 @@ from steadygrad.studies.advise.summary import summarize
 from steadygrad.studies.advise.units import Units
 from steadygrad.tasks import load_task
 
-__all__ = ["Monitor", "Outcome", "advise", "resume"]
+__all__ = ["Failed", "Monitor", "Outcome", "advise", "resume"]
 
 WARM_UP_STEPS = 4
 CALIBRATION_SECONDS = 0.5
@@ -57,6 +58,21 @@ class Outcome:
     is_main: bool = True
 
 
+class Failed(InputError):
+    """Training failed after the record was begun; what was measured until then is kept.
+
+    Why is the ``__cause__``.
+
+    Attributes:
+        folder: The run's folder, with a summary.
+        is_main: Whether this process wrote it.
+    """
+
+    def __init__(self, message: str, folder: Path, *, is_main: bool) -> None:
+        super().__init__(message)
+        self.folder, self.is_main = folder, is_main
+
+
 @dataclass
 class _Study:
     """Everything that a study needs while it runs."""
@@ -75,9 +91,13 @@ class _Study:
         self.monitor.begin(self.plan.work, _done(ledger, self.plan))
         try:
             status, reason = self._work(ledger)
-            summary = summarize(self.header, ledger, status)
-            if self.writer is not None:
-                self._write(self.writer, ledger, summary)
+            summary = self._write(ledger, status)
+        except RecordError:
+            raise
+        except InputError as error:
+            self._write(ledger, "failed")
+            is_main = self.engine.ranks.is_main
+            raise Failed(str(error), self.folder, is_main=is_main) from error
         finally:
             if self.writer is not None:
                 self.writer.close()
@@ -99,17 +119,21 @@ class _Study:
             return ("budget" if halt.reason == BUDGET else "interrupted"), halt.reason
         return "complete", 0
 
-    def _write(self, writer: RunWriter, ledger: Ledger, summary: Mapping[str, Any]) -> None:
+    def _write(self, ledger: Ledger, status: str) -> dict[str, Any]:
+        summary = summarize(self.header, ledger, status)
+        if self.writer is None:
+            return summary
         if ledger.differing:
             self.monitor.say(
                 f"{ledger.differing} numbers differ from those recorded: the machine or its "
                 "libraries are not the same."
             )
         # In this order: a summary that says "complete" is the last thing that can be missing.
-        ledger.end(summary["status"])
-        writer.write_summary(summary)
-        if summary["status"] == "complete":
+        ledger.end(status)
+        self.writer.write_summary(summary)
+        if status == "complete":
             Checkpoints(self.folder).remove()
+        return summary
 
 
 def advise(
@@ -124,8 +148,8 @@ def advise(
         monitor: Watches.
 
     Raises:
-        InputError: For anything that cannot be used; the record is not begun unless training
-            diverges later.
+        InputError: For anything that cannot be used; the record is not begun.
+        Failed: If training diverges, or the task's code raises, later on.
     """
     stop = stop or Stop()
     ranks = Ranks.join(stop, settings.resolved_device)
@@ -160,12 +184,15 @@ def resume(folder: Path, *, stop: Stop | None = None, monitor: Monitor) -> Outco
     Raises:
         InputError: If the record cannot be read, is of another study, or the task's data or the
             number of processes have changed.
+        Failed: If training diverges, or the task's code raises, later on.
     """
     recorded = read_run(folder)
     settings, plan = read_settings(recorded), Plan.from_dict(recorded.header["plan"])
     if recorded.summary is not None and recorded.summary.get("status") == "complete":
-        Checkpoints(folder).remove()
-        return Outcome(folder, recorded.summary)
+        # Before the ranks join: a finished run needs neither its device nor the others.
+        if Ranks.first():
+            Checkpoints(folder).remove()
+        return Outcome(folder, recorded.summary, is_main=Ranks.first())
     stop = stop or Stop()
     ranks = Ranks.join(stop, settings.resolved_device)
     try:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from steadygrad.formulas.batch_size import learning_rate
 from steadygrad.record import SCHEMA
 from steadygrad.studies.advise.critical import Critical
 from steadygrad.studies.advise.ledger import Ledger
@@ -27,7 +26,7 @@ def summarize(header: Mapping[str, Any], ledger: Ledger, status: str) -> dict[st
     Args:
         header: The record's header.
         ledger: Its events.
-        status: ``"complete"``, ``"interrupted"`` or ``"budget"``.
+        status: ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
 
     Returns:
         The content of ``summary.json``; the recommendation's batch size is None when no critical
@@ -101,7 +100,7 @@ def _public(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recommendation(found: Findings) -> dict[str, Any]:
-    settings, run = found.settings, found.run
+    run = found.run
     if run is None:
         trust = "noise" if found.noise and found.noise["resolved"] else "none"
         nothing = dict.fromkeys(
@@ -120,7 +119,7 @@ def _recommendation(found: Findings) -> dict[str, Any]:
         "value": run.value,
         "low": run.low,
         "high": run.high,
-        "lr": _rate(settings, run.batch_size),
+        "lr": found.lr,
         "warmup_samples": found.warmup,
         "now": found.now,
         "words": sentences(found),
@@ -134,10 +133,6 @@ def _warmup(run: WholeRun | None, measured: Sequence[Measured], rule: str) -> in
     """Until the first point nothing says what learning rate the model can bear."""
     raised = run is not None and run.batch_size > run.sizes[0] and rule != "constant"
     return measured[0].samples if raised else 0
-
-
-def _rate(settings: Mapping[str, Any], size: int) -> float:
-    return learning_rate(settings["lr"], size, settings["batch_size"], settings["lr_rule"])
 
 
 def _tradeoff(run: WholeRun | None) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from steadygrad.formulas.batch_size import learning_rate
 from steadygrad.noise.schedule import BatchSizeSchedule
+from steadygrad.record import plural
 from steadygrad.studies.advise.recommend import Measured, WholeRun, schedule
 
 __all__ = ["Findings", "megatron", "sentences"]
@@ -53,9 +54,17 @@ class Findings:
             "lr": row["lr"],
         }
 
+    @property
+    def lr(self) -> float:
+        """Learning rate at the batch size for a whole run; NaN when there is none."""
+        if self.run is None:
+            return math.nan
+        lr, base, rule = (self.settings[name] for name in ("lr", "batch_size", "lr_rule"))
+        return learning_rate(lr, self.run.batch_size, base, rule)
+
     def count(self, number: float) -> str:
         """A number of samples, with its unit."""
-        return f"{_number(number)} {self.sample if number == 1 else _plural(self.sample)}"
+        return f"{_number(number)} {self.sample if number == 1 else plural(self.sample)}"
 
 
 def sentences(found: Findings) -> list[str]:
@@ -80,15 +89,9 @@ def megatron(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _whole_run(found: Findings, run: WholeRun) -> str:
-    rate = learning_rate(
-        found.settings["lr"],
-        run.batch_size,
-        found.settings["batch_size"],
-        found.settings["lr_rule"],
-    )
     text = (
-        f"Train at a batch of {found.count(run.batch_size)} with learning rate {rate:.3g}, for a "
-        f"whole run of about {found.count(run.samples)}"
+        f"Train at a batch of {found.count(run.batch_size)} with learning rate {found.lr:.3g}, "
+        f"for a whole run of about {found.count(run.samples)}"
     )
     if run.value >= run.sizes[-1]:
         return (
@@ -103,7 +106,7 @@ def _whole_run(found: Findings, run: WholeRun) -> str:
     tolerance = found.settings["tolerance"]
     return (
         f"{text}: up to {_number(run.value)} (95% interval {limit}) a batch costs at most "
-        f"{tolerance:.0%} more {_plural(found.sample)} than {_number(run.sizes[0])} does."
+        f"{tolerance:.0%} more {plural(found.sample)} than {_number(run.sizes[0])} does."
     )
 
 
@@ -112,13 +115,19 @@ def _cost(found: Findings, run: WholeRun) -> str:
     if run.batch_size == base:
         return (
             f"That is the task's own batch size: doubling it would already cost "
-            f"{run.excess[1]:.0%} more {_plural(found.sample)}."
+            f"{_extra(found, run.excess[1])}."
         )
     steps = base / run.batch_size * (1 + run.excess_here)
     return (
         f"Against batches of {_number(base)} that is {steps:.0%} of the steps for "
-        f"{run.excess_here:.0%} more {_plural(found.sample)}."
+        f"{_extra(found, run.excess_here)}."
     )
+
+
+def _extra(found: Findings, fraction: float) -> str:
+    """So many samples more or fewer, in whole per cent."""
+    percent = round(100 * fraction)
+    return f"{abs(percent)}% {'fewer' if percent < 0 else 'more'} {plural(found.sample)}"
 
 
 def _warmup(found: Findings) -> list[str]:
@@ -157,7 +166,7 @@ def _schedule(found: Findings) -> list[str]:
         f"{_number(row['batch_size'])} from {_number(row['from_samples'])}" for row in rows[1:]
     )
     text = f"With a growing batch: start at {_number(rows[0]['batch_size'])}, then {steps}"
-    return [f"{text} {_plural(found.sample)} on (Megatron: {megatron(rows)})."]
+    return [f"{text} {plural(found.sample)} on (Megatron: {megatron(rows)})."]
 
 
 def _trust(found: Findings, last: Measured) -> str:
@@ -196,9 +205,8 @@ def _noise_scale(found: Findings, noise: Mapping[str, Any]) -> str:
 def _unfinished(found: Findings) -> list[str]:
     if found.status == "complete":
         return []
-    how = "was interrupted" if found.status == "interrupted" else "ran out of its budget"
     after = f"after measuring {found.points} of {found.planned} points"
-    return [f"The study {how} {after}: this is preliminary. --resume goes on with it."]
+    return [f"The study {_ending(found)} {after}: this is preliminary.{_go_on(found)}"]
 
 
 def _nothing(found: Findings) -> str:
@@ -207,21 +215,21 @@ def _nothing(found: Findings) -> str:
             "No batch size can be recommended: the validation loss did not fall along the "
             "branches at the smallest batch size. Try another Task.lr or an earlier stop."
         )
-    why = {"interrupted": "was interrupted", "budget": "ran out of its budget"}.get(
-        found.status, "ended"
-    )
     return (
-        f"No batch size can be recommended yet: the study {why} before the branches of the first "
-        "point were trained. --resume goes on with it."
+        f"No batch size can be recommended yet: the study {_ending(found)} before the branches of "
+        f"the first point were trained.{_go_on(found)}"
     )
+
+
+def _ending(found: Findings) -> str:
+    ways = {"interrupted": "was interrupted", "budget": "ran out of its budget", "failed": "failed"}
+    return ways.get(found.status, "ended")
+
+
+def _go_on(found: Findings) -> str:
+    return "" if found.status == "failed" else " --resume goes on with it."
 
 
 def _number(value: float) -> str:
     """Whole, with thousands separators; infinity as a word."""
     return f"{value:,.0f}" if math.isfinite(value) else "no limit"
-
-
-def _plural(word: str) -> str:
-    if word.endswith(("s", "x", "ch", "sh")):
-        return f"{word}es"
-    return f"{word[:-1]}ies" if word.endswith("y") and word[-2:-1] not in "aeiou" else f"{word}s"

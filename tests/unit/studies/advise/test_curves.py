@@ -4,7 +4,14 @@ import math
 
 import pytest
 
-from steadygrad.studies.advise.curves import crossing, fit_decline, fit_tradeoff, isotonic
+from steadygrad.studies.advise.curves import (
+    DeclineFit,
+    between,
+    crossing,
+    fit_decline,
+    fit_tradeoff,
+    isotonic,
+)
 
 SAMPLES = [256.0 * i for i in range(1, 9)]
 
@@ -60,10 +67,26 @@ def test_isotonic_pools_violators(values, expected):
     assert isotonic(values) == pytest.approx(expected)
 
 
-def test_a_crossing_is_interpolated_in_the_logarithm():
-    assert crossing([8.0, 16.0, 32.0], [0.0, 0.1, 0.3], 0.2) == pytest.approx(16 * 2**0.5)
+def test_a_crossing_is_interpolated_on_the_trade_off():
+    assert crossing([8.0, 16.0, 32.0], [0.0, 0.1, 0.3], 0.2) == pytest.approx(24.0)
     assert crossing([8.0, 16.0], [0.0, 0.2], 0.2) == math.inf
     assert crossing([8.0, 16.0], [0.3, 0.4], 0.2) == 8.0
+    law = [(1 + size / 64) / (1 + 8 / 64) - 1 for size in (8, 16, 32)]
+    assert crossing([8.0, 16.0, 32.0], law, 0.2) == pytest.approx(1.2 * 72 - 64)
+
+
+def test_the_neighbours_of_a_crossing():
+    sizes = [8.0, 16.0, 32.0]
+    assert between(sizes, [0.0, 0.1, 0.3], 0.2) == (16.0, 32.0)
+    assert between(sizes, [0.0, 0.1, 0.2], 0.2) == (32.0, math.inf)
+    assert between(sizes, [0.3, 0.3, 0.3], 0.2) == (8.0, 8.0)
+
+
+def test_one_fit_serves_many_losses():
+    fit = DeclineFit(SAMPLES)
+    for scale in (200.0, 500.0, 2000.0):
+        points = [(s, 3 - 0.4 * math.log1p(s / scale)) for s in SAMPLES]
+        assert fit([loss for _, loss in points]) == fit_decline(points)
 
 
 @pytest.mark.parametrize("critical", [20.0, 130.0, 1000.0])

@@ -36,6 +36,21 @@ def findings(**changes) -> Findings:
     })  # fmt: skip
 
 
+def test_fewer_samples_are_not_a_negative_number_more():
+    run = WholeRun(24_576, 36.0, 28.0, 45.0, 16, SIZES, (0.0, -0.01, 0.17, 0.3), 150.0)
+    assert sentences(findings(run=run))[1] == (
+        "Against batches of 8 that is 50% of the steps for 1% fewer sequences."
+    )
+
+
+def test_a_failed_study_is_not_told_to_go_on():
+    first = sentences(findings(status="failed", points=1))[0]
+    assert first == "The study failed after measuring 1 of 3 points: this is preliminary."
+    first = sentences(findings(status="failed", run=None, last=None, points=0))[0]
+    assert "the study failed before" in first
+    assert "--resume" not in first
+
+
 def test_a_whole_recommendation():
     assert sentences(findings()) == [
         (
