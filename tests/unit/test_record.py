@@ -368,3 +368,15 @@ def test_every_public_name_exists():
 )
 def test_plural(one: str, many: str):
     assert plural(one) == many
+
+
+def test_a_run_in_progress_is_left_alone(tmp_path):
+    with RunWriter.create(tmp_path / "run", {"study": "x"}) as writer:
+        writer.append("one")
+        before = (tmp_path / "run" / "record.jsonl").read_bytes()
+        with pytest.raises(RecordError, match=r"in progress in another process. Remedy: wait"):
+            RunWriter.resume(tmp_path / "run")
+        assert (tmp_path / "run" / "record.jsonl").read_bytes() == before
+    with RunWriter.resume(tmp_path / "run") as again:
+        again.append("two")
+    assert [e["event"] for e in read_run(tmp_path / "run").events] == ["one", "two"]

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -38,7 +39,8 @@ def run(options: Advise, began: float) -> int:
     stop = Stop(began)
     with stop.signals():
         try:
-            with make_monitor(console, is_main) as monitor:
+            # What the user's own task prints must not mix with --json.
+            with make_monitor(console, is_main) as monitor, redirect_stdout(sys.stderr):
                 outcome = _study(options, stop, monitor)
             if outcome.is_main:
                 _finish(outcome, console)

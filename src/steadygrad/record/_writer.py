@@ -1,12 +1,13 @@
 """Writes a run's folder."""
 
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from steadygrad._checks import InputError
 from steadygrad.record._environment import environment
@@ -26,6 +27,21 @@ from steadygrad.record._reader import SCHEMA, read_record
 __all__ = ["RunWriter"]
 
 
+def _lock(file: IO[bytes], folder: Path) -> None:
+    """Keeps a second process out for as long as the file is open; a kill lets go of it."""
+    if sys.platform == "win32":  # It has no such lock: two processes are not kept apart there.
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise RecordError(
+            f"Expected a run that nobody is writing. Found {str(folder)!r} in progress in another "
+            "process. Remedy: wait for it or stop it, then --resume."
+        ) from error
+
+
 class RunWriter:
     """Writes one run's folder; get one from :meth:`create` or :meth:`resume`.
 
@@ -35,12 +51,18 @@ class RunWriter:
         folder: Where the run is written.
     """
 
-    def __init__(self, folder: Path, end: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file = open(folder / RECORD, "r+b", buffering=0)  # noqa: SIM115
-        self._end = end
-        self._file.truncate(end)
-        self._file.seek(end)
+        try:
+            _lock(self._file, folder)
+            # Only now: whoever wrote it before has finished.
+            self._end = read_record(folder)[2]
+        except BaseException:
+            self._file.close()
+            raise
+        self._file.truncate(self._end)
+        self._file.seek(self._end)
 
     @classmethod
     def create(cls, folder: Path, header: Mapping[str, Any]) -> "RunWriter":
@@ -64,7 +86,7 @@ class RunWriter:
         made = make_empty_folder(folder)
         try:
             write_beside(folder / RECORD, data)
-            return cls(folder, len(data))
+            return cls(folder)
         except OSError as error:
             remove_folders(made)
             raise InputError(cannot_write(folder, error)) from error
@@ -74,12 +96,13 @@ class RunWriter:
         """Goes on with a record after its last whole line; a broken last line is cut off.
 
         Raises:
-            RecordError: If the record cannot be read (see :func:`read_run`) or written.
+            RecordError: If the record cannot be read (see :func:`read_run`) or written, or another
+                process is writing it.
         """
         folder = Path(folder)
-        whole = read_record(folder)[2]
+        read_record(folder)
         try:
-            return cls(folder, whole)
+            return cls(folder)
         except OSError as error:
             raise RecordError(cannot_write(folder, error)) from error
 

@@ -191,7 +191,16 @@ def test_an_error_of_our_own_is_not_the_tasks(tmp_path, monkeypatch):
 def run(tmp_path_factory):
     """A complete run, its summary from stdout, and what went to stderr."""
     folder = tmp_path_factory.mktemp("cli") / "run"
-    command = [sys.executable, "-m", "steadygrad", "advise", tiny(), "--budget", "200s", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "steadygrad",
+        "advise",
+        tiny("talkative"),
+        "--budget",
+        "200s",
+        "--json",
+    ]
     done = subprocess.run(
         [*command, "--out", str(folder), "--device", "cpu"],
         capture_output=True,

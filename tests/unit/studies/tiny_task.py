@@ -46,6 +46,11 @@ def make_task(**changes) -> Task:
     )
 
 
+def talkative() -> Task:
+    print("a task may print what it likes")
+    return make_task()
+
+
 def without_dropout() -> Task:
     """The same on any number of processes, whose random numbers differ."""
     return make_task(

@@ -31,6 +31,8 @@ END_MARKS = 3
 
 # The nominal machine is never quite free; start-up, evaluation and the report also take time.
 SHARE_OF_BUDGET = 0.65
+# Loading torch and the data, and drawing the report, in seconds.
+START_UP = 4.0
 MICRO_BATCHES = 8
 MAX_MULTIPLE = 512
 MAX_POINTS = 4
@@ -151,7 +153,7 @@ def make_plan(
     Raises:
         InputError: If not even one point with three batch sizes and two repeats fits.
     """
-    work = SHARE_OF_BUDGET * budget_seconds * samples_per_second
+    work = SHARE_OF_BUDGET * max(0.0, budget_seconds - START_UP) * samples_per_second
     sizes = batch_size, train_size, valid_size
     two, three = (
         max(_plans(repeats, *sizes, samples_per_second, work), key=_horizon, default=None)
@@ -191,6 +193,7 @@ def _too_small(
             f"size {size}. Found {train_size}. Remedy: a smaller Task.batch_size or more data."
         )
     least = _priced(points, 2, size, valid_size, speed).work / (SHARE_OF_BUDGET * speed)
+    least += START_UP
     return InputError(
         f"The budget is too small to measure anything: found {budget:g}s, expected at least "
         f"{math.ceil(least)}s for this task at {speed:g} samples a second. "
