@@ -269,7 +269,17 @@ def test_resuming_a_complete_run_only_the_first_rank_speaks(run, monkeypatch, ca
 
 
 def test_flags_that_agree_with_it(run):
-    flags = [tiny(), "--seed", "0", "--budget", "200s", "--out", str(run[0]), "--device", "auto"]
+    flags = [
+        tiny("talkative"),
+        "--seed",
+        "0",
+        "--budget",
+        "200s",
+        "--out",
+        str(run[0]),
+        "--device",
+        "auto",
+    ]
     assert main(["advise", "--resume", str(run[0]), *flags]) == 0
 
 
