@@ -150,7 +150,13 @@ def _now(found: Findings, last: Measured) -> str:
 def _interval(found: Findings, last: Measured) -> str:
     critical = last.critical
     if critical.at_edge == "above":
-        return f"at least {found.count(critical.sizes[-1])}, the largest batch tried"
+        largest = critical.sizes[-1]
+        if critical.low >= largest:
+            return f"at least {found.count(largest)}, the largest batch tried"
+        return (
+            f"likely above {found.count(largest)}, the largest batch tried (95% interval from "
+            f"{_number(critical.low)} on)"
+        )
     high = _number(critical.high) if math.isfinite(critical.high) else "beyond the largest tried"
     text = f"{found.count(critical.value)} (95% interval {_number(critical.low)} to {high})"
     if critical.at_edge == "below":
@@ -174,8 +180,9 @@ def _trust(found: Findings, last: Measured) -> str:
         "Trust the critical batch size: it was measured directly, by training on from the same "
         "weights at each batch size."
     )
-    wide = last.critical.high > 4 * max(1.0, last.critical.low)
-    if wide and last.critical.at_edge != "above":
+    critical = last.critical
+    bounded = critical.high if critical.at_edge != "above" else critical.sizes[-1]
+    if bounded > 4 * max(1.0, critical.low):
         text += " Its interval is wide: a longer --budget narrows it."
     return text
 

@@ -90,7 +90,10 @@ def said(**changes) -> str:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"critical": critical(64.0, 40.0, math.inf, "above")}, "at least 64 sequences, the large"),
+        ({"critical": critical(64.0, 64.0, math.inf, "above")}, "at least 64 sequences, the large"),
+        ({"critical": critical(64.0, 9.0, math.inf, "above")}, "likely above 64 sequences"),
+        ({"critical": critical(64.0, 9.0, math.inf, "above")}, "(95% interval from 9 on)"),
+        ({"critical": critical(64.0, 9.0, math.inf, "above")}, "Its interval is wide"),
         ({"critical": critical(11.0, 8.0, 14.0, "below")}, "even the smallest batch tried may be"),
         ({"critical": critical(40.0, 10.0, math.inf)}, "10 to beyond the largest tried"),
         ({"critical": critical(40.0, 10.0, 60.0)}, "Its interval is wide"),
