@@ -179,6 +179,18 @@ def test_a_partial_run_says_what_is_missing(make_run: Any, status: str, words: s
     assert "Train char-lm at 64" in text
 
 
+def test_a_point_cut_short_shows_what_its_summary_knows(make_run: Any):
+    def edit(header: Any, events: Any, summary: Any) -> None:
+        known = [fields for kind, fields in events if kind == "critical"][-1]
+        events[:] = [e for e in events if not (e[0] == "critical" and e[1]["point"] == 1)]
+        summary["points"] = [{"critical": None}, {"critical": known}]
+
+    whole, cut = (Reader(render(make_run(2, "budget", edit=e))).text for e in (None, edit))
+    # The same page as from the event: the count of points, the table of numbers and the chart.
+    assert "2 of 4 planned points" in cut
+    assert cut == whole
+
+
 def test_a_killed_run_without_summary_still_shows_what_it_measured(make_run: Any):
     run = make_run(3, None)
     with open(run.folder / "record.jsonl", "ab") as file:

@@ -138,6 +138,10 @@ def _points(run: Run) -> list[Point]:
                 entry["branch"].append(event)
             else:
                 entry[kind] = event
+    # Of a point cut short the summary may know the critical batch size from fewer repeats.
+    for index, row in enumerate(rows_of(run.summary or {}, "points")):
+        if index in found and isinstance(row.get("critical"), Mapping):
+            found[index].setdefault("critical", row["critical"])
     return [_point(found[index]) for index in sorted(found)]
 
 

@@ -34,7 +34,7 @@ def missing(advice: Advice, truncated: bool) -> str:
     done = sum(1 for point in advice.points if point.critical)
     notes = [words[advice.status]] if advice.status in words else []
     if done < total:
-        notes.append(f"{done} of {total} planned points of training are measured in full.")
+        notes.append(f"{done} of {total} planned points of training are measured.")
     if not advice.training:
         notes.append("No training step was recorded.")
     if not advice.recommendation:
