@@ -51,6 +51,7 @@ def run(options: Advise, began: float) -> int:
         except Halt as halt:
             # Before the record was begun: there is nothing to report.
             return 128 + halt.reason
+    _refuse_nothing(outcome)
     return 128 + outcome.stopped_by if outcome.stopped_by else 0
 
 
@@ -98,6 +99,17 @@ def _check_agreement(options: Advise, settings: "Settings") -> None:
                 f"--resume takes {name} = {recorded!r} from the record. Found {value!r}. "
                 f"Remedy: leave {flag} away, or start a new run with --out."
             )
+
+
+def _refuse_nothing(outcome: "Outcome") -> None:
+    """A budget too small for this machine to say anything is an error, not advice."""
+    found = [point["critical"] for point in outcome.summary["points"]]
+    if outcome.summary["status"] == "budget" and not any(found):
+        raise InputError(
+            "The budget was over before the first point of training was measured: no number is "
+            f"given. Found {str(outcome.folder)!r} unfinished. Remedy: --resume it, or start with "
+            "a larger --budget."
+        )
 
 
 def _finish(outcome: "Outcome", console: Console) -> None:

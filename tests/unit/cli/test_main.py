@@ -309,3 +309,11 @@ def test_only_the_first_rank_speaks(monkeypatch, capsys):
 def test_a_record_without_settings(tmp_path, refused):
     RunWriter.create(tmp_path / "run", {"study": "advise"}).close()
     assert "header" in refused("advise", "--resume", "run")
+
+
+def test_a_budget_that_ends_before_the_first_point_is_no_advice(tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert main(["advise", tiny("slow"), "--budget", "6s", "--out", str(folder)]) == 2
+    err = capsys.readouterr().err
+    assert "before the first point of training was measured: no number is given" in err
+    assert read_run(folder).summary["recommendation"]["batch_size"] is None
