@@ -25,35 +25,78 @@ def check_number(
     high: float = math.inf,
     low_open: bool = False,
     high_open: bool = False,
+    remedy: str = "",
 ) -> float:
     """Returns ``value`` when it is a finite number within the bounds.
 
+    Args:
+        name: What the caller knows the value by.
+        value: The value.
+        low: Least value.
+        high: Largest value.
+        low_open: Whether ``low`` itself is refused.
+        high_open: Whether ``high`` itself is refused.
+        remedy: What to do instead, without a full stop. Default: what the bounds say.
+
     Raises:
-        InputError: If it is not, naming the bounds and the value.
+        InputError: If it is not, naming the bounds, the value and the remedy.
     """
-    left, right = "(" if low_open else "[", ")" if high_open else "]"
-    expected = f"a finite number in {left}{low:g}, {high:g}{right}"
+    left = "(" if low_open or low == -math.inf else "["
+    right = ")" if high_open or high == math.inf else "]"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputError(f"Parameter `{name}` should be {expected}. Found `{name} = {value!r}`.")
-    below = value <= low if low_open else value < low
-    above = value >= high if high_open else value > high
-    if not math.isfinite(value) or below or above:
-        raise InputError(f"Parameter `{name}` should be {expected}. Found `{name} = {value!r}`.")
-    return value
+        wrong = _other_type(value, "number")
+    elif not math.isfinite(value):
+        wrong = "look where it is computed"
+    elif value < low or (low_open and value == low):
+        wrong = f"more than {low:g}" if low_open else f"{low:g} or more"
+    elif value > high or (high_open and value == high):
+        wrong = f"less than {high:g}" if high_open else f"{high:g} or less"
+    else:
+        return value
+    raise InputError(
+        f"Parameter `{name}` should be a finite number in {left}{low:g}, {high:g}{right}. "
+        f"Found `{name} = {_shown(value)}`. Remedy: {remedy or wrong}."
+    )
 
 
-def check_count(name: str, value: int, *, low: int = 1) -> int:
+def check_count(name: str, value: int, *, low: int = 1, remedy: str = "") -> int:
     """Returns ``value`` when it is an integer of at least ``low``.
 
+    Args:
+        name: What the caller knows the value by.
+        value: The value.
+        low: Least value.
+        remedy: What to do instead, without a full stop. Default: what the bound says.
+
     Raises:
-        InputError: If it is not.
+        InputError: If it is not, naming the bound, the value and the remedy.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise InputError(
-            f"Parameter `{name}` should be an integer of at least {low}. "
-            f"Found `{name} = {value!r}`."
-        )
-    return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        wrong = _other_type(value, "integer")
+    elif value < low:
+        wrong = f"{low} or more"
+    else:
+        return value
+    raise InputError(
+        f"Parameter `{name}` should be an integer of at least {low}. "
+        f"Found `{name} = {_shown(value)}`. Remedy: {remedy or wrong}."
+    )
+
+
+def _other_type(value: object, kind: str) -> str:
+    if isinstance(value, float) and value.is_integer():
+        return f"{int(value)}, an int"
+    if isinstance(value, str):
+        return f"the {kind} itself, without quotes"
+    if hasattr(value, "item"):
+        return f"a plain {kind}, as by `.item()`"
+    return f"a plain {kind}"
+
+
+def _shown(value: object) -> str:
+    # An array's repr has many lines, and a message one.
+    line = " ".join(repr(value).split())
+    return line if len(line) <= 80 else f"{line[:76]} ..."
 
 
 def check_choice(name: str, value: T, choices: Collection[T]) -> T:
@@ -68,5 +111,5 @@ def check_choice(name: str, value: T, choices: Collection[T]) -> T:
     hint = f" Did you mean {near[0]!r}?" if near else ""
     listed = ", ".join(repr(choice) for choice in choices)
     raise InputError(
-        f"Parameter `{name}` should be one of {listed}. Found `{name} = {value!r}`.{hint}"
+        f"Parameter `{name}` should be one of {listed}. Found `{name} = {_shown(value)}`.{hint}"
     )

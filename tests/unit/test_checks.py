@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from steadygrad._checks import InputError, check_choice, check_count, check_number
@@ -14,18 +15,79 @@ def test_good_values_come_back():
     assert check_choice("c", "a", ("a", "b")) == "a"
 
 
-@pytest.mark.parametrize("value", [-0.1, 1.0, math.nan, math.inf, None, "1", True])
+NUMBERS = {
+    -0.1: "0 or more",
+    1.0: "less than 1",
+    7: "less than 1",
+    math.nan: "look where it is computed",
+    math.inf: "look where it is computed",
+    None: "a plain number",
+    "1": "the number itself, without quotes",
+}
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.0, 7, math.nan, math.inf, None, "1"])
 def test_bad_numbers(value):
     with pytest.raises(InputError) as error:
         check_number("x", value, low=0, high=1, high_open=True)
-    expected = f"Parameter `x` should be a finite number in [0, 1). Found `x = {value!r}`."
-    assert str(error.value) == expected
+    assert str(error.value) == (
+        f"Parameter `x` should be a finite number in [0, 1). Found `x = {value!r}`. "
+        f"Remedy: {NUMBERS[value]}."
+    )
 
 
-@pytest.mark.parametrize("value", [0, 2.0, True, None])
-def test_bad_counts(value):
-    with pytest.raises(InputError, match="`n` should be an integer of at least 1"):
+@pytest.mark.parametrize(
+    ("value", "bounds", "message"),
+    [
+        (0, {"low": 0, "low_open": True}, "(0, inf). Found `x = 0`. Remedy: more than 0."),
+        (2, {"high": 1}, "(-inf, 1]. Found `x = 2`. Remedy: 1 or less."),
+        (True, {"low": 0, "high": 1}, "[0, 1]. Found `x = True`. Remedy: a plain number."),
+        (2, {"high": 1, "remedy": "try 0.5"}, "(-inf, 1]. Found `x = 2`. Remedy: try 0.5."),
+        (
+            np.arange(1),
+            {},
+            "(-inf, inf). Found `x = array([0])`. Remedy: a plain number, as by `.item()`.",
+        ),
+    ],
+    ids=str,
+)
+def test_bounds_and_remedies(value, bounds, message):
+    with pytest.raises(InputError) as error:
+        check_number("x", value, **bounds)
+    assert str(error.value) == f"Parameter `x` should be a finite number in {message}"
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [
+        (0, "1 or more"),
+        (2.0, "2, an int"),
+        (2.5, "a plain integer"),
+        (math.nan, "a plain integer"),
+        (True, "a plain integer"),
+        (None, "a plain integer"),
+        ("3", "the integer itself, without quotes"),
+    ],
+)
+def test_bad_counts(value, remedy):
+    start = f"Parameter `n` should be an integer of at least 1. Found `n = {value!r}`. Remedy: "
+    with pytest.raises(InputError) as error:
         check_count("n", value)
+    assert str(error.value) == f"{start}{remedy}."
+    with pytest.raises(InputError) as error:
+        check_count("n", value, remedy="split the batch")
+    assert str(error.value) == f"{start}split the batch."
+
+
+@pytest.mark.parametrize(
+    "check", [check_number, check_count, lambda n, v: check_choice(n, str(v), ("a", "b"))]
+)
+@pytest.mark.parametrize("value", [np.zeros((40, 40)), "a" * 400], ids=["array", "word"])
+def test_a_message_is_one_short_line(check, value):
+    with pytest.raises(InputError) as error:
+        check("x", value)
+    assert "\n" not in str(error.value)
+    assert 80 < len(str(error.value)) < 250
 
 
 def test_a_near_choice_is_suggested():

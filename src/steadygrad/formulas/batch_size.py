@@ -13,7 +13,7 @@ from steadygrad._checks import InputError, check_choice
 
 __all__ = [
     "LR_RULES",
-    "batch_size_for_samples",
+    "PLAIN_LR_RULES",
     "learning_rate",
     "samples_ratio",
     "steps_ratio",
@@ -21,7 +21,9 @@ __all__ = [
 
 F = TypeVar("F", float, Tensor)
 
-LR_RULES = ("sqrt", "linear", "constant", "sgd", "adam")
+# Rules that need nothing but the two batch sizes, and all of them.
+PLAIN_LR_RULES = ("sqrt", "linear", "constant")
+LR_RULES = (*PLAIN_LR_RULES, "sgd", "adam")
 
 
 def steps_ratio(batch_size: F, critical: F) -> F:
@@ -63,22 +65,6 @@ def samples_ratio(batch_size: F, critical: F) -> F:
         | https://arxiv.org/abs/1812.06162
     """
     return 1 + batch_size / critical
-
-
-def batch_size_for_samples(excess: F, critical: F, base: F) -> F:
-    r"""The batch size that needs a given share of samples more than a base batch size does.
-
-    .. math:: \frac{1 + B/B_c}{1 + B_0/B_c} = 1 + x \iff B = (1 + x)(B_c + B_0) - B_c
-
-    Args:
-        excess: Extra samples ``x`` as a fraction, such as 0.2.
-        critical: Critical batch size :math:`B_c`, in samples.
-        base: The batch size :math:`B_0` compared with.
-
-    Returns:
-        The batch size ``B``.
-    """
-    return (1 + excess) * (critical + base) - critical
 
 
 def learning_rate(

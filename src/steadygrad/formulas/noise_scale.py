@@ -24,7 +24,6 @@ __all__ = [
     "from_nested",
     "from_part_sums",
     "from_parts",
-    "l1_noise_scale",
     "unbias_deviation",
 ]
 
@@ -67,8 +66,8 @@ def from_nested(sq_small: Tensor, sq_big: Tensor, *, b_small: int, b_big: int) -
     """
     if not 0 < b_small < b_big:
         raise InputError(
-            "Parameter `b_small` should lie in (0, b_big). "
-            f"Found `b_small = {b_small}`, `b_big = {b_big}`."
+            "Parameter `b_small` should lie in (0, b_big). Found "
+            f"`b_small = {b_small}`, `b_big = {b_big}`. Remedy: two different batch sizes."
         )
     signal = (b_big * sq_big - b_small * sq_small) / (b_big - b_small)
     noise = (sq_small - sq_big) / (1 / b_small - 1 / b_big)
@@ -131,6 +130,10 @@ def from_parts(
 ) -> SignalNoise:
     r"""Signal and noise from the squared norms of several parts' mean gradients.
 
+    The ready form of :func:`from_part_sums` for a loop that has all the parts' norms at hand:
+    micro-batches, equal or not; ranks, as parts like any other; single examples, with ``counts``
+    of one.
+
     Args:
         sq_norms: :math:`|g_j|^2` of each part, with shape ``(*, m)``.
         sq_mean: :math:`|\sum_j w_j g_j|^2`, with shape ``(*)``.
@@ -171,28 +174,3 @@ def unbias_deviation(degrees: Tensor) -> Tensor:
     """
     half = degrees / 2
     return torch.exp(torch.lgamma(half + 0.5) - torch.lgamma(half)) / torch.sqrt(half)
-
-
-def l1_noise_scale(deviation: Tensor, descent: Tensor) -> Tensor:
-    r"""The noise scale that belongs to sign-like updates.
-
-    .. math:: B_{\ell_1} = \|\sigma\|_1^2 / \|G\|_1^2
-
-    A sign step moves every coordinate by the same amount, so its progress and its disturbance
-    are measured by the dual norm of :math:`\ell_\infty`.
-
-    Args:
-        deviation: :math:`\|\sigma\|_1`, the summed standard deviations of the coordinates of
-            one sample's gradient, with shape ``(*)``.
-        descent: :math:`\|G\|_1`, or the progress :math:`\langle G, s \rangle` of the sign step
-            ``s`` that is really taken (a lower bound of it), with shape ``(*)``.
-
-    Returns:
-        The noise scale in samples, with shape ``(*)``.
-
-    References:
-        | Adaptive Batch Sizes Using Non-Euclidean Gradient Noise Scales for Stochastic Sign and
-        | Spectral Descent (2026)
-        | https://arxiv.org/abs/2602.03001
-    """
-    return (deviation / descent) ** 2

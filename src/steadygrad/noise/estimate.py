@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from steadygrad._checks import InputError, check_count, check_number
 from steadygrad.formulas.intervals import RatioInterval, ratio_of_averages
 from steadygrad.formulas.noise_scale import SignalNoise
 
-__all__ = ["History", "NoiseEstimate"]
+__all__ = ["History", "KeptBatches", "NoiseEstimate"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,51 @@ class NoiseEstimate:
         }
 
 
+def default_capacity(decay: float, most: int) -> int:
+    """How many measurements to keep: until the weight left out is 0.1 %, at most ``most``."""
+    if decay == 1:
+        return most
+    # Three are the fewest that an interval can be made of.
+    return max(3, min(most, math.ceil(math.log(1e-3, decay)) + 1)) if decay > 0 else 3
+
+
+def newest_first(ring: Tensor, pushed: Tensor | int) -> tuple[Tensor, Tensor]:
+    """A ring's rows by age, with which of them hold a finite measurement; zeros elsewhere."""
+    age = torch.arange(len(ring), device=ring.device)
+    rows = ring[(pushed - 1 - age) % len(ring)]
+    finite = (age < pushed) & torch.isfinite(rows).flatten(1).all(1)
+    # Zero, not NaN, where the weight is zero: their product must vanish.
+    return torch.where(finite.view(-1, 1, 1), rows, 0.0), finite
+
+
+def interval_of(
+    signal: Tensor, noise: Tensor, finite: Tensor, decay: float, level: float
+) -> RatioInterval:
+    """The ratio of the averages of series that begin with the newest value, shape ``(*, N)``."""
+    age = torch.arange(len(finite), device=finite.device)
+    weights = torch.where(finite, decay ** age.to(signal.dtype), 0.0)
+    return ratio_of_averages(noise, signal, weights, level=level)
+
+
+def _estimate(
+    ratio: RatioInterval,
+    measurements: Tensor,
+    power: int = 1,
+    by_group: Mapping[str, NoiseEstimate] | None = None,
+) -> NoiseEstimate:
+    return NoiseEstimate(
+        value=ratio.value**power,
+        low=ratio.low**power,
+        high=ratio.high**power,
+        grad_sq_norm=ratio.denominator**power,
+        noise_trace=ratio.numerator**power,
+        resolved=ratio.resolved,
+        measurements=measurements,
+        effective=ratio.effective,
+        by_group=by_group or {},
+    )
+
+
 class History:
     """The newest measurements of every group, in a ring on the model's device.
 
@@ -88,7 +133,7 @@ class History:
         check_number("decay", decay, low=0, high=1, low_open=True)
         check_number("level", level, low=0, high=1, low_open=True, high_open=True)
         if capacity is None:
-            capacity = 4096 if decay == 1 else min(4096, math.ceil(math.log(1e-3, decay)) + 1)
+            capacity = default_capacity(decay, most=4096)
         self.groups = list(groups)
         self.decay, self.power, self.level = decay, power, level
         self.capacity = check_count("history", capacity, low=3)
@@ -106,47 +151,20 @@ class History:
     @property
     def skipped(self) -> Tensor:
         """Number of kept measurements that are not finite, with shape ``()``."""
-        return min(self.pushed, self.capacity) - self._finite().sum()
-
-    def _finite(self) -> Tensor:
-        """Which of the kept measurements are finite, with shape ``(capacity,)``."""
-        kept = torch.arange(self.capacity, device=self.ring.device) < self.pushed
-        return kept & torch.isfinite(self.ring).flatten(1).all(1)
+        return min(self.pushed, self.capacity) - newest_first(self.ring, self.pushed)[1].sum()
 
     def estimate(self) -> NoiseEstimate:
         """The noise scale of the whole, with that of each group."""
-        finite = self._finite()
-        age = (self.pushed - 1 - torch.arange(self.capacity, device=finite.device)) % self.capacity
-        newest_first = age.argsort()
-        weights = torch.where(finite, self.decay ** age.to(self.dtype), 0.0)[newest_first]
-        # Zero, not NaN, where the weight is zero: their product must vanish.
-        ring = torch.where(finite.view(-1, 1, 1), self.ring, 0.0)
-        rows = ring[newest_first].permute(1, 2, 0)
+        kept, finite = newest_first(self.ring, self.pushed)
+        rows = kept.permute(1, 2, 0)
         # Signal and noise both add up over groups, so the whole is their sum.
         signal, noise = torch.cat([rows.sum(1, keepdim=True), rows], 1)
-        ratio = ratio_of_averages(noise, signal, weights, level=self.level)
+        ratio = interval_of(signal, noise, finite, self.decay, self.level)
         each = [RatioInterval(*row) for row in zip(*ratio, strict=True)]
-        groups = [self._row(row, finite) for row in each[1:]]
-        return self._row(each[0], finite, dict(zip(self.groups, groups, strict=True)))
-
-    def _row(
-        self,
-        ratio: RatioInterval,
-        finite: Tensor,
-        by_group: Mapping[str, NoiseEstimate] | None = None,
-    ) -> NoiseEstimate:
-        p = self.power
-        return NoiseEstimate(
-            value=ratio.value**p,
-            low=ratio.low**p,
-            high=ratio.high**p,
-            grad_sq_norm=ratio.denominator**p,
-            noise_trace=ratio.numerator**p,
-            resolved=ratio.resolved,
-            measurements=finite.sum(),
-            effective=ratio.effective,
-            by_group=by_group or {},
-        )
+        count = finite.sum()
+        groups = [_estimate(row, count, self.power) for row in each[1:]]
+        by_group = dict(zip(self.groups, groups, strict=True))
+        return _estimate(each[0], count, self.power, by_group)
 
     def reset(self) -> None:
         """Forgets every measurement."""
@@ -182,3 +200,53 @@ class History:
             )
         self.ring.copy_(state["ring"])
         self.pushed = int(state["pushed"])
+
+
+class KeptBatches(nn.Module):
+    """The newest measurements of a module, in a ring of buffers that move and are saved with it.
+
+    What :class:`History` is to a training loop: the same weights, interval and allowance for
+    autocorrelation. The number of measurements is a buffer too, and one that is not finite leaves
+    no gap, so that the weights are those of a :class:`~steadygrad.averages.MovingAverage`.
+
+    A saved ring of another length is taken over from its newest end. A ``state_dict`` without one
+    empties the ring: the interval then knows only of batches from there on.
+
+    Args:
+        capacity: How many measurements are kept.
+    """
+
+    ring: Tensor
+    pushed: Tensor
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.register_buffer("ring", torch.zeros(capacity, 2, 1, dtype=torch.float64))
+        self.register_buffer("pushed", torch.zeros((), dtype=torch.int64))
+        nn.Module.register_load_state_dict_pre_hook(self, _fit_ring)
+
+    @torch.no_grad()
+    def push(self, measured: SignalNoise, where: Tensor) -> None:
+        """Takes in one measurement, two tensors with shape ``()``; nothing where it is false."""
+        slot = (self.pushed % len(self.ring)).view(1)
+        row = torch.stack(measured).to(self.ring).view(1, 2, 1)
+        self.ring.index_copy_(0, slot, torch.where(where, row, self.ring.index_select(0, slot)))
+        self.pushed += where
+
+    def estimate(self, decay: float, level: float) -> NoiseEstimate:
+        """The noise scale from measurements weighted by ``decay`` to the power of their age."""
+        rows, finite = newest_first(self.ring, self.pushed)
+        signal, noise = rows[..., 0].unbind(1)
+        return _estimate(interval_of(signal, noise, finite, decay, level), finite.sum())
+
+
+def _fit_ring(module: KeptBatches, state: dict[str, Any], prefix: str, *_: object) -> None:
+    name, count = f"{prefix}ring", f"{prefix}pushed"
+    empty = torch.zeros_like(module.ring)
+    if name not in state or count not in state:
+        state[name], state[count] = empty, torch.zeros_like(module.pushed)
+    elif len(state[name]) != len(empty):
+        newest, finite = newest_first(state[name], state[count])
+        kept = int(finite.sum().clamp(max=len(empty)))
+        empty[:kept] = newest[:kept].flip(0).to(empty)
+        state[name], state[count] = empty, torch.full_like(state[count], kept)

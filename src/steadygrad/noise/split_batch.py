@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from steadygrad._checks import InputError, check_choice, check_number
+from steadygrad._checks import InputError, check_choice, check_count, check_number
 from steadygrad.averages import MovingAverage
 from steadygrad.formulas.noise_scale import SignalNoise, from_halves, from_nested
+from steadygrad.noise.estimate import KeptBatches, NoiseEstimate, default_capacity
 
 __all__ = ["SplitBatchNoiseScale"]
 
@@ -46,10 +47,13 @@ class SplitBatchNoiseScale(nn.Module):
             resolved it: ``"unresolved"`` gives NaN; ``"last_valid"`` repeats the last
             non-negative value (at first 0), as the original does.
         generator: Source of the random split. None: torch's global one, on the CPU.
+        level: Probability with which the interval should cover the truth.
+        history: How many of the newest batches the interval is made of. Default: until the weight
+            left out is 0.1 %, at most 8,192.
 
     Attributes:
         resolved: Whether the last value came from positive averages, a boolean tensor. It says
-            nothing of precision: :class:`NoiseScale` has the interval.
+            nothing of precision: that is what :meth:`estimate` is for.
         skipped: Number of batches left out because a gradient was not finite, a tensor.
 
     References:
@@ -69,6 +73,9 @@ class SplitBatchNoiseScale(nn.Module):
         gradient_norm_clip: float | None = None,
         negative: str = "unresolved",
         generator: torch.Generator | None = None,
+        *,
+        level: float = 0.95,
+        history: int | None = None,
     ) -> None:
         super().__init__()
         self.mode = check_choice("mode", mode, ("alternative", "paper"))
@@ -82,6 +89,10 @@ class SplitBatchNoiseScale(nn.Module):
         self.generator = generator
         self.signal = MovingAverage(update_rate)
         self.noise = MovingAverage(update_rate)
+        self.level = check_number("level", level, low=0, high=1, low_open=True, high_open=True)
+        if history is None:
+            history = default_capacity(1 - update_rate, most=8192)
+        self.kept = KeptBatches(check_count("history", history, low=3))
         self.register_buffer("resolved", torch.zeros((), dtype=torch.bool))
         self.register_buffer("skipped", torch.zeros((), dtype=torch.int64))
         self.register_buffer("last_valid", torch.zeros((), dtype=torch.float64))
@@ -127,6 +138,23 @@ class SplitBatchNoiseScale(nn.Module):
             _add_to_grad(leaves, big_grads, small_grads, small / batch)
         self._take_in(big_grads, small_grads, batch - small, small, loss_scale)
         return self._value().to(torch.promote_types(per_sample_loss.dtype, torch.float32))
+
+    def estimate(self) -> NoiseEstimate:
+        r"""The noise scale with its interval, in samples.
+
+        The interval is Fieller's for the ratio of two correlated averages, as in
+        :meth:`NoiseScale.estimate`. Its effective number of batches is that of the weights,
+        :math:`(2 - \alpha)/\alpha` in the long run, divided by the autocorrelation time of the
+        batches' residuals: a noise scale that drifts widens it. It covers what the averages
+        converge to; with ``gradient_norm_clip`` at work that is not the noise scale itself.
+
+        The value is what the last call returned, but for the weight of batches no longer kept, and
+        NaN where the averages are not positive, whatever ``negative`` says.
+
+        Returns:
+            Tensors; nothing waits for the device until one is read.
+        """
+        return self.kept.estimate(1 - self.signal.update_rate, self.level)
 
     def _check(self, loss: Tensor, tensors: Any, fill_grad: bool) -> list[Tensor]:
         if not isinstance(loss, Tensor):
@@ -178,6 +206,7 @@ class SplitBatchNoiseScale(nn.Module):
         finite = torch.isfinite(measured.signal) & torch.isfinite(measured.noise)
         self.signal.update(measured.signal, where=finite)
         self.noise.update(measured.noise, where=finite)
+        self.kept.push(measured, where=finite)
         self.skipped += ~finite
 
     def _measure(

@@ -8,12 +8,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steadygrad._checks import InputError, check_choice, check_count, check_number
+from steadygrad.formulas.batch_size import PLAIN_LR_RULES
 from steadygrad.tasks.samples import Samples
 
 __all__ = ["Task", "describe"]
-
-# Those of the formulas' rules that need no noise scale.
-TASK_LR_RULES = ("sqrt", "linear", "constant")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +71,7 @@ class Task:
                 f"`batch_size = {self.batch_size}`: the batch is larger than the data. "
                 "Remedy: a smaller batch_size or more training samples."
             )
-        check_choice("lr_rule", self.lr_rule, TASK_LR_RULES)
+        check_choice("lr_rule", self.lr_rule, PLAIN_LR_RULES)
         if self.samples_per_second is not None:
             check_number("samples_per_second", self.samples_per_second, low=0, low_open=True)
         _check_provenance(self.provenance)

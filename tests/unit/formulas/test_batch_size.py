@@ -4,7 +4,8 @@ import pytest
 
 from steadygrad._checks import InputError
 from steadygrad.formulas.batch_size import (
-    batch_size_for_samples,
+    LR_RULES,
+    PLAIN_LR_RULES,
     learning_rate,
     samples_ratio,
     steps_ratio,
@@ -20,12 +21,6 @@ def test_the_critical_batch_costs_twice_of_both():
     assert (steps_ratio(100.0, 100.0), samples_ratio(100.0, 100.0)) == (2, 2)
 
 
-@pytest.mark.parametrize("excess", [0.0, 0.2, 1.0])
-def test_batch_size_for_samples_inverts_the_ratio(excess):
-    b = batch_size_for_samples(excess, 100.0, 8.0)
-    assert samples_ratio(b, 100.0) / samples_ratio(8.0, 100.0) == pytest.approx(1 + excess)
-
-
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
@@ -39,6 +34,15 @@ def test_batch_size_for_samples_inverts_the_ratio(excess):
 def test_learning_rates_at_four_times_the_batch(rule, expected):
     assert learning_rate(1.0, 32, 8, rule, noise_scale=64.0) == pytest.approx(expected)
     assert learning_rate(0.1, 8, 8, rule, noise_scale=64.0) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("rule", LR_RULES)
+def test_only_the_plain_rules_need_no_noise_scale(rule):
+    if rule in PLAIN_LR_RULES:
+        assert learning_rate(1.0, 8, 8, rule) == 1.0
+    else:
+        with pytest.raises(InputError, match="Remedy: measure it"):
+            learning_rate(1.0, 8, 8, rule)
 
 
 def test_sgd_is_linear_far_below_and_flat_far_above_the_noise_scale():

@@ -79,6 +79,13 @@ def test_interval_covers_in_95_of_100(ratio, capsys):
     assert 0.93 <= covered <= 0.97
 
 
+@pytest.mark.parametrize("ratio", [0.5, 4])
+def test_few_measurements_cover_as_well(ratio):
+    """Five steps: with the normal quantile in place of Student's, 88 % would be covered."""
+    covered, _ = coverage(*series("equal", ratio, 5, seed=2), truth=ratio * 64)
+    assert 0.93 <= covered <= 0.97
+
+
 @pytest.mark.parametrize("scheme", [s for s in SCHEMES if s != "equal"])
 def test_every_source_covers(scheme):
     covered, _ = coverage(*series(scheme, 4, 60, seed=3), truth=4 * batch_of(scheme))
@@ -107,6 +114,16 @@ def test_autocorrelation_time_of_a_known_process(phi):
     tau = autocorrelation_time(x - x.mean(-1, keepdim=True), torch.ones(4_000).double())
     # 8 %: the estimator's truncation of the sum; its mean over 200 replicates is much finer.
     assert tau.mean().item() == pytest.approx((1 + phi) / (1 - phi), rel=0.08)
+
+
+def test_forgotten_values_do_not_count_as_correlated():
+    x = torch.cat([autoregressive(0.0, 200, 300), 3 * autoregressive(0.95, 200, 300)], -1)
+    weights = torch.ones(600, dtype=torch.float64)
+    weights[300:] = 1e-6
+    tau = autocorrelation_time(x, weights)
+    # Independent values give exactly 1 in 97 of 100; the forgotten half alone would give 39.
+    assert tau.median().item() == pytest.approx(1, abs=0.05)
+    assert autocorrelation_time(x, torch.ones_like(weights)).median().item() > 10
 
 
 @pytest.mark.parametrize(("phi", "least"), [(0.5, 0.925), (0.9, 0.88)])

@@ -1,9 +1,8 @@
 """A model with every layer that per-example norms cover, and a loop to compare them with."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,15 +17,6 @@ BATCH, WIDTH, ROWS = 4, 6, 7
 POSITIONS = [3, 14]
 
 Norms = dict[str, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    """Tests import it: float64 throughout."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Tiny(nn.Module):

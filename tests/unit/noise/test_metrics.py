@@ -7,7 +7,7 @@ from torch import nn
 from steadygrad._checks import InputError
 from steadygrad.noise import NoiseScale
 from tests.reference import noise_scale as reference
-from tests.unit.noise.test_noise_scale import COUNTS, last, make, measure, per_sample, synthetic
+from tests.unit.noise.training_loop import COUNTS, last, make, measure, per_sample, synthetic
 
 
 def warmed_up(model, x, y, optimizer, steps=3):

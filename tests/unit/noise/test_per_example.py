@@ -9,139 +9,126 @@ from torch import Tensor, nn
 
 from steadygrad.noise.example_ledger import Ledger
 from steadygrad.noise.per_example import ExampleNorms
-from tests.unit.noise.example_models import (
-    BATCH,
-    POSITIONS,
-    WIDTH,
-    Tiny,
-    assert_measures,
-    assert_same,
-    double,
-    gradients,
-    looped,
-    loss_of,
-    measured,
-    rows_of,
-)
+from tests.unit.noise import example_models as ex
 
-__all__ = ["double"]
+pytestmark = pytest.mark.usefixtures("double")
 
 
-@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("positions", ex.POSITIONS)
 @pytest.mark.parametrize("mode", ["", "non-reentrant", "reentrant"])
 @pytest.mark.parametrize("reuse", [1, 3])
 @pytest.mark.parametrize("tie", [False, True])
 def test_equals_the_loop(positions: int, mode: str, reuse: int, tie: bool):
-    assert_measures(Tiny(tie, reuse, mode), rows_of(positions))
+    ex.assert_measures(ex.Tiny(tie, reuse, mode), ex.rows_of(positions))
 
 
 def test_both_ways_through_a_linear_layer():
     """The cases above take each branch: few positions keep torch's backward, many replace it."""
     kinds = []
-    for positions in POSITIONS:
-        model = Tiny()
+    for positions in ex.POSITIONS:
+        model = ex.Tiny()
         ExampleNorms(model)
         model.mix.register_forward_hook(lambda m, a, out: kinds.append(out.grad_fn.name()))
-        model(rows_of(positions))
+        model(ex.rows_of(positions))
     assert kinds == ["_TappedOutputBackward", "_TappedLinearBackward"]
 
 
 def test_norm_layers_only():
-    model, batch = Tiny(), rows_of(5)
+    model, batch = ex.Tiny(), ex.rows_of(5)
     taps = ExampleNorms(model, layers="norm")
     names = ["norm.weight", "norm.bias", "rms.weight"]
     assert taps.parameter_names == names
-    expected = looped(model, batch)
-    assert_same(measured(taps, model, batch), {name: expected[name] for name in names})
+    expected = ex.looped(model, batch)
+    ex.assert_same(ex.measured(taps, model, batch), {name: expected[name] for name in names})
 
 
 def test_names_are_the_models_own():
-    model = Tiny(tie=True)
+    model = ex.Tiny(tie=True)
     assert ExampleNorms(model).parameter_names == [n for n, _ in model.named_parameters()]
 
 
-@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("positions", ex.POSITIONS)
 @pytest.mark.parametrize("frozen", ["mix.weight", "mix.bias", "norm.weight", "conv.weight"])
 def test_frozen_parameters_are_left_out(positions: int, frozen: str):
-    model = Tiny()
+    model = ex.Tiny()
     model.get_parameter(frozen).requires_grad_(False)
     assert frozen not in ExampleNorms(model).parameter_names
-    assert_measures(model, rows_of(positions))
+    ex.assert_measures(model, ex.rows_of(positions))
 
 
-@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("positions", ex.POSITIONS)
 def test_frozen_or_freed_after_the_taps_were_set(positions: int):
-    model, batch = Tiny(), rows_of(positions)
+    model, batch = ex.Tiny(), ex.rows_of(positions)
     taps = ExampleNorms(model)
     for parameter in (model.mix.weight, model.head.bias, model.norm.weight):
         parameter.requires_grad_(False)
-    assert_same(measured(taps, model, batch), looped(model, batch))
+    ex.assert_same(ex.measured(taps, model, batch), ex.looped(model, batch))
 
 
 def test_loss_scale_and_several_recordings_add_up():
     """Micro-batches accumulate until they are popped; a loss scale enters squared."""
-    model, batches = Tiny(), [rows_of(5), rows_of(5, batch=3)]
+    model, batches = ex.Tiny(), [ex.rows_of(5), ex.rows_of(5, batch=3)]
     taps = ExampleNorms(model)
-    expected = [looped(model, batch) for batch in batches]
+    expected = [ex.looped(model, batch) for batch in batches]
     for batch in batches:
-        value = 8 * loss_of(model, batch)
+        value = 8 * ex.loss_of(model, batch)
         with taps.recording(len(batch)):
             value.backward()
     total = {name: 64 * (expected[0][name] + expected[1][name]) for name in expected[0]}
-    assert_same(taps.pop(), total)
+    ex.assert_same(taps.pop(), total)
     assert taps.pop() == {}
 
 
 def test_backward_outside_a_recording_is_not_measured():
-    model, batch = Tiny(), rows_of(14)
+    model, batch = ex.Tiny(), ex.rows_of(14)
     taps, plain = ExampleNorms(model), copy.deepcopy(model)
     for m in (model, plain):
-        loss_of(m, batch).backward()
+        ex.loss_of(m, batch).backward()
     assert taps.pop() == {}
-    assert_same(gradients(model), gradients(plain))
+    ex.assert_same(ex.gradients(model), ex.gradients(plain))
     # The calls that it made are forgotten: nothing is held as if the layers were reused.
-    expected = looped(model, batch)
+    expected = ex.looped(model, batch)
     model.zero_grad()
-    assert_same(measured(taps, model, batch), expected)
+    ex.assert_same(ex.measured(taps, model, batch), expected)
 
 
 def test_forward_passes_ahead_of_backward_passes():
     """Pipelined micro-batches: two forward passes, then two recordings."""
-    model, batches = Tiny(tie=True, reuse=2), [rows_of(14), rows_of(14)]
+    model, batches = ex.Tiny(tie=True, reuse=2), [ex.rows_of(14), ex.rows_of(14)]
     taps = ExampleNorms(model)
-    values = [loss_of(model, batch) for batch in batches]
+    values = [ex.loss_of(model, batch) for batch in batches]
     for value, batch in zip(values, batches, strict=True):
-        expected = looped(model, batch)
-        with taps.recording(BATCH):
+        expected = ex.looped(model, batch)
+        with taps.recording(ex.BATCH):
             value.backward()
-        assert_same(taps.pop(), expected)
+        ex.assert_same(taps.pop(), expected)
 
 
 def test_two_losses_of_the_same_examples_in_one_recording():
-    model, batch = Tiny(), rows_of(5)
-    taps, expected = ExampleNorms(model), looped(model, batch)
-    with taps.recording(BATCH):
-        first, second = loss_of(model, batch), loss_of(model, batch)
+    model, batch = ex.Tiny(), ex.rows_of(5)
+    taps, expected = ExampleNorms(model), ex.looped(model, batch)
+    with taps.recording(ex.BATCH):
+        first, second = ex.loss_of(model, batch), ex.loss_of(model, batch)
         first.backward()
         second.backward()
     # Each example's gradient is twice as long.
-    assert_same(taps.pop(), {name: 4 * value for name, value in expected.items()})
+    ex.assert_same(taps.pop(), {name: 4 * value for name, value in expected.items()})
 
 
 def test_a_second_use_after_the_norm_was_taken_is_refused_once():
-    model, batch = Tiny(), rows_of(5)
-    taps, expected = ExampleNorms(model), looped(model, batch)
+    model, batch = ex.Tiny(), ex.rows_of(5)
+    taps, expected = ExampleNorms(model), ex.looped(model, batch)
 
     def twice() -> None:
-        with taps.recording(BATCH):
-            loss_of(model, batch).backward()
-            loss_of(model, batch).backward()
+        with taps.recording(ex.BATCH):
+            ex.loss_of(model, batch).backward()
+            ex.loss_of(model, batch).backward()
 
     with pytest.raises(RuntimeError, match=r"`small`.*Remedy: add the losses"):
         twice()
     assert taps.pop() == {}
     twice()
-    assert_same(taps.pop(), {name: 4 * value for name, value in expected.items()})
+    ex.assert_same(taps.pop(), {name: 4 * value for name, value in expected.items()})
 
 
 # torch warns of a checkpoint that has nothing to differentiate.
@@ -149,7 +136,7 @@ def test_a_second_use_after_the_norm_was_taken_is_refused_once():
 @pytest.mark.parametrize("mode", ["", "non-reentrant", "reentrant"])
 def test_only_layers_in_use_several_times_hold_matrices(monkeypatch, mode: str):
     """Neither recomputation, nor passes that nobody measured, make a layer look reused."""
-    model, batch = Tiny(mode=mode), rows_of(5)
+    model, batch = ex.Tiny(mode=mode), ex.rows_of(5)
     taps, held, hold = ExampleNorms(model), set(), Ledger.hold
 
     def spy(ledger: Ledger, name: str, gradients: Tensor) -> None:
@@ -159,39 +146,39 @@ def test_only_layers_in_use_several_times_hold_matrices(monkeypatch, mode: str):
 
     monkeypatch.setattr(Ledger, "hold", spy)
     for _ in range(2):
-        loss_of(model, batch).backward()
-        measured(taps, model, batch)
+        ex.loss_of(model, batch).backward()
+        ex.measured(taps, model, batch)
         model.eval()
         with torch.no_grad():
             model(batch)
         model.train()
     assert held == set()
     with torch.no_grad():
-        model.head(torch.zeros(BATCH, 1, WIDTH))
-    measured(taps, model, batch)
+        model.head(torch.zeros(ex.BATCH, 1, ex.WIDTH))
+    ex.measured(taps, model, batch)
     # A call without gradients may be checkpointing's: it counts, for one recording.
     assert held == {"head.weight"}
     held.clear()
-    measured(taps, model, batch)
+    ex.measured(taps, model, batch)
     assert held == set()
 
 
 def test_evaluation_between_steps_changes_nothing():
-    model, batch = Tiny(), rows_of(5)
-    taps, expected = ExampleNorms(model), looped(model, batch)
+    model, batch = ex.Tiny(), ex.rows_of(5)
+    taps, expected = ExampleNorms(model), ex.looped(model, batch)
     with torch.no_grad():
         assert not model(batch).requires_grad
-    assert_same(measured(taps, model, batch), expected)
+    ex.assert_same(ex.measured(taps, model, batch), expected)
     model.eval()
     with torch.inference_mode():
         model(batch)
-    assert_same(measured(taps, model, batch), expected)
+    ex.assert_same(ex.measured(taps, model, batch), expected)
 
 
 def test_empty_batch():
-    model = Tiny()
+    model = ex.Tiny()
     taps = ExampleNorms(model)
-    found = measured(taps, model, rows_of(14, batch=0))
+    found = ex.measured(taps, model, ex.rows_of(14, batch=0))
     assert found.keys() == set(taps.parameter_names)
     assert all(value == 0 for value in found.values())
 
@@ -206,8 +193,8 @@ def _one_process():
 @pytest.mark.usefixtures("_one_process")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp-checkpoint"])
 def test_wrapped_models(kind: str):
-    model, batch = Tiny(mode="non-reentrant" if "checkpoint" in kind else ""), rows_of(14)
-    expected = looped(model, batch)
+    model, batch = ex.Tiny(mode="non-reentrant" if "checkpoint" in kind else ""), ex.rows_of(14)
+    expected = ex.looped(model, batch)
     if kind == "ddp":
         wrapped: nn.Module = nn.parallel.DistributedDataParallel(model)
         expected = {f"module.{name}": value for name, value in expected.items()}
@@ -220,4 +207,4 @@ def test_wrapped_models(kind: str):
         wrapped = fully_shard(model, mesh=mesh)
     taps = ExampleNorms(wrapped)
     for _ in range(2):
-        assert_same(measured(taps, wrapped, batch), expected)
+        ex.assert_same(ex.measured(taps, wrapped, batch), expected)

@@ -8,44 +8,32 @@ from torch import Tensor, nn
 
 from steadygrad._checks import InputError
 from steadygrad.noise.per_example import ExampleNorms
-from tests.unit.noise.example_models import (
-    BATCH,
-    POSITIONS,
-    ROWS,
-    WIDTH,
-    Tiny,
-    assert_same,
-    double,
-    gradients,
-    loss_of,
-    measured,
-    rows_of,
-)
+from tests.unit.noise import example_models as ex
 
-__all__ = ["double"]
+pytestmark = pytest.mark.usefixtures("double")
 
 
-@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("positions", ex.POSITIONS)
 def test_a_hook_ahead_of_the_tap_is_noticed(positions: int):
-    model, batch = nn.Sequential(nn.Linear(6, 6)), torch.randn(BATCH, positions, 6)
+    model, batch = nn.Sequential(nn.Linear(6, 6)), torch.randn(ex.BATCH, positions, 6)
     taps = ExampleNorms(model)
     model[0].register_forward_hook(lambda m, a, out: 3 * out, prepend=True)
     plain = copy.deepcopy(model)
-    loss_of(plain, batch).backward()
+    ex.loss_of(plain, batch).backward()
     with pytest.raises(InputError, match=r"relative difference.*or a hook changes its gradient"):
-        measured(taps, model, batch)
-    assert_same(gradients(model), gradients(plain))
+        ex.measured(taps, model, batch)
+    ex.assert_same(ex.gradients(model), ex.gradients(plain))
 
 
 def test_the_audit_ends_after_one_good_recording():
     """Its leaf hooks go; an overflowed pass does not count as one."""
-    model, batch = Tiny(), rows_of(5)
+    model, batch = ex.Tiny(), ex.rows_of(5)
     taps = ExampleNorms(model)
-    found = measured(taps, model, batch, lambda m, b: loss_of(m, b) * float("inf"))
+    found = ex.measured(taps, model, batch, lambda m, b: ex.loss_of(m, b) * float("inf"))
     assert not any(value.isfinite() for value in found.values())
     assert any(p._backward_hooks for p in model.parameters())
     model.zero_grad()
-    measured(taps, model, batch)
+    ex.measured(taps, model, batch)
     assert not any(p._backward_hooks for p in model.parameters())
 
 
@@ -54,8 +42,11 @@ class Ahead(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how, self.place = how, nn.Embedding(5, WIDTH)
-        self.embed, self.mix = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, ROWS, bias=False)
+        self.how, self.place = how, nn.Embedding(5, ex.WIDTH)
+        self.embed, self.mix = (
+            nn.Embedding(ex.ROWS, ex.WIDTH),
+            nn.Linear(ex.WIDTH, ex.ROWS, bias=False),
+        )
 
     def forward(self, rows: Tensor) -> Tensor:
         x = self.embed(rows)
@@ -89,22 +80,22 @@ def test_what_cannot_be_measured_is_refused(how: str, message: str):
     model = Ahead(how)
     taps = ExampleNorms(model)
     with pytest.raises(InputError, match=message):
-        measured(taps, model, rows_of(5))
+        ex.measured(taps, model, ex.rows_of(5))
     # Nothing is left behind, and the next recording is examined again.
     assert taps.pop() == {}
     with pytest.raises(InputError, match=message):
-        measured(taps, model, rows_of(5))
+        ex.measured(taps, model, ex.rows_of(5))
 
 
 def test_a_bypassed_layer_is_noticed_in_accumulated_gradients():
     """Later micro-batches add to a gradient that is there already."""
-    model, batch = Ahead("bypassed"), rows_of(5)
+    model, batch = Ahead("bypassed"), ex.rows_of(5)
     model.how = ""
     taps = ExampleNorms(model)
-    loss_of(model, batch).backward()
+    ex.loss_of(model, batch).backward()
     model.how = "bypassed"
     with pytest.raises(InputError, match="`mix`"):
-        measured(taps, model, batch)
+        ex.measured(taps, model, batch)
 
 
 # torch warns itself while it traces a tensor that is no leaf.
@@ -112,9 +103,9 @@ def test_a_bypassed_layer_is_noticed_in_accumulated_gradients():
 def test_compiled_regions_are_refused_by_name():
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
     model[1] = torch.compile(model[1], backend="eager")
-    taps, batch = ExampleNorms(model), torch.randn(BATCH, 3, 6)
+    taps, batch = ExampleNorms(model), torch.randn(ex.BATCH, 3, 6)
     with pytest.raises(InputError, match=r"`1._orig_mod` \(Linear\).*torch.compile"):
-        measured(taps, model, batch)
+        ex.measured(taps, model, batch)
 
 
 class Scaled(nn.Linear):

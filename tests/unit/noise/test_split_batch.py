@@ -157,19 +157,26 @@ def test_unresolved_says_so():
     assert held(x @ w, w).item() == 0.0
 
 
-def test_state_dict_goes_on_to_the_bit():
-    w = weights()
-    straight = SplitBatchNoiseScale(update_rate=0.1, generator=torch.Generator().manual_seed(0))
-    other = SplitBatchNoiseScale(update_rate=0.1, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("negative", ["unresolved", "last_valid"])
+def test_state_dict_goes_on_to_the_bit(negative):
+    w, generator = weights(), torch.Generator().manual_seed(0)
+    straight = SplitBatchNoiseScale(update_rate=0.1, negative=negative, generator=generator)
     for i in range(4):
         straight(gradients(9, seed=i) @ w, w)
-        other(gradients(9, seed=i) @ w, w)
-    loaded = SplitBatchNoiseScale(update_rate=0.1, generator=other.generator)
-    loaded.load_state_dict(other.state_dict())
-    for i in range(4, 8):
-        a = straight(gradients(9, seed=i) @ w, w)
-        b = loaded(gradients(9, seed=i) @ w, w)
-        assert torch.equal(a, b)
+    straight(gradients(9) @ w * torch.nan, w)  # left out
+    # Opposite gradients: the averages turn negative, and the last valid value is asked for.
+    opposite = torch.tensor([[30.0] * 6, [-30.0] * 6], dtype=torch.float64)
+    loaded = SplitBatchNoiseScale(
+        update_rate=0.1, negative=negative, generator=generator.clone_state()
+    )
+    loaded.load_state_dict(straight.state_dict())
+    assert (loaded.resolved.item(), loaded.skipped.item()) == (True, 1)
+    for data in [opposite, *(gradients(9, seed=i) for i in range(4, 8))]:
+        a, b = straight(data @ w, w), loaded(data @ w, w)
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    assert straight.state_dict().keys() == loaded.state_dict().keys()
+    for name, value in straight.state_dict().items():
+        assert torch.equal(value, loaded.state_dict()[name])
 
 
 def test_the_averages_follow_the_module():

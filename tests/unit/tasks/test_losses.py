@@ -7,26 +7,12 @@ import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.tasks import Task, TensorSamples, check_losses, mean_loss
+from steadygrad.tasks import TensorSamples, check_losses, mean_loss
+from tests.unit.tasks import tiny
+from tests.unit.tasks.tiny import squared
 
 ROWS = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
-
-
-def squared(model, batch):
-    return model(batch).square().mean(1)
-
-
-TASK = Task(
-    name="tiny",
-    sample="row",
-    make_model=lambda: nn.Linear(3, 2),
-    train=TensorSamples(torch.ones(5, 3)),
-    valid=TensorSamples(ROWS),
-    per_sample_loss=squared,
-    make_optimizer=torch.optim.SGD,
-    lr=0.1,
-    batch_size=2,
-)
+TASK = replace(tiny.TASK, valid=TensorSamples(ROWS))
 
 
 def losses(*values: float) -> torch.Tensor:
@@ -77,7 +63,7 @@ def test_the_mean_does_not_depend_on_the_chunk(chunk):
 
 def test_other_samples_than_the_validation_set():
     model = nn.Linear(3, 2)
-    expected = squared(model, torch.ones(5, 3)).mean().item()
+    expected = squared(model, torch.ones(10, 3)).mean().item()
     # float32 losses: about 1e-7 each.
     assert mean_loss(TASK, model, TASK.train) == pytest.approx(expected, rel=1e-6)
     assert mean_loss(TASK, model) != pytest.approx(expected, rel=1e-3)

@@ -9,23 +9,7 @@ from torch import nn
 import steadygrad
 from steadygrad._checks import InputError
 from steadygrad.tasks import Task, TensorSamples, describe
-
-
-def squared(model, batch):
-    return model(batch).square().mean(1)
-
-
-TASK = Task(
-    name="tiny",
-    sample="row",
-    make_model=lambda: nn.Linear(3, 2),
-    train=TensorSamples(torch.ones(10, 3)),
-    valid=TensorSamples(torch.ones(4, 3)),
-    per_sample_loss=squared,
-    make_optimizer=torch.optim.SGD,
-    lr=0.1,
-    batch_size=2,
-)
+from tests.unit.tasks.tiny import TASK
 
 
 def test_defaults():
@@ -52,7 +36,7 @@ def test_a_task_is_frozen_and_public():
         ("train", torch.ones(10, 3), "`train`.*Found Tensor.*TensorSamples"),
         ("train", TensorSamples(torch.ones(0, 3)), "`train`.*empty data set.*Remedy"),
         ("valid", TensorSamples(torch.ones(0, 3)), "`valid`.*empty data set.*Remedy"),
-        ("lr", 0.0, r"`lr`.*\(0, inf\].*0.0"),
+        ("lr", 0.0, r"`lr`.*\(0, inf\).*0.0.*Remedy: more than 0"),
         ("lr", float("nan"), "`lr`.*nan"),
         ("lr", "0.1", "`lr`"),
         ("batch_size", 0, "`batch_size`.*at least 1"),

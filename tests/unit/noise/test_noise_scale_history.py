@@ -1,0 +1,104 @@
+"""`NoiseScale` over many steps: known truth, forgetting, saving and going on."""
+
+import copy
+import math
+
+import pytest
+from torch import nn
+
+from steadygrad._checks import InputError
+from steadygrad.noise import NoiseScale
+from tests.unit.noise.training_loop import last, make, measure, run, synthetic
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_resumes_to_the_bit(every):
+    model, x, y = make()
+    straight, first = NoiseScale(model, every=every), NoiseScale(model, every=every)
+    for i in range(6):
+        measure(straight, model, x * (1 + i), y)
+    for i in range(3):
+        measure(first, model, x * (1 + i), y)
+    second = NoiseScale(model, every=every)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for i in range(3, 6):
+        measure(second, model, x * (1 + i), y)
+    assert str(second.estimate().as_dict()) == str(straight.estimate().as_dict())
+    with pytest.raises(InputError, match="Remedy: build the estimator with the same"):
+        NoiseScale(nn.Linear(2, 2)).load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize("source", ["microbatch", "accumulated", "per_example"])
+def test_finds_a_known_noise_scale(source):
+    model, sample = synthetic(40.0)
+    noise = NoiseScale(model, decay=1.0, source=source)
+    run(noise, model, sample, 300, [5, 5, 5, 5])
+    got = noise.estimate()
+    # 12 %: three standard errors at 300 steps of 20 samples.
+    assert got.value.item() == pytest.approx(40, rel=0.12)
+    assert got.low.item() < 40 < got.high.item()
+    assert got.resolved.item()
+
+
+def test_the_noise_per_sample_survives_a_new_batch_size():
+    model, sample = synthetic(40.0)
+    noise = NoiseScale(model, decay=1.0)
+    run(noise, model, sample, 150, [2] * 4)
+    run(noise, model, sample, 150, [16] * 8)
+    got = noise.estimate()
+    assert got.value.item() == pytest.approx(40, rel=0.12)
+    assert got.noise_trace.item() == pytest.approx(40, rel=0.03)
+
+
+def test_hopeless_data_are_unresolved():
+    model, sample = synthetic(1e6)
+    noise = NoiseScale(model)
+    run(noise, model, sample, 20, [2, 2])
+    got = noise.estimate()
+    assert not got.resolved.item()
+    assert math.isinf(got.high.item())
+    assert got.low.item() > 2  # what can be said: far above the batch
+    assert NoiseScale(model).estimate().as_dict()["measurements"] == 0
+
+
+def test_history_keeps_the_newest():
+    model, sample = synthetic(10.0)
+    noise = NoiseScale(model, decay=1.0, history=5)
+    run(noise, model, lambda n: sample(n) * 100, 4, [4, 4])
+    run(noise, model, sample, 5, [4, 4])
+    got = noise.estimate()
+    assert got.measurements.item() == 5
+    assert got.noise_trace.item() < 100  # nothing of the hundredfold gradients is left
+    noise.reset()
+    assert noise.estimate().measurements.item() == 0
+
+
+@pytest.mark.parametrize("source", ["microbatch", "per_example", "accumulated"])
+def test_every_third_step_is_measured(source):
+    model, x, y = make()
+    all_steps, some = NoiseScale(model, source=source), NoiseScale(model, source=source, every=3)
+    for i in range(7):
+        measure(some, model, x * (1 + i), y, [5, 5])
+        if i % 3 == 0:
+            measure(all_steps, model, x * (1 + i), y, [5, 5])
+    assert some.estimate().measurements.item() == 3
+    assert str(some.estimate().as_dict()) == str(all_steps.estimate().as_dict())
+
+
+def test_decay_forgets_as_it_says():
+    model, sample = synthetic(10.0)
+    noise = NoiseScale(model, decay=0.5, history=40)
+    run(noise, model, sample, 1, [4, 4])
+    first = last(noise)[1]
+    run(noise, model, sample, 1, [4, 4])
+    second = noise.state_dict()["ring"][1, 1].sum().item()
+    assert last(noise)[1] == pytest.approx((0.5 * first + second) / 1.5, rel=1e-12)
+
+
+@pytest.mark.parametrize("decay", [1e-4, 1e-3, 0.03])
+def test_a_decay_that_keeps_one_measurement_says_so(decay):
+    model, sample = synthetic(10.0)
+    noise = NoiseScale(model, decay=decay)
+    run(noise, model, sample, 5, [4, 4])
+    assert noise.estimate().effective.item() < 1.1
+    assert not noise.estimate().resolved.item()

@@ -1,0 +1,167 @@
+"""`SplitBatchNoiseScale.estimate`: its interval against known truth, and the buffers behind it."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from steadygrad._checks import InputError
+from steadygrad.formulas.intervals import ratio_of_averages
+from steadygrad.noise import SplitBatchNoiseScale
+from tests.unit.noise.test_split_batch import gradients, weights
+
+BATCH, DIM = 16, 32
+EVERY_NUMBER = ("value", "low", "high", "grad_sq_norm", "noise_trace", "effective")
+
+
+def batches(count, noise_scale, generator, signal=1.0):
+    """Per-sample gradients from N(G, Σ) with |G| = ``signal`` and tr(Σ) = ``noise_scale``."""
+    z = torch.randn(count, BATCH, DIM, generator=generator, dtype=torch.float64)
+    return signal / DIM**0.5 + z * (noise_scale / DIM) ** 0.5
+
+
+def fed(estimator, data, w):
+    for x in data:
+        estimator(x @ w, w)
+    return estimator
+
+
+def replicates(count, noise_scale, mode, signal=1.0):
+    generator = torch.Generator().manual_seed(0)
+    w = weights(DIM)
+    for _ in range(count):
+        estimator = SplitBatchNoiseScale(mode, 0.25, update_rate=0.02, generator=generator)
+        yield fed(estimator, batches(60, noise_scale, generator, signal), w).estimate()
+
+
+@pytest.mark.parametrize("mode", ["alternative", "paper"])
+def test_interval_covers_in_95_of_100(mode):
+    """Three standard errors of a share of 95 % in 250 replicates are 4.1 points."""
+    truth = 2.0 * BATCH
+    covered = [float(e.low) <= truth <= float(e.high) for e in replicates(250, truth, mode)]
+    assert sum(covered) / len(covered) == pytest.approx(0.95, abs=0.041)
+
+
+def test_without_a_signal_nothing_is_resolved():
+    """The two-sided interval errs in 2.5 % to this side: 4 of 60 are three standard errors."""
+    got = list(replicates(60, 32.0, "alternative", signal=0.0))
+    assert sum(bool(e.resolved) for e in got) <= 4
+    assert all(math.isinf(e.high) for e in got if not e.resolved)
+
+
+def test_the_interval_is_that_of_the_batches_own_estimates():
+    """Straight from the two equations of each batch, with the weights of the averages."""
+    w, generator = weights(DIM), torch.Generator().manual_seed(4)
+    estimator = SplitBatchNoiseScale(update_rate=0.1, generator=generator, level=0.8)
+    signal, noise, last = [], [], None
+    for x in batches(30, 16.0, torch.Generator().manual_seed(1)):
+        order = torch.randperm(BATCH, generator=generator.clone_state())
+        a, b = (x[half].mean(0) for half in (order[8:], order[:8]))
+        signal.append(a.dot(b))
+        noise.append((a - b).square().sum() * 4)
+        last = estimator(x @ w, w)
+    age = torch.arange(29, -1, -1, dtype=torch.float64)
+    expected = ratio_of_averages(torch.stack(noise), torch.stack(signal), 0.9**age, level=0.8)
+    got = estimator.estimate()
+    # 1e-10: the same float64 sums, with the weights in another order.
+    for name, number in [("value", "value"), ("low", "low"), ("high", "high")]:
+        assert getattr(got, name).item() == pytest.approx(
+            getattr(expected, number).item(), rel=1e-10
+        )
+    assert got.effective.item() == pytest.approx(expected.effective.item(), rel=1e-10)
+    assert got.value.item() == pytest.approx(last.item(), rel=1e-10)
+    assert got.measurements.item() == 30
+
+
+def test_batches_that_drift_are_worth_fewer():
+    w, generator = weights(DIM), torch.Generator().manual_seed(0)
+    size = 1 + torch.linspace(0, 2 * math.pi, 150, dtype=torch.float64).sin().view(-1, 1, 1) / 2
+    # The signal drifts and the noise does not.
+    data = batches(150, 4.0, generator) + (size - 1) / DIM**0.5
+    drifting = fed(SplitBatchNoiseScale(update_rate=0.01), data, w).estimate()
+    shuffled = data[torch.randperm(150, generator=generator)]
+    mixed = fed(SplitBatchNoiseScale(update_rate=0.01), shuffled, w).estimate()
+    assert drifting.effective < 0.5 * mixed.effective
+    assert drifting.measurements == mixed.measurements
+
+
+def test_nothing_waits_for_the_device():
+    """On a device without memory any read of a value raises."""
+    estimator = SplitBatchNoiseScale().to("meta")
+    w = torch.zeros(6, device="meta", requires_grad=True)
+    for fill_grad in (False, True):
+        estimator(torch.zeros(8, 6, device="meta") @ w, w, fill_grad=fill_grad)
+    got = estimator.estimate()
+    assert {getattr(got, name).device.type for name in EVERY_NUMBER} == {"meta"}
+
+
+def test_a_batch_left_out_leaves_no_gap():
+    w, data = weights(), [gradients(8, seed=i) for i in range(6)]
+    bad = data[0] * torch.nan
+    plain = SplitBatchNoiseScale(generator=torch.Generator().manual_seed(0))
+    broken = SplitBatchNoiseScale(generator=torch.Generator().manual_seed(0))
+    fed(plain, data[:3], w)
+    fed(broken, data[:3], w)
+    fed(broken, [bad], w)
+    torch.randperm(8, generator=plain.generator)  # the split of the batch that is not there
+    fed(plain, data[3:], w)
+    fed(broken, data[3:], w)
+    assert broken.estimate().as_dict() == plain.estimate().as_dict()
+    assert (broken.skipped.item(), broken.estimate().measurements.item()) == (1, 6)
+
+
+def test_two_batches_say_nothing():
+    w = weights()
+    estimator = fed(SplitBatchNoiseScale(), [gradients(8, seed=i) for i in range(2)], w)
+    got = estimator.estimate()
+    assert (got.low.item(), got.high.item(), got.resolved.item()) == (0.0, math.inf, False)
+    assert SplitBatchNoiseScale().estimate().measurements.item() == 0
+    # Only the newest batch counts: it alone has no interval.
+    newest = fed(SplitBatchNoiseScale(update_rate=1.0), [gradients(8, seed=i) for i in range(9)], w)
+    assert not newest.estimate().resolved
+
+
+def test_the_interval_resumes_to_the_bit():
+    w, generator = weights(), torch.Generator().manual_seed(0)
+    # 7 rows for 12 batches: the ring goes round.
+    first = SplitBatchNoiseScale(update_rate=0.1, generator=generator, history=7)
+    fed(first, [gradients(9, seed=i) for i in range(8)], w)
+    second = SplitBatchNoiseScale(update_rate=0.1, generator=generator.clone_state(), history=7)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for estimator in (first, second):
+        fed(estimator, [gradients(9, seed=i) for i in range(8, 12)], w)
+    assert second.estimate().as_dict() == first.estimate().as_dict()
+    assert first.estimate().measurements.item() == 7
+
+
+def test_a_state_from_before_there_was_an_interval():
+    w = weights()
+    old = fed(SplitBatchNoiseScale(), [gradients(8, seed=i) for i in range(5)], w)
+    state = {k: v for k, v in old.state_dict().items() if not k.startswith("kept.")}
+    loaded = fed(SplitBatchNoiseScale(), [gradients(8, seed=9)] * 4, w)
+    loaded.load_state_dict(state)
+    # The averages go on; the interval begins with the batches from here on.
+    assert torch.equal(loaded.signal.value(), old.signal.value())
+    assert loaded.estimate().measurements.item() == 0
+    fed(loaded, [gradients(8, seed=7)], w)
+    assert loaded.estimate().measurements.item() == 1
+
+
+@pytest.mark.parametrize(("length", "kept"), [(3, 3), (20, 5)])
+def test_a_state_of_another_history_keeps_the_newest(length, kept):
+    w = weights()
+    old = fed(SplitBatchNoiseScale(history=5), [gradients(8, seed=i) for i in range(8)], w)
+    new = SplitBatchNoiseScale(history=length)
+    new.load_state_dict(old.state_dict())
+    assert new.estimate().measurements.item() == kept
+    # The five newest of 8 batches lie in the ring at 3, 4, 0, 1, 2.
+    newest = old.kept.ring[[2, 1, 0, 4, 3][:kept]].flip(0)
+    assert torch.equal(new.kept.ring[:kept], newest)
+
+
+def test_bad_arguments():
+    with pytest.raises(InputError, match=r"`level`.*\(0, 1\)"):
+        SplitBatchNoiseScale(level=1.0)
+    with pytest.raises(InputError, match=r"`history`.*at least 3"):
+        SplitBatchNoiseScale(history=2)
