@@ -43,7 +43,7 @@ def _opening(advice: Advice, title: str, truncated: bool) -> Html:
         kicker,
         el("h1", title),
         [el("p.lede", sentences[0])] if sentences else None,
-        [el("p.more", " ".join(sentences[1:]))] if sentences[1:] else None,
+        el("ul.said", (el("li", said) for said in sentences[1:])) if sentences[1:] else None,
         _key_figures(advice),
         el("div.note", el("p", missing), role="note") if missing else None,
     )
@@ -128,15 +128,22 @@ def _schedule(advice: Advice) -> Iterable[Html]:
     rows = advice.schedule
     if not rows:
         return
+    starts = [number(row.get("from_samples")) for row in rows]
+    ends = [*starts[1:], number(advice.recommendation.get("samples"))]
     cells = [
-        [show(row.get("from_samples")), show(row.get("batch_size")), show(row.get("lr"))]
-        for row in rows
+        [*(show(row.get(key)) for key in ("from_samples", "batch_size", "lr")), show(steps)]
+        for row, start, end in zip(rows, starts, ends, strict=True)
+        for steps in [_whole((end - start) / batch_of(row))]
     ]
-    head = [f"from {advice.sample}", "batch size", "learning rate"]
+    head = [f"from {advice.sample}", "batch size", "learning rate", "steps"]
     yield table("A schedule that follows it", head, cells)
     megatron = advice.recommendation.get("megatron")
     if megatron:
         yield el("p.more", "The same for Megatron-style launchers: ", el("code", str(megatron)))
+
+
+def _whole(steps: float) -> float:
+    return round(steps) if 0 < steps < math.inf else math.nan
 
 
 def _branches(advice: Advice) -> Html | None:

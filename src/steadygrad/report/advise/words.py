@@ -54,7 +54,11 @@ def over_training(advice: Advice) -> list[str]:
         " (diamonds) is computed from gradients alone. Bars are intervals. An arrow says that the "
         "value lies beyond: an open diamond is a noise scale that the data do not resolve."
     )
-    steps = " Grey steps: the schedule recommended below." if advice.schedule else ""
+    steps = (
+        " Grey steps: the schedule recommended below; left of the first circle it is extrapolated."
+        if advice.schedule
+        else ""
+    )
     return ["The ", CRITICAL, largest, NOISE, reading, steps]
 
 

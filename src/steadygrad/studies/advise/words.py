@@ -8,7 +8,8 @@ from typing import Any
 from steadygrad.formulas.batch_size import learning_rate
 from steadygrad.noise.schedule import BatchSizeSchedule
 from steadygrad.record import plural
-from steadygrad.studies.advise.recommend import Measured, WholeRun, schedule
+from steadygrad.studies.advise.recommend import WholeRun, rung
+from steadygrad.studies.advise.surface import Measured
 
 __all__ = ["Findings", "megatron", "sentences"]
 
@@ -43,16 +44,11 @@ class Findings:
 
     @property
     def now(self) -> dict[str, Any] | None:
-        """Batch size and learning rate for going on from the last point."""
+        """Batch size and learning rate for going on from the last point: the last stage's."""
         if self.last is None:
             return None
-        rule = self.settings["lr_rule"]
-        row = schedule([self.last], self.settings["lr"], rule)[0]
-        return {
-            "samples": self.last.samples,
-            "batch_size": row["batch_size"],
-            "lr": row["lr"],
-        }
+        stage = {name: self.schedule[-1][name] for name in ("batch_size", "lr")}
+        return {"samples": self.last.samples, **stage}
 
     @property
     def lr(self) -> float:
@@ -140,11 +136,15 @@ def _warmup(found: Findings) -> list[str]:
 
 def _now(found: Findings, last: Measured) -> str:
     assert found.now is not None
-    return (
+    size = found.now["batch_size"]
+    text = (
         f"From where the study ended, after {found.count(last.samples)}, go on at "
-        f"{_number(found.now['batch_size'])} with learning rate {found.now['lr']:.3g}: the "
-        f"critical batch size there is {_interval(found, last)}."
+        f"{_number(size)} with learning rate {found.now['lr']:.3g}: the critical batch size there "
+        f"is {_interval(found, last)}"
     )
+    if size != rung(last.critical.value, last.critical.sizes[0]):
+        return f"{text}; {_number(size)} is what the fit through all points gives there."
+    return f"{text}."
 
 
 def _interval(found: Findings, last: Measured) -> str:
@@ -171,8 +171,23 @@ def _schedule(found: Findings) -> list[str]:
     steps = ", then ".join(
         f"{_number(row['batch_size'])} from {_number(row['from_samples'])}" for row in rows[1:]
     )
-    text = f"With a growing batch: start at {_number(rows[0]['batch_size'])}, then {steps}"
-    return [f"{text} {plural(found.sample)} on (Megatron: {megatron(rows)})."]
+    text = (
+        f"With a growing batch: start at {_number(rows[0]['batch_size'])}, then {steps} "
+        f"{plural(found.sample)} on (Megatron: {megatron(rows)})."
+    )
+    return [text + _first_rate(rows, found.settings["lr"])]
+
+
+def _first_rate(rows: Sequence[Mapping[str, Any]], lr: float) -> str:
+    """Whether a schedule needs a warm-up; nothing where the learning rate stays."""
+    if rows[0]["lr"] > lr:
+        return " Its first learning rate needs the same warm-up."
+    if rows[-1]["lr"] > lr:
+        return (
+            " It begins with the task's own learning rate and raises it only with the batch, so "
+            "it is itself a warm-up."
+        )
+    return ""
 
 
 def _trust(found: Findings, last: Measured) -> str:

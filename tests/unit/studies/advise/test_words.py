@@ -5,11 +5,17 @@ import math
 import pytest
 
 from steadygrad.studies.advise.critical import Critical
-from steadygrad.studies.advise.recommend import Measured, WholeRun, schedule
+from steadygrad.studies.advise.recommend import WholeRun
+from steadygrad.studies.advise.surface import Measured
 from steadygrad.studies.advise.words import Findings, megatron, sentences
 
 SIZES = (8, 16, 32, 64)
 SETTINGS = {"lr": 0.001, "lr_rule": "sqrt", "batch_size": 8, "tolerance": 0.2}
+SCHEDULE = [
+    {"from_samples": 0, "batch_size": 8, "lr": 0.001},
+    {"from_samples": 700, "batch_size": 16, "lr": 0.001 * 2**0.5},
+    {"from_samples": 16_000, "batch_size": 32, "lr": 0.002},
+]
 NOISE = {"value": 120.4, "low": 80.0, "high": 200.0, "resolved": True}
 
 
@@ -20,7 +26,6 @@ def critical(value=40.0, low=30.0, high=50.0, at_edge="") -> Critical:
 def findings(**changes) -> Findings:
     run = WholeRun(24_576, 36.0, 28.0, 45.0, 32, SIZES, (0.0, 0.05, 0.17, 0.3), 150.0)
     last = Measured(16_384, 8_192, changes.pop("critical", critical()))
-    rows = schedule([Measured(1024, 512, critical(17.0)), last], 0.001, "sqrt")
     return Findings(**{
         "sample": "sequence",
         "settings": SETTINGS,
@@ -30,7 +35,7 @@ def findings(**changes) -> Findings:
         "planned": 3,
         "points": 3,
         "noise": NOISE,
-        "schedule": rows,
+        "schedule": SCHEDULE,
         "warmup": 1024,
         **changes,
     })  # fmt: skip
@@ -68,8 +73,9 @@ def test_a_whole_recommendation():
             "0.002: the critical batch size there is 40 sequences (95% interval 30 to 50)."
         ),
         (
-            "With a growing batch: start at 16, then 32 from 16,384 sequences on "
-            "(Megatron: 0:16 16384:32)."
+            "With a growing batch: start at 8, then 16 from 700, then 32 from 16,000 sequences on "
+            "(Megatron: 0:8 700:16 16K:32). It begins with the task's own learning rate and raises "
+            "it only with the batch, so it is itself a warm-up."
         ),
         (
             "Trust the critical batch size: it was measured directly, by training on from the same "
@@ -101,6 +107,12 @@ def said(**changes) -> str:
         ({"settings": {**SETTINGS, "lr_rule": "linear"}}, "predicts the critical batch size only"),
         ({"status": "budget", "points": 2}, "ran out of its budget after measuring 2 of 3 points"),
         ({"status": "interrupted"}, "was interrupted after"),
+        ({"schedule": SCHEDULE[:2]}, "go on at 16 with learning rate 0.00141"),
+        ({"schedule": SCHEDULE[:2]}, "; 16 is what the fit through all points gives there."),
+        (
+            {"schedule": [SCHEDULE[1] | {"from_samples": 0}, SCHEDULE[2]]},
+            "16K:32). Its first learning rate needs the same warm-up.",
+        ),
         ({"sample": "entry"}, "32 entries"),
         ({"sample": "batch"}, "32 batches"),
         ({"sample": "day"}, "32 days"),
@@ -113,9 +125,12 @@ def test_what_depends_on_the_findings(changes, expected):
 
 def test_what_is_not_said():
     assert "Its interval is wide" not in said()
-    assert "Megatron" not in said(schedule=findings().schedule[:1])
+    assert "Megatron" not in said(schedule=[SCHEDULE[2] | {"from_samples": 0}])
+    assert "what the fit" not in said()
+    constant = [row | {"lr": 0.001} for row in SCHEDULE]
+    assert "itself a warm-up" not in said(schedule=constant)
     assert "noise scale" not in said(noise=None)
-    assert "warm" not in said(warmup=0)
+    assert "From scratch, warm" not in said(warmup=0)
 
 
 def test_the_smallest_batch_is_the_answer():
