@@ -18,6 +18,7 @@ from steadygrad.record import (
     SCHEMA,
     RecordError,
     RunWriter,
+    check_run,
     dumps,
     environment,
     loads,
@@ -27,6 +28,7 @@ from steadygrad.record import (
     strip_times,
     write_report,
 )
+from steadygrad.record._fields import TABLES
 
 HEADER = {"study": "advise", "seed": 3, "task": {"name": "char-lm"}}
 
@@ -172,12 +174,24 @@ class TestRead:
             assert [entry["loss"] for entry in run.events] == [3.0, 2.0]
             assert run.truncated == (end > start)
 
-    @pytest.mark.parametrize("garbage", [b"\x00" * 40 + b"\n", b"{]\n", b"17\n", b"\xff\xfe\n"])
+    @pytest.mark.parametrize("garbage", [b"\x00" * 40 + b"\n", b"{]\n", b"\xff\xfe\n"])
     def test_broken_last_line_with_its_newline_is_dropped(self, tmp_path: Path, garbage: bytes):
         data = write(tmp_path, 3.0, 2.0)
         (tmp_path / "record.jsonl").write_bytes(data + garbage)
         run = read_run(tmp_path)
         assert (len(run.events), run.truncated) == (2, True)
+
+    @pytest.mark.parametrize("line", [b"17", b"null", b"[1]", b"{}", b'{"event": 3}'])
+    @pytest.mark.parametrize("after", [b"", b'{"event": "end"}\n'], ids=["last", "middle"])
+    def test_whole_line_that_is_no_event(self, tmp_path: Path, line: bytes, after: bytes):
+        """A kill leaves a part of a line: a whole value of another kind was put there."""
+        data = write(tmp_path, 3.0, 2.0) + line + b"\n" + after
+        (tmp_path / "record.jsonl").write_bytes(data)
+        for use in (read_run, RunWriter.resume):
+            with pytest.raises(RecordError) as error:
+                use(tmp_path)
+            assert_one_line(error, "names its 'event' in line 4 of", f"Found {json.loads(line)!r}")
+        assert (tmp_path / "record.jsonl").read_bytes() == data
 
     def test_broken_line_in_the_middle(self, tmp_path: Path):
         lines = write(tmp_path, 3.0, 2.0, 1.0).splitlines(keepends=True)
@@ -235,6 +249,26 @@ class TestRead:
         with pytest.raises(RecordError) as error:
             read_run(tmp_path)
         assert_one_line(error, "summary.json", "Remedy")
+
+
+class TestCheck:
+    """The table itself; what the commands make of it is tested with them."""
+
+    def test_what_no_table_knows_is_left_alone(self, tmp_path: Path):
+        with RunWriter.create(tmp_path, {"study": "other", "plan": 3}) as writer:
+            writer.append("train", loss="low")
+        check_run(read_run(tmp_path), to_resume=True)
+
+    def test_the_line_is_named(self, tmp_path: Path):
+        write(tmp_path, 3.0)
+        run = read_run(tmp_path)
+        with pytest.raises(RecordError) as error:
+            check_run(run)
+        found = f"'task.sample' to be a text in line 1 of {str(tmp_path / 'record.jsonl')!r}. Found"
+        assert_one_line(error, found, "Found none. Remedy: restore the file from a copy")
+
+    def test_every_table_is_of_a_schema_that_is_read(self):
+        assert {schema for schema, _ in TABLES} == set(range(1, SCHEMA + 1))
 
 
 class TestResume:
