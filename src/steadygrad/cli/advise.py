@@ -43,8 +43,7 @@ def run(options: Advise, began: float) -> int:
             # What the user's own task prints must not mix with --json.
             with make_monitor(console, is_main, stop.left) as monitor, redirect_stdout(sys.stderr):
                 outcome = _study(options, stop, monitor)
-            if outcome.is_main:
-                _finish(outcome, console)
+            page = write(outcome.folder) if outcome.is_main else None
         except Failed as failed:
             if failed.is_main:
                 write(failed.folder)
@@ -52,7 +51,9 @@ def run(options: Advise, began: float) -> int:
         except Halt as halt:
             # Before the record was begun: there is nothing to report.
             return 128 + halt.reason
-    _refuse_nothing(outcome)
+        _refuse_nothing(outcome)
+        if page is not None:
+            _print(outcome, page, console)
     return 128 + outcome.stopped_by if outcome.stopped_by else 0
 
 
@@ -77,7 +78,10 @@ def _study(options: Advise, stop: "Stop", monitor: "Monitor") -> "Outcome":
 
 
 def _refuse_nothing(outcome: "Outcome") -> None:
-    """A budget too small for this machine to say anything is an error, not advice."""
+    """A budget too small for this machine to say anything is an error, not advice.
+
+    A noise scale may be in the record by then, but it is a diagnostic of advice that is not there.
+    """
     found = [point["critical"] for point in outcome.summary["points"]]
     if outcome.summary["status"] == "budget" and not any(found):
         raise InputError(
@@ -87,12 +91,10 @@ def _refuse_nothing(outcome: "Outcome") -> None:
         )
 
 
-def _finish(outcome: "Outcome", console: Console) -> None:
+def _print(outcome: "Outcome", page: Path, console: Console) -> None:
     from steadygrad.record import dumps
-    from steadygrad.report import write
 
-    path = write(outcome.folder)
-    print_summary(outcome.summary, path, console)
+    print_summary(outcome.summary, page, console)
     if console.json:
         print(dumps(outcome.summary, indent=2))
         sys.stdout.flush()

@@ -241,15 +241,6 @@ def test_only_the_first_rank_speaks(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_budget_that_ends_before_the_first_point_is_no_advice(tmp_path, capsys):
-    folder = tmp_path / "run"
-    assert main(["advise", tiny("slow"), "--budget", "6s", "--out", str(folder)]) == 2
-    err = capsys.readouterr().err
-    assert "before the first point of training was measured: no number is given" in err
-    assert "Remedy: go on by --resume RUN --budget TIME." in err
-    assert read_run(folder).summary["recommendation"]["batch_size"] is None
-
-
 def test_a_run_that_its_budget_cut_short_gets_more_time(run, tmp_path, monkeypatch, capsys):
     """To the numbers that a longer clock would have given at once, by the command line alone."""
     from steadygrad.studies.advise import Stop

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from steadygrad.record import Run
@@ -86,22 +87,29 @@ def _rate_figure(advice: Advice) -> Figure:
 
 
 def _cost_figure(advice: Advice) -> Figure:
+    base, size = number(advice.settings.get("batch_size")), advice.batch_size
     rows = {batch_of(row): row for row in rows_of(advice.tradeoff, "rows")}
-    ours = rows.get(advice.batch_size)
-    base = rows.get(number(advice.settings.get("batch_size")))
-    if ours is None or base is None or ours is base:
+    source, more = "measured", _between({b: number(r.get("excess")) for b, r in rows.items()}, size)
+    if not math.isfinite(more):
+        ratios = {b: number(row.get("samples_ratio")) for b, row in rows.items()}
+        least = ratios.get(base, math.nan)
+        source, more = "by the fitted curve", _between(ratios, size) / least - 1 if least else -1
+    if not (base > 0 and size > base and -1 < more < math.inf):
         return None
-    more = number(ours.get("excess"))
-    source = "measured" if math.isfinite(more) else "by the fitted curve"
-    least = number(base.get("samples_ratio"))
-    if not math.isfinite(more) and least > 0:
-        more = number(ours.get("samples_ratio")) / least - 1
-    if not -1 < more < math.inf:
-        return None
-    fewer = batch_of(ours) / batch_of(base) / (1 + more)
+    fewer = size / base / (1 + more)
     extra = f"{show(abs(100 * more), 2)}% {'more' if more >= 0 else 'fewer'}"
-    against = f"than at batch {show(base.get('batch_size'))}, for {extra} {advice.samples}"
+    against = f"than at batch {show(base)}, for {extra} {advice.samples}"
     return "Steps", f"{show(fewer, 2)}× fewer", f"{against}, {source}"
+
+
+def _between(values: Mapping[float, float], size: float) -> float:
+    """A value at any batch size, linear between those that were tried; NaN outside of them."""
+    if size in values:
+        return values[size]
+    for (low, below), (high, above) in pairwise(sorted(values.items())):
+        if low < size < high:
+            return below + (above - below) * (size - low) / (high - low)
+    return math.nan
 
 
 def _noise_figure(advice: Advice) -> Figure:

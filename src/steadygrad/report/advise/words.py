@@ -117,6 +117,11 @@ def limits(advice: Advice) -> Html:
             "They followed one rule from one starting point; tuning at each batch size can move "
             "the critical batch size."
         ),
+        "The beginning.": (
+            "Before the first branches nothing is measured: there the critical batch size is taken "
+            "to have grown in proportion to the samples seen. The interval's upper end is what "
+            "holds if it was the same from the start."
+        ),
         "The end of a long run.": (
             "Branches are short and show what a batch size costs soon after a checkpoint."
         ),

@@ -188,7 +188,9 @@ def make_plan(
         max(_plans(repeats, *sizes, samples_per_second, work), key=_horizon, default=None)
         for repeats in (2, 3)
     )
-    plan = three if three and len(three.points) > 1 else two
+    plan = two
+    if three and two and len(three.points) >= min(2, len(two.points)):
+        plan = three
     if plan is None:
         raise _too_small(budget_seconds, samples_per_second, *sizes)
     return plan
@@ -255,5 +257,7 @@ def _point(samples: int, length: int, size: int, train_size: int) -> Point:
     largest = multiples[-1] * size
     # Every batch size divides it: all branches see exactly the same samples.
     branch = max(1, length // largest) * largest
-    noise_steps = min(64, max(8, branch // (MICRO_BATCHES * size)))
+    # Samples seen twice in one measurement would pass for independent ones.
+    most = min(64, train_size // (MICRO_BATCHES * size))
+    noise_steps = max(2, min(most, max(8, branch // (MICRO_BATCHES * size))))
     return Point(samples, branch, multiples, noise_steps)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from steadygrad.formulas.batch_size import learning_rate, samples_ratio, steps_ratio
+from steadygrad.studies.advise.critical import quantile
 from steadygrad.studies.advise.curves import crossing, fit_tradeoff
 from steadygrad.studies.advise.surface import Measured, Surface, extended
 
@@ -24,8 +25,12 @@ class WholeRun:
     Attributes:
         samples: Length of the run.
         value: Largest batch size whose mean excess over the run is within the tolerance.
-        low: Lower end of its 95% interval.
-        high: Upper end; infinite when the largest batch size tried may still be within it.
+        low: Lower end of its 95% interval, if the critical batch size grew from nothing before the
+            first point, as ``value`` takes it.
+        high: Upper end, if it was the same from the start; infinite when the largest batch size
+            tried may still be within it.
+        assumed: Share of the run before the middle of the first branches, for which one or the
+            other is assumed.
         batch_size: ``value``, rounded down to 1, 1.5, 2, 3, 4, 6, ... times the smallest batch.
         sizes: Batch sizes tried, ascending.
         excess: Mean extra samples of each over the run, relative to the smallest.
@@ -36,6 +41,7 @@ class WholeRun:
     value: float
     low: float
     high: float
+    assumed: float
     batch_size: int
     sizes: tuple[int, ...]
     excess: tuple[float, ...]
@@ -58,15 +64,17 @@ def whole_run(points: Sequence[Measured], tolerance: float) -> WholeRun:
     """
     surface = Surface(points)
     sizes = surface.sizes
-    rows = zip(*(point.critical.draws[::2] for point in points), strict=True)
-    drawn = sorted(_constant(Surface(points, row), tolerance) for row in rows)
-    value, cut = min(_constant(surface, tolerance), float(sizes[-1])), len(drawn) // 40
+    rows = list(zip(*(point.critical.draws[::2] for point in points), strict=True))
+    least = sorted(_constant(Surface(points, row), tolerance) for row in rows)
+    most = sorted(_constant(Surface(points, row, grows=False), tolerance) for row in rows)
+    value = min(_constant(surface, tolerance), float(sizes[-1]))
     excess = surface.mean()
     return WholeRun(
         samples=surface.end,
         value=value,
-        low=min(drawn[cut], float(sizes[-1])),
-        high=drawn[-1 - cut],
+        low=min(quantile(least, 0.025), value),
+        high=max(quantile(most, 0.975), value),
+        assumed=points[0].centre / surface.end,
         batch_size=rung(value, sizes[0]),
         sizes=sizes,
         excess=tuple(excess),

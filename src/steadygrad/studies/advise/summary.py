@@ -70,6 +70,7 @@ def _findings(
         last=measured[-1] if measured else None,
         planned=len(plan["points"]),
         points=len(criticals),
+        unresolved=[plan["points"][i] for i, found in criticals.items() if math.isnan(found.value)],
         noise=noises[-1] if noises else None,
         schedule=schedule(measured, tolerance, lr, rule) if measured else [],
         warmup=_warmup(run, measured, rule),

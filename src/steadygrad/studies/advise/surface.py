@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from steadygrad.studies.advise.critical import Critical
-from steadygrad.studies.advise.curves import crossing, isotonic
+from steadygrad.studies.advise.curves import crossing, isotonic, relative
 
 __all__ = ["Measured", "Surface", "extended"]
 
@@ -39,11 +39,13 @@ class Surface:
     Between the points the excess is interpolated over the reciprocal of the samples seen, which is
     right for a critical batch size that stays, or that grows in proportion. Before the first one
     nothing is measured; there it is taken to have grown in proportion from nothing, which is
-    about how Merrill et al. (2025) saw it begin. After the last one it stays.
+    about how Merrill et al. (2025) saw it begin, or to have been the same from the start, which is
+    the most that it can have been. After the last one it stays.
 
     Args:
         points: In the order of training; at least one.
         rows: The excess of each batch size, for each point; what was measured by default.
+        grows: Which of the two is assumed before the first point.
 
     Attributes:
         sizes: Batch sizes tried, ascending.
@@ -53,9 +55,13 @@ class Surface:
     """
 
     def __init__(
-        self, points: Sequence[Measured], rows: Sequence[Sequence[float]] | None = None
+        self,
+        points: Sequence[Measured],
+        rows: Sequence[Sequence[float]] | None = None,
+        *,
+        grows: bool = True,
     ) -> None:
-        self._points = points
+        self._points, self._grows = points, grows
         rows = [point.critical.excess for point in points] if rows is None else rows
         pairs = zip(points, rows, strict=True)
         self._curves = [extended(point.critical.sizes, isotonic(row)) for point, row in pairs]
@@ -71,7 +77,7 @@ class Surface:
         """Extra samples of a batch size, as a fraction, after so many samples."""
         centres = self._centres
         if seen <= centres[0]:
-            return self._curves[0](size * centres[0] / seen)
+            return self._curves[0](size * centres[0] / seen if self._grows else size)
         if seen >= centres[-1]:
             return self._curves[-1](size)
         i = bisect_right(centres, seen) - 1
@@ -81,7 +87,7 @@ class Surface:
     def mean(self) -> list[float]:
         """Mean excess of each size over all samples of the run, relative to the smallest."""
         means = [self._mean(column) for column in range(len(self.sizes))]
-        return isotonic(_relative(means))
+        return isotonic(relative(means))
 
     def _mean(self, column: int) -> float:
         # A batch's first step cannot be better or worse than another's: nothing is learned before.
@@ -101,7 +107,7 @@ class Surface:
         what is uncertain about a batch size is a factor. At most the largest size tried.
         """
         sizes = [float(size) for size in self.sizes]
-        rows = (_relative(row) for row in self._table)
+        rows = (relative(row) for row in self._table)
         found = [min(crossing(sizes, row, tolerance), sizes[-1]) for row in rows]
         # Before the first point, where the model extrapolates, it can only have been smaller.
         for node in range(bisect_right(self.nodes, self._centres[0]) - 1, -1, -1):
@@ -112,10 +118,6 @@ class Surface:
             size if fit == log else math.exp(fit)
             for size, log, fit in zip(found, logs, isotonic(logs), strict=True)
         ]
-
-
-def _relative(excess: Sequence[float]) -> list[float]:
-    return [(1 + extra) / (1 + excess[0]) - 1 for extra in excess]
 
 
 def extended(sizes: Sequence[int], excess: Sequence[float]) -> Callable[[float], float]:

@@ -46,7 +46,9 @@ def test_a_critical_batch_that_grows_in_proportion():
     # Sizes are a factor of 2 apart, and in between the excess is interpolated.
     assert mean_excess(run.value) == pytest.approx(0.2, rel=0.1)
     assert run.batch_size == 48
-    assert run.low == run.high == run.value
+    # Without noise what is left is what was assumed of the beginning.
+    assert run.low == run.value < run.high
+    assert run.assumed == pytest.approx((1024 + 256) / end)
 
 
 def test_the_start_costs_something():
@@ -220,3 +222,13 @@ def test_rows_lie_on_the_trade_off():
     for row in tradeoff_rows(100.0, SIZES):
         product = (row["steps_ratio"] - 1) * (row["samples_ratio"] - 1)
         assert product == pytest.approx(1, rel=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("critical", [100.0, 300.0])
+def test_the_interval_covers_a_critical_batch_that_never_changed(count, critical):
+    """Nothing is measured before the first point: the interval must allow for it."""
+    points = [measured(n, critical) for n in (1024, 4096, 16384)[-count:]]
+    run = whole_run(points, 0.2)
+    assert run.low < critical
+    assert run.high == pytest.approx(critical)
