@@ -127,7 +127,8 @@ class LANS(ShardedOptimizer):
         ok = scaling.ok(norms)
         for some in leaves:
             steps = [state["step"] for state in some.states]
-            torch._foreach_add_(steps, ok.to(steps[0]))
+            # A list: with one tensor for all, torch reads its value on the host.
+            torch._foreach_add_(steps, [ok.to(steps[0])] * len(steps))
         parts = [self._parts(some, sums[0], ok) for some, sums in zip(leaves, norms, strict=True)]
         own = [self._directions(*pair) for pair in zip(leaves, parts, strict=True)]
         for some, blocks, sums in zip(leaves, parts, over_shards(own), strict=True):

@@ -98,7 +98,8 @@ def buckets_of(sizes: Sequence[int]) -> list[list[int]]:
     A multi-tensor call makes a temporary for each of its tensors: so the temporaries of a bucket
     are no more than the largest parameter's would be alone.
     """
-    largest, buckets, room = max(sizes), list[list[int]](), -1
+    buckets: list[list[int]] = []
+    largest, room = max(sizes), -1
     for index, size in enumerate(sizes):
         if size > room or not buckets:
             buckets.append([])

@@ -78,7 +78,9 @@ class GroupPart:
                 ok=ok,
             )
             scaled_adam.update_(block, scales.part(bucket[0], bucket[-1] + 1), rule)
-        torch._foreach_add_([state["step"] for state in leaves.states], ok.to(self.step.dtype))
+        steps = [state["step"] for state in leaves.states]
+        # A list: with one tensor for all, torch reads its value on the host.
+        torch._foreach_add_(steps, [ok.to(steps[0])] * len(steps))
 
     def _sizes(self, clip: Tensor, ok: Tensor) -> tuple[scaled_adam.Sizes, Tensor]:
         leaves = self.leaves
