@@ -42,6 +42,14 @@ class StatefulOptimizer(TypeKeepingOptimizer):
                 )
         else:
             check_number("lr", lr, low=0)
+        betas = group["betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise InputError(
+                f"Parameter `betas` should be two numbers. Found {betas!r}. "
+                "Remedy: betas=(0.9, 0.999)."
+            )
+        for beta in betas:
+            check_number("betas", beta, low=0, high=1, high_open=True)
         if group["foreach"] and group["fused"]:
             raise InputError(
                 "Expected at most one of `foreach` and `fused`. Found both. Remedy: leave one out."
