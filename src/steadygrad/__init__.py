@@ -13,10 +13,20 @@ _HOMES = {
     "NoiseScale": "steadygrad.noise",
     "SplitBatchNoiseScale": "steadygrad.noise",
     "BatchSizeController": "steadygrad.noise",
+    "ScaledAdam": "steadygrad.optim",
+    "LANS": "steadygrad.optim",
     "Task": "steadygrad.tasks",
 }
 
-__all__ = ["BatchSizeController", "NoiseScale", "SplitBatchNoiseScale", "Task", "__version__"]
+__all__ = [
+    "LANS",
+    "BatchSizeController",
+    "NoiseScale",
+    "ScaledAdam",
+    "SplitBatchNoiseScale",
+    "Task",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
