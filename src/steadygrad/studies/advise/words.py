@@ -71,9 +71,9 @@ def sentences(found: Findings) -> list[str]:
         return [_nothing(found), *_noise(found)]
     return [
         *_unfinished(found),
-        *_unresolved(found),
         _whole_run(found, found.run),
         _cost(found, found.run),
+        *_unresolved(found),
         *_warmup(found),
         _now(found, found.last),
         *_schedule(found),
