@@ -13,10 +13,18 @@ _HOMES = {
     "NoiseScale": "steadygrad.noise",
     "SplitBatchNoiseScale": "steadygrad.noise",
     "BatchSizeController": "steadygrad.noise",
+    "LossBalancer": "steadygrad.balance",
     "Task": "steadygrad.tasks",
 }
 
-__all__ = ["BatchSizeController", "NoiseScale", "SplitBatchNoiseScale", "Task", "__version__"]
+__all__ = [
+    "BatchSizeController",
+    "LossBalancer",
+    "NoiseScale",
+    "SplitBatchNoiseScale",
+    "Task",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
