@@ -13,6 +13,8 @@ EXPECTED = {
     "noise_scale_in_a_loop.py": "noise scale",
     "split_batch.py": "noise scale",
     "my_task.py": "",
+    "scaled_adam.py": "clipping threshold",
+    "lans.py": "trust ratio",
 }
 
 

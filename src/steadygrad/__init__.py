@@ -14,13 +14,17 @@ _HOMES = {
     "SplitBatchNoiseScale": "steadygrad.noise",
     "BatchSizeController": "steadygrad.noise",
     "LossBalancer": "steadygrad.balance",
+    "ScaledAdam": "steadygrad.optim",
+    "LANS": "steadygrad.optim",
     "Task": "steadygrad.tasks",
 }
 
 __all__ = [
+    "LANS",
     "BatchSizeController",
     "LossBalancer",
     "NoiseScale",
+    "ScaledAdam",
     "SplitBatchNoiseScale",
     "Task",
     "__version__",

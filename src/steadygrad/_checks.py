@@ -103,13 +103,14 @@ def check_choice(name: str, value: T, choices: Collection[T]) -> T:
     """Returns ``value`` when it is one of ``choices``.
 
     Raises:
-        InputError: If it is not, with the nearest choice as the remedy.
+        InputError: If it is not, with the nearest choice as the remedy, if one is near.
     """
     if value in choices:
         return value
     near = get_close_matches(str(value), [str(choice) for choice in choices], n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = f"did you mean {near[0]!r}?" if near else "one of these."
     listed = ", ".join(repr(choice) for choice in choices)
     raise InputError(
-        f"Parameter `{name}` should be one of {listed}. Found `{name} = {_shown(value)}`.{hint}"
+        f"Parameter `{name}` should be one of {listed}. "
+        f"Found `{name} = {_shown(value)}`. Remedy: {hint}"
     )

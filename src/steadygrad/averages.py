@@ -1,14 +1,38 @@
 """Moving averages that are exact from the first value on, kept as buffers."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 
 from steadygrad._checks import check_number
 
-__all__ = ["MaskedAverages", "MovingAverage"]
+__all__ = ["MaskedAverages", "MovingAverage", "WideBuffers"]
+
+M = TypeVar("M", bound="WideBuffers")
 
 
-class MovingAverage(nn.Module):
+class WideBuffers(nn.Module):
+    """A module whose own floating-point buffers are cast to nothing below float32.
+
+    ``model.half()`` reaches every module inside the model. Sums of squares overflow float16, and
+    an average over a thousand values needs more digits than bfloat16 has; so these buffers only
+    move to the model's device.
+    """
+
+    def _apply(self: M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> M:
+        def wide(tensor: Tensor) -> Tensor:
+            applied = fn(tensor)
+            narrowed = applied.is_floating_point() and applied.dtype.itemsize < 4
+            # The original, moved: casting back would not bring the digits back.
+            return tensor.to(applied.device) if narrowed else applied
+
+        super()._apply(wide, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+class MovingAverage(WideBuffers):
     r"""Exponential moving average with exact bias correction.
 
     .. math:: x_t = (1-\alpha)\,x_{t-1} + \alpha v_t, \qquad
@@ -18,7 +42,7 @@ class MovingAverage(nn.Module):
     exactly and no warm-up bias remains; this also holds when :math:`\alpha` changes.
 
     Both numbers are buffers: they follow ``.to(device)``, are saved by ``state_dict`` and are
-    updated without a host sync.
+    updated without a host sync. A model's ``.half()`` leaves them as they are.
 
     Args:
         update_rate: Weight :math:`\alpha` of a new value, in (0, 1].
@@ -67,7 +91,7 @@ class MovingAverage(nn.Module):
         self.mass.zero_()
 
 
-class MaskedAverages(nn.Module):
+class MaskedAverages(WideBuffers):
     r"""Several bias-corrected averages, each of which moves only when it has a new value.
 
     .. math:: x_t = \beta\,x_{t-1} + v_t, \qquad m_t = \beta\,m_{t-1} + 1, \qquad

@@ -4,9 +4,10 @@ Everything here also works without a process group, where a sum over ranks is th
 """
 
 import json
+import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -14,13 +15,16 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from steadygrad._checks import InputError
 
 __all__ = [
     "RankSum",
+    "ShardSum",
     "World",
+    "aligned",
     "data_parallel_world",
     "fsdp_modules",
     "gather_json",
@@ -142,6 +146,122 @@ def replicas(tensor: Tensor, world: World) -> int:
             )
         copies *= size if isinstance(placement, Replicate) else 1
     return copies
+
+
+class ShardSum:
+    """Sums over the shards of many tensors, packed: one collective for all of them.
+
+    Every tensor's local values are added up over the processes that hold its other shards, and
+    over no others: replicas are not asked. Tensors that are sharded over different axes of one mesh
+    travel together over all these axes, those that are replicated along one of them with a share
+    of their value. Tensors on unrelated meshes make a collective each.
+
+    Every process of a mesh must make the same calls; one that holds an empty shard adds zeros.
+
+    Args:
+        tensors: The tensors, DTensors or plain ones; these are left as they are.
+
+    Raises:
+        InputError: If a DTensor is a partial sum.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        found = [_shard_axes(tensor) for tensor in tensors]
+        union: dict[DeviceMesh, set[int]] = {}
+        for mesh, axes in found:
+            if mesh is not None and axes:
+                union.setdefault(mesh, set()).update(axes)
+        self._groups = [_axes_group(mesh, axes) for mesh, axes in union.items()]
+        self._members = [[m == mesh and bool(axes) for m, axes in found] for mesh in union]
+        self._shares = [
+            1 / math.prod(mesh.size(axis) for axis in union[mesh] - axes) if axes and mesh else 1.0
+            for mesh, axes in found
+        ]
+        self._constants: dict[torch.device, tuple[Tensor, list[Tensor]]] = {}
+
+    @property
+    def collectives(self) -> int:
+        """How many collectives a call makes."""
+        return len(self._groups)
+
+    def __call__(self, columns: Tensor) -> Tensor:
+        """Adds up ``columns`` with shape ``(k, tensors)``, whose last axis goes by tensor."""
+        if not self._groups:
+            return columns
+        shares, members = self._constants_on(columns.device)
+        columns = columns * shares
+        for group, member in zip(self._groups, members, strict=True):
+            # The whole vector travels, the places of others as zeros: no index, no host wait.
+            packed = torch.where(member, columns, 0.0)
+            dist.all_reduce(packed, group=group)
+            columns = torch.where(member, packed, columns)
+        return columns
+
+    def _constants_on(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        # Copied to the device once: such a copy waits for it.
+        if device not in self._constants:
+            members = [torch.tensor(member, device=device) for member in self._members]
+            self._constants[device] = torch.tensor(self._shares, device=device), members
+        return self._constants[device]
+
+
+def _shard_axes(tensor: Tensor) -> tuple[DeviceMesh | None, set[int]]:
+    """The outermost mesh a tensor lies on, and the axes of it that it is sharded over."""
+    if not isinstance(tensor, DTensor):
+        return None, set()
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if any(isinstance(placement, Partial) for placement in placements):
+        raise InputError(
+            "Expected parameters that are sharded or replicated. Found a partial DTensor. "
+            "Remedy: redistribute it before it is handed to an optimizer."
+        )
+    sharded = {axis for axis, p in enumerate(placements) if not isinstance(p, Replicate)}
+    root, names = mesh._get_root_mesh(), mesh.mesh_dim_names
+    if names is None or not set(names) <= set(root.mesh_dim_names or ()):
+        return mesh, sharded
+    order = list(root.mesh_dim_names or ())
+    return root, {order.index(names[axis]) for axis in sharded}
+
+
+_GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def _axes_group(mesh: DeviceMesh, axes: set[int]) -> dist.ProcessGroup:
+    """The processes that differ from this one along these axes only."""
+    if len(axes) == 1:
+        return mesh.get_group(next(iter(axes)))
+    here = mesh.get_coordinate()
+    if here is None:
+        raise InputError(
+            "Expected this process to be part of the mesh. Found that it is not. Remedy: "
+            "build the optimizer on the mesh's own processes only."
+        )
+    places = tuple(slice(None) if axis in axes else here[axis] for axis in range(mesh.ndim))
+    ranks = tuple(mesh.mesh[places].flatten().tolist())
+    if len(ranks) == dist.get_world_size():
+        return _world_group()
+    if ranks not in _GROUPS:
+        # Only its members come to this line, and only once: later steps find the group here.
+        _GROUPS[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return _GROUPS[ranks]
+
+
+def _world_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError(
+            "Expected a process group. Found none. Remedy: init_process_group first."
+        )
+    return group
+
+
+def aligned(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient laid out as its parameter is; communicates only where it was not."""
+    if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+        return gradient
+    if gradient.placements == parameter.placements:
+        return gradient
+    return gradient.redistribute(placements=parameter.placements)
 
 
 def join_processes(device: torch.device) -> tuple[int, int, torch.device]:

@@ -70,8 +70,10 @@ def test_two_processes_find_what_one_does(tmp_path, port):
         for single, shared in zip(one.select(kind), two.select(kind), strict=True):
             for name in ("valid_loss", "loss", "grad_sq_norm", "noise_trace"):
                 if name in single:
-                    # float32 sums in another order, over some hundreds of steps.
-                    assert shared[name] == pytest.approx(single[name], rel=1e-3, abs=1e-5)
+                    # float32 sums in another order, over some hundreds of steps: 2e-7 was seen.
+                    # The room above it is for other processors; a rank's samples lost or seen
+                    # twice show in the second digit.
+                    assert shared[name] == pytest.approx(single[name], rel=1e-5)
     single, shared = (run.summary["recommendation"] for run in (one, two))
     assert shared["batch_size"] == single["batch_size"]
     assert shared["schedule"] == single["schedule"]

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from steadygrad._checks import InputError
 from steadygrad.averages import MaskedAverages, MovingAverage
@@ -70,3 +71,24 @@ def test_masked_averages_at_their_ends(decay, expected):
     for value in (1.0, 2.0, 6.0):
         averages.set(*averages.with_values(torch.tensor([value]), torch.tensor([True])))
     assert averages.value().item() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_half_precision_model_keeps_its_averages(dtype):
+    inside = nn.ModuleList([MovingAverage(0.001)])
+    (average,) = inside
+    for value in (1.0, 1e6, 3.0):
+        average.update(torch.tensor(value))
+    before = average.value()
+    inside.to(dtype)
+    assert average.total.dtype == average.mass.dtype == torch.float64
+    assert torch.equal(average.value(), before)
+    inside.to("meta", dtype)
+    assert (average.total.device.type, average.total.dtype) == ("meta", torch.float64)
+
+
+def test_single_precision_is_enough_where_it_is_asked_for():
+    # Some devices have no float64.
+    average = MovingAverage(0.1).float()
+    average.update(torch.tensor(2.0))
+    assert (average.total.dtype, average.value().item()) == (torch.float32, 2.0)

@@ -1,11 +1,15 @@
 """Every check accepts what it should and names what it refuses."""
 
+import ast
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from steadygrad._checks import InputError, check_choice, check_count, check_number
+
+SOURCE = Path(__file__).parents[2] / "src" / "steadygrad"
 
 
 def test_good_values_come_back():
@@ -91,12 +95,34 @@ def test_a_message_is_one_short_line(check, value):
 
 
 def test_a_near_choice_is_suggested():
-    with pytest.raises(InputError, match=r"one of 'paper', 'alternative'\. .*Did you mean 'paper'"):
+    listed = r"one of 'paper', 'alternative'\. .*Remedy: did you mean 'paper'\?"
+    with pytest.raises(InputError, match=listed):
         check_choice("mode", "papr", ("paper", "alternative"))
     with pytest.raises(InputError) as error:
         check_choice("mode", "zzz", ("paper", "alternative"))
-    assert "Did you mean" not in str(error.value)
+    assert str(error.value) == (
+        "Parameter `mode` should be one of 'paper', 'alternative'. Found `mode = 'zzz'`. "
+        "Remedy: one of these."
+    )
 
 
 def test_an_input_error_is_a_value_error():
     assert issubclass(InputError, ValueError)
+
+
+def errors_without_remedy(path):
+    """Lines of the errors of ours that say what was found, and not what to do about it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        name = getattr(getattr(node, "func", None), "id", "")
+        if isinstance(node, ast.Call) and name.endswith("Error") and node.args:
+            texts = [c.value for c in ast.walk(node.args[0]) if isinstance(c, ast.Constant)]
+            message = "".join(text for text in texts if isinstance(text, str))
+            if "Found" in message and "Remedy" not in message:
+                yield node.lineno
+
+
+@pytest.mark.parametrize(
+    "path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE))
+)
+def test_every_error_has_a_remedy(path):
+    assert list(errors_without_remedy(path)) == []

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     began = time.monotonic()
-    if arguments == ["--version"]:
+    if "--version" in arguments:
         from steadygrad import __version__
 
         print(f"steadygrad {__version__}")
@@ -74,8 +74,9 @@ def _dispatch(arguments: list[str], began: float) -> int:
 
         return advise.run(command, began)
     from steadygrad.cli import report
+    from steadygrad.cli.values import folder_of
 
-    return report.run(command.run)
+    return report.run(folder_of("RUN", command.run))
 
 
 def _complain(message: str) -> None:

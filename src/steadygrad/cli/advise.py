@@ -6,14 +6,15 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from steadygrad._checks import InputError
 from steadygrad.cli.console import Console, make_monitor, print_summary
 from steadygrad.cli.options import Advise
+from steadygrad.cli.values import check_agreement, folder_of, given
 
 if TYPE_CHECKING:
-    from steadygrad.studies.advise import Monitor, Outcome, Settings, Stop
+    from steadygrad.studies.advise import Monitor, Outcome, Stop
 
 __all__ = ["run"]
 
@@ -40,10 +41,9 @@ def run(options: Advise, began: float) -> int:
     with stop.signals():
         try:
             # What the user's own task prints must not mix with --json.
-            with make_monitor(console, is_main) as monitor, redirect_stdout(sys.stderr):
+            with make_monitor(console, is_main, stop.left) as monitor, redirect_stdout(sys.stderr):
                 outcome = _study(options, stop, monitor)
-            if outcome.is_main:
-                _finish(outcome, console)
+            page = write(outcome.folder) if outcome.is_main else None
         except Failed as failed:
             if failed.is_main:
                 write(failed.folder)
@@ -51,73 +51,50 @@ def run(options: Advise, began: float) -> int:
         except Halt as halt:
             # Before the record was begun: there is nothing to report.
             return 128 + halt.reason
-    _refuse_nothing(outcome)
+        _refuse_nothing(outcome)
+        if page is not None:
+            _print(outcome, page, console)
     return 128 + outcome.stopped_by if outcome.stopped_by else 0
 
 
 def _study(options: Advise, stop: "Stop", monitor: "Monitor") -> "Outcome":
     from steadygrad.record import read_run
-    from steadygrad.studies.advise import advise, read_settings, resume
+    from steadygrad.studies.advise import Settings, advise, read_settings, resume
 
+    chosen = given(options)
+    out = None if options.out is None else folder_of("--out", options.out)
     if options.resume is None:
-        settings = _settings(options)
-        folder = options.out or Path(f"runs/advise-{datetime.now():%Y%m%d-%H%M%S}")
-        return advise(settings, folder, stop=stop, monitor=monitor)
-    settings = read_settings(read_run(options.resume))
-    _check_agreement(options, settings)
-    return resume(options.resume, stop=stop, monitor=monitor)
-
-
-def _settings(options: Advise) -> "Settings":
-    from steadygrad.studies.advise import Settings
-
-    return replace(Settings(), **_given(options))
-
-
-def _given(options: Advise) -> dict[str, Any]:
-    """The settings that the command line names."""
-    from steadygrad.studies.advise import parse_budget
-
-    names = ("task", "seed", "device", "dtype", "tolerance")
-    given = {name: getattr(options, name) for name in names}
-    if options.budget is not None:
-        given["budget_seconds"] = parse_budget(options.budget)
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _check_agreement(options: Advise, settings: "Settings") -> None:
-    if options.out is not None and options.out.resolve() != options.resume.resolve():  # type: ignore[union-attr]
+        folder = out or Path(f"runs/advise-{datetime.now():%Y%m%d-%H%M%S}")
+        return advise(replace(Settings(), **chosen), folder, stop=stop, monitor=monitor)
+    folder = folder_of("--resume", options.resume)
+    if out is not None and out.resolve() != folder.resolve():
         raise InputError(
-            f"--resume goes on in its own folder. Found --out {str(options.out)!r} as well. "
+            f"--resume goes on in its own folder. Found --out {options.out!r} as well. "
             "Remedy: leave --out away."
         )
-    for name, value in _given(options).items():
-        recorded = getattr(settings, name)
-        if value != recorded and (name, value) != ("device", "auto"):
-            flag = {"task": "TASK", "budget_seconds": "--budget"}.get(name, f"--{name}")
-            raise InputError(
-                f"--resume takes {name} = {recorded!r} from the record. Found {value!r}. "
-                f"Remedy: leave {flag} away, or start a new run with --out."
-            )
+    check_agreement(chosen, read_settings(read_run(folder)))
+    budget = chosen.get("budget_seconds")
+    return resume(folder, budget_seconds=budget, stop=stop, monitor=monitor)
 
 
 def _refuse_nothing(outcome: "Outcome") -> None:
-    """A budget too small for this machine to say anything is an error, not advice."""
+    """A budget too small for this machine to say anything is an error, not advice.
+
+    A noise scale may be in the record by then, but it is a diagnostic of advice that is not there.
+    """
     found = [point["critical"] for point in outcome.summary["points"]]
     if outcome.summary["status"] == "budget" and not any(found):
         raise InputError(
             "The budget was over before the first point of training was measured: no number is "
-            f"given. Found {str(outcome.folder)!r} unfinished. Remedy: --resume it, or start with "
-            "a larger --budget."
+            f"given. Found {str(outcome.folder)!r} unfinished. Remedy: go on by --resume RUN "
+            "--budget TIME."
         )
 
 
-def _finish(outcome: "Outcome", console: Console) -> None:
+def _print(outcome: "Outcome", page: Path, console: Console) -> None:
     from steadygrad.record import dumps
-    from steadygrad.report import write
 
-    path = write(outcome.folder)
-    print_summary(outcome.summary, path, console)
+    print_summary(outcome.summary, page, console)
     if console.json:
         print(dumps(outcome.summary, indent=2))
         sys.stdout.flush()

@@ -1,17 +1,17 @@
 """What a person sees in the terminal: progress, a table, the recommendation."""
 
 import math
-import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
+
+from steadygrad.cli.progress import BarMonitor, LineMonitor, SilentMonitor
 
 __all__ = ["Console", "make_monitor", "print_summary"]
 
@@ -29,90 +29,30 @@ class Console:
         self.output = self.errors if json else RichConsole(highlight=False)
 
 
-class SilentMonitor:
-    """Says nothing, as on all ranks but one."""
-
-    def begin(self, total: int, done: int) -> None:
-        """Ignored."""
-
-    def advance(self, samples: int, what: str) -> None:
-        """Ignored."""
-
-    def say(self, line: str) -> None:
-        """Ignored."""
-
-
-class LineMonitor:
-    """Prints a plain line at every twentieth of the work."""
-
-    def __init__(self) -> None:
-        self._total, self._done, self._first, self._printed = 1, 0, 0, 0
-        self._began, self._what = time.monotonic(), ""
-
-    def begin(self, total: int, done: int) -> None:
-        """Starts the clock."""
-        self._total, self._done, self._first = total, done, done
-        self._printed = 20 * done // total
-        self._began = time.monotonic()
-        print(f"{total:,} samples of work, {done:,} of them done", file=sys.stderr, flush=True)
-
-    def advance(self, samples: int, what: str) -> None:
-        """Prints how far the study is, when it is a twentieth further."""
-        self._done += samples
-        self._what = what or self._what
-        if 20 * self._done // self._total == self._printed:
-            return
-        self._printed = 20 * self._done // self._total
-        speed = (self._done - self._first) / max(1e-9, time.monotonic() - self._began)
-        left = max(0, self._total - self._done) / speed
-        part = min(1.0, self._done / self._total)
-        line = f"{part:4.0%}  {left:4.0f}s left  {self._what}"
-        print(line, file=sys.stderr, flush=True)
-
-    def say(self, line: str) -> None:
-        """Prints the line."""
-        print(f"steadygrad: {line}", file=sys.stderr, flush=True)
-
-
-class BarMonitor:
-    """Draws a progress bar with the time left."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("preparing", total=None)
-
-    def begin(self, total: int, done: int) -> None:
-        """Starts the bar."""
-        self._progress.reset(self._task, total=total, completed=done)
-
-    def advance(self, samples: int, what: str) -> None:
-        """Moves the bar."""
-        self._progress.update(self._task, advance=samples, description=what or None)
-
-    def say(self, line: str) -> None:
-        """Prints the line above the bar."""
-        self._progress.console.print(f"steadygrad: {escape(line)}")
-
-
 @contextmanager
 def make_monitor(
-    console: Console, is_main: bool
+    console: Console, is_main: bool, budget_left: Callable[[], float]
 ) -> Iterator[SilentMonitor | LineMonitor | BarMonitor]:
-    """A bar in a terminal, plain lines elsewhere, silence on all ranks but the first."""
+    """A bar in a terminal, plain lines elsewhere, silence on all ranks but the first.
+
+    Args:
+        console: Its stderr is written to.
+        is_main: Whether this is the first rank.
+        budget_left: Seconds of the budget that are left.
+    """
     if not is_main:
         yield SilentMonitor()
     elif not console.errors.is_terminal:
-        yield LineMonitor()
+        yield LineMonitor(budget_left)
     else:
         columns = (
             TextColumn("{task.description:<40}"),
             BarColumn(),
             TaskProgressColumn(),
-            TimeRemainingColumn(),
-            TextColumn("left"),
+            TextColumn("{task.fields[left]}"),
         )
         with Progress(*columns, console=console.errors, transient=True) as progress:
-            yield BarMonitor(progress)
+            yield BarMonitor(progress, budget_left)
 
 
 def print_summary(summary: Mapping[str, Any], report: Path, console: Console) -> None:

@@ -14,7 +14,9 @@ def run(folder: Path) -> int:
     Raises:
         InputError: If there is no readable record, or the page cannot be drawn or written.
     """
+    from steadygrad.record import check_run, read_run
     from steadygrad.report import write
 
+    check_run(read_run(Path(folder)))
     print(write(Path(folder)))
     return 0

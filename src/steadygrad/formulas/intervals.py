@@ -154,7 +154,9 @@ def fieller_interval(
     root = torch.sqrt((B * B - A * C).clamp(min=0))
     # B + sign(B) root avoids the cancellation of the schoolbook formula.
     stable = B + torch.where(B >= 0, root, -root)
-    first, second = stable / A, C / stable
+    first = stable / A
+    # A vanishing sum means that zero is a double end, as where nothing holds any noise.
+    second = torch.where(stable == 0, first, C / stable)
     low, high = torch.minimum(first, second), torch.maximum(first, second)
     zero, inf = torch.zeros_like(low), torch.full_like(low, torch.inf)
 

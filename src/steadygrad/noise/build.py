@@ -1,4 +1,4 @@
-"""What a `NoiseScale` is built of: which parameters it measures, and with which meter."""
+"""What a `NoiseScale` is built of: the parameters it measures, its meter and its source."""
 
 import warnings
 from collections.abc import Callable
@@ -7,15 +7,50 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from steadygrad._checks import InputError
-from steadygrad.noise.meters import Measured, Meter, euclidean_norms, preconditioned_norms
+from steadygrad._checks import InputError, check_choice
+from steadygrad.noise.meters import Measured, Meter
+from steadygrad.noise.norms import euclidean_norms, preconditioned_norms
+from steadygrad.noise.parts import StepParts
+from steadygrad.noise.per_example import ExampleNorms
 from steadygrad.noise.sign_meter import SignMeter
-from steadygrad.noise.sources import plain_name
+from steadygrad.noise.sources import (
+    AccumulatedSource,
+    BackwardSource,
+    ExampleSource,
+    Source,
+    plain_name,
+)
 from steadygrad.sharding import World
 
-__all__ = ["METRICS", "choose_parameters", "first_part", "make_meter", "warn_of_batch_norm"]
+__all__ = [
+    "check_options",
+    "choose_parameters",
+    "first_part",
+    "make_meter",
+    "make_parts",
+    "make_source",
+    "warn_of_batch_norm",
+]
 
+SOURCES = ("microbatch", "per_example", "accumulated")
 METRICS = ("euclidean", "preconditioned", "l1")
+ACCUMULATIONS = ("mean", "sum", "samples")
+
+
+def check_options(source: str, metric: str, accumulation: str, layers: str) -> None:
+    """Checks the names that choose among kinds.
+
+    Raises:
+        InputError: If one is unknown, or ``layers`` is given where it means nothing.
+    """
+    check_choice("source", source, SOURCES)
+    check_choice("metric", metric, METRICS)
+    check_choice("accumulation", accumulation, ACCUMULATIONS)
+    if layers != "all" and source != "per_example":
+        raise InputError(
+            "Parameter `layers` is for source='per_example' only. Found "
+            f"layers={layers!r} with source={source!r}. Remedy: leave it out."
+        )
 
 
 def first_part(name: str) -> str:
@@ -42,7 +77,10 @@ def choose_parameters(
         if parameter.requires_grad and (names is None or name in names)
     ]
     if not chosen:
-        raise InputError("Expected a model with trainable parameters. Found none to measure.")
+        raise InputError(
+            "Expected a model with trainable parameters. Found none to measure. "
+            "Remedy: unfreeze them with `requires_grad_()` before NoiseScale is built."
+        )
     if any(parameter.is_meta for _, parameter in chosen):
         raise InputError(
             "Expected parameters on a device. Found some on 'meta'. "
@@ -76,7 +114,10 @@ def make_meter(
     if metric == "euclidean":
         return Meter(measured, groups, world, euclidean_norms, dtype, reduced)
     if optimizer is None:
-        raise InputError(f"Expected `optimizer` for metric={metric!r}. Found None.")
+        raise InputError(
+            f"Expected `optimizer` for metric={metric!r}. Found None. "
+            "Remedy: hand in the optimizer that trains the model, or metric='euclidean'."
+        )
     if source == "per_example" or (world.kind == "fsdp" and source != "accumulated"):
         remedy = "accumulated" if world.kind == "fsdp" else "microbatch"
         raise InputError(
@@ -86,6 +127,43 @@ def make_meter(
     if metric == "l1":
         return SignMeter(measured, groups, world, optimizer, dtype)
     return Meter(measured, groups, world, preconditioned_norms(optimizer), dtype, reduced)
+
+
+def make_parts(source: str, metric: str, accumulation: str, world: World) -> StepParts:
+    """What counts as a part, and how the parts make up a step."""
+    return StepParts(
+        accumulation,
+        world.size,
+        shared=source == "accumulated",
+        by_example=source == "per_example",
+        alike=metric == "l1",
+    )
+
+
+def make_source(
+    source: str,
+    model: nn.Module,
+    measured: list[Measured],
+    world: World,
+    taps: ExampleNorms | None,
+) -> Source:
+    """Where the meter's gradients come from.
+
+    Args:
+        source: The source's name.
+        model: The model as it is called in training.
+        measured: The parameters to watch.
+        world: The processes that train together.
+        taps: The layers' taps, for ``"per_example"``.
+
+    Raises:
+        InputError: If the source cannot work with this model.
+    """
+    if taps is not None:
+        return ExampleSource(taps, measured)
+    if source == "accumulated":
+        return AccumulatedSource(measured, world)
+    return BackwardSource(model, measured, world)
 
 
 def warn_of_batch_norm(model: nn.Module) -> None:

@@ -35,7 +35,9 @@ class BatchSizeController:
     Args:
         samples_per_count: Samples that one micro-batch adds to a step, over all processes.
         count: Micro-batches a step to begin with.
-        min_count: Fewest micro-batches a step.
+        min_count: Fewest micro-batches a step. None: 2, the fewest that one process can measure the
+            noise scale from, or ``count`` if that is 1, which will do with several ranks or from
+            single examples.
         max_count: Most micro-batches a step.
         factor: Batch size over noise scale. Smaller saves samples, larger saves steps.
         hysteresis: Least relative change worth making.
@@ -50,8 +52,8 @@ class BatchSizeController:
         self,
         samples_per_count: int,
         *,
-        count: int = 1,
-        min_count: int = 1,
+        count: int = 2,
+        min_count: int | None = None,
         max_count: int = 1024,
         factor: float = 1.0,
         hysteresis: float = 0.25,
@@ -59,16 +61,18 @@ class BatchSizeController:
         grow_only: bool = False,
     ) -> None:
         self.samples_per_count = check_count("samples_per_count", samples_per_count)
-        self.min_count = check_count("min_count", min_count)
-        self.max_count = check_count("max_count", max_count, low=min_count)
+        least = min(2, check_count("count", count)) if min_count is None else min_count
+        self.min_count = check_count("min_count", least)
+        self.max_count = check_count("max_count", max_count, low=least)
         self.factor = check_number("factor", factor, low=0, low_open=True)
         self.hysteresis = check_number("hysteresis", hysteresis, low=0)
         self.patience = check_count("patience", patience, low=0)
         self.grow_only = grow_only
-        self.count = check_count("count", count, low=min_count)
+        self.count = check_count("count", count, low=least)
         if count > max_count:
             raise InputError(
-                f"Parameter `count` should be at most `max_count = {max_count}`. Found {count}."
+                f"Parameter `count` should be at most `max_count = {max_count}`. Found {count}. "
+                "Remedy: a smaller count, or a larger max_count."
             )
         self._waited = self.patience
 
@@ -101,12 +105,14 @@ class BatchSizeController:
     def _goal(self, estimate: NoiseEstimate) -> float | None:
         """The wanted batch size, or None while the data agree with the present one."""
         low, high = float(estimate.low) * self.factor, float(estimate.high) * self.factor
+        if not bool(estimate.resolved):
+            # A negative noise has an upper end near zero: that speaks against the data.
+            high = math.inf
         if math.isnan(low) or low <= self.batch_size <= high:
             return None
         if self.batch_size > high and self.grow_only:
             return None
-        value = float(estimate.value) * self.factor
-        return value if bool(estimate.resolved) and math.isfinite(value) else low
+        return float(estimate.value) * self.factor if bool(estimate.resolved) else low
 
     def state_dict(self) -> dict[str, Any]:
         """Count and waiting time."""

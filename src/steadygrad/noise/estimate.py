@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad._checks import InputError, check_count, check_number
+from steadygrad.averages import WideBuffers
 from steadygrad.formulas.intervals import RatioInterval, ratio_of_averages
 from steadygrad.formulas.noise_scale import SignalNoise
 
@@ -202,7 +203,7 @@ class History:
         self.pushed = int(state["pushed"])
 
 
-class KeptBatches(nn.Module):
+class KeptBatches(WideBuffers):
     """The newest measurements of a module, in a ring of buffers that move and are saved with it.
 
     What :class:`History` is to a training loop: the same weights, interval and allowance for

@@ -1,6 +1,5 @@
 """The gradient noise scale, nearly free: from gradients that training computes anyway."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -9,25 +8,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from steadygrad._checks import InputError, check_choice, check_count, check_number
+from steadygrad._checks import InputError, check_count
 from steadygrad.noise.build import (
-    METRICS,
+    check_options,
     choose_parameters,
     first_part,
     make_meter,
+    make_parts,
+    make_source,
     warn_of_batch_norm,
 )
 from steadygrad.noise.estimate import History, NoiseEstimate
-from steadygrad.noise.meters import PartSums, Step
 from steadygrad.noise.per_example import ExampleNorms
-from steadygrad.noise.sign_meter import SignMeter
-from steadygrad.noise.sources import AccumulatedSource, BackwardSource, ExampleSource, Source
 from steadygrad.sharding import data_parallel_world
 
 __all__ = ["NoiseScale"]
-
-SOURCES = ("microbatch", "per_example", "accumulated")
-ACCUMULATIONS = ("mean", "sum", "samples")
 
 
 class Scaler(Protocol):
@@ -82,7 +77,9 @@ class NoiseScale:
         scaler: A gradient scaler whose scale the losses carry.
         history: How many measurements are kept. Default: enough for ``decay``.
         level: Probability with which intervals should cover the truth. Default: 0.95.
-        every: Measure one step in so many, for a share of the cost. The first is measured.
+        every: Measure one step in so many, for a share of the cost. The first is measured. With
+            ``"per_example"`` the other steps' forward passes are left alone, so each step's must
+            follow the ``step()`` before it.
 
     Raises:
         InputError: If an argument is wrong, nothing is trainable, or a layer is not supported.
@@ -108,21 +105,13 @@ class NoiseScale:
         level: float = 0.95,
         every: int = 1,
     ) -> None:
-        check_choice("source", source, SOURCES)
-        check_choice("metric", metric, METRICS)
-        if layers != "all" and source != "per_example":
-            raise InputError(
-                "Parameter `layers` is for source='per_example' only. Found "
-                f"layers={layers!r} with source={source!r}. Remedy: leave it out."
-            )
-        self._accumulation = check_choice("accumulation", accumulation, ACCUMULATIONS)
-        self._every, self._steps = check_count("every", every), 0
+        check_options(source, metric, accumulation, layers)
+        self._every = check_count("every", every)
         warn_of_batch_norm(model)
         self.world = data_parallel_world(model)
         taps = ExampleNorms(model, layers) if source == "per_example" else None
         names = None if taps is None else set(taps.parameter_names)
         measured, group_names = choose_parameters(model, names, groups or first_part)
-        device = measured[0].parameter.device
         self._scaler = scaler
         self._meter = make_meter(metric, optimizer, source, measured, len(group_names), self.world)
         self._history = History(
@@ -131,26 +120,27 @@ class NoiseScale:
             capacity=history,
             power=self._meter.power,
             level=level,
-            device=device,
+            device=measured[0].parameter.device,
         )
-        self._source: Source
-        if taps is not None:
-            self._source = ExampleSource(taps, measured)
-        elif source == "accumulated":
-            self._source = AccumulatedSource(measured, self.world)
-        else:
-            self._source = BackwardSource(model, measured, self.world)
-        self._shared_parts = source == "accumulated"
-        self._by_example = source == "per_example"
-        self._begin()
+        self._source = make_source(source, model, measured, self.world, taps)
+        self._parts = make_parts(source, metric, accumulation, self.world)
+        self._open = False
+        self._begin(0)
 
-    def _begin(self) -> None:
-        self._sums = PartSums()
-        self._explicit: bool | None = None
-        self._sizes: set[tuple[float, int]] = set()
+    def _begin(self, steps: int) -> None:
+        """Forgets the step under way, after so many whole ones."""
         self._last_scale: Tensor | float = 1.0
-        self._broken = self._open = False
+        self._parts.clear()
         self._meter.clear()
+        self._count(steps)
+
+    def _count(self, steps: int) -> None:
+        self._steps = steps
+        self._source.enable(self._measures_now)
+
+    @property
+    def _measures_now(self) -> bool:
+        return self._steps % self._every == 0
 
     @property
     def skipped(self) -> Tensor:
@@ -177,44 +167,30 @@ class NoiseScale:
         Raises:
             InputError: If a count or weight is not positive, or only some weights are given.
         """
-        check_count("num_samples", num_samples)
+        part = self._parts.part(num_samples, weight)
         if self._open:
             raise InputError(
                 "Expected one micro-batch at a time. Found one inside another. "
                 "Remedy: leave the first before the second is entered."
             )
-        if self._steps % self._every:
+        if not self._measures_now:
             yield
             return
-        if weight is not None:
-            check_number("weight", weight, low=0, low_open=True)
-        if self._explicit not in (None, weight is not None):
-            raise InputError(
-                "Expected a weight for all micro-batches of a step or for none. Found both. "
-                "Remedy: give each one its weight, or leave it to `accumulation`."
-            )
         scale = self._scale_now() if loss_scale is None else loss_scale
-        provisional = weight or (num_samples if self._accumulation == "samples" else 1.0)
-        parts = num_samples if self._by_example else 1
         self._open = True
         try:
             with self._source.recording(self._meter, num_samples):
                 yield
         except BaseException:
             # What this backward pass has added to .grad is unknown: the step cannot be measured.
-            self._broken = True
+            self._parts.broken = True
             self._meter.drop_part()
             raise
         finally:
             self._open = False
-        self._meter.end_part(provisional / parts, scale)
-        self._explicit = weight is not None
-        self._sums.add(provisional, self._whole_count(num_samples), parts)
-        self._sizes.add((provisional, num_samples))
+        self._meter.end_part(part.each, scale)
+        self._parts.add(part)
         self._last_scale = scale
-
-    def _whole_count(self, num_samples: int) -> int:
-        return num_samples * (self.world.size if self._shared_parts else 1)
 
     def _scale_now(self) -> Tensor | float:
         if self._scaler is None:
@@ -236,51 +212,21 @@ class NoiseScale:
         Raises:
             InputError: If the step has fewer than two parts, or unequal ones for ``"l1"``.
         """
-        scale = self._last_scale if grad_scale is None else grad_scale
-        self._steps += 1
-        if (self._steps - 1) % self._every:
+        if not self._measures_now:
+            self._count(self._steps + 1)
             return
-        wrong = None if self._broken else self._wrong_parts(self._sums)
+        scale = self._last_scale if grad_scale is None else grad_scale
+        wrong = self._parts.wrong()
         try:
             if wrong is not None:
                 # The other processes wait in the collective: first that, then the error.
-                self._broken = True
+                self._parts.broken = True
             if wrong is None or self.world.size > 1:
-                self._history.push(self._meter.measure(self._step(), scale))
+                self._history.push(self._meter.measure(self._parts.step(), scale))
         finally:
-            self._begin()
+            self._begin(self._steps + 1)
         if wrong is not None:
             raise wrong
-
-    def _wrong_parts(self, sums: PartSums) -> InputError | None:
-        own = 2 if self._shared_parts or isinstance(self._meter, SignMeter) else 1
-        needed = max(own, 2 if self.world.size == 1 else 1)
-        if sums.parts < needed:
-            return InputError(
-                f"Expected at least {needed} parts a step. Found {sums.parts}. Remedy: split the "
-                "batch into micro-batches, each in `with noise.microbatch(n)`, or use "
-                "source='per_example'."
-            )
-        if isinstance(self._meter, SignMeter) and len(self._sizes) > 1:
-            return InputError(
-                "Expected equal micro-batches for metric='l1'. Found (weight, samples) in "
-                f"{sorted(self._sizes)}. Remedy: drop the last, smaller one."
-            )
-        return None
-
-    def _step(self) -> Step:
-        sums, size = self._sums, self.world.size
-        if self._broken:
-            # NaN reaches every process through the collective, and all leave the step out.
-            return Step(PartSums(math.nan, math.nan, math.nan, parts=2, samples=2), 1.0, 1.0, 1.0)
-        factor = 1.0
-        if not self._explicit and self._accumulation == "mean":
-            factor = 1 / sums.a
-        elif not self._explicit and self._accumulation == "samples":
-            factor = (size if self._shared_parts else 1) / sums.samples
-        if self._shared_parts:
-            return Step(sums, factor, share=1 / size, multiple=1.0)
-        return Step(sums, factor, share=1.0, multiple=float(size))
 
     def estimate(self) -> NoiseEstimate:
         """The noise scale from the measurements so far, whole and by group.
@@ -293,8 +239,7 @@ class NoiseScale:
     def reset(self) -> None:
         """Forgets every measurement, as after a change of the learning rate."""
         self._history.reset()
-        self._steps = 0
-        self._begin()
+        self._begin(0)
 
     def remove(self) -> None:
         """Takes every hook off the model; the estimate stays."""
@@ -311,5 +256,4 @@ class NoiseScale:
             InputError: If they are of other groups or another history.
         """
         self._history.load_state_dict(state)
-        self._steps = int(state.get("steps", 0))
-        self._begin()
+        self._begin(int(state.get("steps", 0)))

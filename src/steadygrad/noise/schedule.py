@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from steadygrad._checks import InputError, check_count
+from steadygrad._checks import InputError, check_count, check_number
 
 __all__ = ["BatchSizeSchedule", "Stage"]
 
@@ -36,7 +36,8 @@ class BatchSizeSchedule:
         stages: Stages, or mappings with their fields, in order; the first begins at 0.
 
     Raises:
-        InputError: If there is none, the first does not begin at 0, or they are out of order.
+        InputError: If there is none, the first does not begin at 0, they are out of order, or a
+            batch size or learning rate is not a positive number.
     """
 
     def __init__(self, stages: Iterable[Stage | Mapping[str, Any]]) -> None:
@@ -44,10 +45,13 @@ class BatchSizeSchedule:
         starts = [check_count("from_samples", s.from_samples, low=0) for s in self.stages]
         if not starts or starts[0] != 0 or sorted(set(starts)) != starts:
             raise InputError(
-                f"Expected stages that begin at 0 and in rising order. Found beginnings {starts}."
+                "Expected stages that begin at 0 and in rising order. Found beginnings "
+                f"{starts}. Remedy: sort them by `from_samples`, and let the first begin at 0."
             )
         for stage in self.stages:
             check_count("batch_size", stage.batch_size)
+            if stage.lr is not None:
+                check_number("lr", stage.lr, low=0, low_open=True)
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)

@@ -7,7 +7,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from steadygrad.formulas.noise_scale import SignalNoise, unbias_deviation
-from steadygrad.noise.meters import Measured, Meter, Moments, Step, euclidean_norms
+from steadygrad.noise.meters import Measured, Meter
+from steadygrad.noise.norms import Moments, euclidean_norms
+from steadygrad.noise.parts import Step
 from steadygrad.sharding import World, local
 
 __all__ = ["SignMeter"]
@@ -22,6 +24,10 @@ class SignMeter(Meter):
     stands before the step: ``m`` is independent of :math:`\bar g`, so unlike
     :math:`\|\bar g\|_1` it holds no noise, and it is the descent that a sign step really makes, at
     most :math:`\|G\|_1`. Costs two float32 copies of the parameters.
+
+    A variance is the parts' squares less their mean's, in float32, and counts as zero where
+    rounding makes it negative. So deviations over parts below a thousandth of the gradient are
+    biased: 1 % too small at 1e-3 of it, about 12 % at 3e-4, a third and more too large at 1e-4.
 
     Args:
         measured: The measured parameters.

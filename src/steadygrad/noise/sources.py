@@ -35,6 +35,9 @@ class Source(Protocol):
     def recording(self, meter: Meter, samples: int) -> AbstractContextManager[None]:
         """A context around one part's backward pass."""
 
+    def enable(self, active: bool) -> None:
+        """Says whether the passes to come are measured, before their forward passes."""
+
     def remove(self) -> None:
         """Takes every hook off the model."""
 
@@ -77,6 +80,9 @@ class BackwardSource:
             yield
         finally:
             self._meter = None
+
+    def enable(self, active: bool) -> None:
+        """Changes nothing: outside a recording the hooks return at once."""
 
     def remove(self) -> None:
         """Takes every hook off the model."""
@@ -133,6 +139,9 @@ class AccumulatedSource:
             meter.see(slot, parameter.grad if before is None else parameter.grad - before)
             self._before[slot] = parameter.grad.clone()
 
+    def enable(self, active: bool) -> None:
+        """Changes nothing: there are no hooks."""
+
     def remove(self) -> None:
         """Nothing was hooked."""
 
@@ -157,6 +166,10 @@ class ExampleSource:
         for slot, measured in enumerate(self._measured):
             if measured.name in squares:
                 meter.see_norm(slot, squares[measured.name].sqrt())
+
+    def enable(self, active: bool) -> None:
+        """Taps the forward passes to come, or leaves them alone."""
+        self._norms.enabled = active
 
     def remove(self) -> None:
         """Takes every hook off the model."""

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from steadygrad._checks import InputError, check_choice, check_count, check_number
-from steadygrad.averages import MovingAverage
+from steadygrad.averages import MovingAverage, WideBuffers
 from steadygrad.formulas.noise_scale import SignalNoise, from_halves, from_nested
 from steadygrad.noise.estimate import KeptBatches, NoiseEstimate, default_capacity
 
 __all__ = ["SplitBatchNoiseScale"]
 
 
-class SplitBatchNoiseScale(nn.Module):
+class SplitBatchNoiseScale(WideBuffers):
     r"""Estimates the noise scale from the gradients of two random parts of each batch.
 
     A drop-in for ALF's ``GradientNoiseScaleEstimator``, without its defects.
@@ -115,7 +115,8 @@ class SplitBatchNoiseScale(nn.Module):
             fill_grad: Whether to add the gradient of ``per_sample_loss.mean() * loss_scale`` to
                 each tensor's ``.grad``. This frees the graph; otherwise the graph is kept.
             loss_scale: Factor on the losses while they are differentiated, against underflow in
-                float16; it changes no result.
+                float16. No estimate carries it; what ``fill_grad`` adds does, as after
+                ``scaler.scale(loss).backward()``.
 
         Returns:
             The noise scale in samples, with shape ``()``.
@@ -182,7 +183,8 @@ class SplitBatchNoiseScale(nn.Module):
         if not leaves:
             raise InputError(
                 "Parameter `tensors` should hold at least one tensor that requires a gradient. "
-                f"Found {len(found)} tensors, none of which does."
+                f"Found {len(found)} tensors, none of which does. "
+                "Remedy: hand in the model, or its trainable parameters."
             )
         if fill_grad and not all(leaf.is_leaf for leaf in leaves):
             raise InputError(

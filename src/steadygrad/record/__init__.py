@@ -6,6 +6,7 @@ each line on the disk before it returns, so a killed process leaves at most one 
 last, and readers drop it. This package imports no torch.
 """
 
+from steadygrad.record._check import check_run
 from steadygrad.record._environment import environment
 from steadygrad.record._files import RecordError, replace_file, write_report
 from steadygrad.record._json import dumps, loads
@@ -18,6 +19,7 @@ __all__ = [
     "RecordError",
     "Run",
     "RunWriter",
+    "check_run",
     "dumps",
     "environment",
     "loads",

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,12 +13,17 @@ from steadygrad import __version__
 __all__ = ["environment"]
 
 
-def environment() -> dict[str, Any]:
+def environment(accelerator: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Describes what the numbers were measured with; loads no torch.
+
+    Args:
+        accelerator: What only torch knows, from a study that runs on a GPU: its name, its
+            memory, its library's version.
 
     Returns:
         ``python``, ``steadygrad`` and ``torch`` versions (``torch`` is ``None`` when absent),
-        ``platform``, ``cpu`` (its name) and ``cores`` (those this process may use).
+        ``platform``, ``cpu`` (its name), ``cores`` (those this process may use) and
+        ``memory_bytes`` (the machine's; ``None`` when unknown), then what ``accelerator`` holds.
     """
     try:
         torch_version: str | None = version("torch")
@@ -30,6 +36,8 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "cores": _cores(),
+        "memory_bytes": _memory(),
+        **(accelerator or {}),
     }
 
 
@@ -44,3 +52,10 @@ def _cpu_name() -> str:
 def _cores() -> int:
     affinity = getattr(os, "sched_getaffinity", None)  # absent on macOS and Windows
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _memory() -> int | None:
+    # Windows has no sysconf, and some systems not these names.
+    with suppress(AttributeError, ValueError, OSError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None

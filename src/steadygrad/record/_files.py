@@ -17,6 +17,7 @@ __all__ = [
     "replace_file",
     "write_beside",
     "write_report",
+    "wrong_line",
 ]
 
 RECORD, SUMMARY, REPORT = "record.jsonl", "summary.json", "report.html"
@@ -32,6 +33,24 @@ def cannot_write(path: Path, error: OSError) -> str:
         f"Cannot write to {str(path)!r}: {error.strerror or error}. "
         "Remedy: name a folder with --out that you may write to, on a disk with free space."
     )
+
+
+def wrong_line(folder: Path, number: int, expected: str, found: str) -> str:
+    """The message about a line that is whole, and not what it should be.
+
+    Args:
+        folder: The run's folder.
+        number: Of the line, from 1; 0 stands for the summary.
+        expected: What it should hold.
+        found: What it holds.
+    """
+    if number == 0:
+        where = repr(str(folder / SUMMARY))
+        remedy = "delete it; --resume writes it again."
+    else:
+        where = f"line {number} of {str(folder / RECORD)!r}"
+        remedy = "restore the file from a copy, or start a new run."
+    return f"Expected {expected} in {where}. Found {found}. Remedy: {remedy}"
 
 
 def replace_file(path: Path, data: bytes) -> None:

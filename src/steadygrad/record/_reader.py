@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steadygrad.record._files import RECORD, SUMMARY, RecordError
+from steadygrad.record._files import RECORD, SUMMARY, RecordError, wrong_line
 from steadygrad.record._json import loads
+from steadygrad.record._words import shown
 
 __all__ = ["SCHEMA", "Run", "read_record", "read_run", "strip_times"]
 
 SCHEMA = 1
+# A line that is no JSON.
+BROKEN = object()
 
 
 def strip_times(event: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +54,8 @@ def read_run(folder: Path) -> Run:
 
     Raises:
         RecordError: If there is no record, its header is truncated, its schema is newer than this
-            version reads, or a line before the last one is broken.
+            version reads, a line before the last one is broken, or a line is whole and no event.
+            What an event holds is for :func:`steadygrad.record.check_run`.
     """
     folder = Path(folder)
     header, events, whole, size = read_record(folder)
@@ -74,35 +78,43 @@ def read_record(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], int
         ) from error
     lines = data.split(b"\n")[:-1]
     parsed = [_parse_line(line) for line in lines]
-    if parsed and parsed[-1] is None and len(parsed) > 1:
+    # Whatever a kill or a full disk leaves at the end is not JSON; a whole value was written there.
+    if len(parsed) > 1 and parsed[-1] is BROKEN:
         parsed.pop()
-    header = _check_header(path, parsed[0] if parsed else None)
+    _check_header(path, parsed[0] if parsed else BROKEN)
     for number, entry in enumerate(parsed, start=1):
-        if entry is None:
-            raise RecordError(
-                f"Line {number} of {str(path)!r} is broken, and it is not the last: the file was "
-                "changed or damaged. Remedy: restore it from a copy, or start a new run."
-            )
+        _check_event(path, number, entry)
     whole = sum(len(line) + 1 for line in lines[: len(parsed)])
-    return header, [entry for entry in parsed[1:] if entry is not None], whole, len(data)
+    return parsed[0], parsed[1:], whole, len(data)
 
 
-def _parse_line(line: bytes) -> dict[str, Any] | None:
+def _parse_line(line: bytes) -> Any:
     try:
-        entry = loads(line)
+        return loads(line)
     except (ValueError, RecursionError):
-        return None
-    return entry if isinstance(entry, dict) and isinstance(entry.get("event"), str) else None
+        return BROKEN
 
 
-def _check_header(path: Path, header: dict[str, Any] | None) -> dict[str, Any]:
-    if header is None or header["event"] != "run" or not isinstance(header.get("schema"), int):
+def _check_event(path: Path, number: int, entry: Any) -> None:
+    if entry is BROKEN:
         raise RecordError(
-            f"Expected {str(path)!r} to begin with the header of a run. Found a truncated or "
-            "foreign first line. Remedy: restore the file from a copy, or start a new run."
+            f"Line {number} of {str(path)!r} is broken, and it is not the last: the file was "
+            "changed or damaged. Remedy: restore it from a copy, or start a new run."
+        )
+    if not isinstance(entry, dict) or not isinstance(entry.get("event"), str):
+        expected = "an object that names its 'event'"
+        raise RecordError(wrong_line(path.parent, number, expected, shown(entry)))
+
+
+def _check_header(path: Path, header: Any) -> None:
+    known = isinstance(header, dict) and header.get("event") == "run"
+    # Not isinstance: true is an int.
+    if not known or type(header.get("schema")) is not int or header["schema"] < 1:
+        raise RecordError(
+            f"Expected the header of a run in line 1 of {str(path)!r}. Found a truncated or "
+            "foreign line. Remedy: restore the file from a copy, or start a new run."
         )
     _check_schema(path, header["schema"])
-    return header
 
 
 def _check_schema(path: Path, schema: int) -> None:

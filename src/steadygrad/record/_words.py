@@ -1,6 +1,6 @@
-"""What records call things, in the plural."""
+"""Words for messages and pages."""
 
-__all__ = ["plural"]
+__all__ = ["plural", "shown"]
 
 
 def plural(word: str) -> str:
@@ -10,3 +10,9 @@ def plural(word: str) -> str:
     if word.endswith("y") and word[-2:-1] not in tuple("aeiou"):
         return word[:-1] + "ies"
     return word + "s"
+
+
+def shown(value: object) -> str:
+    """A value as one short line of a message."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:56]} ..."

@@ -169,8 +169,11 @@ def char_lm(
     for name, value in {**sizes, "valid_sequences": valid_sequences}.items():
         check_count(name, value)
     if width % heads:
+        below = width - width % heads
+        near = f"{below} or {below + heads}" if below else str(heads)
         raise InputError(
-            f"Parameter `width` should be a multiple of `heads = {heads}`. Found `width = {width}`."
+            f"Parameter `width` should be a multiple of `heads = {heads}`. Found "
+            f"`width = {width}`. Remedy: {near}."
         )
     train, valid, provenance = _data(folder, context)
     return Task(

@@ -41,6 +41,11 @@ def check_losses(losses: Any, batch_size: int) -> Tensor:
         )
     if losses.shape != (batch_size,):
         raise InputError(f"{expected}, with shape ({batch_size},). {_wrong_shape(losses)}")
+    if batch_size > 1 and losses.stride(0) == 0:
+        raise InputError(
+            f"{expected}. Found one number, expanded: a loss that is already a mean. Remedy: "
+            "reduction='none'."
+        )
     if not losses.is_floating_point():
         raise InputError(
             f"{expected}, in floating point. Found {losses.dtype}. Remedy: losses are real numbers."

@@ -52,7 +52,10 @@ def load_task(spec: str) -> Task:
         TaskFactoryError: If the user's code raises, chained from what it raised.
     """
     if not isinstance(spec, str):
-        raise InputError(f"Parameter `spec` should be a str. Found {type(spec).__name__}.")
+        raise InputError(
+            f"Parameter `spec` should be a str. Found {type(spec).__name__}. "
+            f"Remedy: one of {', '.join(BUILT_IN)}, or path/file.py:make_task."
+        )
     if spec in BUILT_IN:
         return BUILT_IN[spec]()
     path, factory = _split(spec)

@@ -102,7 +102,8 @@ def describe(task: Task, model: nn.Module) -> dict[str, Any]:
 def _check_text(name: str, value: Any) -> None:
     if not isinstance(value, str) or not value.strip():
         raise InputError(
-            f"Parameter `{name}` should be a non-empty str. Found `{name} = {value!r}`."
+            f"Parameter `{name}` should be a non-empty str. Found `{name} = {value!r}`. "
+            "Remedy: a word, for the report to use."
         )
 
 

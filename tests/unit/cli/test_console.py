@@ -6,14 +6,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console as RichConsole
 
-from steadygrad.cli.console import (
-    BarMonitor,
-    Console,
-    LineMonitor,
-    SilentMonitor,
-    make_monitor,
-    print_summary,
-)
+from steadygrad.cli.console import Console, make_monitor, print_summary
+from steadygrad.cli.progress import BarMonitor, LineMonitor, SilentMonitor
 
 CRITICAL = {"value": 40.2, "low": 30.0, "high": 50.0, "at_edge": ""}
 NOISE = {"value": 120.4, "low": 80.0, "high": 200.0, "resolved": True}
@@ -61,24 +55,12 @@ def test_with_json_stdout_stays_free(capsys):
     assert printed(capsys, [point()], json=True) == ""
 
 
-def test_plain_lines_at_every_twentieth(capsys):
-    monitor = LineMonitor()
-    monitor.begin(1000, 100)
-    for _ in range(900):
-        monitor.advance(1, "training")
-    monitor.advance(10, "")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "1,000 samples of work, 100 of them done"
-    assert [line.split("%")[0].strip() for line in lines[1:]] == [str(p) for p in range(15, 101, 5)]
-    assert all(line.endswith("s left  training") for line in lines[1:])
-
-
 def test_which_monitor():
     console = Console()
     console.errors = RichConsole(force_terminal=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with make_monitor(console, True) as monitor:
+    with make_monitor(console, True, lambda: math.inf) as monitor:
         assert isinstance(monitor, BarMonitor)
-        monitor.begin(100, 10)
+        monitor.begin(100, 10, {})
         monitor.advance(5, "training")
         monitor.advance(5, "")
         monitor.say("a [line]")
@@ -86,7 +68,7 @@ def test_which_monitor():
         assert (task.completed, task.total, task.description) == (20, 100, "training")
     console.errors.file.close()
     console.errors = RichConsole(force_terminal=False)
-    with make_monitor(console, True) as monitor:
+    with make_monitor(console, True, lambda: math.inf) as monitor:
         assert isinstance(monitor, LineMonitor)
-    with make_monitor(console, False) as monitor:
+    with make_monitor(console, False, lambda: math.inf) as monitor:
         assert isinstance(monitor, SilentMonitor)

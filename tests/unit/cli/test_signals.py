@@ -11,7 +11,7 @@ import time
 import pytest
 
 from steadygrad.record import read_run, strip_times
-from tests.unit.studies.helpers import TINY
+from tests.unit.studies.helpers import tiny
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -49,7 +49,7 @@ def contents(folder):
 @pytest.mark.slow
 def test_killed_three_times_and_resumed_to_the_same_summary(tmp_path):
     """SIGKILL at random moments: nothing can be tidied up, and nothing is lost."""
-    arguments = [f"{TINY}:make_task", "--budget", "2m"]
+    arguments = [tiny(), "--budget", "2m"]
     whole = undisturbed(tmp_path, *arguments)
     total, folder = lines(whole), tmp_path / "killed"
     moments = random.Random(20).sample(range(2, total - 2), 3)
@@ -74,7 +74,7 @@ def test_killed_three_times_and_resumed_to_the_same_summary(tmp_path):
 )
 def test_a_signal_leaves_a_partial_report(tmp_path, number, code):
     folder = tmp_path / "run"
-    process = start(f"{TINY}:slow", "--budget", "1h", "--out", str(folder))
+    process = start(tiny("slow"), "--budget", "1h", "--out", str(folder))
     wait_for_lines(process, folder, 1)
     process.send_signal(number)
     out, err = process.communicate(timeout=120)

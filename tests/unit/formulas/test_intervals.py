@@ -57,6 +57,19 @@ def test_fieller_is_the_set_of_ratios_not_contradicted(case):
     assert (low.item(), high.item()) == pytest.approx(expected, rel=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("bottom", "v_bb", "expected"),
+    [(1.0, 1e-4, (0.0, 0.0)), (1.0, 0.0, (0.0, 0.0)), (0.01, 1e-4, (0.0, math.inf))],
+    ids=["signal known", "signal exact", "signal not told from zero"],
+)
+def test_no_noise_at_all_is_a_ratio_of_zero(bottom, v_bb, expected):
+    """Every part's gradient is the same: the ratio is zero, and known to be as far as b > 0 is."""
+    cov = torch.tensor([[0.0, 0.0], [0.0, v_bb]], dtype=torch.float64)
+    a, b, q = torch.tensor([0.0, bottom, 1.96], dtype=torch.float64)
+    low, high = fieller_interval(a, b, cov, q)
+    assert (low.item(), high.item()) == expected
+
+
 def series(scheme, ratio, steps, seed):
     generator = torch.Generator().manual_seed(seed)
     got = measure(scheme, ratio * batch_of(scheme), REPLICATES * steps, generator)
@@ -126,12 +139,14 @@ def test_forgotten_values_do_not_count_as_correlated():
     assert autocorrelation_time(x, torch.ones_like(weights)).median().item() > 10
 
 
-@pytest.mark.parametrize(("phi", "least"), [(0.5, 0.925), (0.9, 0.88)])
-def test_interval_knows_of_autocorrelation(phi, least):
+@pytest.mark.parametrize(("phi", "least"), [(0.5, 0.925), (0.9, 0.88), (0.97, 0.84)])
+def test_interval_knows_of_autocorrelation(phi, least, capsys):
     """Autocorrelated measurements: without the effective number, coverage would be far lower."""
     x = autoregressive(phi, REPLICATES, 300)
     noise, signal = 10 + x, 2 + 0.2 * autoregressive(phi, REPLICATES, 300, seed=1)
     covered, _ = coverage(noise, signal, truth=5.0)
+    with capsys.disabled():
+        print(f" [autocorrelation {phi}: covered {covered:.2%}] ")
     # Short series of slow processes cannot know their own slowness fully: hence `least`.
     assert least <= covered <= 0.97
 

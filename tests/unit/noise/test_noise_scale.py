@@ -104,7 +104,7 @@ def test_bad_calls(act, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"source": "microbatches"}, "Did you mean 'microbatch'"),
+        ({"source": "microbatches"}, "Remedy: did you mean 'microbatch'"),
         ({"decay": 0.0}, r"`decay`.*\(0, 1\]"),
         ({"metric": "l1"}, "Expected `optimizer` for metric='l1'"),
         ({"accumulation": "none"}, "`accumulation`"),

@@ -85,6 +85,23 @@ def test_every_third_step_is_measured(source):
     assert str(some.estimate().as_dict()) == str(all_steps.estimate().as_dict())
 
 
+def test_skipped_steps_leave_the_forward_passes_alone():
+    """Wrapping a layer's output costs as much in a skipped step as in a measured one."""
+    model, x, y = make()
+    noise, tapped = NoiseScale(model, source="per_example", every=3), []
+    model[3].register_forward_hook(lambda m, a, out: tapped.append("Tapped" in out.grad_fn.name()))
+    for _ in range(4):
+        measure(noise, model, x, y, [5, 5])
+    assert tapped == [True] * 2 + [False] * 4 + [True] * 2
+    other = NoiseScale(make()[0], source="per_example", every=3)
+    other.load_state_dict(noise.state_dict())
+    assert not other._source._norms.enabled
+    noise.reset()
+    tapped.clear()
+    measure(noise, model, x, y, [5, 5])
+    assert tapped == [True] * 2
+
+
 def test_decay_forgets_as_it_says():
     model, sample = synthetic(10.0)
     noise = NoiseScale(model, decay=0.5, history=40)
@@ -102,3 +119,13 @@ def test_a_decay_that_keeps_one_measurement_says_so(decay):
     run(noise, model, sample, 5, [4, 4])
     assert noise.estimate().effective.item() < 1.1
     assert not noise.estimate().resolved.item()
+
+
+def test_gradients_without_noise_have_a_noise_scale_of_zero():
+    model = nn.Linear(1, 1, bias=False).double()
+    noise = NoiseScale(model)
+    run(noise, model, lambda n: model.weight.new_full((n, 1), 3.0), 20, [4, 4, 4, 4])
+    got = noise.estimate()
+    # Powers of two in counts and weights: nothing is rounded.
+    assert [x.item() for x in (got.value, got.low, got.high)] == [0.0, 0.0, 0.0]
+    assert got.resolved.item()

@@ -166,7 +166,7 @@ def test_bad_arguments():
         ExampleNorms(nn.Linear(2, 2), layers="norm")
     with pytest.raises(InputError, match="Found none"):
         ExampleNorms(nn.ReLU())
-    with pytest.raises(InputError, match="Did you mean 'norm'"):
+    with pytest.raises(InputError, match="Remedy: did you mean 'norm'"):
         ExampleNorms(nn.Linear(2, 2), layers="norms")
     taps = ExampleNorms(nn.Linear(2, 2))
     with pytest.raises(InputError, match="num_examples"), taps.recording(-1):

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 
 import pytest
 
@@ -42,6 +43,14 @@ def test_bad_json(text):
         BatchSizeSchedule.from_json(text)
 
 
+@pytest.mark.parametrize("lr", ["x", 0.0, float("nan"), True])
+def test_a_learning_rate_is_a_positive_number(lr):
+    with pytest.raises(InputError, match=r"`lr` should be a finite number in \(0, inf\).*Remedy"):
+        BatchSizeSchedule([{**STAGES[0], "lr": lr}])
+    with pytest.raises(InputError, match="`lr` should be"):
+        BatchSizeSchedule.from_json(json.dumps([{**STAGES[0], "lr": lr}]))
+
+
 def test_a_stage_begins_at_a_whole_sample():
     with pytest.raises(InputError, match="`from_samples` should be an integer"):
         BatchSizeSchedule([STAGES[0], {"from_samples": 1.5, "batch_size": 9}])
@@ -49,5 +58,5 @@ def test_a_stage_begins_at_a_whole_sample():
 
 @pytest.mark.parametrize("stages", [[], STAGES[1:], [STAGES[0], STAGES[2], STAGES[1]]])
 def test_bad_stages(stages):
-    with pytest.raises(InputError, match="begin at 0 and in rising order"):
+    with pytest.raises(InputError, match=r"begin at 0 and in rising order.*Remedy: sort them"):
         BatchSizeSchedule(stages)

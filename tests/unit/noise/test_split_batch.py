@@ -187,6 +187,19 @@ def test_the_averages_follow_the_module():
     assert estimator.signal.total is buffers["signal.total"]
 
 
+def test_a_half_precision_model_keeps_what_was_measured():
+    w, estimator = weights(), SplitBatchNoiseScale(update_rate=0.05, negative="last_valid")
+    for i in range(5):
+        # Squares of these gradients overflow float16.
+        estimator(gradients(9, seed=i) @ w * 1e4, w)
+    before, known = copy.deepcopy(estimator.state_dict()), str(estimator.estimate().as_dict())
+    nn.ModuleList([estimator]).half()
+    for name, value in estimator.state_dict().items():
+        assert value.dtype == before[name].dtype, name
+        assert torch.equal(value, before[name]), name
+    assert str(estimator.estimate().as_dict()) == known
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
@@ -202,11 +215,11 @@ def test_bad_losses(loss, message):
 
 def test_bad_arguments():
     w = weights()
-    with pytest.raises(InputError, match="Did you mean 'paper'"):
+    with pytest.raises(InputError, match="Remedy: did you mean 'paper'"):
         SplitBatchNoiseScale(mode="papper")
     with pytest.raises(InputError, match=r"`batch_size_ratio`.*\(0, 0.5\)"):
         SplitBatchNoiseScale("paper", 0.5)
-    with pytest.raises(InputError, match="at least one tensor that requires a gradient"):
+    with pytest.raises(InputError, match=r"at least one tensor that requires a.*Remedy: hand in"):
         SplitBatchNoiseScale()(gradients(8) @ w, w.detach())
     with pytest.raises(InputError, match="without a graph"):
         SplitBatchNoiseScale()((gradients(8) @ w).detach(), w)

@@ -167,6 +167,7 @@ def summary() -> dict[str, Any]:
         "sample": "sequence",
         "recommendation": {
             "batch_size": 64,
+            "samples": 32_192,
             "low": 48,
             "high": 128,
             "lr": RATE * math.sqrt(8),

@@ -1,20 +1,5 @@
 """What tests of studies share."""
 
-import pytest
-import torch
+from tests.unit.studies.helpers import one_thread
 
-from tests.unit.studies.helpers import TINY
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small models are fastest on one thread, and results depend on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def tiny():
-    return f"{TINY}:make_task"
+__all__ = ["one_thread"]

@@ -2,10 +2,27 @@
 
 from pathlib import Path
 
+import pytest
+import torch
+
 from steadygrad.record import dumps, read_run, strip_times
 from steadygrad.studies.advise import Settings, Stop, advise
 
 TINY = Path(__file__).with_name("tiny_task.py")
+
+
+def tiny(factory="make_task"):
+    """How the command line names a factory in ``tiny_task.py``."""
+    return f"{TINY}:{factory}"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small models are fastest on one thread, and results depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Watcher:
@@ -13,11 +30,11 @@ class Watcher:
 
     def __init__(self, at: int | None = None, call=None):
         self.total = self.done = 0
-        self.lines, self.stages = [], []
+        self.lines, self.stages, self.points = [], [], {}
         self._at, self._call = at, call
 
-    def begin(self, total, done):
-        self.total, self.done = total, done
+    def begin(self, total, done, points):
+        self.total, self.done, self.points = total, done, points
 
     def advance(self, samples, what):
         before, self.done = self.done, self.done + samples
@@ -32,7 +49,7 @@ class Watcher:
 
 def study(folder, factory="make_task", *, budget=120.0, monitor=None, stop=None, **settings):
     """A study of a factory in ``tiny_task.py``; two minutes of it take about a second."""
-    chosen = Settings(task=f"{TINY}:{factory}", budget_seconds=budget, device="cpu", **settings)
+    chosen = Settings(task=tiny(factory), budget_seconds=budget, device="cpu", **settings)
     return advise(chosen, folder, monitor=monitor or Watcher(), stop=stop or Stop())
 
 

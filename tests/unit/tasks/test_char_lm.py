@@ -146,7 +146,8 @@ def test_sizes_are_arguments(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "found"),
     [
-        ({"width": 30}, "`width` should be a multiple of `heads = 4`. Found `width = 30`"),
+        ({"width": 30}, "a multiple of `heads = 4`. Found `width = 30`. Remedy: 28 or 32"),
+        ({"width": 2}, "Found `width = 2`. Remedy: 4"),
         ({"heads": 0}, "`heads`"),
         ({"context": 2.5}, "`context`"),
         ({"valid_sequences": 0}, "`valid_sequences`"),

@@ -102,3 +102,9 @@ def test_a_diverged_model_has_a_mean_that_says_so():
 def test_chunk_is_checked():
     with pytest.raises(InputError, match="`chunk`"):
         mean_loss(TASK, nn.Linear(3, 2), chunk=0)
+
+
+def test_a_mean_that_was_expanded_is_still_a_mean():
+    losses = torch.rand(4, requires_grad=True).mean().expand(4)
+    with pytest.raises(InputError, match="already a mean"):
+        check_losses(losses, 4)

@@ -95,7 +95,7 @@ def test_a_file_without_its_factory(write, end):
 
 
 def test_a_spec_that_is_no_text():
-    refused(None, "`spec` should be a str. Found NoneType")
+    refused(None, "`spec` should be a str. Found NoneType", "Remedy")
 
 
 def test_a_missing_file_and_a_folder(tmp_path):

@@ -27,7 +27,7 @@ def test_a_task_is_frozen_and_public():
 @pytest.mark.parametrize(
     ("field", "value", "found"),
     [
-        ("name", "", "`name`.*non-empty"),
+        ("name", "", "`name`.*non-empty.*Remedy"),
         ("sample", 3, "`sample`.*non-empty"),
         ("make_model", nn.Linear(1, 1).state_dict(), "`make_model` should be callable"),
         ("make_optimizer", "adam", "`make_optimizer` should be callable. Found str"),
@@ -42,7 +42,7 @@ def test_a_task_is_frozen_and_public():
         ("batch_size", 0, "`batch_size`.*at least 1"),
         ("batch_size", 2.0, "`batch_size`.*integer"),
         ("batch_size", 11, "len.train. = 10.*batch is larger than the data.*Remedy"),
-        ("lr_rule", "squrt", "`lr_rule`.*Did you mean 'sqrt'"),
+        ("lr_rule", "squrt", "`lr_rule`.*Remedy: did you mean 'sqrt'"),
         ("samples_per_second", 0, "`samples_per_second`"),
         ("provenance", {"files": 3}, "`provenance`.*Remedy"),
         ("provenance", "web", "`provenance`.*Remedy"),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from steadygrad.record import Run
@@ -43,7 +44,7 @@ def _opening(advice: Advice, title: str, truncated: bool) -> Html:
         kicker,
         el("h1", title),
         [el("p.lede", sentences[0])] if sentences else None,
-        [el("p.more", " ".join(sentences[1:]))] if sentences[1:] else None,
+        el("ul.said", (el("li", said) for said in sentences[1:])) if sentences[1:] else None,
         _key_figures(advice),
         el("div.note", el("p", missing), role="note") if missing else None,
     )
@@ -86,22 +87,29 @@ def _rate_figure(advice: Advice) -> Figure:
 
 
 def _cost_figure(advice: Advice) -> Figure:
+    base, size = number(advice.settings.get("batch_size")), advice.batch_size
     rows = {batch_of(row): row for row in rows_of(advice.tradeoff, "rows")}
-    ours = rows.get(advice.batch_size)
-    base = rows.get(number(advice.settings.get("batch_size")))
-    if ours is None or base is None or ours is base:
+    source, more = "measured", _between({b: number(r.get("excess")) for b, r in rows.items()}, size)
+    if not math.isfinite(more):
+        ratios = {b: number(row.get("samples_ratio")) for b, row in rows.items()}
+        least = ratios.get(base, math.nan)
+        source, more = "by the fitted curve", _between(ratios, size) / least - 1 if least else -1
+    if not (base > 0 and size > base and -1 < more < math.inf):
         return None
-    more = number(ours.get("excess"))
-    source = "measured" if math.isfinite(more) else "by the fitted curve"
-    least = number(base.get("samples_ratio"))
-    if not math.isfinite(more) and least > 0:
-        more = number(ours.get("samples_ratio")) / least - 1
-    if not -1 < more < math.inf:
-        return None
-    fewer = batch_of(ours) / batch_of(base) / (1 + more)
+    fewer = size / base / (1 + more)
     extra = f"{show(abs(100 * more), 2)}% {'more' if more >= 0 else 'fewer'}"
-    against = f"than at batch {show(base.get('batch_size'))}, for {extra} {advice.samples}"
+    against = f"than at batch {show(base)}, for {extra} {advice.samples}"
     return "Steps", f"{show(fewer, 2)}× fewer", f"{against}, {source}"
+
+
+def _between(values: Mapping[float, float], size: float) -> float:
+    """A value at any batch size, linear between those that were tried; NaN outside of them."""
+    if size in values:
+        return values[size]
+    for (low, below), (high, above) in pairwise(sorted(values.items())):
+        if low < size < high:
+            return below + (above - below) * (size - low) / (high - low)
+    return math.nan
 
 
 def _noise_figure(advice: Advice) -> Figure:
@@ -128,15 +136,22 @@ def _schedule(advice: Advice) -> Iterable[Html]:
     rows = advice.schedule
     if not rows:
         return
+    starts = [number(row.get("from_samples")) for row in rows]
+    ends = [*starts[1:], number(advice.recommendation.get("samples"))]
     cells = [
-        [show(row.get("from_samples")), show(row.get("batch_size")), show(row.get("lr"))]
-        for row in rows
+        [*(show(row.get(key)) for key in ("from_samples", "batch_size", "lr")), show(steps)]
+        for row, start, end in zip(rows, starts, ends, strict=True)
+        for steps in [_whole((end - start) / batch_of(row))]
     ]
-    head = [f"from {advice.sample}", "batch size", "learning rate"]
+    head = [f"from {advice.sample}", "batch size", "learning rate", "steps"]
     yield table("A schedule that follows it", head, cells)
     megatron = advice.recommendation.get("megatron")
     if megatron:
         yield el("p.more", "The same for Megatron-style launchers: ", el("code", str(megatron)))
+
+
+def _whole(steps: float) -> float:
+    return round(steps) if 0 < steps < math.inf else math.nan
 
 
 def _branches(advice: Advice) -> Html | None:

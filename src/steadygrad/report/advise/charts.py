@@ -57,7 +57,7 @@ def scales(advice: Advice) -> Html:
     def paint(figure: "Figure", narrow: bool) -> None:
         axes = figure.subplots()
         xs = _positions(advice)
-        left, right = min(xs) / 1.6, max(xs) * 1.25
+        left, right = _left(advice, min(xs)) / 1.6, max(xs) * 1.25
         charts.samples_axis(axes, left, right, advice.samples, narrow=narrow)
         octaves = [2.0**k for k in range(math.ceil(bounds[0]), math.floor(bounds[1]) + 1)]
         charts.batch_axis(axes, "y", octaves, 8)
@@ -74,6 +74,12 @@ def scales(advice: Advice) -> Html:
         "Critical batch size and gradient noise scale, with intervals, at each point of training."
     )
     return charts.chart("scales", words, paint, height=350)
+
+
+def _left(advice: Advice, first: float) -> float:
+    """The first point, or where the schedule first grows, if that is not too far before it."""
+    grows = [number(row.get("from_samples")) for row in advice.schedule[1:]]
+    return min([first, *(start for start in grows if first / 32 < start < math.inf)])
 
 
 Ends = tuple[float, str, str]
@@ -94,6 +100,8 @@ def _draw_schedule(axes: "Axes", advice: Advice, left: float, right: float) -> E
     rows = [row for row in advice.schedule if number(row.get("from_samples")) < right]
     if not rows:
         return None
+    begun = [row for row in rows if number(row.get("from_samples")) <= left]
+    rows = rows[max(0, len(begun) - 1) :]
     starts = [max(number(row.get("from_samples")), left) for row in rows]
     sizes = [batch_of(row) for row in rows]
     axes.step(

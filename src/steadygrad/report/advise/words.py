@@ -54,7 +54,11 @@ def over_training(advice: Advice) -> list[str]:
         " (diamonds) is computed from gradients alone. Bars are intervals. An arrow says that the "
         "value lies beyond: an open diamond is a noise scale that the data do not resolve."
     )
-    steps = " Grey steps: the schedule recommended below." if advice.schedule else ""
+    steps = (
+        " Grey steps: the schedule recommended below; left of the first circle it is extrapolated."
+        if advice.schedule
+        else ""
+    )
     return ["The ", CRITICAL, largest, NOISE, reading, steps]
 
 
@@ -112,6 +116,11 @@ def limits(advice: Advice) -> Html:
         "Tuned learning rates.": (
             "They followed one rule from one starting point; tuning at each batch size can move "
             "the critical batch size."
+        ),
+        "The beginning.": (
+            "Before the first branches nothing is measured: there the critical batch size is taken "
+            "to have grown in proportion to the samples seen. The interval's upper end is what "
+            "holds if it was the same from the start."
         ),
         "The end of a long run.": (
             "Branches are short and show what a batch size costs soon after a checkpoint."

@@ -2,9 +2,9 @@
 
 The parts, each by itself: ``plan`` (how much of everything fits a budget), ``order`` (seeds and
 data orders), ``engine`` (one training loop), ``units`` (the pieces of work, in a fixed order),
-``ledger`` (which of them are recorded), ``critical``, ``spread`` and ``recommend`` (pure
-arithmetic on what was measured), ``summary`` and ``words`` (what is said about it) and ``run``
-(all together).
+``ledger`` (which of them are recorded), ``critical``, ``spread``, ``surface`` and ``recommend``
+(pure arithmetic on what was measured), ``summary`` and ``words`` (what is said about it) and
+``run`` (all together).
 """
 
 from steadygrad.studies.advise.plan import Plan, Point, make_plan, parse_budget

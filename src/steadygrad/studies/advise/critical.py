@@ -18,16 +18,19 @@ from steadygrad.studies.advise.curves import (
     crossing,
     fit_tradeoff,
     isotonic,
+    relative,
 )
 from steadygrad.studies.advise.spread import Noise, Yardstick, mean_loss
 
-__all__ = ["CAP", "DRAWS", "Branch", "Critical", "find_critical"]
+__all__ = ["CAP", "DRAWS", "Branch", "Critical", "find_critical", "quantile"]
 
 # The curve starts at a quarter of the branch: a loss above it is at least this much excess.
 CAP = 3.0
 # How far the curve is trusted beyond the end of its branch.
 REACH = 1.5
 DRAWS = 400
+# Share of the draws in which the yardstick must fall: what does not fall measures nothing.
+FALLING = 0.975
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Critical:
             between -1/3 and 3, which stand for "or less" and "or more".
         draws: Excesses as they might have come out with other noise; a row for each draw.
         value: Largest batch size within the tolerance, in samples; NaN when the smallest batch's
-            loss did not fall.
+            loss did not fall by more than its noise.
         low: Lower end of the 95% interval.
         high: Upper end; infinite when the largest batch size may still be within the tolerance.
         at_edge: ``"above"`` when every batch size is within the tolerance, ``"below"`` when even
@@ -117,11 +120,11 @@ def find_critical(branches: Sequence[Branch], tolerance: float, *, seed: int = 0
     means = [mean_loss(losses[size]) for size in sizes]
     excess = _excess(curve, means, length)
     noise = Noise.of(losses)
-    draws = tuple(_draws(yardstick, noise, means, length, level, seed))
+    draws, falling = _draws(yardstick, noise, means, length, level, seed)
     value = _largest(sizes, excess, level)
     low, high = _interval(sizes, excess, draws, level, noise.freedom > 0)
     fits = sorted(fit_tradeoff(sizes, row, CAP) for row in draws[:100])
-    falls = curve.fall > 0
+    falls = curve.fall > 0 and falling >= FALLING
     return Critical(
         sizes=sizes,
         excess=excess,
@@ -129,11 +132,11 @@ def find_critical(branches: Sequence[Branch], tolerance: float, *, seed: int = 0
         value=min(value, float(sizes[-1])) if falls else math.nan,
         low=min(low, float(sizes[-1])) if falls else 0.0,
         high=high if falls else math.inf,
-        at_edge=_edge(value, sizes, isotonic(excess), level) if falls else "",
+        at_edge=_edge(value, sizes, relative(isotonic(excess)), level) if falls else "",
         level=means[0] + curve(length / (1 + level)) - curve(length) if falls else math.nan,
         fitted=fit_tradeoff(sizes, excess, CAP) if falls else math.nan,
-        fitted_low=_quantile(fits, 0.025) if falls else 0.0,
-        fitted_high=_quantile(fits, 0.975) if falls else math.inf,
+        fitted_low=quantile(fits, 0.025) if falls else 0.0,
+        fitted_high=quantile(fits, 0.975) if falls else math.inf,
     )
 
 
@@ -170,17 +173,27 @@ def _draws(
     length: int,
     level: float,
     seed: int,
-) -> list[tuple[float, ...]]:
-    """Excesses as other noise would have made them, a row for each draw."""
+) -> tuple[tuple[tuple[float, ...], ...], float]:
+    """Excesses as other noise would have made them, a row for each draw.
+
+    Returns:
+        The rows, and the share of draws in which the yardstick falls.
+    """
     generator = random.Random(seed)
-    rows = []
-    for draw in range(DRAWS):
+    rows, falling = [], 0
+    for _ in range(DRAWS):
         sigma = noise.draw_sigma(generator)
         drawn = [mean + generator.gauss(0, sigma) for mean in means]
         end = drawn[0] - means[0] + generator.gauss(0, noise.common)
         curve = yardstick.draw(generator, end)
-        rows.append(_undecided(_excess(curve, drawn, length), means, level, bool(draw % 2)))
-    return rows
+        near = generator.random() < 0.5
+        if curve.fall > 0:
+            falling += 1
+            rows.append(_undecided(_excess(curve, drawn, length), means, level, near))
+        else:
+            # A loss that stays where it is may stand for any number of samples.
+            rows.append((0.0, *[1 / REACH - 1 if near else CAP] * (len(means) - 1)))
+    return tuple(rows), falling / DRAWS
 
 
 def _undecided(
@@ -206,13 +219,13 @@ def _interval(
 ) -> tuple[float, float]:
     """The middle 95% of the draws; the neighbouring sizes where the noise is not known."""
     if not known:
-        return between([float(size) for size in sizes], isotonic(excess), level)
+        return between([float(size) for size in sizes], relative(isotonic(excess)), level)
     values = sorted(_largest(sizes, row, level) for row in draws)
-    return _quantile(values, 0.025), _quantile(values, 0.975)
+    return quantile(values, 0.025), quantile(values, 0.975)
 
 
 def _largest(sizes: Sequence[int], excess: Sequence[float], level: float) -> float:
-    return crossing([float(size) for size in sizes], isotonic(excess), level)
+    return crossing([float(size) for size in sizes], relative(isotonic(excess)), level)
 
 
 def _edge(value: float, sizes: Sequence[int], excess: Sequence[float], level: float) -> str:
@@ -221,6 +234,11 @@ def _edge(value: float, sizes: Sequence[int], excess: Sequence[float], level: fl
     return "below" if excess[1] > level else ""
 
 
-def _quantile(ordered: Sequence[float], part: float) -> float:
-    """The value below which a part of the sorted values lies, without interpolation."""
-    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
+def quantile(ordered: Sequence[float], part: float) -> float:
+    """The value below which a part of the sorted values lies, without interpolation.
+
+    As many values lie below the one for ``part`` as above the one for ``1 - part``.
+    """
+    if part > 0.5:
+        return ordered[-1 - int((1 - part) * len(ordered) + 1e-9)]
+    return ordered[int(part * len(ordered) + 1e-9)]

@@ -13,6 +13,7 @@ __all__ = [
     "fit_decline",
     "fit_tradeoff",
     "isotonic",
+    "relative",
 ]
 
 
@@ -120,6 +121,11 @@ def isotonic(values: Sequence[float]) -> list[float]:
             mean, count = (last * n + mean * count) / (n + count), n + count
         blocks.append((mean, count))
     return [mean for mean, count in blocks for _ in range(count)]
+
+
+def relative(values: Sequence[float]) -> list[float]:
+    """Excesses over the first one's samples, which need not be zero once values are pooled."""
+    return [(1 + value) / (1 + values[0]) - 1 for value in values]
 
 
 def crossing(sizes: Sequence[float], values: Sequence[float], level: float) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from steadygrad._checks import InputError
@@ -88,6 +89,11 @@ class Engine:
             raise TaskError(
                 f"Task.make_model should return a torch.nn.Module. Found {type(model).__name__}. "
                 "Remedy: end the function with `return model`."
+            )
+        if any(is_lazy(p) for p in model.parameters()):
+            raise TaskError(
+                "Task.make_model should return a model whose parameters have shapes. Found lazy "
+                "ones. Remedy: run one batch through the model before it is returned."
             )
         return model.to(self.ranks.device)
 
@@ -235,7 +241,8 @@ class Engine:
             After each measurement, the samples used so far.
         """
         size, scale = self.task.batch_size, self.scaler.get_scale()
-        # Whole micro-batches go to the ranks: the estimate is the one a single process makes.
+        # Whole micro-batches go to the ranks; where their number does not divide into ranks, there
+        # are a few more of them than a single process takes.
         count = -(-MICRO_BATCHES // self.ranks.size)
         per_step = size * count * self.ranks.size
         for step in range(steps):

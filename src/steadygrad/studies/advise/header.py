@@ -8,6 +8,7 @@ import torch
 from steadygrad._checks import InputError
 from steadygrad.record import environment
 from steadygrad.studies.advise.engine import Engine
+from steadygrad.studies.advise.hardware import accelerator
 from steadygrad.studies.advise.plan import Plan
 from steadygrad.studies.advise.settings import Settings
 from steadygrad.tasks import describe
@@ -34,6 +35,7 @@ def make_header(settings: Settings, engine: Engine, plan: Plan) -> dict[str, Any
             "threads": torch.get_num_threads(),
         },
         "plan": plan.as_dict(),
+        "environment": environment(accelerator(ranks.device)),
     }
 
 

@@ -54,10 +54,10 @@ class Ledger:
             self.differing += 1
         return old
 
-    def end(self, status: str) -> None:
+    def end(self, status: str, **fields: Any) -> None:
         """Records how the study ended, this time."""
         if self._writer is not None:
-            self._writer.append("end", status=status)
+            self._writer.append("end", status=status, **fields)
 
     def select(self, event: str) -> list[dict[str, Any]]:
         """All events of one kind, in order."""

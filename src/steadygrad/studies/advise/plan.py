@@ -7,7 +7,8 @@ speed and task always give the same plan, whatever the machine is doing meanwhil
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from steadygrad._checks import InputError
@@ -76,14 +77,42 @@ class Plan:
         points: Points of training, by samples seen.
         repeats: Branches with their own data order at each point and batch size.
         samples_per_second: Training speed that the plan reckons with.
-        work: Cost of it all, in samples.
+        work: Cost of it all, in samples; 0 until :meth:`priced`.
     """
 
     batch_size: int
     points: tuple[Point, ...]
     repeats: int
     samples_per_second: float
-    work: int
+    work: int = 0
+
+    def ends(self) -> tuple[int, ...]:
+        """Work done when each point of training is measured; the last is all of it."""
+        before = (0, *(point.samples for point in self.points))
+        trained = [
+            point.samples - start + self._trained(point)
+            for start, point in zip(before, self.points, strict=False)
+        ]
+        evaluations = [self._evaluations(point) for point in self.points]
+        # A record keeps all the work together: what is no training is spread over evaluations.
+        each = (self.work - sum(trained)) / sum(evaluations)
+        costs = (steps + each * count for steps, count in zip(trained, evaluations, strict=True))
+        return tuple(map(round, accumulate(costs)))
+
+    def _trained(self, point: Point) -> int:
+        """Samples of training at a point: the branches', and the noise scale's."""
+        branches = self.repeats * len(point.multiples) * point.branch_samples
+        return branches + point.noise_steps * MICRO_BATCHES * self.batch_size
+
+    def _evaluations(self, point: Point) -> int:
+        branches = self.repeats * len(point.multiples)
+        return 1 + branches * END_MARKS + self.repeats * len(FRACTIONS)
+
+    def priced(self, valid_size: int) -> "Plan":
+        """The same plan, with its cost."""
+        work = float(self.points[-1].samples) + sum(map(self._trained, self.points))
+        evaluations = sum(map(self._evaluations, self.points))
+        return replace(self, work=math.ceil(work + evaluations * valid_size * EVALUATION_COST))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a record's header."""
@@ -159,7 +188,9 @@ def make_plan(
         max(_plans(repeats, *sizes, samples_per_second, work), key=_horizon, default=None)
         for repeats in (2, 3)
     )
-    plan = three if three and len(three.points) > 1 else two
+    plan = two
+    if three and two and len(three.points) >= min(2, len(two.points)):
+        plan = three
     if plan is None:
         raise _too_small(budget_seconds, samples_per_second, *sizes)
     return plan
@@ -175,7 +206,7 @@ def _plans(
     """The plans that fit, from short to long."""
     for horizon in _horizons(size):
         points = _points(horizon, size, train_size)
-        plan = _priced(points, repeats, size, valid_size, speed)
+        plan = Plan(size, points, repeats, speed).priced(valid_size)
         # Longer ones may still be cheaper, as their points move, but not by that much.
         if plan.work > 2 * work:
             return
@@ -192,8 +223,8 @@ def _too_small(
             f"Expected at least {4 * size} training samples, for branches at 4 times the batch "
             f"size {size}. Found {train_size}. Remedy: a smaller Task.batch_size or more data."
         )
-    least = _priced(points, 2, size, valid_size, speed).work / (SHARE_OF_BUDGET * speed)
-    least += START_UP
+    work = Plan(size, points, 2, speed).priced(valid_size).work
+    least = work / (SHARE_OF_BUDGET * speed) + START_UP
     return InputError(
         f"The budget is too small to measure anything: found {budget:g}s, expected at least "
         f"{math.ceil(least)}s for this task at {speed:g} samples a second. "
@@ -226,18 +257,7 @@ def _point(samples: int, length: int, size: int, train_size: int) -> Point:
     largest = multiples[-1] * size
     # Every batch size divides it: all branches see exactly the same samples.
     branch = max(1, length // largest) * largest
-    noise_steps = min(64, max(8, branch // (MICRO_BATCHES * size)))
+    # Samples seen twice in one measurement would pass for independent ones.
+    most = min(64, train_size // (MICRO_BATCHES * size))
+    noise_steps = max(2, min(most, max(8, branch // (MICRO_BATCHES * size))))
     return Point(samples, branch, multiples, noise_steps)
-
-
-def _priced(
-    points: tuple[Point, ...], repeats: int, size: int, valid_size: int, speed: float
-) -> Plan:
-    work = float(points[-1].samples)
-    for point in points:
-        branches = repeats * len(point.multiples)
-        evaluations = 1 + branches * END_MARKS + repeats * len(FRACTIONS)
-        work += branches * point.branch_samples
-        work += point.noise_steps * MICRO_BATCHES * size
-        work += evaluations * valid_size * EVALUATION_COST
-    return Plan(size, points, repeats, speed, math.ceil(work))

@@ -1,38 +1,21 @@
 """From critical batch sizes along training to one batch size, and to a schedule."""
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from steadygrad.formulas.batch_size import learning_rate, samples_ratio, steps_ratio
-from steadygrad.studies.advise.critical import Critical
-from steadygrad.studies.advise.curves import crossing, fit_tradeoff, isotonic
+from steadygrad.studies.advise.critical import quantile
+from steadygrad.studies.advise.curves import crossing, fit_tradeoff
+from steadygrad.studies.advise.surface import Measured, Surface, extended
 
-__all__ = ["Measured", "WholeRun", "schedule", "tradeoff_rows", "whole_run"]
+__all__ = ["WholeRun", "rung", "schedule", "tradeoff_rows", "whole_run"]
 
-NODES = 64
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A point of training whose critical batch size is known.
-
-    Attributes:
-        samples: Samples seen there.
-        branch_samples: Samples of each branch from there.
-        critical: What the branches showed.
-    """
-
-    samples: int
-    branch_samples: int
-    critical: Critical
-
-    @property
-    def centre(self) -> float:
-        """Samples seen halfway through the branches: what they speak of."""
-        return self.samples + self.branch_samples / 2
+# A stage with fewer steps ends before the optimizer's averages have turned over.
+STAGE_STEPS = 30
+# What a rounding error may take from a batch size without costing a whole rung.
+ALMOST = 1 - 1e-9
 
 
 @dataclass(frozen=True)
@@ -42,8 +25,12 @@ class WholeRun:
     Attributes:
         samples: Length of the run.
         value: Largest batch size whose mean excess over the run is within the tolerance.
-        low: Lower end of its 95% interval.
-        high: Upper end; infinite when the largest batch size tried may still be within it.
+        low: Lower end of its 95% interval, if the critical batch size grew from nothing before the
+            first point, as ``value`` takes it.
+        high: Upper end, if it was the same from the start; infinite when the largest batch size
+            tried may still be within it.
+        assumed: Share of the run before the middle of the first branches, for which one or the
+            other is assumed.
         batch_size: ``value``, rounded down to 1, 1.5, 2, 3, 4, 6, ... times the smallest batch.
         sizes: Batch sizes tried, ascending.
         excess: Mean extra samples of each over the run, relative to the smallest.
@@ -54,6 +41,7 @@ class WholeRun:
     value: float
     low: float
     high: float
+    assumed: float
     batch_size: int
     sizes: tuple[int, ...]
     excess: tuple[float, ...]
@@ -62,126 +50,91 @@ class WholeRun:
     @property
     def excess_here(self) -> float:
         """Mean extra samples at the recommended batch size."""
-        return _extended(self.sizes, self.excess)(self.batch_size)
+        return extended(self.sizes, self.excess)(self.batch_size)
 
 
 def whole_run(points: Sequence[Measured], tolerance: float) -> WholeRun:
     """The largest batch size whose excess, averaged over all samples of a run, is tolerable.
 
-    Between the points the excess is interpolated over the reciprocal of the samples seen, which is
-    right for a critical batch size that stays, or that grows in proportion. Before the first one
-    nothing is measured; there it is taken to have grown in proportion from nothing, which is
-    about how Merrill et al. (2025) saw it begin.
+    Never more than the schedule ends at: what is too large at every time is too large for all.
 
     Args:
         points: In the order of training; at least one.
         tolerance: Extra samples that are acceptable, as a fraction.
     """
-    end = points[-1].samples + points[-1].branch_samples
-    sizes = max((point.critical.sizes for point in points), key=len)
-
-    tried = [float(size) for size in sizes]
-    excess = _average(points, [point.critical.excess for point in points], sizes, end)
-    drawn = sorted(
-        crossing(tried, _average(points, rows, sizes, end), tolerance)
-        for rows in zip(*(point.critical.draws[::2] for point in points), strict=True)
-    )
-    value, cut = min(crossing(tried, excess, tolerance), tried[-1]), len(drawn) // 40
+    surface = Surface(points)
+    sizes = surface.sizes
+    rows = list(zip(*(point.critical.draws[::2] for point in points), strict=True))
+    least = sorted(_constant(Surface(points, row), tolerance) for row in rows)
+    most = sorted(_constant(Surface(points, row, grows=False), tolerance) for row in rows)
+    value = min(_constant(surface, tolerance), float(sizes[-1]))
+    excess = surface.mean()
     return WholeRun(
-        samples=end,
+        samples=surface.end,
         value=value,
-        low=min(drawn[cut], tried[-1]),
-        high=drawn[-1 - cut],
-        batch_size=_floor(value, sizes[0]),
+        low=min(quantile(least, 0.025), value),
+        high=max(quantile(most, 0.975), value),
+        assumed=points[0].centre / surface.end,
+        batch_size=rung(value, sizes[0]),
         sizes=sizes,
         excess=tuple(excess),
         fitted=fit_tradeoff(sizes, excess, math.inf),
     )
 
 
-def _average(
-    points: Sequence[Measured],
-    rows: Sequence[Sequence[float]],
-    sizes: Sequence[int],
-    end: int,
-) -> list[float]:
-    """Mean excess of each size over a run, relative to the smallest, from a row for each point."""
-    pairs = zip(points, rows, strict=True)
-    curves = [_extended(point.critical.sizes, isotonic(row)) for point, row in pairs]
-    means = [_mean_excess(points, curves, size, end) for size in sizes]
-    return isotonic([(1 + mean) / (1 + means[0]) - 1 for mean in means])
+def _constant(surface: Surface, tolerance: float) -> float:
+    """The largest constant batch size; infinite when all that were tried are tolerable."""
+    sizes = [float(size) for size in surface.sizes]
+    last = surface.tolerable(tolerance)[-1]
+    most = last if last < sizes[-1] else math.inf
+    return min(crossing(sizes, surface.mean(), tolerance), most)
 
 
-def _extended(sizes: Sequence[int], excess: Sequence[float]) -> Callable[[float], float]:
-    """Excess as a function of any batch size.
-
-    Linear between the sizes tried, as the trade-off is; beyond the last, on the trade-off through
-    the first and the last.
-    """
-
-    def at(size: float) -> float:
-        if size >= sizes[-1]:
-            return excess[-1] * (size - sizes[0]) / (sizes[-1] - sizes[0])
-        index = max(0, bisect_right(sizes, size) - 1)
-        part = max(0.0, (size - sizes[index]) / (sizes[index + 1] - sizes[index]))
-        return excess[index] + (excess[index + 1] - excess[index]) * part
-
-    return at
-
-
-def _mean_excess(
-    points: Sequence[Measured],
-    curves: Sequence[Callable[[float], float]],
-    size: int,
-    end: int,
-) -> float:
-    """Average over the samples of a run, by the midpoint rule on a logarithmic grid."""
-    # A batch's first step cannot be better or worse than another's: nothing is learned before it.
-    start = float(min(size, points[0].samples))
-    ratio = (end / start) ** (1 / NODES)
-    total = 0.0
-    for node in range(NODES):
-        left = start * ratio**node
-        total += _excess_at(points, curves, size, left * math.sqrt(ratio)) * left * (ratio - 1)
-    return total / end
-
-
-def _excess_at(
-    points: Sequence[Measured],
-    curves: Sequence[Callable[[float], float]],
-    size: int,
-    seen: float,
-) -> float:
-    centres = [point.centre for point in points]
-    if seen <= centres[0]:
-        return curves[0](size * centres[0] / seen)
-    for i in range(len(points) - 1):
-        if seen <= centres[i + 1]:
-            part = (1 / centres[i] - 1 / seen) / (1 / centres[i] - 1 / centres[i + 1])
-            return (1 - part) * curves[i](size) + part * curves[i + 1](size)
-    return curves[-1](size)
-
-
-def schedule(points: Sequence[Measured], lr: float, rule: str) -> list[dict[str, Any]]:
+def schedule(
+    points: Sequence[Measured], tolerance: float, lr: float, rule: str
+) -> list[dict[str, Any]]:
     """A batch size for each stretch of training, never decreasing.
 
+    It follows the largest tolerable batch size of the same model that :func:`whole_run` averages.
+    Every stage but the last has at least 30 steps, unless the last point comes sooner.
+
     Args:
-        points: In the order of training.
+        points: In the order of training; at least one.
+        tolerance: Extra samples that are acceptable, as a fraction.
         lr: Learning rate tuned at the smallest batch size.
         rule: How it follows the batch size.
 
     Returns:
         ``{"from_samples", "batch_size", "lr"}`` wherever the batch size changes, first from 0.
     """
-    rows: list[dict[str, Any]] = []
-    for point in points:
-        base = point.critical.sizes[0]
-        size = _floor(point.critical.value, base)
-        if not rows or size > rows[-1]["batch_size"]:
-            rate = learning_rate(lr, size, base, rule)
-            start = point.samples if rows else 0
-            rows.append({"from_samples": start, "batch_size": size, "lr": rate})
-    return rows
+    surface = Surface(points)
+    base, fit = surface.sizes[0], surface.tolerable(tolerance)
+    first, *later = [size for size in _rungs(base, fit[-1]) if size >= rung(fit[0], base)]
+    stages = [(_reached(surface.nodes, fit, size), size) for size in later]
+    # The last point's branches began there: what they bear holds from there on.
+    latest, soonest = points[-1].samples, STAGE_STEPS * first
+    stages = [(min(max(start, soonest), latest), size) for start, size in stages]
+    return [
+        {"from_samples": start, "batch_size": size, "lr": learning_rate(lr, size, base, rule)}
+        for start, size in [(0, first), *_long_enough(stages)]
+    ]
+
+
+def _reached(nodes: Sequence[float], fit: Sequence[float], size: int) -> int:
+    """After how many samples the fit first reaches a size that it does not begin with."""
+    after = next(node for node, tolerable in enumerate(fit) if tolerable >= size * ALMOST)
+    before = after - 1
+    part = math.log(size / fit[before]) / math.log(fit[after] / fit[before])
+    return math.ceil(nodes[before] * math.exp(part * math.log(nodes[after] / nodes[before])))
+
+
+def _long_enough(stages: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Leaves out stages that end too soon; the smaller batch before them goes on instead."""
+    kept: list[tuple[int, int]] = []
+    for start, size in reversed(stages):
+        if not kept or kept[0][0] - start >= STAGE_STEPS * size:
+            kept.insert(0, (start, size))
+    return kept
 
 
 def tradeoff_rows(critical: float, sizes: Sequence[int]) -> list[dict[str, float]]:
@@ -196,13 +149,18 @@ def tradeoff_rows(critical: float, sizes: Sequence[int]) -> list[dict[str, float
     ]
 
 
-def _floor(value: float, base: int) -> int:
+def rung(value: float, base: int) -> int:
     """The largest of 1, 1.5, 2, 3, 4, 6, ... times ``base`` that is at most ``value``.
 
     At least ``base``. Powers of two alone would give away up to half of what was measured.
     """
-    size = base
-    while size * 2 <= value:
+    return _rungs(base, value)[-1]
+
+
+def _rungs(base: int, most: float) -> list[int]:
+    """1, 1.5, 2, 3, 4, 6, ... times ``base``, as far as they are whole and at most ``most``."""
+    found, size = [base], base
+    while size * ALMOST <= most:
+        found += [size, size + size // 2] if size % 2 == 0 else [size]
         size *= 2
-    between = size + size // 2
-    return between if size % 2 == 0 and between <= value else size
+    return [base, *(size for size in found if base < size and size * ALMOST <= most)]

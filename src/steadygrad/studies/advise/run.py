@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from steadygrad._checks import InputError
-from steadygrad.record import RecordError, RunWriter, read_run
+from steadygrad._checks import InputError, check_number
+from steadygrad.record import RecordError, RunWriter, plural, read_run
 from steadygrad.studies.advise.checkpoint import Checkpoints
 from steadygrad.studies.advise.engine import Engine
 from steadygrad.studies.advise.header import changes, make_header
@@ -31,8 +31,14 @@ CALIBRATION_SECONDS = 0.5
 class Monitor(Protocol):
     """Watches a study on rank 0."""
 
-    def begin(self, total: int, done: int) -> None:
-        """Told once: samples of work in all, and how many an earlier run has done."""
+    def begin(self, total: int, done: int, points: Mapping[str, int]) -> None:
+        """Told once, before the work.
+
+        Args:
+            total: Samples of work in all.
+            done: How many of them an earlier run has done.
+            points: Work done when each point of training is measured, by the point's name.
+        """
 
     def advance(self, samples: int, what: str) -> None:
         """Told as work is done, and what it is."""
@@ -84,11 +90,12 @@ class _Study:
     writer: RunWriter | None
     monitor: Monitor
     events: list[dict[str, Any]] = field(default_factory=list)
+    times: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self) -> Outcome:
         """Does the work, and writes the summary however it ends."""
         ledger = Ledger(self.writer, self.events)
-        self.monitor.begin(self.plan.work, _done(ledger, self.plan))
+        self.monitor.begin(self.plan.work, _done(ledger, self.plan), self._points())
         try:
             status, reason = self._work(ledger)
             summary = self._write(ledger, status)
@@ -102,6 +109,12 @@ class _Study:
             if self.writer is not None:
                 self.writer.close()
         return Outcome(self.folder, summary, reason, self.engine.ranks.is_main)
+
+    def _points(self) -> dict[str, int]:
+        """Work done when each point of training is measured."""
+        sample = plural(self.header["task"]["sample"])
+        names = (f"{point.samples:,} {sample}" for point in self.plan.points)
+        return dict(zip(names, self.plan.ends(), strict=True))
 
     def _work(self, ledger: Ledger) -> tuple[str, int]:
         """Runs the units. Returns how that ended, and the signal that ended it or 0."""
@@ -129,7 +142,7 @@ class _Study:
                 "libraries are not the same."
             )
         # In this order: a summary that says "complete" is the last thing that can be missing.
-        ledger.end(status)
+        ledger.end(status, **self.times)
         self.writer.write_summary(summary)
         if status == "complete":
             Checkpoints(self.folder).remove()
@@ -171,13 +184,21 @@ def advise(
         ranks.leave()
 
 
-def resume(folder: Path, *, stop: Stop | None = None, monitor: Monitor) -> Outcome:
+def resume(
+    folder: Path,
+    *,
+    budget_seconds: float | None = None,
+    stop: Stop | None = None,
+    monitor: Monitor,
+) -> Outcome:
     """Goes on with a run that was killed or stopped, to the numbers it would have had.
 
-    The settings are those of the record; the budget's clock starts again.
+    The settings and the plan are those of the record; the budget's clock starts again.
 
     Args:
         folder: The run's folder.
+        budget_seconds: Time from now on. It changes when the study is cut short, not what it
+            does. Default: that of the record.
         stop: As for :func:`advise`.
         monitor: Watches.
 
@@ -188,6 +209,8 @@ def resume(folder: Path, *, stop: Stop | None = None, monitor: Monitor) -> Outco
     """
     recorded = read_run(folder)
     settings, plan = read_settings(recorded), Plan.from_dict(recorded.header["plan"])
+    budget = settings.budget_seconds if budget_seconds is None else budget_seconds
+    check_number("budget_seconds", budget, low=0, low_open=True)
     if recorded.summary is not None and recorded.summary.get("status") == "complete":
         # Before the ranks join: a finished run needs neither its device nor the others.
         if Ranks.first():
@@ -202,8 +225,11 @@ def resume(folder: Path, *, stop: Stop | None = None, monitor: Monitor) -> Outco
         # Read on every rank before one of them writes.
         ranks.gather(None)
         writer = ranks.on_main(lambda: RunWriter.resume(folder))
-        stop.limit(settings.budget_seconds)
-        study = _Study(folder, recorded.header, engine, plan, writer, monitor, recorded.events)
+        stop.limit(budget)
+        # Under "time": a run that had more of it is the same run.
+        times = {} if budget == settings.budget_seconds else {"time": {"budget_seconds": budget}}
+        events = recorded.events
+        study = _Study(folder, recorded.header, engine, plan, writer, monitor, events, times)
         return study.run()
     finally:
         ranks.leave()

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from steadygrad._checks import InputError, check_choice, check_number
-from steadygrad.record import Run
+from steadygrad._checks import InputError, check_choice, check_count, check_number
+from steadygrad.record import Run, check_run
 from steadygrad.studies.advise.engine import DTYPES
 
 __all__ = ["Settings", "read_settings"]
@@ -33,6 +33,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_number("budget_seconds", self.budget_seconds, low=0, low_open=True)
+        check_count("seed", self.seed, low=0)
         check_number("tolerance", self.tolerance, low=0.01, high=1)
         check_choice("device", self.device, ("auto", "cpu", "cuda"))
         check_choice("dtype", self.dtype, tuple(DTYPES))
@@ -56,7 +57,7 @@ def read_settings(recorded: Run) -> Settings:
     """The settings that a record was made with.
 
     Raises:
-        InputError: If it is a record of another study.
+        InputError: If it is a record of another study, or lacks what going on needs.
     """
     header = recorded.header
     if header.get("study") != "advise":
@@ -64,18 +65,10 @@ def read_settings(recorded: Run) -> Settings:
             f"Expected a record of `steadygrad advise`. Found {header.get('study')!r} in "
             f"{str(recorded.folder)!r}. Remedy: another folder for --resume."
         )
-    try:
-        kept = header["settings"]
-        return Settings(
-            task=header["task"]["spec"],
-            budget_seconds=kept["budget_seconds"],
-            seed=header["seed"],
-            device=kept["device"],
-            dtype=kept["dtype"],
-            tolerance=kept["tolerance"],
-        )
-    except (KeyError, TypeError) as error:
-        raise InputError(
-            f"Expected a header with the study's settings. Found none of {error} in "
-            f"{str(recorded.folder)!r}. Remedy: start a new run with --out."
-        ) from error
+    check_run(recorded, to_resume=True)
+    kept = header["settings"]
+    return Settings(
+        task=header["task"]["spec"],
+        seed=header["seed"],
+        **{name: kept[name] for name in ("budget_seconds", "device", "dtype", "tolerance")},
+    )

@@ -4,7 +4,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -31,11 +31,15 @@ class Stop:
     """Remembers that the study should end; the training loop asks between optimizer steps.
 
     Args:
-        began: Reading of ``time.monotonic()`` from which the budget counts. Default: now.
+        began: Reading of the clock from which the budget counts. Default: now.
+        clock: Seconds that only ever grow.
     """
 
-    def __init__(self, began: float | None = None) -> None:
-        self._began = time.monotonic() if began is None else began
+    def __init__(
+        self, began: float | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._began = clock() if began is None else began
         self._deadline = math.inf
         self._signal = 0
 
@@ -43,10 +47,14 @@ class Stop:
         """Sets the budget, which has no end before."""
         self._deadline = self._began + seconds
 
+    def left(self) -> float:
+        """Seconds of the budget that are left; infinite before there is one."""
+        return self._deadline - self._clock()
+
     @property
     def flags(self) -> list[float]:
         """1.0 for each of ``REASONS`` that holds."""
-        late = time.monotonic() >= self._deadline
+        late = self.left() <= 0
         return [float(self._signal == reason if reason else late) for reason in REASONS]
 
     @contextmanager

@@ -7,13 +7,8 @@ from typing import Any
 from steadygrad.record import SCHEMA
 from steadygrad.studies.advise.critical import Critical
 from steadygrad.studies.advise.ledger import Ledger
-from steadygrad.studies.advise.recommend import (
-    Measured,
-    WholeRun,
-    schedule,
-    tradeoff_rows,
-    whole_run,
-)
+from steadygrad.studies.advise.recommend import WholeRun, schedule, tradeoff_rows, whole_run
+from steadygrad.studies.advise.surface import Measured
 from steadygrad.studies.advise.units import branches_of, critical_at
 from steadygrad.studies.advise.words import Findings, megatron, sentences
 
@@ -65,7 +60,8 @@ def _findings(
         if not math.isnan(critical.value)
     ]
     noises = ledger.select("noise")
-    run = whole_run(measured, settings["tolerance"]) if measured else None
+    tolerance, lr, rule = (settings[name] for name in ("tolerance", "lr", "lr_rule"))
+    run = whole_run(measured, tolerance) if measured else None
     return Findings(
         sample=header["task"]["sample"],
         settings=settings,
@@ -74,9 +70,10 @@ def _findings(
         last=measured[-1] if measured else None,
         planned=len(plan["points"]),
         points=len(criticals),
+        unresolved=[plan["points"][i] for i, found in criticals.items() if math.isnan(found.value)],
         noise=noises[-1] if noises else None,
-        schedule=schedule(measured, settings["lr"], settings["lr_rule"]),
-        warmup=_warmup(run, measured, settings["lr_rule"]),
+        schedule=schedule(measured, tolerance, lr, rule) if measured else [],
+        warmup=_warmup(run, measured, rule),
     )
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from steadygrad.formulas.batch_size import learning_rate
 from steadygrad.noise.schedule import BatchSizeSchedule
 from steadygrad.record import plural
-from steadygrad.studies.advise.recommend import Measured, WholeRun, schedule
+from steadygrad.studies.advise.recommend import WholeRun, rung
+from steadygrad.studies.advise.surface import Measured
 
 __all__ = ["Findings", "megatron", "sentences"]
 
@@ -28,6 +29,7 @@ class Findings:
         noise: The last noise scale measured.
         schedule: Batch sizes by samples seen.
         warmup: Samples over which to warm a raised learning rate up; 0 if it is not raised.
+        unresolved: Samples seen at measured points whose critical batch size is not known.
     """
 
     sample: str
@@ -40,19 +42,15 @@ class Findings:
     noise: Mapping[str, Any] | None
     schedule: Sequence[Mapping[str, Any]]
     warmup: int = 0
+    unresolved: Sequence[int] = ()
 
     @property
     def now(self) -> dict[str, Any] | None:
-        """Batch size and learning rate for going on from the last point."""
+        """Batch size and learning rate for going on from the last point: the last stage's."""
         if self.last is None:
             return None
-        rule = self.settings["lr_rule"]
-        row = schedule([self.last], self.settings["lr"], rule)[0]
-        return {
-            "samples": self.last.samples,
-            "batch_size": row["batch_size"],
-            "lr": row["lr"],
-        }
+        stage = {name: self.schedule[-1][name] for name in ("batch_size", "lr")}
+        return {"samples": self.last.samples, **stage}
 
     @property
     def lr(self) -> float:
@@ -75,10 +73,11 @@ def sentences(found: Findings) -> list[str]:
         *_unfinished(found),
         _whole_run(found, found.run),
         _cost(found, found.run),
+        *_unresolved(found),
         *_warmup(found),
         _now(found, found.last),
         *_schedule(found),
-        _trust(found, found.last),
+        _trust(found, found.run, found.last),
         *_noise(found),
     ]
 
@@ -140,11 +139,17 @@ def _warmup(found: Findings) -> list[str]:
 
 def _now(found: Findings, last: Measured) -> str:
     assert found.now is not None
-    return (
-        f"From where the study ended, after {found.count(last.samples)}, go on at "
-        f"{_number(found.now['batch_size'])} with learning rate {found.now['lr']:.3g}: the "
-        f"critical batch size there is {_interval(found, last)}."
+    size = found.now["batch_size"]
+    later = any(samples > last.samples for samples in found.unresolved)
+    place = "the last point that tells" if later else "where the study ended"
+    text = (
+        f"From {place}, after {found.count(last.samples)}, go on at "
+        f"{_number(size)} with learning rate {found.now['lr']:.3g}: the critical batch size there "
+        f"is {_interval(found, last)}"
     )
+    if size != rung(last.critical.value, last.critical.sizes[0]):
+        return f"{text}; {_number(size)} is what the fit through all points gives there."
+    return f"{text}."
 
 
 def _interval(found: Findings, last: Measured) -> str:
@@ -171,20 +176,41 @@ def _schedule(found: Findings) -> list[str]:
     steps = ", then ".join(
         f"{_number(row['batch_size'])} from {_number(row['from_samples'])}" for row in rows[1:]
     )
-    text = f"With a growing batch: start at {_number(rows[0]['batch_size'])}, then {steps}"
-    return [f"{text} {plural(found.sample)} on (Megatron: {megatron(rows)})."]
+    text = (
+        f"With a growing batch: start at {_number(rows[0]['batch_size'])}, then {steps} "
+        f"{plural(found.sample)} on (Megatron: {megatron(rows)})."
+    )
+    return [text + _first_rate(rows, found.settings["lr"])]
 
 
-def _trust(found: Findings, last: Measured) -> str:
+def _first_rate(rows: Sequence[Mapping[str, Any]], lr: float) -> str:
+    """Whether a schedule needs a warm-up; nothing where the learning rate stays."""
+    if rows[0]["lr"] > lr:
+        return " Its first learning rate needs the same warm-up."
+    if rows[-1]["lr"] > lr:
+        return (
+            " It begins with the task's own learning rate and raises it only with the batch, so "
+            "it is itself a warm-up."
+        )
+    return ""
+
+
+def _trust(found: Findings, run: WholeRun, last: Measured) -> str:
     text = (
         "Trust the critical batch size: it was measured directly, by training on from the same "
-        "weights at each batch size."
+        f"weights at each batch size, at {_points(found.points)}. The first {run.assumed:.0%} of "
+        "the run lie before that: there it is taken to have grown from nothing, and the interval "
+        "reaches up to what holds if it was the same from the start."
     )
     critical = last.critical
     bounded = critical.high if critical.at_edge != "above" else critical.sizes[-1]
     if bounded > 4 * max(1.0, critical.low):
         text += " Its interval is wide: a longer --budget narrows it."
     return text
+
+
+def _points(count: int) -> str:
+    return "one point of training" if count == 1 else f"{count} points of training"
 
 
 def _noise(found: Findings) -> list[str]:
@@ -201,12 +227,10 @@ def _noise_scale(found: Findings, noise: Mapping[str, Any]) -> str:
         f"The gradient noise scale, {found.count(noise['value'])} (95% interval "
         f"{_number(noise['low'])} to {_number(noise['high'])}), is a diagnostic"
     )
-    if found.settings["lr_rule"] == "sqrt":
-        return (
-            f"{text}: for language models trained with Adam it is known to underestimate the "
-            "critical batch size by orders of magnitude (Merrill et al. 2025)."
-        )
-    return f"{text}: it predicts the critical batch size only roughly."
+    return (
+        f"{text}: it predicts the critical batch size only roughly, and of language models trained "
+        "with Adam it is known to underestimate it by orders of magnitude (Merrill et al. 2025)."
+    )
 
 
 def _unfinished(found: Findings) -> list[str]:
@@ -216,11 +240,28 @@ def _unfinished(found: Findings) -> list[str]:
     return [f"The study {_ending(found)} {after}: this is preliminary.{_go_on(found)}"]
 
 
+def _unresolved(found: Findings) -> list[str]:
+    """Points that were measured and say nothing."""
+    if not found.unresolved:
+        return []
+    *before, last = (_number(samples) for samples in found.unresolved)
+    places = f"{', '.join(before)} and {last}" if before else last
+    text = f"After {places} {plural(found.sample)} the critical batch size is unresolved"
+    why = "the validation loss did not fall there by more than its noise"
+    return [f"{text}: {why}. All advice rests on the other points."]
+
+
 def _nothing(found: Findings) -> str:
     if found.points:
+        flat = "the validation loss did not fall by more than its noise along the branches"
+        if found.status != "complete" and found.points < found.planned:
+            return (
+                f"No batch size can be recommended yet: the study {_ending(found)} after measuring "
+                f"{found.points} of {found.planned} points, where {flat}.{_go_on(found)}"
+            )
         return (
-            "No batch size can be recommended: the validation loss did not fall along the "
-            "branches at the smallest batch size. Try another Task.lr or an earlier stop."
+            f"No batch size can be recommended: {flat} at the smallest batch size. Try another "
+            "Task.lr or an earlier stop."
         )
     return (
         f"No batch size can be recommended yet: the study {_ending(found)} before the branches of "

@@ -108,7 +108,8 @@ def test_between_a_good_size_and_a_diverged_one_anything_is_possible(good):
     assert neighbours[0] <= found.low <= found.value <= found.high <= neighbours[1]
     # A draw's lower end is the excess laid on the line to the cap: a tenth of the way.
     assert found.low < neighbours[0] * 1.15
-    assert found.high == pytest.approx(neighbours[1], rel=1e-6)
+    # The upper quantile is one of the draws, a hair below the diverged size.
+    assert found.high == pytest.approx(neighbours[1], rel=1e-3)
     if good == 1:
         assert (found.low, found.high) == neighbours
 
@@ -173,3 +174,34 @@ def test_a_wider_tolerance_takes_a_larger_batch():
     values = [find_critical(branches(250.0), tolerance).value for tolerance in (0.1, 0.2, 0.4)]
     assert values == sorted(values)
     assert values[2] > 2 * values[0]
+
+
+def test_a_loss_that_only_wavers_measures_nothing():
+    """A fall within the noise is none: most seeds must say so."""
+    unknown = 0
+    for seed in range(40):
+        draw = random.Random(seed)
+        marks = [LENGTH * part / 8 for part in range(2, 9)]
+        flat = [
+            Branch(size, repeat, LENGTH, 2 + draw.gauss(0, 0.002), curve)
+            for size in SIZES
+            for repeat in range(3)
+            for curve in [[(mark, 2 + draw.gauss(0, 0.002)) for mark in marks]]
+        ]
+        unknown += math.isnan(find_critical(flat, 0.2, seed=seed).value)
+    # The fall is tested at 2.5 % on one side, over the best of many curves: some slip through.
+    assert unknown >= 34
+
+
+def test_draws_beside_a_diverged_size_are_in_every_part_of_the_draws():
+    """Whoever takes every other draw must find both: those near the good size and those far."""
+    made = [
+        b
+        if b.batch_size in SIZES[:2]
+        else Branch(b.batch_size, b.repeat, LENGTH, math.inf, [(LENGTH, math.inf)])
+        for b in branches(1e5, sigma=0.001)
+    ]
+    for part in (0, 1):
+        beside = [row[2] < 1 for row in find_critical(made, 0.2).draws[part::2]]
+        # 200 fair coins.
+        assert 70 < sum(beside) < 130

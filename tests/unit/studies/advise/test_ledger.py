@@ -18,9 +18,10 @@ def test_a_resumed_study_appends_only_what_is_new(tmp_path):
         assert ledger.add("train", point=0, samples=8, loss=2.0)["loss"] == 2.0
         ledger.add("train", point=0, samples=16, loss=1.5)
         ledger.add("noise", point=0, value=math.nan, time={"seconds": 9.0})
-        ledger.end("complete")
+        ledger.end("complete", time={"budget_seconds": 60.0})
     events = read_run(tmp_path / "run").events
     assert [e["event"] for e in events] == ["train", "noise", "end", "train", "end"]
+    assert events[-1] == {"event": "end", "status": "complete", "time": {"budget_seconds": 60.0}}
     assert ledger.differing == 0
     assert ledger.find("noise", 0)["time"] == {"seconds": 1.0}
     assert [e["samples"] for e in ledger.select("train")] == [8, 16]

@@ -1,5 +1,7 @@
 """The plan: arithmetic from a budget to amounts of work."""
 
+import dataclasses
+
 import pytest
 
 from steadygrad._checks import InputError
@@ -102,3 +104,16 @@ def test_data_too_few_for_three_batch_sizes():
 def test_a_record_keeps_the_plan():
     plan = make_plan(300, 1000, **SIZES)
     assert Plan.from_dict(plan.as_dict()) == plan
+
+
+@pytest.mark.parametrize("budget", [25, 300, 7200])
+def test_work_point_by_point(budget):
+    plan = make_plan(budget, 1000, **SIZES)
+    kept = Plan.from_dict(plan.as_dict())
+    ends = kept.ends()
+    assert len(ends) == len(plan.points)
+    assert ends[-1] == plan.work
+    for number in range(1, len(ends)):
+        first = dataclasses.replace(plan, points=plan.points[:number])
+        # Each of two sums is rounded to whole samples, from thirds.
+        assert ends[number - 1] == pytest.approx(work_of(first, 256), abs=2)

@@ -19,7 +19,7 @@ from steadygrad.studies.advise.plan import START_UP
 from steadygrad.studies.advise.ranks import Ranks
 from steadygrad.studies.advise.summary import summarize
 from steadygrad.tasks import load_task
-from tests.unit.studies.helpers import TINY, Watcher, study, timeless
+from tests.unit.studies.helpers import Watcher, study, timeless, tiny
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_the_summary_recommends(whole):
     kept = read_run(outcome.folder).summary
     assert dumps(kept) == dumps(outcome.summary)
     advice = outcome.summary["recommendation"]
-    assert advice["batch_size"] % 2 == 0
+    assert advice["batch_size"] in (4, 6, 8, 12, 16, 24, 32, 48, 64)
     assert advice["low"] <= advice["high"]
     assert advice["lr"] == pytest.approx(0.001 * math.sqrt(advice["batch_size"] / 4))
     assert advice["trust"] == "critical"
@@ -144,6 +144,47 @@ def test_resuming_repeats_no_work(whole, tmp_path):
     assert watcher.stages == []
 
 
+def test_more_time_is_the_same_study(whole, tmp_path):
+    """Cut short twice: the plan is that of the record, whatever time it is given."""
+    complete, monitor = whole
+    stop, folder = Stop(), tmp_path / "run"
+    watcher = Watcher(at=int(0.4 * monitor.total), call=lambda: stop.limit(-1e9))
+    study(folder, stop=stop, monitor=watcher)
+    cut = resume(folder, budget_seconds=1e-9, monitor=Watcher())
+    assert cut.summary["status"] == "budget"
+    watcher = Watcher()
+    longer = resume(folder, budget_seconds=3600.0, monitor=watcher)
+    assert watcher.total == monitor.total
+    assert dumps(longer.summary) == dumps(complete.summary)
+    kept, wanted = (
+        [e for e in timeless(place)[1] if '"end"' not in e] for place in (folder, complete.folder)
+    )
+    assert kept == wanted
+    assert timeless(folder)[0] == timeless(complete.folder)[0]
+    ends = read_run(folder).select("end")
+    assert [end.get("time") for end in ends] == [
+        None,
+        {"budget_seconds": 1e-9},
+        {"budget_seconds": 3600.0},
+    ]
+
+
+@pytest.mark.parametrize("budget", [0.0, -1.0, math.inf, math.nan])
+def test_a_budget_for_the_rest_is_checked(partial, budget):
+    before = (partial / "record.jsonl").read_bytes()
+    with pytest.raises(InputError, match="Parameter `budget_seconds`"):
+        resume(partial, budget_seconds=budget, monitor=Watcher())
+    assert (partial / "record.jsonl").read_bytes() == before
+
+
+def test_the_monitor_knows_when_each_point_is_measured(whole):
+    outcome, monitor = whole
+    run = read_run(outcome.folder)
+    samples = run.header["plan"]["points"]
+    assert list(monitor.points) == [f"{n:,} rows" for n in samples]
+    assert list(monitor.points.values())[-1] == monitor.total
+
+
 @pytest.mark.parametrize("damage", ["missing", "truncated", "changed"])
 def test_a_damaged_checkpoint_is_trained_again(whole, tmp_path, damage):
     stop, (complete, monitor) = Stop(), whole
@@ -198,11 +239,11 @@ def partial(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda h: h["task"].update(spec=f"{TINY}:other_data"), "sha256 = '0000"),
+        (lambda h: h["task"].update(spec=tiny("other_data")), "sha256 = '0000"),
         (lambda h: h["settings"].update(batch_size=8), "batch_size = 8 as in the record. Found 4"),
         (lambda h: h["settings"].update(world_size=2), "world_size = 2 .*torchrun"),
         (lambda h: h.update(study="inspect"), "record of `steadygrad advise`. Found 'inspect'"),
-        (lambda h: h["settings"].pop("dtype"), "header with the study's settings.*'dtype'"),
+        (lambda h: h["settings"].pop("dtype"), "'settings.dtype' to be one of float32.* in line 1"),
     ],
     ids=["data", "batch size", "processes", "study", "settings"],
 )
@@ -276,7 +317,13 @@ def test_a_speed_that_is_not_known_is_measured(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("dtype", "int8"), ("device", "tpu"), ("tolerance", 0.0), ("budget_seconds", 0.0)],
+    [
+        ("dtype", "int8"),
+        ("device", "tpu"),
+        ("tolerance", 0.0),
+        ("budget_seconds", 0.0),
+        ("seed", -1),
+    ],
 )
 def test_settings_are_checked(name, value):
     with pytest.raises(InputError, match=f"Parameter `{name}`"):
@@ -284,7 +331,7 @@ def test_settings_are_checked(name, value):
 
 
 def make_engine():
-    task = load_task(f"{TINY}:make_task")
+    task = load_task(tiny())
     return Engine(task, seed=0, dtype="float32", ranks=Ranks(Stop()))
 
 

@@ -5,11 +5,17 @@ import math
 import pytest
 
 from steadygrad.studies.advise.critical import Critical
-from steadygrad.studies.advise.recommend import Measured, WholeRun, schedule
+from steadygrad.studies.advise.recommend import WholeRun
+from steadygrad.studies.advise.surface import Measured
 from steadygrad.studies.advise.words import Findings, megatron, sentences
 
 SIZES = (8, 16, 32, 64)
 SETTINGS = {"lr": 0.001, "lr_rule": "sqrt", "batch_size": 8, "tolerance": 0.2}
+SCHEDULE = [
+    {"from_samples": 0, "batch_size": 8, "lr": 0.001},
+    {"from_samples": 700, "batch_size": 16, "lr": 0.001 * 2**0.5},
+    {"from_samples": 16_000, "batch_size": 32, "lr": 0.002},
+]
 NOISE = {"value": 120.4, "low": 80.0, "high": 200.0, "resolved": True}
 
 
@@ -18,9 +24,8 @@ def critical(value=40.0, low=30.0, high=50.0, at_edge="") -> Critical:
 
 
 def findings(**changes) -> Findings:
-    run = WholeRun(24_576, 36.0, 28.0, 45.0, 32, SIZES, (0.0, 0.05, 0.17, 0.3), 150.0)
+    run = WholeRun(24_576, 36.0, 28.0, 45.0, 0.06, 32, SIZES, (0.0, 0.05, 0.17, 0.3), 150.0)
     last = Measured(16_384, 8_192, changes.pop("critical", critical()))
-    rows = schedule([Measured(1024, 512, critical(17.0)), last], 0.001, "sqrt")
     return Findings(**{
         "sample": "sequence",
         "settings": SETTINGS,
@@ -30,14 +35,14 @@ def findings(**changes) -> Findings:
         "planned": 3,
         "points": 3,
         "noise": NOISE,
-        "schedule": rows,
+        "schedule": SCHEDULE,
         "warmup": 1024,
         **changes,
     })  # fmt: skip
 
 
 def test_fewer_samples_are_not_a_negative_number_more():
-    run = WholeRun(24_576, 36.0, 28.0, 45.0, 16, SIZES, (0.0, -0.01, 0.17, 0.3), 150.0)
+    run = WholeRun(24_576, 36.0, 28.0, 45.0, 0.06, 16, SIZES, (0.0, -0.01, 0.17, 0.3), 150.0)
     assert sentences(findings(run=run))[1] == (
         "Against batches of 8 that is 50% of the steps for 1% fewer sequences."
     )
@@ -68,17 +73,21 @@ def test_a_whole_recommendation():
             "0.002: the critical batch size there is 40 sequences (95% interval 30 to 50)."
         ),
         (
-            "With a growing batch: start at 16, then 32 from 16,384 sequences on "
-            "(Megatron: 0:16 16384:32)."
+            "With a growing batch: start at 8, then 16 from 700, then 32 from 16,000 sequences on "
+            "(Megatron: 0:8 700:16 16K:32). It begins with the task's own learning rate and raises "
+            "it only with the batch, so it is itself a warm-up."
         ),
         (
             "Trust the critical batch size: it was measured directly, by training on from the same "
-            "weights at each batch size."
+            "weights at each batch size, at 3 points of training. The first 6% of the run lie "
+            "before that: there it is taken to have grown from nothing, and the interval reaches "
+            "up to what holds if it was the same from the start."
         ),
         (
             "The gradient noise scale, 120 sequences (95% interval 80 to 200), is a diagnostic: "
-            "for language models trained with Adam it is known to underestimate the critical "
-            "batch size by orders of magnitude (Merrill et al. 2025)."
+            "it predicts the critical batch size only roughly, and of language models trained "
+            "with Adam it is known to underestimate it by orders of magnitude (Merrill et al. "
+            "2025)."
         ),
     ]
 
@@ -98,9 +107,15 @@ def said(**changes) -> str:
         ({"critical": critical(40.0, 10.0, math.inf)}, "10 to beyond the largest tried"),
         ({"critical": critical(40.0, 10.0, 60.0)}, "Its interval is wide"),
         ({"noise": {**NOISE, "resolved": False}}, "unresolved: the measurements only say that"),
-        ({"settings": {**SETTINGS, "lr_rule": "linear"}}, "predicts the critical batch size only"),
+        ({"points": 1}, "at one point of training. The first 6%"),
         ({"status": "budget", "points": 2}, "ran out of its budget after measuring 2 of 3 points"),
         ({"status": "interrupted"}, "was interrupted after"),
+        ({"schedule": SCHEDULE[:2]}, "go on at 16 with learning rate 0.00141"),
+        ({"schedule": SCHEDULE[:2]}, "; 16 is what the fit through all points gives there."),
+        (
+            {"schedule": [SCHEDULE[1] | {"from_samples": 0}, SCHEDULE[2]]},
+            "16K:32). Its first learning rate needs the same warm-up.",
+        ),
         ({"sample": "entry"}, "32 entries"),
         ({"sample": "batch"}, "32 batches"),
         ({"sample": "day"}, "32 days"),
@@ -113,18 +128,21 @@ def test_what_depends_on_the_findings(changes, expected):
 
 def test_what_is_not_said():
     assert "Its interval is wide" not in said()
-    assert "Megatron" not in said(schedule=findings().schedule[:1])
+    assert "Megatron" not in said(schedule=[SCHEDULE[2] | {"from_samples": 0}])
+    assert "what the fit" not in said()
+    constant = [row | {"lr": 0.001} for row in SCHEDULE]
+    assert "itself a warm-up" not in said(schedule=constant)
     assert "noise scale" not in said(noise=None)
-    assert "warm" not in said(warmup=0)
+    assert "From scratch, warm" not in said(warmup=0)
 
 
 def test_the_smallest_batch_is_the_answer():
-    run = WholeRun(24_576, 12.0, 9.0, 15.0, 8, SIZES, (0.0, 0.3, 0.6, 1.0), 30.0)
+    run = WholeRun(24_576, 12.0, 9.0, 15.0, 0.06, 8, SIZES, (0.0, 0.3, 0.6, 1.0), 30.0)
     assert "doubling it would already cost 30% more sequences" in said(run=run)
 
 
 def test_the_largest_batch_is_no_limit():
-    run = WholeRun(24_576, 64.0, 50.0, math.inf, 64, SIZES, (0.0, 0.0, 0.0, 0.1), math.inf)
+    run = WholeRun(24_576, 64.0, 50.0, math.inf, 0.06, 64, SIZES, (0.0, 0.0, 0.0, 0.1), math.inf)
     text = said(run=run)
     assert "every batch size tried stayed within the tolerance" in text
     assert "inf" not in text
@@ -136,6 +154,10 @@ def test_no_number_without_a_measurement():
     assert early[0].startswith("No batch size can be recommended yet: the study was interrupted")
     flat = sentences(findings(**nothing, points=1))
     assert "the validation loss did not fall" in flat[0]
+    assert "Try another Task.lr" in flat[0]
+    cut = sentences(findings(**nothing, points=1, status="budget"))
+    assert "ran out of its budget after measuring 1 of 3 points, where the valid" in cut[0]
+    assert "Try another" not in cut[0]
     assert len(early) == len(flat) == 2
 
 
@@ -143,3 +165,13 @@ def test_megatron():
     rows = [{"from_samples": 0, "batch_size": 16, "lr": 1.0}]
     rows.append({"from_samples": 4000, "batch_size": 32, "lr": 1.5})
     assert megatron(rows) == "0:16 4K:32"
+
+
+def test_points_that_say_nothing_are_named():
+    text = said(unresolved=[20_000, 30_000])
+    assert "After 20,000 and 30,000 sequences the critical batch size is unresolved" in text
+    assert "From the last point that tells, after 16,384 sequences" in text
+    text = said(unresolved=[700])
+    assert "After 700 sequences the critical" in text
+    assert "From where the study ended, after 16,384" in text
+    assert "unresolved" not in said()

@@ -1,0 +1,105 @@
+r"""ScaledAdam's clipping by the median of recent gradient norms, without a look from the host.
+
+The norm is that of the scaled gradients, because the update goes by them,
+
+.. math:: n_t^2 = \sum_i r_i^2\, |g_i|^2
+
+over the parameters of a group with root mean squares :math:`r_i`. Once in a period the threshold
+becomes ``clipping_scale`` times the median of the last norms, and gradients above it are scaled
+down to it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["EARLY", "Clipping", "clip", "total_norm"]
+
+# Steps at which the current recipe takes a first, doubled threshold from as many norms.
+EARLY = (10, 20, 40)
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """What is remembered of a group's norms.
+
+    Attributes:
+        norms: The last norms, with shape ``(period)``; step ``t`` in place ``t mod period``.
+        threshold: Norm above which gradients are scaled down, with shape ``()``; infinite before
+            there is one.
+        clipped: How often that happened since the threshold was last taken, with shape ``()``.
+    """
+
+    norms: Tensor
+    threshold: Tensor
+    clipped: Tensor
+
+
+def total_norm(terms: Sequence[Tensor], shapes: Sequence[tuple[Any, ...]]) -> Tensor:
+    """Root of the sum of a group's terms, in float32 and with shape ``()``.
+
+    Args:
+        terms: :math:`r_i^2 |g_i|^2` of each parameter, each with shape ``()``.
+        shapes: Type and shape of each parameter. The original adds up parameters of one shape in
+            their own type, and these sums in float32, by the order of their shapes. For float64
+            that rounding is repeated, because the threshold carries it into every later step.
+    """
+    if terms[0].dtype != torch.float64:
+        return torch.stack(list(terms)).sum().sqrt()
+    stacks: dict[tuple[Any, ...], list[Tensor]] = {}
+    for term, shape in zip(terms, shapes, strict=True):
+        stacks.setdefault(shape, []).append(term)
+    total = torch.zeros((), device=terms[0].device)
+    for shape in sorted(stacks):
+        total = (total + torch.stack(stacks[shape]).sum()).to(torch.float32)
+    # Through float64, because not every CPU library rounds a float32 root correctly.
+    return total.to(torch.float64).sqrt().to(torch.float32)
+
+
+def clip(
+    known: Clipping, norm: Tensor, step: Tensor, ok: Tensor, *, scale: float, original: bool
+) -> tuple[Clipping, Tensor]:
+    """Remembers a norm and says what to multiply the gradients by.
+
+    Args:
+        known: What is remembered.
+        norm: This step's, with shape ``()``.
+        step: Steps taken before this one, with shape ``()``. The first is never clipped.
+        ok: Whether this step is taken, with shape ``()``.
+        scale: Threshold over median.
+        original: Whether the rule is that of 2022: no threshold before a whole period is over.
+
+    Returns:
+        What is remembered now, and a factor of at most 1, with shape ``()``.
+    """
+    period = len(known.norms)
+    taken = ok & (step > 0)
+    place = torch.arange(period, device=norm.device) == step % period
+    norms = torch.where(place & taken, norm.to(known.norms), known.norms)
+    threshold, due = _threshold(norms, step, scale, () if original else EARLY)
+    due = due & taken
+    threshold = torch.where(due, threshold.to(known.threshold), known.threshold)
+    # A product with the reciprocal, in float32, as the original's quotient is computed.
+    factor = ((norm.to(norms) + 1e-20).reciprocal() * threshold.to(norms)).clamp(max=1.0)
+    factor = torch.where(taken, factor, 1.0)
+    clipped = torch.where(due, 0.0, known.clipped) + (factor < 1)
+    return Clipping(norms, threshold, clipped), factor
+
+
+def _threshold(
+    norms: Tensor, step: Tensor, scale: float, early: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """The threshold that this step would take, and whether it takes one."""
+    period, ordered = len(norms), norms.sort().values.to(torch.float64)
+    threshold = scale * ordered[min(period - 1, period // 4 * 2)]
+    due = step % period == 0
+    for count in early:
+        if count < period:
+            # The places of steps not yet taken hold zeros, and come first.
+            median = ordered[period - count + min(count - 1, count // 4 * 2)]
+            threshold = torch.where(step == count, 2 * scale * median, threshold)
+            due = due | (step == count)
+    return threshold, due

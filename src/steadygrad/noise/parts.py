@@ -1,0 +1,175 @@
+"""The parts of one step: what is known of them on the host, without their gradients."""
+
+import math
+from dataclasses import dataclass
+
+from steadygrad._checks import InputError, check_count, check_number
+
+__all__ = ["Part", "PartSums", "Step", "StepParts"]
+
+
+@dataclass
+class PartSums:
+    """Sums over the parts of one step on this process: plain numbers, known without the device.
+
+    Attributes:
+        a: :math:`A`, the weights.
+        c: :math:`C`.
+        d: :math:`D`.
+        parts: Number of parts.
+        samples: Number of samples.
+    """
+
+    a: float = 0.0
+    c: float = 0.0
+    d: float = 0.0
+    parts: int = 0
+    samples: int = 0
+
+    def add(self, weight: float, samples: int, parts: int) -> None:
+        """Adds ``parts`` equal parts that share this weight and these samples."""
+        self.a += weight
+        self.c += weight * parts / samples
+        self.d += weight * weight / samples
+        self.parts += parts
+        self.samples += samples
+
+    def scaled(self, factor: float) -> "PartSums":
+        """The sums when every weight is ``factor`` times as large."""
+        return PartSums(
+            self.a * factor, self.c * factor, self.d * factor**2, self.parts, self.samples
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one process knows of a step.
+
+    Attributes:
+        sums: The parts, with provisional weights.
+        factor: True weight over provisional weight.
+        share: Part of ``sums`` that is this process's own: 1, or one over the number of
+            processes when all of them saw the same parts.
+        multiple: Gradient summed over what the processes saw, over ``.grad``.
+    """
+
+    sums: PartSums
+    factor: float
+    share: float
+    multiple: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """One micro-batch, as it is told before its backward pass.
+
+    Attributes:
+        weight: Factor between its mean loss and what ``backward`` is called on; provisional
+            while the number of micro-batches is unknown.
+        samples: Samples of this process in it.
+        count: Number of equal parts it is made of: its samples, or 1.
+        explicit: Whether the weight was given.
+    """
+
+    weight: float
+    samples: int
+    count: int
+    explicit: bool
+
+    @property
+    def each(self) -> float:
+        """Weight of one of its equal parts."""
+        return self.weight / self.count
+
+
+class StepParts:
+    """The parts of the step under way.
+
+    Args:
+        accumulation: How losses make up the step: ``"mean"``, ``"sum"`` or ``"samples"``.
+        processes: Number of processes that train together.
+        shared: Whether a part is one of all processes together.
+        by_example: Whether each sample is a part.
+        alike: Whether each process needs two parts, and all of them equal.
+
+    Attributes:
+        sums: Their sums, with provisional weights.
+        broken: Whether the step cannot be measured; its measurement is then NaN.
+    """
+
+    def __init__(
+        self, accumulation: str, processes: int, *, shared: bool, by_example: bool, alike: bool
+    ) -> None:
+        self._accumulation, self._processes = accumulation, processes
+        self._shared, self._by_example, self._alike = shared, by_example, alike
+        self.clear()
+
+    def clear(self) -> None:
+        """Starts a new step."""
+        self.sums = PartSums()
+        self.broken = False
+        self._explicit: bool | None = None
+        self._kinds: set[tuple[float, int]] = set()
+
+    def part(self, samples: int, weight: float | None) -> Part:
+        """The next micro-batch, which counts once it is added.
+
+        Args:
+            samples: Samples of this process in it.
+            weight: Its weight; None: as ``accumulation`` says.
+
+        Raises:
+            InputError: If the weight is not positive, or only some micro-batches have one.
+        """
+        check_count("num_samples", samples)
+        if weight is not None:
+            check_number("weight", weight, low=0, low_open=True)
+        explicit = weight is not None
+        if self._explicit not in (None, explicit):
+            raise InputError(
+                "Expected a weight for all micro-batches of a step or for none. Found both. "
+                "Remedy: give each one its weight, or leave it to `accumulation`."
+            )
+        provisional = weight or (samples if self._accumulation == "samples" else 1.0)
+        return Part(provisional, samples, samples if self._by_example else 1, explicit)
+
+    def add(self, part: Part) -> None:
+        """Counts a micro-batch whose backward pass is over."""
+        self._explicit = part.explicit
+        together = part.samples * (self._processes if self._shared else 1)
+        self.sums.add(part.weight, together, part.count)
+        self._kinds.add((part.weight, part.samples))
+
+    def wrong(self) -> InputError | None:
+        """What keeps the whole step from being measured, if anything does."""
+        if self.broken:
+            return None
+        own = 2 if self._shared or self._alike else 1
+        needed = max(own, 2 if self._processes == 1 else 1)
+        if self.sums.parts < needed:
+            return InputError(
+                f"Expected at least {needed} parts a step. Found {self.sums.parts}. Remedy: split "
+                "the batch into micro-batches, each in `with noise.microbatch(n)`, or use "
+                "source='per_example'."
+            )
+        if self._alike and len(self._kinds) > 1:
+            return InputError(
+                "Expected equal micro-batches for metric='l1'. Found (weight, samples) in "
+                f"{sorted(self._kinds)}. Remedy: drop the last, smaller one."
+            )
+        return None
+
+    def step(self) -> Step:
+        """The whole step, whose number of parts is known by now."""
+        sums = self.sums
+        if self.broken:
+            # NaN reaches every process through the collective, and all leave the step out.
+            return Step(PartSums(math.nan, math.nan, math.nan, parts=2, samples=2), 1.0, 1.0, 1.0)
+        factor = 1.0
+        if not self._explicit and self._accumulation == "mean":
+            factor = 1 / sums.a
+        elif not self._explicit and self._accumulation == "samples":
+            factor = (self._processes if self._shared else 1) / sums.samples
+        if self._shared:
+            return Step(sums, factor, share=1 / self._processes, multiple=1.0)
+        return Step(sums, factor, share=1.0, multiple=float(self._processes))

@@ -1,0 +1,9 @@
+"""Optimizers: ScaledAdam and LANS, exact, sharded and resumable; schedules; groups by pattern."""
+
+from steadygrad.optim.batched import BatchedOptimizer
+from steadygrad.optim.groups import param_groups
+from steadygrad.optim.lans import LANS
+from steadygrad.optim.scaled_adam import ScaledAdam
+from steadygrad.optim.schedules import Eden, WarmupHoldDecay
+
+__all__ = ["LANS", "BatchedOptimizer", "Eden", "ScaledAdam", "WarmupHoldDecay", "param_groups"]

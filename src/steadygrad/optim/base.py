@@ -1,0 +1,176 @@
+"""What both optimizers share: the life of a step.
+
+A step is a few passes over plain local tensors with a packed sum over shards after each. Everything
+it decides it decides on the device: nothing here reads a tensor.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from steadygrad.kernels import choose_mode
+from steadygrad.optim.leaves import Leaves, Scaling, buckets_of, local_grad
+from steadygrad.optim.state import StatefulOptimizer
+from steadygrad.sharding import ShardSum
+
+__all__ = ["ShardedOptimizer"]
+
+
+class ShardedOptimizer(StatefulOptimizer):
+    """An optimizer whose norms are those of whole tensors, however they are sharded.
+
+    A subclass says what its state is and how a step goes; this class keeps torch's contract.
+
+    Attributes:
+        skipped: Steps left out because a gradient was not finite, a tensor.
+    """
+
+    # A GradScaler then hands over its scale and what it found, and does not wait for the device.
+    _step_supports_amp_scaling = True
+    _shard_sums: tuple[Any, ShardSum] | None = None
+    # Whether a parameter without a gradient takes part as if it were zero.
+    _none_is_zero = False
+
+    @property
+    def skipped(self) -> Tensor:
+        """Steps left out because a gradient was not finite, with shape ``()``."""
+        return self.state[self.param_groups[0]["params"][0]]["skipped"]  # type: ignore[no-any-return]
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Takes one step.
+
+        If any gradient is not finite, on any process, no weight and no state moves, and the step
+        is counted in ``skipped``.
+
+        Args:
+            closure: Evaluates the model again and returns the loss.
+
+        Returns:
+            What the closure returned.
+        """
+        self._check_capture()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._fill_state()
+        leaves = [found for group in self.param_groups for found in self._leaves(group)]
+        if leaves:
+            scale = getattr(self, "grad_scale", None)
+            scaling = Scaling(
+                None if scale is None else 1 / scale.to(torch.float64),
+                getattr(self, "found_inf", None),
+            )
+            ok = self._update(leaves, self._sums_over_shards(leaves), scaling)
+            self._count_skipped(ok)
+            for some in leaves:
+                self._masters.write_back(some.params, some.weights)
+        return loss
+
+    def _update(
+        self,
+        leaves: list[Leaves],
+        over_shards: Callable[[list[Tensor]], list[Tensor]],
+        scaling: Scaling,
+    ) -> Tensor:
+        """Moves weights and state.
+
+        Args:
+            leaves: All parameters that take part.
+            over_shards: Adds up a list of sums, one for each of ``leaves`` with shape
+                ``(k, parameters)``, over shards, in one collective.
+            scaling: What a gradient scaler has left to do.
+
+        Returns:
+            Whether the step was taken, with shape ``()``.
+        """
+        raise NotImplementedError
+
+    def _check_capture(self) -> None:
+        """A graph keeps what it has seen: the user must have said that this is meant."""
+        if torch.compiler.is_compiling() or not torch.cuda.is_available():
+            return
+        capturable = all(group["capturable"] for group in self.param_groups)
+        if torch.cuda.is_current_stream_capturing() and not capturable:
+            raise RuntimeError(
+                "Expected capturable=True while a CUDA graph records the step. Found False. "
+                f"Remedy: {type(self).__name__}(..., capturable=True), and a tensor `lr` if it is "
+                "to change."
+            )
+
+    def _count_skipped(self, ok: Tensor) -> None:
+        everywhere = (self.state[p]["skipped"] for g in self.param_groups for p in g["params"])
+        for count in {id(count): count for count in everywhere}.values():
+            count.add_((~ok).to(count.device))
+
+    def diagnostics(self, top: int = 10) -> list[dict[str, Any]]:
+        """What stands out, by group; see :mod:`steadygrad.optim.diagnostics`.
+
+        Call it after ``backward`` and before ``zero_grad``, on every process. It reads tensors, and
+        so waits for the device; nothing of it is computed unless it is called.
+
+        Args:
+            top: How many parameters to name in each list.
+
+        Returns:
+            A dictionary of plain numbers for each group.
+        """
+        self._fill_state()
+        return [self._diagnose(i, group, top) for i, group in enumerate(self.param_groups)]
+
+    def _diagnose(self, index: int, group: dict[str, Any], top: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _kind(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What parameters that are worked on together have in common."""
+        return parameter.device, self._state_dtype(parameter, group)
+
+    def _leaves(self, group: dict[str, Any]) -> Iterable[Leaves]:
+        """A group's parameters, by device and working type."""
+        mode = choose_mode(type(self).__name__, group["foreach"], group["fused"])
+        kinds: dict[Any, list[Tensor]] = defaultdict(list)
+        for p in group["params"]:
+            if p.numel() and (p.grad is not None or self._none_is_zero):
+                kinds[self._kind(p, group)].append(p)
+        for params in kinds.values():
+            states = [self.state[p] for p in params]
+            weights = [self._masters.weight(p, s) for p, s in zip(params, states, strict=True)]
+            sizes = [weight.numel() for weight in weights]
+            yield Leaves(
+                group=group,
+                params=params,
+                weights=weights,
+                grads=[local_grad(p) for p in params],
+                states=states,
+                numels=[p.numel() for p in params],
+                buckets=buckets_of(sizes)
+                if mode == "foreach"
+                else [[i] for i in range(len(sizes))],
+            )
+
+    def _sums_over_shards(self, leaves: list[Leaves]) -> Callable[[list[Tensor]], list[Tensor]]:
+        params = [p for some in leaves for p in some.params]
+        layout = [(getattr(p, "device_mesh", None), getattr(p, "placements", None)) for p in params]
+        if self._shard_sums is None or self._shard_sums[0] != layout:
+            self._shard_sums = (layout, ShardSum(params))
+        total = self._shard_sums[1]
+
+        def over_shards(columns: list[Tensor]) -> list[Tensor]:
+            if not total.collectives:
+                return columns
+            # In float64, so that the sum's order among processes costs no digits.
+            packed = torch.cat([c.to(columns[0].device, torch.float64) for c in columns], dim=1)
+            parts = total(packed).split([c.shape[1] for c in columns], dim=1)
+            return [part.to(c) for part, c in zip(parts, columns, strict=True)]
+
+        return over_shards

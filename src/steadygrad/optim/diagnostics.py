@@ -1,0 +1,112 @@
+"""Which parameters stand out in a step: numbers with names, for people who watch a run.
+
+A report on a group of either optimizer has
+
+- ``group``: its name or index; ``skipped``: steps left out because a gradient was not finite;
+- ``gradient_norm``: Euclidean norm of the group's gradients;
+- ``not_finite``: names of parameters whose gradient is not finite now;
+- ``unusual``: ``{name: ratio}`` of the parameters whose gradient's root mean square is largest
+  relative to the root of its second moment; 0 where there is no gradient.
+
+LANS adds ``trust_ratio`` and ``gradient_trust_ratio``: the largest ratios by which the two
+directions are multiplied. ScaledAdam adds ``dominance``: largest shares of the squared norm that
+clipping goes by; ``rms``: the largest sizes; and, if it clips, ``quartiles`` of the recent norms
+(least, quarter, median, three quarters, greatest), the ``threshold``, and ``clipped``, the share of
+steps clipped since the threshold was last taken.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad.formulas.clipping import EARLY
+from steadygrad.optim.leaves import Leaves
+
+__all__ = ["Report"]
+
+_QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+class Report:
+    """Gathers a group's numbers.
+
+    Args:
+        index: The group's place.
+        group: The group.
+        states: The optimizer's states.
+        top: How many parameters to name in each list.
+    """
+
+    def __init__(
+        self, index: int, group: Mapping[str, Any], states: Mapping[Tensor, Any], top: int
+    ) -> None:
+        params = group["params"]
+        names = group.get("param_names") or [f"group {index}, {i}" for i in range(len(params))]
+        self._names = {id(p): name for p, name in zip(params, names, strict=True)}
+        self._group, self._top = group, top
+        self._values: dict[str, dict[str, float]] = {}
+        self._head = {
+            "group": group.get("name", index),
+            "skipped": int(states[params[0]]["skipped"]) if params else 0,
+        }
+
+    @staticmethod
+    def moments(some: Leaves) -> list[Tensor]:
+        """This process's part of the sum of each second moment."""
+        return [torch.stack([v.sum() for v in some.locals("exp_avg_sq")])]
+
+    def add(self, kind: str, some: Leaves, values: Tensor) -> None:
+        """Takes one number for each parameter."""
+        names = [self._names[id(p)] for p in some.params]
+        found = zip(names, values.tolist(), strict=True)
+        self._values.setdefault(kind, {}).update(found)
+
+    def add_gradients(self, some: Leaves, sums: Tensor) -> None:
+        """Takes the sums of squared gradients and of second moments, with shape (2, parameters)."""
+        squares, moments = sums.to(torch.float64).unbind()
+        # Without any gradient there is nothing unusual.
+        ratio = torch.where(squares == 0, 0.0, (squares / moments).sqrt())
+        self.add("unusual", some, ratio)
+        self.add("square", some, squares)
+
+    def finish(self) -> dict[str, Any]:
+        """The report."""
+        squares = self._values.pop("square", {})
+        norm = sum(squares.values()) ** 0.5
+        bad = [name for name, value in squares.items() if value - value != 0]
+        lists = {kind: self._largest(values) for kind, values in self._values.items()}
+        return {**self._head, "gradient_norm": norm, "not_finite": bad, **lists}
+
+    def finish_clipping(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The report, with what ScaledAdam's clipping knows."""
+        terms = self._values.pop("dominance", {})
+        total = sum(terms.values())
+        shares = {name: term / total if total else 0.0 for name, term in terms.items()}
+        report = {**self.finish(), "dominance": self._largest(shares)}
+        if self._group["clipping_scale"] is None or not state:
+            return report
+        step, period = int(state["step"]), len(state["model_norms"])
+        early = () if self._group["recipe"] == "stateless7" else EARLY
+        since = _since_threshold(step - 1, period, early)
+        # The first step leaves no norm.
+        norms = state["model_norms"].sort().values[-max(1, min(step - 1, period)) :]
+        at = torch.tensor(_QUARTERS, device=norms.device)
+        return {
+            **report,
+            "quartiles": torch.quantile(norms, at).tolist(),
+            "threshold": float(state["model_norm_threshold"]),
+            "clipped": float(state["num_clipped"]) / since,
+        }
+
+    def _largest(self, values: Mapping[str, float]) -> dict[str, float]:
+        # What is not a number is the first thing to see.
+        ordered = sorted(values.items(), key=lambda item: (item[1] == item[1], -item[1]))
+        return dict(ordered[: self._top])
+
+
+def _since_threshold(last: int, period: int, early: Sequence[int]) -> int:
+    """Steps from the one that last took a threshold to the last one, both counted."""
+    taken = [count for count in early if count <= last and count < period]
+    return max(1, last - max(last // period * period, *taken, 0) + 1)

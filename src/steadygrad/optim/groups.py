@@ -1,0 +1,244 @@
+"""Parameter groups by patterns on names."""
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from steadygrad._checks import InputError, check_number
+
+__all__ = ["param_groups"]
+
+Options = Mapping[str, Any]
+
+# Parts of a name that a wrapper anywhere in the model puts there.
+_WRAPPER_PARTS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_MULTIPLIERS = {"lr_mult": "lr", "wd_mult": "weight_decay"}
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A parameter and what it goes by: ``name`` first, then without wrappers, then tied names."""
+
+    name: str
+    parameter: Tensor
+    aliases: tuple[str, ...]
+
+    def matches(self, pattern: str) -> bool:
+        return any(fnmatchcase(name, pattern) for name in (self.name, *self.aliases[:1]))
+
+
+def param_groups(
+    model: nn.Module | Iterable[tuple[str, Tensor]],
+    options: Mapping[str, Options] | None = None,
+    *,
+    lr: float | Tensor | None = None,
+    weight_decay: float | None = None,
+    strict: bool = True,
+) -> list[dict[str, Any]]:
+    """Builds an optimizer's groups from patterns on parameter names.
+
+    ``optimizer = LANS(param_groups(model, {"*.bias": {"weight_decay": 0.0}}), lr=5e-3)``
+
+    - **Patterns** are those of :func:`fnmatch.fnmatchcase` on the whole name: ``*`` matches any
+      characters, dots included, so ``"encoder.*"`` matches everything below ``encoder`` and
+      ``"*.bias"`` every bias but one of the outermost module, which is called ``"bias"``.
+    - Where **several patterns** match a parameter their options are merged; of one option the last
+      pattern's value holds.
+    - A parameter's own **``opt_args``**, a dict set on it as an attribute, goes before all
+      patterns; a value of None there counts as absent. Set it after ``fully_shard`` and after
+      copying the model: neither hands attributes on.
+    - **``lr_mult`` and ``wd_mult``** multiply the parameter's learning rate and weight decay: what
+      a pattern or ``opt_args`` says, else the arguments ``lr`` and ``weight_decay``. They do not
+      multiply each other. The groups hold the products; schedules scale them as they do any
+      group's learning rate.
+    - **Tied parameters** come once, under their first name. **Frozen** ones (``requires_grad`` is
+      false now) are left out: add them with ``add_param_group`` when you thaw them.
+    - **Wrappers**: patterns need not know of ``module.`` (DDP), ``_orig_mod.`` (torch.compile) and
+      the like; both names, with and without, are tried. The groups keep the names that
+      ``named_parameters()`` gives.
+
+    Args:
+        model: A module, or named parameters.
+        options: Options by pattern, in order.
+        lr: Base learning rate; every group without its own gets it. A tensor is copied for each.
+        weight_decay: Base weight decay, likewise.
+        strict: Whether a pattern that matches no parameter, frozen ones included, is an error; a
+            warning otherwise.
+
+    Returns:
+        Groups of named parameters, as every torch optimizer takes them: one for each different set
+        of options, in the order of their first parameters.
+
+    Raises:
+        InputError: If a pattern matches nothing (with near names), a multiplier has no base, or
+            there is nothing to train.
+    """
+    named = _named_parameters(model)
+    options = {} if options is None else options
+    _check_options(options)
+    for pattern in options:
+        if not any(entry.matches(pattern) for entry in named):
+            _report_unmatched(pattern, named, strict)
+    groups: list[tuple[dict[str, Any], list[_Named]]] = []
+    for entry in named:
+        if entry.parameter.requires_grad:
+            wanted = _options_of(entry, options)
+            members = next((m for known, m in groups if _same(known, wanted)), None)
+            if members is None:
+                groups.append((wanted, [entry]))
+            else:
+                members.append(entry)
+    if not groups:
+        raise InputError(
+            f"Expected a parameter that requires a gradient. Found none among {len(named)}. "
+            "Remedy: requires_grad_() before the groups are built."
+        )
+    bases = {"lr": lr, "weight_decay": weight_decay}
+    return [
+        {"params": [(m.name, m.parameter) for m in members], **_resolve(wanted, bases, members[0])}
+        for wanted, members in groups
+    ]
+
+
+def _named_parameters(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[_Named]:
+    """Every parameter once, with its other names."""
+    if isinstance(model, nn.Module):
+        model = model.named_parameters(remove_duplicate=False)
+    pairs = _checked_pairs(model)
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in pairs:
+        names.setdefault(parameter, []).append(name)
+    bare = dict(zip((name for name, _ in pairs), _without_wrappers(pairs), strict=True))
+    return [
+        _Named(first, parameter, (bare[first], *(bare[name] for name in others)))
+        for parameter, (first, *others) in names.items()
+    ]
+
+
+def _checked_pairs(pairs: Iterable[Any]) -> list[tuple[str, Tensor]]:
+    if isinstance(pairs, (Tensor, str, Mapping)) or not isinstance(pairs, Iterable):
+        raise InputError(
+            f"Expected a module or named parameters. Found {type(pairs).__name__}. "
+            "Remedy: hand in the model, or its named_parameters()."
+        )
+    found = list(pairs)
+    for pair in found:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
+            raise InputError(
+                f"Expected pairs of a name and a parameter. Found {type(pair).__name__}. "
+                "Remedy: hand in the model, or its named_parameters()."
+            )
+    return found
+
+
+def _without_wrappers(pairs: list[tuple[str, Tensor]]) -> Iterator[str]:
+    parts = [[p for p in name.split(".") if p not in _WRAPPER_PARTS] for name, _ in pairs]
+    # "module" may also be somebody's own name: a wrapper of the whole model is in every name.
+    while parts and all(len(p) > 1 and p[0] == "module" for p in parts):
+        parts = [p[1:] for p in parts]
+    return (".".join(p) for p in parts)
+
+
+def _check_options(options: Mapping[str, Options]) -> None:
+    if not isinstance(options, Mapping):
+        raise InputError(
+            f"Expected a mapping from patterns to options. Found {type(options).__name__}. "
+            'Remedy: {"*.bias": {"weight_decay": 0.0}}.'
+        )
+    for pattern, wanted in options.items():
+        if not isinstance(pattern, str):
+            raise InputError(
+                f"Expected patterns as text. Found {pattern!r}. Remedy: the parameter's name."
+            )
+        _check_wanted(f"the pattern {pattern!r}", wanted)
+
+
+def _check_wanted(whose: str, wanted: Any) -> None:
+    if not isinstance(wanted, Mapping) or not all(isinstance(key, str) for key in wanted):
+        raise InputError(
+            f"Expected a mapping from option names to values for {whose}. Found {wanted!r}. "
+            'Remedy: {"weight_decay": 0.0}.'
+        )
+    if reserved := sorted({"params", "param_names"} & set(wanted)):
+        raise InputError(
+            f"Expected options of an optimizer for {whose}. Found {reserved[0]!r}, which the "
+            "groups fill in themselves. Remedy: leave it out."
+        )
+    for name in _MULTIPLIERS:
+        if wanted.get(name) is not None:
+            check_number(name, wanted[name], low=0)
+
+
+def _report_unmatched(pattern: str, named: list[_Named], strict: bool) -> None:
+    tied = [(e.aliases[0], n) for e in named for n in e.aliases[1:] if fnmatchcase(n, pattern)]
+    if tied:
+        hint = f"{tied[0][1]!r} is tied to {tied[0][0]!r} and goes by that name."
+    else:
+        near = _near_names(pattern, [entry.aliases[0] for entry in named])
+        hint = f"Near names: {', '.join(near)}." if near else "There are no parameters."
+    message = f"Expected the pattern {pattern!r} to match a parameter. Found none. {hint}"
+    if strict:
+        raise InputError(f"{message} Remedy: mend or drop the pattern, or pass strict=False.")
+    warnings.warn(f"{message} Remedy: mend or drop the pattern.", stacklevel=3)
+
+
+def _near_names(pattern: str, names: list[str]) -> list[str]:
+    """Up to three names that look like the pattern, beginnings and ends of names included."""
+    pieces: dict[str, str] = {}
+    for name in names:
+        parts = name.split(".")
+        for cut in range(len(parts)):
+            pieces.setdefault(".".join(parts[cut:]), name)
+            pieces.setdefault(".".join(parts[: cut + 1]), name)
+    close = get_close_matches(pattern.strip("*."), pieces, n=6)
+    return list(dict.fromkeys(pieces[piece] for piece in close))[:3] or names[:3]
+
+
+def _options_of(entry: _Named, options: Mapping[str, Options]) -> dict[str, Any]:
+    """One parameter's options, multipliers not yet applied."""
+    wanted: dict[str, Any] = {}
+    for pattern, some in options.items():
+        if entry.matches(pattern):
+            wanted.update(some)
+    own = getattr(entry.parameter, "opt_args", None)
+    if own is not None:
+        _check_wanted(f"`opt_args` of {entry.name!r}", own)
+        wanted.update({name: value for name, value in own.items() if value is not None})
+    return wanted
+
+
+def _same(one: Options, other: Options) -> bool:
+    """Equal options; tensors only when they are the same one, as comparing reads them."""
+    return one.keys() == other.keys() and all(
+        value is other[name] or (_plain(value) and _plain(other[name]) and value == other[name])
+        for name, value in one.items()
+    )
+
+
+def _plain(value: Any) -> bool:
+    return not isinstance(value, Tensor)
+
+
+def _resolve(wanted: Options, bases: Options, first: _Named) -> dict[str, Any]:
+    """A group's final options: bases filled in, multipliers applied."""
+    group = {name: value for name, value in wanted.items() if name not in _MULTIPLIERS}
+    for name, base in bases.items():
+        if base is not None:
+            group.setdefault(name, base)
+    for multiplier, name in _MULTIPLIERS.items():
+        factor = wanted.get(multiplier)
+        if factor is None:
+            continue
+        if group.get(name) is None:
+            raise InputError(
+                f"Expected a base {name} for `{multiplier}` of {first.name!r}. Found none. "
+                f"Remedy: param_groups(..., {name}=...), or {name!r} instead of {multiplier!r}."
+            )
+        group[name] = group[name] * factor
+    # Schedules write into a tensor in place: groups must not share one.
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}

@@ -1,0 +1,200 @@
+"""LANS: block-normalised gradients and two trust ratios, for very large batches."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from steadygrad._checks import InputError, check_number
+from steadygrad.formulas import lans
+from steadygrad.formulas.tensors import square_sums
+from steadygrad.optim.base import ShardedOptimizer
+from steadygrad.optim.diagnostics import Report
+from steadygrad.optim.leaves import Leaves, Scaling
+
+__all__ = ["LANS"]
+
+
+class LANS(ShardedOptimizer):
+    r"""Layer-wise adaptive Nesterov-like steps with block-normalised gradients.
+
+    .. math::
+        x \leftarrow x - \eta\, \phi(\|x\|) \left( \frac{\beta_1}{\|u_m\|}\, u_m
+            + \frac{1 - \beta_1}{\|u_g\|}\, u_g \right)
+
+    with :math:`u_m` Adam's direction and :math:`u_g` that of the gradient alone, both from
+    gradients divided by their block's norm; see :mod:`steadygrad.formulas.lans`. A block is a
+    parameter. The length of a step is the weight's norm times the learning rate, whatever the
+    gradient's scale: clipping by the global norm and loss scales change nothing.
+
+    Two packed collectives a step where parameters are sharded, none elsewhere. A block whose
+    gradient is zero decays and its moments fade; one whose weight is zero takes ratio 1.
+    A step with a non-finite gradient changes nothing and is counted in ``skipped``. A gradient of
+    None leaves its parameter and state alone, as in torch.
+
+    Args:
+        params: Parameters, named parameters, or groups of either.
+        lr: :math:`\eta`, a number or a 0-d tensor.
+        betas: :math:`\beta_1, \beta_2`, in [0, 1).
+        eps: :math:`\epsilon`, positive. Normalised gradients have elements of about one over the
+            root of the block's size: 1e-6 is a hundredth of that for a block of 1e8.
+        weight_decay: :math:`\lambda`, inside both directions, so that it acts through their norms.
+        lower_bound: Least value of :math:`\phi`; None: no bound.
+        upper_bound: Greatest value of :math:`\phi`; None: no bound.
+        clip_value: Bound on each element of a normalised gradient (MXNet's ``clip_gradient``).
+        master_weights: Whether fp16 and bf16 parameters have float32 masters; None: yes.
+        foreach: Whether to work on several parameters in a call; None: yes.
+        fused: Whether to use a fused kernel; None: where there is one.
+        maximize: Whether to go up instead of down.
+        capturable: Whether steps may be recorded in a CUDA graph; nothing else depends on it.
+
+    Raises:
+        InputError: If an option is out of range or a parameter is complex or sparse.
+
+    References:
+        | Accelerated Large Batch Optimization of BERT Pretraining in 54 minutes
+        | (Zheng et al., 2020)
+        | https://arxiv.org/abs/2006.13484
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        lower_bound: float | None = None,
+        upper_bound: float | None = None,
+        clip_value: float | None = None,
+        master_weights: bool | None = None,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "lower_bound": lower_bound,
+            "upper_bound": upper_bound,
+            "clip_value": clip_value,
+            "master_weights": master_weights,
+            "foreach": foreach,
+            "fused": fused,
+            "maximize": maximize,
+            "capturable": capturable,
+        }
+        super().__init__(params, defaults)
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
+        check_number("eps", group["eps"], low=0, low_open=True)
+        check_number("weight_decay", group["weight_decay"], low=0)
+        for name in ("lower_bound", "upper_bound"):
+            if group[name] is not None:
+                check_number(name, group[name], low=0)
+        if group["clip_value"] is not None:
+            check_number("clip_value", group["clip_value"], low=0, low_open=True)
+        low, high = group["lower_bound"], group["upper_bound"]
+        if low is not None and high is not None and low > high:
+            raise InputError(
+                "Parameter `lower_bound` should be at most `upper_bound`. "
+                f"Found {low} and {high}. Remedy: exchange them."
+            )
+
+    def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        dtype = self._state_dtype(parameter, group)
+        return {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, dtype=dtype),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
+        }
+
+    def _update(
+        self,
+        leaves: list[Leaves],
+        over_shards: Callable[[list[Tensor]], list[Tensor]],
+        scaling: Scaling,
+    ) -> Tensor:
+        own = [square_sums(some.grads, some.weights[0].dtype) for some in leaves]
+        norms = over_shards([sums[None] for sums in own])
+        ok = scaling.ok(norms)
+        for some in leaves:
+            steps = [state["step"] for state in some.states]
+            # A list: with one tensor for all, torch reads its value on the host.
+            torch._foreach_add_(steps, [ok.to(steps[0])] * len(steps))
+        parts = [self._parts(some, sums[0], ok) for some, sums in zip(leaves, norms, strict=True)]
+        own = [self._directions(*pair) for pair in zip(leaves, parts, strict=True)]
+        for some, blocks, sums in zip(leaves, parts, over_shards(own), strict=True):
+            by = lans.coefficients(
+                sums,
+                ok.to(sums.device),
+                lr=some.group["lr"],
+                beta1=some.group["betas"][0],
+                bounds=(some.group["lower_bound"], some.group["upper_bound"]),
+            )
+            for block, bucket in zip(blocks, some.buckets, strict=True):
+                part = by.part(bucket[0], bucket[-1] + 1)
+                lans.apply_(block, part, **_shape(some.group))
+        return ok
+
+    @staticmethod
+    def _directions(some: Leaves, blocks: list[lans.Block]) -> Tensor:
+        """Moves the moments; this process's part of the norms that the step's length needs."""
+        group = some.group
+        for block in blocks:
+            lans.update_moments_(block, betas=group["betas"], clip_value=group["clip_value"])
+        return torch.cat([lans.direction_sums(block, **_shape(group)) for block in blocks], dim=1)
+
+    @staticmethod
+    def _parts(some: Leaves, square_norms: Tensor, ok: Tensor) -> list[lans.Block]:
+        """What the passes of a step work on, bucket by bucket."""
+        ok = ok.to(some.device)
+        # A first step that is not taken leaves the count at zero; its corrections go unused.
+        step = some.column("step").clamp(min=1).to(torch.float64)
+        dtype = some.weights[0].dtype
+        corrections = [(1 - beta**step).to(dtype).unbind() for beta in some.group["betas"]]
+        sign = -1.0 if some.group["maximize"] else 1.0
+        inverse = torch.where(square_norms > 0, sign * square_norms.rsqrt(), 0.0)
+        inverses = inverse.to(dtype).unbind()
+        pairs = list(zip(*corrections, strict=True))
+        m, v = some.locals("exp_avg"), some.locals("exp_avg_sq")
+        return [
+            lans.Block(
+                x=[some.weights[i] for i in bucket],
+                g=[some.grads[i] for i in bucket],
+                m=[m[i] for i in bucket],
+                v=[v[i] for i in bucket],
+                inverse_norm=[inverses[i] for i in bucket],
+                corrections=[pairs[i] for i in bucket],
+                ok=ok,
+            )
+            for bucket in some.buckets
+        ]
+
+    def _diagnose(self, index: int, group: dict[str, Any], top: int) -> dict[str, Any]:
+        report = Report(index, group, self.state, top)
+        for some in self._leaves(group):
+            over_shards = self._sums_over_shards([some])
+            own = torch.stack([square_sums(some.grads), *report.moments(some)])
+            (sums,) = over_shards([own])
+            report.add_gradients(some, sums)
+            blocks = self._parts(some, sums[0], torch.isfinite(sums[0]).all())
+            parts = [lans.direction_sums(block, **_shape(group)) for block in blocks]
+            (directions,) = over_shards([torch.cat(parts, dim=1)])
+            x, u_m, u_g = directions.sqrt().unbind()
+            bounds = group["lower_bound"], group["upper_bound"]
+            x = x if bounds == (None, None) else x.clamp(*bounds)
+            report.add("trust_ratio", some, lans.trust_ratio(x, u_m))
+            report.add("gradient_trust_ratio", some, lans.trust_ratio(x, u_g))
+        return report.finish()
+
+
+def _shape(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in ("eps", "weight_decay", "clip_value")}

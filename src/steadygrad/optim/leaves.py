@@ -1,0 +1,110 @@
+"""What a step works on: plain local tensors, gathered from parameters, gradients and state."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad._checks import InputError
+from steadygrad.sharding import aligned, local
+
+__all__ = ["Leaves", "Scaling", "buckets_of", "local_grad"]
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """Parameters of one group that take the same path: one device, one working type.
+
+    Attributes:
+        group: The group, for its options.
+        params: The parameters as the user holds them.
+        weights: This process's parts, or their float32 masters'.
+        grads: This process's parts of the gradients, zeros for None.
+        states: The parameters' states.
+        numels: Elements over all shards.
+        buckets: Indices of parameters that are worked on together.
+    """
+
+    group: dict[str, Any]
+    params: list[Tensor]
+    weights: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict[str, Any]]
+    numels: list[int]
+    buckets: list[list[int]]
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.weights[0].device
+
+    def column(self, name: str) -> Tensor:
+        """A small state of all of them, stacked along the first axis."""
+        return torch.stack([state[name] for state in self.states])
+
+    def put_column(self, name: str, values: Tensor) -> None:
+        """Writes it back."""
+        torch._foreach_copy_([state[name] for state in self.states], list(values.unbind()))
+
+    def locals(self, name: str) -> list[Tensor]:
+        """This process's parts of a large state."""
+        return [local(state[name]) for state in self.states]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What a gradient scaler has left to the optimizer.
+
+    Attributes:
+        inverse: One over the loss scale still in the gradients, with shape ``()``; None: none.
+        found_inf: Positive where a scaler has found a non-finite gradient; None: nobody looked.
+    """
+
+    inverse: Tensor | None
+    found_inf: Tensor | None
+
+    def ok(self, square_sums: Sequence[Tensor]) -> Tensor:
+        """Whether every gradient of the step is finite, with shape ``()``."""
+        device = square_sums[0].device
+        flags = [torch.isfinite(sums).all().to(device) for sums in square_sums]
+        if self.found_inf is not None:
+            flags.append((self.found_inf == 0).to(device).reshape(()))
+        return torch.stack(flags).all()
+
+    def factor(self, device: torch.device, maximize: bool) -> Tensor:
+        """What to multiply gradients by, with shape ``()``."""
+        sign = torch.full((), -1.0 if maximize else 1.0, dtype=torch.float64, device=device)
+        return sign if self.inverse is None else sign * self.inverse.to(device).reshape(())
+
+
+def local_grad(parameter: Tensor) -> Tensor:
+    """This process's part of a parameter's gradient; a zero that takes no memory for None."""
+    gradient = parameter.grad
+    if gradient is None:
+        own = local(parameter.detach())
+        return own.new_zeros(()).expand(own.shape)
+    if gradient.layout != torch.strided:
+        raise InputError(
+            f"Expected dense gradients. Found {gradient.layout}. Remedy: sparse=False in the "
+            "embedding, or an optimizer for sparse gradients on these parameters."
+        )
+    return local(aligned(gradient, parameter))
+
+
+def buckets_of(sizes: Sequence[int]) -> list[list[int]]:
+    """Consecutive parameters that together are no larger than the largest of all.
+
+    A multi-tensor call makes a temporary for each of its tensors: so the temporaries of a bucket
+    are no more than the largest parameter's would be alone.
+    """
+    buckets: list[list[int]] = []
+    largest, room = max(sizes), -1
+    for index, size in enumerate(sizes):
+        if size > room or not buckets:
+            buckets.append([])
+            room = largest
+        buckets[-1].append(index)
+        room -= size
+    return buckets

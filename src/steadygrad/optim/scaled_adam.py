@@ -1,0 +1,212 @@
+"""ScaledAdam: Adam whose steps are proportional to each parameter's size, which is learned too."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from steadygrad._checks import check_choice, check_count, check_number
+from steadygrad.formulas import scaled_adam
+from steadygrad.optim.base import ShardedOptimizer
+from steadygrad.optim.diagnostics import Report
+from steadygrad.optim.icefall import unstack
+from steadygrad.optim.leaves import Leaves, Scaling
+from steadygrad.optim.scaled_adam_parts import CLIPPING, GroupPart, group_norm
+
+__all__ = ["ScaledAdam"]
+
+RECIPES = ("zipformer", "stateless7")
+
+
+class ScaledAdam(ShardedOptimizer):
+    r"""Adam with steps proportional to each parameter's root mean square, and learned sizes.
+
+    See :mod:`steadygrad.formulas.scaled_adam` for the rule. Good learning rates are larger than
+    Adam's, as they are relative changes: 0.03 to begin with, and falling.
+
+    One packed collective a step where parameters are sharded, none elsewhere. A step with a
+    non-finite gradient changes nothing and is counted in ``skipped``. A gradient of None counts as
+    zero, as in the original: the momentum goes on.
+
+    Args:
+        params: Parameters, named parameters, or groups of either.
+        lr: :math:`\eta`, a number or a 0-d tensor.
+        betas: :math:`\beta_1, \beta_2` of updates and of squared gradients, in [0, 1).
+        eps: Added to the root of the second moment.
+        scalar_lr_scale: Factor on the learning rate of sizes and of one-element parameters.
+        param_min_rms: Least size that steps are proportional to.
+        param_max_rms: Size that a parameter does not learn to exceed.
+        scalar_max: Bound on one-element parameters.
+        size_update_period: Steps from one size step to the next.
+        clipping_scale: Threshold of a group's scaled gradient norm over its recent median; None:
+            no clipping. See :mod:`steadygrad.formulas.clipping`.
+        clipping_update_period: Steps from one threshold to the next, and norms that it is from.
+        recipe: ``"zipformer"``, the current rule, with its state in float32; or ``"stateless7"``,
+            that of 2022, whose clipping acts on the sizes only.
+        master_weights: Whether fp16 and bf16 parameters have float32 masters; None: yes.
+        foreach: Whether to work on several parameters in a call; None: yes.
+        fused: Whether to use a fused kernel; None: where there is one.
+        maximize: Whether to go up instead of down.
+        capturable: Whether steps may be recorded in a CUDA graph; nothing else depends on it.
+
+    Raises:
+        InputError: If an option is out of range or a parameter is complex or sparse.
+
+    References:
+        | Zipformer: A faster and better encoder for automatic speech recognition (Yao et al., 2023)
+        | https://arxiv.org/abs/2310.11230
+    """
+
+    _shared = ("skipped", *CLIPPING)
+    _none_is_zero = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 3e-2,
+        *,
+        betas: tuple[float, float] = (0.9, 0.98),
+        eps: float = 1e-8,
+        scalar_lr_scale: float = 0.1,
+        param_min_rms: float = 1e-5,
+        param_max_rms: float = 3.0,
+        scalar_max: float = 10.0,
+        size_update_period: int = 4,
+        clipping_scale: float | None = None,
+        clipping_update_period: int = 100,
+        recipe: str = "zipformer",
+        master_weights: bool | None = None,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        check_choice("recipe", recipe, RECIPES)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "scalar_lr_scale": scalar_lr_scale,
+            "param_min_rms": param_min_rms,
+            "param_max_rms": param_max_rms,
+            "scalar_max": scalar_max,
+            "size_update_period": size_update_period,
+            "clipping_scale": clipping_scale,
+            "clipping_update_period": clipping_update_period,
+            "recipe": recipe,
+            "master_weights": master_weights,
+            "foreach": foreach,
+            "fused": fused,
+            "maximize": maximize,
+            "capturable": capturable,
+        }
+        super().__init__(params, defaults)
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
+        check_choice("recipe", group["recipe"], RECIPES)
+        for name in ("eps", "scalar_lr_scale", "param_min_rms"):
+            check_number(name, group[name], low=0)
+        for name in ("param_max_rms", "scalar_max"):
+            check_number(name, group[name], low=0, low_open=True)
+        check_count("size_update_period", group["size_update_period"])
+        check_count("clipping_update_period", group["clipping_update_period"])
+        if group["clipping_scale"] is not None:
+            check_number("clipping_scale", group["clipping_scale"], low=0, low_open=True)
+
+    def _state_dtype(self, parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
+        """Float32; the recipe of 2022 keeps float64 for float64 parameters."""
+        if group["recipe"] == "zipformer":
+            return torch.float32
+        return super()._state_dtype(parameter, group)
+
+    def _kind(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        return *super()._kind(parameter, group), parameter.dtype, parameter.numel() == 1
+
+    def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        dtype, device = self._state_dtype(parameter, group), parameter.device
+        state = {
+            "step": torch.zeros((), device=device),
+            "delta": torch.zeros_like(parameter, dtype=dtype),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
+        }
+        if parameter.numel() != 1:
+            period = group["size_update_period"]
+            state["param_rms"] = torch.zeros((), dtype=dtype, device=device)
+            state["scale_exp_avg_sq"] = torch.zeros((), dtype=dtype, device=device)
+            state["scale_grads"] = torch.zeros(period, dtype=dtype, device=device)
+        return state
+
+    @torch.no_grad()
+    def load_icefall_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint of icefall's ScaledAdam.
+
+        The learning rate and other options stay those of this optimizer: icefall's schedules set
+        the rate anew at each step.
+
+        Args:
+            state_dict: Its ``optimizer`` entry, loaded with ``weights_only=True``; of the recipe
+                that this optimizer has.
+
+        Raises:
+            InputError: If it is of other parameters; nothing is changed then.
+        """
+        own = self.state_dict()
+        found = unstack(state_dict, self.param_groups)
+        self.load_state_dict(
+            {**own, "state": {i: own["state"][i] | state for i, state in enumerate(found)}}
+        )
+
+    def _new_shared(self, device: torch.device, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            **super()._new_shared(device, group),
+            "model_norms": torch.zeros(group["clipping_update_period"], device=device),
+            "model_norm_threshold": torch.full((), torch.inf, dtype=torch.float64, device=device),
+            "num_clipped": torch.zeros((), device=device),
+        }
+
+    def _update(
+        self,
+        leaves: list[Leaves],
+        over_shards: Callable[[list[Tensor]], list[Tensor]],
+        scaling: Scaling,
+    ) -> Tensor:
+        sums = over_shards(
+            [scaled_adam.parameter_sums(some.weights, some.grads) for some in leaves]
+        )
+        ok = scaling.ok([rows[0] for rows in sums])
+        work = [GroupPart(*pair, scaling) for pair in zip(leaves, sums, strict=True)]
+        clips = self._clip(work, ok)
+        for some in work:
+            some.move(clips[some.key], ok.to(some.leaves.device))
+        return ok
+
+    @staticmethod
+    def _clip(work: list[GroupPart], ok: Tensor) -> dict[Any, Tensor]:
+        """Every group's clipping factor on each of its devices."""
+        groups: dict[int, list[GroupPart]] = defaultdict(list)
+        for some in work:
+            groups[id(some.leaves.group)].append(some)
+        factors = {}
+        for members in groups.values():
+            norm = group_norm(members)
+            for some in members:
+                if some.key not in factors:
+                    factors[some.key] = some.clip(norm, ok)
+        return factors
+
+    def _diagnose(self, index: int, group: dict[str, Any], top: int) -> dict[str, Any]:
+        report, members = Report(index, group, self.state, top), []
+        for some in self._leaves(group):
+            own = scaled_adam.parameter_sums(some.weights, some.grads)
+            own = torch.cat([own, torch.stack(report.moments(some)).to(own)])
+            (sums,) = self._sums_over_shards([some])([own])
+            report.add_gradients(some, sums[[0, 3]])
+            members.append(GroupPart(some, sums[:3], Scaling(None, None)))
+            report.add("dominance", some, torch.stack(members[-1].norm_terms()))
+            if not members[-1].is_scalar:
+                report.add("rms", some, some.column("param_rms"))
+        return report.finish_clipping(members[0].leaves.states[0] if members else {})

@@ -1,0 +1,122 @@
+"""A step of one group's parameters of one kind."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad.formulas import clipping, scaled_adam
+from steadygrad.optim.leaves import Leaves, Scaling
+
+__all__ = ["CLIPPING", "GroupPart", "group_norm"]
+
+CLIPPING = ("model_norms", "model_norm_threshold", "num_clipped")
+_SIZES = ("param_rms", "scale_exp_avg_sq", "scale_grads")
+
+
+class GroupPart:
+    """A step of some parameters, all of them one-element ones or none.
+
+    Args:
+        leaves: The parameters.
+        sums: Their sums over all shards, with shape ``(3, parameters)``.
+        scaling: What a gradient scaler has left to do.
+    """
+
+    def __init__(self, leaves: Leaves, sums: Tensor, scaling: Scaling) -> None:
+        group = leaves.group
+        self.leaves, self.rule = leaves, _rule(group)
+        self.key = id(group), leaves.device
+        self.is_scalar = leaves.numels[0] == 1
+        self.unscale = scaling.factor(leaves.device, group["maximize"])
+        self.step = leaves.column("step")
+        self.dtype = leaves.states[0]["delta"].dtype
+        self.sums = sums
+
+    def norm_terms(self) -> list[Tensor]:
+        """Squared norm of each parameter's scaled gradient."""
+        squares = self.sums[0] * self.unscale**2
+        if self.is_scalar:
+            # In 2022 the norm took no account of the smaller learning rate.
+            scale = 1.0 if self.rule.original else self.rule.scalar_lr_scale
+            return list((squares * scale**2).unbind())
+        return list((squares * self.leaves.column("param_rms").to(squares) ** 2).unbind())
+
+    def clip(self, norm: Tensor | None, ok: Tensor) -> Tensor:
+        """Remembers the group's norm and returns the factor; one if there is no clipping."""
+        if norm is None:
+            return torch.ones((), device=self.leaves.device)
+        ok, state = ok.to(self.leaves.device), self.leaves.states[0]
+        known, factor = clipping.clip(
+            clipping.Clipping(*(state[name] for name in CLIPPING)),
+            norm.to(self.leaves.device),
+            self.step[0],
+            ok,
+            scale=self.leaves.group["clipping_scale"],
+            original=self.rule.original,
+        )
+        for name, value in zip(CLIPPING, vars(known).values(), strict=True):
+            state[name].copy_(value)
+        return factor
+
+    def move(self, clip: Tensor, ok: Tensor) -> None:
+        """Moves state and weights."""
+        leaves, rule = self.leaves, self.rule
+        known = None if self.is_scalar else self._sizes(clip, ok)
+        scales = scaled_adam.step_scales(self.step, known, rule)
+        # In 2022 the clipped gradient reached the sizes only.
+        gradient_scale = self.unscale if rule.original else self.unscale * clip
+        v, delta = leaves.locals("exp_avg_sq"), leaves.locals("delta")
+        for bucket in leaves.buckets:
+            block = scaled_adam.Block(
+                p=[leaves.weights[i] for i in bucket],
+                g=[leaves.grads[i] for i in bucket],
+                v=[v[i] for i in bucket],
+                delta=[delta[i] for i in bucket],
+                gradient_scale=gradient_scale,
+                ok=ok,
+            )
+            scaled_adam.update_(block, scales.part(bucket[0], bucket[-1] + 1), rule)
+        steps = [state["step"] for state in leaves.states]
+        # A list: with one tensor for all, torch reads its value on the host.
+        torch._foreach_add_(steps, [ok.to(steps[0])] * len(steps))
+
+    def _sizes(self, clip: Tensor, ok: Tensor) -> tuple[scaled_adam.Sizes, Tensor]:
+        leaves = self.leaves
+        means = torch._foreach_div(list(self.sums[2].unbind()), leaves.numels)
+        found, size = scaled_adam.size_step(
+            scaled_adam.Sizes(*(leaves.column(name) for name in _SIZES)),
+            (self.sums[1] * (self.unscale * clip)).to(self.dtype),
+            torch.stack(means).sqrt().to(self.dtype),
+            self.step,
+            ok,
+            self.rule,
+        )
+        for name, values in zip(_SIZES, vars(found).values(), strict=True):
+            leaves.put_column(name, values)
+        return found, size
+
+
+def group_norm(members: list[GroupPart]) -> Tensor | None:
+    """Norm of a group's scaled gradients; None if it is not clipped."""
+    if members[0].leaves.group["clipping_scale"] is None:
+        return None
+    device = members[0].leaves.device
+    terms = [term.to(device) for some in members for term in some.norm_terms()]
+    shapes = [(str(p.dtype), *p.shape) for some in members for p in some.leaves.params]
+    return clipping.total_norm(terms, shapes)
+
+
+def _rule(group: Mapping[str, Any]) -> scaled_adam.Rule:
+    return scaled_adam.Rule(
+        lr=group["lr"],
+        betas=group["betas"],
+        eps=group["eps"],
+        scalar_lr_scale=group["scalar_lr_scale"],
+        min_rms=group["param_min_rms"],
+        max_rms=group["param_max_rms"],
+        scalar_max=group["scalar_max"],
+        period=group["size_update_period"],
+        original=group["recipe"] == "stateless7",
+    )

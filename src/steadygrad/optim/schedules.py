@@ -1,0 +1,263 @@
+"""The schedules these optimizers were published with, as ordinary torch schedulers."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
+
+from steadygrad._checks import InputError, check_count, check_number
+from steadygrad.formulas.schedules import eden, warmup_hold_decay
+
+__all__ = ["Eden", "WarmupHoldDecay"]
+
+
+class _FactorLR(LRScheduler):
+    """A schedule that multiplies each group's base learning rate by one factor.
+
+    Whatever another scheduler or the user multiplies a group's learning rate by is kept, as
+    ``outside``: this is what makes the schedule chainable without the drift of multiplying step
+    by step. As long as nobody else writes, the learning rate is exactly base times factor.
+    """
+
+    outside: list[float | Tensor]
+
+    def __init__(self, optimizer: Optimizer, last_epoch: int = -1) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise InputError(
+                f"Expected a torch optimizer. Found {type(optimizer).__name__}. "
+                "Remedy: hand in the optimizer itself, not its groups or a wrapper."
+            )
+        super().__init__(optimizer, last_epoch)
+
+    def _factor(self) -> float:
+        """The factor now."""
+        raise NotImplementedError
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Learning rates for the batch to come, one a group."""
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self.base_lrs):
+            raise InputError(
+                f"Expected {len(self.base_lrs)} parameter groups, as when the schedule was made. "
+                f"Found {len(groups)}. Remedy: make the schedule after `add_param_group`."
+            )
+        if self._is_initial:
+            return self._get_closed_form_lr()
+        self.outside = [
+            factor * _change(group["lr"], last)
+            for factor, group, last in zip(self.outside, groups, self._last_lr, strict=True)
+        ]
+        return self._values()
+
+    def _get_closed_form_lr(self) -> list[float | Tensor]:
+        # Also what SequentialLR asks for where this schedule takes over from another.
+        self.outside = [1.0 for _ in self.base_lrs]
+        return self._values()
+
+    def _values(self) -> list[float | Tensor]:
+        factor = self._factor()
+        return [
+            base * factor * outside
+            for base, outside in zip(self.base_lrs, self.outside, strict=True)
+        ]
+
+    def _write(self, values: list[float | Tensor]) -> None:
+        """Sets learning rates without counting a batch."""
+        for group, value in zip(self.optimizer.param_groups, values, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(value)
+            else:
+                group["lr"] = value
+        self._last_lr = [
+            lr.clone() if isinstance(lr, Tensor) else lr
+            for lr in (group["lr"] for group in self.optimizer.param_groups)
+        ]
+
+
+def _change(found: float | Tensor, left: float | Tensor) -> float | Tensor:
+    """By how much somebody else has multiplied a learning rate; 1 where one of them is zero."""
+    if isinstance(found, Tensor) or isinstance(left, Tensor):
+        # A tensor is not read, it may be on a device.
+        both = torch.as_tensor(found), torch.as_tensor(left)
+        known = (both[0] != 0) & (both[1] != 0)
+        return torch.where(known, both[0] / both[1], 1.0)
+    return found / left if found and left else 1.0
+
+
+class WarmupHoldDecay(_FactorLR):
+    r"""Linear warm-up, a constant stretch, and a linear decay to zero: the schedule of LANS.
+
+    .. math:: \eta_t = \eta\,f(t), \qquad
+              f(t) = \tfrac{t}{W},\; 1,\; \tfrac{T - t}{T - W - H},\; 0
+
+    for :math:`t` in the warm-up, in the constant stretch, in the decay and after it. Call
+    ``step()`` once an optimizer step. The first step is taken at a learning rate of 0 where there
+    is a warm-up, as in the original.
+
+    Two things of gluon-nlp's program are mended: beyond ``total_steps`` the learning rate stays 0
+    instead of turning negative, and without a warm-up it decays all the same.
+
+    Args:
+        optimizer: The optimizer; each group's learning rate now is its top, :math:`\eta`. Tensor
+            learning rates are written in place, without waiting for the device.
+        total_steps: Optimizer steps :math:`T` of the whole run.
+        warmup: Length :math:`W` of the warm-up: an int counts steps, a float is a share of
+            ``total_steps`` (so 1 is one step and 1.0 is all of them). The default is that of
+            gluon-nlp's script.
+        hold: Length :math:`H` of the constant stretch, likewise.
+        last_epoch: -1, or the number of the last step done, to go on without a state.
+
+    Raises:
+        InputError: If a length is out of range or warm-up and hold take more than all steps.
+
+    Example:
+        >>> optimizer = LANS(model.parameters(), lr=5e-3)
+        >>> schedule = WarmupHoldDecay(optimizer, total_steps=10_000)
+        >>> for batch in batches:
+        ...     optimizer.step()
+        ...     schedule.step()
+
+    In a ``ChainedScheduler`` make this schedule first, the others after it; what they multiply
+    the learning rate by is lost while this schedule has it at 0.
+
+    References:
+        | Accelerated Large Batch Optimization of BERT Pretraining in 54 minutes
+        | (Zheng et al., 2020), https://arxiv.org/abs/2006.13484
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        *,
+        warmup: float = 0.05,
+        hold: float = 0.25,
+        last_epoch: int = -1,
+    ) -> None:
+        self.total_steps = check_count("total_steps", total_steps)
+        self.warmup_steps = _length("warmup", warmup, total_steps)
+        self.hold_steps = _length("hold", hold, total_steps)
+        # Shares such as .7 and .3 may add up to a rounding error above the whole.
+        if self.warmup_steps + self.hold_steps > total_steps * (1 + 1e-9):
+            raise InputError(
+                f"Parameters `warmup` and `hold` should together take at most {total_steps} steps. "
+                f"Found {self.warmup_steps:g} + {self.hold_steps:g}. "
+                "Remedy: shorten one; an int counts steps, a float is a share of them."
+            )
+        super().__init__(optimizer, last_epoch)
+
+    def _factor(self) -> float:
+        return warmup_hold_decay(
+            self.last_epoch, total=self.total_steps, warmup=self.warmup_steps, hold=self.hold_steps
+        )
+
+
+def _length(name: str, value: float, total_steps: int) -> float:
+    """A number of steps, from one or from a share of all."""
+    if isinstance(value, int):
+        return check_number(name, value, low=0, high=total_steps)
+    return check_number(name, value, low=0, high=1) * total_steps
+
+
+class Eden(_FactorLR):
+    r"""Icefall's schedule, made for ScaledAdam: falls with batches and with epochs.
+
+    .. math:: \eta_{b,e} = \eta \Bigl(1 + \tfrac{b^2}{B^2}\Bigr)^{-1/4}
+                           \Bigl(1 + \tfrac{e^2}{E^2}\Bigr)^{-1/4}
+                           \min\Bigl(1, s + (1 - s) \tfrac{b}{b_w}\Bigr)
+
+    Call ``step()`` once an optimizer step and ``step_epoch()`` once an epoch. Unlike in icefall
+    the learning rate is warmed up from construction on, not from the first ``step()``, and the
+    base learning rates are part of the state; ``step_batch()`` is called ``step()`` here.
+
+    Args:
+        optimizer: The optimizer; each group's learning rate now is its base, :math:`\eta`. Tensor
+            learning rates are written in place, without waiting for the device.
+        lr_batches: Scale :math:`B` in batches; icefall's recipes use 5000 to 7500.
+        lr_epochs: Scale :math:`E` in epochs; icefall's recipes use 3.5 to 6. Any measure of data
+            will do, hours for one, when ``step_epoch`` is told the same.
+        warmup_batches: Batches :math:`b_w` of the linear warm-up; 0: none.
+        warmup_start: Share of the learning rate that it begins at, :math:`s`.
+        last_epoch: -1, or the number of the last batch done, to go on without a state.
+
+    Attributes:
+        epoch: Epochs so far.
+
+    Raises:
+        InputError: If a scale is not positive or ``warmup_start`` not in [0, 1].
+
+    Example:
+        >>> optimizer = ScaledAdam(model.parameters(), lr=0.045)
+        >>> schedule = Eden(optimizer, lr_batches=7500, lr_epochs=3.5)
+        >>> for epoch in range(30):
+        ...     schedule.step_epoch(epoch)
+        ...     for batch in batches:
+        ...         optimizer.step()
+        ...         schedule.step()
+
+    References:
+        | Zipformer: A faster and better encoder for automatic speech recognition
+        | (Yao et al., 2024), https://arxiv.org/abs/2310.11230
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lr_batches: float,
+        lr_epochs: float,
+        warmup_batches: float = 500,
+        warmup_start: float = 0.5,
+        *,
+        last_epoch: int = -1,
+    ) -> None:
+        self.lr_batches = check_number("lr_batches", lr_batches, low=0, low_open=True)
+        self.lr_epochs = check_number("lr_epochs", lr_epochs, low=0, low_open=True)
+        self.warmup_batches = check_number("warmup_batches", warmup_batches, low=0)
+        self.warmup_start = check_number("warmup_start", warmup_start, low=0, high=1)
+        self.epoch: float = 0
+        super().__init__(optimizer, last_epoch)
+
+    def _factor(self) -> float:
+        return eden(
+            self.last_epoch,
+            self.epoch,
+            lr_batches=self.lr_batches,
+            lr_epochs=self.lr_epochs,
+            warmup_batches=self.warmup_batches,
+            warmup_start=self.warmup_start,
+        )
+
+    def step_epoch(self, epoch: float | None = None) -> None:
+        """Sets the epoch and the learning rate that goes with it; counts no batch.
+
+        Args:
+            epoch: Epochs so far, fractions allowed: 0 at the start of the first epoch. None: one
+                more than before, for a call at the end of an epoch.
+        """
+        self.epoch = self.epoch + 1 if epoch is None else check_number("epoch", epoch, low=0)
+        self._write(self.get_lr())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state, of this schedule or of icefall's.
+
+        icefall saves two counters only. The base learning rates are then what its optimizer has
+        as ``base_lr`` in its groups, else those that this schedule was made with; the learning
+        rates are set at once.
+
+        Args:
+            state_dict: What ``state_dict()`` returned, here or in icefall.
+        """
+        if "batch" not in state_dict or "last_epoch" in state_dict:
+            super().load_state_dict(state_dict)
+            return
+        self.last_epoch = state_dict["batch"]
+        # So that torch does not take the next step for one that precedes the optimizer's first.
+        self._step_count = self.last_epoch + 1
+        self.epoch = state_dict["epoch"]
+        groups = self.optimizer.param_groups
+        self.base_lrs = [
+            group.get("base_lr", base) for group, base in zip(groups, self.base_lrs, strict=True)
+        ]
+        self._write(self._get_closed_form_lr())

@@ -1,0 +1,175 @@
+"""State that is allocated at construction, kept in its own type, and shared where a group has one.
+
+Checkpoints are then the same before the first step as after it, on every process.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from steadygrad._checks import InputError, check_number
+from steadygrad.formulas.tensors import wide
+from steadygrad.optim.loading import TypeKeepingOptimizer
+from steadygrad.optim.masters import MASTER, Masters
+
+__all__ = ["StatefulOptimizer"]
+
+
+class StatefulOptimizer(TypeKeepingOptimizer):
+    """An optimizer with eager state for each parameter, and masters for 16-bit ones.
+
+    A subclass says what a new state is.
+    """
+
+    # States that exist once a group and device, and are seen from every parameter of it.
+    _shared: tuple[str, ...] = ("skipped",)
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        self._masters = Masters()
+        super().__init__(params, defaults)
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        """Checks a group's options; a subclass adds its own."""
+        lr = group["lr"]
+        if isinstance(lr, Tensor):
+            if lr.numel() != 1:
+                raise InputError(
+                    f"Parameter `lr` should have one element. Found shape {tuple(lr.shape)}. "
+                    "Remedy: a 0-d tensor, and groups for several learning rates."
+                )
+        else:
+            check_number("lr", lr, low=0)
+        betas = group["betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise InputError(
+                f"Parameter `betas` should be two numbers. Found {betas!r}. "
+                "Remedy: betas=(0.9, 0.999)."
+            )
+        for beta in betas:
+            check_number("betas", beta, low=0, high=1, high_open=True)
+        if group["foreach"] and group["fused"]:
+            raise InputError(
+                "Expected at most one of `foreach` and `fused`. Found both. Remedy: leave one out."
+            )
+
+    def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """A parameter's state before its first step, other than masters and shared tensors."""
+        raise NotImplementedError
+
+    def _new_shared(self, device: torch.device, group: Mapping[str, Any]) -> dict[str, Any]:
+        """A group's shared state before the first step."""
+        return {"skipped": torch.zeros((), device=device)}
+
+    def _state_dtype(self, parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
+        """Type of a parameter's state: float32, or float64 for float64 parameters."""
+        return wide(parameter.dtype)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group and its state.
+
+        Args:
+            param_group: ``params``, and options that differ from the defaults.
+
+        Raises:
+            InputError: If an option is wrong or a parameter is not of a real floating type.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_group(group)
+            for parameter in group["params"]:
+                _check_parameter(parameter)
+        except InputError:
+            self.param_groups.pop()
+            raise
+        self._fill_state()
+
+    @torch.no_grad()
+    def _fill_state(self) -> None:
+        """State of parameters that have none, as at construction or where a wrapper put others."""
+        for group in self.param_groups:
+            missing = [p for p in group["params"] if not self.state.get(p)]
+            if not missing:
+                continue
+            shared = self._shared_of(group)
+            for p in missing:
+                self.state[p].update(self._new_state(p, group))
+                if self._masters.wanted(p, group):
+                    self.state[p][MASTER] = p.detach().to(torch.float32)
+                if p.device not in shared:
+                    shared[p.device] = self._new_shared(p.device, group)
+                self.state[p].update(shared[p.device])
+        known = {p for group in self.param_groups for p in group["params"]}
+        if len(self.state) > len(known):
+            for p in [p for p in self.state if p not in known]:
+                del self.state[p]
+
+    def _shared_of(self, group: Mapping[str, Any]) -> dict[torch.device, dict[str, Any]]:
+        """A group's shared state by device, from the first parameter that has it."""
+        found: dict[torch.device, dict[str, Any]] = {}
+        for p in group["params"]:
+            state = self.state.get(p, {})
+            if p.device not in found and all(name in state for name in self._shared):
+                found[p.device] = {name: state[name] for name in self._shared}
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state, every tensor in the type it is kept in.
+
+        Args:
+            state_dict: What ``state_dict()`` returned, on any device.
+
+        Raises:
+            ValueError: If it is of other groups or another optimizer; nothing is changed then.
+        """
+        super().load_state_dict(state_dict)
+        self._fill_state()
+        self._tie_shared()
+
+    def _place(
+        self, parameter: Tensor, group: Mapping[str, Any], name: str, value: Tensor
+    ) -> Tensor:
+        # Averages go to the type they are kept in, should they have been saved in another.
+        large = value.shape == parameter.shape and parameter.ndim > 0
+        dtype = self._state_dtype(parameter, group) if large else value.dtype
+        return value.detach().to(parameter.device, dtype, copy=True)
+
+    def _check_loaded(self, given: Mapping[str, Any]) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        # Keys are numbers, or names where torch.distributed.checkpoint loads.
+        keys = [key for group in given["param_groups"] for key in group["params"]]
+        # Where the lengths differ, torch's own message says so next.
+        for key, parameter in zip(keys, parameters, strict=False):
+            state = given["state"].get(key, {})
+            expected = set(self.state[parameter]) - {MASTER}
+            if state and not expected <= set(state):
+                raise InputError(
+                    f"Expected a state of {type(self).__name__} with {sorted(expected)}. Found "
+                    f"{sorted(state)}. Remedy: load what this optimizer's state_dict() returned."
+                )
+
+    def _tie_shared(self) -> None:
+        """Lets every parameter of a group see the same shared tensors again."""
+        for group in self.param_groups:
+            shared = self._shared_of(group)
+            for p in group["params"]:
+                self.state[p].update(shared[p.device])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._masters = Masters()
+
+
+def _check_parameter(parameter: Tensor) -> None:
+    if not parameter.dtype.is_floating_point:
+        raise InputError(
+            f"Expected parameters of a real floating type. Found {parameter.dtype} with shape "
+            f"{tuple(parameter.shape)}. Remedy: torch.view_as_real for complex parameters."
+        )
+    if parameter.layout != torch.strided:
+        raise InputError(
+            f"Expected dense parameters. Found {parameter.layout}. Remedy: parameter.to_dense()."
+        )

@@ -1,0 +1,103 @@
+"""Parameters and gradients that the contracts are tried on."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SHAPES = [(8, 4), (4,), (), (1,), (3, 2, 2), (0, 3), (8, 4)]
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """The same values for every call: matrices, a scalar, one element, none."""
+    draw = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(shape, generator=draw) * 0.3 + 0.1 for shape in SHAPES)
+    return [value.to(dtype).requires_grad_() for value in drawn]
+
+
+def give_gradients(params: Iterable[Tensor], step: int, none: bool = True) -> None:
+    """Gradients of a step; one parameter has none now and then."""
+    draw = torch.Generator().manual_seed(100 + step)
+    for place, p in enumerate(params):
+        gradient = torch.randn(p.shape, generator=draw).to(p.dtype)
+        p.grad = None if none and place == 1 and step % 4 == 2 else gradient
+
+
+def run(
+    optimizer: Optimizer, params: list[Tensor], steps: Iterable[int], none: bool = True
+) -> None:
+    for step in steps:
+        give_gradients(params, step, none)
+        optimizer.step()
+
+
+def tensors_of(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    """Every state tensor but the count of skipped steps."""
+    states = [optimizer.state[p] for g in optimizer.param_groups for p in g["params"]]
+    return [(name, t) for state in states for name, t in state.items() if name != "skipped"]
+
+
+def snapshot(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
+    own = [p.detach().clone() for p in params]
+    return own + [t.clone() for _, t in tensors_of(optimizer)]
+
+
+def assert_same(first: Iterable[Tensor], second: Iterable[Tensor]) -> None:
+    """Equal to the bit, types included."""
+    for a, b in zip(list(first), list(second), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+class Watch(TorchDispatchMode):
+    """Counts the operations that make the host wait for a device."""
+
+    WAITS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in self.WAITS:
+            self.waits.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class PeakMemory(TorchDispatchMode):
+    """Bytes of new storages that live at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        import weakref
+
+        import torch.utils._pytree as tree
+
+        given = {
+            t.untyped_storage()._cdata
+            for t in tree.tree_leaves((args, kwargs))
+            if isinstance(t, Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for t in tree.tree_leaves(result):
+            if not isinstance(t, Tensor):
+                continue
+            storage = t.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key in given or key in self._seen or not size:
+                continue
+            self._seen.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._free, key, size)
+        return result
+
+    def _free(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size

@@ -1,0 +1,83 @@
+"""The optimizers that keep the contracts. A new one is one entry here."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim import Optimizer
+
+from steadygrad.optim import LANS, ScaledAdam
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One way of making an optimizer.
+
+    Attributes:
+        make: The class.
+        options: Options of this variant.
+        none_moves: Whether a parameter without a gradient may move.
+        wrong: Options that must be refused, each with a piece of the message.
+    """
+
+    make: Callable[..., Optimizer]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    none_moves: bool = False
+    wrong: tuple[tuple[dict[str, Any], str], ...] = ()
+
+    def __call__(self, params: Any, **more: Any) -> Any:
+        return self.make(params, **{**self.options, **more})
+
+
+_SHARED_WRONG = (
+    ({"lr": -1.0}, "`lr`"),
+    ({"lr": float("nan")}, "`lr`"),
+    ({"foreach": True, "fused": True}, "`foreach` and `fused`"),
+    ({"betas": (0.9, 1.5)}, "`betas`"),
+    ({"betas": (0.9,)}, "`betas`"),
+)
+
+TABLE = {
+    "lans": Entry(
+        LANS,
+        {"lr": 1e-2},
+        wrong=(
+            *_SHARED_WRONG,
+            ({"eps": 0.0}, "`eps`"),
+            ({"weight_decay": -0.1}, "`weight_decay`"),
+            ({"clip_value": 0.0}, "`clip_value`"),
+            ({"lower_bound": 2.0, "upper_bound": 1.0}, "`lower_bound`"),
+        ),
+    ),
+    "lans-bounded": Entry(
+        LANS,
+        {
+            "lr": 1e-2,
+            "weight_decay": 0.1,
+            "lower_bound": 0.1,
+            "upper_bound": 2.0,
+            "clip_value": 0.5,
+        },
+    ),
+    "scaled_adam": Entry(
+        ScaledAdam,
+        none_moves=True,
+        wrong=(
+            *_SHARED_WRONG,
+            ({"eps": -1.0}, "`eps`"),
+            ({"recipe": "stateless"}, "`recipe`.*stateless7"),
+            ({"clipping_scale": 0.0}, "`clipping_scale`"),
+            ({"size_update_period": 0}, "`size_update_period`"),
+            ({"clipping_update_period": 2.5}, "`clipping_update_period`"),
+            ({"param_max_rms": 0.0}, "`param_max_rms`"),
+        ),
+    ),
+    "scaled_adam-clipped": Entry(
+        ScaledAdam, {"clipping_scale": 1.5, "clipping_update_period": 4}, none_moves=True
+    ),
+    "scaled_adam-2022": Entry(
+        ScaledAdam,
+        {"recipe": "stateless7", "clipping_scale": 1.5, "clipping_update_period": 4},
+        none_moves=True,
+    ),
+}

@@ -1,0 +1,183 @@
+"""Saving, loading, masters and gradient scalers, for every optimizer of the table."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from steadygrad._checks import InputError
+from tests.contracts.problems import assert_same, give_gradients, parameters, run, snapshot
+from tests.contracts.table import TABLE
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+every_optimizer = pytest.mark.parametrize("entry", TABLE.values(), ids=TABLE)
+every_type = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def clones(params):
+    return [p.detach().clone().requires_grad_() for p in params]
+
+
+@every_optimizer
+@every_type
+@pytest.mark.parametrize("stop", [0, 1, 5])
+def test_resumes_to_the_bit_from_a_file(entry, dtype, stop):
+    params = parameters(dtype)
+    optimizer = entry(params)
+    run(optimizer, params, range(stop))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    others = clones(params)
+    resumed = entry(others)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    assert_same(snapshot(optimizer, params), snapshot(resumed, others))
+    run(optimizer, params, range(stop, 10))
+    run(resumed, others, range(stop, 10))
+    assert_same(snapshot(optimizer, params), snapshot(resumed, others))
+
+
+@every_optimizer
+def test_loading_its_own_state_changes_nothing(entry):
+    params = parameters(torch.bfloat16)
+    optimizer = entry(params)
+    run(optimizer, params, range(3))
+    before = snapshot(optimizer, params)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert_same(before, snapshot(optimizer, params))
+    # A group's record is one tensor again, seen from every parameter.
+    assert optimizer.state[params[0]]["skipped"] is optimizer.state[params[2]]["skipped"]
+
+
+@every_optimizer
+def test_a_loaded_state_is_a_copy(entry):
+    params, others = parameters(), parameters()
+    optimizer, other = entry(params), entry(others)
+    run(optimizer, params, range(3))
+    saved = optimizer.state_dict()
+    other.load_state_dict(saved)
+    kept = copy.deepcopy(saved)
+    run(other, others, range(3, 6))
+    for state, expected in zip(saved["state"].values(), kept["state"].values(), strict=True):
+        assert_same(state.values(), expected.values())
+
+
+@every_optimizer
+def test_names_may_come_and_go(entry):
+    params = parameters()
+    named = [(f"p{i}", p) for i, p in enumerate(clones(params))]
+    optimizer, other = entry(params), entry(named)
+    run(optimizer, params, range(4))
+    other.load_state_dict(optimizer.state_dict())
+    values = [p for _, p in named]
+    for p, q in zip(values, params, strict=True):
+        p.data.copy_(q)
+    run(optimizer, params, range(4, 7))
+    run(other, values, range(4, 7))
+    assert_same(params, values)
+
+
+@every_optimizer
+def test_the_state_of_another_optimizer_is_refused_and_changes_nothing(entry):
+    params = parameters()
+    optimizer, adam = entry(params), torch.optim.AdamW(params)
+    run(optimizer, params, range(2))
+    adam.step()
+    before = snapshot(optimizer, params)
+    with pytest.raises(InputError, match="Expected a state of"):
+        optimizer.load_state_dict(adam.state_dict())
+    assert_same(before, snapshot(optimizer, params))
+    with pytest.raises(ValueError, match="group"):
+        optimizer.load_state_dict(entry(params[:2]).state_dict())
+    assert_same(before, snapshot(optimizer, params))
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_masters_hold_what_sixteen_bits_cannot(entry, dtype):
+    p = torch.full((64,), 1.0, dtype=dtype, requires_grad=True)
+    optimizer = entry([p], lr=1e-5)
+    for _ in range(3):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    # Steps far below the weight's rounding add up in the master only.
+    assert torch.equal(p, torch.ones_like(p))
+    assert (optimizer.state[p]["master_weight"] < 1).all()
+
+
+@every_optimizer
+def test_masters_follow_loaded_weights_and_survive_a_swap(entry):
+    params = parameters(torch.bfloat16)
+    optimizer = entry(params)
+    run(optimizer, params, range(3))
+    masters = [optimizer.state[p]["master_weight"].clone() for p in params]
+    weights = [p.detach().clone() for p in params]
+    with torch.no_grad():
+        for p in params:
+            p.zero_()  # the averaged weights are put in for an evaluation
+        for p, w in zip(params, weights, strict=True):
+            p.copy_(w)  # and taken out again
+        params[0][0, 0] = 7.0  # one weight is loaded anew
+    twin = clones(params)
+    other = entry(twin)
+    other.load_state_dict(optimizer.state_dict())
+    other.state[twin[0]]["master_weight"][0, 0] = 7.0
+    run(optimizer, params, [3])
+    run(other, twin, [3])
+    assert_same(snapshot(optimizer, params), snapshot(other, twin))
+    assert float(params[0].detach()[0, 0]) == pytest.approx(7.0, rel=0.2)
+    assert any((m != m.bfloat16()).any() for m in masters)
+
+
+@every_optimizer
+def test_without_masters(entry):
+    params = parameters(torch.bfloat16)
+    optimizer = entry(params, master_weights=False)
+    before = [p.detach().clone() for p in params]
+    run(optimizer, params, range(3))
+    assert all("master_weight" not in state for state in optimizer.state.values())
+    assert not torch.equal(before[0], params[0])
+
+
+def network(dtype):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
+
+
+@every_optimizer
+def test_a_grad_scaler_changes_no_result(entry):
+    plain, scaled = network(torch.float32), network(torch.float32)
+    ours, theirs = entry(plain.parameters()), entry(scaled.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    for step in range(12):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+        for model, optimizer in ((plain, ours), (scaled, theirs)):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            (loss if model is plain else scaler.scale(loss)).backward()
+        ours.step()
+        if step == 7:
+            scaler.unscale_(theirs)  # as for clipping in between
+        scaler.step(theirs)
+        scaler.update()
+    # Powers of two scale exactly.
+    assert_same([p.detach() for p in plain.parameters()], [p.detach() for p in scaled.parameters()])
+
+
+@every_optimizer
+def test_a_grad_scaler_that_found_inf_skips_the_step(entry):
+    params = parameters()
+    optimizer = entry(params)
+    run(optimizer, params, range(2))
+    before = snapshot(optimizer, params)
+    give_gradients(params, 2)
+    # Only the scaler knows: another optimizer's gradients overflowed.
+    optimizer.found_inf, optimizer.grad_scale = torch.ones(()), torch.tensor(4.0)
+    optimizer.step()
+    assert_same(before, snapshot(optimizer, params))
+    assert optimizer.skipped == 1
+    del optimizer.found_inf, optimizer.grad_scale
+    run(optimizer, params, [2])
+    assert not torch.equal(before[0], params[0])

@@ -1,0 +1,354 @@
+"""What every optimizer of the table does in a step, in every mode and type."""
+
+import copy
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from steadygrad._checks import InputError
+from tests.contracts.problems import (
+    PeakMemory,
+    Watch,
+    assert_same,
+    give_gradients,
+    parameters,
+    run,
+    snapshot,
+    tensors_of,
+)
+from tests.contracts.table import TABLE
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+every_optimizer = pytest.mark.parametrize("entry", TABLE.values(), ids=TABLE)
+every_type = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@every_optimizer
+@every_type
+@pytest.mark.parametrize("maximize", [False, True])
+def test_goes_in_the_right_direction(entry, dtype, maximize):
+    draw = torch.Generator().manual_seed(0)
+    target = torch.randn(6, 4, generator=draw).to(dtype)
+    p = (torch.randn(6, 4, generator=draw) + 3).to(dtype).requires_grad_()
+    optimizer = entry([p], lr=0.02, maximize=maximize)
+    sign = -1.0 if maximize else 1.0
+
+    def distance() -> torch.Tensor:
+        return (p.float() - target.float()).square().mean()
+
+    start = float(distance().detach())
+    for _ in range(60):
+        optimizer.zero_grad()
+        (sign * distance()).backward()
+        optimizer.step()
+    assert float(distance().detach()) < 0.8 * start
+
+
+@every_optimizer
+@every_type
+def test_foreach_equals_single(entry, dtype):
+    together, alone = parameters(dtype), parameters(dtype)
+    run(entry(together, foreach=True), together, range(12))
+    run(entry(alone, foreach=False), alone, range(12))
+    assert_same(together, alone)
+
+
+@every_optimizer
+def test_types_may_be_mixed_in_a_group(entry):
+    mixed = [p for dtype in DTYPES for p in parameters(dtype)]
+    optimizer = entry(mixed)
+    for step in range(6):
+        give_gradients(mixed, step)
+        optimizer.step()
+    assert [p.dtype for p in mixed] == [d for d in DTYPES for _ in range(7)]
+    assert all(torch.isfinite(p).all() for p in mixed)
+    assert not torch.equal(mixed[0], parameters(torch.float64)[0])
+
+
+@every_optimizer
+@every_type
+def test_state_keeps_types_and_shapes(entry, dtype):
+    params = parameters(dtype)
+    optimizer = entry(params)
+    before = [(name, t.dtype, t.shape) for name, t in tensors_of(optimizer)]
+    run(optimizer, params, range(9))
+    assert [(name, t.dtype, t.shape) for name, t in tensors_of(optimizer)] == before
+    state = optimizer.state[params[0]]
+    assert state["exp_avg_sq"].dtype in (torch.float32, torch.float64)
+    assert ("master_weight" in state) == (dtype in (torch.bfloat16, torch.float16))
+
+
+@every_optimizer
+@every_type
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+def test_a_gradient_that_is_not_finite_changes_nothing(entry, dtype, bad):
+    params, clean = parameters(dtype), parameters(dtype)
+    optimizer, other = entry(params), entry(clean)
+    for step in range(8):
+        if step in (0, 3, 5):  # the very first step too, and one with a threshold to clip by
+            give_gradients(params, step)
+            params[4].grad[0, 1, 0] = bad
+            before = snapshot(optimizer, params)
+            optimizer.step()
+            assert_same(before, snapshot(optimizer, params))
+        run(optimizer, params, [step])
+        run(other, clean, [step])
+    assert optimizer.skipped == 3
+    assert other.skipped == 0
+    # As if the bad batches had never been seen.
+    assert_same(snapshot(optimizer, params), snapshot(other, clean))
+
+
+@every_optimizer
+def test_zero_gradients(entry):
+    params = parameters()
+    optimizer = entry(params)
+    for _ in range(6):
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    assert all(torch.isfinite(p).all() for p in params)
+    assert all(
+        torch.isfinite(t).all() or n == "model_norm_threshold" for n, t in tensors_of(optimizer)
+    )
+
+
+@every_optimizer
+def test_zero_weights_move_and_stay_finite(entry):
+    params = [torch.zeros(4, 3, requires_grad=True), torch.zeros((), requires_grad=True)]
+    run(entry(params), params, range(6), none=False)
+    assert all(torch.isfinite(p).all() and p.abs().max() > 0 for p in params)
+
+
+@every_optimizer
+def test_none_gradients_mean_what_the_entry_says(entry):
+    params = parameters()
+    optimizer = entry(params)
+    run(optimizer, params, range(3), none=False)
+    before = params[0].detach().clone()
+    give_gradients(params, 3)
+    params[0].grad = None
+    optimizer.step()
+    assert (not torch.equal(before, params[0])) == entry.none_moves
+
+
+@every_optimizer
+def test_no_gradient_at_all(entry):
+    params = parameters()
+    optimizer = entry(params)
+    before = [p.detach().clone() for p in params]
+    optimizer.step()
+    assert_same(before, [p.detach() for p in params])
+
+
+@every_optimizer
+def test_gradients_are_left_as_they_are(entry):
+    params = parameters()
+    optimizer = entry(params)
+    for step in range(7):
+        give_gradients(params, step, none=False)
+        before = [p.grad.clone() for p in params]
+        optimizer.step()
+        assert_same(before, [p.grad for p in params])
+
+
+@every_optimizer
+def test_a_learning_rate_of_zero_moves_no_weight(entry):
+    params = parameters()
+    before = [p.detach().clone() for p in params]
+    run(entry(params, lr=0.0), params, range(5))
+    assert_same(before, [p.detach() for p in params])
+
+
+@every_optimizer
+@every_type
+def test_a_tensor_learning_rate_is_the_same(entry, dtype):
+    floats, tensors = parameters(dtype), parameters(dtype)
+    one = entry(floats, lr=0.01)
+    two = entry(tensors, lr=torch.tensor(0.01, dtype=torch.float64))
+    for step in range(8):
+        rate = 0.01 / (1 + step)
+        one.param_groups[0]["lr"] = rate
+        two.param_groups[0]["lr"].fill_(rate)
+        run(one, floats, [step])
+        run(two, tensors, [step])
+    assert_same(floats, tensors)
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_never_waits_for_the_device(entry, dtype):
+    params = parameters(dtype)
+    optimizer = entry(params, lr=torch.tensor(0.01))
+    run(optimizer, params, range(3))
+    optimizer.found_inf, optimizer.grad_scale = torch.zeros(()), torch.tensor(2.0)
+    give_gradients(params, 3)
+    with Watch() as watch:
+        optimizer.step()
+    assert watch.waits == []
+    with Watch() as control:
+        params[0].sum().item()
+    assert len(control.waits) == 1
+
+
+@every_optimizer
+def test_one_compilation_and_the_same_steps(entry):
+    compiled, eager = parameters(), parameters()
+    rate = torch.tensor(0.01)
+    ours, theirs = entry(compiled, lr=rate), entry(eager, lr=0.01)
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    step = torch.compile(ours.step, backend=counter, fullgraph=True)
+    for i in range(20):
+        lr = 0.01 * (1 + i % 5)
+        rate.fill_(lr)
+        theirs.param_groups[0]["lr"] = lr
+        give_gradients(compiled, i, none=False)
+        give_gradients(eager, i, none=False)
+        step()
+        theirs.step()
+    assert counter.frame_count == 1
+    # The rate of one is a float32 tensor, of the other a Python float.
+    for a, b in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_peak_memory_is_two_temporaries_of_the_largest(entry, dtype):
+    shapes = [(256, 256), *[(64, 64)] * 40]
+    params = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    optimizer = entry(params)
+    for step in range(3):
+        give_gradients(params, step, none=False)
+        with PeakMemory() as memory:
+            optimizer.step()
+    largest = 256 * 256 * 4
+    # Besides them, some numbers for each parameter.
+    assert largest < memory.peak <= 2 * largest + 64 * 1024
+
+
+@every_optimizer
+def test_layouts_other_than_contiguous(entry):
+    draw = torch.Generator().manual_seed(0)
+    plain = [torch.randn(2, 3, 4, 5, generator=draw), torch.randn(6, 4, generator=draw)]
+    odd = [plain[0].to(memory_format=torch.channels_last), plain[1].t().contiguous().t()]
+    plain = [p.clone().requires_grad_() for p in plain]
+    odd = [p.clone(memory_format=torch.preserve_format).requires_grad_() for p in odd]
+    assert not odd[0].is_contiguous()
+    run(entry(plain), plain, range(6), none=False)
+    run(entry(odd), odd, range(6), none=False)
+    for a, b in zip(plain, odd, strict=True):
+        # Sums in another order.
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    assert not odd[0].is_contiguous()
+
+
+@every_optimizer
+def test_a_closure_is_evaluated_with_gradients(entry):
+    p = torch.ones(3, requires_grad=True)
+    optimizer = entry([p])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    assert float(optimizer.step(closure).detach()) == 3.0
+    assert optimizer.step() is None
+    assert not torch.equal(p, torch.ones(3))
+
+
+@every_optimizer
+def test_groups_have_their_own_options(entry):
+    params = parameters()
+    optimizer = entry([{"params": params[:1], "lr": 0.0}, {"params": params[4:5]}])
+    before = [p.detach().clone() for p in params]
+    run(optimizer, params, range(3), none=False)
+    assert torch.equal(before[0], params[0])
+    assert not torch.equal(before[4], params[4])
+
+
+@every_optimizer
+def test_a_group_added_later_takes_part(entry):
+    params, late = parameters(), torch.full((3, 3), 0.5, requires_grad=True)
+    optimizer = entry(params)
+    run(optimizer, params, range(2))
+    optimizer.add_param_group({"params": [late], "lr": 0.05})
+    assert optimizer.state[late]["step"] == 0
+    run(optimizer, [*params, late], range(2, 4))
+    assert optimizer.state[late]["step"] == 2
+    assert optimizer.state[params[0]]["step"] == 4
+    assert not torch.equal(late, torch.full((3, 3), 0.5))
+
+
+@every_optimizer
+def test_generators_and_names(entry):
+    model = torch.nn.Linear(3, 2)
+    assert entry(model.named_parameters()).param_groups[0]["param_names"] == ["weight", "bias"]
+    assert len(entry(model.parameters()).param_groups[0]["params"]) == 2
+    grouped = entry([{"params": (p for p in model.parameters())}])
+    assert len(grouped.param_groups[0]["params"]) == 2
+
+
+@every_optimizer
+def test_parameters_that_a_wrapper_exchanged(entry):
+    params = parameters()
+    optimizer = entry(params)
+    others = [p.detach().clone().requires_grad_() for p in params]
+    optimizer.param_groups[0]["params"] = others
+    run(optimizer, others, range(2))
+    assert not torch.equal(others[0], params[0])
+    assert set(optimizer.state) == set(others)
+
+
+@every_optimizer
+def test_what_cannot_be_optimized_is_refused(entry):
+    with pytest.raises(InputError, match=r"real floating type.*complex64.*view_as_real"):
+        entry([torch.zeros(3, dtype=torch.complex64, requires_grad=True)])
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = entry(embedding.parameters())
+    embedding(torch.tensor([1, 2])).sum().backward()
+    before = snapshot(optimizer, embedding.parameters())
+    with pytest.raises(InputError, match=r"dense gradients.*sparse=False"):
+        optimizer.step()
+    assert_same(before, snapshot(optimizer, embedding.parameters()))
+
+
+WRONG = [(name, *case) for name, entry in TABLE.items() for case in entry.wrong]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), WRONG)
+def test_wrong_options_are_refused_by_name(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        TABLE[name]([torch.zeros(3, requires_grad=True)], **options)
+
+
+@every_optimizer
+def test_fused_falls_back_with_one_warning(entry):
+    from steadygrad import kernels
+
+    kernels._WARNED.clear()
+    fused, plain = parameters(), parameters()
+    optimizer = entry(fused, fused=True)
+    with pytest.warns(UserWarning, match="fused kernel") as caught:
+        run(optimizer, fused, range(5))
+    assert len(caught) == 1
+    run(entry(plain), plain, range(5))
+    assert_same(fused, plain)
+
+
+@every_optimizer
+def test_deepcopy_goes_its_own_way(entry):
+    params = parameters()
+    optimizer = entry(params)
+    run(optimizer, params, range(3))
+    twin = copy.deepcopy(optimizer)
+    copies = [p for g in twin.param_groups for p in g["params"]]
+    run(optimizer, params, range(3, 8))
+    run(twin, copies, range(3, 8))
+    assert_same(snapshot(optimizer, params), snapshot(twin, copies))
+    run(twin, copies, [9])
+    assert not torch.equal(params[0], copies[0])

@@ -1,0 +1,52 @@
+"""ScaledAdam and LANS repeat what icefall and MXNet computed."""
+
+import pytest
+from tests.golden.trajectories import HERE, Trajectory
+
+from steadygrad.optim import LANS, ScaledAdam
+
+SCALED_ADAM = sorted(file.stem for file in HERE.glob("scaled_adam*.npz"))
+LANS_FILES = sorted(file.stem for file in HERE.glob("lans-*.npz"))
+
+# The README's tolerances. `step-bounds` decays by the already updated weight where the fused form,
+# and this one, take the weight before; `fp16-master` takes the weight's norm from its fp16 copy.
+LANS_TOLERANCE = {"lans-step-bounds": 2e-4, "lans-fused-fp16-master": 1e-3}
+
+
+def scaled_adam_tolerance(name: str) -> float:
+    if "float64" not in name:
+        return 2e-5
+    return 1e-6 if "zipformer" in name else 1e-12
+
+
+@pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "single"])
+@pytest.mark.parametrize("name", SCALED_ADAM)
+def test_scaled_adam(name, foreach):
+    golden = Trajectory.read(name)
+    parameters = golden.parameters()
+    kwargs = {k: tuple(v) if k == "betas" else v for k, v in golden.config["kwargs"].items()}
+    recipe = "zipformer" if "zipformer" in name else "stateless7"
+    optimizer = ScaledAdam(parameters.values(), **kwargs, recipe=recipe, foreach=foreach)
+    assert golden.follow(optimizer, parameters) < scaled_adam_tolerance(name)
+
+
+@pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "single"])
+@pytest.mark.parametrize("name", LANS_FILES)
+def test_lans(name, foreach):
+    golden = Trajectory.read(name)
+    parameters, given = golden.parameters(), golden.config["kwargs"]
+    optimizer = LANS(
+        parameters.values(),
+        lr=given["learning_rate"],
+        weight_decay=given["wd"],
+        betas=(given.get("beta1", 0.9), given.get("beta2", 0.999)),
+        lower_bound=given.get("lower_bound"),
+        upper_bound=given.get("upper_bound"),
+        clip_value=given.get("clip_gradient"),
+        foreach=foreach,
+    )
+    assert golden.follow(optimizer, parameters) < LANS_TOLERANCE.get(name, 2e-6)
+
+
+def test_all_files_are_here():
+    assert (len(SCALED_ADAM), len(LANS_FILES)) == (16, 7)

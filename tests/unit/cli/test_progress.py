@@ -1,0 +1,178 @@
+"""Time left, and what is said about it; no test here waits or reads a real clock."""
+
+import math
+from itertools import pairwise
+
+import pytest
+from rich.console import Console as RichConsole
+from rich.progress import Progress
+
+from steadygrad.cli.progress import BarMonitor, LineMonitor, Pace, duration
+
+POINTS = {"100 rows": 250, "400 rows": 500, "1,600 rows": 1000}
+
+
+class Clock:
+    """Stands still until it is moved; ``left`` is what remains of a budget that began at 0."""
+
+    def __init__(self, budget=math.inf):
+        self.now, self.budget = 0.0, budget
+
+    def __call__(self):
+        return self.now
+
+    def left(self):
+        return self.budget - self.now
+
+
+def paced(budget=math.inf, *, done=0):
+    clock = Clock(budget)
+    pace = Pace(clock.left, clock)
+    pace.begin(1000, done, POINTS)
+    return clock, pace
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-3, "0s"), (0.4, "0s"), (59.4, "59s"), (59.6, "1m00s"), (200, "3m20s"), (3900, "1h05m")],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("budget", "left"),
+    [(math.inf, 90), (1000, 90), (40, 30)],
+    ids=["no budget", "budget to spare", "budget ends first"],
+)
+def test_time_left_is_that_of_the_work_or_of_the_budget(budget, left):
+    clock, pace = paced(budget)
+    pace.advance(100)
+    clock.now = 10.0
+    assert pace.left() == pytest.approx(left)
+    assert pace.part == 0.1
+
+
+def test_only_the_work_of_this_process_tells_the_speed():
+    clock, pace = paced(done=500)
+    pace.advance(100)
+    clock.now = 10.0
+    assert pace.part == 0.6
+    assert pace.left() == pytest.approx(40)
+
+
+def test_nothing_is_known_before_the_first_step():
+    assert math.isnan(paced()[1].left())
+    assert paced(60)[1].left() == 60
+
+
+def test_more_work_than_planned_is_no_time_below_zero():
+    clock, pace = paced()
+    clock.now = 1.0
+    pace.advance(1500)
+    assert (pace.part, pace.left()) == (1.0, 0.0)
+
+
+def test_what_the_budget_will_cut_is_said_once():
+    clock, pace = paced(40)
+    clock.now = 10.0
+    pace.advance(100)  # 10 a second: 400 by the end of the budget
+    said = pace.warning()
+    assert said.startswith(
+        "at the speed so far the work takes 1m30s more and the budget ends in 30s"
+    )
+    assert "what is measured after 400 rows and 1,600 rows will be cut short or left out" in said
+    assert "Remedy: " in said
+    assert pace.warning() is None
+
+
+@pytest.mark.parametrize(
+    ("budget", "now", "done", "cut"),
+    [
+        (90, 10.0, 100, "after 1,600 rows will"),  # 900 of 1,000
+        (30, 10.0, 75, "after 100 rows, 400 rows and 1,600 rows will"),  # 225
+        (101, 10.0, 100, None),  # all of it
+        (40, 9.0, 40, None),  # too early to tell
+        (40, 9.0, 60, "after 400 rows"),  # early, but more than a twentieth is done
+        (40, 12.0, 0, None),  # nothing is done: no speed
+    ],
+)
+def test_which_points_are_cut(budget, now, done, cut):
+    clock, pace = paced(budget)
+    clock.now = now
+    pace.advance(done)
+    said = pace.warning()
+    assert said is None if cut is None else cut in said
+
+
+def lines_of(capsys, clock, monitor, steps, seconds):
+    """What is printed while so many equal steps take so many seconds."""
+    monitor.begin(1000, 0, POINTS)
+    for number in range(steps):
+        clock.now = (number + 1) * seconds / steps
+        monitor.advance(1000 // steps, f"step at {clock.now:g}")
+    return capsys.readouterr().err.splitlines()[1:]
+
+
+def test_a_line_at_every_twentieth(capsys):
+    clock = Clock()
+    monitor = LineMonitor(clock.left, clock)
+    monitor.begin(1000, 100, POINTS)
+    for _ in range(900):
+        clock.now += 0.02
+        monitor.advance(1, "training")
+    monitor.advance(10, "")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "1,000 samples of work, 100 of them done"
+    assert [line.split("%")[0].strip() for line in lines[1:]] == [str(p) for p in range(15, 101, 5)]
+    assert lines[1] == " 15%     17s left  training"
+    assert all(line.endswith("s left  training") for line in lines[1:])
+
+
+def test_a_line_at_least_every_twenty_seconds_in_ten_minutes(capsys):
+    clock = Clock()
+    lines = lines_of(capsys, clock, LineMonitor(clock.left, clock), 1000, 600)
+    moments = [0.0, *(float(line.split()[-1]) for line in lines)]
+    gaps = [later - earlier for earlier, later in pairwise(moments)]
+    # A step takes 0.6 s.
+    assert max(gaps) <= 20.6
+    assert len(lines) <= 20 + 30
+
+
+@pytest.mark.parametrize("hours", [1, 24, 240])
+def test_a_long_study_does_not_flood_a_log(capsys, hours):
+    clock = Clock()
+    monitor = LineMonitor(clock.left, clock)
+    # Ten times the work: hardly a twentieth is ever done.
+    monitor.begin(10**6, 0, {})
+    for _ in range(hours * 3600 // 5):
+        clock.now += 5
+        monitor.advance(1, "slow")
+    lines = capsys.readouterr().err.splitlines()
+    assert 30 < len(lines) < 300
+    assert len(lines) > 2 * hours or hours > 24
+
+
+def test_lines_say_what_the_budget_leaves(capsys):
+    clock = Clock(120.0)
+    lines = lines_of(capsys, clock, LineMonitor(clock.left, clock), 100, 600)
+    warnings = [line for line in lines if line.startswith("steadygrad: at the speed so far")]
+    assert len(warnings) == 1
+    assert "after 100 rows, 400 rows and 1,600 rows" in warnings[0]
+    # After 30 s the work takes 570 s more, and the budget 90.
+    assert "  5%   1m30s left  step at 30" in lines
+
+
+def test_the_bar_shows_the_same_time(capsys):
+    clock = Clock(120.0)
+    console = RichConsole(force_terminal=True, width=300, highlight=False, legacy_windows=False)
+    with Progress(console=console, auto_refresh=False) as progress:
+        monitor = BarMonitor(progress, clock.left, clock)
+        (task,) = progress.tasks
+        assert task.fields["left"] == ""
+        monitor.begin(1000, 0, POINTS)
+        clock.now = 30.0
+        monitor.advance(50, "training")
+        assert task.fields["left"] == "1m30s left"
+        assert (task.completed, task.total, task.description) == (50, 1000, "training")
+    assert "what is measured after 100 rows, 400 rows" in capsys.readouterr().out

@@ -1,0 +1,79 @@
+"""Sums that neither round nor overflow in 16 bits, and guards decided on the device."""
+
+import pytest
+import torch
+
+from steadygrad.formulas.tensors import inner_products, sanitized, select, square_sums, wide
+
+NARROW = [torch.float16, torch.bfloat16]
+
+
+def draw(*shape, dtype=torch.float64):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(
+        dtype
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.float64, torch.float64), *[(d, torch.float32) for d in [*NARROW, torch.float32]]],
+)
+def test_sums_are_float32_at_least(dtype, expected):
+    assert wide(dtype) == expected
+    assert square_sums([draw(3, dtype=dtype)]).dtype == expected
+
+
+def test_square_sums_are_the_sums_of_squares():
+    tensors = [draw(4, 3), draw(5), draw(), draw(0, 2), draw(6, 2).t()]
+    expected = torch.stack([t.square().sum() for t in tensors])
+    torch.testing.assert_close(square_sums(tensors), expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_sixteen_bits_neither_overflow_nor_round_the_sum(dtype):
+    # 4096 squares of 256: their sum is past float16's range, and bfloat16 stops at 256 ones.
+    assert square_sums([torch.full((4096,), 256.0, dtype=dtype)]).tolist() == [4096 * 256.0**2]
+    ones = torch.ones(4099, dtype=dtype)
+    assert square_sums([ones]).item() == pytest.approx(4099, rel=1e-6)
+    assert inner_products([ones.float()], [ones]).tolist() == [4099.0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW], ids=str)
+def test_one_bad_element_shows_in_its_own_sum_only(bad, dtype):
+    tensors = [draw(4, 3, dtype=dtype), draw(5, dtype=dtype)]
+    tensors[0][2, 1] = bad
+    assert torch.isfinite(square_sums(tensors)).tolist() == [False, True]
+
+
+def test_inner_products_in_every_layout():
+    a, b = draw(6, 4), draw(24).view(4, 6).t()
+    pairs = [(a, b), (b, b.contiguous()), (a[:, ::2], b[:, ::2]), (draw(), draw()), (draw(0),) * 2]
+    found = inner_products(*zip(*pairs, strict=True))
+    expected = torch.stack([(x * y).sum() for x, y in pairs])
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-15)
+    mixed = inner_products([a], [b.half()])
+    assert mixed.dtype == torch.float64
+    torch.testing.assert_close(mixed[0], (a * b.half().double()).sum(), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+def test_sanitized_copies(dtype):
+    given = [draw(3, 2, dtype=dtype), torch.zeros((), dtype=dtype).expand(2, 2)]
+    given[0][1, 1] = torch.nan
+    before = [g.clone() for g in given]
+    kept = sanitized(given, torch.tensor(True), torch.float32)
+    for copy, g in zip(kept, given, strict=True):
+        assert copy.dtype == torch.float32
+        torch.testing.assert_close(copy, g.float(), rtol=0, atol=0, equal_nan=True)
+        copy.fill_(7.0)
+    gone = sanitized(given, torch.tensor(False), torch.float32)
+    assert all(torch.equal(copy, torch.zeros(g.shape)) for copy, g in zip(gone, given, strict=True))
+    for g, b in zip(given, before, strict=True):
+        torch.testing.assert_close(g, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_select():
+    assert select(torch.tensor(True), 0.25, 1.0, torch.float64).item() == 0.25
+    chosen = select(torch.tensor(False), 0.25, 1.0, torch.float32)
+    assert (chosen.item(), chosen.dtype, chosen.shape) == (1.0, torch.float32, ())

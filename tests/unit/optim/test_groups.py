@@ -1,0 +1,239 @@
+"""`param_groups`: options by pattern."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel
+
+from steadygrad._checks import InputError
+from steadygrad.optim.groups import param_groups
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.encoder = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 7)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+NAMES = [
+    "scale",
+    "embed.weight",
+    "encoder.0.weight",
+    "encoder.0.bias",
+    "encoder.1.weight",
+    "encoder.1.bias",
+    "encoder.2.weight",
+    "encoder.2.bias",
+    "head.weight",
+    "head.bias",
+]
+
+
+def table(groups):
+    """Options without the parameters, and the names, of each group."""
+    return [
+        ({k: v for k, v in g.items() if k != "params"}, [name for name, _ in g["params"]])
+        for g in groups
+    ]
+
+
+def options_of(groups, name):
+    return next(options for options, names in table(groups) if name in names)
+
+
+def test_one_group_for_each_set_of_options_in_order():
+    model = Model()
+    groups = param_groups(model, {"*.bias": {"weight_decay": 0.0}, "*.1.*": {"weight_decay": 0}})
+    quiet = [n for n in NAMES if n.endswith("bias") or ".1." in n]
+    assert table(groups) == [
+        ({}, [n for n in NAMES if n not in quiet]),
+        ({"weight_decay": 0.0}, quiet),
+    ]
+    assert groups[0]["params"][0][1] is model.scale
+
+
+def test_torch_takes_the_groups_with_their_names():
+    groups = param_groups(Model(), {"*.bias": {"weight_decay": 0.0}})
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
+    assert optimizer.param_groups[1]["param_names"] == [n for n in NAMES if n.endswith("bias")]
+
+
+def test_no_options_is_one_group():
+    assert table(param_groups(Model())) == [({}, NAMES)]
+
+
+def test_later_patterns_win_and_merge():
+    groups = param_groups(
+        Model(),
+        {
+            "encoder.*": {"lr": 1e-3, "betas": (0.9, 0.95)},
+            "*.bias": {"lr": 2e-3, "weight_decay": 0.0},
+            "encoder.2.bias": {"weight_decay": 0.5},
+        },
+    )
+    assert options_of(groups, "encoder.0.weight") == {"lr": 1e-3, "betas": (0.9, 0.95)}
+    assert options_of(groups, "encoder.0.bias") == {
+        "lr": 2e-3,
+        "betas": (0.9, 0.95),
+        "weight_decay": 0.0,
+    }
+    assert options_of(groups, "encoder.2.bias")["weight_decay"] == 0.5
+    assert options_of(groups, "head.bias") == {"lr": 2e-3, "weight_decay": 0.0}
+
+
+def test_the_star_crosses_dots_and_case_counts():
+    model = nn.ModuleDict({"A": nn.Linear(2, 2), "a": nn.ModuleDict({"b": nn.Linear(2, 2)})})
+    groups = param_groups(model, {"a.*": {"x": 1}, "?.weight": {"y": 1}, "[A]*": {"z": 1}})
+    assert options_of(groups, "a.b.weight") == {"x": 1}
+    assert options_of(groups, "A.weight") == {"y": 1, "z": 1}
+
+
+def test_opt_args_win_over_patterns_and_none_counts_as_absent():
+    model = Model()
+    model.head.bias.opt_args = {"weight_decay": 0.7, "lr": None}
+    groups = param_groups(model, {"*.bias": {"weight_decay": 0.0, "lr": 0.1}})
+    assert options_of(groups, "head.bias") == {"weight_decay": 0.7, "lr": 0.1}
+    assert options_of(groups, "encoder.0.bias") == {"weight_decay": 0.0, "lr": 0.1}
+
+
+def test_multipliers():
+    model = Model()
+    model.scale.opt_args = {"lr_mult": 3.0}
+    groups = param_groups(
+        model,
+        {
+            "encoder.*": {"lr_mult": 0.5, "wd_mult": 2.0},
+            "encoder.1.*": {"lr_mult": 0.25},
+            "encoder.2.*": {"lr": 0.5},
+            "*.bias": {"wd_mult": 0},
+        },
+        lr=0.125,
+        weight_decay=0.25,
+    )
+    assert options_of(groups, "embed.weight") == {"lr": 0.125, "weight_decay": 0.25}
+    assert options_of(groups, "encoder.0.weight") == {"lr": 0.0625, "weight_decay": 0.5}
+    assert options_of(groups, "encoder.0.bias") == {"lr": 0.0625, "weight_decay": 0.0}
+    assert options_of(groups, "encoder.1.weight") == {"lr": 0.03125, "weight_decay": 0.5}
+    assert options_of(groups, "encoder.2.weight") == {"lr": 0.25, "weight_decay": 0.5}
+    assert options_of(groups, "scale") == {"lr": 0.375, "weight_decay": 0.25}
+
+
+@pytest.mark.parametrize(("multiplier", "base"), [("lr_mult", "lr"), ("wd_mult", "weight_decay")])
+def test_a_multiplier_needs_a_base(multiplier, base):
+    with pytest.raises(InputError, match=rf"base {base} for `{multiplier}` of 'head\.weight'"):
+        param_groups(Model(), {"head.*": {multiplier: 2.0}})
+
+
+def test_a_tensor_learning_rate_is_each_groups_own():
+    lr = torch.tensor(0.5)
+    groups = param_groups(Model(), {"*.bias": {"lr_mult": 2.0}, "head.weight": {"x": 1}}, lr=lr)
+    groups[0]["lr"].fill_(9)
+    assert [float(g["lr"]) for g in groups] == [9, 1.0, 0.5]
+    assert float(lr) == 0.5
+
+
+def test_tied_parameters_come_once_by_their_first_name():
+    model = Model()
+    model.head.weight = model.embed.weight
+    groups = param_groups(model, {"embed.*": {"x": 1}})
+    assert [n for _, names in table(groups) for n in names].count("embed.weight") == 1
+    assert options_of(groups, "embed.weight") == {"x": 1}
+    with pytest.raises(InputError, match=r"'head\.weight' is tied to 'embed\.weight'"):
+        param_groups(model, {"head.weight": {"x": 1}})
+
+
+def test_frozen_parameters_are_left_out_but_known():
+    model = Model()
+    model.encoder.requires_grad_(False)
+    groups = param_groups(model, {"encoder.*": {"lr": 0.0}})
+    assert table(groups) == [({}, ["scale", "embed.weight", "head.weight", "head.bias"])]
+    with pytest.raises(InputError, match=r"requires a gradient\. Found none among 10"):
+        param_groups(model.requires_grad_(False))
+
+
+def test_a_pattern_that_matches_nothing():
+    message = r"pattern '\*\.baises' to match a parameter\. Found none\. Near names: .*\.bias"
+    with pytest.raises(InputError, match=message):
+        param_groups(Model(), {"*.baises": {"lr": 1.0}})
+    with pytest.raises(InputError, match=r"Near names: encoder\.0\.weight"):
+        param_groups(Model(), {"encodr.0.wieght": {"lr": 1.0}})
+    with pytest.warns(UserWarning, match=message):
+        groups = param_groups(Model(), {"*.baises": {"lr": 1.0}}, strict=False)
+    assert table(groups) == [({}, NAMES)]
+
+
+def test_named_parameters_will_do():
+    model = Model()
+    pairs = (pair for pair in model.named_parameters())
+    options = {"*.bias": {"weight_decay": 0.0}}
+    assert table(param_groups(pairs, options)) == table(param_groups(model, options))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "prefix"),
+    [
+        (lambda m: DataParallel(m), "module."),
+        (lambda m: torch.compile(m), "_orig_mod."),
+        (lambda m: torch.compile(DataParallel(m)), "_orig_mod.module."),
+        (lambda m: DataParallel(torch.compile(m)), "module._orig_mod."),
+    ],
+)
+def test_wrappers_do_not_matter(wrap, prefix):
+    options = {"encoder.0.*": {"x": 1}, "head.bias": {"y": 1}}
+    want = table(param_groups(Model(), options))
+    got = table(param_groups(wrap(Model()), options))
+    assert got == [(o, [prefix + n for n in names]) for o, names in want]
+    # The whole name is right too.
+    with_prefix = {prefix + pattern: some for pattern, some in options.items()}
+    assert table(param_groups(wrap(Model()), with_prefix)) == got
+
+
+def test_a_compiled_part_and_a_module_called_module():
+    model = nn.ModuleDict({"module": nn.Linear(2, 2), "tail": torch.compile(nn.Linear(2, 2))})
+    groups = param_groups(model, {"module.bias": {"x": 1}, "tail.bias": {"y": 1}})
+    assert options_of(groups, "module.bias") == {"x": 1}
+    assert options_of(groups, "tail._orig_mod.bias") == {"y": 1}
+    alone = nn.ModuleDict({"module": nn.Linear(2, 2)})
+    assert options_of(param_groups(alone, {"module.bias": {"x": 1}}), "module.bias") == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (3, "Expected a module or named parameters. Found int"),
+        (torch.zeros(2), "Found Tensor"),
+        ({"a": torch.zeros(2)}, "Found dict"),
+        ([torch.zeros(2)], "Expected pairs of a name and a parameter. Found Tensor"),
+        ([], "requires a gradient. Found none among 0"),
+    ],
+)
+def test_bad_models(model, message):
+    with pytest.raises(InputError, match=message):
+        param_groups(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([("*", {})], "mapping from patterns to options. Found list"),
+        ({1: {}}, "patterns as text. Found 1"),
+        ({"*": 0.1}, "values for the pattern '\\*'. Found 0.1"),
+        ({"*": {1: 2}}, "values for the pattern"),
+        ({"*": {"params": []}}, "Found 'params', which the groups fill in"),
+        ({"*": {"lr_mult": -1}}, "`lr_mult` should be a finite number in \\[0, inf"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(InputError, match=message):
+        param_groups(Model(), options, lr=1.0)
+
+
+def test_bad_opt_args():
+    model = Model()
+    model.scale.opt_args = 0.1
+    with pytest.raises(InputError, match=r"`opt_args` of 'scale'\. Found 0\.1"):
+        param_groups(model)

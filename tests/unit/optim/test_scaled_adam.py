@@ -1,0 +1,112 @@
+"""ScaledAdam equals its literal equations, both recipes."""
+
+import pytest
+import torch
+
+from steadygrad.optim import ScaledAdam
+from tests.reference import scaled_adam as reference
+from tests.unit.optim.reference_runs import deviation
+
+OPTIONS = {
+    "default": {},
+    "fast": {"lr": 0.2, "betas": (0.5, 0.9)},
+    "no-memory": {"betas": (0.0, 0.0)},
+    "every-step": {"size_update_period": 1},
+    "rarely": {"size_update_period": 7, "scalar_lr_scale": 1.0},
+    "bounded": {"param_max_rms": 0.2, "param_min_rms": 0.05, "scalar_max": 0.5, "lr": 0.1},
+    "uphill": {"maximize": True},
+}
+CLIPPED = {
+    "often": {"clipping_scale": 1.1, "clipping_update_period": 5},
+    "early": {"clipping_scale": 0.7, "clipping_update_period": 30},
+    "late": {"clipping_scale": 0.5, "clipping_update_period": 50},
+    "uphill": {"clipping_scale": 0.5, "clipping_update_period": 6, "maximize": True},
+}
+recipes = pytest.mark.parametrize("recipe", ["zipformer", "stateless7"])
+modes = pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "single"])
+
+
+class Exact(ScaledAdam):
+    """With its state in float64, which the current recipe keeps in float32."""
+
+    def _state_dtype(self, parameter, group):
+        return parameter.dtype
+
+
+def difference(options, recipe, foreach, make=Exact, **kwargs):
+    options = {**options, "recipe": recipe}
+    return max(
+        deviation(
+            lambda params: make(params, **options, foreach=foreach),
+            lambda: reference.ScaledAdam(**options),
+            seed=seed,
+            **kwargs,
+        )
+        for seed in range(2)
+    )
+
+
+@recipes
+@modes
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_equals_the_reference(options, recipe, foreach):
+    # Float64 on both sides; 60 steps of rounding in another order.
+    assert difference(options, recipe, foreach) < 1e-12
+
+
+@recipes
+@modes
+@pytest.mark.parametrize("options", CLIPPED.values(), ids=CLIPPED)
+def test_clips_as_the_reference(options, recipe, foreach):
+    # Norms and thresholds are float32, as the originals keep them.
+    assert difference(options, recipe, foreach) < 1e-6
+
+
+@pytest.mark.parametrize("options", CLIPPED.values(), ids=CLIPPED)
+def test_the_clipped_runs_are_clipped(options):
+    """A guard on the tests above: without clipping they end elsewhere."""
+    plain = {k: v for k, v in options.items() if "clipping" not in k}
+    for recipe in ("zipformer", "stateless7"):
+        off = deviation(
+            lambda params, recipe=recipe: Exact(params, **options, recipe=recipe),
+            lambda recipe=recipe: reference.ScaledAdam(**plain, recipe=recipe),
+        )
+        assert off > 1e-4
+
+
+@recipes
+def test_follows_a_changing_learning_rate(recipe):
+    def before(step, optimizer, reference):
+        optimizer.param_groups[0]["lr"] = reference.lr = 0.1 / (1 + step)
+
+    assert difference({}, recipe, True, before=before) < 1e-12
+
+
+def test_its_own_state_is_float32():
+    # Rounding of a float32 state, 60 steps of it.
+    assert 1e-12 < difference({}, "zipformer", True, make=ScaledAdam) < 1e-5
+
+
+@recipes
+def test_the_momentum_goes_on_without_a_gradient(recipe):
+    p = torch.full((3, 2), 0.5, requires_grad=True)
+    optimizer = ScaledAdam([p], recipe=recipe)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    before, p.grad = p.detach().clone(), None
+    optimizer.step()
+    assert (p < before).all()
+
+
+def test_a_groups_norms_are_its_own():
+    params = [torch.full((4,), 0.5, requires_grad=True) for _ in range(2)]
+    optimizer = ScaledAdam(
+        [{"params": [p]} for p in params], clipping_scale=2.0, clipping_update_period=4
+    )
+    for step in range(6):
+        for place, p in enumerate(params):
+            p.grad = torch.full((4,), 100.0 if step == 5 and place else 1.0)
+        optimizer.step()
+    assert [int(optimizer.state[p]["num_clipped"]) for p in params] == [0, 1]
+    quiet, loud = (optimizer.state[p]["model_norms"] for p in params)
+    assert loud.max() > 50 * quiet.max()

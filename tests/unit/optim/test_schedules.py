@@ -1,0 +1,212 @@
+"""`WarmupHoldDecay` and `Eden`: ordinary torch schedulers of known shapes."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from steadygrad._checks import InputError
+from steadygrad.optim.schedules import Eden, WarmupHoldDecay
+from tests.reference import schedules as reference
+from tests.unit.optim.batched_examples import NoHostSync
+from tests.unit.optim.schedule_examples import MAKERS, advance, lrs_of, make_optimizer
+
+
+def test_warmup_hold_decay_is_the_lines_it_is_called_after():
+    optimizer = make_optimizer(0.5, 3.0)
+    schedule = WarmupHoldDecay(optimizer, 20, warmup=4, hold=5)
+    got = advance(optimizer, schedule, 24)
+    factors = [reference.lans(t, 20, 4, 5) for t in range(24)]
+    assert factors[:5] == [0, 0.25, 0.5, 0.75, 1]
+    assert factors[9] == 1 > factors[10]
+    assert got == [[pytest.approx(0.5 * f), pytest.approx(3 * f)] for f in factors]
+    assert got[20:] == [[0, 0]] * 4  # gluon-nlp's would turn negative here
+
+
+def test_the_defaults_are_those_of_the_lans_script():
+    optimizer = make_optimizer(1.0)
+    got = advance(optimizer, WarmupHoldDecay(optimizer, 100), 100)
+    assert [lr for (lr,) in got] == pytest.approx(
+        [reference.lans(t, 100, 5, 25) for t in range(100)]
+    )
+
+
+def test_an_int_counts_steps_and_a_float_is_a_share():
+    one = make_optimizer()
+    other = make_optimizer()
+    steps = WarmupHoldDecay(one, 40, warmup=10, hold=1)
+    shares = WarmupHoldDecay(other, 40, warmup=0.25, hold=0.025)
+    assert advance(one, steps, 40) == advance(other, shares, 40)
+
+
+def test_shares_may_be_fractions_of_a_step():
+    optimizer = make_optimizer(1.0)
+    got = advance(optimizer, WarmupHoldDecay(optimizer, 10, warmup=0.25, hold=0.0), 4)
+    assert [lr for (lr,) in got] == pytest.approx([0, 0.4, 0.8, 7 / 7.5])
+
+
+def test_shares_that_fill_the_run():
+    optimizer = make_optimizer(1.0)
+    got = advance(optimizer, WarmupHoldDecay(optimizer, 10, warmup=0.1, hold=0.9), 11)
+    assert [lr for (lr,) in got] == [0, *[1.0] * 9, 0]
+
+
+def test_eden_is_icefalls_formula():
+    optimizer = make_optimizer(0.04, 0.01)
+    schedule = Eden(optimizer, lr_batches=7, lr_epochs=1.5, warmup_batches=10, warmup_start=0.25)
+    batch = 0
+    for epoch in range(4):
+        schedule.step_epoch(epoch)
+        for lrs in advance(optimizer, schedule, 6):
+            factor = reference.icefall_eden(batch, epoch, 7, 1.5, 10, 0.25)
+            assert lrs == pytest.approx([0.04 * factor, 0.01 * factor], rel=1e-14)
+            batch += 1
+
+
+def test_edens_epochs():
+    optimizer = make_optimizer(1.0)
+    schedule = Eden(optimizer, lr_batches=7, lr_epochs=1.5, warmup_batches=0)
+    assert lrs_of(optimizer) == [1.0]
+    for epoch, step in [(1, None), (2, None), (0.3, 0.3), (1.3, None)]:
+        schedule.step_epoch(step)
+        assert schedule.epoch == epoch
+        assert lrs_of(optimizer) == [pytest.approx(reference.icefall_eden(0, epoch, 7, 1.5, 0))]
+        assert schedule.get_last_lr() == lrs_of(optimizer)
+    assert schedule.last_epoch == 0
+
+
+def test_eden_is_warmed_up_from_construction():
+    optimizer = make_optimizer(0.04)
+    Eden(optimizer, lr_batches=5000, lr_epochs=6)
+    assert lrs_of(optimizer) == [0.02]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_tensor_learning_rates(name):
+    floats, optimizer = make_optimizer(0.5), make_optimizer(torch.tensor(0.5, dtype=torch.float64))
+    want = advance(floats, MAKERS[name](floats), 22)
+    assert advance(optimizer, MAKERS[name](optimizer), 22) == want
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_tensor_learning_rate_is_written_in_place_and_not_read(name):
+    optimizer = make_optimizer(torch.tensor(0.5))
+    schedule = MAKERS[name](optimizer)
+    optimizer.step()
+    lr = optimizer.param_groups[0]["lr"]
+    with NoHostSync():
+        schedule.step()
+        if name == "eden":
+            schedule.step_epoch(1)
+    assert optimizer.param_groups[0]["lr"] is lr
+    with pytest.raises(AssertionError, match="was read"), NoHostSync():
+        lr.item()
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize("name", MAKERS)
+def test_resume_is_exact(name, tensor):
+    def make():
+        lr = torch.tensor(0.3) if tensor else 0.3
+        return make_optimizer(lr, 0.7)
+
+    straight = make()
+    want = advance(straight, MAKERS[name](straight), 22)
+    optimizer = make()
+    schedule = MAKERS[name](optimizer)
+    advance(optimizer, schedule, 7)
+    file = io.BytesIO()
+    torch.save([optimizer.state_dict(), schedule.state_dict()], file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    optimizer = make()
+    schedule = MAKERS[name](optimizer)
+    optimizer.load_state_dict(saved[0])
+    schedule.load_state_dict(saved[1])
+    assert schedule.base_lrs == pytest.approx([0.3, 0.7])
+    assert advance(optimizer, schedule, 15) == want[7:]
+
+
+def test_the_state_holds_base_learning_rates_and_epoch():
+    first = make_optimizer(0.5)
+    schedule = Eden(first, lr_batches=7, lr_epochs=2)
+    schedule.step_epoch(3)
+    second = make_optimizer(9.0)
+    other = Eden(second, lr_batches=1, lr_epochs=1)
+    second.load_state_dict(first.state_dict())
+    other.load_state_dict(schedule.state_dict())
+    assert (other.base_lrs, other.epoch, other.lr_batches) == ([0.5], 3, 7)
+    assert advance(second, other, 5) == advance(first, schedule, 5)
+
+
+@pytest.mark.parametrize("base_lr", [None, 0.25])
+def test_icefalls_own_state(base_lr):
+    """It has counters only; its optimizer's groups have the base under `base_lr`."""
+    optimizer = make_optimizer(0.5)
+    schedule = Eden(optimizer, lr_batches=7, lr_epochs=2)
+    optimizer.param_groups[0]["lr"] = 0.001  # as the loaded checkpoint left it
+    schedule.step_epoch(1)
+    if base_lr is not None:
+        optimizer.param_groups[0]["base_lr"] = base_lr
+    schedule.load_state_dict({"epoch": 3, "batch": 600})
+    base = base_lr or 0.5
+    assert lrs_of(optimizer) == [pytest.approx(base * reference.icefall_eden(600, 3, 7, 2))]
+    schedule.step()
+    assert lrs_of(optimizer) == [pytest.approx(base * reference.icefall_eden(601, 3, 7, 2))]
+
+
+def test_going_on_by_last_epoch():
+    optimizer = make_optimizer(0.5)
+    want = advance(optimizer, MAKERS["lans"](optimizer), 20)
+    again = make_optimizer(0.5)
+    again.param_groups[0]["initial_lr"] = 0.5
+    schedule = WarmupHoldDecay(again, 20, warmup=4, hold=5, last_epoch=6)
+    assert advance(again, schedule, 13) == want[7:]
+
+
+def test_a_group_added_later():
+    optimizer = make_optimizer(0.5)
+    schedule = Eden(optimizer, lr_batches=7, lr_epochs=2)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(InputError, match=r"Expected 1 parameter groups.*Found 2.*after `add_param"):
+        schedule.step_epoch(1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"total_steps": 0}, "`total_steps` should be an integer of at least 1"),
+        ({"total_steps": 10.0}, "`total_steps` should be an integer"),
+        ({"warmup": 1.5}, "`warmup` should be a finite number in \\[0, 1\\]"),
+        ({"warmup": 11}, "`warmup` should be a finite number in \\[0, 10\\]"),
+        ({"hold": -1}, "`hold` should be"),
+        ({"hold": True}, "`hold` should be"),
+        ({"warmup": 0.5, "hold": 6}, "together take at most 10 steps. Found 5 \\+ 6"),
+    ],
+)
+def test_bad_lengths(arguments, message):
+    with pytest.raises(InputError, match=message):
+        WarmupHoldDecay(make_optimizer(), **{"total_steps": 10, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"lr_batches": 0}, "lr_batches"),
+        ({"lr_epochs": -1.0}, "lr_epochs"),
+        ({"warmup_batches": float("nan")}, "warmup_batches"),
+        ({"warmup_start": 1.5}, "warmup_start"),
+    ],
+)
+def test_bad_scales(arguments, name):
+    with pytest.raises(InputError, match=f"`{name}` should be a finite number"):
+        Eden(make_optimizer(), **{"lr_batches": 5, "lr_epochs": 2, **arguments})
+
+
+def test_bad_epoch_and_bad_optimizer():
+    schedule = Eden(make_optimizer(), lr_batches=5, lr_epochs=2)
+    with pytest.raises(InputError, match="`epoch` should be a finite number in \\[0"):
+        schedule.step_epoch(-1)
+    with pytest.raises(InputError, match=r"Expected a torch optimizer\. Found list"):
+        Eden([], lr_batches=5, lr_epochs=2)
