@@ -138,9 +138,11 @@ def collectives(rank, world):
         weights = {f"loss{i}": 1.0 for i in range(size)}
         balancer = LossBalancer(weights, monitor=size == 3)
         y = draw(2, 5).requires_grad_()
-        with CommDebugMode() as counter:
-            ys = balancer.fork(y * 1)
-            sum((ys[k] * (i + 1)).sum() for i, k in enumerate(weights)).backward()
+        # The first step makes a process group, for which there is one more.
+        for _ in range(2):
+            with CommDebugMode() as counter:
+                ys = balancer.fork(y * 1)
+                sum((ys[k] * (i + 1)).sum() for i, k in enumerate(weights)).backward()
         found[size] = counter.get_total_counts()
     return found
 
@@ -173,6 +175,40 @@ def groups(rank, world):
     return found
 
 
+class Drawing(ByProducts):
+    """Weighs at random, as PCGrad does by the order it draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.gramian_weighting = lambda products: torch.rand(len(products)).double()
+
+
+def apart(rank, world):
+    """What processes need not have in common: groups, the order of names, random numbers."""
+    found = {}
+    if rank == 0:
+        # torch names a group by how many this process is in.
+        dist.new_group([0], use_local_synchronization=True)
+    torch.manual_seed(rank)
+    names = list(WEIGHTS) if rank % 2 else list(reversed(WEIGHTS))
+    for key, combine in (("sum", None), ("drawn", Drawing())):
+        weights = dict.fromkeys(names, 1.0)
+        balancer = LossBalancer(weights, combine=combine, monitor=True)
+        leaf = draw(2, 5, seed=rank).requires_grad_()
+        ys = balancer.fork(leaf * 1)
+        factors = {"l1": 1.0, "l2": 100.0, "adv": 0.01}
+        sum((factors[k] * ys[k].square()).sum() for k in names).backward()
+        kept = balancer.core.averages.steps.value().tolist()
+        # Its own, because the order of DDP's collectives is not ours.
+        found[f"{key} own"] = balancer.core.ranks._own[1] is not dist.group.WORLD
+        found[f"{key} averages"] = dict(sorted(zip(names, kept, strict=True)))
+        found[f"{key} cosine"] = min(v.item() for k, v in balancer.metrics.items() if "cos" in k)
+        scales = [balancer.metrics[f"scale_{k}"].item() for k in names]
+        drawn = [scale * norm for scale, norm in zip(scales, kept, strict=True)]
+        found[f"{key} drawn"] = dict(sorted(zip(names, drawn, strict=True)))
+    return found
+
+
 def everything(rank, world):
     """All that needs processes, in one go: starting them takes longest."""
     found = {"cases": [one_run(rank, world, *case) for case in CASES]}
@@ -180,6 +216,7 @@ def everything(rank, world):
         found["collectives"] = collectives(rank, world)
     else:
         found["groups"] = groups(rank, world)
+    found["apart"] = apart(rank, world)
     return found
 
 
@@ -208,6 +245,22 @@ def test_equals_one_process_on_the_joined_batch(world, runs):
 def test_one_collective_a_step_whatever_the_losses(runs):
     for found in runs[2]:
         assert found["collectives"] == {"3": 1, "300": 1}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_may_differ_in_groups_orders_of_names_and_random_numbers(world, runs):
+    results = [found["apart"] for found in runs[world]]
+    for found in results:
+        one, two = (found["sum averages"][k] for k in ("l1", "l2"))
+        assert two == pytest.approx(100 * one)
+        assert found["sum averages"] == results[0]["sum averages"]
+        assert found["sum own"] is found["drawn own"] is True
+        assert found["sum cosine"] == pytest.approx(1.0)
+        # Every average times its scale is a third, and with drawn weights a third of those.
+        assert found["sum drawn"] == pytest.approx(dict.fromkeys(WEIGHTS, 1 / 3))
+        assert found["drawn drawn"] == pytest.approx(results[0]["drawn drawn"])
+        drawn = found["drawn drawn"].values()
+        assert max(drawn) > 1.1 * min(drawn)
 
 
 def test_groups_orders_and_what_one_rank_alone_has(runs):

@@ -2,13 +2,14 @@
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from steadygrad._checks import InputError
+from steadygrad.averages import WideBuffers
 from steadygrad.balance.combine import Combiner
 from steadygrad.balance.told import Told
 from steadygrad.balance.window import Kind, NormAverages
@@ -29,8 +30,10 @@ class Outcome(NamedTuple):
         targets: Shares asked for, among the losses that took part.
         active: Which losses took part.
         finite: Which losses were there, with finite gradients.
-        bad: Which losses were there, with gradients that are not finite.
+        overflowed: Whether a loss with a weight had a gradient that is not finite, boolean with
+            shape ``()``; None without a scaler that would skip the step.
         products: Inner products of the gradients, with shape ``(K, K)``, or None.
+        handed_on: Norm of what an aggregator of whole gradients made, with shape ``()``, or None.
     """
 
     sums: Tensor
@@ -40,11 +43,12 @@ class Outcome(NamedTuple):
     targets: Tensor
     active: Tensor
     finite: Tensor
-    bad: Tensor
+    overflowed: Tensor | None
     products: Tensor | None
+    handed_on: Tensor | None = None
 
 
-class Join(nn.Module):
+class Join(WideBuffers):
     """Balances gradients, and keeps what is known of every loss.
 
     Args:
@@ -61,6 +65,7 @@ class Join(nn.Module):
     weights: Tensor
     nonfinite: Tensor
     zero: Tensor
+    draws: Tensor
     names_json: Tensor
 
     def __init__(
@@ -79,12 +84,16 @@ class Join(nn.Module):
         self.names, self.balance = tuple(names), balance
         self.total_norm, self.eps = total_norm, eps
         self.averages, self.combiner, self.ranks = averages, combiner, ranks
+        self.monitor = monitor
         self.wants_products = monitor or combiner.needs_gram
         count = len(self.names)
         self.host_weights = (0.0,) * count
         self.register_buffer("weights", torch.zeros(count, dtype=torch.float64))
         self.register_buffer("nonfinite", torch.zeros(count, dtype=torch.int64))
         self.register_buffer("zero", torch.zeros(count, dtype=torch.int64))
+        # Seeds of aggregators that draw numbers; the host counts along, to wait for nothing.
+        self.host_draws = 0
+        self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
         # As a tensor, because then the whole state is tensors, which every format can hold.
         self.register_buffer("names_json", _as_bytes(self.names))
 
@@ -110,16 +119,33 @@ class Join(nn.Module):
             One gradient for each tensor, None where no loss has one; and what it was made by.
         """
         outcome = self._measure([rows.get(name) for name in self.names], items, told)
-        scales = _pass_on(outcome.bad, outcome.scales, told)
-        return self.combiner(self._columns(rows), scales), outcome
+        scales = _pass_on(outcome.overflowed, outcome.scales)
+        joined = self.combiner(self._columns(rows), scales, self._slots(rows))
+        if self.monitor and self.combiner.needs_matrix:
+            whole = norm_sum([g for g in joined if g is not None], per_item=False).sqrt()
+            outcome = outcome._replace(handed_on=whole * told.factor)
+        return joined, outcome
 
     @torch.no_grad()
     def head_gradients(
-        self, rows: Mapping[str, Sequence[Tensor | None]], outcome: Outcome, told: Told
+        self, rows: Mapping[str, Sequence[Tensor | None]], outcome: Outcome
     ) -> list[Tensor | None]:
         """Sums of the losses' gradients for parameters of their own, but for those left out."""
-        ones = _pass_on(outcome.bad, outcome.finite.to(outcome.scales), told)
+        ones = _pass_on(outcome.overflowed, outcome.finite.to(outcome.scales))
         return [weighted_sum(column, ones) for column in self._columns(rows)]
+
+    def _slots(self, there: Container[str]) -> list[int]:
+        """The losses that may take part, as far as the host knows, in the order of sorted names."""
+        alone = self.ranks.size == 1
+        return [
+            k
+            for k in self._sorted()
+            if self.host_weights[k] and (self.names[k] in there or not alone)
+        ]
+
+    def _sorted(self) -> list[int]:
+        """Places of the names when sorted: each process may have them in an order of its own."""
+        return sorted(range(len(self.names)), key=self.names.__getitem__)
 
     def _columns(
         self, rows: Mapping[str, Sequence[Tensor | None]]
@@ -139,12 +165,15 @@ class Join(nn.Module):
         bad = there ^ finite
         self.nonfinite.add_(bad)
         self.zero.add_(finite ^ active)
+        # Most likely the loss scale is too large. Whoever chose it must see that.
+        overflowed = (bad & (self.weights > 0)).any() if told.skips else None
         averages = self.averages.update(
             sums,
             total_items,
             active,
             ranks=self.ranks.size,
             micro_batches=told.accumulation_steps,
+            skipped=overflowed,
         )
         targets = shares(self.weights, active)
         if self.balance:
@@ -152,9 +181,27 @@ class Join(nn.Module):
         else:
             scales = torch.where(finite, self.weights, 0.0)
         if self.combiner.needs_gram and products is not None:
-            masked = torch.where(active[:, None] & active, products, 0.0)
-            scales = scales * self.combiner.weights(scales[:, None] * masked * scales).to(scales)
-        return Outcome(sums, total_items, averages, scales, targets, active, finite, bad, products)
+            scales = scales * self._resolve(rows, scales, active, products)
+        return Outcome(
+            sums, total_items, averages, scales, targets, active, finite, overflowed, products
+        )
+
+    def _resolve(
+        self,
+        rows: Sequence[Sequence[Tensor | None] | None],
+        scales: Tensor,
+        active: Tensor,
+        products: Tensor,
+    ) -> Tensor:
+        """The aggregator's weights of the scaled gradients."""
+        self.host_draws += 1
+        self.draws.add_(1)
+        masked = torch.where(active[:, None] & active, products, 0.0)
+        scaled = scales[:, None] * masked * scales
+        slots = self._slots([n for n, row in zip(self.names, rows, strict=True) if row])
+        counted = active & (scales > 0)
+        weights = self.combiner.weights(scaled, counted, slots=slots, seed=self.host_draws)
+        return weights.to(scales)
 
     def _sums_of_ranks(
         self,
@@ -163,34 +210,30 @@ class Join(nn.Module):
         told: Told,
         kind: Kind,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Everything that processes share, in one collective, in the order of the names."""
+        """Everything that processes share, in one collective, in the order of sorted names."""
+        order = self._sorted()
+        place = sorted(range(len(rows)), key=order.__getitem__)
         zero, one = self.weights.new_zeros(()), self.weights.new_ones(())
-        there = [[g for g in row if g is not None] if row else [] for row in rows]
+        there = [[g for g in rows[k] or () if g is not None] for k in order]
         sums = [norm_sum(row, per_item=kind.per_item) if row else zero for row in there]
         count = len(rows)
         packed = [*sums, *(one if row else zero for row in there), torch.full_like(zero, items)]
         if self.wants_products:
-            found = gram(rows) if any(there) else zero.new_zeros(count, count)
+            found = gram([rows[k] for k in order]) if any(there) else zero.new_zeros(count, count)
             packed += list(found.flatten())
-        total = self.ranks(torch.stack(packed))
-        scale = 1.0 if told.grad_scale is None else told.grad_scale
-        factor = told.accumulation_steps / scale
-        sums_of_all = total[:count] * (factor if kind.per_item else factor**2)
+        summed = self.ranks(torch.stack(packed))
+        total = summed[: 2 * count + 1].unbind()
+        factor = told.factor
+        norms = torch.stack([total[k] for k in place])
+        sums_of_all = norms * (factor if kind.per_item else factor**2)
         products = None
         if self.wants_products:
-            products = total[2 * count + 1 :].view(count, count) * (factor / self.ranks.size) ** 2
-        return sums_of_all, total[count : 2 * count], total[2 * count], products
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "Join":
-        """Follows a model to its device, but not to half precision."""
-        before = dict(self.named_buffers())
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for prefix, module in self.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                kept = before[f"{prefix}.{name}" if prefix else name]
-                if buffer.dtype != kept.dtype:
-                    module.register_buffer(name, kept.to(buffer.device))
-        return self
+            rows_of_all = summed[2 * count + 1 :].view(count, count)
+            rows_of_all = torch.stack([rows_of_all[k] for k in place])
+            products = torch.stack([rows_of_all[:, k] for k in place], dim=1)
+            products = products * (factor / self.ranks.size) ** 2
+        present = torch.stack([total[count + k] for k in place])
+        return sums_of_all, present, total[2 * count], products
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *rest: Any, **options: Any
@@ -211,6 +254,7 @@ class Join(nn.Module):
             state_dict[prefix + "names_json"] = _as_bytes(self.names)
         super()._load_from_state_dict(state_dict, prefix, *rest, **options)
         self.host_weights = tuple(self.weights.tolist())
+        self.host_draws = int(self.draws)
 
 
 def effective_loss(
@@ -231,15 +275,11 @@ def effective_loss(
     return (total * told.accumulation_steps / told.grad_scale).to(dtype)
 
 
-def _pass_on(bad: Tensor, factors: Tensor, told: Told) -> Tensor:
-    """Under a loss scale, makes every factor NaN if a loss was left out for its gradient.
-
-    It most likely means that the scale is too large. Whoever chose it must see that, to skip the
-    step and to lower the scale.
-    """
-    if told.grad_scale is None:
+def _pass_on(overflowed: Tensor | None, factors: Tensor) -> Tensor:
+    """Makes every factor NaN if a gradient overflowed, so that the scaler skips the step."""
+    if overflowed is None:
         return factors
-    return torch.where(bad.any(), torch.full_like(factors, torch.nan), factors)
+    return torch.where(overflowed, torch.full_like(factors, torch.nan), factors)
 
 
 def _as_bytes(names: Sequence[str]) -> Tensor:

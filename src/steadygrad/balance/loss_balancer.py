@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from steadygrad._checks import check_choice, check_count, check_number
 from steadygrad.balance.combine import Aggregator, Combiner, load_aggregator
@@ -14,7 +13,7 @@ from steadygrad.balance.eager import eager
 from steadygrad.balance.fork import Fork, Gradients
 from steadygrad.balance.join import Join, Outcome, effective_loss
 from steadygrad.balance.metrics import metrics_of
-from steadygrad.balance.nests import differentiable, item_count
+from steadygrad.balance.nests import branches, differentiable, item_count
 from steadygrad.balance.partials import check_leaves, check_losses, parameters_of, part_gradients
 from steadygrad.balance.told import GradScale, Told, check_scale
 from steadygrad.balance.weights import check_present, check_weights
@@ -39,7 +38,6 @@ class LossBalancer(nn.Module):
         balancer = LossBalancer({"l1": 1, "adv": 4})
         ys = balancer.fork(y)                       # one ordinary backward pass, in any trainer
         (l1_loss(ys["l1"]) + adv_loss(ys["adv"])).backward()
-
         balancer.backward({"l1": l1, "adv": adv}, y)        # or: as audiocraft has it
 
     A loss takes part in a step if it is there and its gradient is neither zero nor non-finite.
@@ -48,7 +46,7 @@ class LossBalancer(nn.Module):
     of the joined batch: see :mod:`steadygrad.formulas.balance`.
 
     All state is buffers: ``state_dict`` has it, the weights included, and it stays float64 if the
-    model becomes half precision. Nothing waits for the device.
+    model becomes half precision. Nothing waits for the device, but an aggregator may.
 
     Args:
         weights: Weight of each loss, zero or more. Losses may come and go, but not be others.
@@ -63,11 +61,12 @@ class LossBalancer(nn.Module):
             gradient is a mean over items. By default, as in audiocraft, a batch twice as large
             has a gradient about twice as large.
         lag: Whether to scale by averages as they were before the step. Then micro-batches have
-            exactly one batch's scales.
+            one batch's scales, with ``batch_independent`` and from the second step on.
         monitor: Whether to measure the angles between gradients, for :attr:`metrics`.
         combine: What takes the place of the sum: an aggregator of TorchJD or its name, or a
             function of a matrix with one gradient a row. None: the sum.
-        grad_scale: Loss scale that the losses carry: a number, a tensor, or a gradient scaler.
+        grad_scale: Loss scale that the losses carry: a number, a tensor, or a gradient scaler. Only
+            a scaler is shown an overflow, by a gradient of NaN, and no average moves in that step.
         accumulation_steps: By how many micro-batches the losses are divided.
         process_group: The processes whose gradients are averaged: ``"all"`` if there are several,
             None for none, or a group.
@@ -103,10 +102,9 @@ class LossBalancer(nn.Module):
         checked = check_weights(weights)
         check_number("total_norm", total_norm, low=0, low_open=True)
         check_number("eps", eps, low=0)
+        check_number("ema_decay", ema_decay, low=0, high=1)
         self.grad_scale = check_scale(grad_scale)
         self.accumulation_steps = check_count("accumulation_steps", accumulation_steps)
-        self.monitor = monitor
-        check_number("ema_decay", ema_decay, low=0, high=1)
         kind = Kind(per_batch_item, batch_independent)
         self.aggregator = load_aggregator(combine)
         self.core = Join(
@@ -155,10 +153,9 @@ class LossBalancer(nn.Module):
             y: The model's output that the losses depend on: a tensor, or a nest of tensors.
                 Every gradient of the model's must come through it.
             head_parameters: Parameters between ``y`` and the losses. Each gets the gradient of
-                the plain sum of losses, as in an ordinary backward pass.
+                the plain sum of losses, but for those that are not finite.
             grad_scale: Loss scale in ``losses``. Default: the constructor's.
-            accumulation_steps: By how many micro-batches ``losses`` are divided. Default: the
-                constructor's.
+            accumulation_steps: By how many micro-batches they are divided. Default: likewise.
             retain_graph: Whether to keep all graphs. If not, a loss's graph is kept only while
                 another loss needs parts of it.
 
@@ -166,20 +163,22 @@ class LossBalancer(nn.Module):
             The effective loss, each loss times its scale, without loss scale, on this process.
 
         Raises:
-            InputError: If there is no loss, one is unknown, no scalar or does not depend on ``y``,
-                those there have no weight, or ``y`` requires no gradient. Nothing has changed then.
+            InputError: If there is no loss with a weight; one is unknown, no real scalar, does not
+                depend on ``y`` or goes through a reentrant checkpoint; ``y`` is refused as by
+                :meth:`fork`, or one of its tensors is made from another; or ``y`` is made from
+                one of ``head_parameters``. Nothing has changed then.
         """
         for name in losses:
             check_choice("losses", name, self.core.names)
         there = {name: loss for name, loss in losses.items() if loss is not None}
         check_present(list(there), self.weights, self.core.ranks.size)
         leaves = differentiable(y)
-        check_leaves(leaves)
-        items = item_count(leaves, per_item=self.core.averages.kind.per_item)
+        heads = parameters_of(head_parameters)
+        check_leaves(leaves, heads)
+        items = item_count(leaves, self.core.averages.kind)
         overlaps = check_losses(there, leaves)
         self.core.combiner.check(self.core.ranks.size)
         told = self._told(grad_scale, accumulation_steps, leaves[0].device)
-        heads = parameters_of(head_parameters)
         parts = part_gradients(there, overlaps, leaves, heads, retain_graph=retain_graph)
         self._follow(leaves[0].device)
         joined, outcome = self.core.join(parts.outputs, items, told)
@@ -187,7 +186,7 @@ class LossBalancer(nn.Module):
         if not there:
             # Other processes have losses, and gradients to reduce with this one.
             joined = [torch.zeros_like(leaf) for leaf in leaves]
-        of_heads = self.core.head_gradients(parts.heads, outcome, told) or [None] * len(heads)
+        of_heads = self.core.head_gradients(parts.heads, outcome) or [None] * len(heads)
         pairs = zip([*leaves, *heads], [*joined, *of_heads], strict=True)
         tensors, gradients = zip(*((t, g) for t, g in pairs if g is not None), strict=True)
         torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
@@ -211,19 +210,21 @@ class LossBalancer(nn.Module):
             y: The model's output: a tensor, or a nest of tensors.
             grad_scale: Loss scale that the sum will carry. Default: the constructor's. A scaler
                 is asked when gradients arrive.
-            accumulation_steps: By how many micro-batches it will be divided. Default: the
-                constructor's.
+            accumulation_steps: By how many micro-batches it will be divided. Default: likewise.
 
         Returns:
             For each loss a nest like ``y``. Without gradients, as in evaluation, ``y`` itself.
 
         Raises:
-            InputError: If ``y`` requires no gradient though gradients are enabled.
+            InputError: If no tensor of ``y`` requires a gradient though gradients are enabled, one
+                is complex or a DTensor, or their first dimensions differ; if ``grad_scale`` or
+                ``accumulation_steps`` is out of its range; or if ``combine`` looks at whole
+                gradients and there are several processes.
         """
         if not torch.is_grad_enabled():
             return dict.fromkeys(self.core.names, y)
         leaves = differentiable(y)
-        items = item_count(leaves, per_item=self.core.averages.kind.per_item)
+        items = item_count(leaves, self.core.averages.kind)
         device = leaves[0].device
         # Mistakes are reported here, not in the backward pass.
         self._told(grad_scale, accumulation_steps, device)
@@ -239,12 +240,7 @@ class LossBalancer(nn.Module):
             return joined
 
         copies = iter(Fork.apply(join, len(self.core.names), *leaves))  # type: ignore[no-untyped-call]
-        flat, spec = tree_flatten(y)
-        chosen = {id(leaf) for leaf in leaves}
-        return {
-            name: tree_unflatten([next(copies) if id(x) in chosen else x for x in flat], spec)
-            for name in self.core.names
-        }
+        return branches(y, leaves, self.core.names, copies)
 
     def _told(
         self, grad_scale: GradScale | None, accumulation_steps: int | None, device: torch.device
@@ -265,18 +261,19 @@ class LossBalancer(nn.Module):
         ====================== ================================================================
         ``ratio_NAME``         share of the averaged norms before balancing; audiocraft's metric
         ``share_before_NAME``  share of this step's norms before balancing
-        ``share_after_NAME``   share of this step's norms after balancing
+        ``share_after_NAME``   share of this step's norms after balancing, and after an aggregator's
+                               weights; not with one of whole gradients, which has none
         ``target_NAME``        share asked for, among the losses that took part
         ``norm_NAME``          this step's norm
         ``average_NAME``       the average it was scaled by
         ``scale_NAME``         factor on the loss's gradient
         ``nonfinite_NAME``     steps left out so far for a gradient that was not finite
         ``zero_NAME``          steps left out so far for a gradient of zero
-        ``total``              with ``monitor``: norm of the whole batch's balanced gradient
+        ``total``              with ``monitor``: norm of the whole batch's gradient handed on
         ``cosine_NAME_NAME``   with ``monitor``: between two losses' gradients
         ====================== ================================================================
         """
-        return {} if self._last is None else metrics_of(self.core, self._last, self.monitor)
+        return {} if self._last is None else metrics_of(self.core, self._last)
 
     @property
     def left_out(self) -> dict[str, dict[str, Tensor]]:
@@ -286,6 +283,10 @@ class LossBalancer(nn.Module):
             "nonfinite": dict(zip(names, self.core.nonfinite.clone(), strict=True)),
             "zero": dict(zip(names, self.core.zero.clone(), strict=True)),
         }
+
+    def end_step(self) -> None:
+        """Ends a step cut short, as at an epoch's end, with its micro-batches; on every process."""
+        self.core.averages.end_step(self.core.ranks.size)
 
     def reset(self) -> None:
         """Forgets all averages; weights and counts stay."""

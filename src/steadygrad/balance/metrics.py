@@ -9,13 +9,14 @@ from steadygrad.formulas.balance import shares
 __all__ = ["metrics_of"]
 
 
-def metrics_of(core: Join, outcome: Outcome, monitor: bool) -> dict[str, Tensor]:
+def metrics_of(core: Join, outcome: Outcome) -> dict[str, Tensor]:
     """A step's numbers; the table is in :attr:`LossBalancer.metrics`."""
     norms = core.averages.kind.norms(outcome.sums, outcome.items, core.ranks.size)
     vectors = {
         "ratio": shares(outcome.averages, outcome.active),
         "share_before": shares(norms, outcome.active),
-        "share_after": shares(norms * outcome.scales, outcome.active),
+        # Some aggregators turn a gradient round.
+        "share_after": shares((norms * outcome.scales).abs(), outcome.active),
         "target": outcome.targets,
         "norm": norms,
         "average": outcome.averages,
@@ -23,12 +24,14 @@ def metrics_of(core: Join, outcome: Outcome, monitor: bool) -> dict[str, Tensor]
         "nonfinite": core.nonfinite.clone(),
         "zero": core.zero.clone(),
     }
+    if core.combiner.needs_matrix:
+        del vectors["share_after"]
     found = {
         f"{kind}_{name}": value
         for kind, vector in vectors.items()
         for name, value in zip(core.names, vector, strict=True)
     }
-    return {**found, **_angles(core, outcome)} if monitor else found
+    return {**found, **_angles(core, outcome)} if core.monitor else found
 
 
 def _angles(core: Join, outcome: Outcome) -> dict[str, Tensor]:
@@ -36,7 +39,9 @@ def _angles(core: Join, outcome: Outcome) -> dict[str, Tensor]:
         return {}
     both = outcome.active[:, None] & outcome.active
     products = torch.where(both, outcome.products, 0.0)
-    total = (outcome.scales @ products @ outcome.scales).clamp_min(0).sqrt()
+    total = outcome.handed_on
+    if total is None:
+        total = (outcome.scales @ products @ outcome.scales).clamp_min(0).sqrt()
     lengths = outcome.products.diagonal().sqrt()
     cosines = outcome.products / (lengths[:, None] * lengths)
     pairs = {

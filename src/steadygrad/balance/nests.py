@@ -1,23 +1,28 @@
 """The outputs that losses depend on: one tensor, or a nest of them."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from steadygrad._checks import InputError
+from steadygrad.balance.window import Kind
 from steadygrad.sharding import is_sharded
 
-__all__ = ["differentiable", "item_count"]
+__all__ = ["branches", "differentiable", "item_count"]
 
 
 def differentiable(y: Any) -> list[Tensor]:
-    """The tensors of a nest that gradients can flow into, in the nest's order.
+    """The tensors of a nest that gradients can flow into, each once, in the nest's order.
 
     Raises:
         InputError: If there is none, or one is complex or sharded.
     """
-    leaves = [leaf for leaf in tree_flatten(y)[0] if isinstance(leaf, Tensor)]
+    # A tensor that is there twice has one gradient.
+    leaves = list(
+        {id(leaf): leaf for leaf in tree_flatten(y)[0] if isinstance(leaf, Tensor)}.values()
+    )
     found = [leaf for leaf in leaves if leaf.requires_grad]
     if not found:
         raise InputError(
@@ -39,12 +44,25 @@ def differentiable(y: Any) -> list[Tensor]:
     return found
 
 
-def item_count(leaves: list[Tensor], *, per_item: bool) -> int:
+def branches(
+    y: Any, leaves: Sequence[Tensor], names: Sequence[str], copies: Iterator[Tensor]
+) -> dict[str, Any]:
+    """For each name a nest like ``y``, with the next copies in the leaves' places."""
+    flat, spec = tree_flatten(y)
+    found = {}
+    for name in names:
+        own = {id(leaf): next(copies) for leaf in leaves}
+        found[name] = tree_unflatten([own.get(id(x), x) for x in flat], spec)
+    return found
+
+
+def item_count(leaves: list[Tensor], kind: Kind) -> int:
     """How many items a batch has.
 
     Args:
         leaves: The tensors, with shapes ``(B, *)``.
-        per_item: Whether items have norms of their own, so that shapes must agree.
+        kind: Which norm is taken: whether it looks at items or their number, so that the first
+            dimensions must agree.
 
     Raises:
         InputError: If a tensor has no dimension for them, or the first dimensions differ.
@@ -52,9 +70,10 @@ def item_count(leaves: list[Tensor], *, per_item: bool) -> int:
     sizes = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
     if len(sizes) == 1 and None not in sizes:
         return leaves[0].shape[0]
-    if per_item:
+    if kind.per_item or kind.batch_independent:
         raise InputError(
             "Parameter `y` should hold tensors with one common first dimension, the batch. Found "
-            f"shapes {[tuple(leaf.shape) for leaf in leaves]}. Remedy: per_batch_item=False."
+            f"shapes {[tuple(leaf.shape) for leaf in leaves]}. Remedy: per_batch_item=False, and "
+            "no batch_independent=True."
         )
     return leaves[0].shape[0] if leaves[0].ndim else 1

@@ -32,23 +32,36 @@ def parameters_of(source: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     return list({id(p): p for p in found if p.requires_grad}.values())
 
 
-def check_leaves(leaves: Sequence[Tensor]) -> None:
-    """Refuses outputs of which one is made from another: its gradient would count twice.
+def check_leaves(leaves: Sequence[Tensor], heads: Sequence[Tensor]) -> None:
+    """Refuses outputs and heads' parameters that an output is made from: they would count twice.
+
+    Args:
+        leaves: The model's outputs.
+        heads: Parameters of the losses.
 
     Raises:
-        InputError: If there are such outputs.
+        InputError: If there are such outputs or parameters.
     """
-    if len(leaves) < 2:
+    if len(leaves) < 2 and not heads:
         return
     ends = {get_gradient_edge(leaf).node for leaf in leaves}
-    for end in ends:
-        nodes = _upstream([after for after, _ in end.next_functions if after is not None], set())
-        if not nodes.isdisjoint(ends - {end}):
-            raise InputError(
-                "Parameter `y` should hold tensors of which none is made from another. Found one "
-                "upstream of another, whose gradient would be counted twice. Remedy: `fork(y)`, "
-                "with the rest of the model fed from the tensor itself and not from a branch."
-            )
+    starts = [after for end in ends for after, _ in end.next_functions if after is not None]
+    # Once for all of them: a graph has no circles, so no output is upstream of itself.
+    upstream = _upstream(starts, set())
+    if not ends.isdisjoint(upstream):
+        raise InputError(
+            "Parameter `y` should hold tensors of which none is made from another. Found one "
+            "upstream of another, whose gradient would be counted twice. Remedy: `fork(y)`, "
+            "with the rest of the model fed from the tensor itself and not from a branch."
+        )
+    shared = [tuple(p.shape) for p in heads if get_gradient_edge(p).node in upstream | ends]
+    if shared:
+        raise InputError(
+            "Parameter `head_parameters` should hold parameters between `y` and the losses. Found "
+            f"{len(shared)} of {len(heads)} that `y` is made from, the first of shape {shared[0]}: "
+            "the whole model, or a weight that a head shares with it. Remedy: the heads' alone, "
+            "such as `model.head.parameters()`; with shared weights, `fork(y)`."
+        )
 
 
 def check_losses(losses: Mapping[str, Tensor], leaves: Sequence[Tensor]) -> dict[str, int]:

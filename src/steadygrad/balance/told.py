@@ -26,10 +26,17 @@ class Told(NamedTuple):
     Attributes:
         grad_scale: Loss scale in them, or None if there is none.
         accumulation_steps: The number they were divided by.
+        skips: Whether a scaler watches, which skips a step with gradients that are not finite.
     """
 
     grad_scale: Tensor | float | None
     accumulation_steps: int
+    skips: bool = False
+
+    @property
+    def factor(self) -> Tensor | float:
+        """What a gradient is multiplied by to be one of losses that carry nothing."""
+        return self.accumulation_steps / (1.0 if self.grad_scale is None else self.grad_scale)
 
     @classmethod
     def read(
@@ -41,7 +48,9 @@ class Told(NamedTuple):
             InputError: If one of the two is out of its range.
         """
         check_count("accumulation_steps", accumulation_steps)
-        return cls(_scale_of(grad_scale, device), accumulation_steps)
+        scale = _scale_of(grad_scale, device)
+        watched = scale is not None and not isinstance(grad_scale, (int, float, Tensor))
+        return cls(scale, accumulation_steps, watched)
 
 
 def check_scale(source: GradScale | None) -> GradScale | None:

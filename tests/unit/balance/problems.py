@@ -45,6 +45,15 @@ def gradient_handed_on(balancer, make_losses, y, call="backward", **options):
     return source.grad
 
 
+def run(balancer, y, target, call, factor=1.0, **options):
+    """One backward pass of losses times a factor, by either call."""
+    if call == "fork":
+        (factor * sum(losses_of(balancer.fork(y, **options), target).values())).backward()
+    else:
+        losses = {k: factor * v for k, v in losses_of(same_y(y), target).items()}
+        balancer.backward(losses, y, **options)
+
+
 def parameters_of(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 

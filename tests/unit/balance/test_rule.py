@@ -81,6 +81,36 @@ def test_effective_loss_is_the_losses_times_their_scales():
     assert effective.shape == ()
 
 
+def norm_of(loss, leaf):
+    """The mean over items of each item's norm."""
+    return torch.autograd.grad(loss, leaf, retain_graph=True)[0].norm(dim=1).mean()
+
+
+@pytest.mark.parametrize("where", ["constructor", "call"])
+def test_the_effective_loss_is_that_of_losses_that_carry_nothing(where):
+    told = {"grad_scale": 8.0, "accumulation_steps": 4}
+    y = draw(4, 7)
+    leaf = y.clone().requires_grad_()
+    losses = losses_of(same_y(leaf), draw(4, 7, seed=1))
+    plain = LossBalancer(WEIGHTS).backward(losses, leaf, retain_graph=True)
+    balancer = LossBalancer(WEIGHTS, **(told if where == "constructor" else {}))
+    carried = {k: 2 * v for k, v in losses.items()}
+    options = told if where == "call" else {}
+    effective = balancer.backward(carried, leaf, retain_graph=True, **options)
+    torch.testing.assert_close(effective, plain, rtol=1e-12, atol=0)
+    # The pool holds norms without either.
+    assert balancer.core.averages.position.item() == 1
+    torch.testing.assert_close(
+        balancer.metrics["norm_l2"], norm_of(losses["l2"], leaf), rtol=1e-12, atol=0
+    )
+    # One that is not finite counts as none, and not as NaN.
+    broken = {**carried, "l2": leaf.sum() * torch.nan}
+    effective = balancer.backward(broken, leaf, retain_graph=True, **options)
+    scales = balancer.metrics
+    rest = sum(scales[f"scale_{k}"] * losses[k].detach() for k in ("l1", "adv"))
+    torch.testing.assert_close(effective, rest, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("call", ["backward", "fork"])
 def test_one_loss_is_its_own_backward_up_to_the_scale(call):
     y = draw(4, 7)

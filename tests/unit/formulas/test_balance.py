@@ -49,6 +49,34 @@ def test_a_nest_has_the_norm_of_its_concatenation():
     torch.testing.assert_close(norm_sum([a, b], per_item=False), whole.square().sum(), **TIGHT)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_inner_products_do_not_overflow_or_vanish(dtype):
+    big, small = torch.full((64,), 1024.0, dtype=dtype), torch.full((64,), 2.0**-20, dtype=dtype)
+    found = gram([[big], [small]])
+    # Powers of two: 2^26, 2^-4 and 2^-34 are exact, and only the middle one is a float16.
+    assert found.tolist() == [[2.0**26, 2.0**-4], [2.0**-4, 2.0**-34]]
+
+
+@pytest.mark.parametrize("per_item", [True, False])
+def test_the_range_of_float32_norms(per_item):
+    """What the module says: squares have to be float32's, sums do not."""
+    for size, rel in ((1e18, 1e-6), (1e-17, 1e-6)):
+        row = torch.full((1, 4), size)
+        got = norm_sum([row], per_item=per_item).item()
+        assert got == pytest.approx(2 * size if per_item else 4 * size**2, rel=rel)
+        pair = norm_sum([row, row], per_item=per_item).item()
+        assert pair == pytest.approx(8**0.5 * size if per_item else 8 * size**2, rel=rel)
+    assert norm_sum([torch.full((1, 4), 1e20)], per_item=per_item).item() == math.inf
+    assert norm_sum([torch.full((1, 4), 1e-24)], per_item=per_item).item() == 0.0
+    # Each row's square fits in, but that of both rows together does not.
+    big = torch.full((1, 1, 1), 1.5e19)
+    assert norm_sum([big, big], per_item=per_item).item() == pytest.approx(
+        2**0.5 * 1.5e19 if per_item else 2 * 1.5e19**2, rel=1e-6
+    )
+    wide = torch.full((1, 4), 1e25, dtype=torch.float64)
+    assert norm_sum([wide], per_item=True).item() == pytest.approx(2e25)
+
+
 def test_one_number_an_item_is_a_norm_an_item():
     y = torch.tensor([3.0, -4.0])
     assert norm_sum([y], per_item=True).item() == 7.0
