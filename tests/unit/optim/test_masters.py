@@ -55,11 +55,13 @@ def test_a_written_weight_is_followed_and_others_keep_their_bits(dtype, write):
     parameter, state = pair(dtype)
     master, value = state[MASTER].clone(), parameter.detach().clone()
     value[2] = 7.0
+    value[3] = -7.0
     value[0, 0] = 0.0
     write(parameter, value)
     followed = working_weight(parameter, state)
     expected = master.clone()
     expected[2] = 7.0
+    expected[3] = -7.0
     expected[0, 0] = 0.0
     assert torch.equal(followed, expected)
 
