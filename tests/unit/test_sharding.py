@@ -19,17 +19,24 @@ R, S = Replicate(), Shard(0)
 
 @pytest.fixture
 def world(monkeypatch):
-    """Starts this process as a rank of a fake world; ``.calls`` lists (ranks, tensor) sent."""
+    """Starts this process as a rank of a fake world.
+
+    ``.calls`` lists (ranks, tensor) of the sums sent, ``.agreed`` the ranks that named a group.
+    """
 
     class World:
         def __init__(self) -> None:
-            self.calls = []
+            self.calls, self.agreed = [], []
 
         def start(self, size, rank=0):
             dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
 
-        def send(self, tensor, group=None):
-            self.calls.append((dist.get_process_group_ranks(group), tensor.clone()))
+        def send(self, tensor, op=dist.ReduceOp.SUM, group=None):
+            ranks = dist.get_process_group_ranks(group)
+            if op == dist.ReduceOp.MAX:
+                self.agreed.append(ranks)
+            else:
+                self.calls.append((ranks, tensor.clone()))
 
     found = World()
     monkeypatch.setattr(dist, "all_reduce", found.send)
@@ -82,6 +89,8 @@ def test_other_axes_of_a_mesh_travel_together_with_shares(world):
     tensors = [on(mesh["part"], S), on(mesh["tp"], S), on(mesh, R, S, Shard(1)), torch.ones(1)]
     result = ShardSum(tensors)(torch.ones(1, 4, dtype=torch.float64))
     assert [ranks for ranks, _ in world.calls] == [[4, 5, 6, 7]]
+    # Along one axis, then the other: so all four have agreed on the new group's name.
+    assert world.agreed == [[5, 7], [4, 5]]
     # Each value is there as often as one over its share.
     assert world.calls[0][1].tolist() == [[0.5, 0.5, 1.0, 0.0]]
     assert result.tolist() == [[0.5, 0.5, 1.0, 1.0]]
