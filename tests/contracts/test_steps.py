@@ -4,12 +4,9 @@ import copy
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 
 from steadygrad._checks import InputError
 from tests.contracts.problems import (
-    PeakMemory,
-    Watch,
     assert_same,
     give_gradients,
     parameters,
@@ -43,15 +40,6 @@ def test_goes_in_the_right_direction(entry, dtype, maximize):
         (sign * distance()).backward()
         optimizer.step()
     assert float(distance().detach()) < 0.8 * start
-
-
-@every_optimizer
-@every_type
-def test_foreach_equals_single(entry, dtype):
-    together, alone = parameters(dtype), parameters(dtype)
-    run(entry(together, foreach=True), together, range(12))
-    run(entry(alone, foreach=False), alone, range(12))
-    assert_same(together, alone)
 
 
 @every_optimizer
@@ -162,74 +150,6 @@ def test_a_learning_rate_of_zero_moves_no_weight(entry):
 
 
 @every_optimizer
-@every_type
-def test_a_tensor_learning_rate_is_the_same(entry, dtype):
-    floats, tensors = parameters(dtype), parameters(dtype)
-    one = entry(floats, lr=0.01)
-    two = entry(tensors, lr=torch.tensor(0.01, dtype=torch.float64))
-    for step in range(8):
-        rate = 0.01 / (1 + step)
-        one.param_groups[0]["lr"] = rate
-        two.param_groups[0]["lr"].fill_(rate)
-        run(one, floats, [step])
-        run(two, tensors, [step])
-    assert_same(floats, tensors)
-
-
-@every_optimizer
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_never_waits_for_the_device(entry, dtype):
-    params = parameters(dtype)
-    optimizer = entry(params, lr=torch.tensor(0.01))
-    run(optimizer, params, range(3))
-    optimizer.found_inf, optimizer.grad_scale = torch.zeros(()), torch.tensor(2.0)
-    give_gradients(params, 3)
-    with Watch() as watch:
-        optimizer.step()
-    assert watch.waits == []
-    with Watch() as control:
-        params[0].sum().item()
-    assert len(control.waits) == 1
-
-
-@every_optimizer
-def test_one_compilation_and_the_same_steps(entry):
-    compiled, eager = parameters(), parameters()
-    rate = torch.tensor(0.01)
-    ours, theirs = entry(compiled, lr=rate), entry(eager, lr=0.01)
-    counter = CompileCounter()
-    torch._dynamo.reset()
-    step = torch.compile(ours.step, backend=counter, fullgraph=True)
-    for i in range(20):
-        lr = 0.01 * (1 + i % 5)
-        rate.fill_(lr)
-        theirs.param_groups[0]["lr"] = lr
-        give_gradients(compiled, i, none=False)
-        give_gradients(eager, i, none=False)
-        step()
-        theirs.step()
-    assert counter.frame_count == 1
-    # The rate of one is a float32 tensor, of the other a Python float.
-    for a, b in zip(compiled, eager, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
-@every_optimizer
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_peak_memory_is_two_temporaries_of_the_largest(entry, dtype):
-    shapes = [(256, 256), *[(64, 64)] * 40]
-    params = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
-    optimizer = entry(params)
-    for step in range(3):
-        give_gradients(params, step, none=False)
-        with PeakMemory() as memory:
-            optimizer.step()
-    largest = 256 * 256 * 4
-    # Besides them, some numbers for each parameter.
-    assert largest < memory.peak <= 2 * largest + 64 * 1024
-
-
-@every_optimizer
 def test_layouts_other_than_contiguous(entry):
     draw = torch.Generator().manual_seed(0)
     plain = [torch.randn(2, 3, 4, 5, generator=draw), torch.randn(6, 4, generator=draw)]
@@ -324,20 +244,6 @@ WRONG = [(name, *case) for name, entry in TABLE.items() for case in entry.wrong]
 def test_wrong_options_are_refused_by_name(name, options, message):
     with pytest.raises(ValueError, match=message):
         TABLE[name]([torch.zeros(3, requires_grad=True)], **options)
-
-
-@every_optimizer
-def test_fused_falls_back_with_one_warning(entry):
-    from steadygrad import kernels
-
-    kernels._WARNED.clear()
-    fused, plain = parameters(), parameters()
-    optimizer = entry(fused, fused=True)
-    with pytest.warns(UserWarning, match="fused kernel") as caught:
-        run(optimizer, fused, range(5))
-    assert len(caught) == 1
-    run(entry(plain), plain, range(5))
-    assert_same(fused, plain)
 
 
 @every_optimizer

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from steadygrad.kernels import choose_mode
-from steadygrad.optim.leaves import Leaves, Scaling, buckets_of, local_grad
+from steadygrad.optim.leaves import Leaves, Scaling, buckets_of, local_grads
+from steadygrad.optim.masters import working_weight, write_back
 from steadygrad.optim.state import StatefulOptimizer
 from steadygrad.sharding import ShardSum
 
@@ -37,7 +38,9 @@ class ShardedOptimizer(StatefulOptimizer):
     @property
     def skipped(self) -> Tensor:
         """Steps left out because a gradient was not finite, with shape ``()``."""
-        return self.state[self.param_groups[0]["params"][0]]["skipped"]  # type: ignore[no-any-return]
+        self._fill_state()
+        first = next(p for group in self.param_groups for p in group["params"])
+        return self.state[first]["skipped"]  # type: ignore[no-any-return]
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -74,7 +77,7 @@ class ShardedOptimizer(StatefulOptimizer):
             ok = self._update(leaves, self._sums_over_shards(leaves), scaling)
             self._count_skipped(ok)
             for some in leaves:
-                self._masters.write_back(some.params, some.weights)
+                write_back(some.params, some.weights)
         return loss
 
     def _update(
@@ -144,13 +147,13 @@ class ShardedOptimizer(StatefulOptimizer):
                 kinds[self._kind(p, group)].append(p)
         for params in kinds.values():
             states = [self.state[p] for p in params]
-            weights = [self._masters.weight(p, s) for p, s in zip(params, states, strict=True)]
+            weights = [working_weight(p, s) for p, s in zip(params, states, strict=True)]
             sizes = [weight.numel() for weight in weights]
             yield Leaves(
                 group=group,
                 params=params,
                 weights=weights,
-                grads=[local_grad(p) for p in params],
+                grads=local_grads(params),
                 states=states,
                 numels=[p.numel() for p in params],
                 buckets=buckets_of(sizes)

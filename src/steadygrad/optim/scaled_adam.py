@@ -177,7 +177,8 @@ class ScaledAdam(ShardedOptimizer):
         sums = over_shards(
             [scaled_adam.parameter_sums(some.weights, some.grads) for some in leaves]
         )
-        ok = scaling.ok([rows[0] for rows in sums])
+        # The sizes' gradients are squared too, and must not overflow where the others do not.
+        ok = scaling.ok([torch.stack([rows[0], rows[1].square()]) for rows in sums])
         work = [GroupPart(*pair, scaling) for pair in zip(leaves, sums, strict=True)]
         clips = self._clip(work, ok)
         for some in work:

@@ -3,19 +3,22 @@
 Checkpoints are then the same before the first step as after it, on every process.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
 from steadygrad._checks import InputError, check_number
 from steadygrad.formulas.tensors import wide
 from steadygrad.optim.loading import TypeKeepingOptimizer
-from steadygrad.optim.masters import MASTER, Masters
+from steadygrad.optim.masters import MASTER, wants_master
+from steadygrad.sharding import shared_out
 
 __all__ = ["StatefulOptimizer"]
+
+# States with an element for each of the parameter's; all others are small and not sharded.
+ELEMENTWISE = {"exp_avg", "exp_avg_sq", "delta", MASTER}
 
 
 class StatefulOptimizer(TypeKeepingOptimizer):
@@ -26,10 +29,6 @@ class StatefulOptimizer(TypeKeepingOptimizer):
 
     # States that exist once a group and device, and are seen from every parameter of it.
     _shared: tuple[str, ...] = ("skipped",)
-
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        self._masters = Masters()
-        super().__init__(params, defaults)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Checks a group's options; a subclass adds its own."""
@@ -97,7 +96,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             shared = self._shared_of(group)
             for p in missing:
                 self.state[p].update(self._new_state(p, group))
-                if self._masters.wanted(p, group):
+                if wants_master(p, group):
                     self.state[p][MASTER] = p.detach().to(torch.float32)
                 if p.device not in shared:
                     shared[p.device] = self._new_shared(p.device, group)
@@ -116,6 +115,12 @@ class StatefulOptimizer(TypeKeepingOptimizer):
                 found[p.device] = {name: state[name] for name in self._shared}
         return found
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state and the groups' options, as torch's."""
+        # A wrapper may have put other parameters into the groups since.
+        self._fill_state()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state, every tensor in the type it is kept in.
 
@@ -132,10 +137,11 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     def _place(
         self, parameter: Tensor, group: Mapping[str, Any], name: str, value: Tensor
     ) -> Tensor:
+        if name not in ELEMENTWISE:
+            return super()._place(parameter, group, name, value)
         # Averages go to the type they are kept in, should they have been saved in another.
-        large = value.shape == parameter.shape and parameter.ndim > 0
-        dtype = self._state_dtype(parameter, group) if large else value.dtype
-        return value.detach().to(parameter.device, dtype, copy=True)
+        dtype = self._state_dtype(parameter, group)
+        return shared_out(value.detach().to(parameter.device, dtype, copy=True), parameter)
 
     def _check_loaded(self, given: Mapping[str, Any]) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -146,10 +152,25 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             state = given["state"].get(key, {})
             expected = set(self.state[parameter]) - {MASTER}
             if state and not expected <= set(state):
-                raise InputError(
-                    f"Expected a state of {type(self).__name__} with {sorted(expected)}. Found "
-                    f"{sorted(state)}. Remedy: load what this optimizer's state_dict() returned."
-                )
+                raise self._not_its_own("a state", expected, state)
+            for name in ELEMENTWISE & set(state):
+                if state[name].shape != parameter.shape:
+                    raise InputError(
+                        f"Expected a `{name}` with the parameter's shape {tuple(parameter.shape)}. "
+                        f"Found {tuple(state[name].shape)}. Remedy: load the state of a model with "
+                        "the same parameters in the same order."
+                    )
+        # Any load lets torch add this one to the defaults.
+        options = set(self.defaults) - {"differentiable"}
+        for group in given["param_groups"]:
+            if not options <= set(group):
+                raise self._not_its_own("groups", options, group)
+
+    def _not_its_own(self, what: str, expected: Iterable[str], found: Iterable[str]) -> InputError:
+        return InputError(
+            f"Expected {what} of {type(self).__name__} with {sorted(expected)}. Found "
+            f"{sorted(found)}. Remedy: load what this optimizer's state_dict() returned."
+        )
 
     def _tie_shared(self) -> None:
         """Lets every parameter of a group see the same shared tensors again."""
@@ -157,10 +178,6 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             shared = self._shared_of(group)
             for p in group["params"]:
                 self.state[p].update(shared[p.device])
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._masters = Masters()
 
 
 def _check_parameter(parameter: Tensor) -> None:
