@@ -5,6 +5,7 @@ scale :math:`2^k` moves it by :math:`k` places; a type with fewer exponents cuts
 sides. Nothing here waits for the device.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -139,4 +140,4 @@ def limits(dtype: torch.dtype) -> tuple[int, int, int]:
 
 
 def _exponent(value: float) -> int:
-    return int(torch.frexp(torch.tensor(value, dtype=torch.float64)).exponent) - 1
+    return math.frexp(value)[1] - 1

@@ -19,10 +19,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
-from steadygrad._checks import InputError
 from steadygrad.formulas.exponents import exponent_histograms
 from steadygrad.scale.nests import map_differentiable
 from steadygrad.scale.table import ScaleTable
+from steadygrad.scale.tracing import Watch, note_call, refuse_changes, watch
 from steadygrad.sharding import local
 
 __all__ = ["Boundary"]
@@ -71,6 +71,8 @@ class _Trace:
         """Whether the tensor still is what it was, and so is its origin."""
         return (
             self.table is table
+            # Who listens at this tensor wants its gradient to pass by.
+            and not (tensor._backward_hooks or tensor.retains_grad)
             and tensor._version == self.version
             and self.origin._version == self.origin_version
         )
@@ -123,42 +125,42 @@ class Boundary:
         table: The scales.
 
     Attributes:
-        called: Whether the module has been called with gradients to come.
+        watch: Whether the module has ever been called with gradients to come.
     """
 
     def __init__(self, index: int, parent: int, table: ScaleTable) -> None:
-        self._table, self.called = table, False
-        self._changes_arguments = False
+        self._table = table
         self._name = repr(table.names[index])
+        self.watch = Watch(self._name)
+        self._handles: list[RemovableHandle] = []
         self._enter = _Way(into=parent, out_of=index, over=(index,))
         self._leave = _Way(into=index, out_of=parent, times=(index,))
 
-    def attach(self, module: nn.Module) -> list[RemovableHandle]:
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model is nobody's: its gradients must not be scaled.
+        return _inert, ()
+
+    def attach(self, module: nn.Module) -> None:
         """Puts the hooks on a module."""
-        return [
+        self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, with_kwargs=True),
         ]
+
+    def remove(self) -> None:
+        """Takes the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
 
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not (self._table.enabled and torch.is_grad_enabled()):
             return None
-        self._note_call()
+        note_call(self.watch)
         where = f"an argument of {self._name}"
         entered = tuple(self._through(arg, self._enter, where) for arg in args)
         return entered, {k: self._through(v, self._enter, where) for k, v in kwargs.items()}
-
-    def _note_call(self) -> None:
-        if not torch.compiler.is_compiling():
-            self.called = True
-        elif self._changes_arguments:
-            raise InputError(
-                f"Expected modules that leave their arguments as they are, in compiled code. Found "
-                f"that {self._name} changes one in place, which its caller would not see. Remedy: "
-                "choose a module around it, or none."
-            )
 
     def _after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -166,7 +168,9 @@ class Boundary:
         if not (self._table.enabled and torch.is_grad_enabled()):
             return output
         left = self._through(output, self._leave, f"an output of {self._name}")
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            refuse_changes(self.watch)
+        else:
             self._hand_back((args, kwargs))
         return left
 
@@ -197,6 +201,8 @@ class Boundary:
         if traceable:
             versions = origin._version, crossed._version
             setattr(crossed, _TRACE, _Trace(table, origin, *versions, way, tensor))
+        elif way is self._enter:
+            watch(self.watch, crossed)
         return crossed
 
     def _hand_back(self, arguments: Any) -> None:
@@ -207,8 +213,20 @@ class Boundary:
                 continue
             delattr(inner, _TRACE)
             if inner._version != trace.version:
-                self._changes_arguments = True
                 trace.argument.copy_(self._cross(inner, self._leave))
+
+
+class _Off:
+    """The table of a boundary that does nothing."""
+
+    enabled = False
+
+
+def _inert() -> Boundary:
+    """What stands for a boundary in a copied or unpickled model."""
+    boundary = object.__new__(Boundary)
+    vars(boundary)["_table"] = _Off
+    return boundary
 
 
 def _differ(new: Any, old: Any) -> bool:

@@ -60,8 +60,6 @@ class Findings:
         self.stages: dict[int, str] = {}
         self._founds: dict[int, Tensor] = {}
         self.counts: Tensor | None = None
-        for boundary in self._boundaries.values():
-            boundary.called = False
         self._table.clear()
 
     def take(self, optimizer: Optimizer) -> None:
@@ -70,7 +68,8 @@ class Findings:
         table.collect()
         widen(optimizer)
         gradients = by_layer(optimizer, self._layers.owner)
-        wrong = uncalled(self._layers, self._boundaries, gradients)
+        called = {i: boundary.watch.called for i, boundary in self._boundaries.items()}
+        wrong = uncalled(self._layers, called, gradients)
         packed = [table.found]
         if table.measuring:
             weights = count_exponents(gradients, layers, table.own.device)
@@ -96,8 +95,9 @@ class Findings:
         self.counts = activations + weights
 
     def bad(self, optimizer: Optimizer) -> Tensor:
-        """Not zero if this optimizer's step must be left out, with shape ``()``."""
-        return self._founds[id(optimizer)].sum()
+        """1 if this optimizer's step must be left out, else 0; float32 with shape ``()``."""
+        # Fused optimizers skip at exactly 1.
+        return self._founds[id(optimizer)].any().float()
 
     def found(self) -> Tensor | None:
         """Whether something not finite arose in each layer; None before gradients were seen."""

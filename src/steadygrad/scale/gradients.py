@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from steadygrad.formulas.exponents import BINS, exponent_histograms
 from steadygrad.sharding import local
 
-__all__ = ["by_layer", "count_exponents", "unscale", "widen"]
+__all__ = ["Gradients", "by_layer", "count_exponents", "unscale", "widen"]
 
 Gradients = dict[int, list[Tensor]]
 

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from steadygrad._checks import InputError, check_number
-from steadygrad.scale.boundary import Boundary
-from steadygrad.scale.build import Setup, set_up
+from steadygrad._checks import InputError
+from steadygrad.scale.build import bound, set_up
 from steadygrad.scale.findings import Findings, MeasuredExponents
-from steadygrad.scale.options import AutoScale, LayerScale
+from steadygrad.scale.options import AutoScale, LayerScale, Rule, check_scale
 from steadygrad.scale.state import load_table, table_state
 
 __all__ = ["LayerwiseGradScaler"]
@@ -40,11 +39,10 @@ class LayerwiseGradScaler:
     step is left out for all layers on all processes, and that layer's scale backs off. With
     ``layer_scales={}`` and an ``init_scale`` this is ``torch.amp.GradScaler``, to the bit.
 
-    Scales are frozen between one ``update`` and the next: a forward pass that is still to be
-    differentiated must not lie on the other side of one. Nothing waits for the device, but for
-    ``step`` with an optimizer that cannot skip a step by itself, as in torch; ``fused=True``
-    optimizers of torch and those of steadygrad can. Build the scaler before a compiled model is
-    called for the first time.
+    No forward pass may lie on the other side of an ``update`` from its backward pass. Nothing
+    waits for the device, but for ``step`` with an optimizer that cannot skip a step by itself, as
+    in torch; ``fused=True`` optimizers of torch and those of steadygrad can. Build the scaler
+    before a compiled model is called for the first time.
 
     Args:
         model: The model. Wrapped, sharded or compiled before or after.
@@ -87,31 +85,21 @@ class LayerwiseGradScaler:
         process_group: Any = "all",
         enabled: bool = True,
     ) -> None:
-        setup: Setup = set_up(
-            model,
-            layer_scales,
-            {
-                "growth_factor": growth_factor,
-                "backoff_factor": backoff_factor,
-                "growth_interval": growth_interval,
-                "min_scale": min_scale,
-                "max_scale": max_scale,
-            },
-            init_scale,
+        rule = Rule(
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            min_scale=min_scale,
+            max_scale=max_scale,
         )
+        setup = set_up(model, layer_scales, rule, init_scale)
         self._layers, self._table, self._auto = setup.layers, setup.table, setup.auto
         self._table.enabled = enabled
-        boundaries: dict[int, Boundary] = {}
-        self._handles: list[Any] = []
-        for index, layer in enumerate(self._layers.layers):
-            if layer.module is not None and enabled:
-                boundary = Boundary(index, layer.parent, self._table)
-                boundaries[index] = boundary
-                self._handles += boundary.attach(layer.module)
+        self._boundaries = bound(self._layers, self._table) if enabled else {}
         self._steps, self._wanted = 0, False
         self._skipped = torch.zeros((), dtype=torch.int64, device=self._table.own.device)
         self._last: Tensor | None = None
-        self._findings = Findings(self._layers, self._table, boundaries, process_group)
+        self._findings = Findings(self._layers, self._table, self._boundaries, process_group)
         self._begin()
 
     def _begin(self) -> None:
@@ -171,8 +159,8 @@ class LayerwiseGradScaler:
         stage = self._findings.stages.get(id(optimizer))
         if stage is not None:
             raise RuntimeError(
-                f"Expected unscale_() once, before step(). Found this optimizer {stage} since the "
-                "last update(). Remedy: call update() at the end of each step."
+                f"Expected one unscale_() and one step() between two update() calls. Found this "
+                f"optimizer {stage} already. Remedy: call update() at the end of each step."
             )
         self._findings.take(optimizer)
 
@@ -197,13 +185,7 @@ class LayerwiseGradScaler:
                 "Expected a step without a closure. Found one. Remedy: evaluate the loss before "
                 "scaler.step(optimizer)."
             )
-        stage = self._findings.stages.get(id(optimizer))
-        if stage == "stepped":
-            raise RuntimeError(
-                "Expected one step() between two update() calls. Found a second one. Remedy: call "
-                "update() at the end of each step."
-            )
-        if stage is None:
+        if self._findings.stages.get(id(optimizer)) != "unscaled":
             self.unscale_(optimizer)
         bad = self._findings.bad(optimizer)
         self._findings.stages[id(optimizer)] = "stepped"
@@ -232,7 +214,7 @@ class LayerwiseGradScaler:
         found = self._findings.found()
         if new_scale is not None:
             if not isinstance(new_scale, Tensor):
-                check_number("new_scale", new_scale, low=0, low_open=True)
+                check_scale("new_scale", new_scale)
             self._table.own[0] = new_scale
             self._table.changed()
         elif found is None:
@@ -310,6 +292,6 @@ class LayerwiseGradScaler:
 
     def remove(self) -> None:
         """Takes every boundary off the model; the scaler must not be used any more."""
-        for handle in self._handles:
-            handle.remove()
+        for boundary in self._boundaries.values():
+            boundary.remove()
         self._table.enabled = False

@@ -9,7 +9,7 @@ import torch
 
 from steadygrad._checks import InputError, check_count, check_number
 
-__all__ = ["AutoScale", "LayerScale", "check_layer_scales"]
+__all__ = ["AutoScale", "LayerScale", "Rule", "check_layer_scales", "check_scale"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,8 @@ class AutoScale:
         scale: Each layer's first scale. Any will do.
         underflow: Accepted share of subnormal values among those that are not zero.
         headroom: Binades to be left free between the largest value and overflow.
-        every: Measure one step in so many, once begun.
+        every: Measure one step in so many, once begun. A measured step takes about half as long
+            again.
         warmup: Steps at the beginning that are all measured.
         dtype: Type whose range is to be used.
     """
