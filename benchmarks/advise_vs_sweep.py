@@ -48,10 +48,10 @@ def train(job: Job) -> list[tuple[int, float]]:
     """Validation loss along one run; ends early when it diverges."""
     import torch
 
-    from steadygrad.studies.advise.engine import Diverged, Engine
-    from steadygrad.studies.advise.order import main_order
-    from steadygrad.studies.advise.ranks import Ranks
-    from steadygrad.studies.advise.stop import Stop
+    from steadygrad.studies.engine import Diverged, Engine
+    from steadygrad.studies.order import main_order
+    from steadygrad.studies.ranks import Ranks
+    from steadygrad.studies.stop import Stop
     from steadygrad.tasks import load_task
 
     torch.set_num_threads(1)

@@ -1,14 +1,6 @@
 """A network for which no single loss scale works in float16, and one for which any does.
 
-**The construction**, so that nobody takes it for an accident. A deep tanh network looks at the
-sixteen 2 x 2 patches of a digit, each with a mark of its place, by four layers, takes the mean over
-patches, and classifies it by two layers more. Each layer is ``tanh(c * linear(x))`` with a fixed
-power of two ``c``, and its weights are divided by ``c`` at the start: the function is that of a
-plain network, and with learning rates divided by ``c`` so is its training with Adam in float32.
-But gradients inside are multiplied by ``c``: 2**-15 in the early layers, 2**14 in the last two.
-The means over patches and over the whole training set as one batch divide the early ones further,
-while the last layers' weights add theirs up over all images. float16's 40 binades do not hold both.
-It is a caricature of branches with small gates, pooled features and weights at odd scales.
+**The construction** is the built-in task digits-deep, disclosed in `steadygrad.tasks.digits_deep`.
 
 **The honest case** is the built-in language model, a plain pre-norm transformer.
 
@@ -19,7 +11,6 @@ import argparse
 import datetime
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import mean
 from typing import Any
 
@@ -31,56 +22,13 @@ from torch import Tensor, nn
 from steadygrad.optim import LANS
 from steadygrad.scale import AutoScale, LayerwiseGradScaler
 from steadygrad.tasks import load_task
+from steadygrad.tasks.digits_deep import FactorLayer, PatchNet
 
-WIDTH, SMALL, LARGE = 24, 2.0**-15, 2.0**14
 STEPS = 120
 # By hand, from the numbers of the construction.
 LAYER_SCALES = {"patch.*": 2.0**20, "trunk.*": 2.0**4}
 SWEEP = [0, 2, 4, 6, 8, 12, 16, 20, 24]
 STARTS = [-20, 0, 20]
-
-
-class Layer(nn.Module):
-    """``tanh(c * linear(x))``; the linear part begins at a plain layer's, divided by ``c``."""
-
-    def __init__(self, inputs: int, outputs: int, c: float, last: bool = False) -> None:
-        super().__init__()
-        self.linear, self.c, self.last = nn.Linear(inputs, outputs), c, last
-        with torch.no_grad():
-            nn.init.xavier_normal_(self.linear.weight)
-            self.linear.weight.div_(c)
-            self.linear.bias.zero_()
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.c * self.linear(x)
-        return z if self.last else torch.tanh(z)
-
-
-class Mean(nn.Module):
-    """The mean over patches."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(-2)
-
-
-class PatchNet(nn.Module):
-    """Images as patches with shape ``(n, 16, 20)`` to logits ``(n, 10)``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = [20, WIDTH, WIDTH, WIDTH, WIDTH]
-        layers = [Layer(i, o, SMALL) for i, o in pairwise(sizes)]
-        self.patch = nn.Sequential(*layers, Mean())
-        self.trunk = nn.Sequential(Layer(WIDTH, WIDTH, LARGE), Layer(WIDTH, 10, LARGE, last=True))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.trunk(self.patch(x))
-
-
-def patches(images: Tensor) -> Tensor:
-    """2 x 2 pixels and a mark of the place for each patch: ``(n, 16, 20)``."""
-    cut = F.unfold(images, 2, stride=2).mT
-    return torch.cat([2 * cut - 1, torch.eye(16).expand(len(images), 16, 16)], -1)
 
 
 @dataclass(frozen=True)
@@ -94,10 +42,9 @@ class Digits:
 
     @classmethod
     def load(cls) -> "Digits":
-        task = load_task("digits-classifier")
+        task = load_task("digits-deep")
         x, y = task.train.batch(torch.arange(len(task.train)))
-        vx, vy = task.valid.batch(torch.arange(len(task.valid)))
-        return cls(patches(x), y, patches(vx), vy)
+        return cls(x, y, *task.valid.batch(torch.arange(len(task.valid))))
 
 
 Scaler = Callable[[nn.Module], Any]
@@ -134,7 +81,7 @@ def train(
     """
     torch.manual_seed(seed)
     model = PatchNet()
-    layers = [layer for layer in model.modules() if isinstance(layer, Layer)]
+    layers = [layer for layer in model.modules() if isinstance(layer, FactorLayer)]
     optimizer: torch.optim.Optimizer
     if kind in ("half", "masters"):
         # Float32 masters, and steps relative to the weights; biases begin at zero and stay there.

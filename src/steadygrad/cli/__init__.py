@@ -66,13 +66,17 @@ def _check_extras() -> None:
 
 
 def _dispatch(arguments: list[str], began: float) -> int:
-    from steadygrad.cli.options import Advise, parse
+    from steadygrad.cli.options import Advise, Inspect, parse
 
     command = parse(arguments)
     if isinstance(command, Advise):
         from steadygrad.cli import advise
 
         return advise.run(command, began)
+    if isinstance(command, Inspect):
+        from steadygrad.cli import inspect
+
+        return inspect.run(command, began)
     from steadygrad.cli import report
     from steadygrad.cli.values import folder_of
 

@@ -1,7 +1,7 @@
 """What a person sees in the terminal: progress, a table, the recommendation."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from steadygrad.cli.progress import BarMonitor, LineMonitor, SilentMonitor
 
-__all__ = ["Console", "make_monitor", "print_summary"]
+__all__ = ["Console", "make_monitor", "print_summary", "print_words"]
 
 
 class Console:
@@ -60,7 +60,13 @@ def print_summary(summary: Mapping[str, Any], report: Path, console: Console) ->
     out = console.output
     if summary["points"]:
         out.print(_table(summary))
-    for sentence in summary["recommendation"]["words"]:
+    print_words(summary["recommendation"]["words"], report, console)
+
+
+def print_words(words: Sequence[str], report: Path, console: Console) -> None:
+    """Prints sentences, and where the report is."""
+    out = console.output
+    for sentence in words:
         out.print(escape(sentence))
     # Not wrapped: a path is there to be clicked or copied.
     out.print(f"\nReport: {escape(str(report))}", soft_wrap=True)

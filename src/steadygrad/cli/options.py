@@ -4,14 +4,14 @@ import io
 from contextlib import redirect_stderr
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import tyro
 from tyro.conf import Positional, arg
 
 from steadygrad._checks import InputError
 
-__all__ = ["Advise", "Report", "parse"]
+__all__ = ["Advise", "Inspect", "Report", "parse"]
 
 DESCRIPTION = (
     "Measures what a PyTorch training loop does to a gradient between backward() and the weights. "
@@ -29,8 +29,10 @@ def _arg(metavar: str, default: str = "") -> Any:
 class Advise:
     """Which batch size to train at: noise scale, and critical batch size measured by branches."""
 
+    command: ClassVar[str] = "advise"
+
     task: Annotated[Positional[str | None], _arg("TASK", "char-lm")] = None
-    """What to train: char-lm, digits-classifier, digits-autoencoder, or
+    """What to train: char-lm, digits-classifier, digits-autoencoder, digits-deep, or
     path/to/file.py:make_task."""
     budget: Annotated[str | None, _arg("TIME", "5m")] = None
     """Time for the whole study: 30s, 5m, 2h. With --resume: time from now on."""
@@ -53,6 +55,33 @@ class Advise:
 
 
 @dataclass(frozen=True)
+class Inspect:
+    """Where float16 gradients underflow or overflow, layer by layer, and which scales mend it."""
+
+    command: ClassVar[str] = "inspect"
+
+    task: Annotated[Positional[str | None], _arg("TASK", "char-lm")] = None
+    """What to train: char-lm, digits-classifier, digits-autoencoder, digits-deep, or
+    path/to/file.py:make_task."""
+    steps: Annotated[str | None, _arg("INT", "200")] = None
+    """Optimizer steps with one loss scale, and again with the scales proposed."""
+    budget: Annotated[str | None, _arg("TIME", "5m")] = None
+    """Time after which the study ends, whole or not: 30s, 5m, 2h. With --resume: from now on."""
+    seed: Annotated[str | None, _arg("INT", "0")] = None
+    """Of everything random: 0, 1, 2, ..."""
+    out: Annotated[str | None, _arg("FOLDER", "runs/inspect-DATE-TIME")] = None
+    """Folder of the run; absent or empty."""
+    device: Annotated[str | None, _arg("auto|cpu|cuda", "auto")] = None
+    """auto is CUDA where there is one."""
+    resume: Annotated[str | None, _arg("RUN")] = None
+    """Go on with the run in this folder, as it was planned; only --budget may differ."""
+    json: bool = False
+    """Print the summary as JSON on stdout, and everything else on stderr."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@dataclass(frozen=True)
 class Report:
     """Draw a run's report again."""
 
@@ -62,10 +91,11 @@ class Report:
     """Show the traceback of an error."""
 
 
-COMMANDS: dict[str, type[Advise | Report]] = {"advise": Advise, "report": Report}
+Command = Advise | Inspect | Report
+COMMANDS: dict[str, type[Command]] = {"advise": Advise, "inspect": Inspect, "report": Report}
 
 
-def parse(arguments: list[str]) -> Advise | Report:
+def parse(arguments: list[str]) -> Command:
     """Reads the command line; ends the process on ``--help``.
 
     Raises:
@@ -75,7 +105,7 @@ def parse(arguments: list[str]) -> Advise | Report:
     try:
         with redirect_stderr(said):
             command, unknown = tyro.cli(
-                Advise | Report,
+                Command,
                 prog="steadygrad",
                 description=DESCRIPTION,
                 args=arguments,
@@ -93,7 +123,8 @@ def parse(arguments: list[str]) -> Advise | Report:
 
 def _refused(arguments: list[str], reason: str) -> InputError:
     """A command line that tyro does not take."""
-    listed = " or ".join(COMMANDS)
+    *others, last = COMMANDS
+    listed = f"{', '.join(others)} or {last}"
     if not arguments:
         return InputError(f"Expected a command: {listed}. Found none. Remedy: steadygrad --help.")
     if arguments[0] not in COMMANDS:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from steadygrad._checks import InputError
-from steadygrad.cli.options import Advise
+from steadygrad.cli.options import Advise, Inspect
 
 if TYPE_CHECKING:
-    from steadygrad.studies.advise import Settings
+    from steadygrad.studies import advise, inspect
 
 __all__ = ["check_agreement", "folder_of", "given"]
 
@@ -34,6 +34,7 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
 
 # How to read a text, what it should be, and one that would do.
 READERS: dict[str, tuple[Callable[[str], Any], str, str]] = {
+    "steps": (_in_range(int, 16, 1 << 40), "an integer of at least 16", "200"),
     "seed": (_in_range(int, 0, math.inf), "an integer of at least 0", "0"),
     "tolerance": (_in_range(float, 0.01, 1), "a fraction from 0.01 to 1", "0.2"),
     "device": (_one_of(DEVICES), f"one of {', '.join(DEVICES)}", "auto"),
@@ -41,7 +42,7 @@ READERS: dict[str, tuple[Callable[[str], Any], str, str]] = {
 }
 
 
-def given(options: Advise) -> dict[str, Any]:
+def given(options: Advise | Inspect) -> dict[str, Any]:
     """The settings that the command line names.
 
     Raises:
@@ -53,14 +54,14 @@ def given(options: Advise) -> dict[str, Any]:
     if options.budget is not None:
         found["budget_seconds"] = parse_budget(options.budget)
     for name, (read, expected, good) in READERS.items():
-        text = getattr(options, name)
+        text = getattr(options, name, None)
         if text is not None:
             try:
                 found[name] = read(text)
             except ValueError:
                 raise InputError(
                     f"--{name} should be {expected}. Found {text!r}. Remedy: --{name} {good}, or "
-                    "see steadygrad advise --help."
+                    f"see steadygrad {options.command} --help."
                 ) from None
     return found
 
@@ -82,7 +83,9 @@ def folder_of(name: str, text: str) -> Path:
     return Path(text)
 
 
-def check_agreement(found: Mapping[str, Any], settings: "Settings") -> None:
+def check_agreement(
+    found: Mapping[str, Any], settings: "advise.Settings | inspect.Settings"
+) -> None:
     """Checks that flags given with ``--resume`` are those of the record.
 
     Args:

@@ -10,7 +10,10 @@ from steadygrad.record import Run, read_run, write_report
 __all__ = ["STUDIES", "render", "write"]
 
 # A study's page: a module with ``page(run) -> str``, loaded when a report is drawn.
-STUDIES: Mapping[str, str] = {"advise": "steadygrad.report.advise"}
+STUDIES: Mapping[str, str] = {
+    "advise": "steadygrad.report.advise",
+    "inspect": "steadygrad.report.inspect",
+}
 
 
 def render(run: Run) -> str:

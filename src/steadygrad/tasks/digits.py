@@ -1,7 +1,7 @@
 """Two tasks on scikit-learn's bundled digits: 1,797 grey images of 8 x 8 pixels."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from steadygrad._checks import InputError
 from steadygrad.tasks.samples import TensorSamples
 from steadygrad.tasks.task import Task
 
-__all__ = ["digits_autoencoder", "digits_classifier"]
+__all__ = ["digits_autoencoder", "digits_classifier", "load_digits"]
 
 TRAIN_IMAGES = 1_500
 
@@ -26,7 +26,7 @@ def digits_classifier() -> Task:
     Raises:
         InputError: If scikit-learn is not installed.
     """
-    images, labels, provenance = _load()
+    images, labels, provenance = load_digits()
     return Task(
         name="digits-classifier",
         sample="image",
@@ -52,7 +52,7 @@ def digits_autoencoder() -> Task:
     Raises:
         InputError: If scikit-learn is not installed.
     """
-    images, _, provenance = _load()
+    images, _, provenance = load_digits()
     flat = images.flatten(1)
     return Task(
         name="digits-autoencoder",
@@ -97,7 +97,7 @@ def make_autoencoder() -> nn.Module:
     )
 
 
-def label_losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def label_losses(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
     """Cross-entropy of each image in nats, with shape ``(n,)``."""
     images, labels = batch
     return F.cross_entropy(model(images), labels, reduction="none")
@@ -118,16 +118,16 @@ def make_adamw(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
     return AdamW(parameters, lr=lr, weight_decay=0.01)
 
 
-def _load() -> tuple[Tensor, Tensor, dict[str, str]]:
+def load_digits() -> tuple[Tensor, Tensor, dict[str, str]]:
     """Images in [0, 1] with shape ``(1797, 1, 8, 8)`` and labels, in a fixed mixed order."""
     try:
-        from sklearn.datasets import load_digits
+        from sklearn.datasets import load_digits as load_bundled
     except ImportError as error:
         raise InputError(
             "The digits tasks should find scikit-learn. Found no such package. "
             'Remedy: pip install "steadygrad[cli]".'
         ) from error
-    digits = load_digits()
+    digits = load_bundled()
     pixels = torch.as_tensor(digits.images, dtype=torch.uint8)
     labels = torch.as_tensor(digits.target, dtype=torch.int64)
     # Hashes, not a random generator: the split is the same under every version of torch.

@@ -13,6 +13,7 @@ from typing import Any
 from steadygrad._checks import InputError
 from steadygrad.tasks.char_lm import char_lm
 from steadygrad.tasks.digits import digits_autoencoder, digits_classifier
+from steadygrad.tasks.digits_deep import digits_deep
 from steadygrad.tasks.guard import TaskError, first_line, reason
 from steadygrad.tasks.task import Task
 
@@ -23,6 +24,7 @@ BUILT_IN: Mapping[str, Callable[[], Task]] = MappingProxyType(
         "char-lm": char_lm,
         "digits-classifier": digits_classifier,
         "digits-autoencoder": digits_autoencoder,
+        "digits-deep": digits_deep,
     }
 )
 DEFAULT = "char-lm"

@@ -24,9 +24,12 @@ def test_help(arguments, capsys):
 
 
 USAGE = {
-    "nothing": ([], "Expected a command: advise or report. Found none. Remedy: steadygrad --help."),
+    "nothing": (
+        [],
+        "Expected a command: advise, inspect or report. Found none. Remedy: steadygrad --help.",
+    ),
     "unknown command": (["advize"], "Found 'advize'. Remedy: steadygrad advise, or"),
-    "no command": (["--json"], "Expected a command: advise or report. Found '--json'"),
+    "no command": (["--json"], "Expected a command: advise, inspect or report. Found '--json'"),
     "unknown flag": (["advise", "--sed", "1"], "Found '--sed'. Remedy: --seed, or steadygrad adv"),
     "unknown flag with =": (["advise", "--bdget=5m"], "Found '--bdget=5m'. Remedy: --budget, or"),
     "two words": (["advise", "char-lm", "x"], "no further word of `steadygrad advise`. Found 'x'"),

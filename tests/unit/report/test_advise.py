@@ -279,7 +279,7 @@ def test_unknown_study(make_run: Any):
     with pytest.raises(InputError, match="study = 'guess'") as error:
         render(other)
     assert "Remedy" in str(error.value)
-    assert list(STUDIES) == ["advise"]
+    assert list(STUDIES) == ["advise", "inspect"]
 
 
 def test_write_replaces_the_page(make_run: Any, capsys: pytest.CaptureFixture[str]):

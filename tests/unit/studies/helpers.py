@@ -7,8 +7,8 @@ import torch
 
 from steadygrad.record import dumps, read_run, strip_times
 from steadygrad.studies.advise import Settings, Stop, advise
-from steadygrad.studies.advise.engine import Engine
-from steadygrad.studies.advise.ranks import Ranks
+from steadygrad.studies.engine import Engine
+from steadygrad.studies.ranks import Ranks
 from steadygrad.tasks import load_task
 
 TINY = Path(__file__).with_name("tiny_task.py")

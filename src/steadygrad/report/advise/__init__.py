@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any
 
 from steadygrad.record import Run
 from steadygrad.report.advise import branches, charts, words
@@ -11,6 +10,7 @@ from steadygrad.report.advise.data import Advice, batch_of, gather, rows_of
 from steadygrad.report.advise.tables import tables
 from steadygrad.report.numbers import interval, number, show
 from steadygrad.report.page import Html, document, el, figure, section, table
+from steadygrad.report.provenance import inside, provenance
 
 __all__ = ["page"]
 
@@ -28,12 +28,12 @@ def page(run: Run) -> str:
         _training(advice),
         _all_numbers(advice),
         section("What this cannot tell you", words.limits(advice)),
-        _provenance(run.header),
+        provenance(run.header),
     )
 
 
 def _opening(advice: Advice, title: str, truncated: bool) -> Html:
-    created = str(_inside(advice.header, "time", "created") or "")[:10]
+    created = str(inside(advice.header, "time", "created") or "")[:10]
     parts = ["advise", f"seed {show(advice.header.get('seed'))}", created]
     kicker = el("p.kicker", el("b", "steadygrad"), " · " + " · ".join(p for p in parts if p))
     given = advice.recommendation.get("words")
@@ -179,38 +179,3 @@ def _training(advice: Advice) -> Html | None:
 def _all_numbers(advice: Advice) -> Html | None:
     shown = list(tables(advice))
     return section("Every number", shown) if shown else None
-
-
-def _provenance(header: Mapping[str, Any]) -> Html:
-    parts: list[Html] = []
-    top = {key: header.get(key) for key in ("study", "seed", "command", "schema")}
-    top["created"] = _inside(header, "time", "created")
-    parts.append(_facts({key: value for key, value in top.items() if value is not None}))
-    for key in ("task", "settings", "plan", "environment"):
-        value = header.get(key)
-        if isinstance(value, Mapping) and value:
-            parts += [el("h3", key.capitalize()), _facts(value)]
-    return section("Where the numbers come from", parts)
-
-
-def _facts(values: Mapping[str, Any]) -> Html:
-    pairs = ((el("dt", name), el("dd", text)) for name, text in _flat(values))
-    return el("dl.facts", (part for pair in pairs for part in pair))
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    for key, value in values.items():
-        name = prefix + str(key).replace("_", " ")
-        if isinstance(value, Mapping):
-            yield from _flat(value, name + ": ")
-        elif isinstance(value, list):
-            yield name, ", ".join(show(item) for item in value)
-        else:
-            yield name, show(value, digits=6)
-
-
-def _inside(parent: Mapping[str, Any], *keys: str) -> Any:
-    value: Any = parent
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value

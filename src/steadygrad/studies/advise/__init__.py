@@ -10,7 +10,7 @@ data orders), ``engine`` (one training loop), ``units`` (the pieces of work, in 
 from steadygrad.studies.advise.plan import Plan, Point, make_plan, parse_budget
 from steadygrad.studies.advise.run import Failed, Monitor, Outcome, advise, resume
 from steadygrad.studies.advise.settings import Settings, read_settings
-from steadygrad.studies.advise.stop import Halt, Stop
+from steadygrad.studies.stop import Halt, Stop
 
 __all__ = [
     "Failed",

@@ -3,150 +3,30 @@
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from steadygrad._checks import InputError, check_number
-from steadygrad.record import RecordError, RunWriter, plural, read_run
-from steadygrad.studies.advise.checkpoint import Checkpoints
-from steadygrad.studies.advise.engine import Engine
-from steadygrad.studies.advise.header import changes, make_header
-from steadygrad.studies.advise.ledger import Ledger
-from steadygrad.studies.advise.order import main_order
+from steadygrad._checks import check_number
+from steadygrad.record import RunWriter, plural, read_run
+from steadygrad.studies.advise.header import make_header
 from steadygrad.studies.advise.plan import Plan, make_plan
-from steadygrad.studies.advise.ranks import Ranks
 from steadygrad.studies.advise.settings import Settings, read_settings
-from steadygrad.studies.advise.stop import BUDGET, Halt, Stop
 from steadygrad.studies.advise.summary import summarize
 from steadygrad.studies.advise.units import Units
+from steadygrad.studies.changes import changes
+from steadygrad.studies.checkpoint import Checkpoints
+from steadygrad.studies.engine import Engine
+from steadygrad.studies.ledger import Ledger
+from steadygrad.studies.order import main_order
+from steadygrad.studies.ranks import Ranks
+from steadygrad.studies.session import Failed, Monitor, Outcome, Session, create, finished
+from steadygrad.studies.stop import Stop
 from steadygrad.tasks import load_task
 
 __all__ = ["Failed", "Monitor", "Outcome", "advise", "resume"]
 
 WARM_UP_STEPS = 4
 CALIBRATION_SECONDS = 0.5
-
-
-class Monitor(Protocol):
-    """Watches a study on rank 0."""
-
-    def begin(self, total: int, done: int, points: Mapping[str, int]) -> None:
-        """Told once, before the work.
-
-        Args:
-            total: Samples of work in all.
-            done: How many of them an earlier run has done.
-            points: Work done when each point of training is measured, by the point's name.
-        """
-
-    def advance(self, samples: int, what: str) -> None:
-        """Told as work is done, and what it is."""
-
-    def say(self, line: str) -> None:
-        """A line for the user, such as a warning."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a study ended.
-
-    Attributes:
-        folder: The run's folder.
-        summary: The content of ``summary.json``.
-        stopped_by: The signal that ended it; 0 otherwise.
-        is_main: Whether this process wrote it.
-    """
-
-    folder: Path
-    summary: dict[str, Any]
-    stopped_by: int = 0
-    is_main: bool = True
-
-
-class Failed(InputError):
-    """Training failed after the record was begun; what was measured until then is kept.
-
-    Why is the ``__cause__``.
-
-    Attributes:
-        folder: The run's folder, with a summary.
-        is_main: Whether this process wrote it.
-    """
-
-    def __init__(self, message: str, folder: Path, *, is_main: bool) -> None:
-        super().__init__(message)
-        self.folder, self.is_main = folder, is_main
-
-
-@dataclass
-class _Study:
-    """Everything that a study needs while it runs."""
-
-    folder: Path
-    header: Mapping[str, Any]
-    engine: Engine
-    plan: Plan
-    writer: RunWriter | None
-    monitor: Monitor
-    events: list[dict[str, Any]] = field(default_factory=list)
-    times: Mapping[str, Any] = field(default_factory=dict)
-
-    def run(self) -> Outcome:
-        """Does the work, and writes the summary however it ends."""
-        ledger = Ledger(self.writer, self.events)
-        self.monitor.begin(self.plan.work, _done(ledger, self.plan), self._points())
-        try:
-            status, reason = self._work(ledger)
-            summary = self._write(ledger, status)
-        except RecordError:
-            raise
-        except InputError as error:
-            self._write(ledger, "failed")
-            is_main = self.engine.ranks.is_main
-            raise Failed(str(error), self.folder, is_main=is_main) from error
-        finally:
-            if self.writer is not None:
-                self.writer.close()
-        return Outcome(self.folder, summary, reason, self.engine.ranks.is_main)
-
-    def _points(self) -> dict[str, int]:
-        """Work done when each point of training is measured."""
-        sample = plural(self.header["task"]["sample"])
-        names = (f"{point.samples:,} {sample}" for point in self.plan.points)
-        return dict(zip(names, self.plan.ends(), strict=True))
-
-    def _work(self, ledger: Ledger) -> tuple[str, int]:
-        """Runs the units. Returns how that ended, and the signal that ended it or 0."""
-        units = Units(
-            self.engine,
-            self.plan,
-            ledger,
-            Checkpoints(self.folder),
-            tolerance=self.header["settings"]["tolerance"],
-            advance=self.monitor.advance,
-        )
-        try:
-            units.run()
-        except Halt as halt:
-            return ("budget" if halt.reason == BUDGET else "interrupted"), halt.reason
-        return "complete", 0
-
-    def _write(self, ledger: Ledger, status: str) -> dict[str, Any]:
-        summary = summarize(self.header, ledger, status)
-        if self.writer is None:
-            return summary
-        if ledger.differing:
-            self.monitor.say(
-                f"{ledger.differing} numbers differ from those recorded: the machine or its "
-                "libraries are not the same."
-            )
-        # In this order: a summary that says "complete" is the last thing that can be missing.
-        ledger.end(status, **self.times)
-        self.writer.write_summary(summary)
-        if status == "complete":
-            Checkpoints(self.folder).remove()
-        return summary
 
 
 def advise(
@@ -177,9 +57,9 @@ def advise(
             valid_size=len(task.valid),
         )
         header = make_header(settings, engine, plan)
-        writer = ranks.on_main(lambda: _create(folder, header))
+        writer = ranks.on_main(lambda: create(folder, header))
         stop.limit(settings.budget_seconds)
-        return _Study(folder, header, engine, plan, writer, monitor).run()
+        return _session(folder, header, engine, plan, writer, monitor).run()
     finally:
         ranks.leave()
 
@@ -211,13 +91,9 @@ def resume(
     settings, plan = read_settings(recorded), Plan.from_dict(recorded.header["plan"])
     budget = settings.budget_seconds if budget_seconds is None else budget_seconds
     check_number("budget_seconds", budget, low=0, low_open=True)
-    if recorded.summary is not None and recorded.summary.get("status") == "complete":
-        # Before the ranks join: a finished run needs neither its device nor the others.
-        if Ranks.first():
-            Checkpoints(folder).remove()
-            if budget_seconds is not None:
-                monitor.say("this run is complete: its plan has nothing left for more time to do.")
-        return Outcome(folder, recorded.summary, is_main=Ranks.first())
+    done = finished(recorded, budget_seconds, monitor)
+    if done is not None:
+        return done
     stop = stop or Stop()
     ranks = Ranks.join(stop, settings.resolved_device)
     try:
@@ -231,16 +107,46 @@ def resume(
         # Under "time": a run that had more of it is the same run.
         times = {} if budget == settings.budget_seconds else {"time": {"budget_seconds": budget}}
         events = recorded.events
-        study = _Study(folder, recorded.header, engine, plan, writer, monitor, events, times)
-        return study.run()
+        arguments = folder, recorded.header, engine, plan, writer, monitor
+        return _session(*arguments, events=events, times=times).run()
     finally:
         ranks.leave()
 
 
-def _create(folder: Path, header: Mapping[str, Any]) -> RunWriter:
-    # Before anything is written: it may have to say that safetensors is missing.
-    Checkpoints(folder)
-    return RunWriter.create(folder, header)
+def _session(
+    folder: Path,
+    header: Mapping[str, Any],
+    engine: Engine,
+    plan: Plan,
+    writer: RunWriter | None,
+    monitor: Monitor,
+    **resumed: Any,
+) -> Session:
+    def work(ledger: Ledger, checkpoints: Checkpoints) -> None:
+        tolerance = header["settings"]["tolerance"]
+        advance = monitor.advance
+        Units(engine, plan, ledger, checkpoints, tolerance=tolerance, advance=advance).run()
+
+    return Session(
+        folder,
+        header,
+        engine,
+        work,
+        summarize,
+        plan.work,
+        lambda ledger: _done(ledger, plan),
+        _points(header, plan),
+        writer,
+        monitor,
+        **resumed,
+    )
+
+
+def _points(header: Mapping[str, Any], plan: Plan) -> dict[str, int]:
+    """Work done when each point of training is measured."""
+    sample = plural(header["task"]["sample"])
+    names = (f"{point.samples:,} {sample}" for point in plan.points)
+    return dict(zip(names, plan.ends(), strict=True))
 
 
 def _engine(settings: Settings, ranks: Ranks) -> Engine:

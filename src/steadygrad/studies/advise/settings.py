@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from steadygrad._checks import InputError, check_choice, check_count, check_number
+from steadygrad._checks import check_choice, check_count, check_number
 from steadygrad.record import Run, check_run
-from steadygrad.studies.advise.engine import DTYPES
+from steadygrad.studies.choices import resolve_device, study_of
+from steadygrad.studies.engine import DTYPES
 
 __all__ = ["Settings", "read_settings"]
 
@@ -45,12 +46,7 @@ class Settings:
         Raises:
             InputError: If CUDA was asked for and is not there.
         """
-        there = torch.cuda.is_available()
-        if self.device == "cuda" and not there:
-            raise InputError(
-                "The device cuda should be available. Found none. Remedy: --device cpu."
-            )
-        return torch.device("cuda" if there and self.device != "cpu" else "cpu")
+        return resolve_device(self.device)
 
 
 def read_settings(recorded: Run) -> Settings:
@@ -59,13 +55,9 @@ def read_settings(recorded: Run) -> Settings:
     Raises:
         InputError: If it is a record of another study, or lacks what going on needs.
     """
-    header = recorded.header
-    if header.get("study") != "advise":
-        raise InputError(
-            f"Expected a record of `steadygrad advise`. Found {header.get('study')!r} in "
-            f"{str(recorded.folder)!r}. Remedy: another folder for --resume."
-        )
+    study_of(recorded, "advise")
     check_run(recorded, to_resume=True)
+    header = recorded.header
     kept = header["settings"]
     return Settings(
         task=header["task"]["spec"],

@@ -6,11 +6,11 @@ from typing import Any
 
 from steadygrad.record import SCHEMA
 from steadygrad.studies.advise.critical import Critical
-from steadygrad.studies.advise.ledger import Ledger
 from steadygrad.studies.advise.recommend import WholeRun, schedule, tradeoff_rows, whole_run
 from steadygrad.studies.advise.surface import Measured
 from steadygrad.studies.advise.units import branches_of, critical_at
 from steadygrad.studies.advise.words import Findings, megatron, sentences
+from steadygrad.studies.ledger import Ledger
 
 __all__ = ["summarize"]
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from steadygrad.formulas.batch_size import learning_rate
-from steadygrad.studies.advise.checkpoint import Checkpoints
 from steadygrad.studies.advise.critical import Branch, Critical, find_critical
-from steadygrad.studies.advise.engine import Diverged, Engine, State
-from steadygrad.studies.advise.ledger import Ledger
-from steadygrad.studies.advise.order import branch_order, main_order, seed_for
-from steadygrad.studies.advise.plan import EVALUATION_COST, FRACTIONS, Plan
+from steadygrad.studies.advise.plan import EVALUATION_COST, FRACTIONS, MICRO_BATCHES, Plan
+from steadygrad.studies.checkpoint import Checkpoints
+from steadygrad.studies.engine import Diverged, Engine, State
+from steadygrad.studies.ledger import Ledger
+from steadygrad.studies.order import branch_order, main_order, seed_for
 
 __all__ = ["Units", "branches_of", "critical_at"]
 
@@ -131,7 +131,7 @@ class Units:
         order = self._order(i, "noise")
         used = 0
         with self.engine.noise_scale() as noise:
-            for samples in self.engine.measure(noise, order, point.noise_steps):
+            for samples in self.engine.measure(noise, order, point.noise_steps, MICRO_BATCHES):
                 self.advance(samples - used, f"noise scale at {point.samples:,} samples")
                 used = samples
             estimate = noise.estimate().as_dict()

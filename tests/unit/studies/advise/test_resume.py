@@ -10,8 +10,8 @@ import torch
 from steadygrad._checks import InputError
 from steadygrad.record import dumps, read_run
 from steadygrad.studies.advise import Stop, resume
-from steadygrad.studies.advise.checkpoint import Checkpoints
-from steadygrad.studies.advise.order import main_order
+from steadygrad.studies.checkpoint import Checkpoints
+from steadygrad.studies.order import main_order
 from tests.unit.studies.helpers import Watcher, make_engine, study, timeless, tiny
 
 

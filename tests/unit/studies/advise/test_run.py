@@ -8,9 +8,9 @@ import torch
 from steadygrad._checks import InputError
 from steadygrad.record import dumps, read_run
 from steadygrad.studies.advise import Settings, Stop, make_plan
-from steadygrad.studies.advise.ledger import Ledger
 from steadygrad.studies.advise.plan import START_UP
 from steadygrad.studies.advise.summary import summarize
+from steadygrad.studies.ledger import Ledger
 from tests.unit.studies.helpers import Watcher, make_engine, study, timeless
 
 

@@ -3,7 +3,7 @@
 import math
 
 from steadygrad.record import RunWriter, read_run
-from steadygrad.studies.advise.ledger import Ledger
+from steadygrad.studies.ledger import Ledger
 
 
 def test_a_resumed_study_appends_only_what_is_new(tmp_path):

@@ -6,13 +6,13 @@ import sys
 import pytest
 import torch
 
-from steadygrad.studies.advise.order import Order, branch_order, main_order, seed_for
+from steadygrad.studies.order import Order, branch_order, main_order, seed_for
 
 
 def test_seeds_are_the_same_everywhere():
     """Not Python's own hash, which differs from process to process."""
     assert seed_for(0, "branch", 1, 2) == 9194378708319914590
-    code = "from steadygrad.studies.advise.order import seed_for; print(seed_for(3, 'a'))"
+    code = "from steadygrad.studies.order import seed_for; print(seed_for(3, 'a'))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(out.stdout) == seed_for(3, "a")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from steadygrad._checks import InputError
 from steadygrad.sharding import World, gather_json, join_processes, leave_processes
-from steadygrad.studies.advise.stop import REASONS, Halt, Stop
+from steadygrad.studies.stop import REASONS, Halt, Stop
 
 __all__ = ["Ranks"]
 

@@ -1,8 +1,8 @@
-"""One training loop for the trajectory, the branches and the noise measurements."""
+"""One training loop for all that the studies train and measure."""
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +15,11 @@ from torch.optim import Optimizer
 from steadygrad._checks import InputError
 from steadygrad.formulas.batch_size import learning_rate
 from steadygrad.noise import NoiseScale
-from steadygrad.studies.advise.order import Order, seed_for
-from steadygrad.studies.advise.plan import MICRO_BATCHES
-from steadygrad.studies.advise.ranks import Ranks
+from steadygrad.studies.order import Order, seed_for
+from steadygrad.studies.ranks import Ranks
 from steadygrad.tasks import Task, TaskError, check_losses, guarded, mean_loss, place
 
-__all__ = ["DTYPES", "Diverged", "Engine", "State"]
+__all__ = ["DTYPES", "Diverged", "Engine", "Scaling", "State"]
 
 DTYPES = {
     "float32": torch.float32,
@@ -28,6 +27,8 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+
+Scaling = Callable[[nn.Module], Any]
 
 
 class Diverged(InputError):
@@ -61,18 +62,23 @@ class Engine:
         seed: The study's seed.
         dtype: One of ``DTYPES``; float16 and bfloat16 by autocast, float64 throughout.
         ranks: The processes that share every batch; their device is the model's.
+        scaling: Makes the gradient scaler of a model, and may be exchanged before a restart;
+            None: torch's, used in float16 only.
 
     Raises:
         InputError: If the batch cannot be shared equally, or the model's losses cannot be used.
     """
 
-    def __init__(self, task: Task, *, seed: int, dtype: str, ranks: Ranks) -> None:
+    def __init__(
+        self, task: Task, *, seed: int, dtype: str, ranks: Ranks, scaling: Scaling | None = None
+    ) -> None:
         if task.batch_size % ranks.size:
             raise InputError(
                 f"The batch size should be a multiple of the {ranks.size} processes. Found "
                 f"batch_size = {task.batch_size}. Remedy: another --nproc-per-node."
             )
-        self.task, self.seed, self.ranks = task, seed, ranks
+        self.task, self.seed, self.ranks, self.scaling = task, seed, ranks, scaling
+        self.scaler: Any = None
         self.dtype = DTYPES[dtype]
         self.seed_everything("init")
         self.model = ranks.together(self._make_model)
@@ -125,8 +131,9 @@ class Engine:
 
     def _fresh_optimizer(self, factor: float, state: State | None = None) -> None:
         self.optimizer = self._make_optimizer()
-        enabled = self.dtype is torch.float16
-        self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=enabled)
+        if hasattr(self.scaler, "remove"):
+            self.scaler.remove()  # its hooks would scale for the next one too
+        self.scaler = (self.scaling or self._torch_scaler)(self.model)
         if state is not None:
             self.optimizer.load_state_dict(copy.deepcopy(state.optimizer))
             self.scaler.load_state_dict(copy.deepcopy(state.scaler))
@@ -134,6 +141,10 @@ class Engine:
             group["lr"] = group["lr"] * factor
         self.model.zero_grad()
         self.model.train()
+
+    def _torch_scaler(self, model: nn.Module) -> torch.amp.GradScaler:
+        enabled = self.dtype is torch.float16
+        return torch.amp.GradScaler(self.ranks.device.type, enabled=enabled)
 
     def state(self, samples: int) -> State:
         """A copy of where training is now."""
@@ -234,8 +245,16 @@ class Engine:
         finally:
             noise.remove()
 
-    def measure(self, noise: NoiseScale, order: Order, steps: int) -> Iterator[int]:
+    def measure(
+        self, noise: NoiseScale, order: Order, steps: int, micro_batches: int
+    ) -> Iterator[int]:
         """Measures gradients at fixed weights, on samples from the start of an order.
+
+        Args:
+            noise: Measures.
+            order: Whose samples.
+            steps: Measurements, each on ``micro_batches`` batches of the task's size.
+            micro_batches: See ``steps``.
 
         Yields:
             After each measurement, the samples used so far.
@@ -243,7 +262,7 @@ class Engine:
         size, scale = self.task.batch_size, self.scaler.get_scale()
         # Whole micro-batches go to the ranks; where their number does not divide into ranks, there
         # are a few more of them than a single process takes.
-        count = -(-MICRO_BATCHES // self.ranks.size)
+        count = -(-micro_batches // self.ranks.size)
         per_step = size * count * self.ranks.size
         for step in range(steps):
             self.ranks.poll()

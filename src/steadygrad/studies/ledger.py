@@ -19,6 +19,9 @@ _KEYS = {
     "noise": ("point",),
     "branch": ("point", "repeat", "multiple"),
     "critical": ("point",),
+    "part": ("phase", "part"),
+    "phase": ("phase",),
+    "proposal": (),
 }
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from steadygrad._checks import InputError
 from steadygrad.record import replace_file
-from steadygrad.studies.advise.engine import State
+from steadygrad.studies.engine import State
 
 __all__ = ["Checkpoints"]
 
@@ -60,6 +60,11 @@ class Checkpoints:
             return State(**_restore(described["state"], self._safetensors.load(data)))
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+    def drop(self, number: int) -> None:
+        """Deletes one of them."""
+        for kind in ("json", "safetensors"):
+            self._path(number, kind).unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Deletes all of them."""

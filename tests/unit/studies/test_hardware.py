@@ -6,10 +6,10 @@ import torch
 
 from steadygrad.record import environment
 from steadygrad.studies.advise import Settings, Stop
-from steadygrad.studies.advise.engine import Engine
-from steadygrad.studies.advise.hardware import accelerator
 from steadygrad.studies.advise.header import make_header
-from steadygrad.studies.advise.ranks import Ranks
+from steadygrad.studies.engine import Engine
+from steadygrad.studies.hardware import accelerator
+from steadygrad.studies.ranks import Ranks
 from tests.unit.tasks.tiny import TASK
 
 GPU = SimpleNamespace(name="X100", total_memory=2**36)

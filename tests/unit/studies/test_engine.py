@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.studies.advise.engine import Engine
-from steadygrad.studies.advise.ranks import Ranks
-from steadygrad.studies.advise.stop import Stop
+from steadygrad.studies.engine import Engine
+from steadygrad.studies.ranks import Ranks
+from steadygrad.studies.stop import Stop
 from steadygrad.tasks import load_task
 from tests.unit.studies.helpers import tiny
 

@@ -1,0 +1,125 @@
+"""What is said about a study of float16."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from steadygrad.studies.inspect.verdict import Proposal, Verdict
+
+__all__ = ["Findings", "code", "sentences", "shown_layer"]
+
+ENDINGS = {
+    "budget": "The time budget was over before everything planned was measured.",
+    "interrupted": "The study was interrupted before everything planned was measured.",
+    "failed": "Training failed before everything planned was measured.",
+}
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that words are made from.
+
+    Attributes:
+        status: How the study ended.
+        phases: Rows of the summary, by the phase's name.
+        verdict: Who is at fault.
+        proposal: The scales to take; None before there are any.
+    """
+
+    status: str
+    phases: Mapping[str, Mapping[str, Any]]
+    verdict: Verdict
+    proposal: Proposal | None
+
+
+def shown_layer(name: str) -> str:
+    """A layer's name; that of the loss is empty."""
+    return name or "what lies outside of the layers"
+
+
+def sentences(found: Findings) -> list[str]:
+    """The verdict first, then why, then what to do."""
+    said = [ENDINGS[found.status]] if found.status in ENDINGS else []
+    if found.proposal is None:
+        return [*said, "Nothing can be said yet: go on by --resume RUN --budget TIME."]
+    verdict = found.verdict
+    if not verdict.fault:
+        said.append(_no_fault(found, found.proposal))
+    if verdict.starved:
+        said += _starved(found)
+    said += [
+        f"{shown_layer(name)} overflowed in {_times(count)} at the scales proposed too: look for "
+        "values that are not finite in its backward pass, or train it in bfloat16 or float32."
+        for name, count in verdict.broken.items()
+    ]
+    return said + _after(found) + _remedy(found.proposal, verdict)
+
+
+def _no_fault(found: Findings, proposal: Proposal) -> str:
+    skipped = found.phases["before"]["skipped"]
+    way = f" {_times(skipped)} left out while it came down from 2^16." if skipped else ""
+    return (
+        "Nothing is at fault: one loss scale serves every layer. It settled at "
+        f"{_power(found.phases['before']['loss_scale'])}.{way}"
+    )
+
+
+def _starved(found: Findings) -> list[str]:
+    verdict, scale = found.verdict, found.phases["before"]["loss_scale"]
+    worst = _shares(verdict.starved)
+    first = (
+        f"No single loss scale serves all layers. At {_power(scale)}, where it settled, gradients "
+        f"vanish or lose digits that need not: in {worst}."
+    )
+    said = [first]
+    if verdict.ceiling:
+        which = _list(f"{shown_layer(n)} ({_times(c)})" for n, c in verdict.ceiling.items())
+        said.append(f"It cannot be larger because of overflow in {which}.")
+    if verdict.price:
+        said.append(f"At the scales proposed digits are lost in {_shares(verdict.price)} instead.")
+    return said
+
+
+def _shares(layers: Mapping[str, float]) -> str:
+    worst = sorted(layers.items(), key=lambda pair: -pair[1])
+    return _list(f"{shown_layer(name)} ({share:.0%})" for name, share in worst)
+
+
+def _after(found: Findings) -> list[str]:
+    before, after = found.phases.get("before"), found.phases.get("after")
+    if not (before and after) or before["valid_loss"] is None or after["valid_loss"] is None:
+        return []
+    losses = f"{before['valid_loss']:.4g} with one loss scale, {after['valid_loss']:.4g} with"
+    return [f"Validation loss after {after['steps']} steps: {losses} the scales proposed."]
+
+
+def _remedy(proposal: Proposal, verdict: Verdict) -> list[str]:
+    if proposal.layer_scales:
+        return [f'Train with {code(proposal)}, or with "auto" in place of the scales.']
+    return [] if verdict.fault else ["torch.amp.GradScaler is enough."]
+
+
+def code(proposal: Proposal) -> str:
+    """The line of Python that makes the proposed scaler."""
+    loss = f"init_scale={_python(proposal.loss_scale)}"
+    layers = ", ".join(f'"{name}": {_python(s)}' for name, s in proposal.layer_scales.items())
+    return f"LayerwiseGradScaler(model, {{{layers}}}, {loss})"
+
+
+def _python(scale: float) -> str:
+    exponent = round(math.log2(scale))
+    return f"2.0**{exponent}" if exponent >= 0 else f"2.0**({exponent})"
+
+
+def _power(scale: float) -> str:
+    return f"2^{round(math.log2(scale))}"
+
+
+def _times(count: int) -> str:
+    return f"{count} step" if count == 1 else f"{count} steps"
+
+
+def _list(parts: Iterable[str]) -> str:
+    *others, last = list(parts)
+    return f"{', '.join(others)} and {last}" if others else last

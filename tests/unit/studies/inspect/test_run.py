@@ -1,0 +1,127 @@
+"""Who is named, on networks where that is known."""
+
+import math
+
+import pytest
+import torch
+
+from steadygrad.record import read_run
+from steadygrad.studies.order import main_order, seed_for
+from steadygrad.tasks import load_task
+from tests.unit.studies.helpers import tiny
+from tests.unit.studies.inspect.runs import look, spec
+
+
+@pytest.mark.slow
+def test_the_deep_network_names_its_layers(tmp_path):
+    outcome = look(tmp_path / "run", "digits-deep", steps=20)
+    verdict, proposal = outcome.summary["verdict"], outcome.summary["proposal"]
+    assert set(verdict["starved"]) == {"patch.0", "patch.1", "patch.2", "patch.3"}
+    assert set(verdict["ceiling"]) <= {"trunk.0", "trunk.1"}
+    assert verdict["ceiling"]
+    assert verdict["broken"] == {}
+    # By hand, from the construction: 2**20 for the first layers and 2**4 for the last.
+    scales = [proposal["layer_scales"][name] for name in verdict["starved"]]
+    assert all(2.0**14 <= scale <= 2.0**26 for scale in scales)
+    assert 2.0**-2 <= proposal["loss_scale"] <= 2.0**6
+    assert "trunk.1" not in proposal["layer_scales"]
+    first, second = outcome.summary["words"][:2]
+    assert first.startswith("No single loss scale serves all layers. At 2^")
+    assert all(name in first for name in verdict["starved"])
+    assert "overflow in trunk." in second
+    # What the early layers gain costs the last ones something, and it is said.
+    assert set(verdict["price"]) <= {"", "trunk.0", "trunk.1"}
+    phases = outcome.summary["phases"]
+    assert phases["after"]["skipped"] == 0
+    assert phases["before"]["skipped"] >= 5
+    # 20 steps are enough for a gap; the losses start at ln 10.
+    assert phases["after"]["valid_loss"] < phases["before"]["valid_loss"] - 0.1
+
+
+def test_nothing_is_at_fault_in_the_language_model(tmp_path):
+    summary = look(tmp_path / "run", spec("small_char_lm")).summary
+    assert not any(summary["verdict"].values())
+    assert summary["proposal"]["layer_scales"] == {}
+    assert summary["words"][0].startswith("Nothing is at fault: one loss scale serves every layer.")
+    assert summary["words"][-1] == "torch.amp.GradScaler is enough."
+    names = [row["name"] for row in summary["layers"]]
+    assert names == ["", "tokens", "positions", "blocks.0", "blocks.1", "norm", "head"]
+
+
+@pytest.mark.parametrize("factory", ["sequential", "residual"])
+def test_an_overflow_is_attributed_to_its_layer(factory, tmp_path):
+    outcome = look(tmp_path / "run", spec(factory), steps=32)
+    parts = read_run(outcome.folder).select("part")
+    # With one scale of 2**16 others may overflow at first, as they should.
+    after = [event["overflows"] for event in parts if event["phase"] == "after"]
+    assert {name for overflows in after for name in overflows} == {"blocks.1"}
+    phases, broken = outcome.summary["phases"], outcome.summary["verdict"]["broken"]
+    assert list(broken) == ["blocks.1"]
+    assert broken["blocks.1"] == phases["after"]["skipped"] > 0
+    # Of one scale, as torch's: halved for each.
+    assert phases["before"]["loss_scale"] == 2.0 ** (16 - phases["before"]["skipped"])
+    assert any(w.startswith("blocks.1 overflowed in") for w in outcome.summary["words"])
+
+
+def test_a_healthy_network_has_no_culprit(whole):
+    outcome, monitor = whole
+    assert outcome.summary["status"] == "complete"
+    assert not outcome.summary["verdict"]["fault"]
+    assert monitor.total == monitor.done == 40 * 4 + 2 * math.ceil(64 / 3)
+
+
+def test_one_loss_scale_is_what_torch_s_scaler_does(whole):
+    """All in one go, without boundaries and without checkpoints between parts."""
+    task = load_task(spec("healthy"))
+    torch.manual_seed(seed_for(0, "init"))
+    model = task.make_model()
+    optimizer = task.make_optimizer(model.parameters(), task.lr)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    order, losses = main_order(len(task.train), 0), []
+    for step in range(16):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = task.per_sample_loss(model, task.train.batch(order.take(4 * step, 4))).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    parts = [e for e in read_run(whole[0].folder).select("part") if e["phase"] == "before"]
+    assert [part["loss"] for part in parts] == [
+        math.fsum(losses[i : i + 2]) / 2 for i in range(0, 16, 2)
+    ]
+    assert 2.0 ** parts[-1]["scales"][""] == scaler.get_scale() < 2.0**16
+
+
+def test_every_value_is_counted(whole):
+    """Weights have one gradient a step; the two boundaries of a layer as many as its tensors."""
+    parts = read_run(whole[0].folder).select("part")
+    assert [event["part"] for event in parts] == [*range(8)] * 3
+    before = [event for event in parts if event["phase"] == "before"]
+    # Of a step that is left out only what overflowed is counted.
+    skipped = sum(event["skipped"] for event in before)
+    assert skipped < 8
+    for name, size in {"first": 8 * 16 + 16, "blocks.1": 16 * 16 + 16, "last": 17}.items():
+        histograms = [event["weights"][name] for event in before]
+        total = sum(h["zero"] + sum(h["counts"]) for h in histograms)
+        assert total == (16 - skipped) * size
+    # The input of the model has no gradient; four rows of sixteen come in from each of two users.
+    first = before[-1]["activations"]["first"]
+    assert before[-1]["skipped"] == 0
+    assert first["zero"] + sum(first["counts"]) == 2 * 2 * 4 * 16
+
+
+def test_the_largest_exponent_does_not_depend_on_the_scale(whole):
+    parts = read_run(whole[0].folder).select("part")
+    by_phase = {
+        phase: next(e for e in parts if e["phase"] == phase)["largest"]["weights"]["last"]
+        for phase in ("before", "after")
+    }
+    # The same weights and data at first: float16 rounds by less than a binade.
+    assert abs(by_phase["before"] - by_phase["after"]) <= 1
+    assert -12 < by_phase["before"] < 4
+
+
+def test_a_model_without_parts_is_one_layer(tmp_path):
+    outcome = look(tmp_path / "run", tiny("diverging_branches"))
+    assert [row["name"] for row in outcome.summary["layers"]] == [""]
