@@ -1,8 +1,10 @@
 """The outputs that losses depend on: one tensor, or a nest of them."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import is_dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -10,19 +12,42 @@ from steadygrad._checks import InputError
 from steadygrad.balance.window import Kind
 from steadygrad.sharding import is_sharded
 
-__all__ = ["branches", "differentiable", "item_count"]
+__all__ = ["Outline", "branches", "differentiable", "item_count", "outlines"]
+
+
+class Outline(NamedTuple):
+    """What is left of a tensor when nobody needs its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def zeros(self) -> Tensor:
+        """A tensor of that kind."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+def outlines(leaves: Sequence[Tensor]) -> list[Outline]:
+    """The tensors' outlines."""
+    return [Outline(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
 
 
 def differentiable(y: Any) -> list[Tensor]:
     """The tensors of a nest that gradients can flow into, each once, in the nest's order.
 
     Raises:
-        InputError: If there is none, or one is complex or sharded.
+        InputError: If there is none, one is complex or sharded, or some might be in a dataclass.
     """
+    flat = tree_flatten(y)[0]
+    closed = [type(x).__name__ for x in flat if is_dataclass(x) and not isinstance(x, type)]
+    if closed:
+        raise InputError(
+            "Parameter `y` should be a tensor, or a nest of dicts, lists and tuples with tensors "
+            f"in it. Found a {closed[0]}, a dataclass that cannot be looked into. Remedy: "
+            "`vars(y)`, the dict of its fields; or `torch.export.register_dataclass` for its type."
+        )
     # A tensor that is there twice has one gradient.
-    leaves = list(
-        {id(leaf): leaf for leaf in tree_flatten(y)[0] if isinstance(leaf, Tensor)}.values()
-    )
+    leaves = list({id(leaf): leaf for leaf in flat if isinstance(leaf, Tensor)}.values())
     found = [leaf for leaf in leaves if leaf.requires_grad]
     if not found:
         raise InputError(
