@@ -2,7 +2,7 @@
 
 An autoencoder of handwritten digits learns from three losses at once: its pixels' squared error,
 the difference of a frozen classifier's features, and a critic's opinion. Their gradients differ
-about ten-fold, so weights alone say little about who is heard. The same weights are used twice,
+about 12-fold, so weights alone say little about who is heard. The same weights are used twice,
 plainly and balanced; a third run has the first loss alone, to see what the others cost.
 
 Writes runs/balance_losses.png. Needs scikit-learn and matplotlib: pip install "steadygrad[cli]".

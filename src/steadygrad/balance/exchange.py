@@ -54,6 +54,7 @@ class Exchange:
         *,
         with_products: bool,
         common: str,
+        alike: Sequence[Tensor],
         like: Tensor,
     ) -> Exchanged:
         """Sums over all processes.
@@ -64,21 +65,24 @@ class Exchange:
             factor: What a gradient is multiplied by to be one of losses that carry nothing.
             with_products: Whether to take inner products.
             common: What all processes should have alike, as a text.
-            like: A float64 tensor on the device.
+            alike: Numbers that all processes should have alike: one, or one a loss.
+            like: A tensor on the device.
 
         Raises:
             InputError: If they do not have that alike.
         """
-        zero, one, count = like.new_zeros(()), like.new_ones(()), len(rows)
+        # In float64, whatever a state was loaded as: processes without losses have nothing else.
+        zero = torch.zeros((), dtype=torch.float64, device=like.device)
+        one, count = torch.ones_like(zero), len(rows)
         there = [[g for g in rows[k] or () if g is not None] for k in self.order]
         sums = [norm_sum(row, per_item=self.kind.per_item) if row else zero for row in there]
         packed = [*sums, *(one if row else zero for row in there), torch.full_like(zero, items)]
         if with_products:
-            found = like.new_zeros(count, count)
+            found = zero.new_zeros(count, count)
             if any(there):
                 found = gram([rows[k] for k in self.order])
             packed += list(found.flatten())
-        summed = self.ranks(torch.stack(packed), common)
+        summed = self.ranks(torch.stack(packed), common, self._sorted(alike, zero))
         total = summed[: 2 * count + 1].unbind()
         norms = self._placed(total[:count])
         products = None
@@ -92,6 +96,14 @@ class Exchange:
             total[2 * count],
             products,
         )
+
+    def _sorted(self, alike: Sequence[Tensor], zero: Tensor) -> Tensor:
+        """Numbers in a line, those of the losses by name; none if there is nobody to compare."""
+        if self.ranks.size == 1:
+            return zero.new_zeros(0)
+        rows = [x.unbind() if x.ndim else [x] for x in alike]
+        picked = [[row[k] for k in self.order] if len(row) > 1 else row for row in rows]
+        return torch.stack([x.to(zero) for row in picked for x in row])
 
     def _placed(self, sorted_by_name: Sequence[Tensor]) -> Tensor:
         """In the order of the names as they were given."""

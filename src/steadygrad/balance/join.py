@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from steadygrad._checks import InputError
 from steadygrad.balance.combine import Combiner
 from steadygrad.balance.exchange import Exchange, Row
 from steadygrad.balance.state import State
@@ -106,7 +107,7 @@ class Join(State):
         self.ranks.prepare(
             device,
             f"losses {sorted(self.names)}, monitor={self.monitor}, {self.averages.kind}, "
-            f"combine={type(self.combiner.aggregator).__name__}",
+            f"combine={self.combiner.name}",
         )
 
     @torch.no_grad()
@@ -119,16 +120,28 @@ class Join(State):
             told: What the losses carry.
 
         Raises:
-            InputError: If an aggregator returns something of another shape, or processes have
-                different options.
+            InputError: If an aggregator returns something of another shape, a gradient is
+                sparse, or processes have different options, states or loss scales.
         """
+        _check_dense(rows)
         outcome, changes = self._measure([rows.get(name) for name in self.names], items, told)
-        scales = _pass_on(outcome.overflowed, outcome.scales)
-        gradients = self.combiner(self._columns(rows), scales, self._slots(rows))
+        gradients = self._combined(rows, outcome)
         if self.monitor and self.combiner.needs_matrix:
             whole = norm_sum([g for g in gradients if g is not None], per_item=False).sqrt()
             outcome = outcome._replace(handed_on=whole * told.factor)
         return Joined(gradients, outcome, changes)
+
+    def _combined(self, rows: Mapping[str, Row], outcome: Outcome) -> list[Tensor | None]:
+        columns, slots = self._columns(rows), self._slots(rows)
+        if not self.combiner.needs_matrix:
+            # NaN among the factors costs nothing and reaches every gradient.
+            return self.combiner(columns, _pass_on(outcome.overflowed, outcome.scales), slots)
+        found = self.combiner(columns, outcome.scales, slots)
+        if outcome.overflowed is None:
+            return found
+        # Afterwards, because an aggregator may clean what is not finite away.
+        one = _pass_on(outcome.overflowed, outcome.scales.new_ones(()))
+        return [None if g is None else g * one.to(g) for g in found]
 
     def commit(self, joined: Joined) -> None:
         """Takes a micro-batch in."""
@@ -165,6 +178,7 @@ class Join(State):
             told.factor,
             with_products=self.monitor or self.combiner.needs_gram,
             common=self._common(told),
+            alike=self._alike(told),
             like=self.weights,
         )
         there = present > 0
@@ -212,10 +226,24 @@ class Join(State):
             return ""
         weights = dict(sorted(zip(self.names, self.host_weights, strict=True)))
         return (
-            f"weights {weights}, balance_grads={self.balance}, total_norm={self.total_norm}, "
-            f"ema_decay={self.averages.steps.decay}, eps={self.eps}, lag={self.averages.lag}, "
-            f"accumulation_steps={told.accumulation_steps}"
+            f"weights {weights}, balance_grads={self.balance}, "
+            f"total_norm={float(self.total_norm)}, ema_decay={float(self.averages.steps.decay)}, "
+            f"eps={float(self.eps)}, lag={self.averages.lag}, "
+            f"accumulation_steps={told.accumulation_steps}, "
+            f"grad_scale is a scaler={told.skips}"
         )
+
+    def _alike(self, told: Told) -> list[Tensor]:
+        """Numbers that must be alike as well, of which most are on the device."""
+        if self.ranks.size == 1:
+            return []
+        a, steps = self.averages, self.averages.steps
+        factor = told.factor
+        if not isinstance(factor, Tensor):
+            # Filled on the device: a copy from the host would wait.
+            factor = torch.full_like(steps.mass[0], factor)
+        pool = [a.sums, a.items, a.parts, a.position, a.spoiled]
+        return [factor, steps.total, steps.mass, *pool, self.draws]
 
 
 def effective_loss(
@@ -227,13 +255,25 @@ def effective_loss(
     dtype = functools.reduce(torch.promote_types, (v.dtype for v in losses.values()), torch.float32)
     slots = [slot for slot, name in enumerate(names) if name in losses]
     values = torch.stack([losses[name].detach().reshape(()) for name in names if name in losses])
-    scales, finite = outcome.scales, outcome.finite
-    if len(slots) < len(scales):
-        scales, finite = (torch.stack([x[slot] for slot in slots]) for x in (scales, finite))
-    total = torch.where(finite, scales * values, 0.0).sum(dtype=dtype)
+    vectors = (outcome.scales, outcome.finite, outcome.active)
+    if len(slots) < len(outcome.scales):
+        vectors = tuple(torch.stack([x[slot] for slot in slots]) for x in vectors)  # type: ignore[assignment]
+    scales, finite, active = vectors
+    # A loss that took no part can have any value, and its factor of zero would keep a NaN.
+    counted = finite & (scales != 0) & (active | torch.isfinite(values))
+    total = torch.where(counted, scales * values, 0.0).sum(dtype=dtype)
     if told.grad_scale is None:
         return total * told.accumulation_steps if told.accumulation_steps > 1 else total
     return (total * told.accumulation_steps / told.grad_scale).to(dtype)
+
+
+def _check_dense(rows: Mapping[str, Row]) -> None:
+    for name, row in rows.items():
+        if any(g is not None and g.layout != torch.strided for g in row):
+            raise InputError(
+                f"Loss {name!r} should give `y` a dense gradient. Found a sparse one. Remedy: "
+                "`sparse=False` where it looks rows up, or `y.clone()` before that."
+            )
 
 
 def _pass_on(overflowed: Tensor | None, factors: Tensor) -> Tensor:

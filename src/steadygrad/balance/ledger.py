@@ -94,6 +94,11 @@ class Ledger(Options):
         finally:
             self.core.partly = False
 
+    def _load_from_state_dict(self, *state: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*state, **options)
+        # Numbers of a step that is none of this state's.
+        self._last = None
+
     def extra_repr(self) -> str:
         """The weights."""
         return f"{dict(self.weights)}"

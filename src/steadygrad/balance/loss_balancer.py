@@ -9,16 +9,11 @@ from torch import Tensor
 from steadygrad._checks import InputError
 from steadygrad.balance.eager import eager
 from steadygrad.balance.fork import Fork, Gradients
+from steadygrad.balance.graphs import check_leaves, check_losses
 from steadygrad.balance.join import Joined, effective_loss
 from steadygrad.balance.ledger import Ledger
 from steadygrad.balance.nests import Outline, branches, differentiable, item_count, outlines
-from steadygrad.balance.partials import (
-    Heads,
-    check_leaves,
-    check_losses,
-    parameters_of,
-    part_gradients,
-)
+from steadygrad.balance.partials import Heads, parameters_of, part_gradients
 from steadygrad.balance.told import GradScale, Told
 from steadygrad.balance.weights import check_named, check_present
 
@@ -47,13 +42,14 @@ class LossBalancer(Ledger):
     :attr:`left_out`, and the others share the total norm. On several processes the norm is that
     of the joined batch: see :mod:`steadygrad.formulas.balance`.
 
-    All state is buffers: ``state_dict`` has it, the weights included, and it stays float64 if the
-    model becomes half precision. Nothing waits for the device, but an aggregator may. A call that
-    raises has counted nothing.
+    All state is buffers: ``state_dict`` has it, the weights included. Averages and weights stay
+    float64 if the model is cast; a copy of the model asks the same scaler. Nothing waits for the
+    device, but an aggregator may. A call that raises has counted nothing.
 
     The arguments are attributes. ``balance_grads``, ``total_norm``, ``ema_decay``, ``eps``,
     ``lag``, ``monitor``, ``grad_scale`` and ``accumulation_steps`` may be set between steps, on all
-    processes alike; :meth:`set_weights` changes weights; the others raise.
+    processes alike; :meth:`set_weights` changes weights; ``weights``, ``per_batch_item``,
+    ``batch_independent``, ``combine`` and ``process_group`` raise when they are set.
 
     Args:
         weights: Weight of each loss, zero or more. Losses may come and go, but not be others.
@@ -72,8 +68,9 @@ class LossBalancer(Ledger):
         monitor: Whether to measure the angles between gradients, for :attr:`metrics`.
         combine: What takes the place of the sum: an aggregator of TorchJD or its name, or a
             function of a matrix with one gradient a row. None: the sum.
-        grad_scale: Loss scale that the losses carry: a number, a tensor, or a gradient scaler. Only
-            a scaler is shown an overflow, by a gradient of NaN, and no average moves in that step.
+        grad_scale: Loss scale that the losses carry: a number, a tensor, or a gradient scaler,
+            which copies of the balancer share. Only a scaler is shown an overflow, by a gradient of
+            NaN, and no average moves in that step.
         accumulation_steps: By how many micro-batches the losses are divided.
         process_group: The processes whose gradients are averaged: ``"all"`` if there are several,
             None for none, or a group.
@@ -104,7 +101,7 @@ class LossBalancer(Ledger):
         Args:
             losses: Scalar losses by name. One that is missing in this step is left out, or None.
             y: The model's output that the losses depend on: a tensor, or a nest of tensors.
-                Every gradient of the model's must come through it.
+                Every gradient of the model's must come through it; for others there is `fork`.
             head_parameters: Parameters between ``y`` and the losses: a module, parameters, or
                 pairs as from ``named_parameters()``. Each gets the gradient of the plain sum of
                 losses as it is, overflows included, but for losses left out as not finite.
@@ -118,18 +115,20 @@ class LossBalancer(Ledger):
 
         Raises:
             InputError: If there is no loss with a weight; one is unknown, no real scalar, does not
-                depend on ``y``, goes through a reentrant checkpoint or shares a compiled head;
+                depend on ``y``, reaches the model beside it too, gives it a sparse gradient, goes
+                through a reentrant checkpoint, or shares a compiled head or ``y``'s own graph;
                 ``y`` is refused as by :meth:`fork`, or one of its tensors is made from another;
                 ``head_parameters`` are none, or ``y`` is made from one of them; processes have
-                other options each; or ``combine`` returns a wrong shape. Nothing has changed then.
+                other options, states or loss scales each; or ``combine`` returns a wrong shape.
+                Nothing has changed then.
         """
         there = check_named(losses, self.core.names)
         check_present(list(there), self.weights, self.core.ranks.size)
         leaves = differentiable(y)
         heads = parameters_of(head_parameters)
-        check_leaves(leaves, heads)
+        upstream = check_leaves(leaves, heads)
         items = item_count(leaves, self.core.averages.kind)
-        overlaps = check_losses(there, leaves)
+        overlaps = check_losses(there, leaves, upstream)
         told = self._told(grad_scale, accumulation_steps, leaves[0].device)
         self._follow(leaves[0].device)
         parts = part_gradients(there, overlaps, leaves, heads, retain_graph=retain_graph)
@@ -168,9 +167,9 @@ class LossBalancer(Ledger):
 
         Raises:
             InputError: If no tensor of ``y`` requires a gradient though gradients are enabled, one
-                is complex or a DTensor, or their first dimensions differ; if ``grad_scale`` or
-                ``accumulation_steps`` is out of its range; or if ``combine`` looks at whole
-                gradients and there are several processes.
+                is complex, a DTensor or in a container that torch does not know, or their first
+                dimensions differ; if ``grad_scale`` or ``accumulation_steps`` is out of its range;
+                or if ``combine`` looks at whole gradients and there are several processes.
         """
         if not torch.is_grad_enabled():
             return dict.fromkeys(self.core.names, y)

@@ -9,7 +9,7 @@ from torch import nn
 from steadygrad._checks import check_count, check_number
 from steadygrad.balance.combine import Aggregator, Combiner, load_aggregator
 from steadygrad.balance.join import Join, Outcome
-from steadygrad.balance.settings import Fixed, Live, flag
+from steadygrad.balance.settings import Fixed, Live, Shared, flag
 from steadygrad.balance.told import GradScale, check_scale
 from steadygrad.balance.weights import check_weights
 from steadygrad.balance.window import Kind, NormAverages
@@ -30,7 +30,7 @@ class Options(nn.Module):
     eps = Live("core.eps", partial(check_number, low=0))
     lag = Live("core.averages.lag", flag)
     monitor = Live("core.monitor", flag)
-    grad_scale = Live("_grad_scale", lambda _, scale: check_scale(scale))
+    grad_scale = Live("_grad_scale.value", lambda _, scale: check_scale(scale))
     accumulation_steps = Live("_accumulation_steps", check_count)
     weights = Fixed[Mapping[str, float]]("core.weights_by_name", "`set_weights({...})`")
     per_batch_item = Fixed[bool]("core.averages.kind.per_item", OTHER_NORM)
@@ -68,7 +68,19 @@ class Options(nn.Module):
             RankSum(process_group),
         )
         self.core.set_weights(list(checked.values()))
+        # In a box, because a scaler that is a module would become a part of this one.
+        self._grad_scale: Shared[GradScale | None] = Shared(None)
         self.balance_grads, self.total_norm, self.eps = balance_grads, total_norm, eps
         self.ema_decay, self.lag, self.monitor = ema_decay, lag, monitor
         self.grad_scale, self.accumulation_steps = grad_scale, accumulation_steps
         self._last: Outcome | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an option, or raises, also where the value is a module: torch would file that."""
+        if name == "aggregator" and "core" in self._modules:
+            name = "combine"  # what is asked for gradients is not looked up here
+        option = getattr(type(self), name, None)
+        if isinstance(option, Live):
+            option.__set__(self, value)
+        else:
+            super().__setattr__(name, value)

@@ -1,12 +1,12 @@
 """Arguments that stay attributes: checked whenever they are set, kept where they are used."""
 
 from collections.abc import Callable
-from operator import attrgetter
+from functools import reduce
 from typing import Any, Generic, TypeVar, overload
 
 from steadygrad._checks import InputError, check_type
 
-__all__ = ["Fixed", "Live", "flag"]
+__all__ = ["Fixed", "Live", "Shared", "flag"]
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Live[Any]")
@@ -21,8 +21,7 @@ class Live(Generic[T]):
     """
 
     def __init__(self, path: str, check: Callable[[str, Any], T]) -> None:
-        self.read = attrgetter(path)
-        self.home, _, self.attribute = path.rpartition(".")
+        *self.home, self.attribute = path.split(".")
         self.check = check
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -34,11 +33,14 @@ class Live(Generic[T]):
     def __get__(self, owner: object, kind: type) -> T: ...
     def __get__(self, owner: object | None, kind: type) -> Any:
         """The option as it is now."""
-        return self if owner is None else self.read(owner)
+        return self if owner is None else getattr(self._home(owner), self.attribute)
 
     def __set__(self, owner: object, value: T) -> None:
-        home = attrgetter(self.home)(owner) if self.home else owner
-        setattr(home, self.attribute, self.check(self.name, value))
+        setattr(self._home(owner), self.attribute, self.check(self.name, value))
+
+    def _home(self, owner: object) -> Any:
+        # Not `attrgetter`, which the compiler cannot read.
+        return reduce(getattr, self.home, owner)
 
 
 class Fixed(Live[T]):
@@ -57,6 +59,21 @@ class Fixed(Live[T]):
             )
 
         super().__init__(path, refuse)
+
+
+class Shared(Generic[T]):
+    """Something that is used and not owned: a copy of its user has the same one.
+
+    Args:
+        value: It.
+    """
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Shared[T]":
+        """Shares the value, but not which value it is."""
+        return Shared(self.value)
 
 
 def flag(name: str, value: Any) -> bool:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError
-from steadygrad.averages import WideBuffers
+from steadygrad.averages import DoubleBuffers
 from steadygrad.balance.window import NormAverages
 
 __all__ = ["State"]
 
 
-class State(WideBuffers):
+class State(DoubleBuffers):
     """Weights, counts and averages; some of them on the host too, which waits for nothing then.
 
     Args:
@@ -49,7 +49,8 @@ class State(WideBuffers):
         # Seeds of aggregators that draw numbers; the host counts along.
         self.host_draws = 0
         self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
-        # As a tensor, because then the whole state is tensors, which every format can hold.
+        # As a tensor, because then the whole state is tensors, which every format can hold. Of
+        # floats, because copies of a model may average buffers: rounding brings a float back.
         self.register_buffer("names_json", _as_bytes(self.names))
 
     @property
@@ -75,12 +76,22 @@ class State(WideBuffers):
         self.averages.reset_parameters()
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *rest: Any, **options: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *rest: Any,
     ) -> None:
         """Takes each loss's numbers by its name, in whatever order they were saved."""
         saved = state_dict.get(prefix + "names_json")
-        if saved is not None:
-            names = json.loads(bytes(saved.tolist()))
+        if saved is not None and not saved.is_meta:
+            if self.weights.is_meta and not local_metadata.get("assign_to_params_buffers", False):
+                raise InputError(
+                    "Expected a balancer with state to load into. Found it on `meta`, as it was "
+                    "built. Remedy: `to_empty(device=...)` first, or "
+                    "`load_state_dict(..., assign=True)`."
+                )
+            names = _from_bytes(saved)
             if not self.partly and sorted(names) != sorted(self.names):
                 raise InputError(
                     f"Expected the state of losses {sorted(self.names)}. Found that of "
@@ -89,22 +100,39 @@ class State(WideBuffers):
                     "are new start afresh then."
                 )
             self._take_by_name(state_dict, prefix, names)
-        super()._load_from_state_dict(state_dict, prefix, *rest, **options)
-        self.host_weights = tuple(self.weights.tolist())
-        self.host_draws = int(self.draws)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        if not self.weights.is_meta:
+            self.host_weights = tuple(self.weights.tolist())
+            self.host_draws = int(self.draws)
 
     def _take_by_name(self, state_dict: dict[str, Any], prefix: str, names: list[str]) -> None:
         """Puts a saved state into this one's order; what was not saved stays."""
         for key, own in self.state_dict().items():
             found = state_dict.get(prefix + key)
             if found is not None and found.shape == (len(names),):
-                mine = own.to(found, copy=True)
+                mine = torch.zeros(own.shape).to(found) if own.is_meta else own.to(found, copy=True)
+                if own.is_meta and key == "weights":
+                    mine = found.new_tensor(self.host_weights)
                 for slot, name in enumerate(self.names):
                     if name in names:
                         mine[slot] = found[names.index(name)]
                 state_dict[prefix + key] = mine
-        state_dict[prefix + "names_json"] = _as_bytes(self.names)
+        device = state_dict[prefix + "names_json"].device
+        state_dict[prefix + "names_json"] = _as_bytes(self.names).to(device)
 
 
 def _as_bytes(names: Sequence[str]) -> Tensor:
-    return torch.tensor(list(json.dumps(list(names)).encode()), dtype=torch.uint8)
+    return torch.tensor(list(json.dumps(list(names)).encode()), dtype=torch.float64)
+
+
+def _from_bytes(saved: Tensor) -> list[str]:
+    try:
+        names = json.loads(bytes(saved.double().round().long().tolist()))
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):
+            return names
+    except ValueError:
+        pass
+    raise InputError(
+        "Expected the losses' names in `names_json`. Found something that spells none. Remedy: the "
+        "state as `state_dict` gave it; what changes all of a state's numbers must leave this one."
+    )

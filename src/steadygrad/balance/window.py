@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from steadygrad.averages import MaskedAverages, WideBuffers
+from steadygrad.averages import DoubleBuffers, MaskedAverages
 from steadygrad.formulas.balance import norms_from_sums
 
 __all__ = ["Changes", "Kind", "NormAverages", "commit"]
@@ -42,7 +42,7 @@ class Kind(NamedTuple):
         )
 
 
-class NormAverages(WideBuffers):
+class NormAverages(DoubleBuffers):
     """Averages over steps of norms that are pooled over each step's micro-batches.
 
     A micro-batch sees the average as it would be if the step ended with it. So a step moves the

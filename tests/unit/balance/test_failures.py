@@ -9,7 +9,7 @@ from torch._functorch import config as functorch
 
 from steadygrad import LossBalancer
 from steadygrad._checks import InputError
-from steadygrad.balance import partials
+from steadygrad.balance import graphs
 from tests.unit.balance.problems import (
     WEIGHTS,
     draw,
@@ -181,8 +181,8 @@ def test_losses_that_share_a_compiled_head(donated):
 
 def test_one_walk_for_all_outputs_and_one_for_each_loss(monkeypatch):
     """Whatever their number: with a walk for each, hundreds of outputs took seconds."""
-    visited, walk = [], partials._upstream
-    monkeypatch.setattr(partials, "_upstream", lambda *a: visited.append(walk(*a)) or visited[-1])
+    visited, walk = [], graphs._upstream
+    monkeypatch.setattr(graphs, "_upstream", lambda *a: visited.append(walk(*a)) or visited[-1])
     source = draw(4, 7).requires_grad_()
     y, x = [], source
     for _ in range(50):
@@ -193,3 +193,21 @@ def test_one_walk_for_all_outputs_and_one_for_each_loss(monkeypatch):
     # What is upstream of all outputs: 50 tanh and the source.
     assert len(visited[0]) == 51
     assert len(visited) == 3
+
+
+class Skips:
+    """A scaler as far as it is asked."""
+
+    def scale(self, outputs):
+        return 2 * outputs
+
+
+@CALLS
+def test_an_aggregator_that_cleans_cannot_hide_an_overflow(call):
+    """The scaler has to see it, or every step from now on overflows."""
+    clean = lambda matrix: matrix.nan_to_num().sum(0)  # noqa: E731
+    balancer = LossBalancer(WEIGHTS, combine=clean, grad_scale=Skips())
+    broken = lambda ys: {**make(ys), "l2": ys["l2"].sum() * torch.inf}  # noqa: E731
+    assert gradient_handed_on(balancer, broken, draw(4, 7), call).isnan().all()
+    assert balancer.core.averages.steps.mass.tolist() == [0.0] * 3
+    assert torch.isfinite(gradient_handed_on(balancer, make, draw(4, 7), call)).all()
