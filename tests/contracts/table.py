@@ -1,7 +1,7 @@
-"""The optimizers that keep the contracts. A new one is one entry here."""
+"""The optimizers that keep the contracts, in every mode. A new one is one entry here."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.optim import Optimizer
@@ -18,15 +18,18 @@ class Entry:
         options: Options of this variant.
         none_moves: Whether a parameter without a gradient may move.
         wrong: Options that must be refused, each with a piece of the message.
+        mode: How steps are computed, unless a test says it.
     """
 
     make: Callable[..., Optimizer]
     options: Mapping[str, Any] = field(default_factory=dict)
     none_moves: bool = False
     wrong: tuple[tuple[dict[str, Any], str], ...] = ()
+    mode: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, params: Any, **more: Any) -> Any:
-        return self.make(params, **{**self.options, **more})
+        mode = {} if {"foreach", "fused"} & set(more) else self.mode
+        return self.make(params, **{**self.options, **mode, **more})
 
 
 _SHARED_WRONG = (
@@ -37,7 +40,7 @@ _SHARED_WRONG = (
     ({"betas": (0.9,)}, "`betas`"),
 )
 
-TABLE = {
+OPTIMIZERS = {
     "lans": Entry(
         LANS,
         {"lr": 1e-2},
@@ -80,4 +83,12 @@ TABLE = {
         {"recipe": "stateless7", "clipping_scale": 1.5, "clipping_update_period": 4},
         none_moves=True,
     ),
+}
+
+# The third, one parameter at a time, equals the second to the bit: `test_steps` holds it to that.
+MODES = {"fused": {"fused": True}, "foreach": {"foreach": True}}
+TABLE = {
+    f"{name}-{mode}": replace(entry, mode=options)
+    for name, entry in OPTIMIZERS.items()
+    for mode, options in MODES.items()
 }

@@ -8,7 +8,6 @@ from torch._dynamo.testing import CompileCounter
 
 from steadygrad._checks import InputError
 from tests.contracts.problems import (
-    PeakMemory,
     Watch,
     assert_same,
     give_gradients,
@@ -43,15 +42,6 @@ def test_goes_in_the_right_direction(entry, dtype, maximize):
         (sign * distance()).backward()
         optimizer.step()
     assert float(distance().detach()) < 0.8 * start
-
-
-@every_optimizer
-@every_type
-def test_foreach_equals_single(entry, dtype):
-    together, alone = parameters(dtype), parameters(dtype)
-    run(entry(together, foreach=True), together, range(12))
-    run(entry(alone, foreach=False), alone, range(12))
-    assert_same(together, alone)
 
 
 @every_optimizer
@@ -215,21 +205,6 @@ def test_one_compilation_and_the_same_steps(entry):
 
 
 @every_optimizer
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_peak_memory_is_two_temporaries_of_the_largest(entry, dtype):
-    shapes = [(256, 256), *[(64, 64)] * 40]
-    params = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
-    optimizer = entry(params)
-    for step in range(3):
-        give_gradients(params, step, none=False)
-        with PeakMemory() as memory:
-            optimizer.step()
-    largest = 256 * 256 * 4
-    # Besides them, some numbers for each parameter.
-    assert largest < memory.peak <= 2 * largest + 64 * 1024
-
-
-@every_optimizer
 def test_layouts_other_than_contiguous(entry):
     draw = torch.Generator().manual_seed(0)
     plain = [torch.randn(2, 3, 4, 5, generator=draw), torch.randn(6, 4, generator=draw)]
@@ -324,20 +299,6 @@ WRONG = [(name, *case) for name, entry in TABLE.items() for case in entry.wrong]
 def test_wrong_options_are_refused_by_name(name, options, message):
     with pytest.raises(ValueError, match=message):
         TABLE[name]([torch.zeros(3, requires_grad=True)], **options)
-
-
-@every_optimizer
-def test_fused_falls_back_with_one_warning(entry):
-    from steadygrad import kernels
-
-    kernels._WARNED.clear()
-    fused, plain = parameters(), parameters()
-    optimizer = entry(fused, fused=True)
-    with pytest.warns(UserWarning, match="fused kernel") as caught:
-        run(optimizer, fused, range(5))
-    assert len(caught) == 1
-    run(entry(plain), plain, range(5))
-    assert_same(fused, plain)
 
 
 @every_optimizer

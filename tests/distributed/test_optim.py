@@ -93,6 +93,13 @@ def shard_2d(model):
     fully_shard(model, mesh=mesh["dp"])
 
 
+# Without compiled loops; with them is the default here.
+PLAIN = {
+    "lans": lambda p: LANS(p, lr=1e-2, weight_decay=0.05, foreach=True),
+    "scaled_adam": lambda p: ScaledAdam(
+        p, clipping_scale=1.5, clipping_update_period=5, foreach=True
+    ),
+}
 LAYOUTS = {2: ("fsdp", "tp"), 4: ("fsdp", "hsdp", "2d")}
 SHARD = {"fsdp": shard_fsdp, "hsdp": shard_hsdp, "tp": shard_tp, "2d": shard_2d}
 
@@ -108,6 +115,10 @@ def trajectories(rank, world):
             optimizer = make(model.parameters())
             train(model, optimizer, range(STEPS))
             found[f"{name} {layout}"] = difference(model, reference)
+        model = net()
+        shard_fsdp(model)
+        train(model, PLAIN[name](model.parameters()), range(STEPS))
+        found[f"{name} fsdp foreach"] = difference(model, reference)
     return found
 
 

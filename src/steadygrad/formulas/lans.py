@@ -153,7 +153,8 @@ def coefficients(
     x, u_m, u_g = sums.sqrt().unbind()
     if bounds[0] is not None or bounds[1] is not None:
         x = x.clamp(*bounds)
-    scale = ok.to(sums.dtype) * lr
+    # Rounded as a product with a plain number is, whatever type a tensor `lr` has.
+    scale = (ok.to(sums.dtype) * lr).to(sums.dtype)
     return Coefficients(
         scale * beta1 * trust_ratio(x, u_m), scale * (1 - beta1) * trust_ratio(x, u_g)
     )

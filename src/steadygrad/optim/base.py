@@ -6,15 +6,18 @@ it decides it decides on the device: nothing here reads a tensor.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 
-from steadygrad.kernels import choose_mode
+from steadygrad.kernels import choose_mode, give_up, warn_once
 from steadygrad.optim.leaves import Leaves, Scaling, buckets_of, local_grad
 from steadygrad.optim.state import StatefulOptimizer
-from steadygrad.sharding import ShardSum
+from steadygrad.sharding import ShardSum, is_sharded
+
+if TYPE_CHECKING:
+    from steadygrad.optim.fused import Plan
 
 __all__ = ["ShardedOptimizer"]
 
@@ -31,6 +34,11 @@ class ShardedOptimizer(StatefulOptimizer):
     # A GradScaler then hands over its scale and what it found, and does not wait for the device.
     _step_supports_amp_scaling = True
     _shard_sums: tuple[Any, ShardSum] | None = None
+    _plans: "dict[int, Plan] | None" = None
+    # States with the parameter's shape and small ones, as the kernels named here take them.
+    _large: tuple[str, str]
+    _small: tuple[str, ...]
+    _kernels: tuple[str, ...]
     # Whether a parameter without a gradient takes part as if it were zero.
     _none_is_zero = False
 
@@ -74,7 +82,10 @@ class ShardedOptimizer(StatefulOptimizer):
             ok = self._update(leaves, self._sums_over_shards(leaves), scaling)
             self._count_skipped(ok)
             for some in leaves:
-                self._masters.write_back(some.params, some.weights)
+                if some.fused is None:
+                    self._masters.write_back(some.params, some.weights)
+                else:
+                    some.fused.release()
         return loss
 
     def _update(
@@ -135,13 +146,26 @@ class ShardedOptimizer(StatefulOptimizer):
         """What parameters that are worked on together have in common."""
         return parameter.device, self._state_dtype(parameter, group)
 
-    def _leaves(self, group: dict[str, Any]) -> Iterable[Leaves]:
-        """A group's parameters, by device and working type."""
+    def _leaves(self, group: dict[str, Any], *, fused: bool = True) -> Iterable[Leaves]:
+        """A group's parameters, by device and working type.
+
+        Args:
+            group: The group.
+            fused: Whether some may be for compiled loops.
+        """
         mode = choose_mode(type(self).__name__, group["foreach"], group["fused"])
+        members = [
+            p for p in group["params"] if p.numel() and (p.grad is not None or self._none_is_zero)
+        ]
+        plan = self._plan(group, members) if fused and mode == "fused" else None
+        if plan is not None:
+            yield from plan
+            members = plan.others
+            if members and group["fused"] and members[0].numel():
+                warn_once(type(self).__name__, f"not for such a tensor on {members[0].device}")
         kinds: dict[Any, list[Tensor]] = defaultdict(list)
-        for p in group["params"]:
-            if p.numel() and (p.grad is not None or self._none_is_zero):
-                kinds[self._kind(p, group)].append(p)
+        for p in members:
+            kinds[self._kind(p, group)].append(p)
         for params in kinds.values():
             states = [self.state[p] for p in params]
             weights = [self._masters.weight(p, s) for p, s in zip(params, states, strict=True)]
@@ -153,13 +177,39 @@ class ShardedOptimizer(StatefulOptimizer):
                 grads=[local_grad(p) for p in params],
                 states=states,
                 numels=[p.numel() for p in params],
-                buckets=buckets_of(sizes)
-                if mode == "foreach"
-                else [[i] for i in range(len(sizes))],
+                buckets=[[i] for i in range(len(sizes))] if mode == "single" else buckets_of(sizes),
             )
+
+    def _plan(self, group: dict[str, Any], members: list[Tensor]) -> "Plan | None":
+        """Who is for compiled loops, as at the last step if nothing has changed."""
+        if self._plans is None:
+            self._plans = {}
+        plan = self._plans.get(id(group))
+        if plan is not None and plan.group is group and plan.holds(members, self.state):
+            return plan
+        from steadygrad.optim.fused import Plan
+
+        kinds = [self._kind(p, group) for p in members]
+        try:
+            plan = Plan(group, members, self.state, kinds, self._large, self._small, self._kernels)
+        except Exception as error:
+            # Whatever a compiler may raise on a machine nobody has seen: nothing is written yet.
+            give_up(type(self).__name__, error)
+            return None
+        # A load makes new groups; plans of the old ones would hold on to the old state.
+        known = {id(each) for each in self.param_groups}
+        self._plans = {key: old for key, old in self._plans.items() if key in known}
+        self._plans[id(group)] = plan
+        return plan if plan.holds(members, self.state) else None
 
     def _sums_over_shards(self, leaves: list[Leaves]) -> Callable[[list[Tensor]], list[Tensor]]:
         params = [p for some in leaves for p in some.params]
+        if not any(map(is_sharded, params)):
+            return lambda columns: columns
+        # By the groups' order: who is for compiled loops may differ from process to process.
+        places = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        order = sorted(range(len(params)), key=lambda i: places[id(params[i])])
+        params = [params[i] for i in order]
         layout = [(getattr(p, "device_mesh", None), getattr(p, "placements", None)) for p in params]
         if self._shard_sums is None or self._shard_sums[0] != layout:
             self._shard_sums = (layout, ShardSum(params))
@@ -170,7 +220,15 @@ class ShardedOptimizer(StatefulOptimizer):
                 return columns
             # In float64, so that the sum's order among processes costs no digits.
             packed = torch.cat([c.to(columns[0].device, torch.float64) for c in columns], dim=1)
-            parts = total(packed).split([c.shape[1] for c in columns], dim=1)
+            if order != sorted(order):
+                packed = total(packed[:, order])[:, _inverse(order)]
+            else:
+                packed = total(packed)
+            parts = packed.split([c.shape[1] for c in columns], dim=1)
             return [part.to(c) for part, c in zip(parts, columns, strict=True)]
 
         return over_shards
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)

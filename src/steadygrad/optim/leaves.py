@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError
 from steadygrad.sharding import aligned, local
+
+if TYPE_CHECKING:
+    from steadygrad.optim.fused import Fused
 
 __all__ = ["Leaves", "Scaling", "buckets_of", "local_grad"]
 
@@ -25,6 +28,7 @@ class Leaves:
         states: The parameters' states.
         numels: Elements over all shards.
         buckets: Indices of parameters that are worked on together.
+        fused: The same for compiled loops; gradients and buckets are empty then.
     """
 
     group: dict[str, Any]
@@ -34,6 +38,7 @@ class Leaves:
     states: list[dict[str, Any]]
     numels: list[int]
     buckets: list[list[int]]
+    fused: "Fused | None" = None
 
     @property
     def device(self) -> torch.device:

@@ -44,8 +44,13 @@ class Masters:
         master = local(state[MASTER])
         version = self._version(own)
         if version is None or self._versions.get(parameter) != version:
-            master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
+            self.follow(own, master)
         return master
+
+    @staticmethod
+    def follow(own: Tensor, master: Tensor) -> None:
+        """Elements that are no longer their master's rounding become their master."""
+        master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
 
     def write_back(self, parameters: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         """Rounds masters to their parameters."""

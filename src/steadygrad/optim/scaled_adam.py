@@ -14,7 +14,7 @@ from steadygrad.optim.base import ShardedOptimizer
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.icefall import unstack
 from steadygrad.optim.leaves import Leaves, Scaling
-from steadygrad.optim.scaled_adam_parts import CLIPPING, GroupPart, group_norm
+from steadygrad.optim.scaled_adam_parts import CLIPPING, SIZES, GroupPart, group_norm, part_of
 
 __all__ = ["ScaledAdam"]
 
@@ -47,8 +47,8 @@ class ScaledAdam(ShardedOptimizer):
         recipe: ``"zipformer"``, the current rule, with its state in float32; or ``"stateless7"``,
             that of 2022, whose clipping acts on the sizes only.
         master_weights: Whether fp16 and bf16 parameters have float32 masters; None: yes.
-        foreach: Whether to work on several parameters in a call; None: yes.
-        fused: Whether to use a fused kernel; None: where there is one.
+        foreach: Whether to work on several parameters in a call; None: where nothing is fused.
+        fused: Whether to use compiled loops; None: on CPUs, with the extra ``cpu``.
         maximize: Whether to go up instead of down.
         capturable: Whether steps may be recorded in a CUDA graph; nothing else depends on it.
 
@@ -62,6 +62,9 @@ class ScaledAdam(ShardedOptimizer):
 
     _shared = ("skipped", *CLIPPING)
     _none_is_zero = True
+    _large = ("exp_avg_sq", "delta")
+    _small = ("step", *SIZES)
+    _kernels = ("scaled_adam_sums", "scaled_adam_update")
 
     def __init__(
         self,
@@ -174,11 +177,11 @@ class ScaledAdam(ShardedOptimizer):
         over_shards: Callable[[list[Tensor]], list[Tensor]],
         scaling: Scaling,
     ) -> Tensor:
-        sums = over_shards(
-            [scaled_adam.parameter_sums(some.weights, some.grads) for some in leaves]
-        )
+        work = [part_of(some, scaling) for some in leaves]
+        sums = over_shards([some.parameter_sums() for some in work])
         ok = scaling.ok([rows[0] for rows in sums])
-        work = [GroupPart(*pair, scaling) for pair in zip(leaves, sums, strict=True)]
+        for some, rows in zip(work, sums, strict=True):
+            some.sums = rows
         clips = self._clip(work, ok)
         for some in work:
             some.move(clips[some.key], ok.to(some.leaves.device))
@@ -200,13 +203,14 @@ class ScaledAdam(ShardedOptimizer):
 
     def _diagnose(self, index: int, group: dict[str, Any], top: int) -> dict[str, Any]:
         report, members = Report(index, group, self.state, top), []
-        for some in self._leaves(group):
+        for some in self._leaves(group, fused=False):
             own = scaled_adam.parameter_sums(some.weights, some.grads)
             own = torch.cat([own, torch.stack(report.moments(some)).to(own)])
             (sums,) = self._sums_over_shards([some])([own])
             report.add_gradients(some, sums[[0, 3]])
-            members.append(GroupPart(some, sums[:3], Scaling(None, None)))
-            report.add("dominance", some, torch.stack(members[-1].norm_terms()))
+            members.append(GroupPart(some, Scaling(None, None)))
+            members[-1].sums = sums[:3]
+            report.add("dominance", some, members[-1].norm_terms())
             if not members[-1].is_scalar:
                 report.add("rms", some, some.column("param_rms"))
         return report.finish_clipping(members[0].leaves.states[0] if members else {})

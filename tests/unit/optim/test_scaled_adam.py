@@ -5,7 +5,7 @@ import torch
 
 from steadygrad.optim import ScaledAdam
 from tests.reference import scaled_adam as reference
-from tests.unit.optim.reference_runs import deviation
+from tests.unit.optim.reference_runs import MODES, deviation
 
 OPTIONS = {
     "default": {},
@@ -23,7 +23,7 @@ CLIPPED = {
     "uphill": {"clipping_scale": 0.5, "clipping_update_period": 6, "maximize": True},
 }
 recipes = pytest.mark.parametrize("recipe", ["zipformer", "stateless7"])
-modes = pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "single"])
+modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 
 class Exact(ScaledAdam):
@@ -33,11 +33,11 @@ class Exact(ScaledAdam):
         return parameter.dtype
 
 
-def difference(options, recipe, foreach, make=Exact, **kwargs):
+def difference(options, recipe, mode, make=Exact, **kwargs):
     options = {**options, "recipe": recipe}
     return max(
         deviation(
-            lambda params: make(params, **options, foreach=foreach),
+            lambda params: make(params, **options, **mode),
             lambda: reference.ScaledAdam(**options),
             seed=seed,
             **kwargs,
@@ -49,17 +49,17 @@ def difference(options, recipe, foreach, make=Exact, **kwargs):
 @recipes
 @modes
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_equals_the_reference(options, recipe, foreach):
+def test_equals_the_reference(options, recipe, mode):
     # Float64 on both sides; 60 steps of rounding in another order.
-    assert difference(options, recipe, foreach) < 1e-12
+    assert difference(options, recipe, mode) < 1e-12
 
 
 @recipes
 @modes
 @pytest.mark.parametrize("options", CLIPPED.values(), ids=CLIPPED)
-def test_clips_as_the_reference(options, recipe, foreach):
+def test_clips_as_the_reference(options, recipe, mode):
     # Norms and thresholds are float32, as the originals keep them.
-    assert difference(options, recipe, foreach) < 1e-6
+    assert difference(options, recipe, mode) < 1e-6
 
 
 @pytest.mark.parametrize("options", CLIPPED.values(), ids=CLIPPED)
@@ -79,12 +79,12 @@ def test_follows_a_changing_learning_rate(recipe):
     def before(step, optimizer, reference):
         optimizer.param_groups[0]["lr"] = reference.lr = 0.1 / (1 + step)
 
-    assert difference({}, recipe, True, before=before) < 1e-12
+    assert difference({}, recipe, MODES["fused"], before=before) < 1e-12
 
 
 def test_its_own_state_is_float32():
     # Rounding of a float32 state, 60 steps of it.
-    assert 1e-12 < difference({}, "zipformer", True, make=ScaledAdam) < 1e-5
+    assert 1e-12 < difference({}, "zipformer", MODES["fused"], make=ScaledAdam) < 1e-5
 
 
 @recipes
