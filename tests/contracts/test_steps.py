@@ -258,3 +258,48 @@ def test_deepcopy_goes_its_own_way(entry):
     assert_same(snapshot(optimizer, params), snapshot(twin, copies))
     run(twin, copies, [9])
     assert not torch.equal(params[0], copies[0])
+
+
+@every_optimizer
+def test_frozen_parameters_stay_as_they_are(entry):
+    """Also those whose size or value is beyond what a rule allows."""
+    params = [(torch.ones(4, 4) * 50).requires_grad_(), torch.tensor(50.0, requires_grad=True)]
+    params += parameters()
+    optimizer = entry(params)
+    for p in params[:2]:
+        p.requires_grad_(False)
+    for step in range(9):
+        give_gradients(params[2:], step)
+        optimizer.step()
+    assert torch.equal(params[0], torch.full((4, 4), 50.0))
+    assert params[1] == 50
+    assert optimizer.state[params[0]]["step"] == 0
+    assert optimizer.state[params[2]]["step"] == 9
+
+
+@every_optimizer
+def test_a_group_without_parameters_has_skipped_nothing(entry):
+    optimizer = entry([{"params": []}])
+    optimizer.step()
+    assert optimizer.skipped == 0
+
+
+@every_optimizer
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"maximise": True}, "'maximise'.*did you mean 'maximize'"),
+        ({"lr_mult": 2.0}, r"'lr_mult'.*param_groups\(model"),
+        ({"lr": torch.tensor(1)}, "`lr`.*int64.*with a point"),
+        ({"lr": torch.tensor(-1.0)}, "`lr`.*0 or more"),
+        ({"lr": torch.tensor(torch.nan)}, "`lr`"),
+        ({"foreach": "yes"}, "`foreach`.*True, False, None.*'yes'"),
+        ({"maximize": None}, "`maximize`.*True, False. Found None"),
+    ],
+    ids=str,
+)
+def test_a_groups_wrong_option_is_refused(entry, option, message):
+    with pytest.raises(InputError, match=message):
+        entry([{"params": parameters(), **option}])
+    # What schedules and users put there is none of the optimizer's business.
+    entry([{"params": parameters(), "initial_lr": 0.1, "name": "a", "lr_scale": 3}])

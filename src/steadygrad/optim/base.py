@@ -32,15 +32,15 @@ class ShardedOptimizer(StatefulOptimizer):
     # A GradScaler then hands over its scale and what it found, and does not wait for the device.
     _step_supports_amp_scaling = True
     _shard_sums: tuple[Any, ShardSum] | None = None
-    # Whether a parameter without a gradient takes part as if it were zero.
+    # Whether a parameter without a gradient, unless it is frozen, takes part as if it were zero.
     _none_is_zero = False
 
     @property
     def skipped(self) -> Tensor:
         """Steps left out because a gradient was not finite, with shape ``()``."""
         self._fill_state()
-        first = next(p for group in self.param_groups for p in group["params"])
-        return self.state[first]["skipped"]  # type: ignore[no-any-return]
+        first = next((p for group in self.param_groups for p in group["params"]), None)
+        return torch.zeros(()) if first is None else self.state[first]["skipped"]
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -136,18 +136,18 @@ class ShardedOptimizer(StatefulOptimizer):
 
     def _kind(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """What parameters that are worked on together have in common."""
-        return parameter.device, self._state_dtype(parameter, group)
+        return parameter.device, parameter.dtype, self._state_dtype(parameter, group)
 
     def _leaves(self, group: dict[str, Any]) -> Iterable[Leaves]:
         """A group's parameters, by device and working type."""
         mode = choose_mode(type(self).__name__, group["foreach"], group["fused"])
         kinds: dict[Any, list[Tensor]] = defaultdict(list)
         for p in group["params"]:
-            if p.numel() and (p.grad is not None or self._none_is_zero):
+            if p.numel() and (p.grad is not None or (self._none_is_zero and p.requires_grad)):
                 kinds[self._kind(p, group)].append(p)
         for params in kinds.values():
             states = [self.state[p] for p in params]
-            weights = [working_weight(p, s) for p, s in zip(params, states, strict=True)]
+            weights = [working_weight(p, s, group) for p, s in zip(params, states, strict=True)]
             sizes = [weight.numel() for weight in weights]
             yield Leaves(
                 group=group,

@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from steadygrad._checks import InputError, check_number
 from steadygrad.formulas import lans
-from steadygrad.formulas.tensors import square_sums
+from steadygrad.formulas.tensors import square_sums, wide
 from steadygrad.optim.base import ShardedOptimizer
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.leaves import Leaves, Scaling
@@ -122,7 +122,7 @@ class LANS(ShardedOptimizer):
         over_shards: Callable[[list[Tensor]], list[Tensor]],
         scaling: Scaling,
     ) -> Tensor:
-        own = [square_sums(some.grads, some.weights[0].dtype) for some in leaves]
+        own = [square_sums(some.grads, wide(some.weights[0].dtype)) for some in leaves]
         norms = over_shards([sums[None] for sums in own])
         ok = scaling.ok(norms)
         for some in leaves:
@@ -158,13 +158,13 @@ class LANS(ShardedOptimizer):
         ok = ok.to(some.device)
         # A first step that is not taken leaves the count at zero; its corrections go unused.
         step = some.column("step").clamp(min=1).to(torch.float64)
-        dtype = some.weights[0].dtype
+        m, v = some.locals("exp_avg"), some.locals("exp_avg_sq")
+        dtype = m[0].dtype
         corrections = [(1 - beta**step).to(dtype).unbind() for beta in some.group["betas"]]
         sign = -1.0 if some.group["maximize"] else 1.0
         inverse = torch.where(square_norms > 0, sign * square_norms.rsqrt(), 0.0)
         inverses = inverse.to(dtype).unbind()
         pairs = list(zip(*corrections, strict=True))
-        m, v = some.locals("exp_avg"), some.locals("exp_avg_sq")
         return [
             lans.Block(
                 x=[some.weights[i] for i in bucket],
@@ -182,7 +182,8 @@ class LANS(ShardedOptimizer):
         report = Report(index, group, self.state, top)
         for some in self._leaves(group):
             over_shards = self._sums_over_shards([some])
-            own = torch.stack([square_sums(some.grads), *report.moments(some)])
+            own = square_sums(some.grads, wide(some.weights[0].dtype))
+            own = torch.stack([own, *(row.to(own) for row in report.more_sums(some))])
             (sums,) = over_shards([own])
             report.add_gradients(some, sums)
             blocks = self._parts(some, sums[0], torch.isfinite(sums[0]).all())
