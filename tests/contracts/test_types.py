@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contracts.problems import give_gradients, parameters, run
+from tests.contracts.problems import assert_same, give_gradients, parameters, run, snapshot
 from tests.contracts.table import TABLE
 
 every_optimizer = pytest.mark.parametrize("entry", TABLE.values(), ids=TABLE)
@@ -75,7 +75,9 @@ def test_fp16_without_a_master_takes_every_finite_gradient(entry, foreach, size)
 @pytest.mark.parametrize("order", [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)])
 def test_narrow_and_wide_parameters_in_one_group_without_masters(entry, foreach, order):
     draw = torch.Generator().manual_seed(0)
-    values = [torch.randn(6, 3, generator=draw).to(t).requires_grad_() for t in order]
+    # The first is large, so that the two others are worked on in one call if they are together.
+    shapes = zip([(20, 20), (6, 3), (6, 3)], (torch.float32, *order), strict=True)
+    values = [torch.randn(s, generator=draw).to(t).requires_grad_() for s, t in shapes]
     alone = [v.detach().clone().requires_grad_() for v in values]
     together = entry(values, master_weights=False, foreach=foreach)
     apart = [entry([v], master_weights=False, foreach=foreach) for v in alone]
@@ -97,6 +99,27 @@ CASTS = [
     (torch.float64, torch.float32),
     (torch.bfloat16, torch.float64),
 ]
+
+
+@every_optimizer
+@MODES
+@pytest.mark.parametrize(("first", "then"), CASTS, ids=str)
+def test_a_cast_model_steps_as_one_whose_state_was_looked_at(entry, first, then, foreach):
+    results = []
+    for look in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3).to(first)
+        params = list(model.parameters())
+        optimizer = entry(params, foreach=foreach)
+        run(optimizer, params, range(3), none=False)
+        for p in params:
+            p.grad = None
+        model.to(then)
+        if look:
+            optimizer.state_dict()
+        run(optimizer, params, range(3, 6), none=False)
+        results.append(snapshot(optimizer, params))
+    assert_same(*results)
 
 
 @every_optimizer
