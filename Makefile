@@ -37,6 +37,8 @@ docs: $(VENV)/.installed
 bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/results
 	$(BIN)/python benchmarks/noise_overhead.py --save
 	$(BIN)/python benchmarks/step_time.py --save
+	$(BIN)/python benchmarks/balance_overhead.py --save
+	$(BIN)/python benchmarks/optimizers_train.py --save
 	$(BIN)/python benchmarks/advise_vs_sweep.py --task digits-classifier --budget 1m --save
 	$(BIN)/python benchmarks/advise_vs_sweep.py --save
 

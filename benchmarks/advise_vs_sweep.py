@@ -186,13 +186,13 @@ def report(options, summary: dict | None, sweep: Sweep, sizes, length: int, lr_o
             f"{end(sweep.curves[b, rung]):.4f} |"
         )
     verdict = "within" if 0.5 <= ratio <= 2 else "NOT within"
-    interval = f"{advice['low']} to {advice['high']}"
+    limit = f"{advice['value']:.1f}, 95% interval {advice['low']:.1f} to {advice['high']:.1f}"
     lines += [
         "",
         f"Largest batch with at most {TOLERANCE:.0%} more samples: **{good}**.",
         f"`steadygrad advise {options.task} --budget {options.budget}` recommends",
-        f"**{advice['batch_size']}** (interval {interval}): {ratio:g} times,",
-        f"{verdict} a factor of two.",
+        f"**{advice['batch_size']}** (its limit: {limit}),",
+        f"{ratio:g} times the sweep's, {verdict} a factor of two.",
     ]
     return "\n".join(lines)
 

@@ -9,6 +9,7 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 EXPECTED = {
+    "balance_losses.py": "share asked for",
     "noise_scale_in_a_loop.py": "noise scale",
     "split_batch.py": "noise scale",
     "my_task.py": "",

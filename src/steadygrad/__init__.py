@@ -13,6 +13,7 @@ _HOMES = {
     "NoiseScale": "steadygrad.noise",
     "SplitBatchNoiseScale": "steadygrad.noise",
     "BatchSizeController": "steadygrad.noise",
+    "LossBalancer": "steadygrad.balance",
     "ScaledAdam": "steadygrad.optim",
     "LANS": "steadygrad.optim",
     "Task": "steadygrad.tasks",
@@ -21,6 +22,7 @@ _HOMES = {
 __all__ = [
     "LANS",
     "BatchSizeController",
+    "LossBalancer",
     "NoiseScale",
     "ScaledAdam",
     "SplitBatchNoiseScale",

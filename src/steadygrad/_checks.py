@@ -5,7 +5,7 @@ from collections.abc import Collection
 from difflib import get_close_matches
 from typing import TypeVar
 
-__all__ = ["InputError", "check_choice", "check_count", "check_number"]
+__all__ = ["InputError", "check_choice", "check_count", "check_number", "check_type"]
 
 T = TypeVar("T")
 
@@ -97,6 +97,26 @@ def _shown(value: object) -> str:
     # An array's repr has many lines, and a message one.
     line = " ".join(repr(value).split())
     return line if len(line) <= 80 else f"{line[:76]} ..."
+
+
+def check_type(name: str, value: object, kind: type[T], remedy: str) -> T:
+    """Returns ``value`` when it is an instance of ``kind``.
+
+    Args:
+        name: What the caller knows the value by.
+        value: The value.
+        kind: What it should be.
+        remedy: What to do instead, without a full stop.
+
+    Raises:
+        InputError: If it is not, naming its type and the remedy.
+    """
+    if isinstance(value, kind):
+        return value
+    raise InputError(
+        f"Parameter `{name}` should be of type {kind.__name__}. "
+        f"Found {_shown(value)}, of type {type(value).__name__}. Remedy: {remedy}."
+    )
 
 
 def check_choice(name: str, value: T, choices: Collection[T]) -> T:

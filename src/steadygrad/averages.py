@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from steadygrad._checks import check_number
 
-__all__ = ["MovingAverage", "WideBuffers"]
+__all__ = ["MaskedAverages", "MovingAverage", "WideBuffers"]
 
 M = TypeVar("M", bound="WideBuffers")
 
@@ -83,6 +83,60 @@ class MovingAverage(WideBuffers):
 
     def value(self) -> Tensor:
         """The average so far, with shape ``shape``; NaN before the first value."""
+        return self.total / self.mass
+
+    def reset(self) -> None:
+        """Forgets every value."""
+        self.total.zero_()
+        self.mass.zero_()
+
+
+class MaskedAverages(WideBuffers):
+    r"""Several bias-corrected averages, each of which moves only when it has a new value.
+
+    .. math:: x_t = \beta\,x_{t-1} + v_t, \qquad m_t = \beta\,m_{t-1} + 1, \qquad
+              \bar v_t = x_t / m_t
+
+    With :math:`\beta = 1` this is the plain mean, with 0 the last value. Other than
+    :class:`MovingAverage` each entry has a mass of its own.
+
+    Args:
+        decay: :math:`\beta`, in [0, 1].
+        count: Number of averages.
+
+    Attributes:
+        total: :math:`x`, float64 with shape ``(count,)``.
+        mass: :math:`m`, likewise; zero before the first value.
+    """
+
+    total: Tensor
+    mass: Tensor
+
+    def __init__(self, decay: float, count: int) -> None:
+        super().__init__()
+        self.decay = check_number("decay", decay, low=0, high=1)
+        self.register_buffer("total", torch.zeros(count, dtype=torch.float64))
+        self.register_buffer("mass", torch.zeros(count, dtype=torch.float64))
+
+    def with_values(self, values: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+        """Total and mass as they would be after new values, without taking them in.
+
+        Args:
+            values: The new values, with shape ``(count,)``.
+            where: Which entries have one, boolean with shape ``(count,)``.
+        """
+        total = torch.where(where, self.total * self.decay + values, self.total)
+        mass = torch.where(where, self.mass * self.decay + 1, self.mass)
+        return total, mass
+
+    @torch.no_grad()
+    def set(self, total: Tensor, mass: Tensor) -> None:
+        """Takes over what :meth:`with_values` gave."""
+        self.total.copy_(total)
+        self.mass.copy_(mass)
+
+    def value(self) -> Tensor:
+        """The averages so far, with shape ``(count,)``; NaN before an entry's first value."""
         return self.total / self.mass
 
     def reset(self) -> None:

@@ -75,12 +75,13 @@ OPTIMIZERS = {
             ({"param_max_rms": 0.0}, "`param_max_rms`"),
         ),
     ),
+    # Below the median: every other step is clipped.
     "scaled_adam-clipped": Entry(
-        ScaledAdam, {"clipping_scale": 1.5, "clipping_update_period": 4}, none_moves=True
+        ScaledAdam, {"clipping_scale": 0.9, "clipping_update_period": 4}, none_moves=True
     ),
     "scaled_adam-2022": Entry(
         ScaledAdam,
-        {"recipe": "stateless7", "clipping_scale": 1.5, "clipping_update_period": 4},
+        {"recipe": "stateless7", "clipping_scale": 0.9, "clipping_update_period": 4},
         none_moves=True,
     ),
 }

@@ -4,11 +4,9 @@ import copy
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 
 from steadygrad._checks import InputError
 from tests.contracts.problems import (
-    Watch,
     assert_same,
     give_gradients,
     parameters,
@@ -16,7 +14,7 @@ from tests.contracts.problems import (
     snapshot,
     tensors_of,
 )
-from tests.contracts.table import TABLE
+from tests.contracts.table import OPTIMIZERS, TABLE
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 every_optimizer = pytest.mark.parametrize("entry", TABLE.values(), ids=TABLE)
@@ -152,59 +150,6 @@ def test_a_learning_rate_of_zero_moves_no_weight(entry):
 
 
 @every_optimizer
-@every_type
-def test_a_tensor_learning_rate_is_the_same(entry, dtype):
-    floats, tensors = parameters(dtype), parameters(dtype)
-    one = entry(floats, lr=0.01)
-    two = entry(tensors, lr=torch.tensor(0.01, dtype=torch.float64))
-    for step in range(8):
-        rate = 0.01 / (1 + step)
-        one.param_groups[0]["lr"] = rate
-        two.param_groups[0]["lr"].fill_(rate)
-        run(one, floats, [step])
-        run(two, tensors, [step])
-    assert_same(floats, tensors)
-
-
-@every_optimizer
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_never_waits_for_the_device(entry, dtype):
-    params = parameters(dtype)
-    optimizer = entry(params, lr=torch.tensor(0.01))
-    run(optimizer, params, range(3))
-    optimizer.found_inf, optimizer.grad_scale = torch.zeros(()), torch.tensor(2.0)
-    give_gradients(params, 3)
-    with Watch() as watch:
-        optimizer.step()
-    assert watch.waits == []
-    with Watch() as control:
-        params[0].sum().item()
-    assert len(control.waits) == 1
-
-
-@every_optimizer
-def test_one_compilation_and_the_same_steps(entry):
-    compiled, eager = parameters(), parameters()
-    rate = torch.tensor(0.01)
-    ours, theirs = entry(compiled, lr=rate), entry(eager, lr=0.01)
-    counter = CompileCounter()
-    torch._dynamo.reset()
-    step = torch.compile(ours.step, backend=counter, fullgraph=True)
-    for i in range(20):
-        lr = 0.01 * (1 + i % 5)
-        rate.fill_(lr)
-        theirs.param_groups[0]["lr"] = lr
-        give_gradients(compiled, i, none=False)
-        give_gradients(eager, i, none=False)
-        step()
-        theirs.step()
-    assert counter.frame_count == 1
-    # The rate of one is a float32 tensor, of the other a Python float.
-    for a, b in zip(compiled, eager, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
-@every_optimizer
 def test_layouts_other_than_contiguous(entry):
     draw = torch.Generator().manual_seed(0)
     plain = [torch.randn(2, 3, 4, 5, generator=draw), torch.randn(6, 4, generator=draw)]
@@ -292,13 +237,13 @@ def test_what_cannot_be_optimized_is_refused(entry):
     assert_same(before, snapshot(optimizer, embedding.parameters()))
 
 
-WRONG = [(name, *case) for name, entry in TABLE.items() for case in entry.wrong]
+WRONG = [(name, *case) for name, entry in OPTIMIZERS.items() for case in entry.wrong]
 
 
 @pytest.mark.parametrize(("name", "options", "message"), WRONG)
 def test_wrong_options_are_refused_by_name(name, options, message):
     with pytest.raises(ValueError, match=message):
-        TABLE[name]([torch.zeros(3, requires_grad=True)], **options)
+        OPTIMIZERS[name]([torch.zeros(3, requires_grad=True)], **options)
 
 
 @every_optimizer
@@ -313,3 +258,48 @@ def test_deepcopy_goes_its_own_way(entry):
     assert_same(snapshot(optimizer, params), snapshot(twin, copies))
     run(twin, copies, [9])
     assert not torch.equal(params[0], copies[0])
+
+
+@every_optimizer
+def test_frozen_parameters_stay_as_they_are(entry):
+    """Also those whose size or value is beyond what a rule allows."""
+    params = [(torch.ones(4, 4) * 50).requires_grad_(), torch.tensor(50.0, requires_grad=True)]
+    params += parameters()
+    optimizer = entry(params)
+    for p in params[:2]:
+        p.requires_grad_(False)
+    for step in range(9):
+        give_gradients(params[2:], step)
+        optimizer.step()
+    assert torch.equal(params[0], torch.full((4, 4), 50.0))
+    assert params[1] == 50
+    assert optimizer.state[params[0]]["step"] == 0
+    assert optimizer.state[params[2]]["step"] == 9
+
+
+@every_optimizer
+def test_a_group_without_parameters_has_skipped_nothing(entry):
+    optimizer = entry([{"params": []}])
+    optimizer.step()
+    assert optimizer.skipped == 0
+
+
+@every_optimizer
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"maximise": True}, "'maximise'.*did you mean 'maximize'"),
+        ({"lr_mult": 2.0}, r"'lr_mult'.*param_groups\(model"),
+        ({"lr": torch.tensor(1)}, "`lr`.*int64.*with a point"),
+        ({"lr": torch.tensor(-1.0)}, "`lr`.*0 or more"),
+        ({"lr": torch.tensor(torch.nan)}, "`lr`"),
+        ({"foreach": "yes"}, "`foreach`.*True, False, None.*'yes'"),
+        ({"maximize": None}, "`maximize`.*True, False. Found None"),
+    ],
+    ids=str,
+)
+def test_a_groups_wrong_option_is_refused(entry, option, message):
+    with pytest.raises(InputError, match=message):
+        entry([{"params": parameters(), **option}])
+    # What schedules and users put there is none of the optimizer's business.
+    entry([{"params": parameters(), "initial_lr": 0.1, "name": "a", "lr_scale": 3}])

@@ -7,9 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from steadygrad._checks import InputError, check_choice, check_count, check_number
+from steadygrad._checks import InputError, check_choice, check_count, check_number, check_type
 
 SOURCE = Path(__file__).parents[2] / "src" / "steadygrad"
+
+
+def test_types():
+    assert check_type("x", 3, int, "a whole number") == 3
+    with pytest.raises(InputError) as error:
+        check_type("x", "3", int, "a whole number")
+    assert str(error.value) == (
+        "Parameter `x` should be of type int. Found '3', of type str. Remedy: a whole number."
+    )
 
 
 def test_good_values_come_back():

@@ -14,10 +14,14 @@ Clock = Callable[[], float]
 
 # The first steps are slow: caches are cold, and the first evaluation is still to come.
 KNOWN_AFTER_SECONDS, KNOWN_AFTER_SHARE = 10.0, 0.05
+# A resumed study first repeats what its last checkpoint did not hold, which counts as no work.
+TOLD_AFTER_SHARE = 0.01
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it: ``45s``, ``3m20s``, ``1h05m``."""
+    """A time as people say it: ``45s``, ``3m20s``, ``1h05m``; ``?`` for NaN."""
+    if math.isnan(seconds):
+        return "?"
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole}s"
@@ -62,10 +66,11 @@ class Pace:
         return min(self._needed(), self._budget_left(), key=_nan_last)
 
     def _needed(self) -> float:
-        """Seconds for the rest of the work at the speed so far."""
+        """Seconds for the rest of the work at the speed so far; NaN before that says anything."""
         new = self._done - self._first
         rest = max(0, self._total - self._done)
-        return rest * self.elapsed / new if new else math.nan
+        told = rest == 0 or new > TOLD_AFTER_SHARE * self._total
+        return rest * self.elapsed / new if told and new else math.nan
 
     def warning(self) -> str | None:
         """Says once which points the budget will cut, when that is known.

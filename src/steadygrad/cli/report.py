@@ -8,6 +8,9 @@ __all__ = ["run"]
 def run(folder: Path) -> int:
     """Writes ``report.html`` from the record in ``folder`` and prints its path.
 
+    Args:
+        folder: The run's folder, or the ``record.jsonl`` in it.
+
     Returns:
         The exit code, 0.
 
@@ -17,6 +20,9 @@ def run(folder: Path) -> int:
     from steadygrad.record import check_run, read_run
     from steadygrad.report import write
 
-    check_run(read_run(Path(folder)))
-    print(write(Path(folder)))
+    folder = Path(folder)
+    if folder.name == "record.jsonl" and folder.is_file():
+        folder = folder.parent
+    check_run(read_run(folder))
+    print(write(folder))
     return 0

@@ -84,7 +84,8 @@ def clip(
     threshold = torch.where(due, threshold.to(known.threshold), known.threshold)
     # A product with the reciprocal, in float32, as the original's quotient is computed.
     factor = ((norm.to(norms) + 1e-20).reciprocal() * threshold.to(norms)).clamp(max=1.0)
-    factor = torch.where(taken, factor, 1.0)
+    # A norm may overflow where each gradient is finite: without a threshold, infinity over it.
+    factor = torch.where(taken & threshold.isfinite(), factor, 1.0)
     clipped = torch.where(due, 0.0, known.clipped) + (factor < 1)
     return Clipping(norms, threshold, clipped), factor
 

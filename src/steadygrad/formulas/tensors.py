@@ -22,6 +22,8 @@ def select(ok: Tensor, value: float, other: float, dtype: torch.dtype) -> Tensor
 def square_sums(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
     """Sum of squares of each tensor, with shape ``(tensors)``.
 
+    In float32 elements below 1e-19 may count as zero, and a sum above 3e38 is infinite.
+
     Args:
         tensors: Of any floating types.
         dtype: Type of the sums; None: the first one's, float32 at least.
@@ -34,13 +36,14 @@ def square_sums(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> 
     return torch.stack(norms).square()
 
 
-def inner_products(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-    """Inner product of each pair, in the first tensors' type, with shape ``(tensors)``."""
-    return torch.stack([_inner(a, b) for a, b in zip(first, second, strict=True)])
+def inner_products(first: Sequence[Tensor], second: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Inner product of each pair, taken in ``dtype``, with shape ``(tensors)``."""
+    return torch.stack(
+        [_inner(a.to(dtype), b.to(dtype)) for a, b in zip(first, second, strict=True)]
+    )
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:
-    b = b.to(a.dtype)
     # cuBLAS counts elements in 32 bits.
     if a.is_contiguous() and b.is_contiguous() and a.numel() < 2**31:
         return torch.dot(a.view(-1), b.view(-1))

@@ -12,11 +12,13 @@ import numpy as np
 
 from steadygrad.kernels.numba_parts import (
     SOURCE,
+    follow,
     gradient_at,
     narrow,
     opened,
     part_at,
     take,
+    wide,
     widen,
 )
 from steadygrad.kernels.tables import BLOCK
@@ -50,11 +52,11 @@ def square_sums(grad: Any, weight: Any, state: Any, parameter: Any) -> Callable[
 
 
 def lans_directions(grad: Any, weight: Any, state: Any, parameter: Any) -> Callable[[Any], None]:
-    """Moves the moments; squared norms of weights and both directions.
+    """Moves the moments; squared norms of weights and both directions. Masters follow.
 
     Factors of a tensor: inverse norm, one over each correction.
     """
-    source = SOURCE
+    source, rounded = SOURCE, parameter is not weight
 
     def kernel(data: Any) -> None:
         job, chunks, table, sums, factors, settings = opened(data, 3 + 0 * source)
@@ -75,6 +77,8 @@ def lans_directions(grad: Any, weight: Any, state: Any, parameter: Any) -> Calla
                 x = part_at(table[tensor, 1], block, size, weight)
                 m = part_at(table[tensor, 2], block, size, state)
                 v = part_at(table[tensor, 3], block, size, state)
+                if rounded:
+                    follow(x, part_at(table[tensor, 4], block, size, parameter), size)
                 part_x, part_m, part_g = state(0), state(0), state(0)
                 for i in range(size):
                     scaled = state(widen(g[i])) * inverse
@@ -102,7 +106,7 @@ def lans_apply(grad: Any, weight: Any, state: Any, parameter: Any) -> Callable[[
     Factors of a tensor: inverse norm, one over the second correction, what ``m`` and the normalised
     gradient are multiplied by before the division, and what the weight is multiplied by.
     """
-    source, rounded = SOURCE, parameter is not weight
+    source, exact, rounded = SOURCE, wide(weight), parameter is not weight
 
     def kernel(data: Any) -> None:
         job, chunks, table, _sums, factors, settings = opened(data, 5 + 0 * source)
@@ -114,7 +118,7 @@ def lans_apply(grad: Any, weight: Any, state: Any, parameter: Any) -> Callable[[
             tensor, start, stop = chunks[c, 0], chunks[c, 1], chunks[c, 1] + chunks[c, 2]
             inverse, unbias2 = state(factors[tensor, 0]), state(factors[tensor, 1])
             by_m, by_g = state(factors[tensor, 2]), state(factors[tensor, 3])
-            keep = state(factors[tensor, 4])
+            keep = exact(factors[tensor, 4])
             for block in range(start, stop, BLOCK):
                 size = min(BLOCK, stop - block)
                 g = gradient_at(job, table[tensor, 0], block, size, grad)
@@ -126,7 +130,7 @@ def lans_apply(grad: Any, weight: Any, state: Any, parameter: Any) -> Callable[[
                     scaled = state(widen(g[i])) * inverse
                     scaled = min(max(scaled, -bound), bound)
                     d = math.sqrt(v[i] * unbias2) + eps
-                    moved = keep * state(widen(x[i])) - (by_g * scaled + by_m * m[i]) / d
+                    moved = keep * exact(widen(x[i])) - (by_g * scaled + by_m * m[i]) / d
                     x[i] = narrow(moved, x[i])
                 if rounded:
                     for i in range(size):

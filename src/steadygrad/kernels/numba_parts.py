@@ -20,6 +20,7 @@ __all__ = [
     "SOURCE",
     "array_at",
     "compiled",
+    "follow",
     "gradient_at",
     "narrow",
     "opened",
@@ -213,3 +214,14 @@ def _narrow(number: Any, like: Any) -> Any:
         return number
 
     return {types.uint16: to_bfloat16, types.int16: to_float16}.get(like, to_float)
+
+
+@njit(inline="always")
+def follow(master: Any, parameter: Any, size: Any) -> None:
+    """Masters take what somebody else has written to their parameters.
+
+    An element that is still its master's rounding tells nothing new; any other is the master now.
+    """
+    for i in range(size):
+        same = narrow(master[i], parameter[i]) == parameter[i]
+        master[i] = master[i] if same else widen(parameter[i])

@@ -12,6 +12,7 @@ import numpy as np
 
 from steadygrad.kernels.numba_parts import (
     SOURCE,
+    follow,
     gradient_at,
     narrow,
     opened,
@@ -31,7 +32,7 @@ def scaled_adam_sums(grad: Any, weight: Any, state: Any, parameter: Any) -> Call
     Factors of a tensor: one for all sums, zero for the first one only, which spares half of the
     memory's work.
     """
-    source, exact = SOURCE, wide(weight)
+    source, exact, rounded = SOURCE, wide(weight), parameter is not weight
 
     def kernel(data: Any) -> None:
         job, chunks, table, sums, factors, _settings = opened(data, 1 + 0 * source)
@@ -51,6 +52,8 @@ def scaled_adam_sums(grad: Any, weight: Any, state: Any, parameter: Any) -> Call
                         slope = exact(widen(g[i]))
                         part_g += slope * slope
                 else:
+                    if rounded:
+                        follow(p, part_at(table[tensor, 4], block, size, parameter), size)
                     for i in range(size):
                         slope = exact(widen(g[i]))
                         part_g += slope * slope
@@ -95,6 +98,8 @@ def scaled_adam_update(grad: Any, weight: Any, state: Any, parameter: Any) -> Ca
                 v = part_at(table[tensor, 2], block, size, state)
                 delta = part_at(table[tensor, 3], block, size, state)
                 out = part_at(table[tensor, 4], block, size, parameter)
+                if rounded:
+                    follow(p, out, size)
                 part = exact(0)
                 for i in range(size):
                     here = exact(widen(p[i]))

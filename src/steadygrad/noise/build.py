@@ -37,11 +37,14 @@ METRICS = ("euclidean", "preconditioned", "l1")
 ACCUMULATIONS = ("mean", "sum", "samples")
 
 
-def check_options(source: str, metric: str, accumulation: str, layers: str) -> None:
-    """Checks the names that choose among kinds.
+def check_options(
+    source: str, metric: str, accumulation: str, layers: str, optimizer: Optimizer | None
+) -> None:
+    """Checks the names that choose among kinds, before anything is hooked to the model.
 
     Raises:
-        InputError: If one is unknown, or ``layers`` is given where it means nothing.
+        InputError: If one is unknown, ``layers`` is given where it means nothing, or the metric
+            lacks its optimizer.
     """
     check_choice("source", source, SOURCES)
     check_choice("metric", metric, METRICS)
@@ -51,6 +54,18 @@ def check_options(source: str, metric: str, accumulation: str, layers: str) -> N
             "Parameter `layers` is for source='per_example' only. Found "
             f"layers={layers!r} with source={source!r}. Remedy: leave it out."
         )
+    if metric == "euclidean":
+        return
+    if source == "per_example":
+        raise InputError(
+            f"Expected another source for metric={metric!r}. Found source='per_example'. "
+            "Remedy: source='microbatch'."
+        )
+    if optimizer is None:
+        raise InputError(
+            f"Expected `optimizer` for metric={metric!r}. Found None. "
+            "Remedy: hand in the optimizer that trains the model, or metric='euclidean'."
+        )
 
 
 def first_part(name: str) -> str:
@@ -59,18 +74,24 @@ def first_part(name: str) -> str:
 
 
 def choose_parameters(
-    model: nn.Module, names: set[str] | None, group_of: Callable[[str], str]
+    model: nn.Module, names: set[str] | None, groups: Callable[[str], str] | None
 ) -> tuple[list[Measured], list[str]]:
     """The trainable parameters to measure, and the names of their groups.
 
     Args:
         model: The model as it is called in training.
         names: Names to choose from; None: all.
-        group_of: Group of a name, from which wrappers' parts are taken out.
+        groups: Group of a name, from which wrappers' parts are taken out. None: :func:`first_part`.
 
     Raises:
-        InputError: If there are none.
+        InputError: If there are none, or ``groups`` cannot be called.
     """
+    group_of = groups or first_part
+    if not callable(group_of):
+        raise InputError(
+            "Parameter `groups` should be a function from a parameter's name to its group. "
+            f"Found {type(group_of).__name__}. Remedy: `groups=table.get` for a dict of them."
+        )
     chosen = [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -107,22 +128,16 @@ def make_meter(
     """The meter of a metric.
 
     Raises:
-        InputError: If the metric lacks its optimizer, or cannot work with this source.
+        InputError: If the metric cannot work with this source.
     """
     reduced = source == "accumulated"
     dtype = torch.float32 if measured[0].parameter.device.type == "mps" else torch.float64
-    if metric == "euclidean":
+    if metric == "euclidean" or optimizer is None:
         return Meter(measured, groups, world, euclidean_norms, dtype, reduced)
-    if optimizer is None:
+    if world.kind == "fsdp" and source != "accumulated":
         raise InputError(
-            f"Expected `optimizer` for metric={metric!r}. Found None. "
-            "Remedy: hand in the optimizer that trains the model, or metric='euclidean'."
-        )
-    if source == "per_example" or (world.kind == "fsdp" and source != "accumulated"):
-        remedy = "accumulated" if world.kind == "fsdp" else "microbatch"
-        raise InputError(
-            f"Expected another source for metric={metric!r}. Found source={source!r}. "
-            f"Remedy: source={remedy!r}."
+            f"Expected another source for metric={metric!r} of sharded parameters. "
+            f"Found source={source!r}. Remedy: source='accumulated'."
         )
     if metric == "l1":
         return SignMeter(measured, groups, world, optimizer, dtype)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from steadygrad._checks import InputError, check_count, check_number
+from steadygrad._checks import InputError, check_count, check_number, check_type
 from steadygrad.noise.estimate import NoiseEstimate
 
 __all__ = ["BatchSizeController"]
@@ -90,7 +90,11 @@ class BatchSizeController:
 
         Returns:
             The number of micro-batches for the next steps.
+
+        Raises:
+            InputError: If it is not an estimate; nothing changes.
         """
+        check_type("estimate", estimate, NoiseEstimate, "hand in what `estimate()` returned")
         self._waited += 1
         goal = self._goal(estimate)
         if goal is None or self._waited <= self.patience:

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from steadygrad._checks import InputError, check_count
+from steadygrad._checks import InputError, check_count, check_type
 from steadygrad.noise.build import (
     check_options,
     choose_parameters,
-    first_part,
     make_meter,
     make_parts,
     make_source,
@@ -105,13 +104,14 @@ class NoiseScale:
         level: float = 0.95,
         every: int = 1,
     ) -> None:
-        check_options(source, metric, accumulation, layers)
+        check_type("model", model, nn.Module, "the model as it is called in training")
+        check_options(source, metric, accumulation, layers, optimizer)
         self._every = check_count("every", every)
         warn_of_batch_norm(model)
         self.world = data_parallel_world(model)
         taps = ExampleNorms(model, layers) if source == "per_example" else None
         names = None if taps is None else set(taps.parameter_names)
-        measured, group_names = choose_parameters(model, names, groups or first_part)
+        measured, group_names = choose_parameters(model, names, groups)
         self._scaler = scaler
         self._meter = make_meter(metric, optimizer, source, measured, len(group_names), self.world)
         self._history = History(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from steadygrad._checks import InputError, check_count, check_number
+from steadygrad._checks import InputError, check_count, check_number, check_type
 
 __all__ = ["BatchSizeSchedule", "Stage"]
 
@@ -29,6 +29,16 @@ class Stage:
     lr: float | None = None
 
 
+def _stage(fields: Mapping[str, Any]) -> Stage:
+    try:
+        return Stage(**fields)
+    except TypeError:
+        raise InputError(
+            "Expected a stage with `from_samples`, `batch_size` and perhaps `lr`. Found "
+            f"{fields!r}. Remedy: a Stage, or a dict with these names."
+        ) from None
+
+
 class BatchSizeSchedule:
     """Batch sizes by samples seen.
 
@@ -41,7 +51,9 @@ class BatchSizeSchedule:
     """
 
     def __init__(self, stages: Iterable[Stage | Mapping[str, Any]]) -> None:
-        self.stages = [s if isinstance(s, Stage) else Stage(**s) for s in stages]
+        remedy = "a list of stages, or `from_json` for text"
+        check_type("stages", stages, Iterable, remedy)  # type: ignore[type-abstract]
+        self.stages = [s if isinstance(s, Stage) else _stage(s) for s in stages]
         starts = [check_count("from_samples", s.from_samples, low=0) for s in self.stages]
         if not starts or starts[0] != 0 or sorted(set(starts)) != starts:
             raise InputError(
@@ -75,7 +87,7 @@ class BatchSizeSchedule:
         """Reads what :meth:`to_json` wrote."""
         try:
             return cls(json.loads(text))
-        except (json.JSONDecodeError, TypeError) as error:
+        except json.JSONDecodeError as error:
             raise InputError(
                 f"Expected a JSON list of stages. Found {text[:40]!r}: {error}. "
                 "Remedy: hand in what `to_json` returned."

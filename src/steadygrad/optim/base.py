@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from steadygrad.kernels import choose_mode, give_up, warn_once
-from steadygrad.optim.leaves import Leaves, Scaling, buckets_of, local_grad
+from steadygrad.optim.leaves import Leaves, Scaling, buckets_of, local_grads
+from steadygrad.optim.masters import follow_dtype, working_weight, write_back
 from steadygrad.optim.state import StatefulOptimizer
 from steadygrad.sharding import ShardSum, is_sharded
 
@@ -39,13 +40,15 @@ class ShardedOptimizer(StatefulOptimizer):
     _large: tuple[str, str]
     _small: tuple[str, ...]
     _kernels: tuple[str, ...]
-    # Whether a parameter without a gradient takes part as if it were zero.
+    # Whether a parameter without a gradient, unless it is frozen, takes part as if it were zero.
     _none_is_zero = False
 
     @property
     def skipped(self) -> Tensor:
         """Steps left out because a gradient was not finite, with shape ``()``."""
-        return self.state[self.param_groups[0]["params"][0]]["skipped"]  # type: ignore[no-any-return]
+        self._fill_state()
+        first = next((p for group in self.param_groups for p in group["params"]), None)
+        return torch.zeros(()) if first is None else self.state[first]["skipped"]
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -83,7 +86,7 @@ class ShardedOptimizer(StatefulOptimizer):
             self._count_skipped(ok)
             for some in leaves:
                 if some.fused is None:
-                    self._masters.write_back(some.params, some.weights)
+                    write_back(some.params, some.weights)
                 else:
                     some.fused.release()
         return loss
@@ -144,7 +147,7 @@ class ShardedOptimizer(StatefulOptimizer):
 
     def _kind(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """What parameters that are worked on together have in common."""
-        return parameter.device, self._state_dtype(parameter, group)
+        return parameter.device, parameter.dtype, self._state_dtype(parameter, group)
 
     def _leaves(self, group: dict[str, Any], *, fused: bool = True) -> Iterable[Leaves]:
         """A group's parameters, by device and working type.
@@ -155,7 +158,9 @@ class ShardedOptimizer(StatefulOptimizer):
         """
         mode = choose_mode(type(self).__name__, group["foreach"], group["fused"])
         members = [
-            p for p in group["params"] if p.numel() and (p.grad is not None or self._none_is_zero)
+            p
+            for p in group["params"]
+            if p.numel() and (p.grad is not None or (self._none_is_zero and p.requires_grad))
         ]
         plan = self._plan(group, members) if fused and mode == "fused" else None
         if plan is not None:
@@ -168,13 +173,13 @@ class ShardedOptimizer(StatefulOptimizer):
             kinds[self._kind(p, group)].append(p)
         for params in kinds.values():
             states = [self.state[p] for p in params]
-            weights = [self._masters.weight(p, s) for p, s in zip(params, states, strict=True)]
+            weights = [working_weight(p, s, group) for p, s in zip(params, states, strict=True)]
             sizes = [weight.numel() for weight in weights]
             yield Leaves(
                 group=group,
                 params=params,
                 weights=weights,
-                grads=[local_grad(p) for p in params],
+                grads=local_grads(params),
                 states=states,
                 numels=[p.numel() for p in params],
                 buckets=[[i] for i in range(len(sizes))] if mode == "single" else buckets_of(sizes),
@@ -189,6 +194,8 @@ class ShardedOptimizer(StatefulOptimizer):
             return plan
         from steadygrad.optim.fused import Plan
 
+        for p in members:
+            follow_dtype(p, self.state[p], group)
         kinds = [self._kind(p, group) for p in members]
         try:
             plan = Plan(group, members, self.state, kinds, self._large, self._small, self._kernels)

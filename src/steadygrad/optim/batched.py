@@ -31,7 +31,8 @@ class BatchedOptimizer(TypeKeepingOptimizer):
     a model of hundreds of tensors takes a few kernels a step instead of hundreds. This is a way
     to compute only: state is kept for each parameter, as views of one stacked tensor, so that
     ``state_dict``, torch.distributed.checkpoint, ``add_param_group`` and ``deepcopy`` see what they
-    see of any torch optimizer. Where views no longer lie in one stack, after a load for one, they
+    see of any torch optimizer (of whose attributes ``deepcopy`` keeps none: options belong into the
+    groups). Where views no longer lie in one stack, after a load for one, they
     are stacked once more.
 
     .. code-block:: python
@@ -138,9 +139,11 @@ class BatchedOptimizer(TypeKeepingOptimizer):
                     batch.state.fill = None
             for batch in batches:
                 check_result(batch)
-            for batch in batches:
+            # All taken out before any is stored: one may be another's stack (`previous = current`).
+            assigned = [batch.state.pop_assigned(batches) for batch in batches]
+            for batch, values in zip(batches, assigned, strict=True):
                 torch._foreach_copy_(list(batch.parts), list(batch.param.unbind()))
-                for name, value in batch.state.pop_assigned():
+                for name, value in values:
                     self._put(batch, name, value)
 
     def _collect(self, group: Mapping[str, Any], none_grads: str) -> list[Batch]:

@@ -4,7 +4,8 @@ A report on a group of either optimizer has
 
 - ``group``: its name or index; ``skipped``: steps left out because a gradient was not finite;
 - ``gradient_norm``: Euclidean norm of the group's gradients;
-- ``not_finite``: names of parameters whose gradient is not finite now;
+- ``not_finite``: names of parameters whose gradient is not finite now; ``too_large``: of those
+  whose gradient is, but not its squared norm, so that the step is left out just the same;
 - ``unusual``: ``{name: ratio}`` of the parameters whose gradient's root mean square is largest
   relative to the root of its second moment; 0 where there is no gradient.
 
@@ -53,9 +54,12 @@ class Report:
         }
 
     @staticmethod
-    def moments(some: Leaves) -> list[Tensor]:
-        """This process's part of the sum of each second moment."""
-        return [torch.stack([v.sum() for v in some.locals("exp_avg_sq")])]
+    def more_sums(some: Leaves) -> list[Tensor]:
+        """This process's part of the sum of each second moment, and counts of bad elements."""
+        return [
+            torch.stack([v.sum() for v in some.locals("exp_avg_sq")]),
+            torch.stack([(~torch.isfinite(g)).sum() for g in some.grads]),
+        ]
 
     def add(self, kind: str, some: Leaves, values: Tensor) -> None:
         """Takes one number for each parameter."""
@@ -64,20 +68,28 @@ class Report:
         self._values.setdefault(kind, {}).update(found)
 
     def add_gradients(self, some: Leaves, sums: Tensor) -> None:
-        """Takes the sums of squared gradients and of second moments, with shape (2, parameters)."""
-        squares, moments = sums.to(torch.float64).unbind()
+        """Takes the sums of squared gradients and what ``more_sums`` is over all shards.
+
+        Args:
+            some: The parameters.
+            sums: With shape ``(3, parameters)``.
+        """
+        squares, moments, bad = sums.to(torch.float64).unbind()
         # Without any gradient there is nothing unusual.
         ratio = torch.where(squares == 0, 0.0, (squares / moments).sqrt())
         self.add("unusual", some, ratio)
         self.add("square", some, squares)
+        self.add("bad", some, bad)
 
     def finish(self) -> dict[str, Any]:
         """The report."""
         squares = self._values.pop("square", {})
         norm = sum(squares.values()) ** 0.5
-        bad = [name for name, value in squares.items() if value - value != 0]
+        counts = self._values.pop("bad", {})
+        bad = [name for name, count in counts.items() if count]
+        large = [n for n, value in squares.items() if not counts[n] and value - value != 0]
         lists = {kind: self._largest(values) for kind, values in self._values.items()}
-        return {**self._head, "gradient_norm": norm, "not_finite": bad, **lists}
+        return {**self._head, "gradient_norm": norm, "not_finite": bad, "too_large": large, **lists}
 
     def finish_clipping(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The report, with what ScaledAdam's clipping knows."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from steadygrad.formulas.tensors import wide
 from steadygrad.kernels import cpu
 from steadygrad.kernels.tables import ChunkTable
-from steadygrad.optim.leaves import Leaves, local_grad
-from steadygrad.optim.masters import MASTER, Masters
+from steadygrad.optim.leaves import Leaves, local_grads
+from steadygrad.optim.masters import MASTER
 from steadygrad.sharding import is_sharded, local
 
 __all__ = ["Fused", "Plan"]
@@ -60,7 +60,6 @@ class Fused:
             self._moments[0][0].dtype,
             self._own[0].dtype,
         )
-        self._versions = [-1] * len(params)
         self.grads: list[Tensor | None] = []
         self.table = ChunkTable([own.numel() for own in self._own], 5)
         self.table.addresses[:, 4] = [own.data_ptr() for own in self._own]
@@ -89,7 +88,6 @@ class Fused:
         if any(g is not None and g.dtype is not self.types[0] for g in grads):
             return False
         self.grads = grads
-        self._follow()
         table[:, 0] = [0 if g is None else g.data_ptr() for g in grads]
         table[:, 1] = [weight.data_ptr() for weight in self.weights]
         for place, tensors in enumerate(self._moments):
@@ -102,20 +100,12 @@ class Fused:
         if gradient is None:
             return None
         if self.sharded or gradient.layout is not torch.strided:
-            gradient = local_grad(parameter)
+            gradient = local_grads([parameter])[0]
         if gradient.stride() != strides or gradient.is_neg():
             gradient = torch.empty_like(local(parameter.detach()), dtype=gradient.dtype).copy_(
                 gradient
             )
         return gradient
-
-    def _follow(self) -> None:
-        """Lets masters follow parameters that somebody else has written to."""
-        if MASTER not in self._state:
-            return
-        for i, own in enumerate(self._own):
-            if own._version != self._versions[i]:
-                Masters.follow(own, self.weights[i])
 
     def leaves(self) -> Leaves:
         """What a step works on."""
@@ -168,9 +158,8 @@ class Fused:
         self.grads = []
 
     def wrote(self) -> None:
-        """Tells autograd, and the next step, that weights have been written to."""
+        """Tells autograd that weights have been written to."""
         torch.autograd.graph.increment_version(self._own)
-        self._versions = [own._version for own in self._own]
 
 
 def _gradient_type(parameter: Tensor) -> torch.dtype:
@@ -224,6 +213,7 @@ class Plan:
         kernels: Sequence[str],
     ) -> None:
         self.group, self._members = group, members
+        self._masters = group["master_weights"]
         self._states = [states[p] for p in members]
         self.others: list[Tensor] = []
         found: dict[Any, list[Tensor]] = defaultdict(list)
@@ -244,7 +234,8 @@ class Plan:
     def holds(self, members: list[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> bool:
         """Whether it is still good, and looks where everything lies now."""
         return (
-            len(members) == len(self._members)
+            self.group["master_weights"] is self._masters
+            and len(members) == len(self._members)
             and all(map(is_, members, self._members))
             and all(map(is_, (states[p] for p in members), self._states))
             and all(part.refresh() for part in self.parts)

@@ -4,13 +4,16 @@ import torch
 from torch import Tensor
 
 from steadygrad.formulas import scaled_adam
-from steadygrad.formulas.tensors import wide
 from steadygrad.optim.fused import Fused
 from steadygrad.optim.lans_parts import LansPart
 from steadygrad.optim.leaves import Leaves, Scaling
 from steadygrad.optim.scaled_adam_parts import SIZES, GroupPart
 
 __all__ = ["FusedLansPart", "FusedScaledAdamPart"]
+
+
+# A squared norm whose inner product with weights, squared, may be past float32's range.
+LARGE = 1e20
 
 
 def taken(ok: Tensor) -> bool:
@@ -33,7 +36,7 @@ class FusedLansPart(LansPart):
 
     def __init__(self, leaves: Leaves, fused: Fused) -> None:
         super().__init__(leaves)
-        self._fused, self.dtype = fused, wide(self.dtype)
+        self._fused = fused
         bound, group = leaves.group["clip_value"], leaves.group
         self._settings = torch.tensor(
             [
@@ -102,6 +105,13 @@ class FusedScaledAdamPart(GroupPart):
 
     def parameter_sums(self) -> Tensor:
         """This process's part of the sums; zeros for those that may come later."""
+        self._fused.launch("scaled_adam_sums", self._before.to(torch.float64))
+        sums = self._fused.sums()
+        # What comes late must not overflow when it is squared: large ones are looked at now.
+        large = (sums[0] > LARGE) & ~self._before & (not self.is_scalar)
+        if not taken(large.any()):
+            return sums
+        self._before |= large
         self._fused.launch("scaled_adam_sums", self._before.to(torch.float64))
         return self._fused.sums()
 

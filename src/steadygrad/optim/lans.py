@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from steadygrad._checks import InputError, check_number
 from steadygrad.formulas import lans
-from steadygrad.formulas.tensors import square_sums
+from steadygrad.formulas.tensors import square_sums, wide
 from steadygrad.optim.base import ShardedOptimizer
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.lans_parts import LansPart, part_of
@@ -139,7 +139,8 @@ class LANS(ShardedOptimizer):
         report = Report(index, group, self.state, top)
         for some in self._leaves(group, fused=False):
             over_shards = self._sums_over_shards([some])
-            own = torch.stack([square_sums(some.grads), *report.moments(some)])
+            own = square_sums(some.grads, wide(some.weights[0].dtype))
+            own = torch.stack([own, *(row.to(own) for row in report.more_sums(some))])
             (sums,) = over_shards([own])
             report.add_gradients(some, sums)
             part = LansPart(some)

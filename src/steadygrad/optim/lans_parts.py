@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.formulas import lans
-from steadygrad.formulas.tensors import square_sums
+from steadygrad.formulas.tensors import square_sums, wide
 from steadygrad.optim.leaves import Leaves
 
 __all__ = ["LansPart", "part_of"]
@@ -21,7 +21,7 @@ class LansPart:
 
     def __init__(self, leaves: Leaves) -> None:
         self.leaves, self.group = leaves, leaves.group
-        self.dtype = leaves.weights[0].dtype
+        self.dtype = leaves.states[0]["exp_avg"].dtype
         self._blocks: list[lans.Block] = []
 
     @property
@@ -30,7 +30,7 @@ class LansPart:
 
     def square_norms(self) -> Tensor:
         """This process's part of the gradients' squared norms, with shape ``(1, parameters)``."""
-        return square_sums(self.leaves.grads, self.dtype)[None]
+        return square_sums(self.leaves.grads, wide(self.leaves.weights[0].dtype))[None]
 
     def directions(self, square_norms: Tensor, ok: Tensor) -> Tensor:
         """Moves the moments; this process's part of the norms that the step's length needs.

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError
-from steadygrad.sharding import aligned, local
+from steadygrad.sharding import aligned_locals, local
 
 if TYPE_CHECKING:
     from steadygrad.optim.fused import Fused
 
-__all__ = ["Leaves", "Scaling", "buckets_of", "local_grad"]
+__all__ = ["Leaves", "Scaling", "buckets_of", "local_grads"]
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,12 @@ class Scaling:
         return sign if self.inverse is None else sign * self.inverse.to(device).reshape(())
 
 
-def local_grad(parameter: Tensor) -> Tensor:
-    """This process's part of a parameter's gradient; a zero that takes no memory for None."""
+def local_grads(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """This process's parts of the gradients; a zero that takes no memory for each None."""
+    return aligned_locals([_gradient(p) for p in parameters], parameters)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
         own = local(parameter.detach())
@@ -95,7 +99,7 @@ def local_grad(parameter: Tensor) -> Tensor:
             f"Expected dense gradients. Found {gradient.layout}. Remedy: sparse=False in the "
             "embedding, or an optimizer for sparse gradients on these parameters."
         )
-    return local(aligned(gradient, parameter))
+    return gradient
 
 
 def buckets_of(sizes: Sequence[int]) -> list[list[int]]:

@@ -14,7 +14,7 @@ from steadygrad.optim.base import ShardedOptimizer
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.icefall import unstack
 from steadygrad.optim.leaves import Leaves, Scaling
-from steadygrad.optim.scaled_adam_parts import CLIPPING, SIZES, GroupPart, group_norm, part_of
+from steadygrad.optim.scaled_adam_parts import CLIPPING, SIZES, GroupPart, norm_and_step, part_of
 
 __all__ = ["ScaledAdam"]
 
@@ -29,7 +29,8 @@ class ScaledAdam(ShardedOptimizer):
 
     One packed collective a step where parameters are sharded, none elsewhere. A step with a
     non-finite gradient changes nothing and is counted in ``skipped``. A gradient of None counts as
-    zero, as in the original: the momentum goes on.
+    zero, as in the original: the momentum goes on. A frozen parameter (``requires_grad`` is false,
+    no gradient) is left alone, which the original bounds and moves on.
 
     Args:
         params: Parameters, named parameters, or groups of either.
@@ -127,7 +128,7 @@ class ScaledAdam(ShardedOptimizer):
         return super()._state_dtype(parameter, group)
 
     def _kind(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        return *super()._kind(parameter, group), parameter.dtype, parameter.numel() == 1
+        return *super()._kind(parameter, group), parameter.numel() == 1
 
     def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         dtype, device = self._state_dtype(parameter, group), parameter.device
@@ -151,11 +152,11 @@ class ScaledAdam(ShardedOptimizer):
         the rate anew at each step.
 
         Args:
-            state_dict: Its ``optimizer`` entry, loaded with ``weights_only=True``; of the recipe
-                that this optimizer has.
+            state_dict: Its ``optimizer`` entry, loaded with ``weights_only=True``. It does not say
+                which recipe wrote it: give this optimizer that of the script it is from.
 
         Raises:
-            InputError: If it is of other parameters; nothing is changed then.
+            InputError: If it is of other parameters or periods; nothing is changed then.
         """
         own = self.state_dict()
         found = unstack(state_dict, self.param_groups)
@@ -179,7 +180,8 @@ class ScaledAdam(ShardedOptimizer):
     ) -> Tensor:
         work = [part_of(some, scaling) for some in leaves]
         sums = over_shards([some.parameter_sums() for some in work])
-        ok = scaling.ok([rows[0] for rows in sums])
+        # The sizes' gradients are squared too, and must not overflow where the others do not.
+        ok = scaling.ok([torch.stack([rows[0], rows[1].square()]) for rows in sums])
         for some, rows in zip(work, sums, strict=True):
             some.sums = rows
         clips = self._clip(work, ok)
@@ -195,19 +197,19 @@ class ScaledAdam(ShardedOptimizer):
             groups[id(some.leaves.group)].append(some)
         factors = {}
         for members in groups.values():
-            norm = group_norm(members)
+            found = norm_and_step(members)
             for some in members:
                 if some.key not in factors:
-                    factors[some.key] = some.clip(norm, ok)
+                    factors[some.key] = some.clip(found, ok)
         return factors
 
     def _diagnose(self, index: int, group: dict[str, Any], top: int) -> dict[str, Any]:
         report, members = Report(index, group, self.state, top), []
         for some in self._leaves(group, fused=False):
             own = scaled_adam.parameter_sums(some.weights, some.grads)
-            own = torch.cat([own, torch.stack(report.moments(some)).to(own)])
+            own = torch.cat([own, *(row.to(own)[None] for row in report.more_sums(some))])
             (sums,) = self._sums_over_shards([some])([own])
-            report.add_gradients(some, sums[[0, 3]])
+            report.add_gradients(some, sums[[0, 3, 4]])
             members.append(GroupPart(some, Scaling(None, None)))
             members[-1].sums = sums[:3]
             report.add("dominance", some, members[-1].norm_terms())

@@ -9,7 +9,7 @@ from torch import Tensor
 from steadygrad.formulas import clipping, scaled_adam
 from steadygrad.optim.leaves import Leaves, Scaling
 
-__all__ = ["CLIPPING", "SIZES", "GroupPart", "group_norm", "part_of"]
+__all__ = ["CLIPPING", "SIZES", "GroupPart", "norm_and_step", "part_of"]
 
 CLIPPING = ("model_norms", "model_norm_threshold", "num_clipped")
 SIZES = ("param_rms", "scale_exp_avg_sq", "scale_grads")
@@ -56,16 +56,17 @@ class GroupPart:
             return squares * scale**2
         return squares * self.columns["param_rms"].to(squares) ** 2
 
-    def clip(self, norm: Tensor | None, ok: Tensor) -> Tensor:
+    def clip(self, found: tuple[Tensor, Tensor] | None, ok: Tensor) -> Tensor:
         """Remembers the group's norm and returns the factor; one if there is no clipping."""
-        if norm is None:
-            return torch.ones((), device=self.leaves.device)
-        ok, state = ok.to(self.leaves.device), self.leaves.states[0]
+        device, state = self.leaves.device, self.leaves.states[0]
+        if found is None:
+            return torch.ones((), device=device)
+        norm, step = (value.to(device) for value in found)
         known, factor = clipping.clip(
             clipping.Clipping(*(state[name] for name in CLIPPING)),
-            norm.to(self.leaves.device),
-            self.step[0],
-            ok,
+            norm,
+            step,
+            ok.to(device),
             scale=self.leaves.group["clipping_scale"],
             original=self.rule.original,
         )
@@ -128,8 +129,8 @@ def part_of(leaves: Leaves, scaling: Scaling) -> GroupPart:
     return FusedScaledAdamPart(leaves, leaves.fused, scaling)
 
 
-def group_norm(members: list[GroupPart]) -> Tensor | None:
-    """Norm of a group's scaled gradients; None if it is not clipped."""
+def norm_and_step(members: list[GroupPart]) -> tuple[Tensor, Tensor] | None:
+    """Norm of a group's scaled gradients, and the step it is at; None if it is not clipped."""
     if members[0].leaves.group["clipping_scale"] is None:
         return None
     device = members[0].leaves.device
@@ -137,7 +138,9 @@ def group_norm(members: list[GroupPart]) -> Tensor | None:
     params = [p for some in members for p in some.leaves.params]
     # Asked for in float64 only, and slow to gather.
     shapes = [(str(p.dtype), *p.shape) for p in params] if terms.dtype is torch.float64 else []
-    return clipping.total_norm(terms, shapes)
+    # A parameter that was frozen for a time is behind its group.
+    step = torch.stack([some.step.max().to(device) for some in members]).max()
+    return clipping.total_norm(terms, shapes), step
 
 
 def _rule(group: Mapping[str, Any]) -> scaled_adam.Rule:

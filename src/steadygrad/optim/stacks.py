@@ -68,10 +68,17 @@ class BatchState(Mapping[str, Tensor]):
                 "for a scalar x of each; a number that all share belongs into the group."
             )
 
-    def pop_assigned(self) -> list[tuple[str, Tensor]]:
-        """What was assigned, which is then forgotten."""
+    def pop_assigned(self, batches: "Sequence[Batch]") -> list[tuple[str, Tensor]]:
+        """What was assigned, which is then forgotten; copies of what lies in any batch's stacks."""
         found, self._assigned = list(self._assigned.items()), {}
-        return found
+        stacks = [stack for batch in batches for stack in batch.state.stacks.values()]
+        homes = {stack.untyped_storage()._cdata for stack in stacks}
+        return [
+            (name, value.clone())
+            if value is not self.stacks.get(name) and value.untyped_storage()._cdata in homes
+            else (name, value)
+            for name, value in found
+        ]
 
 
 @dataclass(eq=False)

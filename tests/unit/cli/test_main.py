@@ -162,6 +162,8 @@ def test_the_report_is_written_and_drawn_again(run, capsys):
     (folder / "report.html").unlink()
     assert main(["report", str(folder)]) == 0
     assert capsys.readouterr().out.strip() == str(folder / "report.html")
+    assert main(["report", str(folder / "record.jsonl")]) == 0
+    assert capsys.readouterr().out.strip() == str(folder / "report.html")
     assert (folder / "report.html").read_bytes() == page
 
 
@@ -173,6 +175,8 @@ def test_resuming_a_complete_run_only_draws(run, capsys):
     out, err = capsys.readouterr()
     assert "Train at a batch of" in out
     assert err == ""
+    assert main(["advise", "--resume", str(folder), "--budget", "300s"]) == 0
+    assert "this run is complete" in capsys.readouterr().err
     assert (folder / "record.jsonl").read_bytes() == record
     assert (folder / "report.html").exists()
 

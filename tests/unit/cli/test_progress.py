@@ -34,7 +34,15 @@ def paced(budget=math.inf, *, done=0):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(-3, "0s"), (0.4, "0s"), (59.4, "59s"), (59.6, "1m00s"), (200, "3m20s"), (3900, "1h05m")],
+    [
+        (math.nan, "?"),
+        (-3, "0s"),
+        (0.4, "0s"),
+        (59.4, "59s"),
+        (59.6, "1m00s"),
+        (200, "3m20s"),
+        (3900, "1h05m"),
+    ],
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
@@ -64,6 +72,16 @@ def test_only_the_work_of_this_process_tells_the_speed():
 def test_nothing_is_known_before_the_first_step():
     assert math.isnan(paced()[1].left())
     assert paced(60)[1].left() == 60
+
+
+def test_a_step_after_a_long_repetition_tells_no_speed():
+    """A resumed study repeats up to a point before it does what is counted."""
+    clock, pace = paced(60, done=500)
+    clock.now = 20.0
+    pace.advance(8)
+    assert pace.left() == 40
+    pace.advance(92)
+    assert pace.left() == 40  # 100 in 20 s: 80 s of work, cut by the budget
 
 
 def test_more_work_than_planned_is_no_time_below_zero():

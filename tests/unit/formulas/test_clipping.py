@@ -81,6 +81,16 @@ def test_norms_of_zero_do_no_harm(recipe):
     assert known.threshold.item() == 0.0
 
 
+@recipes
+def test_a_norm_that_overflowed_is_no_nan(recipe):
+    """Before there is a threshold it is infinite too; after, nothing of such a step is left."""
+    values = [1.0, math.inf, *[1.0] * 4, math.inf]
+    factors = [factor.item() for _, factor in steps(4, values, recipe)]
+    assert factors[1] == 1.0
+    assert factors[6] == 0.0
+    assert not any(math.isnan(factor) for factor in factors)
+
+
 def test_total_norm():
     draw = torch.Generator().manual_seed(0)
     terms = torch.rand(6, generator=draw, dtype=torch.float64)

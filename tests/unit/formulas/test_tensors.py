@@ -35,7 +35,7 @@ def test_sixteen_bits_neither_overflow_nor_round_the_sum(dtype):
     assert square_sums([torch.full((4096,), 256.0, dtype=dtype)]).tolist() == [4096 * 256.0**2]
     ones = torch.ones(4099, dtype=dtype)
     assert square_sums([ones]).item() == pytest.approx(4099, rel=1e-6)
-    assert inner_products([ones.float()], [ones]).tolist() == [4099.0]
+    assert inner_products([ones], [ones], torch.float32).tolist() == [4099.0]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")], ids=str)
@@ -49,10 +49,10 @@ def test_one_bad_element_shows_in_its_own_sum_only(bad, dtype):
 def test_inner_products_in_every_layout():
     a, b = draw(6, 4), draw(24).view(4, 6).t()
     pairs = [(a, b), (b, b.contiguous()), (a[:, ::2], b[:, ::2]), (draw(), draw()), (draw(0),) * 2]
-    found = inner_products(*zip(*pairs, strict=True))
+    found = inner_products(*zip(*pairs, strict=True), torch.float64)
     expected = torch.stack([(x * y).sum() for x, y in pairs])
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-15)
-    mixed = inner_products([a], [b.half()])
+    mixed = inner_products([a], [b.half()], torch.float64)
     assert mixed.dtype == torch.float64
     torch.testing.assert_close(mixed[0], (a * b.half().double()).sum(), rtol=1e-13, atol=0)
 

@@ -80,6 +80,11 @@ def test_bad_arguments():
         BatchSizeController(8, min_count=4, max_count=2)
     with pytest.raises(InputError, match=r"`count` should be at most `max_count = 2`.*Remedy"):
         BatchSizeController(8, count=3, max_count=2)
+    controller = BatchSizeController(8)
+    before = controller.state_dict()
+    with pytest.raises(InputError, match=r"`estimate` should be of type NoiseEstimate. Found 500"):
+        controller.update(500.0)
+    assert controller.state_dict() == before
 
 
 def test_by_default_a_single_process_can_always_measure():

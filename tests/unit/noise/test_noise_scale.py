@@ -109,9 +109,19 @@ def test_bad_calls(act, message):
         ({"metric": "l1"}, "Expected `optimizer` for metric='l1'"),
         ({"accumulation": "none"}, "`accumulation`"),
         ({"history": 1}, "`history`.*at least 3"),
+        ({"metric": "l1", "source": "per_example"}, "Found source='per_example'. Remedy"),
+        ({"groups": {"weight": "all"}}, "`groups` should be a function .* Found dict. Remedy"),
         ({"layers": "norm"}, "`layers` is for source='per_example' only"),
     ],
 )
 def test_bad_arguments(options, message):
+    model = nn.Linear(2, 2)
     with pytest.raises(InputError, match=message):
-        NoiseScale(nn.Linear(2, 2), **options)
+        NoiseScale(model, **options)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_what_is_no_model():
+    with pytest.raises(InputError, match=r"`model` should be of type Module. Found .*, of type l"):
+        NoiseScale([nn.Linear(2, 2)])

@@ -37,9 +37,17 @@ def test_lookup():
     assert [schedule.batch_size(n) for n in (0, 3999, 4000, 10**9)] == [16, 16, 32, 64]
 
 
-@pytest.mark.parametrize("text", ["nope", "[1]", '[{"from": 0}]'])
-def test_bad_json(text):
-    with pytest.raises(InputError, match="Expected a JSON list of stages"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nope", "Expected a JSON list of stages"),
+        ("[1]", "Expected a stage with `from_samples`.* Found 1. Remedy"),
+        ('[{"from": 0}]', "Expected a stage with .* Found {'from': 0}. Remedy"),
+        ("3", "`stages` should be of type Iterable. Found 3, of type int. Remedy"),
+    ],
+)
+def test_bad_json(text, message):
+    with pytest.raises(InputError, match=message):
         BatchSizeSchedule.from_json(text)
 
 

@@ -253,3 +253,12 @@ def test_shapes_are_mixed():
     assert SHAPES.count((3, 4)) == 3
     assert () in SHAPES
     assert (0,) in SHAPES
+
+
+def test_a_state_of_another_shape_is_refused():
+    params, others = make_params(), [p.detach().reshape(-1).clone() for p in make_params()]
+    optimizer, other = Momentum(params), Momentum([p.requires_grad_() for p in others])
+    before = {p: optimizer.state[p]["velocity"].clone() for p in params}
+    with pytest.raises(InputError, match=r"`velocity` with the parameter's shape"):
+        optimizer.load_state_dict(other.state_dict())
+    assert all(torch.equal(optimizer.state[p]["velocity"], v) for p, v in before.items())

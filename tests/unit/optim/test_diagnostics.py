@@ -124,3 +124,16 @@ def test_unnamed_parameters_and_the_length_of_lists():
     (report,) = optimizer.diagnostics(top=2)
     assert len(report["unusual"]) == 2
     assert set(report["unusual"]) <= {f"group 0, {i}" for i in range(5)}
+
+
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
+def test_tells_what_is_too_large_from_what_is_not_finite(maker):
+    values = parameters()
+    optimizer = maker(values.items())
+    steps(optimizer, values, 2)
+    values["wide"].grad[0, 0] = 1e30
+    values["bias"].grad[0] = torch.nan
+    optimizer.step()
+    (report,) = optimizer.diagnostics()
+    assert report["not_finite"] == ["bias"]
+    assert report["too_large"] == ["wide"]

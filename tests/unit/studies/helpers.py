@@ -7,6 +7,9 @@ import torch
 
 from steadygrad.record import dumps, read_run, strip_times
 from steadygrad.studies.advise import Settings, Stop, advise
+from steadygrad.studies.advise.engine import Engine
+from steadygrad.studies.advise.ranks import Ranks
+from steadygrad.tasks import load_task
 
 TINY = Path(__file__).with_name("tiny_task.py")
 
@@ -58,3 +61,9 @@ def timeless(folder):
     run = read_run(folder)
     # As text, because a NaN is not equal to itself.
     return dumps(strip_times(run.header)), [dumps(strip_times(event)) for event in run.events]
+
+
+def make_engine():
+    """The tiny task, ready to be trained."""
+    task = load_task(tiny())
+    return Engine(task, seed=0, dtype="float32", ranks=Ranks(Stop()))

@@ -215,6 +215,8 @@ def resume(
         # Before the ranks join: a finished run needs neither its device nor the others.
         if Ranks.first():
             Checkpoints(folder).remove()
+            if budget_seconds is not None:
+                monitor.say("this run is complete: its plan has nothing left for more time to do.")
         return Outcome(folder, recorded.summary, is_main=Ranks.first())
     stop = stop or Stop()
     ranks = Ranks.join(stop, settings.resolved_device)

@@ -1,34 +1,17 @@
 """The whole study on a tiny task."""
 
-import json
 import math
-import signal
-import time
 
 import pytest
 import torch
 
 from steadygrad._checks import InputError
 from steadygrad.record import dumps, read_run
-from steadygrad.studies.advise import Settings, Stop, make_plan, resume
-from steadygrad.studies.advise.checkpoint import Checkpoints
-from steadygrad.studies.advise.engine import Engine
+from steadygrad.studies.advise import Settings, Stop, make_plan
 from steadygrad.studies.advise.ledger import Ledger
-from steadygrad.studies.advise.order import main_order
 from steadygrad.studies.advise.plan import START_UP
-from steadygrad.studies.advise.ranks import Ranks
 from steadygrad.studies.advise.summary import summarize
-from steadygrad.tasks import load_task
-from tests.unit.studies.helpers import Watcher, study, timeless, tiny
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """One complete study, shared by the tests that only read it."""
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    monitor = Watcher()
-    return study(folder, monitor=monitor), monitor
+from tests.unit.studies.helpers import Watcher, make_engine, study, timeless
 
 
 def test_it_records_everything_that_was_planned(whole):
@@ -110,97 +93,12 @@ def test_one_seed_one_record(whole, tmp_path):
     assert other.summary["points"][0]["valid_loss"] != again.summary["points"][0]["valid_loss"]
 
 
-@pytest.mark.parametrize("share", [0.03, 0.4, 0.8], ids=["early", "middle", "late"])
-def test_interrupted_and_resumed_to_the_same_numbers(whole, tmp_path, share):
-    stop, (complete, monitor) = Stop(), whole
-    watcher = Watcher(at=int(share * monitor.total), call=lambda: stop._handle(signal.SIGINT, None))
-    try:
-        first = study(tmp_path / "run", stop=stop, monitor=watcher)
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    assert first.stopped_by == signal.SIGINT
-    assert first.summary["status"] == "interrupted"
-    assert (tmp_path / "run" / "summary.json").exists()
-    second = resume(tmp_path / "run", monitor=Watcher())
-    assert dumps(second.summary) == dumps(complete.summary)
-    kept, wanted = (
-        [e for e in timeless(folder)[1] if '"end"' not in e]
-        for folder in (tmp_path / "run", complete.folder)
-    )
-    assert kept == wanted
-
-
-def test_resuming_repeats_no_work(whole, tmp_path):
-    stop, (_, monitor) = Stop(), whole
-    watcher = Watcher(at=int(0.8 * monitor.total), call=lambda: stop.limit(-1e9))
-    first = study(tmp_path / "run", stop=stop, monitor=watcher)
-    assert first.summary["status"] == "budget"
-    assert first.stopped_by == 0
-    watcher = Watcher()
-    resume(tmp_path / "run", monitor=watcher)
-    assert not any(stage.startswith("training") for stage in watcher.stages)
-    watcher = Watcher()
-    resume(tmp_path / "run", monitor=watcher)
-    assert watcher.stages == []
-
-
-def test_more_time_is_the_same_study(whole, tmp_path):
-    """Cut short twice: the plan is that of the record, whatever time it is given."""
-    complete, monitor = whole
-    stop, folder = Stop(), tmp_path / "run"
-    watcher = Watcher(at=int(0.4 * monitor.total), call=lambda: stop.limit(-1e9))
-    study(folder, stop=stop, monitor=watcher)
-    cut = resume(folder, budget_seconds=1e-9, monitor=Watcher())
-    assert cut.summary["status"] == "budget"
-    watcher = Watcher()
-    longer = resume(folder, budget_seconds=3600.0, monitor=watcher)
-    assert watcher.total == monitor.total
-    assert dumps(longer.summary) == dumps(complete.summary)
-    kept, wanted = (
-        [e for e in timeless(place)[1] if '"end"' not in e] for place in (folder, complete.folder)
-    )
-    assert kept == wanted
-    assert timeless(folder)[0] == timeless(complete.folder)[0]
-    ends = read_run(folder).select("end")
-    assert [end.get("time") for end in ends] == [
-        None,
-        {"budget_seconds": 1e-9},
-        {"budget_seconds": 3600.0},
-    ]
-
-
-@pytest.mark.parametrize("budget", [0.0, -1.0, math.inf, math.nan])
-def test_a_budget_for_the_rest_is_checked(partial, budget):
-    before = (partial / "record.jsonl").read_bytes()
-    with pytest.raises(InputError, match="Parameter `budget_seconds`"):
-        resume(partial, budget_seconds=budget, monitor=Watcher())
-    assert (partial / "record.jsonl").read_bytes() == before
-
-
 def test_the_monitor_knows_when_each_point_is_measured(whole):
     outcome, monitor = whole
     run = read_run(outcome.folder)
     samples = run.header["plan"]["points"]
     assert list(monitor.points) == [f"{n:,} rows" for n in samples]
     assert list(monitor.points.values())[-1] == monitor.total
-
-
-@pytest.mark.parametrize("damage", ["missing", "truncated", "changed"])
-def test_a_damaged_checkpoint_is_trained_again(whole, tmp_path, damage):
-    stop, (complete, monitor) = Stop(), whole
-    watcher = Watcher(at=int(0.8 * monitor.total), call=lambda: stop.limit(-1e9))
-    study(tmp_path / "run", stop=stop, monitor=watcher)
-    for path in (tmp_path / "run" / "checkpoints").glob("*.safetensors"):
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        if damage == "missing":
-            path.unlink()
-        else:
-            path.write_bytes(data[:100] if damage == "truncated" else data)
-    watcher = Watcher()
-    assert dumps(resume(tmp_path / "run", monitor=watcher).summary) == dumps(complete.summary)
-    assert any(stage.startswith("training") for stage in watcher.stages)
-    assert watcher.lines == []
 
 
 def test_a_short_study_recommends_nothing(tmp_path):
@@ -214,56 +112,10 @@ def test_a_short_study_recommends_nothing(tmp_path):
 
 def test_the_budget_ends_the_study(tmp_path):
     """A step takes 0.01 s here, more than ten times what the plan reckons with."""
-    began = time.monotonic()
     outcome = study(tmp_path / "run", "slow", budget=1.5 + START_UP)
     assert outcome.summary["status"] == "budget"
-    # No timing is asserted but the bound itself, with all the room that a busy machine needs.
-    assert time.monotonic() - began < 30
-
-
-def change_header(folder, change):
-    path = folder / "record.jsonl"
-    first, *rest = path.read_text().splitlines(keepends=True)
-    header = json.loads(first)
-    change(header)
-    path.write_text("".join([json.dumps(header) + "\n", *rest]))
-
-
-@pytest.fixture
-def partial(tmp_path):
-    stop = Stop()
-    study(tmp_path / "run", stop=stop, monitor=Watcher(at=500, call=lambda: stop.limit(-1e9)))
-    return tmp_path / "run"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda h: h["task"].update(spec=tiny("other_data")), "sha256 = '0000"),
-        (lambda h: h["settings"].update(batch_size=8), "batch_size = 8 as in the record. Found 4"),
-        (lambda h: h["settings"].update(world_size=2), "world_size = 2 .*torchrun"),
-        (lambda h: h.update(study="inspect"), "record of `steadygrad advise`. Found 'inspect'"),
-        (lambda h: h["settings"].pop("dtype"), "'settings.dtype' to be one of float32.* in line 1"),
-    ],
-    ids=["data", "batch size", "processes", "study", "settings"],
-)
-def test_what_must_not_change(partial, change, message):
-    change_header(partial, change)
-    before = (partial / "record.jsonl").read_bytes()
-    with pytest.raises(InputError, match=message):
-        resume(partial, monitor=Watcher())
-    assert (partial / "record.jsonl").read_bytes() == before
-
-
-def test_what_may_change_is_told(partial):
-    change_header(partial, lambda h: h["environment"].update(torch="1.0"))
-    change_header(partial, lambda h: h["settings"].update(threads=64))
-    watcher = Watcher()
-    resume(partial, monitor=watcher)
-    assert [line.split(":")[0] for line in watcher.lines] == [
-        f"torch was 1.0 and is {torch.__version__}",
-        "the number of threads was 64 and is 1",
-    ]
+    work = sum(e["samples"] for e in read_run(outcome.folder).select("branch"))
+    assert work < read_run(outcome.folder).header["plan"]["work"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
@@ -330,11 +182,6 @@ def test_settings_are_checked(name, value):
         Settings(**{name: value})
 
 
-def make_engine():
-    task = load_task(tiny())
-    return Engine(task, seed=0, dtype="float32", ranks=Ranks(Stop()))
-
-
 def test_evaluating_does_not_disturb_training():
     engine = make_engine()
     engine.seed_everything("before")
@@ -344,20 +191,3 @@ def test_evaluating_does_not_disturb_training():
     assert torch.equal(torch.rand(3), expected)
     assert engine.evaluate() == first
     assert all(module.training for module in engine.model.modules())
-
-
-def test_a_checkpoint_keeps_every_bit(tmp_path):
-    one, two = make_engine(), make_engine()
-    order = main_order(4096, 0)
-    list(one.run(order, 0, 80, 4))
-    tmp_path.joinpath("run").mkdir()
-    Checkpoints(tmp_path / "run").save(0, one.state(80))
-    two.load(Checkpoints(tmp_path / "run").load(0))
-    rest = []
-    for trained in (one, two):
-        trained.seed_everything("rest")
-        rest.append(list(trained.run(order, 80, 160, 4)))
-    assert rest[0] == rest[1]
-    assert one.steps == two.steps == 40
-    for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True):
-        assert torch.equal(a, b)

@@ -1,0 +1,297 @@
+"""Several losses, each with the share of the gradient that was asked for."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad._checks import check_choice, check_count, check_number
+from steadygrad.balance.combine import Aggregator, Combiner, load_aggregator
+from steadygrad.balance.eager import eager
+from steadygrad.balance.fork import Fork, Gradients
+from steadygrad.balance.join import Join, Outcome, effective_loss
+from steadygrad.balance.metrics import metrics_of
+from steadygrad.balance.nests import branches, differentiable, item_count
+from steadygrad.balance.partials import check_leaves, check_losses, parameters_of, part_gradients
+from steadygrad.balance.told import GradScale, Told, check_scale
+from steadygrad.balance.weights import check_present, check_weights
+from steadygrad.balance.window import Kind, NormAverages
+from steadygrad.sharding import RankSum
+
+__all__ = ["LossBalancer"]
+
+
+class LossBalancer(nn.Module):
+    r"""Gives each of several losses the share of the gradient that its weight asks for.
+
+    .. math:: G = \sum_k \frac{T}{\epsilon + \langle \lVert g_k \rVert \rangle}
+              \frac{w_k}{\sum_j w_j}\, g_k, \qquad g_k = \frac{\partial \ell_k}{\partial y}
+
+    ``y`` is what the model puts out and the losses look at. With weights of 1 and 4 the second
+    loss makes 80 % of the gradient's norms, whatever the losses' own scales. This is the rule of
+    audiocraft's and EnCodec's balancer.
+
+    .. code-block:: python
+
+        balancer = LossBalancer({"l1": 1, "adv": 4})
+        ys = balancer.fork(y)                       # one ordinary backward pass, in any trainer
+        (l1_loss(ys["l1"]) + adv_loss(ys["adv"])).backward()
+        balancer.backward({"l1": l1, "adv": adv}, y)        # or: as audiocraft has it
+
+    A loss takes part in a step if it is there and its gradient is neither zero nor non-finite.
+    Otherwise it is left out of the step and of its average, which is counted in
+    :attr:`left_out`, and the others share the total norm. On several processes the norm is that
+    of the joined batch: see :mod:`steadygrad.formulas.balance`.
+
+    All state is buffers: ``state_dict`` has it, the weights included, and it stays float64 if the
+    model becomes half precision. Nothing waits for the device, but an aggregator may.
+
+    Args:
+        weights: Weight of each loss, zero or more. Losses may come and go, but not be others.
+        balance_grads: Whether to balance. If not, the gradient is :math:`\sum_k w_k g_k`.
+        total_norm: :math:`T`, what the balanced norms sum to on average.
+        ema_decay: Decay of the bias-corrected moving average of norms, in [0, 1]. 0 takes each
+            step's own norm, 1 the mean over all steps.
+        per_batch_item: Whether the norm is the mean over items of ``y`` (its first dimension) of
+            each item's norm. If not, it is that of the whole batch.
+        eps: :math:`\epsilon`; no loss is scaled by more than ``total_norm / eps``.
+        batch_independent: Whether the norm is that of one item's loss, so that the model's
+            gradient is a mean over items. By default, as in audiocraft, a batch twice as large
+            has a gradient about twice as large.
+        lag: Whether to scale by averages as they were before the step. Then micro-batches have
+            one batch's scales, with ``batch_independent`` and from the second step on.
+        monitor: Whether to measure the angles between gradients, for :attr:`metrics`.
+        combine: What takes the place of the sum: an aggregator of TorchJD or its name, or a
+            function of a matrix with one gradient a row. None: the sum.
+        grad_scale: Loss scale that the losses carry: a number, a tensor, or a gradient scaler. Only
+            a scaler is shown an overflow, by a gradient of NaN, and no average moves in that step.
+        accumulation_steps: By how many micro-batches the losses are divided.
+        process_group: The processes whose gradients are averaged: ``"all"`` if there are several,
+            None for none, or a group.
+
+    Raises:
+        InputError: If an argument is out of its range, or no weight is positive.
+
+    References:
+        | High Fidelity Neural Audio Compression (Défossez et al., 2022), section 3.4
+        | https://arxiv.org/abs/2210.13438
+        | Jacobian Descent for Multi-Objective Optimization (Quinton and Rey, 2024)
+        | https://arxiv.org/abs/2406.16232
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        balance_grads: bool = True,
+        total_norm: float = 1.0,
+        ema_decay: float = 0.999,
+        per_batch_item: bool = True,
+        eps: float = 1e-12,
+        *,
+        batch_independent: bool = False,
+        lag: bool = False,
+        monitor: bool = False,
+        combine: str | Aggregator | None = None,
+        grad_scale: GradScale | None = None,
+        accumulation_steps: int = 1,
+        process_group: Any = "all",
+    ) -> None:
+        super().__init__()
+        checked = check_weights(weights)
+        check_number("total_norm", total_norm, low=0, low_open=True)
+        check_number("eps", eps, low=0)
+        check_number("ema_decay", ema_decay, low=0, high=1)
+        self.grad_scale = check_scale(grad_scale)
+        self.accumulation_steps = check_count("accumulation_steps", accumulation_steps)
+        kind = Kind(per_batch_item, batch_independent)
+        self.aggregator = load_aggregator(combine)
+        self.core = Join(
+            list(checked),
+            balance=balance_grads,
+            total_norm=total_norm,
+            eps=eps,
+            averages=NormAverages(ema_decay, len(checked), kind, lag),
+            combiner=Combiner(self.aggregator),
+            monitor=monitor,
+            ranks=RankSum(process_group),
+        )
+        self.core.set_weights(list(checked.values()))
+        self._last: Outcome | None = None
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Every loss's weight, to be read; :meth:`set_weights` changes them."""
+        return MappingProxyType(dict(zip(self.core.names, self.core.host_weights, strict=True)))
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Changes the weights of the losses named; the averages stay.
+
+        Raises:
+            InputError: If a name is unknown, a weight negative, or no positive one is left.
+        """
+        for name in weights:
+            check_choice("weights", name, self.core.names)
+        self.core.set_weights(list(check_weights({**self.weights, **weights}).values()))
+
+    @eager
+    def backward(
+        self,
+        losses: Mapping[str, Tensor | None],
+        y: Any,
+        *,
+        head_parameters: nn.Module | Iterable[Tensor] = (),
+        grad_scale: GradScale | None = None,
+        accumulation_steps: int | None = None,
+        retain_graph: bool = False,
+    ) -> Tensor:
+        """Differentiates each loss, balances, and runs one backward pass through the model.
+
+        Args:
+            losses: Scalar losses by name. One that is missing in this step is left out, or None.
+            y: The model's output that the losses depend on: a tensor, or a nest of tensors.
+                Every gradient of the model's must come through it.
+            head_parameters: Parameters between ``y`` and the losses. Each gets the gradient of
+                the plain sum of losses, but for those that are not finite.
+            grad_scale: Loss scale in ``losses``. Default: the constructor's.
+            accumulation_steps: By how many micro-batches they are divided. Default: likewise.
+            retain_graph: Whether to keep all graphs. If not, a loss's graph is kept only while
+                another loss needs parts of it.
+
+        Returns:
+            The effective loss, each loss times its scale, without loss scale, on this process.
+
+        Raises:
+            InputError: If there is no loss with a weight; one is unknown, no real scalar, does not
+                depend on ``y`` or goes through a reentrant checkpoint; ``y`` is refused as by
+                :meth:`fork`, or one of its tensors is made from another; or ``y`` is made from
+                one of ``head_parameters``. Nothing has changed then.
+        """
+        for name in losses:
+            check_choice("losses", name, self.core.names)
+        there = {name: loss for name, loss in losses.items() if loss is not None}
+        check_present(list(there), self.weights, self.core.ranks.size)
+        leaves = differentiable(y)
+        heads = parameters_of(head_parameters)
+        check_leaves(leaves, heads)
+        items = item_count(leaves, self.core.averages.kind)
+        overlaps = check_losses(there, leaves)
+        self.core.combiner.check(self.core.ranks.size)
+        told = self._told(grad_scale, accumulation_steps, leaves[0].device)
+        parts = part_gradients(there, overlaps, leaves, heads, retain_graph=retain_graph)
+        self._follow(leaves[0].device)
+        joined, outcome = self.core.join(parts.outputs, items, told)
+        self._last = outcome
+        if not there:
+            # Other processes have losses, and gradients to reduce with this one.
+            joined = [torch.zeros_like(leaf) for leaf in leaves]
+        of_heads = self.core.head_gradients(parts.heads, outcome) or [None] * len(heads)
+        pairs = zip([*leaves, *heads], [*joined, *of_heads], strict=True)
+        tensors, gradients = zip(*((t, g) for t, g in pairs if g is not None), strict=True)
+        torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
+        return effective_loss(there, self.core.names, outcome, told)
+
+    @eager
+    def fork(
+        self,
+        y: Any,
+        *,
+        grad_scale: GradScale | None = None,
+        accumulation_steps: int | None = None,
+    ) -> dict[str, Any]:
+        """Copies of ``y``, one for each loss, whose gradients are balanced where they meet.
+
+        Compute each loss from its own copy, add the losses up and call ``backward()`` on the sum
+        as usual, in whatever trainer. Factors on single losses cancel. A copy that no loss uses
+        counts as a missing loss. The copies share memory and must not be changed in place.
+
+        Args:
+            y: The model's output: a tensor, or a nest of tensors.
+            grad_scale: Loss scale that the sum will carry. Default: the constructor's. A scaler
+                is asked when gradients arrive.
+            accumulation_steps: By how many micro-batches it will be divided. Default: likewise.
+
+        Returns:
+            For each loss a nest like ``y``. Without gradients, as in evaluation, ``y`` itself.
+
+        Raises:
+            InputError: If no tensor of ``y`` requires a gradient though gradients are enabled, one
+                is complex or a DTensor, or their first dimensions differ; if ``grad_scale`` or
+                ``accumulation_steps`` is out of its range; or if ``combine`` looks at whole
+                gradients and there are several processes.
+        """
+        if not torch.is_grad_enabled():
+            return dict.fromkeys(self.core.names, y)
+        leaves = differentiable(y)
+        items = item_count(leaves, self.core.averages.kind)
+        device = leaves[0].device
+        # Mistakes are reported here, not in the backward pass.
+        self._told(grad_scale, accumulation_steps, device)
+        self.core.combiner.check(self.core.ranks.size)
+        self._follow(device)
+        # Making a process group inside a backward pass could meet other collectives.
+        self.core.ranks.prepare()
+
+        def join(rows: Gradients) -> Sequence[Tensor | None]:
+            named = {n: row for n, row in zip(self.core.names, rows, strict=True) if row}
+            told = self._told(grad_scale, accumulation_steps, device)
+            joined, self._last = self.core.join(named, items, told)
+            return joined
+
+        copies = iter(Fork.apply(join, len(self.core.names), *leaves))  # type: ignore[no-untyped-call]
+        return branches(y, leaves, self.core.names, copies)
+
+    def _told(
+        self, grad_scale: GradScale | None, accumulation_steps: int | None, device: torch.device
+    ) -> Told:
+        scale = self.grad_scale if grad_scale is None else grad_scale
+        steps = self.accumulation_steps if accumulation_steps is None else accumulation_steps
+        return Told.read(scale, steps, device)
+
+    def _follow(self, device: torch.device) -> None:
+        """Moves to where the gradients are, once."""
+        if self.core.weights.device != device:
+            self.to(device)
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """What the last step did, as tensors with shape ``()``; empty before the first one.
+
+        ====================== ================================================================
+        ``ratio_NAME``         share of the averaged norms before balancing; audiocraft's metric
+        ``share_before_NAME``  share of this step's norms before balancing
+        ``share_after_NAME``   share of this step's norms after balancing, and after an aggregator's
+                               weights; not with one of whole gradients, which has none
+        ``target_NAME``        share asked for, among the losses that took part
+        ``norm_NAME``          this step's norm
+        ``average_NAME``       the average it was scaled by
+        ``scale_NAME``         factor on the loss's gradient
+        ``nonfinite_NAME``     steps left out so far for a gradient that was not finite
+        ``zero_NAME``          steps left out so far for a gradient of zero
+        ``total``              with ``monitor``: norm of the whole batch's gradient handed on
+        ``cosine_NAME_NAME``   with ``monitor``: between two losses' gradients
+        ====================== ================================================================
+        """
+        return {} if self._last is None else metrics_of(self.core, self._last)
+
+    @property
+    def left_out(self) -> dict[str, dict[str, Tensor]]:
+        """How often each loss was left out: ``{"nonfinite": {name: count}, "zero": {...}}``."""
+        names = self.core.names
+        return {
+            "nonfinite": dict(zip(names, self.core.nonfinite.clone(), strict=True)),
+            "zero": dict(zip(names, self.core.zero.clone(), strict=True)),
+        }
+
+    def end_step(self) -> None:
+        """Ends a step cut short, as at an epoch's end, with its micro-batches; on every process."""
+        self.core.averages.end_step(self.core.ranks.size)
+
+    def reset(self) -> None:
+        """Forgets all averages; weights and counts stay."""
+        self.core.averages.reset()
+
+    def extra_repr(self) -> str:
+        """The weights."""
+        return f"{dict(self.weights)}"

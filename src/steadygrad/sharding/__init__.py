@@ -1,0 +1,33 @@
+"""Local shards and packed sums: all that the tools need of torch.distributed.
+
+Everything here also works without a process group, where a sum over ranks is the value itself.
+"""
+
+from steadygrad.sharding.processes import join_processes, leave_processes
+from steadygrad.sharding.rank_sum import RankSum
+from steadygrad.sharding.shards import aligned, aligned_locals, is_sharded, local, shared_out
+from steadygrad.sharding.sums import ShardSum
+from steadygrad.sharding.worlds import (
+    World,
+    data_parallel_world,
+    fsdp_modules,
+    gather_json,
+    replicas,
+)
+
+__all__ = [
+    "RankSum",
+    "ShardSum",
+    "World",
+    "aligned",
+    "aligned_locals",
+    "data_parallel_world",
+    "fsdp_modules",
+    "gather_json",
+    "is_sharded",
+    "join_processes",
+    "leave_processes",
+    "local",
+    "replicas",
+    "shared_out",
+]

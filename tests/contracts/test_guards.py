@@ -1,0 +1,157 @@
+"""What must not reach a weight or a state, whoever sends it."""
+
+import pytest
+import torch
+from torch import nn
+
+from steadygrad._checks import InputError
+from tests.contracts.problems import (
+    assert_same,
+    give_gradients,
+    parameters,
+    run,
+    snapshot,
+    tensors_of,
+)
+from tests.contracts.table import TABLE
+
+every_optimizer = pytest.mark.parametrize("entry", TABLE.values(), ids=TABLE)
+NARROW = [torch.bfloat16, torch.float16]
+
+
+@every_optimizer
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e15, 1e18, 4e18, 1e19, 3e38], ids=str)
+@pytest.mark.parametrize("at", [0, 1, 6])
+def test_finite_gradients_of_any_size_leave_all_finite(entry, size, at):
+    """Squares and sums of them overflow long before a gradient does."""
+    params = parameters()
+    for p in params:
+        p.data.mul_(6)
+    optimizer = entry(params)
+    for step in range(9):
+        give_gradients(params, step, none=False)
+        if step == at:
+            for p in params:
+                p.grad.copy_(p.detach() / 6 * size)
+        optimizer.step()
+    assert all(torch.isfinite(p).all() for p in params)
+    assert all(
+        torch.isfinite(t).all() for n, t in tensors_of(optimizer) if n != "model_norm_threshold"
+    )
+
+
+@every_optimizer
+def test_one_bad_group_stops_them_all(entry):
+    params = parameters()
+    optimizer = entry([{"params": params[:3]}, {"params": params[3:], "lr": 0.005}])
+    run(optimizer, params, range(3))
+    before = snapshot(optimizer, params)
+    give_gradients(params, 3)
+    params[5].grad = None
+    params[6].grad[0, 0] = -torch.inf
+    optimizer.step()
+    assert_same(before, snapshot(optimizer, params))
+    counts = [optimizer.state[p]["skipped"].item() for p in params]
+    assert counts == [1.0] * 7
+
+
+@every_optimizer
+def test_the_count_of_skipped_steps_is_saved(entry):
+    params, others = parameters(), parameters()
+    optimizer, other = entry(params), entry(others)
+    give_gradients(params, 0)
+    params[0].grad[0, 0] = torch.nan
+    optimizer.step()
+    other.load_state_dict(optimizer.state_dict())
+    assert other.skipped == 1
+    run(other, others, [0])
+    assert (other.skipped, optimizer.skipped) == (1, 1)
+    assert other.skipped.data_ptr() != optimizer.skipped.data_ptr()
+
+
+@every_optimizer
+def test_a_first_group_may_be_empty(entry):
+    params = parameters()
+    optimizer = entry([{"params": []}, {"params": params}])
+    run(optimizer, params, range(3))
+    assert optimizer.skipped == 0
+    assert optimizer.state[params[0]]["step"] == 3
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("way", ["no_grad", "data", "load"])
+def test_weights_written_later_are_kept(entry, dtype, way):
+    model = nn.Linear(4, 3).to(dtype)
+    optimizer = entry(model.parameters(), lr=1e-6)
+    for step in range(3):
+        give_gradients(model.parameters(), step, none=False)
+        optimizer.step()
+    value = torch.full((3, 4), 2.0, dtype=dtype)
+    if way == "no_grad":
+        with torch.no_grad():
+            model.weight.copy_(value)
+    elif way == "data":
+        model.weight.data.copy_(value)
+    else:
+        model.load_state_dict({"weight": value, "bias": model.bias.detach().clone()})
+    give_gradients(model.parameters(), 3, none=False)
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), value, rtol=0.02, atol=0)
+
+
+@every_optimizer
+def test_placeholders_may_come_before_the_real_parameters(entry):
+    """As Accelerate prepares a model for `fully_shard`."""
+    params = parameters()
+    optimizer = entry(params)
+    group = optimizer.param_groups[0]
+    group["params"] = [torch.empty(1) for _ in params]
+    assert optimizer.skipped == 0
+    group["params"] = others = [p.detach().clone().requires_grad_() for p in params]
+    optimizer.load_state_dict(optimizer.state_dict())
+    run(optimizer, others, range(3))
+    fresh = parameters()
+    run(entry(fresh), fresh, range(3))
+    assert_same(fresh, others)
+
+
+@every_optimizer
+def test_a_refused_group_leaves_the_optimizer_as_it_was(entry):
+    params = parameters()
+    optimizer = entry(params)
+    for wrong in ({"lr": -1.0}, {"betas": (0.9, 2.0)}, {"foreach": True, "fused": True}):
+        with pytest.raises(InputError):
+            optimizer.add_param_group({"params": [torch.ones(2, requires_grad=True)], **wrong})
+    with pytest.raises(InputError, match="real floating type"):
+        optimizer.add_param_group({"params": [torch.ones(2).long()]})
+    assert len(optimizer.param_groups) == 1
+    assert len(optimizer.state) == len(params)
+    fresh = parameters()
+    run(optimizer, params, range(2))
+    run(entry(fresh), fresh, range(2))
+    assert_same(fresh, params)
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW], ids=str)
+def test_a_grad_scaler_skips_what_overflows_and_goes_on(entry, dtype):
+    scaled, plain = parameters(dtype), parameters(dtype)
+    ours, theirs = entry(scaled), entry(plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    for step in range(8):
+        give_gradients(plain, step, none=False)
+        theirs.step()
+        for bad in (True, False) if step in (0, 4) else (False,):
+            scaler.scale(torch.zeros(()))  # as for a loss; the gradients follow by hand
+            give_gradients(scaled, step, none=False)
+            for p in scaled:
+                p.grad.mul_(scaler.get_scale())
+            if bad:
+                scaled[0].grad[0, 0] = torch.inf
+            scaler.step(ours)
+            scaler.update()
+    assert ours.skipped == 2
+    # Powers of two scale exactly.
+    assert_same(scaled, plain)
+    assert not hasattr(ours, "grad_scale")

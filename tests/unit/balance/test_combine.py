@@ -1,0 +1,272 @@
+"""Aggregators in place of the sum: our own stand-ins always, TorchJD's where it is installed."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from steadygrad import LossBalancer
+from steadygrad._checks import InputError
+from tests.unit.balance.problems import WEIGHTS, draw, gradient_handed_on, losses_of
+
+CALLS = pytest.mark.parametrize("call", ["backward", "fork"])
+CLOSE = {"rtol": 1e-11, "atol": 1e-14}
+TARGET = draw(4, 7, seed=1)
+make = lambda ys: losses_of(ys, TARGET)  # noqa: E731
+
+
+def rows_of(make_losses, y, weights):
+    """Balanced gradients, one a loss in a row, made by balancing each loss alone."""
+    total = sum(weights.values())
+    return torch.stack(
+        [
+            gradient_handed_on(
+                LossBalancer({k: 1.0}, total_norm=w / total),
+                lambda ys, k=k: {k: make_losses({k: ys[k]})[k]},
+                y,
+            ).flatten()
+            for k, w in weights.items()
+        ]
+    )
+
+
+class Weighting(nn.Module):
+    """Weighs each gradient by how much all of them point its way."""
+
+    def forward(self, products):
+        return 1 + products.sum(0)
+
+
+class ByProducts:
+    gramian_weighting = Weighting()
+
+    def __call__(self, matrix):
+        return self.gramian_weighting(matrix @ matrix.T) @ matrix
+
+
+class ByMatrix(nn.Module):
+    """The coordinates' median, which no inner product tells."""
+
+    def forward(self, matrix):
+        return matrix.median(dim=0).values
+
+
+@CALLS
+@pytest.mark.parametrize("aggregator", [ByProducts(), ByMatrix()], ids=["products", "matrix"])
+def test_an_aggregator_sees_balanced_gradients(call, aggregator):
+    y = draw(4, 7)
+    got = gradient_handed_on(LossBalancer(WEIGHTS, combine=aggregator), make, y, call)
+    expected = aggregator(rows_of(make, y, WEIGHTS)).view_as(y)
+    torch.testing.assert_close(got, expected, **CLOSE)
+    plain = gradient_handed_on(LossBalancer(WEIGHTS), make, y, call)
+    assert (got - plain).abs().max() > 1e-3
+
+
+class Sized(ByMatrix):
+    """An aggregator with a number for each row."""
+
+    pref_vector = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "count"),
+    [(ByProducts(), 2), (ByMatrix(), 2), (Sized(), 3)],
+    ids=["products", "matrix", "sized"],
+)
+def test_missing_losses_are_no_rows_and_broken_ones_are_zeros(aggregator, count):
+    """The host knows that one is not there, but only the device that one is broken."""
+    y = draw(4, 7)
+    broken = lambda ys: {"l1": make(ys)["l1"], "l2": ys["l2"].sum() * torch.nan}  # noqa: E731
+    got = gradient_handed_on(LossBalancer(WEIGHTS, combine=aggregator), broken, y)
+    row = rows_of(make, y, {"l1": 1.0})[0]
+    expected = aggregator(torch.stack([row, *[0 * row] * (count - 1)])).view_as(y)
+    torch.testing.assert_close(got, expected, **CLOSE)
+
+
+@CALLS
+def test_missing_losses_and_those_without_weight_do_not_count_in_a_mean(call):
+    mean = SimpleNamespace(gramian_weighting=lambda p: torch.full((len(p),), 1 / len(p)).double())
+    y = draw(4, 7)
+    some = lambda ys: {k: v for k, v in make(ys).items() if k != "adv"}  # noqa: E731
+    balancer = LossBalancer({**WEIGHTS, "l2": 0.0}, combine=by(mean))
+    got = gradient_handed_on(balancer, some, y, call)
+    expected = rows_of(make, y, {"l1": 1.0})[0].view_as(y)
+    torch.testing.assert_close(got, expected, **CLOSE)
+
+
+@CALLS
+def test_only_losses_without_weight_give_nothing(call):
+    """With the copy of another loss unused, which `backward` would refuse."""
+    for aggregator in (ByProducts(), ByMatrix()):
+        balancer = LossBalancer({"a": 1.0, "b": 0.0}, combine=aggregator)
+        source = draw(4, 7).requires_grad_()
+        balancer.fork(source * 1)["b"].sum().backward()
+        assert torch.equal(source.grad, torch.zeros_like(source))
+
+
+def by(home):
+    """An aggregator that asks ``home`` for weights."""
+
+    class Asks:
+        gramian_weighting = staticmethod(home.gramian_weighting)
+
+        def __call__(self, matrix):
+            return self.gramian_weighting(matrix @ matrix.T) @ matrix
+
+    return Asks()
+
+
+class MGDA(ByProducts):
+    """The shortest vector of the rows' convex hull, by descent along its edges."""
+
+    @staticmethod
+    def gramian_weighting(products):
+        point = torch.full((len(products),), 1 / len(products), dtype=products.dtype)
+        for _ in range(4000):
+            corner = torch.eye(len(products), dtype=products.dtype)[(products @ point).argmin()]
+            edge = corner - point
+            length = edge @ products @ edge
+            if length <= 0:
+                break
+            point = point + (-(edge @ products @ point) / length).clamp(0, 1) * edge
+        return point
+
+
+@CALLS
+@pytest.mark.parametrize("why", ["not finite", "zero", "weight", "missing"])
+def test_a_hull_does_not_have_a_corner_at_zero(call, why):
+    y = draw(4, 7)
+    weights = {**WEIGHTS, "l1": 0.0 if why == "weight" else 1.0}
+    factor = {"not finite": torch.nan, "zero": 0.0}.get(why, 1.0)
+
+    def losses(ys):
+        found = make(ys)
+        if why == "missing":
+            del found["l1"]
+        else:
+            found["l1"] = factor * ys["l1"].sum()
+        return found
+
+    got = gradient_handed_on(LossBalancer(weights, combine=MGDA()), losses, y, call)
+    expected = MGDA()(rows_of(make, y, {"l2": 2.0, "adv": 4.0})).view_as(y)
+    # The descent starts from another point, and stops by its own rule.
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+    assert expected.norm() > 0.1
+
+
+class Drawing(ByProducts):
+    """Weighs at random, as PCGrad does by the order it draws."""
+
+    @staticmethod
+    def gramian_weighting(products):
+        return torch.rand(len(products), dtype=products.dtype)
+
+
+def test_random_weights_do_not_depend_on_the_callers_generator():
+    """So that processes agree, wherever each one's own generator stands."""
+    found, y = [], draw(4, 7)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+        balancer = LossBalancer(WEIGHTS, combine=Drawing())
+        found.append([gradient_handed_on(balancer, make, y) for _ in range(3)])
+        assert torch.equal(torch.get_rng_state(), state)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(found[0][0], found[0][1])
+    resumed = LossBalancer(WEIGHTS, combine=Drawing())
+    resumed.load_state_dict(balancer.state_dict())
+    assert torch.equal(gradient_handed_on(resumed, make, y), gradient_handed_on(balancer, make, y))
+
+
+def test_a_nest_is_one_row():
+    balancer = LossBalancer({"a": 1, "b": 1, "c": 1}, combine=ByMatrix())
+    first, second = draw(4, 3).requires_grad_(), draw(4, 2, seed=1).half().requires_grad_()
+    y = [first * 1, second * 1]
+    losses = {"a": y[0].sum() + y[1].sum(), "b": (y[0] ** 2).sum(), "c": (2 * y[1]).sum()}
+    balancer.backward(losses, y)
+    assert first.grad.dtype == torch.float64
+    assert second.grad.dtype == torch.float16
+    # Of c only the second tensor has a gradient, of b the first: medians lie in between.
+    assert torch.isfinite(first.grad).all()
+    assert (second.grad > 0).all()
+
+
+@CALLS
+@pytest.mark.parametrize("aggregator", [ByProducts(), ByMatrix()], ids=["products", "matrix"])
+def test_the_total_is_that_of_what_is_handed_on(call, aggregator):
+    y = draw(4, 7)
+    balancer = LossBalancer(WEIGHTS, combine=aggregator, monitor=True)
+    eighth = lambda ys: {k: 16 * v / 2 for k, v in make(ys).items()}  # noqa: E731
+    got = gradient_handed_on(balancer, eighth, y, call, grad_scale=16.0, accumulation_steps=2)
+    torch.testing.assert_close(balancer.metrics["total"], got.norm() / 8, **CLOSE)
+    # A median has no shares; weights have.
+    by_weights = [k for k in balancer.metrics if k.startswith("share_after")]
+    assert len(by_weights) == (3 if isinstance(aggregator, ByProducts) else 0)
+    assert "share_before_l1" in balancer.metrics
+
+
+def test_weights_may_turn_a_gradient_round():
+    turned = SimpleNamespace(gramian_weighting=lambda p: torch.tensor([-1.0, 3.0]).double())
+    balancer = LossBalancer({"a": 1.0, "b": 1.0}, combine=by(turned))
+    gradient_handed_on(balancer, lambda ys: {k: v.sum() for k, v in ys.items()}, draw(4, 7))
+    assert balancer.metrics["share_after_a"].item() == pytest.approx(0.25)
+    assert balancer.metrics["share_after_b"].item() == pytest.approx(0.75)
+
+
+def test_an_aggregator_s_state_is_saved():
+    aggregator = ByMatrix()
+    aggregator.register_buffer("seen", torch.ones(2))
+    assert "aggregator.seen" in LossBalancer(WEIGHTS, combine=aggregator).state_dict()
+
+
+def test_what_torchjd_s_names_may_be(monkeypatch):
+    class Aggregator(nn.Module):
+        pass
+
+    class Known(Aggregator):
+        gramian_weighting = Weighting()
+
+    class Needy(Aggregator):
+        def __init__(self, k):
+            super().__init__()
+
+    fake = SimpleNamespace(Aggregator=Aggregator, Known=Known, Needy=Needy, Helper=dict)
+    monkeypatch.setattr("steadygrad.balance.combine.import_module", lambda _: fake)
+    assert isinstance(LossBalancer(WEIGHTS, combine="Known").aggregator, Known)
+    for name, match in [
+        ("Needy", "no arguments"),
+        ("Helper", "aggregator of TorchJD"),
+        ("Nothing", "aggregator of TorchJD"),
+    ]:
+        with pytest.raises(InputError, match=match):
+            LossBalancer(WEIGHTS, combine=name)
+
+
+@CALLS
+@pytest.mark.parametrize("name", ["UPGrad", "MGDA", "AlignedMTL", "Mean", "Sum", "ConFIG"])
+def test_torchjd(name, call):
+    aggregation = pytest.importorskip("torchjd.aggregation")
+    y = draw(4, 7)
+    got = gradient_handed_on(LossBalancer(WEIGHTS, combine=name), make, y, call)
+    expected = getattr(aggregation, name)()(rows_of(make, y, WEIGHTS)).view_as(y)
+    # The solver's own precision.
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-8)
+    if name == "Sum":
+        plain = gradient_handed_on(LossBalancer(WEIGHTS), make, y, call)
+        torch.testing.assert_close(got, plain, **CLOSE)
+
+
+def test_upgrad_resolves_a_conflict():
+    """Opposed gradients: no loss gets worse, which the sum cannot say."""
+    pytest.importorskip("torchjd.aggregation")
+    a = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    b = torch.tensor([-0.8, 0.6], dtype=torch.float64)
+    conflict = lambda ys: {"a": (ys["a"] @ a).sum(), "b": 100 * (ys["b"] @ b).sum()}  # noqa: E731
+    weights = {"a": 1.0, "b": 5.0}
+    summed = gradient_handed_on(LossBalancer(weights), conflict, draw(1, 2))
+    resolved = gradient_handed_on(LossBalancer(weights, combine="UPGrad"), conflict, draw(1, 2))
+    assert (summed @ a).item() < -0.1
+    assert (resolved @ a).item() > -1e-6
+    assert (resolved @ b).item() > -1e-6

@@ -1,0 +1,102 @@
+"""A master keeps its digits until somebody else writes to the weight."""
+
+import pytest
+import torch
+
+from steadygrad.optim.masters import MASTER, wants_master, working_weight, write_back
+
+WANTED = {"master_weights": None}
+narrow = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def pair(dtype):
+    master = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    return master.to(dtype).requires_grad_(), {MASTER: master}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wish", "expected"),
+    [
+        (torch.float16, None, True),
+        (torch.bfloat16, True, True),
+        (torch.bfloat16, False, False),
+        (torch.float32, True, False),
+        (torch.float64, None, False),
+    ],
+)
+def test_who_has_a_master(dtype, wish, expected):
+    assert wants_master(torch.zeros(2, dtype=dtype), {"master_weights": wish}) is expected
+
+
+@narrow
+def test_an_untouched_master_keeps_every_bit(dtype):
+    parameter, state = pair(dtype)
+    expected = state[MASTER].clone()
+    assert working_weight(parameter, state, WANTED) is state[MASTER]
+    assert torch.equal(state[MASTER], expected)
+    assert (state[MASTER] != parameter.detach().float()).any()
+
+
+def in_place(parameter, value):
+    with torch.no_grad():
+        parameter.copy_(value)
+
+
+def through_data(parameter, value):
+    parameter.data.copy_(value)
+
+
+def exchanged(parameter, value):
+    parameter.data = value.to(parameter.dtype)
+
+
+@narrow
+@pytest.mark.parametrize("write", [in_place, through_data, exchanged])
+def test_a_written_weight_is_followed_and_others_keep_their_bits(dtype, write):
+    parameter, state = pair(dtype)
+    master, value = state[MASTER].clone(), parameter.detach().clone()
+    value[2] = 7.0
+    value[3] = -7.0
+    value[0, 0] = 0.0
+    write(parameter, value)
+    followed = working_weight(parameter, state, WANTED)
+    expected = master.clone()
+    expected[2] = 7.0
+    expected[3] = -7.0
+    expected[0, 0] = 0.0
+    assert torch.equal(followed, expected)
+
+
+@narrow
+def test_a_swap_out_and_back_in_loses_nothing(dtype):
+    parameter, state = pair(dtype)
+    master, weights = state[MASTER].clone(), parameter.detach().clone()
+    parameter.data.zero_()
+    parameter.data.copy_(weights)
+    assert torch.equal(working_weight(parameter, state, WANTED), master)
+
+
+def test_a_weight_that_is_not_finite_is_followed_too():
+    parameter, state = pair(torch.float16)
+    parameter.data[0, 0], parameter.data[1, 1] = torch.nan, torch.inf
+    followed = working_weight(parameter, state, WANTED)
+    assert followed[0, 0].isnan()
+    assert followed[1, 1].isinf()
+    assert followed.isfinite().sum() == followed.numel() - 2
+
+
+def test_without_a_master_the_weight_itself_is_worked_on():
+    parameter = torch.zeros(3, requires_grad=True)
+    weight = working_weight(parameter, {}, WANTED)
+    assert not weight.requires_grad
+    weight.add_(1)
+    assert torch.equal(parameter.detach(), torch.ones(3))
+
+
+@narrow
+def test_writes_back_the_nearest(dtype):
+    parameter, state = pair(dtype)
+    state[MASTER].mul_(1.1)
+    plain = torch.ones(2)
+    write_back([parameter, plain], [state[MASTER], plain])
+    assert torch.equal(parameter.detach(), state[MASTER].to(dtype))

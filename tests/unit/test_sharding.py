@@ -1,0 +1,213 @@
+"""Which processes a packed sum goes to, and with which shares; on a process group that only acts.
+
+A fake group lets one process stand for a rank among many: its collectives leave tensors as they
+are. What is really added up is tested in tests/distributed.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from steadygrad._checks import InputError
+from steadygrad.sharding import ShardSum, aligned_locals, is_sharded, local, shared_out
+
+R, S = Replicate(), Shard(0)
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """Starts this process as a rank of a fake world.
+
+    ``.calls`` lists (ranks, tensor) of the sums sent, ``.agreed`` the ranks that named a group.
+    """
+
+    class World:
+        def __init__(self) -> None:
+            self.calls, self.agreed = [], []
+
+        def start(self, size, rank=0):
+            dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+
+        def send(self, tensor, op=dist.ReduceOp.SUM, group=None):
+            ranks = dist.get_process_group_ranks(group)
+            if op == dist.ReduceOp.MAX:
+                self.agreed.append(ranks)
+            else:
+                self.calls.append((ranks, tensor.clone()))
+
+    found = World()
+    monkeypatch.setattr(dist, "all_reduce", found.send)
+    yield found
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def on(mesh, *placements):
+    return DTensor.from_local(torch.ones(2, 2), mesh, placements, run_check=False)
+
+
+def three_axes(world, rank=5):
+    world.start(8, rank)
+    return init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copy", "part", "tp"))
+
+
+def test_without_processes_a_sum_is_the_value_itself(world):
+    columns = torch.tensor([[1.0, 2.0]])
+    total = ShardSum([torch.ones(2), torch.ones(3)])
+    assert total.collectives == 0
+    assert total(columns) is columns
+    assert not is_sharded(columns)
+    assert local(columns) is columns
+
+
+def test_shards_of_one_mesh_go_to_all_of_it(world):
+    world.start(8, 3)
+    mesh = init_device_mesh("cpu", (8,))
+    total = ShardSum([on(mesh, S), on(mesh, S)])
+    result = total(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert total.collectives == len(world.calls) == 1
+    assert world.calls[0][0] == list(range(8))
+    assert result.tolist() == world.calls[0][1].tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_copies_are_not_asked_and_whole_tensors_stay_at_home(world):
+    mesh = three_axes(world)
+    tensors = [on(mesh, R, S, R), torch.ones(3), on(mesh, R, R, R)]
+    result = ShardSum(tensors)(torch.tensor([[1.0, 2.0, 4.0]]))
+    # Rank 5 is at (1, 0, 1): with 7 it makes up the shards.
+    assert world.calls[0][0] == [5, 7]
+    assert world.calls[0][1].tolist() == [[1.0, 0.0, 0.0]]
+    assert result.tolist() == [[1.0, 2.0, 4.0]]
+
+
+def test_other_axes_of_a_mesh_travel_together_with_shares(world):
+    mesh = three_axes(world)
+    # FSDP alone and tensor parallelism alone, each on its part of the mesh, and both.
+    tensors = [on(mesh["part"], S), on(mesh["tp"], S), on(mesh, R, S, Shard(1)), torch.ones(1)]
+    result = ShardSum(tensors)(torch.ones(1, 4, dtype=torch.float64))
+    assert [ranks for ranks, _ in world.calls] == [[4, 5, 6, 7]]
+    # Along one axis, then the other: so all four have agreed on the new group's name.
+    assert world.agreed == [[5, 7], [4, 5]]
+    # Each value is there as often as one over its share.
+    assert world.calls[0][1].tolist() == [[0.5, 0.5, 1.0, 0.0]]
+    assert result.tolist() == [[0.5, 0.5, 1.0, 1.0]]
+
+
+def test_processes_among_anothers_travel_with_them(world):
+    world.start(8, 2)
+    wide, narrow = init_device_mesh("cpu", (8,)), init_device_mesh("cpu", (4, 2))
+    tensors = [on(narrow, S, R), on(wide, S), on(narrow, S, S)]
+    total = ShardSum(tensors)
+    total(torch.ones(1, 3))
+    assert [ranks for ranks, _ in world.calls] == [list(range(8))]
+    assert world.calls[0][1].tolist() == [[0.5, 1.0, 1.0]]
+
+
+def test_a_flattened_axis_beside_the_axis_it_lies_next_to(world):
+    mesh = three_axes(world, 0)
+    flat = mesh["copy", "part"]._flatten("dp")
+    # As FSDP2 lays out a parameter that tensor parallelism has split before.
+    both = DeviceMesh._concatenate([flat, mesh["tp"]])
+    tensors = [on(flat, S), on(both, S, Shard(1))]
+    ShardSum(tensors)(torch.ones(1, 2))
+    assert [ranks for ranks, _ in world.calls] == [list(range(8))]
+    assert world.calls[0][1].tolist() == [[0.5, 1.0]]
+
+
+def test_unrelated_meshes_make_a_collective_each(world):
+    world.start(8, 0)
+    first = DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("a",))
+    second = DeviceMesh("cpu", [0, 4], mesh_dim_names=("b",))
+    total = ShardSum([on(first, S), on(second, S), on(first, S)])
+    result = total(torch.tensor([[1.0, 2.0, 3.0]]))
+    assert total.collectives == 2
+    assert [ranks for ranks, _ in world.calls] == [[0, 1, 2, 3], [0, 4]]
+    assert [sent.tolist() for _, sent in world.calls] == [[[1.0, 0.0, 3.0]], [[0.0, 2.0, 0.0]]]
+    assert result.tolist() == [[1.0, 2.0, 3.0]]
+
+
+def test_a_share_has_all_the_digits_of_the_sum(world):
+    world.start(6)
+    mesh = init_device_mesh("cpu", (2, 3))
+    ShardSum([on(mesh, S, R), on(mesh, S, S)])(torch.ones(1, 2, dtype=torch.float64))
+    assert world.calls[0][1].tolist() == [[1 / 3, 1.0]]
+    ShardSum([on(mesh, S, R), on(mesh, S, S)])(torch.ones(1, 2))
+    assert world.calls[1][1].dtype == torch.float32
+
+
+def test_a_group_is_made_once_in_a_world(world, monkeypatch):
+    made, original = [], dist.new_group
+    monkeypatch.setattr(
+        dist, "new_group", lambda ranks, **more: made.append(ranks) or original(ranks, **more)
+    )
+    for count in (1, 2):
+        mesh = three_axes(world)
+        before = len(made)
+        for _ in range(3):
+            ShardSum([on(mesh, R, S, S)])
+        assert len(made) == before + 1
+        # The groups of a world that has ended are of no use in the next.
+        assert made.count([4, 5, 6, 7]) == count
+        dist.destroy_process_group()
+
+
+def test_one_process_needs_no_collective(world):
+    world.start(2)
+    mesh = init_device_mesh("cpu", (1, 2))
+    total = ShardSum([on(mesh, S, R)])
+    assert total(torch.ones(1, 1)).tolist() == [[1.0]]
+    assert total.collectives == len(world.calls) == 0
+
+
+def test_partial_sums_are_refused(world):
+    world.start(2)
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(InputError, match="Found a partial DTensor"):
+        ShardSum([on(mesh, Partial())])
+
+
+def test_a_mesh_without_this_process_is_refused(world):
+    world.start(4, 3)
+    mesh = DeviceMesh("cpu", [0, 1])
+    with pytest.raises(InputError, match="part of its parameters' mesh"):
+        ShardSum([on(mesh, S)])
+
+
+def test_partial_gradients_are_added_up_together(world):
+    world.start(4)
+    mesh = init_device_mesh("cpu", (2, 2))
+    gradients = [
+        on(mesh, R, Partial()),
+        on(mesh, R, S),
+        on(mesh, R, Partial()),
+        torch.full((3,), 7.0),
+        on(mesh, R, Partial()).bfloat16(),
+    ]
+    parameters = [on(mesh, R, R), on(mesh, R, S), on(mesh, R, R), torch.ones(3), on(mesh, R, R)]
+    found = aligned_locals(gradients, parameters)
+    # One for each type, along the axis that is partial.
+    assert [(ranks, len(sent), sent.dtype) for ranks, sent in world.calls] == [
+        ([0, 1], 8, torch.float32),
+        ([0, 1], 4, torch.bfloat16),
+    ]
+    assert [tuple(part.shape) for part in found] == [(2, 2), (2, 2), (2, 2), (3,), (2, 2)]
+    assert found[3] is gradients[3]
+    # The user's gradients are still what they were.
+    assert gradients[0].placements == (R, Partial())
+
+
+@pytest.mark.parametrize(("rank", "rows"), [(0, [0, 1]), (2, [4]), (3, [])])
+def test_a_whole_tensor_is_shared_out_without_communication(world, rank, rows):
+    world.start(4, rank)
+    mesh = init_device_mesh("cpu", (4,))
+    tensor = torch.arange(5.0)
+    like = shared_out(torch.zeros(5), on(mesh, S))
+    part = shared_out(tensor, like)
+    assert local(part).tolist() == rows
+    assert part.shape == (5,)
+    assert shared_out(tensor, torch.zeros(5)) is tensor
+    assert shared_out(part, like) is part
+    assert world.calls == []
