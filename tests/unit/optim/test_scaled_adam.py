@@ -110,3 +110,18 @@ def test_a_groups_norms_are_its_own():
     assert [int(optimizer.state[p]["num_clipped"]) for p in params] == [0, 1]
     quiet, loud = (optimizer.state[p]["model_norms"] for p in params)
     assert loud.max() > 50 * quiet.max()
+
+
+def test_a_thawed_parameter_does_not_turn_the_clipping_record_back():
+    late = torch.ones(3, 2).requires_grad_(False)
+    early = torch.ones(3, 2, requires_grad=True)
+    optimizer = ScaledAdam([late, early], clipping_scale=2.0, clipping_update_period=5)
+    for step in range(8):
+        late.requires_grad_(step == 7)
+        for p in (late, early) if step == 7 else (early,):
+            p.grad = torch.full((3, 2), float(step + 1))
+        before = optimizer.state[early]["model_norms"].clone()
+        optimizer.step()
+    assert optimizer.state[late]["step"] == 1
+    changed = before != optimizer.state[early]["model_norms"]
+    assert changed.tolist() == [place == 7 % 5 for place in range(5)]
