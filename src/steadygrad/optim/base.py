@@ -213,10 +213,13 @@ class ShardedOptimizer(StatefulOptimizer):
         params = [p for some in leaves for p in some.params]
         if not any(map(is_sharded, params)):
             return lambda columns: columns
-        # By the groups' order: who is for compiled loops may differ from process to process.
-        places = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
-        order = sorted(range(len(params)), key=lambda i: places[id(params[i])])
-        params = [params[i] for i in order]
+        order = list(range(len(params)))
+        if all(p.device.type == "cpu" for p in params):
+            # Who is for compiled loops may differ from process to process: by the groups' order.
+            known = (p for group in self.param_groups for p in group["params"])
+            places = {id(p): i for i, p in enumerate(known)}
+            order.sort(key=lambda i: places[id(params[i])])
+            params = [params[i] for i in order]
         layout = [(getattr(p, "device_mesh", None), getattr(p, "placements", None)) for p in params]
         if self._shard_sums is None or self._shard_sums[0] != layout:
             self._shard_sums = (layout, ShardSum(params))

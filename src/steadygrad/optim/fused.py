@@ -84,7 +84,7 @@ class Fused:
         table = self.table.addresses
         if table[:, 4].tolist() != found:
             return False
-        grads = [self._gradient(*each) for each in zip(self.params, self._strides, strict=True)]
+        grads = self._gradients()
         if any(g is not None and g.dtype is not self.types[0] for g in grads):
             return False
         self.grads = grads
@@ -94,18 +94,19 @@ class Fused:
             table[:, 2 + place] = [tensor.data_ptr() for tensor in tensors]
         return True
 
-    def _gradient(self, parameter: Tensor, strides: tuple[int, ...]) -> Tensor | None:
-        """A gradient whose elements lie in its parameter's order."""
-        gradient = parameter.grad
-        if gradient is None:
-            return None
-        if self.sharded or gradient.layout is not torch.strided:
-            gradient = local_grads([parameter])[0]
-        if gradient.stride() != strides or gradient.is_neg():
-            gradient = torch.empty_like(local(parameter.detach()), dtype=gradient.dtype).copy_(
-                gradient
-            )
-        return gradient
+    def _gradients(self) -> list[Tensor | None]:
+        """This process's gradients, with elements that lie in their parameters' order."""
+        found = [p.grad for p in self.params]
+        there = {i: gradient for i, gradient in enumerate(found) if gradient is not None}
+        if self.sharded or any(g.layout is not torch.strided for g in there.values()):
+            # All at once: partial sums of several are added up in one collective.
+            own = local_grads([self.params[i] for i in there])
+            there = dict(zip(there, own, strict=True))
+        for i, gradient in there.items():
+            found[i] = gradient
+            if gradient.stride() != self._strides[i] or gradient.is_neg():
+                found[i] = torch.empty_like(self._own[i], dtype=gradient.dtype).copy_(gradient)
+        return found
 
     def leaves(self) -> Leaves:
         """What a step works on."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from steadygrad.formulas import clipping, scaled_adam
 from steadygrad.optim.leaves import Leaves, Scaling
+from steadygrad.sharding import is_sharded
 
 __all__ = ["CLIPPING", "SIZES", "GroupPart", "norm_and_step", "part_of"]
 
@@ -136,6 +137,11 @@ def norm_and_step(members: list[GroupPart]) -> tuple[Tensor, Tensor] | None:
     device = members[0].leaves.device
     terms = torch.cat([some.norm_terms().to(device) for some in members])
     params = [p for some in members for p in some.leaves.params]
+    if len(members) > 1 and device.type == "cpu" and any(map(is_sharded, params)):
+        # Who is for compiled loops differs from process to process: the sum's order must not.
+        places = {id(p): i for i, p in enumerate(members[0].leaves.group["params"])}
+        order = sorted(range(len(params)), key=lambda i: places[id(params[i])])
+        terms, params = terms[order], [params[i] for i in order]
     # Asked for in float64 only, and slow to gather.
     shapes = [(str(p.dtype), *p.shape) for p in params] if terms.dtype is torch.float64 else []
     # A parameter that was frozen for a time is behind its group.
