@@ -174,5 +174,18 @@ def test_masters_may_be_given_up_later(entry):
     run(optimizer, params, range(2))
     optimizer.param_groups[0]["master_weights"] = False
     run(optimizer, params, [3])
+    # An empty parameter takes no part in steps.
+    assert not any("master_weight" in optimizer.state[p] for p in params if p.numel())
     assert not any("master_weight" in state for state in optimizer.state_dict()["state"].values())
     assert all(torch.isfinite(p).all() for p in params)
+
+
+@every_optimizer
+@MODES
+def test_a_model_cast_to_float64_keeps_its_digits(entry, foreach):
+    p = torch.randn(5, 3).requires_grad_()
+    optimizer = entry([p], lr=0.0, foreach=foreach)
+    p.data = p.data.double() + torch.rand(5, 3, dtype=torch.float64) * 1e-9
+    before = p.detach().clone()
+    run(optimizer, [p], range(4), none=False)
+    assert torch.equal(p, before)

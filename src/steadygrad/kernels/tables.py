@@ -64,8 +64,22 @@ class ChunkTable:
         self.elements = sum(sizes)
         # A line of cache to itself: every thread writes to it.
         self._counter = np.zeros(16, np.int64)
-        self._job = np.zeros(len(Job), np.int64)
         self._sums = np.zeros((len(self.chunks), 3))
+        # Arrays that stay where they are: asking numpy for an address takes a microsecond.
+        self._job = np.array(
+            [
+                self._counter.ctypes.data + 64,
+                len(self.chunks),
+                self.chunks.ctypes.data,
+                *self.addresses.shape[:1],
+                self.addresses.ctypes.data,
+                self.addresses.shape[1],
+                self._sums.ctypes.data,
+                0,
+                0,
+                _ZEROS.ctypes.data,
+            ]
+        )
 
     def job(self, factors: int = 0, settings: int = 0) -> NDArray[np.int64]:
         """What to hand to a kernel; good until the next call.
@@ -75,18 +89,7 @@ class ChunkTable:
             settings: Address of float64 numbers that hold for all.
         """
         self._counter[8] = 0
-        self._job[:] = (
-            self._counter.ctypes.data + 64,
-            len(self.chunks),
-            self.chunks.ctypes.data,
-            *self.addresses.shape[:1],
-            self.addresses.ctypes.data,
-            self.addresses.shape[1],
-            self._sums.ctypes.data,
-            factors,
-            settings,
-            _ZEROS.ctypes.data,
-        )
+        self._job[Job.FACTORS], self._job[Job.SETTINGS] = factors, settings
         return self._job
 
     def sums(self) -> NDArray[np.float64]:

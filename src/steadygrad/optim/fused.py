@@ -6,11 +6,12 @@ from step to step is which tensors they are of, and that is looked after too.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from steadygrad.formulas.tensors import wide
@@ -62,7 +63,7 @@ class Fused:
         )
         self.grads: list[Tensor | None] = []
         self.table = ChunkTable([own.numel() for own in self._own], 5)
-        self.table.addresses[:, 4] = [own.data_ptr() for own in self._own]
+        self.table.addresses[:, 4] = _addresses(self._own)
         self._widths = [max(1, self._state[name][0].numel()) for name in small]
         self._columns = ChunkTable([1] * len(params), sum(self._widths))
         for name in ("gather", "scatter"):
@@ -70,28 +71,31 @@ class Fused:
 
     def refresh(self) -> bool:
         """Looks where everything lies now; False if it is no longer the same tensors."""
-        for name, tensors in self._state.items():
-            if not all(s.get(name) is t for s, t in zip(self.states, tensors, strict=True)):
-                return False
+        try:
+            for name, tensors in self._state.items():
+                if not all(map(is_, map(itemgetter(name), self.states), tensors)):
+                    return False
+        except KeyError:
+            return False
         if self.sharded:
             self._own = [local(p.detach()) for p in self.params]
-            found = [own.data_ptr() for own in self._own]
+            found = _addresses(self._own)
             self._moments = [[local(x) for x in self._state[n]] for n in self._large[:2]]
             has_master = MASTER in self._state
             self.weights = [local(x) for x in self._state[MASTER]] if has_master else self._own
         else:
-            found = [p.data_ptr() for p in self.params]
+            found = _addresses(self.params)
         table = self.table.addresses
-        if table[:, 4].tolist() != found:
+        if not np.array_equal(table[:, 4], found):
             return False
         grads = self._gradients()
         if any(g is not None and g.dtype is not self.types[0] for g in grads):
             return False
         self.grads = grads
         table[:, 0] = [0 if g is None else g.data_ptr() for g in grads]
-        table[:, 1] = [weight.data_ptr() for weight in self.weights]
+        table[:, 1] = found if self.weights is self._own else _addresses(self.weights)
         for place, tensors in enumerate(self._moments):
-            table[:, 2 + place] = [tensor.data_ptr() for tensor in tensors]
+            table[:, 2 + place] = _addresses(tensors)
         return True
 
     def _gradients(self) -> list[Tensor | None]:
@@ -127,8 +131,8 @@ class Fused:
         for name, width in zip(self._small, self._widths, strict=True):
             tensors = self._state[name]
             offsets = np.arange(width) * tensors[0].element_size()
-            starts = np.array([x.data_ptr() for x in tensors])
-            self._columns.addresses[:, first : first + width] = starts[:, None] + offsets
+            starts = _addresses(tensors)[:, None]
+            self._columns.addresses[:, first : first + width] = starts + offsets
             first += width
         matrix = torch.empty(first, len(self.params), dtype=torch.float64)
         cpu.launch("gather", self.types, self._columns, matrix, alone=True)
@@ -161,6 +165,11 @@ class Fused:
     def wrote(self) -> None:
         """Tells autograd that weights have been written to."""
         torch.autograd.graph.increment_version(self._own)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
+    # Without a loop in Python: there are thousands of them a step.
+    return np.fromiter(map(torch._C.TensorBase.data_ptr, tensors), np.int64, len(tensors))
 
 
 def _gradient_type(parameter: Tensor) -> torch.dtype:

@@ -1,13 +1,14 @@
 """A step of either optimizer by compiled loops: the large passes; the rest is as elsewhere."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from steadygrad.formulas import scaled_adam
+from steadygrad.formulas import clipping, scaled_adam
 from steadygrad.optim.fused import Fused
 from steadygrad.optim.lans_parts import LansPart
 from steadygrad.optim.leaves import Leaves, Scaling
-from steadygrad.optim.scaled_adam_parts import SIZES, GroupPart
+from steadygrad.optim.scaled_adam_parts import CLIPPING, SIZES, GroupPart
 
 __all__ = ["FusedLansPart", "FusedScaledAdamPart"]
 
@@ -146,8 +147,29 @@ class FusedScaledAdamPart(GroupPart):
 
     def _put_late(self, ring: Tensor, late: Tensor) -> None:
         """Enters the inner products that the update has taken along."""
-        place = torch.arange(self.rule.period) == (self.step % self.rule.period)[:, None]
-        ring.copy_(torch.where(place & ~self._before[:, None], late[:, None], ring))
+        rows = np.flatnonzero(~self._before.numpy())
+        places = (self.step.numpy()[rows] % self.rule.period).astype(np.int64)
+        ring.numpy()[rows, places] = late.numpy()[rows]
+
+    def clip(self, found: tuple[Tensor, Tensor] | None, ok: Tensor) -> Tensor:
+        """Remembers the group's norm and returns the factor; one if there is no clipping.
+
+        Between thresholds these are a few numbers, which the host is quicker with.
+        """
+        if found is None:
+            return torch.ones(())
+        norm, step = found[0].numpy()[()], int(found[1].numpy())
+        period = len(self.leaves.states[0]["model_norms"])
+        if step % period == 0 or step in clipping.EARLY or not taken(ok):
+            return super().clip(found, ok)
+        norms, threshold, clipped = (self.leaves.states[0][name].numpy() for name in CLIPPING)
+        norms[step % period] = norm
+        if not np.isfinite(threshold):
+            return torch.ones(())
+        # As formulas.clipping says, in float32.
+        factor = np.float32(1) / (np.float32(norm) + np.float32(1e-20)) * np.float32(threshold)
+        clipped += factor < 1
+        return torch.tensor(min(factor, np.float32(1)))
 
     def _settings(self, clip: Tensor) -> Tensor:
         rule = self.rule
