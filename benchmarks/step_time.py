@@ -81,8 +81,8 @@ def parameters(name: str) -> list[Tensor]:
     return found
 
 
-def lines(name: str, rounds: int) -> list[str]:
-    """Rows of the table for one set."""
+def timings(name: str, rounds: int) -> tuple[list[str], dict[str, Timing]]:
+    """The table of one set, and what is in it."""
     params = parameters(name)
     size = sum(p.numel() for p in params)
     variants: dict[str, Callable[[], object]] = {k: m(params).step for k, m in MAKERS.items()}
@@ -102,7 +102,25 @@ def lines(name: str, rounds: int) -> list[str]:
     for key, timing in found.items():
         text.append(f"| {key} | {numbers(timing)} | {share(key, timing, size, summed)} |")
     rates = f"Copy {copied / 1e9:.1f} GB/s, sum in place {summed / 1e9:.1f} GB/s, read and written."
-    return [*text, "", rates, ""]
+    return [*text, "", rates, ""], {key: found[key] for key in MAKERS}
+
+
+def draw(found: dict[str, dict[str, Timing]], path: Path) -> None:
+    """Bars of every variant's ratio, a panel for each set."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    for axes, (name, some) in zip(panels, found.items(), strict=True):
+        ours = ["LANS(fused=True)", "ScaledAdam(fused=True)"]
+        keys = [*ours, *(key for key in some if key not in ours)][::-1]
+        ratios = [some[key].ratio for key in keys]
+        bars = axes.barh(keys, ratios, color=["C0" if key in ours else "0.7" for key in keys])
+        axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=2, fontsize=8)
+        axes.set(title=name, xlim=(0, 1.2 * max(ratios)))
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("time of a step over that of torch's AdamW(fused=True)", fontsize=9)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def numbers(t: Timing) -> str:
@@ -189,9 +207,12 @@ if __name__ == "__main__":
         extra_memory(OPTIONS.extra_memory)
     else:
         today = datetime.date.today().isoformat()
-        tables = [line for name in OPTIONS.sets for line in lines(name, OPTIONS.rounds)]
+        results = {name: timings(name, OPTIONS.rounds) for name in OPTIONS.sets}
+        tables = [line for lines, _ in results.values() for line in lines]
         body = "\n".join([*tables, *beside()])
         text = f"# Time of a step, {today}\n\n{hardware()}.\n\n{body}\n"
         print(text)
         if OPTIONS.save:
             print(save("step-time-cpu", text, today))
+            image = Path(__file__).parents[1] / "docs" / "images" / "step_time.svg"
+            draw({name: found for name, (_, found) in results.items()}, image)
