@@ -16,12 +16,14 @@ class Entry:
     Attributes:
         make: The class.
         options: Options of this variant.
+        large: Names of the states that have the parameter's shape, masters aside.
         none_moves: Whether a parameter without a gradient may move.
         wrong: Options that must be refused, each with a piece of the message.
         mode: How steps are computed, unless a test says it.
     """
 
     make: Callable[..., Optimizer]
+    large: tuple[str, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     none_moves: bool = False
     wrong: tuple[tuple[dict[str, Any], str], ...] = ()
@@ -43,6 +45,7 @@ _SHARED_WRONG = (
 OPTIMIZERS = {
     "lans": Entry(
         LANS,
+        ("exp_avg", "exp_avg_sq"),
         {"lr": 1e-2},
         wrong=(
             *_SHARED_WRONG,
@@ -54,6 +57,7 @@ OPTIMIZERS = {
     ),
     "lans-bounded": Entry(
         LANS,
+        ("exp_avg", "exp_avg_sq"),
         {
             "lr": 1e-2,
             "weight_decay": 0.1,
@@ -64,6 +68,7 @@ OPTIMIZERS = {
     ),
     "scaled_adam": Entry(
         ScaledAdam,
+        ("delta", "exp_avg_sq"),
         none_moves=True,
         wrong=(
             *_SHARED_WRONG,
@@ -77,10 +82,14 @@ OPTIMIZERS = {
     ),
     # Below the median: every other step is clipped.
     "scaled_adam-clipped": Entry(
-        ScaledAdam, {"clipping_scale": 0.9, "clipping_update_period": 4}, none_moves=True
+        ScaledAdam,
+        ("delta", "exp_avg_sq"),
+        {"clipping_scale": 0.9, "clipping_update_period": 4},
+        none_moves=True,
     ),
     "scaled_adam-2022": Entry(
         ScaledAdam,
+        ("delta", "exp_avg_sq"),
         {"recipe": "stateless7", "clipping_scale": 0.9, "clipping_update_period": 4},
         none_moves=True,
     ),

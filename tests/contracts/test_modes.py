@@ -5,7 +5,9 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from steadygrad import kernels
+from steadygrad.optim.leaves import BUCKET
 from tests.contracts.problems import (
+    Calls,
     PeakMemory,
     Watch,
     assert_same,
@@ -137,14 +139,16 @@ def test_no_mode_waits_for_the_device(entry, dtype, foreach):
 
 @every_optimizer
 @eager_modes
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
-def test_no_mode_needs_more_than_two_temporaries(entry, dtype, foreach):
-    """Compiled loops, the default, need none."""
-    shapes = [*[(64, 64)] * 20, (256, 256), *[(64, 64)] * 20]
+@pytest.mark.parametrize("masters", [True, False], ids=["masters", "no masters"])
+@every_type
+def test_no_mode_needs_more_than_two_temporaries(entry, dtype, masters, foreach):
+    """Of the largest parameter, or of all that are worked on together; compiled loops need none."""
+    shapes = [*[(64, 64)] * 20, (1024, 1024), *[(64, 64)] * 20]
+    assert BUCKET == 1024 * 1024
     draw = torch.Generator().manual_seed(0)
     params = [torch.randn(s, generator=draw).to(dtype).requires_grad_() for s in shapes]
-    optimizer = entry(params, foreach=foreach)
-    for step in range(3):
+    optimizer = entry(params, foreach=foreach, master_weights=masters)
+    for step in range(2):
         give_gradients(params, step, none=False)
         with PeakMemory() as memory:
             optimizer.step()
@@ -153,7 +157,21 @@ def test_no_mode_needs_more_than_two_temporaries(entry, dtype, foreach):
         if foreach is None:
             assert 0 < memory.peak <= 41 * 1024
         else:
-            assert 256 * 256 < memory.peak <= 2 * 256 * 256 * wide + 64 * 1024
+            assert BUCKET < memory.peak <= 2 * BUCKET * wide + 64 * 1024
+
+
+@every_optimizer
+def test_small_tensors_are_worked_on_together(entry):
+    """Also where all have one shape, and so none is larger than the others."""
+    counts = {}
+    for foreach in (True, False):
+        params = [torch.ones(64, 64, requires_grad=True) for _ in range(50)]
+        optimizer = entry(params, foreach=foreach)
+        give_gradients(params, 0, none=False)
+        with Calls() as calls:
+            optimizer.step()
+        counts[foreach] = calls.count
+    assert counts[True] < 0.35 * counts[False]
 
 
 @every_optimizer_and_mode

@@ -196,4 +196,4 @@ def apply_(
     for x, step, d in zip(block.x, u, decay.unbind(), strict=True):
         # Rounded to the weight's type once, not after each operation.
         work = torch.promote_types(x.dtype, dtype)
-        x.copy_((x.to(work) * d.to(work)).sub_(step))
+        x.copy_(x.to(work).mul_(d.to(work)).sub_(step))

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
+from steadygrad._checks import check_count, check_number
 from steadygrad.kernels import choose_mode, give_up, warn_once
+from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.leaves import Leaves, Scaling, buckets_of, local_grads
 from steadygrad.optim.masters import follow_dtype, working_weight, write_back
 from steadygrad.optim.state import StatefulOptimizer
@@ -127,7 +129,7 @@ class ShardedOptimizer(StatefulOptimizer):
         for count in {id(count): count for count in everywhere}.values():
             count.add_((~ok).to(count.device))
 
-    def diagnostics(self, top: int = 10) -> list[dict[str, Any]]:
+    def diagnostics(self, top: int = 10, *, grad_scale: float = 1.0) -> list[dict[str, Any]]:
         """What stands out, by group; see :mod:`steadygrad.optim.diagnostics`.
 
         Call it after ``backward`` and before ``zero_grad``, on every process. It reads tensors, and
@@ -135,14 +137,22 @@ class ShardedOptimizer(StatefulOptimizer):
 
         Args:
             top: How many parameters to name in each list.
+            grad_scale: Loss scale that is still in the gradients: ``scaler.get_scale()`` where
+                ``scaler.unscale_(optimizer)`` has not been called.
 
         Returns:
             A dictionary of plain numbers for each group.
         """
+        check_count("top", top)
+        check_number("grad_scale", grad_scale, low=0, low_open=True)
         self._fill_state()
-        return [self._diagnose(i, group, top) for i, group in enumerate(self.param_groups)]
+        groups = enumerate(self.param_groups)
+        return [
+            self._diagnose(group, Report(i, group, self.state, top, grad_scale), grad_scale)
+            for i, group in groups
+        ]
 
-    def _diagnose(self, index: int, group: dict[str, Any], top: int) -> dict[str, Any]:
+    def _diagnose(self, group: dict[str, Any], report: Report, grad_scale: float) -> dict[str, Any]:
         raise NotImplementedError
 
     def _kind(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[Any, ...]:

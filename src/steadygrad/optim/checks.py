@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError, check_number
+from steadygrad.sharding import local
 
-__all__ = ["check_options", "check_parameter"]
+__all__ = ["check_options", "check_parameter", "dense_gradient"]
 
 # What torch and its schedules put into groups.
 _KNOWN_TO_OTHERS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_lr"}
@@ -51,19 +52,40 @@ def check_options(group: Mapping[str, Any], options: Collection[str]) -> None:
         )
 
 
-def check_parameter(parameter: Tensor) -> None:
+def check_parameter(parameter: Tensor, name: str = "") -> None:
     """Raises InputError unless a parameter is real, floating and dense."""
+    whose = f" in parameter {name!r}" if name else ""
     if not parameter.dtype.is_floating_point:
         is_complex = parameter.dtype.is_complex
         remedy = "torch.view_as_real(p)" if is_complex else "leave it out, it has no gradient"
         raise InputError(
             f"Expected parameters of a real floating type. Found {parameter.dtype} with shape "
-            f"{tuple(parameter.shape)}. Remedy: {remedy}."
+            f"{tuple(parameter.shape)}{whose}. Remedy: {remedy}."
         )
     if parameter.layout != torch.strided:
         raise InputError(
-            f"Expected dense parameters. Found {parameter.layout}. Remedy: parameter.to_dense()."
+            f"Expected dense parameters. Found {parameter.layout}{whose}. "
+            "Remedy: parameter.to_dense()."
         )
+
+
+def dense_gradient(parameter: Tensor, name: str = "") -> Tensor:
+    """A parameter's gradient; a zero that takes no memory for None.
+
+    Raises:
+        InputError: If it is sparse.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        own = local(parameter.detach())
+        return own.new_zeros(()).expand(own.shape)
+    if gradient.layout != torch.strided:
+        whose = f" for {name!r}" if name else ""
+        raise InputError(
+            f"Expected dense gradients. Found {gradient.layout}{whose}. Remedy: sparse=False in "
+            "the embedding, or an optimizer for sparse gradients on these parameters."
+        )
+    return gradient
 
 
 def _check_lr(lr: float | Tensor) -> None:

@@ -74,7 +74,11 @@ def _unstack_group(
                     f"Expected a `{name}` of {group[option]} steps, this optimizer's `{option}`. "
                     f"Found {len(stack[name])}. Remedy: {option}={len(stack[name])}."
                 )
-    shared = {name: torch.as_tensor(value) for name, value in shared.items()}
+    # Plain numbers, of Python's precision.
+    shared = {
+        name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        for name, value in shared.items()
+    }
     return [{**one, **shared} for one in found]
 
 

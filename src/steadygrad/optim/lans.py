@@ -9,7 +9,6 @@ from torch.optim.optimizer import ParamsT
 
 from steadygrad._checks import InputError, check_number
 from steadygrad.formulas import lans
-from steadygrad.formulas.tensors import square_sums, wide
 from steadygrad.optim.base import ShardedOptimizer
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.lans_parts import LansPart, part_of
@@ -135,18 +134,19 @@ class LANS(ShardedOptimizer):
             some.apply(sums, ok)
         return ok
 
-    def _diagnose(self, index: int, group: dict[str, Any], top: int) -> dict[str, Any]:
-        report = Report(index, group, self.state, top)
+    def _diagnose(self, group: dict[str, Any], report: Report, grad_scale: float) -> dict[str, Any]:
+        # Nothing but the gradient's own norm depends on its scale.
         for some in self._leaves(group, fused=False):
             over_shards = self._sums_over_shards([some])
-            own = square_sums(some.grads, wide(some.weights[0].dtype))
-            own = torch.stack([own, *(row.to(own) for row in report.more_sums(some))])
-            (sums,) = over_shards([own])
-            report.add_gradients(some, sums)
             part = LansPart(some)
+            own = part.square_norms()
+            (sums,) = over_shards([torch.cat([own, report.bad_elements(some).to(own)[None]])])
+            report.add_gradients(some, sums)
             part.begin(sums[0], torch.isfinite(sums[0]).all())
-            (directions,) = over_shards([part.direction_sums()])
-            x, u_m, u_g = directions.sqrt().unbind()
+            (sums,) = over_shards([torch.cat([part.direction_sums(), part.pattern_sums()])])
+            expected = torch.tensor(some.numels, device=sums.device)
+            report.add_unusual(some, sums[3], expected)
+            x, u_m, u_g = sums[:3].sqrt().unbind()
             bounds = group["lower_bound"], group["upper_bound"]
             x = x if bounds == (None, None) else x.clamp(*bounds)
             report.add("trust_ratio", some, lans.trust_ratio(x, u_m))

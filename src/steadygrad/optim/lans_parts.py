@@ -88,6 +88,15 @@ class LansPart:
         parts = [lans.direction_sums(block, **self._shape) for block in self._blocks]
         return torch.cat(parts, dim=1)
 
+    def pattern_sums(self) -> Tensor:
+        """Squared norms of normalised gradients over their second moments' roots, as one row."""
+        found = []
+        for block in self._blocks:
+            u = block.normalized(None)
+            torch._foreach_div_(u, block.denominators(self.group["eps"]))
+            found.append(square_sums(u, self.dtype))
+        return torch.cat(found)[None]
+
     def coefficients(self, sums: Tensor, ok: Tensor) -> lans.Coefficients:
         """What each direction is multiplied by."""
         return lans.coefficients(

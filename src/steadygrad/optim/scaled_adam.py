@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from steadygrad._checks import check_choice, check_count, check_number
-from steadygrad.formulas import scaled_adam
 from steadygrad.optim.base import ShardedOptimizer
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.icefall import unstack
@@ -160,9 +159,13 @@ class ScaledAdam(ShardedOptimizer):
         """
         own = self.state_dict()
         found = unstack(state_dict, self.param_groups)
-        self.load_state_dict(
-            {**own, "state": {i: own["state"][i] | state for i, state in enumerate(found)}}
-        )
+        states = {i: own["state"][i] | state for i, state in enumerate(found)}
+        # The types of icefall's counters change from version to version.
+        typed = {
+            i: {name: value.to(own["state"][i][name].dtype) for name, value in state.items()}
+            for i, state in states.items()
+        }
+        self.load_state_dict({**own, "state": typed})
 
     def _new_shared(self, device: torch.device, group: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -203,16 +206,22 @@ class ScaledAdam(ShardedOptimizer):
                     factors[some.key] = some.clip(found, ok)
         return factors
 
-    def _diagnose(self, index: int, group: dict[str, Any], top: int) -> dict[str, Any]:
-        report, members = Report(index, group, self.state, top), []
+    def _diagnose(self, group: dict[str, Any], report: Report, grad_scale: float) -> dict[str, Any]:
+        members = []
         for some in self._leaves(group, fused=False):
-            own = scaled_adam.parameter_sums(some.weights, some.grads)
-            own = torch.cat([own, *(row.to(own)[None] for row in report.more_sums(some))])
-            (sums,) = self._sums_over_shards([some])([own])
-            report.add_gradients(some, sums[[0, 3, 4]])
-            members.append(GroupPart(some, Scaling(None, None)))
-            members[-1].sums = sums[:3]
-            report.add("dominance", some, members[-1].norm_terms())
-            if not members[-1].is_scalar:
+            part = GroupPart(some, Scaling(torch.tensor(1 / grad_scale), None))
+            own = part.parameter_sums()
+            moments = torch.stack([v.sum() for v in some.locals("exp_avg_sq")])
+            more = (row.to(own)[None] for row in (report.bad_elements(some), moments))
+            (sums,) = self._sums_over_shards([some])([torch.cat([own, *more])])
+            report.add_gradients(some, sums[[0, 3]])
+            report.add_unusual(some, sums[0].to(torch.float64) / grad_scale**2, sums[4])
+            part.sums = sums[:3]
+            report.add("dominance", some, part.norm_terms())
+            if not part.is_scalar:
                 report.add("rms", some, some.column("param_rms"))
-        return report.finish_clipping(members[0].leaves.states[0] if members else {})
+            members.append(part)
+        if not members:
+            return report.finish_clipping({}, 0)
+        step = max(int(part.step.max()) for part in members)
+        return report.finish_clipping(members[0].leaves.states[0], step)

@@ -108,3 +108,17 @@ def test_total_norm_of_float64_rounds_after_every_shape():
     together = total_norm(terms, [("f", 0), *[("f", 1)] * 4])
     assert apart.item() == 1.0
     assert together.item() > 1.0
+
+
+def test_an_infinite_norm_without_a_threshold_scales_nothing():
+    """Infinity over infinity is no factor; a norm may overflow where each gradient is finite."""
+    known = Clipping(torch.zeros(5), torch.tensor(torch.inf), torch.zeros(()))
+    _, factor = clip(
+        known,
+        torch.tensor(torch.inf),
+        torch.tensor(3.0),
+        torch.tensor(True),
+        scale=2.0,
+        original=True,
+    )
+    assert factor == 1

@@ -47,6 +47,14 @@ def test_every_part_of_the_stacks_arrives(recipe):
         assert torch.equal(optimizer.state[p]["model_norms"], clipping["model_norms"])
         assert optimizer.state[p]["model_norm_threshold"] == clipping["model_norm_threshold"]
         assert optimizer.state[p]["num_clipped"] == clipping["num_clipped"]
+    fresh = ScaledAdam(
+        [p.detach().clone().requires_grad_() for p in parameters.values()],
+        **golden.config["kwargs"],
+        recipe=recipe,
+    )
+    for p, q in zip(parameters.values(), fresh.param_groups[0]["params"], strict=True):
+        types = {name: t.dtype for name, t in fresh.state[q].items()}
+        assert {name: t.dtype for name, t in optimizer.state[p].items()} == types
 
 
 def change(optimizer):
