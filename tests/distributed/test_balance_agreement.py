@@ -78,6 +78,26 @@ def other_options(rank, call):
     return found
 
 
+def narrowed(rank, call):
+    """A balancer made float32, whose second loss one process does not have."""
+    balancer = nn.ModuleDict({"b": LossBalancer(WEIGHTS)}).float()["b"]
+    y = draw(2, 5, seed=rank).requires_grad_()
+    seen = y * 1
+    if call == "fork":
+        ys = balancer.fork(seen)
+        (ys["a"].square().sum() + (0 if rank else ys["b"].abs().sum())).backward()
+    else:
+        losses = {"a": seen.square().sum()} | ({} if rank else {"b": seen.abs().sum()})
+        balancer.backward(losses, seen)
+    return mass(balancer)
+
+
+def same_numbers(rank, call):
+    """An int on one process, an equal float on the other."""
+    balancer = LossBalancer(WEIGHTS, total_norm=1.0 if rank else 1)
+    return step(balancer, rank, call)
+
+
 class TwoOutputs(nn.Module):
     """A trunk with two ends, of which the second one's loss may be missing."""
 
@@ -130,6 +150,8 @@ def everything(rank, world):
         "names": [other_names(rank, call) for call in calls],
         "options": [other_options(rank, call) for call in calls],
         "nests": [nest_run(call, rank) for call in calls],
+        "narrowed": [narrowed(rank, call) for call in calls],
+        "same numbers": [same_numbers(rank, call) for call in calls],
     }
 
 
@@ -163,6 +185,14 @@ def test_other_options_are_refused_in_the_step_and_count_nothing(runs):
     for one, other in zip(runs[0]["options"], runs[1]["options"], strict=True):
         for name, case in one.items():
             assert case["state"] == other[name]["state"]
+
+
+def test_a_narrowed_balancer_keeps_nobody_waiting(runs):
+    assert all(found["narrowed"] == [[1.0, 1.0]] * 2 for found in runs)
+
+
+def test_equal_numbers_of_other_types_agree(runs):
+    assert all(found["same numbers"] == [None, None] for found in runs)
 
 
 def test_an_output_without_a_loss_on_one_process_keeps_nobody_waiting(runs):

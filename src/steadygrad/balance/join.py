@@ -125,6 +125,10 @@ class Join(State):
         outcome, changes = self._measure([rows.get(name) for name in self.names], items, told)
         scales = _pass_on(outcome.overflowed, outcome.scales)
         gradients = self.combiner(self._columns(rows), scales, self._slots(rows))
+        if self.combiner.aggregator is not None and outcome.overflowed is not None:
+            # An aggregator may have cleaned away what the scaler is to see.
+            one = _pass_on(outcome.overflowed, scales.new_ones(()))
+            gradients = [g if g is None else (g * one).to(g) for g in gradients]
         if self.monitor and self.combiner.needs_matrix:
             whole = norm_sum([g for g in gradients if g is not None], per_item=False).sqrt()
             outcome = outcome._replace(handed_on=whole * told.factor)
@@ -165,7 +169,8 @@ class Join(State):
             told.factor,
             with_products=self.monitor or self.combiner.needs_gram,
             common=self._common(told),
-            like=self.weights,
+            # Also where the state was made float32: all processes pack alike, and digits count.
+            like=self.weights.new_zeros((), dtype=torch.float64),
         )
         there = present > 0
         finite = there & torch.isfinite(sums)
@@ -211,9 +216,11 @@ class Join(State):
         if self.ranks.size == 1:
             return ""
         weights = dict(sorted(zip(self.names, self.host_weights, strict=True)))
+        # Of 1 and 1.0 the texts differ, not the results.
+        total, decay, eps = map(float, (self.total_norm, self.averages.steps.decay, self.eps))
         return (
-            f"weights {weights}, balance_grads={self.balance}, total_norm={self.total_norm}, "
-            f"ema_decay={self.averages.steps.decay}, eps={self.eps}, lag={self.averages.lag}, "
+            f"weights {weights}, balance_grads={self.balance}, total_norm={total}, "
+            f"ema_decay={decay}, eps={eps}, lag={self.averages.lag}, "
             f"accumulation_steps={told.accumulation_steps}"
         )
 
@@ -230,7 +237,8 @@ def effective_loss(
     scales, finite = outcome.scales, outcome.finite
     if len(slots) < len(scales):
         scales, finite = (torch.stack([x[slot] for slot in slots]) for x in (scales, finite))
-    total = torch.where(finite, scales * values, 0.0).sum(dtype=dtype)
+    # What was left out counts for nothing, whatever its value: zero times NaN is NaN.
+    total = torch.where(finite & (scales != 0), scales * values, 0.0).sum(dtype=dtype)
     if told.grad_scale is None:
         return total * told.accumulation_steps if told.accumulation_steps > 1 else total
     return (total * told.accumulation_steps / told.grad_scale).to(dtype)

@@ -88,7 +88,7 @@ class Ledger(Options):
         Raises:
             InputError: If the losses are others, which also holds where a whole model is loaded.
         """
-        self.core.partly = not strict
+        self.core.partly, self._last = not strict, None
         try:
             return super().load_state_dict(state_dict, strict, assign)
         finally:

@@ -1,6 +1,6 @@
 """The outputs that losses depend on: one tensor, or a nest of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
@@ -39,12 +39,13 @@ def differentiable(y: Any) -> list[Tensor]:
         InputError: If there is none, one is complex or sharded, or some might be in a dataclass.
     """
     flat = tree_flatten(y)[0]
-    closed = [type(x).__name__ for x in flat if is_dataclass(x) and not isinstance(x, type)]
+    closed = [type(x).__name__ for x in flat if _hides_tensors(x)]
     if closed:
         raise InputError(
             "Parameter `y` should be a tensor, or a nest of dicts, lists and tuples with tensors "
-            f"in it. Found a {closed[0]}, a dataclass that cannot be looked into. Remedy: "
-            "`vars(y)`, the dict of its fields; or `torch.export.register_dataclass` for its type."
+            f"in it. Found a {closed[0]}, which cannot be looked into. Remedy: "
+            "`dict(y)` or `vars(y)`, the dict of its parts; for a dataclass also "
+            "`torch.export.register_dataclass` with its type."
         )
     # A tensor that is there twice has one gradient.
     leaves = list({id(leaf): leaf for leaf in flat if isinstance(leaf, Tensor)}.values())
@@ -67,6 +68,18 @@ def differentiable(y: Any) -> list[Tensor]:
                 "Remedy: `torch.view_as_real(y)` before the losses."
             )
     return found
+
+
+def _hides_tensors(x: Any, depth: int = 2) -> bool:
+    """Whether something torch knows no parts of may hold some: they would go by unbalanced."""
+    if isinstance(x, (Tensor, type)) or not depth:
+        return False
+    if is_dataclass(x):
+        return True
+    parts = list(x.values()) if isinstance(x, Mapping) else []
+    parts += list(x) if isinstance(x, (list, tuple)) else []
+    parts += vars(x).values() if hasattr(x, "__dict__") else []
+    return any(isinstance(part, Tensor) or _hides_tensors(part, depth - 1) for part in parts)
 
 
 def branches(

@@ -1,5 +1,6 @@
 """A balancer's arguments, as attributes that are live or refuse to be set."""
 
+import copy
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -72,3 +73,22 @@ class Options(nn.Module):
         self.ema_decay, self.lag, self.monitor = ema_decay, lag, monitor
         self.grad_scale, self.accumulation_steps = grad_scale, accumulation_steps
         self._last: Outcome | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A module would be filed as a part of this one before the option hears of it.
+        option = getattr(type(self), name, None)
+        if name == "aggregator" and name in {**vars(self), **self._modules}:
+            option = type(self).combine
+        if isinstance(option, Live):
+            option.__set__(self, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A scaler is the training loop's: a copy of it would keep the scale of now for good.
+        if hasattr(self.grad_scale, "get_scale"):
+            memo[id(self.grad_scale)] = self.grad_scale
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied

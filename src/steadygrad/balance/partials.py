@@ -144,7 +144,8 @@ def _independent(name: str) -> InputError:
     return InputError(
         f"Loss {name!r} should depend on `y`. Found a graph in which it does not. Remedy: compute "
         "it from the very tensor handed in as `y`, not from a copy, a detached tensor or another "
-        "output; add losses of other things to the total outside of the balancer."
+        "output, and outside of a compiled function that returns both, or use `fork` inside it; "
+        "add losses of other things to the total outside of the balancer."
     )
 
 

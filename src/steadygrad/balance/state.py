@@ -49,8 +49,9 @@ class State(WideBuffers):
         # Seeds of aggregators that draw numbers; the host counts along.
         self.host_draws = 0
         self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
-        # As a tensor, because then the whole state is tensors, which every format can hold.
-        self.register_buffer("names_json", _as_bytes(self.names))
+        # As a tensor, because then the whole state is tensors, which every format can hold; of
+        # floats, because averages of models are taken of buffers too, and integers lose by it.
+        self.register_buffer("names_json", _as_codes(self.names))
 
     @property
     def weights_by_name(self) -> Mapping[str, float]:
@@ -68,7 +69,7 @@ class State(WideBuffers):
     def reset_parameters(self) -> None:
         """Begins anew, with the weights as they are on the host: `to_empty` leaves no buffer."""
         self.set_weights(self.host_weights)
-        self.names_json.copy_(_as_bytes(self.names))
+        self.names_json.copy_(_as_codes(self.names))
         self.host_draws = 0
         for count in (self.nonfinite, self.zero, self.draws):
             count.zero_()
@@ -80,7 +81,7 @@ class State(WideBuffers):
         """Takes each loss's numbers by its name, in whatever order they were saved."""
         saved = state_dict.get(prefix + "names_json")
         if saved is not None:
-            names = json.loads(bytes(saved.tolist()))
+            names = _as_names(saved)
             if not self.partly and sorted(names) != sorted(self.names):
                 raise InputError(
                     f"Expected the state of losses {sorted(self.names)}. Found that of "
@@ -90,6 +91,11 @@ class State(WideBuffers):
                 )
             self._take_by_name(state_dict, prefix, names)
         super()._load_from_state_dict(state_dict, prefix, *rest, **options)
+        if self.weights.is_meta:
+            raise InputError(
+                "Expected a balancer with memory to load into. Found it on `meta`, as it was "
+                "built. Remedy: load_state_dict(..., assign=True), or to_empty(device=...) first."
+            )
         self.host_weights = tuple(self.weights.tolist())
         self.host_draws = int(self.draws)
 
@@ -98,13 +104,37 @@ class State(WideBuffers):
         for key, own in self.state_dict().items():
             found = state_dict.get(prefix + key)
             if found is not None and found.shape == (len(names),):
-                mine = own.to(found, copy=True)
+                mine = _like(own, found, set(self.names) <= set(names))
                 for slot, name in enumerate(self.names):
                     if name in names:
                         mine[slot] = found[names.index(name)]
                 state_dict[prefix + key] = mine
-        state_dict[prefix + "names_json"] = _as_bytes(self.names)
+        state_dict[prefix + "names_json"] = _as_codes(self.names)
 
 
-def _as_bytes(names: Sequence[str]) -> Tensor:
-    return torch.tensor(list(json.dumps(list(names)).encode()), dtype=torch.uint8)
+def _like(own: Tensor, found: Tensor, complete: bool) -> Tensor:
+    """A copy of a state where the saved one lies; without its values if these all come."""
+    if complete:
+        return torch.zeros(own.shape, dtype=found.dtype, device=found.device)
+    if own.is_meta:
+        raise InputError(
+            "Expected a saved state of all losses for a balancer on `meta`. Found one without "
+            "some. Remedy: to_empty(device=...) and reset_parameters() before it is loaded."
+        )
+    return own.to(found, copy=True)
+
+
+def _as_codes(names: Sequence[str]) -> Tensor:
+    return torch.tensor(list(json.dumps(list(names)).encode()), dtype=torch.float64)
+
+
+def _as_names(codes: Tensor) -> list[str]:
+    try:
+        names = json.loads(bytes(codes.double().round().to(torch.uint8).tolist()))
+    except ValueError as error:
+        raise InputError(
+            f"Expected the losses' names in a balancer's state. Found something else ({error}). "
+            "Remedy: a state as `state_dict` gave it; arithmetic on its buffers must keep equal "
+            "numbers equal."
+        ) from None
+    return list(names)

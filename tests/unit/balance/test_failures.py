@@ -193,3 +193,89 @@ def test_one_walk_for_all_outputs_and_one_for_each_loss(monkeypatch):
     # What is upstream of all outputs: 50 tanh and the source.
     assert len(visited[0]) == 51
     assert len(visited) == 3
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.9995, 0.9999])
+@pytest.mark.parametrize("average", ["running", "ema"])
+def test_an_average_of_models_keeps_the_losses_names(average, decay):
+    """It is taken of buffers too, the names among them."""
+    model = nn.ModuleDict({"balancer": LossBalancer(WEIGHTS), "layer": nn.Linear(2, 2)})
+    multi = torch.optim.swa_utils.get_ema_multi_avg_fn(decay) if average == "ema" else None
+    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=multi, use_buffers=True)
+    for seed in range(5):
+        gradient_handed_on(model["balancer"], make, draw(4, 7, seed=seed))
+        averaged.update_parameters(model)
+    other = LossBalancer(dict(reversed(WEIGHTS.items())))
+    other.load_state_dict(averaged.module["balancer"].state_dict())
+    assert dict(other.weights) == pytest.approx(dict(WEIGHTS), rel=1e-12)
+
+
+def test_names_that_are_none_are_refused():
+    state = LossBalancer(WEIGHTS).state_dict()
+    state["core.names_json"] += 3
+    with pytest.raises(InputError, match=r"losses' names.*Remedy"):
+        LossBalancer(WEIGHTS).load_state_dict(state)
+
+
+def test_a_loss_that_is_left_out_counts_for_nothing_in_the_effective_loss():
+    y = draw(4, 7).requires_grad_()
+    nothing = torch.zeros(4, 7, dtype=torch.bool)
+    losses = {"mse": (y - TARGET).square().mean(), "l1": y[nothing].mean()}
+    balancer = LossBalancer({"mse": 1.0, "l1": 1.0})
+    found = balancer.backward(losses, y)
+    assert losses["l1"].isnan()
+    assert torch.isfinite(found)
+    assert torch.isfinite(y.grad).all()
+
+
+class Hidden:
+    def __init__(self, z):
+        self.z = z
+
+
+class OwnDict(dict):
+    pass
+
+
+@pytest.mark.parametrize("wrap", [Hidden, lambda z: OwnDict(z=z), lambda z: OwnDict(a=Hidden(z))])
+def test_tensors_where_torch_does_not_look_are_refused(wrap):
+    y = draw(4, 7).requires_grad_()
+    balancer = LossBalancer(WEIGHTS)
+    for nest in ({"w": y, "extra": wrap(y)}, wrap(y)):
+        with pytest.raises(InputError, match="cannot be looked into"):
+            balancer.fork(nest)
+    known = {"w": y, "note": "text", "config": Hidden(3)}
+    assert set(balancer.fork(known)) == set(WEIGHTS)
+
+
+@pytest.mark.filterwarnings("ignore:for core")  # torch says that a copy to `meta` does nothing
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_state_is_loaded_into_a_balancer_on_meta(assign):
+    trained = LossBalancer(WEIGHTS)
+    gradient_handed_on(trained, make, draw(4, 7))
+    with torch.device("meta"):
+        built = LossBalancer(WEIGHTS)
+    if not assign:
+        with pytest.raises(InputError, match="assign=True"):
+            built.load_state_dict(trained.state_dict())
+        return
+    built.load_state_dict(trained.state_dict(), assign=True)
+    twin = gradient_handed_on(trained, make, draw(4, 7, seed=5))
+    assert torch.equal(gradient_handed_on(built, make, draw(4, 7, seed=5)), twin)
+
+
+@CALLS
+def test_an_aggregator_cannot_hide_an_overflow_from_the_scaler(call):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    balancer = LossBalancer(
+        {"a": 1.0, "b": 1.0}, combine=lambda m: m.nan_to_num(0, 0, 0).sum(0), grad_scale=scaler
+    )
+    x = draw(4, 7).requires_grad_()
+    y = x * 1
+    scaler.scale(torch.zeros(()))  # so that the scaler has its scale
+    if call == "fork":
+        ys = balancer.fork(y)
+        (ys["a"].sum() * torch.inf + ys["b"].square().sum()).backward()
+    else:
+        balancer.backward({"a": y.sum() * torch.inf, "b": y.square().sum()}, y)
+    assert x.grad.isnan().all()

@@ -251,7 +251,7 @@ def test_a_dataclass_cannot_be_looked_into(call, nested):
     y = draw(4, 7).requires_grad_()
     out = {"first": y, "second": Output(y * 1)} if nested else Output(y)
     balancer = LossBalancer(WEIGHTS)
-    with pytest.raises(InputError, match=r"Found a Output, a dataclass.*`vars\(y\)`"):
+    with pytest.raises(InputError, match=r"a Output, which cannot be looked into.*`vars\(y\)`"):
         balancer.fork(out) if call == "fork" else balancer.backward({"l1": y.sum()}, out)
     ys = balancer.fork(vars(Output(y)))
     assert ys["l1"]["audio"].shape == (4, 7)
@@ -275,3 +275,46 @@ def test_inside_of_a_model_other_losses_are_refused():
     assert twin["balancer"].weights == {"adv": 4.0, "x": 2.0}
     with pytest.raises(InputError, match="called by itself"):
         twin["balancer"].load_state_dict(model["balancer"].state_dict())
+
+
+class Summed(nn.Module):
+    """An aggregator, as TorchJD's are: a module."""
+
+    def forward(self, matrix):
+        return matrix.sum(0)
+
+
+class Scaler(nn.Module):
+    def scale(self, loss):
+        return loss * 1024.0
+
+    def get_scale(self):
+        return 1024.0
+
+
+@pytest.mark.parametrize("name", ["combine", "aggregator", "weights", "process_group"])
+def test_a_module_is_refused_as_anything_else_is(name):
+    balancer = LossBalancer(WEIGHTS, combine=Summed() if name == "aggregator" else None)
+    with pytest.raises(InputError, match="left as it was made"):
+        setattr(balancer, name, Summed())
+    assert name not in balancer._modules or name == "aggregator"
+
+
+def test_a_scaler_that_is_a_module_is_heard():
+    later, first = LossBalancer(WEIGHTS), LossBalancer(WEIGHTS, grad_scale=Scaler())
+    later.grad_scale = Scaler()
+    got = three_steps(later)
+    assert torch.equal(got, three_steps(first))
+    assert not torch.equal(got, three_steps(LossBalancer(WEIGHTS)))
+    with pytest.raises(InputError, match="monitor"):
+        later.monitor = nn.Identity()
+
+
+def test_a_copy_listens_to_the_same_scaler():
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    model = nn.ModuleDict({"balancer": LossBalancer(WEIGHTS, grad_scale=scaler)})
+    copied = copy.deepcopy(model)
+    assert copied["balancer"].grad_scale is scaler
+    assert copied["balancer"].core is not model["balancer"].core
+    three_steps(copied["balancer"])
+    assert not model["balancer"].core.averages.steps.mass.any()
