@@ -85,7 +85,7 @@ class ShardedOptimizer(StatefulOptimizer):
                 getattr(self, "found_inf", None),
             )
             ok = self._update(leaves, self._sums_over_shards(leaves), scaling)
-            self._count_skipped(ok)
+            self._count_skipped(ok, all(some.fused is not None for some in leaves))
             for some in leaves:
                 if some.fused is None:
                     write_back(some.params, some.weights)
@@ -124,7 +124,9 @@ class ShardedOptimizer(StatefulOptimizer):
                 "to change."
             )
 
-    def _count_skipped(self, ok: Tensor) -> None:
+    def _count_skipped(self, ok: Tensor, on_host: bool) -> None:
+        if on_host and bool(ok.numpy()):
+            return
         everywhere = (self.state[p]["skipped"] for g in self.param_groups for p in g["params"])
         for count in {id(count): count for count in everywhere}.values():
             count.add_((~ok).to(count.device))
@@ -200,7 +202,7 @@ class ShardedOptimizer(StatefulOptimizer):
         if self._plans is None:
             self._plans = {}
         plan = self._plans.get(id(group))
-        if plan is not None and plan.group is group and plan.holds(members, self.state):
+        if plan is not None and plan.group is group and plan.holds(members, self._known):
             return plan
         from steadygrad.optim.fused import Plan
 
@@ -208,7 +210,16 @@ class ShardedOptimizer(StatefulOptimizer):
             follow_dtype(p, self.state[p], group)
         kinds = [self._kind(p, group) for p in members]
         try:
-            plan = Plan(group, members, self.state, kinds, self._large, self._small, self._kernels)
+            plan = Plan(
+                group,
+                members,
+                self.state,
+                self._known,
+                kinds,
+                self._large,
+                self._small,
+                self._kernels,
+            )
         except Exception as error:
             # Whatever a compiler may raise on a machine nobody has seen: nothing is written yet.
             give_up(type(self).__name__, error)
@@ -217,7 +228,7 @@ class ShardedOptimizer(StatefulOptimizer):
         known = {id(each) for each in self.param_groups}
         self._plans = {key: old for key, old in self._plans.items() if key in known}
         self._plans[id(group)] = plan
-        return plan if plan.holds(members, self.state) else None
+        return plan if plan.holds(members, self._known) else None
 
     def _sums_over_shards(self, leaves: list[Leaves]) -> Callable[[list[Tensor]], list[Tensor]]:
         params = [p for some in leaves for p in some.params]

@@ -6,7 +6,8 @@ from step to step is which tensors they are of, and that is looked after too.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from operator import is_, itemgetter
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ class Fused:
         names = [*large, *([MASTER] if has_master else [])]
         self._state = {name: [state[name] for state in states] for name in [*names, *small]}
         self._large, self._small = names, list(small)
+        self._tensors, self._lengths = list(self._all_tensors()), [*map(len, self.states)]
         self.weights = [local(x) for x in self._state[MASTER]] if has_master else self._own
         self._moments = [[local(x) for x in self._state[name]] for name in large]
         self._strides = [own.stride() for own in self._own]
@@ -71,11 +73,9 @@ class Fused:
 
     def refresh(self) -> bool:
         """Looks where everything lies now; False if it is no longer the same tensors."""
-        try:
-            for name, tensors in self._state.items():
-                if not all(map(is_, map(itemgetter(name), self.states), tensors)):
-                    return False
-        except KeyError:
+        if [*map(len, self.states)] != self._lengths:
+            return False
+        if not all(map(is_, self._all_tensors(), self._tensors)):
             return False
         if self.sharded:
             self._own = [local(p.detach()) for p in self.params]
@@ -97,6 +97,10 @@ class Fused:
         for place, tensors in enumerate(self._moments):
             table[:, 2 + place] = _addresses(tensors)
         return True
+
+    def _all_tensors(self) -> Iterator[Any]:
+        """Everything in the states, shared tensors included."""
+        return chain.from_iterable(map(dict.values, self.states))
 
     def _gradients(self) -> list[Tensor | None]:
         """This process's gradients, with elements that lie in their parameters' order."""
@@ -206,6 +210,7 @@ class Plan:
         group: The group.
         members: The parameters that take part.
         states: The optimizer's states.
+        known: Stands for these: another object, other states.
         kinds: What must be alike in parameters that are worked on together, for each.
         large: Names of the two states that have the parameter's shape.
         small: Names of the small ones; those that a state lacks are left out.
@@ -217,6 +222,7 @@ class Plan:
         group: dict[str, Any],
         members: list[Tensor],
         states: Mapping[Tensor, dict[str, Any]],
+        known: object,
         kinds: Sequence[Any],
         large: tuple[str, str],
         small: Sequence[str],
@@ -224,7 +230,7 @@ class Plan:
     ) -> None:
         self.group, self._members = group, members
         self._masters = group["master_weights"]
-        self._states = [states[p] for p in members]
+        self._known = known
         self.others: list[Tensor] = []
         found: dict[Any, list[Tensor]] = defaultdict(list)
         for p, kind in zip(members, kinds, strict=True):
@@ -241,13 +247,13 @@ class Plan:
             for name in kernels:
                 cpu.address_of(name, self.parts[-1].types)
 
-    def holds(self, members: list[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> bool:
+    def holds(self, members: list[Tensor], known: object) -> bool:
         """Whether it is still good, and looks where everything lies now."""
         return (
             self.group["master_weights"] is self._masters
             and len(members) == len(self._members)
             and all(map(is_, members, self._members))
-            and all(map(is_, (states[p] for p in members), self._states))
+            and known is self._known
             and all(part.refresh() for part in self.parts)
         )
 
