@@ -49,7 +49,8 @@ class ScaledAdam(ShardedOptimizer):
             that of 2022, whose clipping acts on the sizes only.
         master_weights: Whether fp16 and bf16 parameters have float32 masters; None: yes.
         foreach: Whether to work on several parameters in a call; None: where nothing is fused.
-        fused: Whether to use compiled loops; None: on CPUs, with the extra ``cpu``.
+        fused: Whether to use fused kernels; None: on CPUs with the extra ``cpu``, on CUDA devices
+            with Triton.
         maximize: Whether to go up instead of down.
         capturable: Whether steps may be recorded in a CUDA graph; nothing else depends on it.
 
@@ -66,6 +67,7 @@ class ScaledAdam(ShardedOptimizer):
     _large = ("exp_avg_sq", "delta")
     _small = ("step", *SIZES)
     _kernels = ("scaled_adam_sums", "scaled_adam_update")
+    _device_job = "DeviceScaledAdam"
 
     def __init__(
         self,
