@@ -41,6 +41,7 @@ def compare(rank, world):
         kernels.DEVICES = {"cpu"}
         model = make("fsdp")
         optimizer = maker(model.parameters())
+        optimizer.param_groups[0]["fused"] = True
         train(model, optimizer, range(STEPS - 1), "fsdp")
         optimizer.zero_grad()
         model(batch(STEPS - 1, "fsdp")).square().mean().backward()
