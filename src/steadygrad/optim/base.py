@@ -214,7 +214,6 @@ class ShardedOptimizer(StatefulOptimizer):
         for params in kinds.values():
             states = [self.state[p] for p in params]
             weights = [working_weight(p, s, group) for p, s in zip(params, states, strict=True)]
-            sizes = [weight.numel() for weight in weights]
             yield Leaves(
                 group=group,
                 params=params,
@@ -222,7 +221,9 @@ class ShardedOptimizer(StatefulOptimizer):
                 grads=local_grads(params),
                 states=states,
                 numels=[p.numel() for p in params],
-                buckets=[[i] for i in range(len(sizes))] if mode == "single" else buckets_of(sizes),
+                buckets=[[i] for i in range(len(weights))]
+                if mode == "single"
+                else buckets_of(weights),
             )
 
     def _plan(self, group: dict[str, Any], members: list[Tensor]) -> "Plan | None":

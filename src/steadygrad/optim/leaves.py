@@ -93,14 +93,17 @@ def local_grads(parameters: Sequence[Tensor]) -> list[Tensor]:
 BUCKET = 2**20
 
 
-def buckets_of(sizes: Sequence[int]) -> list[list[int]]:
+def buckets_of(weights: Sequence[Tensor]) -> list[list[int]]:
     """Consecutive parameters that together are no larger than the largest of all, or ``BUCKET``.
 
     A multi-tensor call makes a temporary for each of its tensors: so the temporaries of a bucket
-    are no more than the largest parameter's would be alone, or 4 MB.
+    are no more than the largest parameter's would be alone, or 4 MB. On a CPU a bucket is to fit
+    into the caches, and a large parameter is one of its own.
     """
     buckets: list[list[int]] = []
-    largest, room = max(*sizes, BUCKET), -1
+    sizes = [weight.numel() for weight in weights]
+    largest = BUCKET if weights[0].device.type == "cpu" else max(*sizes, BUCKET)
+    room = -1
     for index, size in enumerate(sizes):
         if size > room or not buckets:
             buckets.append([])
