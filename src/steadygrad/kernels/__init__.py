@@ -1,13 +1,33 @@
 """Fast twins of the formulas, and the choice among them.
 
-There are none yet: ``fused=True`` falls back to the multi-tensor path, and says so once.
+For CPUs there are compiled loops, see :mod:`steadygrad.kernels.cpu`; they need the extra ``cpu``.
+Elsewhere, while torch compiles a step, and for the few tensors they cannot take, the multi-tensor
+path computes the same.
 """
 
+import importlib
 import warnings
+from functools import cache
 
-__all__ = ["choose_mode"]
+import torch
+
+__all__ = ["choose_mode", "give_up", "missing", "warn_once"]
 
 _WARNED: set[str] = set()
+# Why compiled loops are not tried again in this process.
+_BROKEN: list[str] = []
+
+
+@cache
+def missing() -> str | None:
+    """Why there are no compiled loops here; None if there are."""
+    try:
+        numba = importlib.import_module("numba")
+    except ImportError as error:
+        if error.name == "numba":
+            return "numba is not installed"
+        return f"numba cannot be loaded ({error})"
+    return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else None
 
 
 def choose_mode(optimizer: str, foreach: bool | None, fused: bool | None) -> str:
@@ -19,13 +39,33 @@ def choose_mode(optimizer: str, foreach: bool | None, fused: bool | None) -> str
         fused: The user's wish for a fused kernel; None: the best there is.
 
     Returns:
-        ``"foreach"`` or ``"single"``.
+        ``"fused"``, for the tensors that kernels can take; ``"foreach"`` or ``"single"``.
     """
-    if fused and optimizer not in _WARNED:
-        _WARNED.add(optimizer)
-        warnings.warn(
-            f"Expected a fused kernel for {optimizer}. Found none for this device: the "
-            "multi-tensor path is used. Remedy: fused=None leaves the choice to the optimizer.",
-            stacklevel=4,
-        )
+    # Torch's own compiler writes kernels of its own.
+    wanted = (fused or (fused is None and foreach is None)) and not torch.compiler.is_compiling()
+    if wanted:
+        found = _BROKEN[0] if _BROKEN else missing()
+        if found is None:
+            return "fused"
+        if fused:
+            warn_once(optimizer, found)
     return "single" if foreach is False else "foreach"
+
+
+def give_up(optimizer: str, error: Exception) -> None:
+    """Leaves compiled loops alone from now on, as they cannot be compiled, and says so once."""
+    _BROKEN.append(f"numba cannot compile it ({' '.join(str(error).split())[:200]})")
+    warn_once(optimizer, _BROKEN[0])
+
+
+def warn_once(optimizer: str, found: str) -> None:
+    """Says that an optimizer does without a fused kernel."""
+    if optimizer in _WARNED:
+        return
+    _WARNED.add(optimizer)
+    warnings.warn(
+        f"Expected a fused kernel for {optimizer}. Found none: {found}. The multi-tensor path is "
+        "used. Remedy: pip install 'steadygrad[cpu]' for parameters on a CPU; foreach=True chooses "
+        "that path.",
+        stacklevel=2,
+    )
