@@ -38,6 +38,8 @@ bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/result
 	$(BIN)/python benchmarks/noise_overhead.py --save
 	$(BIN)/python benchmarks/step_time.py --save
 	$(BIN)/python benchmarks/balance_overhead.py --save
+	$(BIN)/python benchmarks/scaler_overhead.py --save
+	$(BIN)/python benchmarks/scaler_trains.py --save
 	$(BIN)/python benchmarks/optimizers_train.py --save
 	$(BIN)/python benchmarks/advise_vs_sweep.py --task digits-classifier --budget 1m --save
 	$(BIN)/python benchmarks/advise_vs_sweep.py --save

@@ -143,3 +143,7 @@ class MaskedAverages(WideBuffers):
         """Forgets every value."""
         self.total.zero_()
         self.mass.zero_()
+
+    def reset_parameters(self) -> None:
+        """Forgets every value, as is the custom after `to_empty`."""
+        self.reset()

@@ -15,9 +15,11 @@ MODES = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"for
 
 
 def scaled_adam_tolerance(name: str) -> float:
+    # A tenth of the README's: roundings of another order of sums, over some dozens of steps. The
+    # zipformer recipe keeps float32 state in float64 runs too.
     if "float64" not in name:
-        return 2e-5
-    return 1e-6 if "zipformer" in name else 1e-12
+        return 2e-6
+    return 1e-6 if "zipformer" in name else 1e-14
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)

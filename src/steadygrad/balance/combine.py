@@ -130,6 +130,7 @@ class Combiner:
             onto = _stand_ins(there).to(rows) if self.of_hull else None
             with _drawing_from(seed, products.device):
                 found = self.weighting(rows if onto is None else onto @ rows @ onto.T)
+            _check_shape(found, len(chosen), self.aggregator)
             found = found.to(rows) if onto is None else found.to(rows) @ onto
             for i, weight in zip(chosen, found.unbind(), strict=True):
                 weights[i] = weight
@@ -163,11 +164,24 @@ class Combiner:
             return [None if sample is None else torch.zeros_like(sample) for sample in samples]
         matrix = torch.stack([_row(rows, samples, scales, k, there) for k in slots])
         sizes = [samples[i].numel() for i in there]  # type: ignore[union-attr]
-        parts = dict(zip(there, aggregator(matrix).split(sizes), strict=True))
+        line = aggregator(matrix)
+        _check_shape(line, matrix.shape[1], aggregator)
+        parts = dict(zip(there, line.split(sizes), strict=True))
         return [
             None if sample is None else parts[i].view(sample.shape).to(sample.dtype)
             for i, sample in enumerate(samples)
         ]
+
+
+def _check_shape(found: object, size: int, aggregator: Aggregator | None) -> None:
+    if isinstance(found, Tensor) and found.shape == (size,):
+        return
+    shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    raise InputError(
+        f"Parameter `combine` should be an aggregator that makes one row of several. Expected a "
+        f"tensor of shape ({size},), found {shape} from {aggregator}. Remedy: such as "
+        "`lambda matrix: matrix.mean(0)`, or a name such as 'UPGrad'."
+    )
 
 
 def _stand_ins(counted: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
 """The outputs that losses depend on: one tensor, or a nest of them."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -10,19 +12,43 @@ from steadygrad._checks import InputError
 from steadygrad.balance.window import Kind
 from steadygrad.sharding import is_sharded
 
-__all__ = ["branches", "differentiable", "item_count"]
+__all__ = ["Outline", "branches", "differentiable", "item_count", "outlines"]
+
+
+class Outline(NamedTuple):
+    """What is left of a tensor when nobody needs its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def zeros(self) -> Tensor:
+        """A tensor of that kind."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+def outlines(leaves: Sequence[Tensor]) -> list[Outline]:
+    """The tensors' outlines."""
+    return [Outline(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
 
 
 def differentiable(y: Any) -> list[Tensor]:
     """The tensors of a nest that gradients can flow into, each once, in the nest's order.
 
     Raises:
-        InputError: If there is none, or one is complex or sharded.
+        InputError: If there is none, one is complex or sharded, or some might be in a dataclass.
     """
+    flat = tree_flatten(y)[0]
+    closed = [type(x).__name__ for x in flat if _hides_tensors(x)]
+    if closed:
+        raise InputError(
+            "Parameter `y` should be a tensor, or a nest of dicts, lists and tuples with tensors "
+            f"in it. Found a {closed[0]}, which cannot be looked into. Remedy: "
+            "`dict(y)` or `vars(y)`, the dict of its parts; for a dataclass also "
+            "`torch.export.register_dataclass` with its type."
+        )
     # A tensor that is there twice has one gradient.
-    leaves = list(
-        {id(leaf): leaf for leaf in tree_flatten(y)[0] if isinstance(leaf, Tensor)}.values()
-    )
+    leaves = list({id(leaf): leaf for leaf in flat if isinstance(leaf, Tensor)}.values())
     found = [leaf for leaf in leaves if leaf.requires_grad]
     if not found:
         raise InputError(
@@ -42,6 +68,18 @@ def differentiable(y: Any) -> list[Tensor]:
                 "Remedy: `torch.view_as_real(y)` before the losses."
             )
     return found
+
+
+def _hides_tensors(x: Any, depth: int = 2) -> bool:
+    """Whether something torch knows no parts of may hold some: they would go by unbalanced."""
+    if isinstance(x, (Tensor, type)) or not depth:
+        return False
+    if is_dataclass(x):
+        return True
+    parts = list(x.values()) if isinstance(x, Mapping) else []
+    parts += list(x) if isinstance(x, (list, tuple)) else []
+    parts += vars(x).values() if hasattr(x, "__dict__") else []
+    return any(isinstance(part, Tensor) or _hides_tensors(part, depth - 1) for part in parts)
 
 
 def branches(

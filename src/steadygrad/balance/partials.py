@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from steadygrad._checks import InputError
 
-__all__ = ["Partials", "check_leaves", "check_losses", "parameters_of", "part_gradients"]
+__all__ = ["Heads", "Partials", "check_leaves", "check_losses", "parameters_of", "part_gradients"]
 
 
 class Partials(NamedTuple):
@@ -25,11 +25,47 @@ class Partials(NamedTuple):
     heads: dict[str, list[Tensor | None]]
 
 
-def parameters_of(source: nn.Module | Iterable[Tensor]) -> list[Tensor]:
-    """The parameters that want a gradient, each once."""
-    found = source.parameters() if isinstance(source, nn.Module) else source
+Heads = nn.Module | Tensor | Iterable["nn.Module | Tensor | tuple[str, Tensor]"]
+
+
+def parameters_of(source: Heads) -> list[Tensor]:
+    """The parameters that want a gradient, each once.
+
+    Raises:
+        InputError: If there is something else among them.
+    """
     # A parameter shared by two heads must be asked for once.
-    return list({id(p): p for p in found if p.requires_grad}.values())
+    found = {id(p): p for p in _parameters(source) if p.requires_grad}
+    for p in found.values():
+        if not p.is_leaf:
+            raise InputError(
+                "Parameter `head_parameters` should hold parameters. Found a tensor of shape "
+                f"{tuple(p.shape)} that was computed. Remedy: what it was computed from."
+            )
+    return list(found.values())
+
+
+def _parameters(source: Any) -> Iterator[Tensor]:
+    if isinstance(source, nn.Module):
+        yield from source.parameters()
+    elif isinstance(source, Tensor):
+        yield source
+    elif isinstance(source, Iterable) and not isinstance(source, (str, Mapping)):
+        for part in source:
+            pair = isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str)
+            if not isinstance(part[1] if pair else part, (nn.Module, Tensor)):
+                raise _no_heads(part)
+            yield from _parameters(part[1] if pair else part)
+    else:
+        raise _no_heads(source)
+
+
+def _no_heads(found: object) -> InputError:
+    return InputError(
+        "Parameter `head_parameters` should be a module, parameters or pairs of names and "
+        f"parameters. Found a {type(found).__name__}. Remedy: `head_parameters=critic`, or "
+        "`critic.parameters()`."
+    )
 
 
 def check_leaves(leaves: Sequence[Tensor], heads: Sequence[Tensor]) -> None:
@@ -108,7 +144,8 @@ def _independent(name: str) -> InputError:
     return InputError(
         f"Loss {name!r} should depend on `y`. Found a graph in which it does not. Remedy: compute "
         "it from the very tensor handed in as `y`, not from a copy, a detached tensor or another "
-        "output; add losses of other things to the total outside of the balancer."
+        "output, and outside of a compiled function that returns both, or use `fork` inside it; "
+        "add losses of other things to the total outside of the balancer."
     )
 
 
@@ -151,19 +188,34 @@ def part_gradients(
         retain_graph: Whether to keep every graph.
 
     Raises:
-        InputError: If a loss depends on none of the outputs.
+        InputError: If a loss depends on none of the outputs, or several share a compiled graph.
     """
     found = Partials({}, {})
     inputs = [*leaves, *heads]
     for name, shared in overlaps.items():
         keep = retain_graph or shared > 0
-        with _silent(leaves):
+        with _silent(leaves), _donated(name):
             grads = torch.autograd.grad(losses[name], inputs, retain_graph=keep, allow_unused=True)
         found.outputs[name] = list(grads[: len(leaves)])
         found.heads[name] = list(grads[len(leaves) :])
         if all(g is None for g in found.outputs[name]):
             raise _independent(name)
     return found
+
+
+@contextmanager
+def _donated(name: str) -> Iterator[None]:
+    """Says what to do about a compiled graph that writes over what it has kept as it goes back."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "donated buffers" not in str(error):
+            raise
+        raise InputError(
+            f"Loss {name!r} should have a graph of its own, or one that is not compiled. Found a "
+            "compiled one that is needed again and can be gone through once. Remedy: `fork(y)`; or "
+            "`torch._functorch.config.donated_buffer = False` before it is compiled."
+        ) from error
 
 
 @contextmanager
