@@ -44,8 +44,9 @@ class ChunkTable:
     """Some tensors, cut into chunks.
 
     Args:
-        sizes: Elements of each tensor; none is empty.
+        sizes: Elements of each tensor; an empty one has an empty chunk.
         fields: How many addresses a kernel needs of each: its weight, its gradient and so on.
+        chunk: Elements of a chunk.
 
     Attributes:
         addresses: With shape ``(tensors, fields)``; to be filled in before each launch. Zero in
@@ -53,13 +54,13 @@ class ChunkTable:
         chunks: Rows of tensor, first element and length, with shape ``(chunks, 3)``.
     """
 
-    def __init__(self, sizes: Sequence[int], fields: int) -> None:
-        counts = -(-np.asarray(sizes, np.int64) // CHUNK)
+    def __init__(self, sizes: Sequence[int], fields: int, chunk: int = CHUNK) -> None:
+        counts = np.maximum(1, -(-np.asarray(sizes, np.int64) // chunk))
         self.firsts = np.concatenate([[0], np.cumsum(counts)[:-1]])
         self.addresses = np.zeros((len(sizes), fields), np.int64)
         tensors = np.repeat(np.arange(len(sizes)), counts)
-        starts = (np.arange(len(tensors)) - self.firsts[tensors]) * CHUNK
-        lengths = np.minimum(CHUNK, np.asarray(sizes, np.int64)[tensors] - starts)
+        starts = (np.arange(len(tensors)) - self.firsts[tensors]) * chunk
+        lengths = np.minimum(chunk, np.asarray(sizes, np.int64)[tensors] - starts)
         self.chunks = np.ascontiguousarray(np.stack([tensors, starts, lengths], axis=1))
         self.elements = sum(sizes)
         # A line of cache to itself: every thread writes to it.

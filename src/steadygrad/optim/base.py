@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
+from steadygrad import kernels
 from steadygrad._checks import check_count, check_number
 from steadygrad.kernels import choose_mode, give_up, warn_once
 from steadygrad.optim.diagnostics import Report
@@ -20,6 +21,8 @@ from steadygrad.optim.state import StatefulOptimizer
 from steadygrad.sharding import ShardSum, is_sharded
 
 if TYPE_CHECKING:
+    from steadygrad.optim.device_choice import DeviceSteps
+    from steadygrad.optim.device_job import DeviceJob
     from steadygrad.optim.fused import Plan
 
 __all__ = ["ShardedOptimizer"]
@@ -42,6 +45,9 @@ class ShardedOptimizer(StatefulOptimizer):
     _large: tuple[str, str]
     _small: tuple[str, ...]
     _kernels: tuple[str, ...]
+    # Name of the class that drives kernels for accelerators.
+    _device_job: str
+    _device_steps: "DeviceSteps | None" = None
     # Whether a parameter without a gradient, unless it is frozen, takes part as if it were zero.
     _none_is_zero = False
 
@@ -77,6 +83,29 @@ class ShardedOptimizer(StatefulOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._fill_state()
+        job = self._ready_job()
+        if job is None:
+            self._step_by_parts()
+        elif job.look(getattr(self, "found_inf", None), getattr(self, "grad_scale", None)):
+            over_shards = self._sums_over(job.params) if job.sharded else None
+            job.step(over_shards, Scaling(None, getattr(self, "found_inf", None)))
+        return loss
+
+    def _ready_job(self) -> "DeviceJob | None":
+        """All parameters for the kernels of the accelerator they are on; None: not this time."""
+        if torch.compiler.is_compiling():
+            return None
+        groups = self.param_groups
+        first = next((p for group in groups for p in group["params"] if p.numel()), None)
+        if first is None or first.device.type not in kernels.DEVICES:
+            return None
+        if self._device_steps is None:
+            from steadygrad.optim.device_choice import DeviceSteps
+
+            self._device_steps = DeviceSteps(type(self).__name__, self._device_job)
+        return self._device_steps.job(groups, self.state)
+
+    def _step_by_parts(self) -> None:
         leaves = [found for group in self.param_groups for found in self._leaves(group)]
         if leaves:
             scale = getattr(self, "grad_scale", None)
@@ -85,13 +114,12 @@ class ShardedOptimizer(StatefulOptimizer):
                 getattr(self, "found_inf", None),
             )
             ok = self._update(leaves, self._sums_over_shards(leaves), scaling)
-            self._count_skipped(ok)
+            self._count_skipped(ok, all(some.fused is not None for some in leaves))
             for some in leaves:
                 if some.fused is None:
                     write_back(some.params, some.weights)
                 else:
                     some.fused.release()
-        return loss
 
     def _update(
         self,
@@ -124,7 +152,9 @@ class ShardedOptimizer(StatefulOptimizer):
                 "to change."
             )
 
-    def _count_skipped(self, ok: Tensor) -> None:
+    def _count_skipped(self, ok: Tensor, on_host: bool) -> None:
+        if on_host and bool(ok.numpy()):
+            return
         everywhere = (self.state[p]["skipped"] for g in self.param_groups for p in g["params"])
         for count in {id(count): count for count in everywhere}.values():
             count.add_((~ok).to(count.device))
@@ -200,7 +230,7 @@ class ShardedOptimizer(StatefulOptimizer):
         if self._plans is None:
             self._plans = {}
         plan = self._plans.get(id(group))
-        if plan is not None and plan.group is group and plan.holds(members, self.state):
+        if plan is not None and plan.group is group and plan.holds(members, self._known):
             return plan
         from steadygrad.optim.fused import Plan
 
@@ -208,7 +238,16 @@ class ShardedOptimizer(StatefulOptimizer):
             follow_dtype(p, self.state[p], group)
         kinds = [self._kind(p, group) for p in members]
         try:
-            plan = Plan(group, members, self.state, kinds, self._large, self._small, self._kernels)
+            plan = Plan(
+                group,
+                members,
+                self.state,
+                self._known,
+                kinds,
+                self._large,
+                self._small,
+                self._kernels,
+            )
         except Exception as error:
             # Whatever a compiler may raise on a machine nobody has seen: nothing is written yet.
             give_up(type(self).__name__, error)
@@ -217,10 +256,12 @@ class ShardedOptimizer(StatefulOptimizer):
         known = {id(each) for each in self.param_groups}
         self._plans = {key: old for key, old in self._plans.items() if key in known}
         self._plans[id(group)] = plan
-        return plan if plan.holds(members, self.state) else None
+        return plan if plan.holds(members, self._known) else None
 
     def _sums_over_shards(self, leaves: list[Leaves]) -> Callable[[list[Tensor]], list[Tensor]]:
-        params = [p for some in leaves for p in some.params]
+        return self._sums_over([p for some in leaves for p in some.params])
+
+    def _sums_over(self, params: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
         if not any(map(is_sharded, params)):
             return lambda columns: columns
         order = list(range(len(params)))

@@ -6,7 +6,8 @@ from step to step is which tensors they are of, and that is looked after too.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from operator import is_, itemgetter
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,14 @@ from torch import Tensor
 from steadygrad.formulas.tensors import wide
 from steadygrad.kernels import cpu
 from steadygrad.kernels.tables import ChunkTable
-from steadygrad.optim.leaves import Leaves, local_grads
+from steadygrad.optim.leaves import Leaves
 from steadygrad.optim.masters import MASTER
+from steadygrad.optim.memory import fits, gradient_type, own_gradients
 from steadygrad.sharding import is_sharded, local
 
 __all__ = ["Fused", "Plan"]
 
-_TYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+CPU = torch.device("cpu")
 
 
 class Fused:
@@ -52,11 +54,11 @@ class Fused:
         names = [*large, *([MASTER] if has_master else [])]
         self._state = {name: [state[name] for state in states] for name in [*names, *small]}
         self._large, self._small = names, list(small)
+        self._tensors, self._lengths = list(self._all_tensors()), [*map(len, self.states)]
         self.weights = [local(x) for x in self._state[MASTER]] if has_master else self._own
         self._moments = [[local(x) for x in self._state[name]] for name in large]
-        self._strides = [own.stride() for own in self._own]
         self.types = (
-            _gradient_type(params[0]),
+            gradient_type(params[0]),
             self.weights[0].dtype,
             self._moments[0][0].dtype,
             self._own[0].dtype,
@@ -71,11 +73,9 @@ class Fused:
 
     def refresh(self) -> bool:
         """Looks where everything lies now; False if it is no longer the same tensors."""
-        try:
-            for name, tensors in self._state.items():
-                if not all(map(is_, map(itemgetter(name), self.states), tensors)):
-                    return False
-        except KeyError:
+        if [*map(len, self.states)] != self._lengths:
+            return False
+        if not all(map(is_, self._all_tensors(), self._tensors)):
             return False
         if self.sharded:
             self._own = [local(p.detach()) for p in self.params]
@@ -88,7 +88,7 @@ class Fused:
         table = self.table.addresses
         if not np.array_equal(table[:, 4], found):
             return False
-        grads = self._gradients()
+        grads = own_gradients(self.params, self._own, sharded=self.sharded)
         if any(g is not None and g.dtype is not self.types[0] for g in grads):
             return False
         self.grads = grads
@@ -98,19 +98,9 @@ class Fused:
             table[:, 2 + place] = _addresses(tensors)
         return True
 
-    def _gradients(self) -> list[Tensor | None]:
-        """This process's gradients, with elements that lie in their parameters' order."""
-        found = [p.grad for p in self.params]
-        there = {i: gradient for i, gradient in enumerate(found) if gradient is not None}
-        if self.sharded or any(g.layout is not torch.strided for g in there.values()):
-            # All at once: partial sums of several are added up in one collective.
-            own = local_grads([self.params[i] for i in there])
-            there = dict(zip(there, own, strict=True))
-        for i, gradient in there.items():
-            found[i] = gradient
-            if gradient.stride() != self._strides[i] or gradient.is_neg():
-                found[i] = torch.empty_like(self._own[i], dtype=gradient.dtype).copy_(gradient)
-        return found
+    def _all_tensors(self) -> Iterator[Any]:
+        """Everything in the states, shared tensors included."""
+        return chain.from_iterable(map(dict.values, self.states))
 
     def leaves(self) -> Leaves:
         """What a step works on."""
@@ -172,33 +162,6 @@ def _addresses(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
     return np.fromiter(map(torch._C.TensorBase.data_ptr, tensors), np.int64, len(tensors))
 
 
-def _gradient_type(parameter: Tensor) -> torch.dtype:
-    return parameter.dtype if parameter.grad is None else parameter.grad.dtype
-
-
-def _fits(parameter: Tensor, state: Mapping[str, Any], large: Sequence[str]) -> bool:
-    """Whether loops can take a parameter: plain dense memory on a CPU, in one order throughout."""
-    own = local(parameter.detach())
-    tensors = [own, *(local(state[name]) for name in (*large, MASTER) if name in state)]
-    return (
-        all(type(t) is Tensor and t.device.type == "cpu" and not t.is_neg() for t in tensors)
-        and all(t.stride() == own.stride() for t in tensors)
-        and _is_dense(own)
-        and {own.dtype, _gradient_type(parameter)} <= _TYPES
-    )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill their memory without gaps, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
 class Plan:
     """A group's parameters, those that compiled loops take and the others.
 
@@ -206,6 +169,7 @@ class Plan:
         group: The group.
         members: The parameters that take part.
         states: The optimizer's states.
+        known: Stands for these: another object, other states.
         kinds: What must be alike in parameters that are worked on together, for each.
         large: Names of the two states that have the parameter's shape.
         small: Names of the small ones; those that a state lacks are left out.
@@ -217,6 +181,7 @@ class Plan:
         group: dict[str, Any],
         members: list[Tensor],
         states: Mapping[Tensor, dict[str, Any]],
+        known: object,
         kinds: Sequence[Any],
         large: tuple[str, str],
         small: Sequence[str],
@@ -224,13 +189,13 @@ class Plan:
     ) -> None:
         self.group, self._members = group, members
         self._masters = group["master_weights"]
-        self._states = [states[p] for p in members]
+        self._known = known
         self.others: list[Tensor] = []
         found: dict[Any, list[Tensor]] = defaultdict(list)
         for p, kind in zip(members, kinds, strict=True):
             # An empty part of a sharded parameter has no memory to look at, only sums to join in.
-            if local(p.detach()).numel() and _fits(p, states[p], large):
-                found[kind, p.dtype, _gradient_type(p), MASTER in states[p]].append(p)
+            if local(p.detach()).numel() and fits(p, states[p], large, CPU):
+                found[kind, p.dtype, gradient_type(p), MASTER in states[p]].append(p)
             else:
                 self.others.append(p)
         self.parts = []
@@ -241,13 +206,13 @@ class Plan:
             for name in kernels:
                 cpu.address_of(name, self.parts[-1].types)
 
-    def holds(self, members: list[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> bool:
+    def holds(self, members: list[Tensor], known: object) -> bool:
         """Whether it is still good, and looks where everything lies now."""
         return (
             self.group["master_weights"] is self._masters
             and len(members) == len(self._members)
             and all(map(is_, members, self._members))
-            and all(map(is_, (states[p] for p in members), self._states))
+            and known is self._known
             and all(part.refresh() for part in self.parts)
         )
 

@@ -46,7 +46,8 @@ class LANS(ShardedOptimizer):
         clip_value: Bound on each element of a normalised gradient (MXNet's ``clip_gradient``).
         master_weights: Whether fp16 and bf16 parameters have float32 masters; None: yes.
         foreach: Whether to work on several parameters in a call; None: where nothing is fused.
-        fused: Whether to use compiled loops; None: on CPUs, with the extra ``cpu``.
+        fused: Whether to use fused kernels: compiled loops on CPUs, Triton's on CUDA devices; None:
+            on CPUs with the extra ``cpu``.
         maximize: Whether to go up instead of down.
         capturable: Whether steps may be recorded in a CUDA graph; nothing else depends on it.
 
@@ -62,6 +63,7 @@ class LANS(ShardedOptimizer):
     _large = ("exp_avg", "exp_avg_sq")
     _small = ("step",)
     _kernels = ("square_sums", "lans_directions", "lans_apply")
+    _device_job = "DeviceLans"
 
     def __init__(
         self,

@@ -48,7 +48,8 @@ class ScaledAdam(ShardedOptimizer):
             that of 2022, whose clipping acts on the sizes only.
         master_weights: Whether fp16 and bf16 parameters have float32 masters; None: yes.
         foreach: Whether to work on several parameters in a call; None: where nothing is fused.
-        fused: Whether to use compiled loops; None: on CPUs, with the extra ``cpu``.
+        fused: Whether to use fused kernels: compiled loops on CPUs, Triton's on CUDA devices; None:
+            on CPUs with the extra ``cpu``.
         maximize: Whether to go up instead of down.
         capturable: Whether steps may be recorded in a CUDA graph; nothing else depends on it.
 
@@ -65,6 +66,7 @@ class ScaledAdam(ShardedOptimizer):
     _large = ("exp_avg_sq", "delta")
     _small = ("step", *SIZES)
     _kernels = ("scaled_adam_sums", "scaled_adam_update")
+    _device_job = "DeviceScaledAdam"
 
     def __init__(
         self,

@@ -3,11 +3,13 @@
 Checkpoints are then the same before the first step as after it, on every process.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from steadygrad._checks import InputError
 from steadygrad.formulas.tensors import wide
@@ -19,12 +21,44 @@ from steadygrad.sharding import shared_out
 __all__ = ["StatefulOptimizer"]
 
 
+class Known:
+    """Which parameters and states an optimizer had, to tell whether they are still the same.
+
+    Told without a look-up by parameter: each of these calls Python for the hash of a tensor.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._keys, self._states = list(optimizer.state), list(optimizer.state.values())
+
+    def still(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has the same ones, in the same order."""
+        groups, state = optimizer.param_groups, optimizer.state
+        return (
+            len(groups) == len(self._groups)
+            and all(
+                _same(group["params"], own) for group, own in zip(groups, self._groups, strict=True)
+            )
+            and _same(state, self._keys)
+            and _same(state.values(), self._states)
+            and all(self._states)
+        )
+
+
+def _same(found: Collection[Any], known: Sequence[Any]) -> bool:
+    return len(found) == len(known) and all(map(is_, found, known))
+
+
 class StatefulOptimizer(TypeKeepingOptimizer):
     """An optimizer with eager state for each parameter, and masters for 16-bit ones.
 
     A subclass says what a new state is.
     """
 
+    _known: Known | None = None
     # All other states are small and not sharded.
     _elementwise = frozenset({"exp_avg", "exp_avg_sq", "delta", MASTER})
     # States that exist once a group and device, and are seen from every parameter of it.
@@ -69,6 +103,8 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     @torch.no_grad()
     def _fill_state(self) -> None:
         """State of parameters that have none, as at construction or where a wrapper put others."""
+        if self._known is not None and self._known.still(self):
+            return
         for group in self.param_groups:
             missing = [p for p in group["params"] if not self.state.get(p)]
             if not missing:
@@ -85,6 +121,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         if len(self.state) > len(known):
             for p in [p for p in self.state if p not in known]:
                 del self.state[p]
+        self._known = Known(self)
 
     @torch.no_grad()
     def _follow_dtypes(self) -> None:
