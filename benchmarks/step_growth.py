@@ -99,6 +99,24 @@ class Net(nn.Module):
         return x
 
 
+def traffic(step: Callable[[], object]) -> tuple[int, int]:
+    """Collectives of a step, and the bytes that all-reduces are handed."""
+    sent: list[int] = []
+    plain = dist.all_reduce
+
+    def seen(tensor: Tensor, *args: object, **options: object) -> object:
+        sent.append(tensor.nbytes)
+        return plain(tensor, *args, **options)
+
+    dist.all_reduce = seen
+    try:
+        with CommDebugMode() as mode:
+            step()
+    finally:
+        dist.all_reduce = plain
+    return mode.get_total_counts(), sum(sent)
+
+
 def counted(rank: int, world: int, folder: str) -> None:
     """One process: counts collectives and bytes of a step."""
     store = dist.FileStore(f"{folder}/store-{world}", world)
@@ -110,20 +128,9 @@ def counted(rank: int, world: int, folder: str) -> None:
             fully_shard(model)
             optimizer = MAKERS[name](list(model.parameters()))
             model(torch.randn(8, 64)).square().mean().backward()
-            sent: list[int] = []
-            plain = dist.all_reduce
-
-            def seen(tensor: Tensor, *args: object, **options: object) -> object:
-                sent.append(tensor.nbytes)  # noqa: B023
-                return plain(tensor, *args, **options)  # noqa: B023
-
-            dist.all_reduce = seen
-            with CommDebugMode() as mode:
-                optimizer.step()
-            dist.all_reduce = plain
+            collectives, sent = traffic(optimizer.step)
             params = len(list(model.parameters()))
-            counts = mode.get_total_counts()
-            lines.append(f"| {world} | {params} | {name} | {counts} | {sum(sent)} |")
+            lines.append(f"| {world} | {params} | {name} | {collectives} | {sent} |")
     if rank == 0:
         Path(f"{folder}/{world}.md").write_text("\n".join(lines))
     dist.destroy_process_group()

@@ -8,6 +8,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from steadygrad.formulas.clipping import EARLY
 from steadygrad.kernels.device_tables import Group, Row
 from steadygrad.kernels.triton_parts import ACTIVE, GROUP_ROW, ROW, number
 from steadygrad.kernels.triton_sizes import get_small, learn, unscale_of
@@ -22,6 +23,7 @@ ORIGINAL, CLIPPING = tl.constexpr(int(Group.ORIGINAL)), tl.constexpr(int(Group.C
 HISTORY, NORMS = tl.constexpr(int(Group.HISTORY)), tl.constexpr(int(Group.NORMS))
 THRESHOLD, CLIPPED = tl.constexpr(int(Group.THRESHOLD)), tl.constexpr(int(Group.CLIPPED))
 FIRST, TENSORS = tl.constexpr(int(Group.FIRST)), tl.constexpr(int(Group.TENSORS))
+EARLY_1, EARLY_2, EARLY_3 = map(tl.constexpr, EARLY)
 
 
 @triton.jit
@@ -123,9 +125,9 @@ def _clip(group: tl.tensor, norm: tl.tensor, step: tl.tensor, history: tl.conste
     middle = tl.minimum(period - 1, period // 4 * 2)
     found = number(group + CLIPPING) * _place_in_order(ordered, lanes, middle)
     due = step % period == 0
-    found, due = _early(found, due, ordered, lanes, group, step, 10)
-    found, due = _early(found, due, ordered, lanes, group, step, 20)
-    found, due = _early(found, due, ordered, lanes, group, step, 40)
+    found, due = _early(found, due, ordered, lanes, group, step, EARLY_1)
+    found, due = _early(found, due, ordered, lanes, group, step, EARLY_2)
+    found, due = _early(found, due, ordered, lanes, group, step, EARLY_3)
     due = due & taken
     threshold = tl.where(due, found, threshold)
     # A product with the reciprocal, in float32, as the original's quotient is computed.

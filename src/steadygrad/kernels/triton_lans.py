@@ -17,9 +17,9 @@ from steadygrad.kernels.triton_parts import (
     ROW,
     addresses,
     chunk_at,
+    first_chunk,
     group_of,
     is_finite,
-    note_found_inf,
     number,
     partial_sum,
 )
@@ -31,7 +31,6 @@ BETA1, BETA2 = tl.constexpr(int(Group.BETA1)), tl.constexpr(int(Group.BETA2))
 LOG_BETA1, LOG_BETA2 = tl.constexpr(int(Group.LOG_BETA1)), tl.constexpr(int(Group.LOG_BETA2))
 EPS, SIGN = tl.constexpr(int(Group.EPS)), tl.constexpr(int(Group.SIGN))
 DECAY, CLIP = tl.constexpr(int(Group.DECAY)), tl.constexpr(int(Group.CLIP))
-LOW, HIGH = tl.constexpr(int(Group.LOW)), tl.constexpr(int(Group.HIGH))
 
 
 @triton.jit(do_not_specialize=["start", "slots", "tensors"])
@@ -56,12 +55,7 @@ def square_sums(
     aligned: tl.constexpr,
 ) -> None:
     """Squared norms of gradients, into column 0 of sums. Raises a flag where one is not finite."""
-    place = start + tl.program_id(0)
-    if place == 0:
-        note_found_inf(head, flags)
-    tensor, first, length, slot = chunk_at(chunks, place)
-    row = rows + tensor * ROW
-    active = tl.load(row + ACTIVE)
+    row, active, first, length, slot = first_chunk(head, rows, chunks, flags, start)
     if active != 0:
         at, lanes = tl.load(row + GRAD), tl.arange(0, block)
         total = tl.zeros((block,), state)
@@ -114,6 +108,29 @@ def _move_moments(
     return x * x, u_m * u_m, u_g * u_g
 
 
+@triton.jit
+def _normalizers(
+    group: tl.tensor,
+    row: tl.tensor,
+    own: tl.tensor,
+    square: tl.tensor,
+    first: tl.tensor,
+) -> Any:
+    """A tensor's inverse norm and one over each correction, which are kept for the next pass."""
+    known = square > 0
+    inverse = tl.where(known, number(group + SIGN) / tl.sqrt(tl.where(known, square, 1.0)), 0.0)
+    step = tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))).to(tl.float64) + 1
+    unbias1 = 1 / (1 - tl.exp(step * number(group + LOG_BETA1)))
+    unbias2 = 1 / (1 - tl.exp(step * number(group + LOG_BETA2)))
+    if first == 0:
+        # What every program of the next pass would otherwise work out again.
+        tl.store(own, inverse)
+        tl.store(own + 1, unbias1)
+        tl.store(own + 2, unbias2)
+        tl.store(own + 3, step)
+    return inverse, unbias1, unbias2
+
+
 @triton.jit(do_not_specialize=["start", "slots", "tensors"])
 def lans_directions(
     head: tl.tensor,
@@ -146,18 +163,8 @@ def lans_directions(
     if active != 0:
         group = group_of(groups, row)
         square = partial_sum(sums, slots, ready, tensors, tensor, row, 0, whole)
-        known = square > 0
-        inverse = tl.where(known, number(group + SIGN) / tl.sqrt(tl.where(known, square, 1.0)), 0.0)
-        step = tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))).to(tl.float64) + 1
-        unbias1 = 1 / (1 - tl.exp(step * number(group + LOG_BETA1)))
-        unbias2 = 1 / (1 - tl.exp(step * number(group + LOG_BETA2)))
-        if first == 0:
-            # What every program of the next pass would otherwise work out again.
-            own = factors + tensor * FACTORS
-            tl.store(own, inverse)
-            tl.store(own + 1, unbias1)
-            tl.store(own + 2, unbias2)
-            tl.store(own + 3, step)
+        own = factors + tensor * FACTORS
+        inverse, unbias1, unbias2 = _normalizers(group, row, own, square, first)
         beta1, beta2 = number(group + BETA1), number(group + BETA2)
         types: tl.constexpr = (grad, weight, state, param)
         places = addresses(row)

@@ -8,13 +8,10 @@ import triton.language as tl
 from steadygrad.kernels.device_tables import Group, Row
 from steadygrad.kernels.triton_memory import normalized, put, read, widened, write
 from steadygrad.kernels.triton_parts import (
-    ACTIVE,
     FACTORS,
-    ROW,
     addresses,
-    chunk_at,
-    finish,
     group_of,
+    last_chunk,
     number,
     partial_sum,
     rate,
@@ -99,13 +96,7 @@ def lans_apply(
     aligned: tl.constexpr,
 ) -> None:
     """Moves the weights and the step counts."""
-    place = start + tl.program_id(0)
-    bad = tl.load(flags + 1)
-    if place == 0:
-        finish(head, groups, flags)
-    tensor, first, length, _slot = chunk_at(chunks, place)
-    row = rows + tensor * ROW
-    active = tl.where(bad == 0, tl.load(row + ACTIVE), 0)
+    tensor, row, active, first, length = last_chunk(head, groups, rows, chunks, flags, start)
     if active != 0:
         group = group_of(groups, row)
         by_m, by_g = _coefficients(

@@ -11,10 +11,10 @@ __all__ = [
     "accumulated",
     "addresses",
     "chunk_at",
-    "finish",
+    "first_chunk",
     "group_of",
     "is_finite",
-    "note_found_inf",
+    "last_chunk",
     "number",
     "partial_sum",
     "rate",
@@ -151,3 +151,35 @@ def finish(head: tl.tensor, groups: tl.tensor, flags: tl.tensor) -> None:
                 place = address.to(tl.pointer_type(tl.float32))
                 tl.store(place, tl.load(place) + 1.0)
     tl.store(flags, 0)
+
+
+@triton.jit
+def first_chunk(
+    head: tl.tensor, rows: tl.tensor, chunks: tl.tensor, flags: tl.tensor, start: tl.tensor
+) -> Any:
+    """This program's chunk in a step's first pass: row, whether active, first, length, slot."""
+    place = start + tl.program_id(0)
+    if place == 0:
+        note_found_inf(head, flags)
+    tensor, first, length, slot = chunk_at(chunks, place)
+    row = rows + tensor * ROW
+    return row, tl.load(row + ACTIVE), first, length, slot
+
+
+@triton.jit
+def last_chunk(
+    head: tl.tensor,
+    groups: tl.tensor,
+    rows: tl.tensor,
+    chunks: tl.tensor,
+    flags: tl.tensor,
+    start: tl.tensor,
+) -> Any:
+    """This program's chunk in the last pass: tensor, row, whether active, first, length."""
+    place = start + tl.program_id(0)
+    bad = tl.load(flags + 1)
+    if place == 0:
+        finish(head, groups, flags)
+    tensor, first, length, _slot = chunk_at(chunks, place)
+    row = rows + tensor * ROW
+    return tensor, row, tl.where(bad == 0, tl.load(row + ACTIVE), 0), first, length

@@ -11,16 +11,13 @@ import triton.language as tl
 from steadygrad.kernels.device_tables import Group
 from steadygrad.kernels.triton_memory import follow, read, read_gradient, widened, write
 from steadygrad.kernels.triton_parts import (
-    ACTIVE,
     FACTORS,
-    ROW,
     SLOTS,
     addresses,
-    chunk_at,
-    finish,
+    first_chunk,
     group_of,
     is_finite,
-    note_found_inf,
+    last_chunk,
     number,
 )
 
@@ -81,12 +78,7 @@ def scaled_adam_sums(
     Into columns 0 to 2 of sums. Raises a flag where a gradient is not finite, or where the square
     of a tensor's inner product may not be.
     """
-    place = start + tl.program_id(0)
-    if place == 0:
-        note_found_inf(head, flags)
-    tensor, first, length, slot = chunk_at(chunks, place)
-    row = rows + tensor * ROW
-    active = tl.load(row + ACTIVE)
+    row, active, first, length, slot = first_chunk(head, rows, chunks, flags, start)
     if active != 0:
         wide: tl.constexpr = tl.float64 if weight == tl.float64 else tl.float32
         types: tl.constexpr = (grad, weight, state, param, wide)
@@ -175,13 +167,7 @@ def scaled_adam_update(
     aligned: tl.constexpr,
 ) -> None:
     """Moves ``v``, ``delta`` and weights, by the factors that ``triton_sizes`` has left."""
-    place = start + tl.program_id(0)
-    bad = tl.load(flags + 1)
-    if place == 0:
-        finish(head, groups, flags)
-    tensor, first, length, _slot = chunk_at(chunks, place)
-    row = rows + tensor * ROW
-    active = tl.where(bad == 0, tl.load(row + ACTIVE), 0)
+    tensor, row, active, first, length = last_chunk(head, groups, rows, chunks, flags, start)
     if active != 0:
         wide: tl.constexpr = tl.float64 if weight == tl.float64 else tl.float32
         types: tl.constexpr = (grad, weight, state, param, wide)

@@ -10,6 +10,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from steadygrad.formulas.scaled_adam import CORRECTED_BELOW, LARGEST_SIZE_STEP
 from steadygrad.kernels.device_tables import Group, Head, Row
 from steadygrad.kernels.triton_parts import (
     ACTIVE,
@@ -36,8 +37,7 @@ SCALAR_SCALE, SCALAR_MAX = (
 )
 MIN_RMS, MAX_RMS = tl.constexpr(int(Group.MIN_RMS)), tl.constexpr(int(Group.MAX_RMS))
 ORIGINAL = tl.constexpr(int(Group.ORIGINAL))
-# As `formulas.scaled_adam` says.
-LARGEST, CORRECTED = tl.constexpr(0.1), tl.constexpr(0.99)
+LARGEST, CORRECTED = tl.constexpr(LARGEST_SIZE_STEP), tl.constexpr(CORRECTED_BELOW)
 
 
 @triton.jit
