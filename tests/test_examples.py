@@ -15,6 +15,7 @@ EXPECTED = {
     "my_task.py": "",
     "scaled_adam.py": "clipping threshold",
     "lans.py": "trust ratio",
+    "layerwise_scaler.py": "attributed to layer 1",
 }
 
 

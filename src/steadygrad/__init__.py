@@ -14,6 +14,7 @@ _HOMES = {
     "SplitBatchNoiseScale": "steadygrad.noise",
     "BatchSizeController": "steadygrad.noise",
     "LossBalancer": "steadygrad.balance",
+    "LayerwiseGradScaler": "steadygrad.scale",
     "ScaledAdam": "steadygrad.optim",
     "LANS": "steadygrad.optim",
     "Task": "steadygrad.tasks",
@@ -22,6 +23,7 @@ _HOMES = {
 __all__ = [
     "LANS",
     "BatchSizeController",
+    "LayerwiseGradScaler",
     "LossBalancer",
     "NoiseScale",
     "ScaledAdam",

@@ -12,6 +12,7 @@ from steadygrad.sharding.worlds import (
     data_parallel_world,
     fsdp_modules,
     gather_json,
+    process_world,
     replicas,
 )
 
@@ -28,6 +29,7 @@ __all__ = [
     "join_processes",
     "leave_processes",
     "local",
+    "process_world",
     "replicas",
     "shared_out",
 ]

@@ -13,7 +13,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from steadygrad._checks import InputError
 
-__all__ = ["World", "data_parallel_world", "fsdp_modules", "gather_json", "replicas"]
+__all__ = [
+    "World",
+    "data_parallel_world",
+    "fsdp_modules",
+    "gather_json",
+    "process_world",
+    "replicas",
+]
 
 T = TypeVar("T")
 
@@ -38,6 +45,28 @@ class World:
             packed = packed.clone()
             dist.all_reduce(packed, group=self.group)
         return packed
+
+
+def process_world(group: "dist.ProcessGroup | str | None" = "all") -> World:
+    """The processes that take every step together, whatever they share of the model.
+
+    Args:
+        group: ``"all"``: all there are; None: this one alone; or a process group.
+
+    Raises:
+        InputError: If it is none of these.
+    """
+    ready = dist.is_available() and dist.is_initialized()
+    if group is None or (group == "all" and not ready):
+        return World()
+    if group == "all":
+        return World("all", None, dist.get_world_size())
+    if not (ready and isinstance(group, dist.ProcessGroup)):
+        raise InputError(
+            "Parameter `process_group` should be 'all', None or a process group. Found "
+            f"{group!r}. Remedy: `mesh.get_group('name')` for one dimension of a device mesh."
+        )
+    return World("all", group, dist.get_world_size(group))
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[nn.Module]:

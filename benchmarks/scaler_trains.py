@@ -1,0 +1,255 @@
+"""A network for which no single loss scale works in float16, and one for which any does.
+
+**The construction**, so that nobody takes it for an accident. A deep tanh network looks at the
+sixteen 2 x 2 patches of a digit, each with a mark of its place, by four layers, takes the mean over
+patches, and classifies it by two layers more. Each layer is ``tanh(c * linear(x))`` with a fixed
+power of two ``c``, and its weights are divided by ``c`` at the start: the function is that of a
+plain network, and with learning rates divided by ``c`` so is its training with Adam in float32.
+But gradients inside are multiplied by ``c``: 2**-15 in the early layers, 2**14 in the last two.
+The means over patches and over the whole training set as one batch divide the early ones further,
+while the last layers' weights add theirs up over all images. float16's 40 binades do not hold both.
+It is a caricature of branches with small gates, pooled features and weights at odd scales.
+
+**The honest case** is the built-in language model, a plain pre-norm transformer.
+
+Run: python benchmarks/scaler_trains.py [--seeds 3] [--save]
+"""
+
+import argparse
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from side_by_side import hardware, save
+from torch import Tensor, nn
+
+from steadygrad.optim import LANS
+from steadygrad.scale import AutoScale, LayerwiseGradScaler
+from steadygrad.tasks import load_task
+
+WIDTH, SMALL, LARGE = 24, 2.0**-15, 2.0**14
+STEPS = 120
+# By hand, from the numbers of the construction.
+LAYER_SCALES = {"patch.*": 2.0**20, "trunk.*": 2.0**4}
+SWEEP = [0, 2, 4, 6, 8, 12, 16, 20, 24]
+STARTS = [-20, 0, 20]
+
+
+class Layer(nn.Module):
+    """``tanh(c * linear(x))``; the linear part begins at a plain layer's, divided by ``c``."""
+
+    def __init__(self, inputs: int, outputs: int, c: float, last: bool = False) -> None:
+        super().__init__()
+        self.linear, self.c, self.last = nn.Linear(inputs, outputs), c, last
+        with torch.no_grad():
+            nn.init.xavier_normal_(self.linear.weight)
+            self.linear.weight.div_(c)
+            self.linear.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.c * self.linear(x)
+        return z if self.last else torch.tanh(z)
+
+
+class Mean(nn.Module):
+    """The mean over patches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(-2)
+
+
+class PatchNet(nn.Module):
+    """Images as patches with shape ``(n, 16, 20)`` to logits ``(n, 10)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [20, WIDTH, WIDTH, WIDTH, WIDTH]
+        layers = [Layer(i, o, SMALL) for i, o in pairwise(sizes)]
+        self.patch = nn.Sequential(*layers, Mean())
+        self.trunk = nn.Sequential(Layer(WIDTH, WIDTH, LARGE), Layer(WIDTH, 10, LARGE, last=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.trunk(self.patch(x))
+
+
+def patches(images: Tensor) -> Tensor:
+    """2 x 2 pixels and a mark of the place for each patch: ``(n, 16, 20)``."""
+    cut = F.unfold(images, 2, stride=2).mT
+    return torch.cat([2 * cut - 1, torch.eye(16).expand(len(images), 16, 16)], -1)
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Training and validation images."""
+
+    x: Tensor
+    y: Tensor
+    valid_x: Tensor
+    valid_y: Tensor
+
+    @classmethod
+    def load(cls) -> "Digits":
+        task = load_task("digits-classifier")
+        x, y = task.train.batch(torch.arange(len(task.train)))
+        vx, vy = task.valid.batch(torch.arange(len(task.valid)))
+        return cls(patches(x), y, patches(vx), vy)
+
+
+Scaler = Callable[[nn.Module], Any]
+
+
+def unscaled(model: nn.Module) -> Any:
+    return torch.amp.GradScaler("cpu", enabled=False)
+
+
+def one_scale(log2: int) -> Scaler:
+    return lambda model: torch.amp.GradScaler("cpu", init_scale=2.0**log2)
+
+
+def by_hand(model: nn.Module) -> LayerwiseGradScaler:
+    return LayerwiseGradScaler(model, LAYER_SCALES)
+
+
+def automatic(log2: int) -> Scaler:
+    return lambda model: LayerwiseGradScaler(model, AutoScale(scale=2.0**log2))
+
+
+def train(
+    data: Digits, make_scaler: Scaler, *, seed: int, steps: int = STEPS, kind: str = "autocast"
+) -> float:
+    """Accuracy on the validation images after so many full-batch steps.
+
+    Args:
+        data: The images.
+        make_scaler: Makes the scaler of a model.
+        seed: Of the weights.
+        steps: Number of steps.
+        kind: With Adam: ``"float32"``, or ``"autocast"`` to float16. With LANS: ``"masters"``, all
+            float32; or ``"half"``, all float16 but LANS's masters.
+    """
+    torch.manual_seed(seed)
+    model = PatchNet()
+    layers = [layer for layer in model.modules() if isinstance(layer, Layer)]
+    optimizer: torch.optim.Optimizer
+    if kind in ("half", "masters"):
+        # Float32 masters, and steps relative to the weights; biases begin at zero and stay there.
+        for layer in layers:
+            layer.linear.bias.requires_grad_(False)
+        model = model.half() if kind == "half" else model
+        weights = [layer.linear.weight for layer in layers]
+        optimizer = LANS(weights, lr=1.3e-2, weight_decay=0.0, eps=1e-30)
+    else:
+        groups = [{"params": layer.parameters(), "lr": 1e-2 / layer.c} for layer in layers]
+        optimizer = torch.optim.Adam(groups, eps=1e-30)
+    scaler = make_scaler(model)
+    dtype = torch.float16 if kind == "half" else torch.float32
+    x, valid_x = data.x.to(dtype), data.valid_x.to(dtype)
+    autocast = torch.autocast("cpu", torch.float16, enabled=kind == "autocast")
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with autocast:
+            loss = F.cross_entropy(model(x).float(), data.y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    with torch.no_grad(), autocast:
+        return (model(valid_x).argmax(1) == data.valid_y).float().mean().item()
+
+
+Run = tuple[str, Scaler, str]
+
+
+def autocast_runs() -> list[Run]:
+    """Adam, autocast: names, scalers and kinds of training."""
+    runs: list[Run] = [("float32", unscaled, "float32")]
+    runs += [("layer-wise, scales by hand", by_hand, "autocast")]
+    runs += [(f"layer-wise, `auto` from 2^{k}", automatic(k), "autocast") for k in STARTS]
+    return runs + [(f"GradScaler from 2^{k}", one_scale(k), "autocast") for k in SWEEP]
+
+
+def half_runs() -> list[Run]:
+    """LANS, weights in float16 too; torch's scaler refuses these, ours without layers does not."""
+    runs: list[Run] = [("float32", unscaled, "masters")]
+    runs += [("layer-wise, scales by hand", by_hand, "half")]
+    runs += [(f"layer-wise, `auto` from 2^{k}", automatic(k), "half") for k in STARTS]
+    single = [(k, lambda m, k=k: LayerwiseGradScaler(m, {}, init_scale=2.0**k)) for k in SWEEP[:5]]
+    return runs + [(f"one scale from 2^{k}", make, "half") for k, make in single]
+
+
+def digits_table(runs: list[Run], seeds: int) -> list[str]:
+    """Rows of a table of accuracies."""
+    data = Digits.load()
+    rows = ["| scaling | accuracy, mean | each seed |", "| --- | --- | --- |"]
+    for name, make, kind in runs:
+        found = [train(data, make, seed=seed, kind=kind) for seed in range(seeds)]
+        each = ", ".join(f"{accuracy:.3f}" for accuracy in found)
+        rows.append(f"| {name} | {mean(found):.3f} | {each} |")
+        print(rows[-1], flush=True)
+    return rows
+
+
+def language_model(make_scaler: Scaler, *, seed: int, half: bool, steps: int) -> float:
+    """Validation loss in nats a character of the built-in transformer after so many steps."""
+    task = load_task("char-lm")
+    torch.manual_seed(seed)
+    model = task.make_model()
+    optimizer = task.make_optimizer(model.parameters(), task.lr)
+    scaler, draw = make_scaler(model), torch.Generator().manual_seed(seed)
+    autocast = torch.autocast("cpu", torch.float16, enabled=half)
+    for _ in range(steps):
+        batch = task.train.batch(torch.randint(len(task.train), (task.batch_size,), generator=draw))
+        optimizer.zero_grad()
+        with autocast:
+            loss = task.per_sample_loss(model, batch).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    with torch.no_grad(), autocast:
+        whole = task.valid.batch(torch.arange(len(task.valid)))
+        return task.per_sample_loss(model, whole).mean().item()
+
+
+def transformer_table(seeds: int, steps: int) -> list[str]:
+    """Rows of the table of the transformer's losses."""
+    runs: dict[str, tuple[Scaler, bool]] = {
+        "float32": (unscaled, False),
+        "autocast, not scaled": (unscaled, True),
+        "autocast, GradScaler from 2^16": (one_scale(16), True),
+        "autocast, layer-wise, `auto` from 2^0": (automatic(0), True),
+    }
+    rows = ["| scaling | validation loss, mean | each seed |", "| --- | --- | --- |"]
+    for name, (make, half) in runs.items():
+        found = [language_model(make, seed=s, half=half, steps=steps) for s in range(seeds)]
+        each = ", ".join(f"{loss:.4f}" for loss in found)
+        rows.append(f"| {name} | {mean(found):.4f} | {each} |")
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=150, help="of the language model")
+    parser.add_argument("--save", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    date = datetime.date.today().isoformat()
+    lines = [f"# float16 with one scale and with many, {date}", "", f"{hardware()}.", ""]
+    lines += [f"Deep tanh network on digits, accuracy after {STEPS} full-batch steps.", ""]
+    lines += ["float32 weights, autocast to float16, Adam:", ""]
+    lines += digits_table(autocast_runs(), args.seeds)
+    lines += ["", "float16 weights with float32 masters, LANS:", ""]
+    lines += digits_table(half_runs(), args.seeds)
+    lines += ["", f"Language model, nats a character after {args.steps} steps of 8 sequences:", ""]
+    lines += transformer_table(args.seeds, args.steps)
+    if args.save:
+        print(save("scaler-trains-cpu", "\n".join(lines) + "\n", date))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""What a user may say of a layer's scale, and of scales that follow what is measured."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from steadygrad._checks import InputError, check_count, check_number
+
+__all__ = ["AutoScale", "LayerScale", "Rule", "check_layer_scales", "check_scale"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How one scale moves.
+
+    Attributes:
+        growth_factor: Multiplies it after ``growth_interval`` finite steps in a row; 1: fixed.
+        backoff_factor: Multiplies it after a step that was not finite in this layer.
+        growth_interval: Number of steps.
+        min_scale: Least scale.
+        max_scale: Largest scale.
+    """
+
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    min_scale: float
+    max_scale: float
+
+    def __post_init__(self) -> None:
+        check_number("growth_factor", self.growth_factor, low=1)
+        check_number("backoff_factor", self.backoff_factor, low=0, high=1, low_open=True)
+        check_count("growth_interval", self.growth_interval)
+        high = float(torch.finfo(torch.float32).max)
+        check_number("max_scale", self.max_scale, low=0, high=high, low_open=True)
+        check_number("min_scale", self.min_scale, low=0, high=self.max_scale, low_open=True)
+
+
+@dataclass(frozen=True)
+class LayerScale:
+    """A layer's first scale with a rule of its own; what is None is as the scaler says.
+
+    Attributes:
+        scale: The scale to begin with.
+        growth_factor: Multiplies it after ``growth_interval`` finite steps in a row; 1: fixed.
+        backoff_factor: Multiplies it after a step that was not finite in this layer; 1: fixed.
+        growth_interval: Number of steps.
+        min_scale: Least scale.
+        max_scale: Largest scale.
+    """
+
+    scale: float
+    growth_factor: float | None = None
+    backoff_factor: float | None = None
+    growth_interval: int | None = None
+    min_scale: float | None = None
+    max_scale: float | None = None
+
+    def rule(self, default: Rule) -> Rule:
+        """This layer's rule, where the scaler's is ``default``."""
+        names = Rule.__dataclass_fields__
+        own = {name: getattr(self, name) for name in names}
+        return Rule(**{k: getattr(default, k) if v is None else v for k, v in own.items()})
+
+
+@dataclass(frozen=True)
+class AutoScale:
+    """Scales that are found and followed from measured exponents; powers of two.
+
+    A scale is lowered when the largest value comes within the headroom, and raised when too many
+    values are subnormal. A layer where an infinity arose backs off at once.
+
+    Attributes:
+        layers: Patterns of the modules to choose. Default: the largest parts that the model is
+            visibly made of: its children, where a child is a list or a sequence the latter's.
+        scale: Each layer's first scale. Any will do.
+        underflow: Accepted share of subnormal values among those that are not zero.
+        headroom: Binades to be left free between the largest value and overflow.
+        every: Measure one step in so many, once begun. A measured step takes about half as long
+            again.
+        warmup: Steps at the beginning that are all measured.
+        dtype: Type whose range is to be used.
+    """
+
+    layers: tuple[str, ...] | None = None
+    scale: float = 1.0
+    underflow: float = 0.01
+    headroom: int = 4
+    every: int = 25
+    warmup: int = 25
+    dtype: torch.dtype = torch.float16
+
+    def __post_init__(self) -> None:
+        check_scale("AutoScale.scale", self.scale)
+        if not math.log2(self.scale).is_integer():
+            raise InputError(
+                f"Parameter `AutoScale.scale` should be a power of two. Found `{self.scale!r}`. "
+                f"Remedy: {2.0 ** round(math.log2(self.scale)):g}."
+            )
+        check_number("AutoScale.underflow", self.underflow, low=0, high=1)
+        check_count("AutoScale.headroom", self.headroom, low=0)
+        check_count("AutoScale.every", self.every)
+        check_count("AutoScale.warmup", self.warmup, low=0)
+
+    def due(self, step: int) -> bool:
+        """Whether the step of this number, from zero, is measured."""
+        return step < self.warmup or step % self.every == 0
+
+
+def check_scale(name: str, scale: Any) -> float:
+    """Returns a scale that float32 can hold, and its reciprocal too."""
+    tiny = float(torch.finfo(torch.float32).tiny)
+    return check_number(name, scale, low=0, high=1 / tiny, low_open=True)
+
+
+def check_layer_scales(layer_scales: Any) -> dict[str, LayerScale] | AutoScale:
+    """Brings what the user handed in into one form.
+
+    Raises:
+        InputError: If it is of another kind, or a scale is not a positive finite number.
+    """
+    if isinstance(layer_scales, AutoScale):
+        return layer_scales
+    if layer_scales == "auto":
+        return AutoScale()
+    if not isinstance(layer_scales, Mapping):
+        raise InputError(
+            "Parameter `layer_scales` should be a mapping from module patterns to scales, 'auto' "
+            f"or an AutoScale. Found {type(layer_scales).__name__} "
+            f"`{' '.join(repr(layer_scales).split())[:60]}`. Remedy: {{'blocks.*': 2**8}}."
+        )
+    found = {}
+    for pattern, value in layer_scales.items():
+        layer = value if isinstance(value, LayerScale) else LayerScale(value)
+        check_scale(f"layer_scales[{pattern!r}]", layer.scale)
+        found[str(pattern)] = layer
+    return found

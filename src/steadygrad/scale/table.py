@@ -1,0 +1,144 @@
+"""The scales of all layers, and what backward passes find out about them: tensors on one device."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from steadygrad.formulas.exponents import BINS
+from steadygrad.formulas.loss_scaling import (
+    Growth,
+    followed_shift,
+    next_scales,
+    relative_shift,
+    total_scales,
+)
+from steadygrad.scale.layers import Layers
+from steadygrad.scale.options import AutoScale, Rule
+
+__all__ = ["ScaleTable"]
+
+
+class ScaleTable:
+    """One row for each layer, the loss first.
+
+    The tensors are made once and changed in place: a compiled step and a CUDA graph keep seeing
+    them. What a backward pass finds comes back as the gradient of ``flags`` and ``gauges``, leaves
+    that the boundaries take part in with; so it needs no side effect, adds up over micro-batches,
+    and happens once under activation checkpointing.
+
+    Args:
+        layers: The layers.
+        scales: Their own scales.
+        rules: How these move.
+        device: Where the tensors live.
+
+    Attributes:
+        own: Scales, with shape ``(layers)``; changes in ``update``.
+        inverse: Their reciprocals.
+        tracker: Finite steps in a row, int32.
+        overflows: How often something not finite arose in each layer, int64.
+        found: Whether something not finite has passed a boundary out of each layer in this step.
+        seen: Counts of exponents at the boundaries, with shape ``(layers, BINS)``.
+        measuring: Whether the passes now under way count exponents.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        scales: Sequence[float],
+        rules: Sequence[Rule],
+        device: torch.device,
+    ) -> None:
+        self.names = [layer.name for layer in layers.layers]
+        self.rules = list(rules)
+        self.parent = torch.tensor([layer.parent for layer in layers.layers], device=device)
+        self._around = torch.tensor(layers.around(), device=device)
+        self._growth = growth_of(rules, device)
+        self.own = torch.tensor(scales, dtype=torch.float32, device=device)
+        self.inverse = self.own.clone()
+        self.tracker = torch.zeros(len(rules), dtype=torch.int32, device=device)
+        self.overflows = torch.zeros(len(rules), dtype=torch.int64, device=device)
+        self.found = torch.zeros(len(rules), device=device)
+        self.seen = torch.zeros(len(rules), BINS, device=device)
+        self._rows = self.found.unbind(), self.seen.unbind()
+        self.flags = [_leaf(row) for row in self._rows[0]]
+        self.gauges = [_leaf(row) for row in self._rows[1]]
+        self.enabled, self.measuring = True, False
+        self.changed()
+
+    def totals(self) -> tuple[Tensor, Tensor]:
+        """What each layer's gradients are multiplied by, and the reciprocals: ``(layers)``."""
+        totals = total_scales(self.own, self._around)
+        return totals, _wide(totals).reciprocal().to(totals)
+
+    def changed(self) -> None:
+        """To be called after ``own`` was written to."""
+        # As torch does it: the quotient is rounded once.
+        self.inverse.copy_(_wide(self.own).reciprocal())
+
+    def collect(self) -> None:
+        """Brings what was found into ``found`` and ``seen``, if it is not there already."""
+        # backward(create_graph=True) does not add in place.
+        for leaves, rows in ((self.flags, self._rows[0]), (self.gauges, self._rows[1])):
+            for leaf, row in zip(leaves, rows, strict=True):
+                if leaf.grad is not row:
+                    if leaf.grad is not None:
+                        row.copy_(leaf.grad.detach())
+                    leaf.grad = row
+
+    def clear(self) -> None:
+        """Forgets what this step's backward passes have found."""
+        self.collect()
+        self.found.zero_()
+        self.seen.zero_()
+
+    @torch.no_grad()
+    def update(self, found: Tensor, histograms: Tensor | None, auto: AutoScale | None) -> None:
+        """Moves the scales.
+
+        Args:
+            found: Whether something not finite arose in each layer, with shape ``(layers)``.
+            histograms: This step's exponents, with shape ``(layers, BINS)``, if it was measured.
+            auto: How scales follow them, if they do.
+        """
+        own, tracker = next_scales(self.own, self.tracker, found, self._growth)
+        if auto is not None and histograms is not None:
+            shift = followed_shift(
+                histograms, underflow=auto.underflow, headroom=auto.headroom, dtype=auto.dtype
+            )
+            moved = torch.ldexp(self.own, relative_shift(shift, self.parent))
+            moved = moved.clamp(self._growth.low, self._growth.high).to(own)
+            # What has been measured says more than a flag, unless it says nothing.
+            own = torch.where(found & (moved >= self.own), own, moved)
+        self.own.copy_(own)
+        self.tracker.copy_(tracker)
+        self.overflows.add_(found)
+        self.changed()
+
+
+def growth_of(rules: Sequence[Rule], device: torch.device) -> Growth:
+    """One tensor for each column of the rules."""
+
+    def column(name: str, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([getattr(rule, name) for rule in rules], dtype=dtype, device=device)
+
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    return Growth(
+        factor=column("growth_factor", wide),
+        backoff=column("backoff_factor", wide),
+        interval=column("growth_interval", torch.int32),
+        low=column("min_scale", wide),
+        high=column("max_scale", wide),
+    )
+
+
+def _leaf(row: Tensor) -> Tensor:
+    """A leaf whose gradient is added up in a row."""
+    leaf = torch.zeros_like(row, requires_grad=True)
+    leaf.grad = row
+    return leaf
+
+
+def _wide(scales: Tensor) -> Tensor:
+    return scales if scales.device.type == "mps" else scales.to(torch.float64)

@@ -1,0 +1,127 @@
+"""Processes skip together and name the same layer; sharded gradients are the whole model's."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+
+from steadygrad.scale import AutoScale, LayerwiseGradScaler
+from tests.distributed.ranks import on_ranks
+from tests.unit.scale.training import SCALES, Poison, assert_equal, batch, make, weights_of
+
+pytestmark = pytest.mark.distributed
+STEPS, BAD = 5, 2
+
+
+def shard(model):
+    fully_shard(model.b)
+    return fully_shard(model)
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def loss_of(model, step, rank, world):
+    x, y = batch(step, 4 * world)
+    rows = slice(4 * rank, 4 * rank + 4)
+    return (model(x[rows]) - y[rows]).square().mean()
+
+
+def run(wrap, rank, world, *, scales, bad_rank=None, before=False, seen=None):
+    """Weights after some steps, one of them bad on one rank; and the scaler."""
+    model, _ = make()
+    poison = Poison(model.b[0])
+    wrapped = model if before else wrap(model)
+    scaler = LayerwiseGradScaler(model, scales, init_scale=8.0)
+    wrapped = wrap(model) if before else wrapped
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        poison.active = step == BAD and rank == bad_rank
+        optimizer.zero_grad()
+        scaler.scale(loss_of(wrapped, step, rank, world)).backward()
+        with CommDebugMode() as collectives:
+            scaler.step(optimizer)
+        scaler.update()
+        if seen is not None:
+            seen.append([scaler.culprits(), collectives.get_total_counts()])
+    return {n: full(p.detach()) for n, p in model.named_parameters()}, scaler
+
+
+def whole(world):
+    """What one process does with the batches of all, without scaling and without the bad one."""
+    model, optimizer = make(optimizer=torch.optim.Adam)
+    for step in set(range(STEPS)) - {BAD}:
+        optimizer.zero_grad()
+        (sum(loss_of(model, step, rank, world) for rank in range(world)) / world).backward()
+        optimizer.step()
+    return weights_of(model)
+
+
+def close(found, expected):
+    for name, value in expected.items():
+        # Five steps of Adam on float32 means that were added up in another order.
+        torch.testing.assert_close(found[name], value, rtol=2e-4, atol=2e-5, msg=name)
+
+
+def check_wrapper(wrap, rank, world, before):
+    seen = []
+    found, scaler = run(
+        wrap, rank, world, scales=SCALES, bad_rank=world - 1, before=before, seen=seen
+    )
+    # One collective a step, the flags; and the layer at fault is the same one everywhere.
+    assert [culprits for culprits, _ in seen] == [[], [], ["b"], [], []]
+    assert [count for _, count in seen] == [1] * STEPS
+    assert scaler.get_scales() == {"": 8.0, **SCALES, "b": SCALES["b"] / 2}
+    assert scaler.skipped == 1
+    close(found, whole(world))
+    # To the bit, what the same wrapper does when nothing is scaled.
+    plain, _ = run(wrap, rank, world, scales={}, bad_rank=world - 1, before=before)
+    assert_equal(found, plain)
+    return scaler.state_dict()
+
+
+def check_automatic(rank, world):
+    _, scaler = run(DistributedDataParallel, rank, world, scales=AutoScale(every=1), bad_rank=0)
+    return scaler.state_dict(), scaler.measured.weights.sum().item()
+
+
+def check_alone(rank, world):
+    """Without a group every process decides for itself, and nothing is sent."""
+    model, optimizer = make()
+    scaler = LayerwiseGradScaler(model, SCALES, process_group=None)
+    poison = Poison(model.b[0])
+    poison.active = rank == 0
+    scaler.scale(loss_of(model, 0, rank, world)).backward()
+    with CommDebugMode() as collectives:
+        scaler.step(optimizer)
+    scaler.update()
+    assert collectives.get_total_counts() == 0
+    return scaler.culprits()
+
+
+def everything(rank, world):
+    states = [
+        check_wrapper(DistributedDataParallel, rank, world, before=False),
+        check_wrapper(DistributedDataParallel, rank, world, before=True),
+        check_wrapper(shard, rank, world, before=False),
+        check_wrapper(shard, rank, world, before=True),
+    ]
+    return {
+        "states": states,
+        "auto": check_automatic(rank, world),
+        "alone": check_alone(rank, world),
+    }
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_processes_do_the_same(world, tmp_path):
+    results = on_ranks(world, everything, tmp_path)
+    for result in results:
+        assert result["states"] == results[0]["states"]
+        assert result["auto"] == results[0]["auto"]
+    assert [result["alone"] for result in results] == [["b"], *[[]] * (world - 1)]
+    # Every process's gradients are counted.
+    assert results[0]["auto"][1] == world * (20 + 5 + 30 + 30 + 12)

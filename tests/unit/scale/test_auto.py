@@ -1,0 +1,110 @@
+"""Scales that follow measured exponents: from any start, back to what is known to fit."""
+
+import math
+
+import pytest
+import torch
+
+from steadygrad.scale import AutoScale, LayerwiseGradScaler
+
+
+class Shrink(torch.nn.Linear):
+    """Its input's gradient is some 2**10 times smaller than its output's."""
+
+    def forward(self, x):
+        return super().forward(x) * 2.0**-10
+
+
+def run(start, steps=40, dtype=torch.float16, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Shrink(8, 8) for _ in range(3))).to(dtype)
+    auto = AutoScale(scale=start, **options)
+    scaler = LayerwiseGradScaler(model, auto, init_scale=start)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(4, 8, dtype=dtype)).float().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return model, scaler
+
+
+@pytest.mark.parametrize("start", [2.0**-60, 1.0, 2.0**24, 2.0**60])
+def test_finds_scales_that_fit_from_any_start(start):
+    _, scaler = run(start)
+    found = scaler.measured
+    exponents = torch.arange(-149, 128)
+    seen = (found.activations + found.weights)[:, 1:-1]
+    total = seen.sum(1)
+    assert (found.activations + found.weights)[:, -1].eq(0).all()
+    starved = torch.where(exponents < -14, seen, 0.0).sum(1) / total
+    largest = torch.stack([exponents[row > 0].max() for row in seen])
+    # Below the headroom, give or take the slack; and where too much is small, as high as that.
+    assert (largest <= 12).all()
+    assert ((starved <= 0.01) | (largest >= 10)).all()
+    assert (starved < 0.1).all()
+    for scale in scaler.get_scales().values():
+        assert math.log2(scale).is_integer()
+
+
+def test_the_steps_it_then_takes_are_the_true_gradients():
+    model, scaler = run(2.0**60)
+    half = [p.grad.float() for p in model.parameters()]
+    full, _ = run(1.0, steps=1, dtype=torch.float32)
+    totals = scaler.measured.scales
+    assert totals[1] > totals[2] > totals[3]
+    for found, expected in zip(half, full.parameters(), strict=True):
+        error = (found - expected.grad).abs().max()
+        # What is unscaled is rounded to float16 again: to its least number, 2**-24, at worst.
+        assert error < max(2.0**-24, 0.006 * expected.grad.abs().max().item())
+
+
+def test_measures_only_when_due():
+    _, scaler = run(1.0, steps=3, warmup=2, every=10)
+    first = scaler.measured
+    assert scaler.get_scales()["0"] > 1.0
+    _, scaler = run(1.0, steps=1, warmup=0, every=10)
+    assert scaler.measured is not None  # step 0 is a multiple of every number
+    model, scaler = run(1.0, steps=2, warmup=0, every=10)
+    held = scaler.get_scales()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler.scale(model(torch.ones(4, 8).half()).float().sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scales() == held
+    assert first.scales.shape == (4,)
+
+
+def test_backs_off_at_once_where_an_infinity_arose():
+    model, scaler = run(1.0, steps=30, warmup=25, every=1000)
+    before = scaler.get_scales()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(4, 8).half()).float().sum()).backward()
+    model[1].weight.grad[0, 0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.culprits() == ["1"]
+    assert scaler.get_scales() == before | {"1": before["1"] / 2}
+
+
+def test_keeps_to_its_bounds():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Shrink(8, 8), Shrink(8, 8))
+    scaler = LayerwiseGradScaler(model, "auto", max_scale=2.0**5, min_scale=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(5):
+        scaler.scale(model(torch.ones(4, 8)).sum() * 2.0**-30).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert max(scaler.get_scales().values()) == 2.0**5
+    assert min(scaler.get_scales().values()) >= 1.0
+
+
+def test_a_flag_counts_where_the_measurement_says_nothing():
+    _, scaler = run(1.0, steps=5)
+    table, auto = scaler._table, AutoScale()
+    before = table.own.clone()
+    found = torch.tensor([False, True, False, False])
+    table.update(found, torch.zeros(4, table.seen.shape[1]), auto)
+    assert torch.equal(table.own, before * torch.tensor([1.0, 0.5, 1.0, 1.0]))

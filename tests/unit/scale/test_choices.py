@@ -1,0 +1,148 @@
+"""Which modules patterns choose, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler
+from steadygrad.scale.layers import parts_of
+from tests.unit.scale.topologies import Block, Tied, TiedWhole
+from tests.unit.scale.training import Model
+
+
+def scales(model, wanted, **options):
+    found = LayerwiseGradScaler(model, wanted, **options).get_scales()
+    del found[""]
+    return found
+
+
+def blocks():
+    return nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block()))
+
+
+def test_patterns_go_by_parts_of_names():
+    assert scales(blocks(), {"0.*": 2.0}) == {"0.0": 2.0, "0.1": 2.0}
+    assert scales(blocks(), {"*.0.lin": 2.0}) == {"0.0.lin": 2.0, "1.0.lin": 2.0}
+    assert set(scales(blocks(), {"**.lin": 2.0})) == {"0.0.lin", "0.1.lin", "1.0.lin"}
+    assert scales(blocks(), {"*": 2.0, "1": 8.0}) == {"0": 2.0, "1": 8.0}
+    assert scales(blocks(), {"[01].0.l?n": 2.0, "1.**": 4.0}) == {
+        "0.0.lin": 2.0,
+        "1": 4.0,
+        "1.0": 4.0,
+        "1.0.lin": 4.0,
+    }
+
+
+def test_names_are_those_inside_wrappers():
+    compiled = torch.compile(Model())
+    assert scales(compiled, {"b.*": 2.0}) == {"b.0": 2.0, "b.1": 2.0}
+    assert scales(nn.Sequential(compiled), {"0.a": 2.0}) == {"0.a": 2.0}
+
+
+def test_one_module_under_two_names_is_one_layer():
+    model = nn.Sequential(Block())
+    model.alias = model[0]
+    assert scales(model, {"alias": 2.0}) == {"alias": 2.0}
+    assert scales(model, {"0": 2.0, "alias": 4.0}) == {"0": 4.0}
+
+
+def test_automatic_layers_are_the_parts_that_a_model_is_made_of():
+    assert parts_of(Model()) == ["a", "b.0", "b.1", "head"]
+    assert parts_of(blocks()) == ["0.0", "0.1", "1.0"]
+    assert parts_of(TiedWhole()) == ["inner", "out"]
+    assert parts_of(Tied()) == []
+    assert scales(Model(), AutoScale(layers=("b",), scale=4.0)) == {"b": 4.0}
+
+
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shared, self.inner = Block(), nn.Sequential(Block())
+        self.inner.append(self.shared)
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Block()])
+
+
+MODEL_ERRORS = {
+    "no match": (Model, {"heads": 2.0}, "Found 'heads', which matches none .* 'head'"),
+    "tied": (Tied, {"up": 2.0}, "'up.weight', in the chosen 'up', and 'down.weight', in no chosen"),
+    "tied, both": (Tied, {"up": 2.0, "down": 2.0}, "in the chosen 'down': no divisor"),
+    "shared": (Tower, {"inner": 2.0}, "no divisor gives its gradient back"),
+    "shared, chosen": (Tower, {"inner": 2.0, "shared": 4.0}, "both inside and outside"),
+    "no forward": (Parts, {"layers": 2.0}, "ModuleList without a forward. Remedy: .*'layers.\\*'"),
+    "zero": (Model, {"a": 0.0}, r"layer_scales\['a'\]"),
+    "negative": (Model, {"a": -2.0}, r"layer_scales\['a'\]"),
+    "infinite": (Model, {"a": float("inf")}, r"layer_scales\['a'\]"),
+    "text": (Model, {"a": "2"}, r"layer_scales\['a'\]"),
+    "no mapping": (Model, [("a", 2.0)], "Found list .* Remedy: {'blocks"),
+    "other word": (Model, "automatic", "Found str `'automatic'`"),
+    "layer's own rule": (Model, {"a": LayerScale(2.0, growth_factor=0.5)}, "growth_factor"),
+}
+
+
+@pytest.mark.parametrize("case", MODEL_ERRORS)
+def test_refuses_choices(case):
+    make, wanted, told = MODEL_ERRORS[case]
+    model = make()
+    with pytest.raises(ValueError, match=told) as error:
+        LayerwiseGradScaler(model, wanted)
+    assert "Remedy: " in str(error.value)
+    # And leaves the model as it was.
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+OPTION_ERRORS = {
+    "growth_factor": {"growth_factor": 0.5},
+    "backoff_factor": {"backoff_factor": 1.5},
+    "growth_interval": {"growth_interval": 0},
+    "min_scale": {"min_scale": 4.0, "max_scale": 2.0},
+    "max_scale": {"max_scale": -1.0},
+    "init_scale": {"init_scale": 0.0},
+    "process_group": {"process_group": "some"},
+}
+
+
+@pytest.mark.parametrize("name", OPTION_ERRORS)
+def test_refuses_options(name):
+    with pytest.raises(ValueError, match=f"Parameter `{name}`.*Remedy: "):
+        LayerwiseGradScaler(Model(), {"a": 2.0}, **OPTION_ERRORS[name])
+
+
+AUTO_ERRORS = {
+    "AutoScale.scale` should be a power of two": {"scale": 3.0},
+    "AutoScale.scale": {"scale": 0.0},
+    "AutoScale.underflow": {"underflow": 2.0},
+    "AutoScale.headroom": {"headroom": -1},
+    "AutoScale.every": {"every": 0},
+    "AutoScale.warmup": {"warmup": -1},
+}
+
+
+@pytest.mark.parametrize("told", AUTO_ERRORS)
+def test_refuses_automatic_options(told):
+    with pytest.raises(ValueError, match=told):
+        AutoScale(**AUTO_ERRORS[told])
+
+
+def test_refuses_something_that_is_no_model():
+    with pytest.raises(ValueError, match=r"Found dict\. Remedy: hand in the model first"):
+        LayerwiseGradScaler({"a": 2.0}, Model())
+
+
+def test_refuses_tensors_hidden_in_objects():
+    class Box:
+        def __init__(self, value):
+            self.value = value
+
+    class Boxed(nn.Linear):
+        def forward(self, x):
+            return Box(super().forward(x))
+
+    model = nn.Sequential(Boxed(4, 4))
+    LayerwiseGradScaler(model, {"0": 2.0})
+    with pytest.raises(ValueError, match=r"Box\.value, an output of '0'\. Remedy: torch"):
+        model(torch.ones(2, 4))

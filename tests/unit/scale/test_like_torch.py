@@ -1,0 +1,127 @@
+"""With ``layer_scales={}`` and a scale for the loss it is ``torch.amp.GradScaler``, to the bit."""
+
+import pytest
+import torch
+
+from steadygrad.scale import LayerwiseGradScaler
+from tests.unit.scale.training import (
+    SCALES,
+    Poison,
+    assert_equal,
+    loss_on,
+    make,
+    train_step,
+    weights_of,
+)
+
+RULE = {"growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 3}
+FIRST = 3000.1  # no power of two: the roundings must be the same too
+
+
+def torchs(**options):
+    return torch.amp.GradScaler("cpu", **{"init_scale": FIRST, **RULE, **options})
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_steps_scales_and_skips_are_torchs(fused, unscale):
+    model, optimizer = make(optimizer=torch.optim.AdamW, fused=fused)
+    twin, other = make(optimizer=torch.optim.AdamW, fused=fused)
+    rule = RULE | {"init_scale": FIRST}
+    if fused and not unscale:
+        # Here torch lets the optimizer divide, which rounds otherwise than its own unscale_ does.
+        rule = {"init_scale": 2.0**12, "growth_interval": 3}
+    ours, theirs = LayerwiseGradScaler(model, {}, **rule), torch.amp.GradScaler("cpu", **rule)
+    poisons = [Poison(m.b[0]) for m in (model, twin)]
+    for step in range(12):
+        for m, o, scaler, poison in zip(
+            (model, twin), (optimizer, other), (ours, theirs), poisons, strict=True
+        ):
+            poison.active = step in (2, 3, 8)
+            o.zero_grad()
+            scaler.scale(loss_on(m, step)).backward()
+            if unscale:
+                scaler.unscale_(o)
+                torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+            scaler.step(o)
+            scaler.update()
+        assert ours.get_scale() == theirs.get_scale()
+        assert_equal(weights_of(model), weights_of(twin))
+    assert ours.skipped == 3
+
+
+def test_in_autocast_the_gradients_are_torchs():
+    results = []
+    for kind in ("ours", "theirs"):
+        model, optimizer = make()
+        ours = LayerwiseGradScaler(model, {}, init_scale=FIRST, **RULE)
+        scaler = ours if kind == "ours" else torchs()
+        with torch.autocast("cpu", torch.float16):
+            loss = loss_on(model, 0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        results.append({n: p.grad for n, p in model.named_parameters()})
+    assert_equal(*results)
+
+
+def test_takes_over_torchs_state():
+    model, optimizer = make()
+    theirs = torchs(growth_interval=4)
+    for step in range(3):
+        train_step(model, optimizer, theirs, step)
+    ours = LayerwiseGradScaler(model, SCALES, init_scale=1.0, growth_factor=2.0, growth_interval=4)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.get_scales() == pytest.approx({"": FIRST, **SCALES}, rel=1e-7)
+    train_step(model, optimizer, ours, 3)
+    # The fourth finite step since the scale last changed; the layers have seen one.
+    assert ours.get_scales() == pytest.approx({"": 2 * FIRST, **SCALES}, rel=1e-7)
+
+
+def test_a_new_scale_may_be_set():
+    model, _ = make()
+    ours = LayerwiseGradScaler(model, SCALES, init_scale=8.0)
+    ours.update(32.0)
+    assert ours.get_scale() == 32.0
+    ours.update(torch.tensor(64.0))
+    assert ours.get_scales() == {"": 64.0, **SCALES}
+    with pytest.raises(ValueError, match="new_scale"):
+        ours.update(-1.0)
+
+
+def test_scales_many_losses_at_once():
+    ours = LayerwiseGradScaler(make()[0], {}, init_scale=4.0)
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    assert ours.scale([one, two]) == [torch.tensor(4.0), torch.tensor(8.0)]
+    assert ours.scale((one,)) == (torch.tensor(4.0),)
+    assert list(ours.scale(x for x in (one, two))) == [torch.tensor(4.0), torch.tensor(8.0)]
+    with pytest.raises(ValueError, match=r"Found float\. Remedy: hand in the loss"):
+        ours.scale(1.0)
+
+
+def test_misuse_is_told():
+    model, optimizer = make()
+    scaler = LayerwiseGradScaler(model, SCALES)
+    with pytest.raises(RuntimeError, match=r"Found none\. Remedy: call step"):
+        scaler.update()
+    scaler.scale(loss_on(model, 0)).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"optimizer unscaled already\. Remedy: call update"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"optimizer stepped already\. Remedy: call update"):
+        scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match="without a closure"):
+        scaler.step(optimizer, lambda: None)
+    scaler.update()
+    for bad, told in (
+        ({}, "Found the keys"),
+        ({"layers": {"": {}}, "steps": 0, "skipped": 0}, "without \\['a', 'b', 'b.1'\\]"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            scaler.load_state_dict(bad)
+    state = scaler.state_dict()
+    state["layers"]["b"]["scale"] = -1.0
+    before = scaler.state_dict()
+    with pytest.raises(ValueError, match="'b'"):
+        scaler.load_state_dict(state)
+    assert scaler.state_dict() == before

@@ -1,0 +1,265 @@
+"""Small models of every shape that a gradient can flow through."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.tanh(self.lin(x))
+
+
+class Chain(nn.Module):
+    """Registered in the order 0 1 2, or the other way round."""
+
+    def __init__(self, backwards=False, identity=False):
+        super().__init__()
+        names = ["a", "b", "c"]
+        for name in reversed(names) if backwards else names:
+            setattr(self, name, Block())
+        if identity:
+            self.identity = nn.Identity()
+        self.last = identity
+
+    def forward(self, x):
+        x = self.c(self.b(self.a(x)))
+        return self.identity(x) if self.last else x
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.out = Block(), Block(), nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        x = x + self.a(x)
+        x = x + self.b(x)
+        return self.out(x)
+
+
+class Reused(nn.Module):
+    """One block three times in a row, and once more beside itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.again = nn.Linear(WIDTH, WIDTH), Block()
+
+    def forward(self, x):
+        x = self.again(self.again(self.again(self.first(x))))
+        return x * self.again(x)
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.outer = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, WIDTH))
+        self.after = Block()
+
+    def forward(self, x):
+        return self.after(self.outer(x)) + self.outer(x)
+
+
+class Attention(nn.Module):
+    """Keywords, several inputs of which two are one tensor, and a dictionary as output."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, query, *, memory, options=None):
+        weights = torch.softmax(self.q(query) @ self.k(memory["keys"]).mT, -1)
+        found = weights @ self.v(memory["values"])
+        return {"found": found, "nest": [weights, (query, None)], "n": 3}
+
+
+class KeywordModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.norm = Attention(), nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        h = self.norm(x)
+        out = self.attention(query=h, memory={"keys": h, "values": x}, options={"mode": "soft"})
+        return x + out["found"] * out["nest"][0].sum() + out["nest"][1][0]
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+@dataclass
+class Record:
+    value: torch.Tensor
+    note: str = ""
+
+
+class Split(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, record):
+        left, right = self.lin(record.value).chunk(2, -1)
+        return Pair(left, right), Record(left.sin(), record.note)
+
+
+class Join(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, pair, record):
+        return self.lin(pair.left * pair.right) + record.value
+
+
+class Nests(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.split, self.join = Split(), Join()
+
+    def forward(self, x):
+        pair, record = self.split(Record(x * 2, "x"))
+        return self.join(pair, record) + pair.left
+
+
+class InPlace(nn.Module):
+    """In place on a scaled output, first thing in a scaled module, and between two of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.relu = nn.Linear(WIDTH, WIDTH), Block(), nn.ReLU(inplace=True)
+        self.c = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        h = self.a(x)
+        h.mul_(2)
+        h = self.relu(h) + 1
+        h = self.c(h)
+        h += 1
+        return self.b(h)
+
+
+class Clamp(nn.Module):
+    def forward(self, x):
+        x.mul_(3).add_(1)
+
+
+class CallerRelies(nn.Module):
+    """What a scaled module does to its argument in place is used by the caller."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.change, self.b = nn.Linear(WIDTH, WIDTH), Clamp(), Block()
+
+    def forward(self, x):
+        h = self.a(x)
+        self.change(h)
+        return self.b(h) + h
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        state = torch.zeros_like(x)
+        total = 0.0
+        for _ in range(4):
+            state = self.cell(x, state)
+            total = total + self.out(state)
+        return total + state
+
+
+class PassThrough(nn.Module):
+    """A scaled module that returns its input beside what it computes from it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Returns()
+        self.out = Block()
+
+    def forward(self, x):
+        x = x * 2
+        same, value = self.inner(x)
+        return self.out(same) * value + x
+
+
+class Returns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x, self.lin(x) * self.gain
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.a, self.b, self.c = Block(), Block(), Block()
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = self.a(x)
+        x = checkpoint(self.b, x, use_reentrant=self.reentrant)
+        return self.c(x) + x
+
+
+class TiedWhole(nn.Module):
+    """Tied weights with everything that uses them in one chosen module."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Tied()
+        self.out = Block()
+
+    def forward(self, x):
+        return self.out(self.inner(x))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.down.weight = self.up.weight
+
+    def forward(self, x):
+        return self.down(torch.sin(self.up(x)))
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        tokens = (x.abs() * 100).long() % 5
+        return self.head(self.encoder(self.embed(tokens)))
+
+
+class Functional(nn.Module):
+    """What lies between the chosen modules is no module."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return F.normalize(self.b(F.gelu(self.a(x)).flip(0)), dim=-1)
