@@ -12,7 +12,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "steadygrad needs Python 3.10 or newer, found " + sys.version.split()[0] + ". Remedy: make PYTHON=/path/to/python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade "pip>=25.1"
-	$(PIP) install --quiet --constraint constraints.txt --editable ".[cli]" --group test --group lint
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[cli,cpu]" --group test --group lint
 	touch $@
 
 advise: $(VENV)/.installed  ## train a real model, measure, recommend a batch size, write a report
@@ -36,6 +36,7 @@ docs: $(VENV)/.installed
 
 bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/results
 	$(BIN)/python benchmarks/noise_overhead.py --save
+	$(BIN)/python benchmarks/step_time.py --save
 	$(BIN)/python benchmarks/balance_overhead.py --save
 	$(BIN)/python benchmarks/scaler_overhead.py --save
 	$(BIN)/python benchmarks/scaler_trains.py --save

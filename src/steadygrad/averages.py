@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from steadygrad._checks import check_number
 
-__all__ = ["MaskedAverages", "MovingAverage", "WideBuffers"]
+__all__ = ["DoubleBuffers", "MaskedAverages", "MovingAverage", "WideBuffers"]
 
 M = TypeVar("M", bound="WideBuffers")
 
@@ -21,15 +21,24 @@ class WideBuffers(nn.Module):
     move to the model's device.
     """
 
+    # Bytes of the narrowest type that a cast may give.
+    narrowest = 4
+
     def _apply(self: M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> M:
         def wide(tensor: Tensor) -> Tensor:
             applied = fn(tensor)
-            narrowed = applied.is_floating_point() and applied.dtype.itemsize < 4
+            narrowed = applied.is_floating_point() and applied.dtype.itemsize < self.narrowest
             # The original, moved: casting back would not bring the digits back.
             return tensor.to(applied.device) if narrowed else applied
 
         super()._apply(wide, recurse)  # type: ignore[no-untyped-call]
         return self
+
+
+class DoubleBuffers(WideBuffers):
+    """A module whose own floating-point buffers stay float64, also under ``model.float()``."""
+
+    narrowest = 8
 
 
 class MovingAverage(WideBuffers):
@@ -91,7 +100,7 @@ class MovingAverage(WideBuffers):
         self.mass.zero_()
 
 
-class MaskedAverages(WideBuffers):
+class MaskedAverages(DoubleBuffers):
     r"""Several bias-corrected averages, each of which moves only when it has a new value.
 
     .. math:: x_t = \beta\,x_{t-1} + v_t, \qquad m_t = \beta\,m_{t-1} + 1, \qquad
@@ -143,3 +152,7 @@ class MaskedAverages(WideBuffers):
         """Forgets every value."""
         self.total.zero_()
         self.mass.zero_()
+
+    def reset_parameters(self) -> None:
+        """Forgets every value, as is the custom after `to_empty`."""
+        self.reset()

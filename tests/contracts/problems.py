@@ -66,6 +66,18 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Calls(TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
 class PeakMemory(TorchDispatchMode):
     """Bytes of new storages that live at once."""
 

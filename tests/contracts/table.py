@@ -1,7 +1,7 @@
-"""The optimizers that keep the contracts. A new one is one entry here."""
+"""The optimizers that keep the contracts, in every mode. A new one is one entry here."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.optim import Optimizer
@@ -16,17 +16,22 @@ class Entry:
     Attributes:
         make: The class.
         options: Options of this variant.
+        large: Names of the states that have the parameter's shape, masters aside.
         none_moves: Whether a parameter without a gradient may move.
         wrong: Options that must be refused, each with a piece of the message.
+        mode: How steps are computed, unless a test says it.
     """
 
     make: Callable[..., Optimizer]
+    large: tuple[str, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     none_moves: bool = False
     wrong: tuple[tuple[dict[str, Any], str], ...] = ()
+    mode: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, params: Any, **more: Any) -> Any:
-        return self.make(params, **{**self.options, **more})
+        mode = {} if {"foreach", "fused"} & set(more) else self.mode
+        return self.make(params, **{**self.options, **mode, **more})
 
 
 _SHARED_WRONG = (
@@ -37,9 +42,10 @@ _SHARED_WRONG = (
     ({"betas": (0.9,)}, "`betas`"),
 )
 
-TABLE = {
+OPTIMIZERS = {
     "lans": Entry(
         LANS,
+        ("exp_avg", "exp_avg_sq"),
         {"lr": 1e-2},
         wrong=(
             *_SHARED_WRONG,
@@ -51,6 +57,7 @@ TABLE = {
     ),
     "lans-bounded": Entry(
         LANS,
+        ("exp_avg", "exp_avg_sq"),
         {
             "lr": 1e-2,
             "weight_decay": 0.1,
@@ -61,6 +68,7 @@ TABLE = {
     ),
     "scaled_adam": Entry(
         ScaledAdam,
+        ("delta", "exp_avg_sq"),
         none_moves=True,
         wrong=(
             *_SHARED_WRONG,
@@ -74,11 +82,23 @@ TABLE = {
     ),
     # Below the median: every other step is clipped.
     "scaled_adam-clipped": Entry(
-        ScaledAdam, {"clipping_scale": 0.9, "clipping_update_period": 4}, none_moves=True
+        ScaledAdam,
+        ("delta", "exp_avg_sq"),
+        {"clipping_scale": 0.9, "clipping_update_period": 4},
+        none_moves=True,
     ),
     "scaled_adam-2022": Entry(
         ScaledAdam,
+        ("delta", "exp_avg_sq"),
         {"recipe": "stateless7", "clipping_scale": 0.9, "clipping_update_period": 4},
         none_moves=True,
     ),
+}
+
+# The third, one parameter at a time, equals the second to the bit: `test_steps` holds it to that.
+MODES = {"fused": {"fused": True}, "foreach": {"foreach": True}}
+TABLE = {
+    f"{name}-{mode}": replace(entry, mode=options)
+    for name, entry in OPTIMIZERS.items()
+    for mode, options in MODES.items()
 }

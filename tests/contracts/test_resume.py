@@ -65,13 +65,18 @@ def test_a_loaded_state_is_a_copy(entry):
 
 
 @every_optimizer
-def test_names_may_come_and_go(entry):
+@pytest.mark.parametrize("first", ["named", "unnamed"])
+def test_names_may_come_and_go(entry, first):
     params = parameters()
-    named = [(f"p{i}", p) for i, p in enumerate(clones(params))]
-    optimizer, other = entry(params), entry(named)
+    values = clones(params)
+    given = {
+        "unnamed": lambda some: some,
+        "named": lambda some: [(f"p{i}", p) for i, p in enumerate(some)],
+    }
+    (second,) = {*given} - {first}
+    optimizer, other = entry(given[first](params)), entry(given[second](values))
     run(optimizer, params, range(4))
     other.load_state_dict(optimizer.state_dict())
-    values = [p for _, p in named]
     for p, q in zip(values, params, strict=True):
         p.data.copy_(q)
     run(optimizer, params, range(4, 7))
@@ -86,7 +91,7 @@ def test_the_state_of_another_optimizer_is_refused_and_changes_nothing(entry):
     run(optimizer, params, range(2))
     adam.step()
     before = snapshot(optimizer, params)
-    with pytest.raises(InputError, match="Expected a state of"):
+    with pytest.raises(InputError, match="Expected groups of"):
         optimizer.load_state_dict(adam.state_dict())
     assert_same(before, snapshot(optimizer, params))
     with pytest.raises(ValueError, match="group"):

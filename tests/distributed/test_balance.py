@@ -160,6 +160,7 @@ def groups(rank, world):
         order = list(losses) if rank % 2 else list(reversed(losses))
         balancer.backward({k: losses[k] for k in order}, leaf)
         found[key] = balancer.core.averages.steps.value().tolist()
+        found[f"{key} twin"] = copy.deepcopy(balancer).process_group is group
     twin = copy.deepcopy(balancer)
     leaf = y.clone().requires_grad_()
     twin.backward({"a": leaf.sum(), "b": leaf.sum()}, leaf)
@@ -276,6 +277,7 @@ def test_groups_orders_and_what_one_rank_alone_has(runs):
         assert found["half"] == pytest.approx([sum(n) / 2 / 2 for n in zip(*half, strict=True)])
         assert found["all"] == pytest.approx([sum(n) / 4 / 4 for n in zip(*norms, strict=True)])
         assert found["twin"][0] > 1
+        assert found["half twin"] is found["alone twin"] is found["all twin"] is True
         assert "gramian_weighting" in found["refused"]
         # A gradient that is not finite on one rank is left out on all of them.
         assert found["nonfinite"] == [1, 0]

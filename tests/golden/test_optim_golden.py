@@ -11,28 +11,31 @@ LANS_FILES = sorted(file.stem for file in HERE.glob("lans-*.npz"))
 # The README's tolerances. `step-bounds` decays by the already updated weight where the fused form,
 # and this one, take the weight before; `fp16-master` takes the weight's norm from its fp16 copy.
 LANS_TOLERANCE = {"lans-step-bounds": 2e-4, "lans-fused-fp16-master": 1e-3}
+MODES = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}
 
 
 def scaled_adam_tolerance(name: str) -> float:
+    # A tenth of the README's: roundings of another order of sums, over some dozens of steps. The
+    # zipformer recipe keeps float32 state in float64 runs too.
     if "float64" not in name:
-        return 2e-5
-    return 1e-6 if "zipformer" in name else 1e-12
+        return 2e-6
+    return 1e-6 if "zipformer" in name else 1e-14
 
 
-@pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "single"])
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("name", SCALED_ADAM)
-def test_scaled_adam(name, foreach):
+def test_scaled_adam(name, mode):
     golden = Trajectory.read(name)
     parameters = golden.parameters()
     kwargs = {k: tuple(v) if k == "betas" else v for k, v in golden.config["kwargs"].items()}
     recipe = "zipformer" if "zipformer" in name else "stateless7"
-    optimizer = ScaledAdam(parameters.values(), **kwargs, recipe=recipe, foreach=foreach)
+    optimizer = ScaledAdam(parameters.values(), **kwargs, recipe=recipe, **mode)
     assert golden.follow(optimizer, parameters) < scaled_adam_tolerance(name)
 
 
-@pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "single"])
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("name", LANS_FILES)
-def test_lans(name, foreach):
+def test_lans(name, mode):
     golden = Trajectory.read(name)
     parameters, given = golden.parameters(), golden.config["kwargs"]
     optimizer = LANS(
@@ -43,7 +46,7 @@ def test_lans(name, foreach):
         lower_bound=given.get("lower_bound"),
         upper_bound=given.get("upper_bound"),
         clip_value=given.get("clip_gradient"),
-        foreach=foreach,
+        **mode,
     )
     assert golden.follow(optimizer, parameters) < LANS_TOLERANCE.get(name, 2e-6)
 

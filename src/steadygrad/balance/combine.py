@@ -1,7 +1,7 @@
 """What takes the place of the sum: an aggregator that resolves conflicts between gradients."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -91,6 +91,12 @@ class Combiner:
         """Whether it looks at the gradients themselves."""
         return self.aggregator is not None and not self.needs_gram
 
+    @property
+    def name(self) -> str:
+        """What the aggregator is called, the same in every process."""
+        found: str = getattr(self.aggregator, "__name__", type(self.aggregator).__name__)
+        return found
+
     def check(self, ranks: int) -> None:
         """Refuses what would differ between processes.
 
@@ -100,7 +106,7 @@ class Combiner:
         if self.needs_matrix and ranks > 1:
             raise InputError(
                 f"Expected one process, or an aggregator with a `gramian_weighting`. Found {ranks} "
-                f"processes and {self.aggregator}, which would see each process's items alone. "
+                f"processes and {self.name}, which would see each process's items alone. "
                 "Remedy: an aggregator such as UPGrad, or process_group=None."
             )
 
@@ -128,8 +134,9 @@ class Combiner:
             rows = torch.stack([rows[:, i] for i in chosen], dim=1)
             there = torch.stack([counted[i] for i in chosen])
             onto = _stand_ins(there).to(rows) if self.of_hull else None
-            with _drawing_from(seed, products.device):
+            with _drawing_from(seed, products.device), _as_given(rows):
                 found = self.weighting(rows if onto is None else onto @ rows @ onto.T)
+            _check_shape(found, len(chosen), self.name)
             found = found.to(rows) if onto is None else found.to(rows) @ onto
             for i, weight in zip(chosen, found.unbind(), strict=True):
                 weights[i] = weight
@@ -163,11 +170,33 @@ class Combiner:
             return [None if sample is None else torch.zeros_like(sample) for sample in samples]
         matrix = torch.stack([_row(rows, samples, scales, k, there) for k in slots])
         sizes = [samples[i].numel() for i in there]  # type: ignore[union-attr]
-        parts = dict(zip(there, aggregator(matrix).split(sizes), strict=True))
+        with _as_given(matrix):
+            line = aggregator(matrix)
+        _check_shape(line, matrix.shape[1], self.name)
+        parts = dict(zip(there, line.split(sizes), strict=True))
         return [
             None if sample is None else parts[i].view(sample.shape).to(sample.dtype)
             for i, sample in enumerate(samples)
         ]
+
+
+def _as_given(matrix: Tensor) -> AbstractContextManager[object]:
+    """Keeps autocast from narrowing what an aggregator computes with."""
+    kind = matrix.device.type
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
+def _check_shape(found: object, size: int, name: str) -> None:
+    if isinstance(found, Tensor) and found.shape == (size,):
+        return
+    shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    raise InputError(
+        f"Parameter `combine` should be an aggregator that makes one row of several. Expected a "
+        f"tensor of shape ({size},), found {shape} from {name}. Remedy: such as "
+        "`lambda matrix: matrix.mean(0)`, or a name such as 'UPGrad'."
+    )
 
 
 def _stand_ins(counted: Tensor) -> Tensor:

@@ -1,29 +1,26 @@
 """Several losses, each with the share of the gradient that was asked for."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from steadygrad._checks import check_choice, check_count, check_number
-from steadygrad.balance.combine import Aggregator, Combiner, load_aggregator
+from steadygrad._checks import InputError
 from steadygrad.balance.eager import eager
 from steadygrad.balance.fork import Fork, Gradients
-from steadygrad.balance.join import Join, Outcome, effective_loss
-from steadygrad.balance.metrics import metrics_of
-from steadygrad.balance.nests import branches, differentiable, item_count
-from steadygrad.balance.partials import check_leaves, check_losses, parameters_of, part_gradients
-from steadygrad.balance.told import GradScale, Told, check_scale
-from steadygrad.balance.weights import check_present, check_weights
-from steadygrad.balance.window import Kind, NormAverages
-from steadygrad.sharding import RankSum
+from steadygrad.balance.graphs import check_leaves, check_losses
+from steadygrad.balance.join import Joined, effective_loss
+from steadygrad.balance.ledger import Ledger
+from steadygrad.balance.nests import Outline, branches, differentiable, item_count, outlines
+from steadygrad.balance.partials import Heads, parameters_of, part_gradients
+from steadygrad.balance.told import GradScale, Told
+from steadygrad.balance.weights import check_named, check_present
 
 __all__ = ["LossBalancer"]
 
 
-class LossBalancer(nn.Module):
+class LossBalancer(Ledger):
     r"""Gives each of several losses the share of the gradient that its weight asks for.
 
     .. math:: G = \sum_k \frac{T}{\epsilon + \langle \lVert g_k \rVert \rangle}
@@ -45,8 +42,14 @@ class LossBalancer(nn.Module):
     :attr:`left_out`, and the others share the total norm. On several processes the norm is that
     of the joined batch: see :mod:`steadygrad.formulas.balance`.
 
-    All state is buffers: ``state_dict`` has it, the weights included, and it stays float64 if the
-    model becomes half precision. Nothing waits for the device, but an aggregator may.
+    All state is buffers: ``state_dict`` has it, the weights included. Averages and weights stay
+    float64 if the model is cast; a copy of the model asks the same scaler. Nothing waits for the
+    device, but an aggregator may. A call that raises has counted nothing.
+
+    The arguments are attributes. ``balance_grads``, ``total_norm``, ``ema_decay``, ``eps``,
+    ``lag``, ``monitor``, ``grad_scale`` and ``accumulation_steps`` may be set between steps, on all
+    processes alike; :meth:`set_weights` changes weights; ``weights``, ``per_batch_item``,
+    ``batch_independent``, ``combine`` and ``process_group`` raise when they are set.
 
     Args:
         weights: Weight of each loss, zero or more. Losses may come and go, but not be others.
@@ -65,8 +68,9 @@ class LossBalancer(nn.Module):
         monitor: Whether to measure the angles between gradients, for :attr:`metrics`.
         combine: What takes the place of the sum: an aggregator of TorchJD or its name, or a
             function of a matrix with one gradient a row. None: the sum.
-        grad_scale: Loss scale that the losses carry: a number, a tensor, or a gradient scaler. Only
-            a scaler is shown an overflow, by a gradient of NaN, and no average moves in that step.
+        grad_scale: Loss scale that the losses carry: a number, a tensor, or a gradient scaler,
+            which copies of the balancer share. Only a scaler is shown an overflow, by a gradient of
+            NaN, and no average moves in that step.
         accumulation_steps: By how many micro-batches the losses are divided.
         process_group: The processes whose gradients are averaged: ``"all"`` if there are several,
             None for none, or a group.
@@ -81,67 +85,13 @@ class LossBalancer(nn.Module):
         | https://arxiv.org/abs/2406.16232
     """
 
-    def __init__(
-        self,
-        weights: Mapping[str, float],
-        balance_grads: bool = True,
-        total_norm: float = 1.0,
-        ema_decay: float = 0.999,
-        per_batch_item: bool = True,
-        eps: float = 1e-12,
-        *,
-        batch_independent: bool = False,
-        lag: bool = False,
-        monitor: bool = False,
-        combine: str | Aggregator | None = None,
-        grad_scale: GradScale | None = None,
-        accumulation_steps: int = 1,
-        process_group: Any = "all",
-    ) -> None:
-        super().__init__()
-        checked = check_weights(weights)
-        check_number("total_norm", total_norm, low=0, low_open=True)
-        check_number("eps", eps, low=0)
-        check_number("ema_decay", ema_decay, low=0, high=1)
-        self.grad_scale = check_scale(grad_scale)
-        self.accumulation_steps = check_count("accumulation_steps", accumulation_steps)
-        kind = Kind(per_batch_item, batch_independent)
-        self.aggregator = load_aggregator(combine)
-        self.core = Join(
-            list(checked),
-            balance=balance_grads,
-            total_norm=total_norm,
-            eps=eps,
-            averages=NormAverages(ema_decay, len(checked), kind, lag),
-            combiner=Combiner(self.aggregator),
-            monitor=monitor,
-            ranks=RankSum(process_group),
-        )
-        self.core.set_weights(list(checked.values()))
-        self._last: Outcome | None = None
-
-    @property
-    def weights(self) -> Mapping[str, float]:
-        """Every loss's weight, to be read; :meth:`set_weights` changes them."""
-        return MappingProxyType(dict(zip(self.core.names, self.core.host_weights, strict=True)))
-
-    def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Changes the weights of the losses named; the averages stay.
-
-        Raises:
-            InputError: If a name is unknown, a weight negative, or no positive one is left.
-        """
-        for name in weights:
-            check_choice("weights", name, self.core.names)
-        self.core.set_weights(list(check_weights({**self.weights, **weights}).values()))
-
     @eager
     def backward(
         self,
         losses: Mapping[str, Tensor | None],
         y: Any,
         *,
-        head_parameters: nn.Module | Iterable[Tensor] = (),
+        head_parameters: Heads = (),
         grad_scale: GradScale | None = None,
         accumulation_steps: int | None = None,
         retain_graph: bool = False,
@@ -151,9 +101,10 @@ class LossBalancer(nn.Module):
         Args:
             losses: Scalar losses by name. One that is missing in this step is left out, or None.
             y: The model's output that the losses depend on: a tensor, or a nest of tensors.
-                Every gradient of the model's must come through it.
-            head_parameters: Parameters between ``y`` and the losses. Each gets the gradient of
-                the plain sum of losses, but for those that are not finite.
+                Every gradient of the model's must come through it; for others there is `fork`.
+            head_parameters: Parameters between ``y`` and the losses: a module, parameters, or
+                pairs as from ``named_parameters()``. Each gets the gradient of the plain sum of
+                losses as it is, overflows included, but for losses left out as not finite.
             grad_scale: Loss scale in ``losses``. Default: the constructor's.
             accumulation_steps: By how many micro-batches they are divided. Default: likewise.
             retain_graph: Whether to keep all graphs. If not, a loss's graph is kept only while
@@ -164,33 +115,31 @@ class LossBalancer(nn.Module):
 
         Raises:
             InputError: If there is no loss with a weight; one is unknown, no real scalar, does not
-                depend on ``y`` or goes through a reentrant checkpoint; ``y`` is refused as by
-                :meth:`fork`, or one of its tensors is made from another; or ``y`` is made from
-                one of ``head_parameters``. Nothing has changed then.
+                depend on ``y``, reaches the model beside it too, gives it a sparse gradient, goes
+                through a reentrant checkpoint, or shares a compiled head or ``y``'s own graph;
+                ``y`` is refused as by :meth:`fork`, or one of its tensors is made from another;
+                ``head_parameters`` are none, or ``y`` is made from one of them; processes have
+                other options, states or loss scales each; or ``combine`` returns a wrong shape.
+                Nothing has changed then.
         """
-        for name in losses:
-            check_choice("losses", name, self.core.names)
-        there = {name: loss for name, loss in losses.items() if loss is not None}
+        there = check_named(losses, self.core.names)
         check_present(list(there), self.weights, self.core.ranks.size)
         leaves = differentiable(y)
         heads = parameters_of(head_parameters)
-        check_leaves(leaves, heads)
+        upstream = check_leaves(leaves, heads)
         items = item_count(leaves, self.core.averages.kind)
-        overlaps = check_losses(there, leaves)
-        self.core.combiner.check(self.core.ranks.size)
+        overlaps = check_losses(there, leaves, upstream)
         told = self._told(grad_scale, accumulation_steps, leaves[0].device)
-        parts = part_gradients(there, overlaps, leaves, heads, retain_graph=retain_graph)
         self._follow(leaves[0].device)
-        joined, outcome = self.core.join(parts.outputs, items, told)
-        self._last = outcome
-        if not there:
-            # Other processes have losses, and gradients to reduce with this one.
-            joined = [torch.zeros_like(leaf) for leaf in leaves]
-        of_heads = self.core.head_gradients(parts.heads, outcome) or [None] * len(heads)
-        pairs = zip([*leaves, *heads], [*joined, *of_heads], strict=True)
+        parts = part_gradients(there, overlaps, leaves, heads, retain_graph=retain_graph)
+        joined = self.core.join(parts.outputs, items, told)
+        of_heads = self.core.head_gradients(parts.heads, joined.outcome) or [None] * len(heads)
+        of_leaves = self._completed(joined.gradients, outlines(leaves))
+        pairs = zip([*leaves, *heads], [*of_leaves, *of_heads], strict=True)
         tensors, gradients = zip(*((t, g) for t, g in pairs if g is not None), strict=True)
         torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
-        return effective_loss(there, self.core.names, outcome, told)
+        self._commit(joined)
+        return effective_loss(there, self.core.names, joined.outcome, told)
 
     @eager
     def fork(
@@ -204,7 +153,8 @@ class LossBalancer(nn.Module):
 
         Compute each loss from its own copy, add the losses up and call ``backward()`` on the sum
         as usual, in whatever trainer. Factors on single losses cancel. A copy that no loss uses
-        counts as a missing loss. The copies share memory and must not be changed in place.
+        counts as a missing loss. The copies share memory and must not be changed in place. One
+        backward pass goes through one fork: a second one raises.
 
         Args:
             y: The model's output: a tensor, or a nest of tensors.
@@ -217,9 +167,9 @@ class LossBalancer(nn.Module):
 
         Raises:
             InputError: If no tensor of ``y`` requires a gradient though gradients are enabled, one
-                is complex or a DTensor, or their first dimensions differ; if ``grad_scale`` or
-                ``accumulation_steps`` is out of its range; or if ``combine`` looks at whole
-                gradients and there are several processes.
+                is complex, a DTensor or in a container that torch does not know, or their first
+                dimensions differ; if ``grad_scale`` or ``accumulation_steps`` is out of its range;
+                or if ``combine`` looks at whole gradients and there are several processes.
         """
         if not torch.is_grad_enabled():
             return dict.fromkeys(self.core.names, y)
@@ -228,19 +178,31 @@ class LossBalancer(nn.Module):
         device = leaves[0].device
         # Mistakes are reported here, not in the backward pass.
         self._told(grad_scale, accumulation_steps, device)
-        self.core.combiner.check(self.core.ranks.size)
         self._follow(device)
-        # Making a process group inside a backward pass could meet other collectives.
-        self.core.ranks.prepare()
+        shapes = outlines(leaves)
 
         def join(rows: Gradients) -> Sequence[Tensor | None]:
             named = {n: row for n, row in zip(self.core.names, rows, strict=True) if row}
             told = self._told(grad_scale, accumulation_steps, device)
-            joined, self._last = self.core.join(named, items, told)
-            return joined
+            joined = self.core.join(named, items, told)
+            self._commit(joined)
+            return self._completed(joined.gradients, shapes)
 
         copies = iter(Fork.apply(join, len(self.core.names), *leaves))  # type: ignore[no-untyped-call]
         return branches(y, leaves, self.core.names, copies)
+
+    def _completed(
+        self, gradients: Sequence[Tensor | None], shapes: Sequence[Outline]
+    ) -> list[Tensor | None]:
+        """Zeros for tensors without a gradient, if other processes may have one to reduce."""
+        if self.core.ranks.size == 1:
+            return list(gradients)
+        found = gradients or [None] * len(shapes)
+        return [o.zeros() if g is None else g for g, o in zip(found, shapes, strict=True)]
+
+    def _commit(self, joined: Joined) -> None:
+        self.core.commit(joined)
+        self._last = joined.outcome
 
     def _told(
         self, grad_scale: GradScale | None, accumulation_steps: int | None, device: torch.device
@@ -250,48 +212,14 @@ class LossBalancer(nn.Module):
         return Told.read(scale, steps, device)
 
     def _follow(self, device: torch.device) -> None:
-        """Moves to where the gradients are, once."""
+        """Moves to where the gradients are, once, and meets the other processes."""
+        self.core.combiner.check(self.core.ranks.size)
+        if self.core.weights.is_meta and device.type != "meta":
+            raise InputError(
+                "Expected a balancer with state. Found it on `meta`, as it was built. Remedy: "
+                f"`balancer.to_empty(device={str(device)!r})`, then `reset_parameters()` or a "
+                "state dict."
+            )
         if self.core.weights.device != device:
             self.to(device)
-
-    @property
-    def metrics(self) -> dict[str, Tensor]:
-        """What the last step did, as tensors with shape ``()``; empty before the first one.
-
-        ====================== ================================================================
-        ``ratio_NAME``         share of the averaged norms before balancing; audiocraft's metric
-        ``share_before_NAME``  share of this step's norms before balancing
-        ``share_after_NAME``   share of this step's norms after balancing, and after an aggregator's
-                               weights; not with one of whole gradients, which has none
-        ``target_NAME``        share asked for, among the losses that took part
-        ``norm_NAME``          this step's norm
-        ``average_NAME``       the average it was scaled by
-        ``scale_NAME``         factor on the loss's gradient
-        ``nonfinite_NAME``     steps left out so far for a gradient that was not finite
-        ``zero_NAME``          steps left out so far for a gradient of zero
-        ``total``              with ``monitor``: norm of the whole batch's gradient handed on
-        ``cosine_NAME_NAME``   with ``monitor``: between two losses' gradients
-        ====================== ================================================================
-        """
-        return {} if self._last is None else metrics_of(self.core, self._last)
-
-    @property
-    def left_out(self) -> dict[str, dict[str, Tensor]]:
-        """How often each loss was left out: ``{"nonfinite": {name: count}, "zero": {...}}``."""
-        names = self.core.names
-        return {
-            "nonfinite": dict(zip(names, self.core.nonfinite.clone(), strict=True)),
-            "zero": dict(zip(names, self.core.zero.clone(), strict=True)),
-        }
-
-    def end_step(self) -> None:
-        """Ends a step cut short, as at an epoch's end, with its micro-batches; on every process."""
-        self.core.averages.end_step(self.core.ranks.size)
-
-    def reset(self) -> None:
-        """Forgets all averages; weights and counts stay."""
-        self.core.averages.reset()
-
-    def extra_repr(self) -> str:
-        """The weights."""
-        return f"{dict(self.weights)}"
+        self.core.prepare(device)

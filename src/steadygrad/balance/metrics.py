@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.balance.join import Join, Outcome
+from steadygrad.balance.weights import cosine_name
 from steadygrad.formulas.balance import shares
 
 __all__ = ["metrics_of"]
@@ -31,6 +32,8 @@ def metrics_of(core: Join, outcome: Outcome) -> dict[str, Tensor]:
         for kind, vector in vectors.items()
         for name, value in zip(core.names, vector, strict=True)
     }
+    if core.ranks.differs is not None:
+        found["disagreement"] = core.ranks.differs
     return {**found, **_angles(core, outcome)} if core.monitor else found
 
 
@@ -45,7 +48,7 @@ def _angles(core: Join, outcome: Outcome) -> dict[str, Tensor]:
     lengths = outcome.products.diagonal().sqrt()
     cosines = outcome.products / (lengths[:, None] * lengths)
     pairs = {
-        f"cosine_{a}_{b}": cosines[i, j]
+        cosine_name(a, b): cosines[i, j]
         for i, a in enumerate(core.names)
         for j, b in enumerate(core.names)
         if i < j

@@ -1,28 +1,54 @@
 """The outputs that losses depend on: one tensor, or a nest of them."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from steadygrad._checks import InputError
 from steadygrad.balance.window import Kind
 from steadygrad.sharding import is_sharded
 
-__all__ = ["branches", "differentiable", "item_count"]
+__all__ = ["Outline", "branches", "differentiable", "item_count", "outlines"]
+
+
+# How deep to look for tensors in what torch does not know.
+DEPTH = 3
+
+
+class Outline(NamedTuple):
+    """What is left of a tensor when nobody needs its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def zeros(self) -> Tensor:
+        """A tensor of that kind."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+def outlines(leaves: Sequence[Tensor]) -> list[Outline]:
+    """The tensors' outlines."""
+    return [Outline(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
 
 
 def differentiable(y: Any) -> list[Tensor]:
     """The tensors of a nest that gradients can flow into, each once, in the nest's order.
 
     Raises:
-        InputError: If there is none, or one is complex or sharded.
+        InputError: If there is none, one is complex or sharded, or some are in something that
+            cannot be looked into.
     """
+    flat = tree_flatten(y)[0]
+    for x in flat:
+        _check_open(x)
     # A tensor that is there twice has one gradient.
-    leaves = list(
-        {id(leaf): leaf for leaf in tree_flatten(y)[0] if isinstance(leaf, Tensor)}.values()
-    )
+    leaves = list({id(leaf): leaf for leaf in flat if isinstance(leaf, Tensor)}.values())
     found = [leaf for leaf in leaves if leaf.requires_grad]
     if not found:
         raise InputError(
@@ -42,6 +68,41 @@ def differentiable(y: Any) -> list[Tensor]:
                 "Remedy: `torch.view_as_real(y)` before the losses."
             )
     return found
+
+
+def _check_open(leaf: Any) -> None:
+    """Refuses what may hold tensors and is no nest for torch: they would pass by unbalanced."""
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        what = "a dataclass that"
+        remedy = "`vars(y)`, the dict of its fields; or `torch.export.register_dataclass`"
+    elif isinstance(leaf, Tensor) or not _holds(leaf, DEPTH):
+        return
+    else:
+        what = "with tensors in it, which"
+        remedy = "`vars(y)`, the dict of what it holds"
+        if isinstance(leaf, Mapping):
+            remedy = "`dict(y)`, a plain one"
+        elif isinstance(leaf, Iterable):
+            remedy = "`list(y)` or `tuple(y)`, a plain one"
+    raise InputError(
+        "Parameter `y` should be a tensor, or a nest of dicts, lists and tuples with tensors "
+        f"in it. Found a {type(leaf).__name__}, {what} cannot be looked into. Remedy: {remedy}."
+    )
+
+
+def _holds(found: Any, depth: int) -> bool:
+    """Whether a gradient could flow into something inside of this."""
+    if isinstance(found, Tensor):
+        return found.requires_grad
+    if depth == 0 or isinstance(found, (str, bytes, type, nn.Module)):
+        return False
+    inside: list[Any] = []
+    if isinstance(found, Mapping):
+        inside += found.values()
+    elif isinstance(found, (list, tuple, set, frozenset, deque)):
+        inside += found
+    inside += getattr(found, "__dict__", {}).values()
+    return any(_holds(x, depth - 1) for x in inside)
 
 
 def branches(

@@ -24,7 +24,8 @@ class Told(NamedTuple):
     """What the losses carry.
 
     Attributes:
-        grad_scale: Loss scale in them, or None if there is none.
+        grad_scale: Loss scale in them, or None if there is none. Of a tensor's value nothing is
+            known here: with zero every loss is left out as not finite.
         accumulation_steps: The number they were divided by.
         skips: Whether a scaler watches, which skips a step with gradients that are not finite.
     """
@@ -70,7 +71,7 @@ def check_scale(source: GradScale | None) -> GradScale | None:
     elif source is not None and not callable(getattr(source, "scale", None)):
         raise InputError(
             "Parameter `grad_scale` should be a number, a tensor or a gradient scaler. Found "
-            f"{source!r}. Remedy: a scaler has a method `scale`."
+            f"a {type(source).__name__}. Remedy: a scaler has a method `scale`."
         )
     return source
 

@@ -5,10 +5,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from steadygrad.averages import MaskedAverages, WideBuffers
+from steadygrad.averages import DoubleBuffers, MaskedAverages
 from steadygrad.formulas.balance import norms_from_sums
 
-__all__ = ["Kind", "NormAverages"]
+__all__ = ["Changes", "Kind", "NormAverages", "commit"]
+
+Changes = list[tuple[Tensor, Tensor]]
+
+
+@torch.no_grad()
+def commit(changes: Changes) -> None:
+    """Gives each buffer its new value, now that nothing can fail any more."""
+    for buffer, value in changes:
+        buffer.copy_(value)
 
 
 class Kind(NamedTuple):
@@ -33,7 +42,7 @@ class Kind(NamedTuple):
         )
 
 
-class NormAverages(WideBuffers):
+class NormAverages(DoubleBuffers):
     """Averages over steps of norms that are pooled over each step's micro-batches.
 
     A micro-batch sees the average as it would be if the step ended with it. So a step moves the
@@ -41,9 +50,10 @@ class NormAverages(WideBuffers):
     decided on the device: whether the step ends is a tensor like the rest.
 
     Args:
-        decay: Weight of the average so far, in [0, 1].
         count: Number of losses.
         kind: Which norm is averaged.
+
+    Attributes:
         lag: Whether micro-batches see the average as it was before the step, if there is one.
     """
 
@@ -53,10 +63,10 @@ class NormAverages(WideBuffers):
     position: Tensor
     spoiled: Tensor
 
-    def __init__(self, decay: float, count: int, kind: Kind, lag: bool) -> None:
+    def __init__(self, count: int, kind: Kind) -> None:
         super().__init__()
-        self.kind, self.lag = kind, lag
-        self.steps = MaskedAverages(decay, count)
+        self.kind, self.lag = kind, False
+        self.steps = MaskedAverages(0.0, count)
         for name in ("sums", "items", "parts"):
             self.register_buffer(name, torch.zeros(count, dtype=torch.float64))
         # Whether the pool may hold something: without micro-batches there is no need for one.
@@ -65,7 +75,7 @@ class NormAverages(WideBuffers):
         self.register_buffer("spoiled", torch.zeros((), dtype=torch.float64))
 
     @torch.no_grad()
-    def update(
+    def preview(
         self,
         sums: Tensor,
         items: Tensor,
@@ -74,8 +84,8 @@ class NormAverages(WideBuffers):
         ranks: int,
         micro_batches: int,
         skipped: Tensor | None = None,
-    ) -> Tensor:
-        """Takes in one micro-batch and returns the averages to scale it by.
+    ) -> tuple[Tensor, Changes]:
+        """What one micro-batch makes of the averages; takes nothing in.
 
         Args:
             sums: What the norms are made of, with shape ``(K,)``.
@@ -87,14 +97,15 @@ class NormAverages(WideBuffers):
                 then it moves no average, whatever its other micro-batches are. None: it is not.
 
         Returns:
-            Averages with shape ``(K,)``; NaN for losses that never had a norm.
+            Averages to scale by, with shape ``(K,)``, NaN for losses that never had a norm; and
+            what :func:`commit` takes in.
         """
         if micro_batches == 1 and not self._open:
             norms = self.kind.norms(sums, items, ranks)
             total, mass = self.steps.with_values(norms, active)
-            averages = self._seen(total, mass)
-            self._end(total, mass, None if skipped is None else skipped.logical_not())
-            return averages
+            where = None if skipped is None else skipped.logical_not()
+            return self._seen(total, mass), self._ended(total, mass, where)
+        # Not taken back should the micro-batch fail: an empty pool changes no number.
         self._open = True
         spoiled = self.spoiled if skipped is None else torch.maximum(self.spoiled, skipped.double())
         one = active.to(sums)
@@ -102,20 +113,19 @@ class NormAverages(WideBuffers):
         counted, parts = self.items + items * one, self.parts + one
         norms = self.kind.norms(pooled / parts, counted / parts, ranks)
         total, mass = self.steps.with_values(norms, parts > 0)
-        averages = self._seen(total, mass)
         position = self.position + 1
         ended = position >= micro_batches
-        self._end(total, mass, ended & (spoiled == 0))
-        going_on = ended.logical_not()
-        for buffer, value in (
+        pool = (
             (self.sums, pooled),
             (self.items, counted),
             (self.parts, parts),
             (self.position, position),
             (self.spoiled, spoiled),
-        ):
-            torch.mul(value, going_on, out=buffer)
-        return averages
+        )
+        going_on = ended.logical_not()
+        changes = self._ended(total, mass, ended & (spoiled == 0))
+        changes += [(buffer, value * going_on) for buffer, value in pool]
+        return self._seen(total, mass), changes
 
     @torch.no_grad()
     def end_step(self, ranks: int) -> None:
@@ -124,17 +134,17 @@ class NormAverages(WideBuffers):
             return
         there = self.parts > 0
         norms = self.kind.norms(self.sums / self.parts, self.items / self.parts, ranks)
-        self._end(*self.steps.with_values(norms, there), self.spoiled == 0)
+        commit(self._ended(*self.steps.with_values(norms, there), self.spoiled == 0))
         for buffer in (self.sums, self.items, self.parts, self.position, self.spoiled):
             buffer.zero_()
         self._open = False
 
-    def _end(self, total: Tensor, mass: Tensor, where: Tensor | None) -> None:
-        """Takes over a step's averages, where there is one to take over."""
+    def _ended(self, total: Tensor, mass: Tensor, where: Tensor | None) -> Changes:
+        """A step's averages, where there is one to take in."""
         if where is not None:
             total = torch.where(where, total, self.steps.total)
             mass = torch.where(where, mass, self.steps.mass)
-        self.steps.set(total, mass)
+        return [(self.steps.total, total), (self.steps.mass, mass)]
 
     def _seen(self, total: Tensor, mass: Tensor) -> Tensor:
         """The averages that scales are made of, when they are about to become these."""
@@ -146,7 +156,7 @@ class NormAverages(WideBuffers):
         super()._load_from_state_dict(*state, **options)
         self._open = True
 
-    def reset(self) -> None:
+    def reset_parameters(self) -> None:
         """Forgets every norm."""
         for buffer in self.buffers():
             buffer.zero_()

@@ -32,6 +32,7 @@ __all__ = [
     "item_norms",
     "norm_sum",
     "norms_from_sums",
+    "plain_sum",
     "shares",
     "weighted_sum",
 ]
@@ -169,6 +170,30 @@ def weighted_sum(gradients: Sequence[Tensor | None], scales: Tensor) -> Tensor |
     scratch = torch.empty_like(total) if len(pairs) > 1 else total
     for gradient, factor in pairs[1:]:
         total.addcmul_(_finite(gradient.to(wide), out=scratch), factor)
+    return total.to(first.dtype)
+
+
+def plain_sum(gradients: Sequence[Tensor | None], kept: Tensor) -> Tensor | None:
+    """Sums one tensor's gradients of the losses that are kept, as they are.
+
+    Other than in :func:`weighted_sum`, what is not finite in a kept one stays: it is the only
+    sign there is of an overflow behind the point where the losses part.
+
+    Args:
+        gradients: One gradient a loss, of one shape; None counts as zero.
+        kept: Which losses are kept, boolean with shape ``(K,)``.
+
+    Returns:
+        The sum in the gradients' type, taken in float32 or wider, or None if there is none.
+    """
+    pairs = zip(gradients, kept.unbind(), strict=True)
+    there = [(g, keep) for g, keep in pairs if g is not None]
+    if not there:
+        return None
+    (first, keep), *others = there
+    total = torch.where(keep, first.to(_wide(first)), 0.0)
+    for gradient, keep in others:
+        total.add_(torch.where(keep, gradient, 0.0))
     return total.to(first.dtype)
 
 

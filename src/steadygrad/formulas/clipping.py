@@ -38,21 +38,21 @@ class Clipping:
     clipped: Tensor
 
 
-def total_norm(terms: Sequence[Tensor], shapes: Sequence[tuple[Any, ...]]) -> Tensor:
+def total_norm(terms: Tensor, shapes: Sequence[tuple[Any, ...]]) -> Tensor:
     """Root of the sum of a group's terms, in float32 and with shape ``()``.
 
     Args:
-        terms: :math:`r_i^2 |g_i|^2` of each parameter, each with shape ``()``.
+        terms: :math:`r_i^2 |g_i|^2` of each parameter, with shape ``(parameters)``.
         shapes: Type and shape of each parameter. The original adds up parameters of one shape in
             their own type, and these sums in float32, by the order of their shapes. For float64
             that rounding is repeated, because the threshold carries it into every later step.
     """
-    if terms[0].dtype != torch.float64:
-        return torch.stack(list(terms)).sum().sqrt()
+    if terms.dtype != torch.float64:
+        return terms.sum().sqrt()
     stacks: dict[tuple[Any, ...], list[Tensor]] = {}
-    for term, shape in zip(terms, shapes, strict=True):
+    for term, shape in zip(terms.unbind(), shapes, strict=True):
         stacks.setdefault(shape, []).append(term)
-    total = torch.zeros((), device=terms[0].device)
+    total = torch.zeros((), device=terms.device)
     for shape in sorted(stacks):
         total = (total + torch.stack(stacks[shape]).sum()).to(torch.float32)
     # Through float64, because not every CPU library rounds a float32 root correctly.

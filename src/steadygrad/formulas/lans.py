@@ -39,9 +39,9 @@ class Block:
     r"""Some parameters, as this process holds them.
 
     Attributes:
-        x: Weights, in the state's type.
-        g: Their gradients, in any floating type.
-        m: First moments of the normalised gradients.
+        x: Weights, in any floating type.
+        g: Their gradients, likewise.
+        m: First moments of the normalised gradients, whose type all is computed in.
         v: Second moments.
         inverse_norm: What normalises each gradient, with shape ``()``: one over its norm over all
             shards, zero for a zero norm; negative to maximise.
@@ -57,9 +57,14 @@ class Block:
     corrections: Sequence[tuple[Tensor, Tensor]]
     ok: Tensor
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The state's type."""
+        return self.m[0].dtype
+
     def normalized(self, clip_value: float | None) -> list[Tensor]:
         """The normalised gradients, clipped elementwise."""
-        found = sanitized(self.g, self.ok, self.x[0].dtype)
+        found = sanitized(self.g, self.ok, self.dtype)
         torch._foreach_mul_(found, list(self.inverse_norm))
         if clip_value is not None:
             torch._foreach_clamp_min_(found, -clip_value)
@@ -86,7 +91,7 @@ def update_moments_(
     """
     beta1, beta2 = betas
     # A step with a non-finite gradient keeps the moments: they decay by one, and zero is added.
-    keep = [select(block.ok, beta, 1.0, block.x[0].dtype) for beta in betas]
+    keep = [select(block.ok, beta, 1.0, block.dtype) for beta in betas]
     g = block.normalized(clip_value)
     torch._foreach_mul_(list(block.m), keep[0])
     torch._foreach_add_(list(block.m), g, alpha=1 - beta1)
@@ -106,12 +111,13 @@ def direction_sums(
     u = block.normalized(clip_value)
     torch._foreach_div_(u, d)
     torch._foreach_add_(u, list(block.x), alpha=weight_decay)
-    gradient_part = square_sums(u)
+    dtype = torch.promote_types(block.dtype, block.x[0].dtype)
+    gradient_part = square_sums(u, dtype)
     del u  # Two temporaries at a time, no more.
     torch._foreach_mul_(d, [c1 for c1, _ in block.corrections])
     u = list(torch._foreach_div(list(block.m), d))
     torch._foreach_add_(u, list(block.x), alpha=weight_decay)
-    return torch.stack([square_sums(block.x), square_sums(u), gradient_part])
+    return torch.stack([square_sums(block.x, dtype), square_sums(u, dtype), gradient_part])
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,8 @@ def coefficients(
     x, u_m, u_g = sums.sqrt().unbind()
     if bounds[0] is not None or bounds[1] is not None:
         x = x.clamp(*bounds)
-    scale = ok.to(sums.dtype) * lr
+    # Rounded as a product with a plain number is, whatever type a tensor `lr` has.
+    scale = (ok.to(sums.dtype) * lr).to(sums.dtype)
     return Coefficients(
         scale * beta1 * trust_ratio(x, u_m), scale * (1 - beta1) * trust_ratio(x, u_g)
     )
@@ -174,7 +181,7 @@ def apply_(
     clip_value: float | None = None,
 ) -> None:
     """Moves ``x``: the equation's last line, with both directions over one denominator."""
-    dtype = block.x[0].dtype
+    dtype = block.dtype
     decay = 1 - weight_decay * (by.momentum + by.gradient)
     c_m = [c / c1 for c, (c1, _) in zip(by.momentum.unbind(), block.corrections, strict=True)]
     u = block.normalized(clip_value)
@@ -182,5 +189,11 @@ def apply_(
     for total, m, c in zip(u, block.m, c_m, strict=True):
         total.addcmul_(m, c.to(dtype))
     torch._foreach_div_(u, block.denominators(eps))
-    torch._foreach_mul_(list(block.x), list(decay.to(dtype).unbind()))
-    torch._foreach_sub_(list(block.x), u)
+    if block.x[0].dtype == dtype:
+        torch._foreach_mul_(list(block.x), list(decay.to(dtype).unbind()))
+        torch._foreach_sub_(list(block.x), u)
+        return
+    for x, step, d in zip(block.x, u, decay.unbind(), strict=True):
+        # Rounded to the weight's type once, not after each operation.
+        work = torch.promote_types(x.dtype, dtype)
+        x.copy_(x.to(work).mul_(d.to(work)).sub_(step))

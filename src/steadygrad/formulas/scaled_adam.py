@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from steadygrad.formulas.tensors import inner_products, sanitized, select, square_sums
+from steadygrad.formulas.tensors import inner_products, sanitized, select, square_sums, wide
 
 __all__ = [
     "Block",
@@ -97,8 +97,8 @@ def parameter_sums(p: Sequence[Tensor], g: Sequence[Tensor]) -> Tensor:
     Returns:
         Rows for :math:`|g|^2`, :math:`p \cdot g` and :math:`|p|^2`.
     """
-    dtype = p[0].dtype
-    return torch.stack([square_sums(g, dtype), inner_products(p, g), square_sums(p)])
+    dtype = wide(p[0].dtype)
+    return torch.stack([square_sums(g, dtype), inner_products(p, g, dtype), square_sums(p, dtype)])
 
 
 def size_step(

@@ -1,13 +1,70 @@
 """Fast twins of the formulas, and the choice among them.
 
-There are none yet: ``fused=True`` falls back to the multi-tensor path, and says so once.
+For CPUs there are compiled loops, see :mod:`steadygrad.kernels.cpu`; they need the extra ``cpu``.
+For CUDA devices there are Triton kernels, see :mod:`steadygrad.kernels.device`; torch brings Triton
+along where it supports it. Elsewhere, while torch compiles a step, and for the few tensors they
+cannot take, the multi-tensor path computes the same.
 """
 
+import importlib
 import warnings
+from functools import cache
 
-__all__ = ["choose_mode"]
+import torch
+
+__all__ = [
+    "DEVICES",
+    "choose_mode",
+    "give_up",
+    "give_up_device",
+    "missing",
+    "missing_on_device",
+    "wants_fused",
+    "warn_once",
+]
+
+# Where Triton's kernels run.
+DEVICES = {"cuda"}
 
 _WARNED: set[str] = set()
+# Why compiled loops, and Triton's kernels, are not tried again in this process.
+_BROKEN: list[str] = []
+_BROKEN_DEVICE: list[str] = []
+
+
+@cache
+def missing() -> str | None:
+    """Why there are no compiled loops here; None if there are."""
+    try:
+        numba = importlib.import_module("numba")
+    except ImportError as error:
+        if error.name == "numba":
+            return "numba is not installed"
+        return f"numba cannot be loaded ({error})"
+    return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else None
+
+
+@cache
+def _missing_packages() -> str | None:
+    for name in ("numpy", "triton"):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            if error.name == name:
+                return f"{name} is not installed"
+            return f"{name} cannot be loaded ({error})"
+    return None
+
+
+def missing_on_device() -> str | None:
+    """Why there are no kernels for accelerators here; None if there are."""
+    return _BROKEN_DEVICE[0] if _BROKEN_DEVICE else _missing_packages()
+
+
+def wants_fused(foreach: bool | None, fused: bool | None) -> bool:
+    """Whether a step is to be fused where it can be."""
+    # Torch's own compiler writes kernels of its own.
+    return bool(fused or (fused is None and foreach is None)) and not torch.compiler.is_compiling()
 
 
 def choose_mode(optimizer: str, foreach: bool | None, fused: bool | None) -> str:
@@ -19,13 +76,37 @@ def choose_mode(optimizer: str, foreach: bool | None, fused: bool | None) -> str
         fused: The user's wish for a fused kernel; None: the best there is.
 
     Returns:
-        ``"foreach"`` or ``"single"``.
+        ``"fused"``, for the tensors that kernels can take; ``"foreach"`` or ``"single"``.
     """
-    if fused and optimizer not in _WARNED:
-        _WARNED.add(optimizer)
-        warnings.warn(
-            f"Expected a fused kernel for {optimizer}. Found none for this device: the "
-            "multi-tensor path is used. Remedy: fused=None leaves the choice to the optimizer.",
-            stacklevel=4,
-        )
+    if wants_fused(foreach, fused):
+        found = _BROKEN[0] if _BROKEN else missing()
+        if found is None:
+            return "fused"
+        if fused:
+            warn_once(optimizer, found)
     return "single" if foreach is False else "foreach"
+
+
+def give_up(optimizer: str, error: Exception) -> None:
+    """Leaves compiled loops alone from now on, as they cannot be compiled, and says so once."""
+    _BROKEN.append(f"numba cannot compile it ({' '.join(str(error).split())[:200]})")
+    warn_once(optimizer, _BROKEN[0])
+
+
+def give_up_device(optimizer: str, error: Exception) -> None:
+    """Leaves Triton's kernels alone from now on, as they cannot be compiled, and says so once."""
+    _BROKEN_DEVICE.append(f"Triton cannot compile it ({' '.join(str(error).split())[:200]})")
+    warn_once(optimizer, _BROKEN_DEVICE[0])
+
+
+def warn_once(optimizer: str, found: str) -> None:
+    """Says that an optimizer does without a fused kernel."""
+    if optimizer in _WARNED:
+        return
+    _WARNED.add(optimizer)
+    warnings.warn(
+        f"Expected a fused kernel for {optimizer}. Found none: {found}. The multi-tensor path is "
+        "used. Remedy: pip install 'steadygrad[cpu]' for parameters on a CPU, or triton for "
+        "those on a CUDA device; foreach=True chooses that path.",
+        stacklevel=2,
+    )

@@ -6,16 +6,24 @@ it decides it decides on the device: nothing here reads a tensor.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 
-from steadygrad.kernels import choose_mode
+from steadygrad import kernels
+from steadygrad._checks import check_count, check_number
+from steadygrad.kernels import choose_mode, give_up, warn_once
+from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.leaves import Leaves, Scaling, buckets_of, local_grads
-from steadygrad.optim.masters import working_weight, write_back
+from steadygrad.optim.masters import follow_dtype, working_weight, write_back
 from steadygrad.optim.state import StatefulOptimizer
-from steadygrad.sharding import ShardSum
+from steadygrad.sharding import ShardSum, is_sharded
+
+if TYPE_CHECKING:
+    from steadygrad.optim.device_choice import DeviceSteps
+    from steadygrad.optim.device_job import DeviceJob
+    from steadygrad.optim.fused import Plan
 
 __all__ = ["ShardedOptimizer"]
 
@@ -32,15 +40,23 @@ class ShardedOptimizer(StatefulOptimizer):
     # A GradScaler then hands over its scale and what it found, and does not wait for the device.
     _step_supports_amp_scaling = True
     _shard_sums: tuple[Any, ShardSum] | None = None
-    # Whether a parameter without a gradient takes part as if it were zero.
+    _plans: "dict[int, Plan] | None" = None
+    # States with the parameter's shape and small ones, as the kernels named here take them.
+    _large: tuple[str, str]
+    _small: tuple[str, ...]
+    _kernels: tuple[str, ...]
+    # Name of the class that drives kernels for accelerators.
+    _device_job: str
+    _device_steps: "DeviceSteps | None" = None
+    # Whether a parameter without a gradient, unless it is frozen, takes part as if it were zero.
     _none_is_zero = False
 
     @property
     def skipped(self) -> Tensor:
         """Steps left out because a gradient was not finite, with shape ``()``."""
         self._fill_state()
-        first = next(p for group in self.param_groups for p in group["params"])
-        return self.state[first]["skipped"]  # type: ignore[no-any-return]
+        first = next((p for group in self.param_groups for p in group["params"]), None)
+        return torch.zeros(()) if first is None else self.state[first]["skipped"]
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -67,6 +83,29 @@ class ShardedOptimizer(StatefulOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._fill_state()
+        job = self._ready_job()
+        if job is None:
+            self._step_by_parts()
+        elif job.look(getattr(self, "found_inf", None), getattr(self, "grad_scale", None)):
+            over_shards = self._sums_over(job.params) if job.sharded else None
+            job.step(over_shards, Scaling(None, getattr(self, "found_inf", None)))
+        return loss
+
+    def _ready_job(self) -> "DeviceJob | None":
+        """All parameters for the kernels of the accelerator they are on; None: not this time."""
+        if torch.compiler.is_compiling():
+            return None
+        groups = self.param_groups
+        first = next((p for group in groups for p in group["params"] if p.numel()), None)
+        if first is None or first.device.type not in kernels.DEVICES:
+            return None
+        if self._device_steps is None:
+            from steadygrad.optim.device_choice import DeviceSteps
+
+            self._device_steps = DeviceSteps(type(self).__name__, self._device_job)
+        return self._device_steps.job(groups, self.state)
+
+    def _step_by_parts(self) -> None:
         leaves = [found for group in self.param_groups for found in self._leaves(group)]
         if leaves:
             scale = getattr(self, "grad_scale", None)
@@ -75,10 +114,12 @@ class ShardedOptimizer(StatefulOptimizer):
                 getattr(self, "found_inf", None),
             )
             ok = self._update(leaves, self._sums_over_shards(leaves), scaling)
-            self._count_skipped(ok)
+            self._count_skipped(ok, all(some.fused is not None for some in leaves))
             for some in leaves:
-                write_back(some.params, some.weights)
-        return loss
+                if some.fused is None:
+                    write_back(some.params, some.weights)
+                else:
+                    some.fused.release()
 
     def _update(
         self,
@@ -111,12 +152,14 @@ class ShardedOptimizer(StatefulOptimizer):
                 "to change."
             )
 
-    def _count_skipped(self, ok: Tensor) -> None:
+    def _count_skipped(self, ok: Tensor, on_host: bool) -> None:
+        if on_host and bool(ok.numpy()):
+            return
         everywhere = (self.state[p]["skipped"] for g in self.param_groups for p in g["params"])
         for count in {id(count): count for count in everywhere}.values():
             count.add_((~ok).to(count.device))
 
-    def diagnostics(self, top: int = 10) -> list[dict[str, Any]]:
+    def diagnostics(self, top: int = 10, *, grad_scale: float = 1.0) -> list[dict[str, Any]]:
         """What stands out, by group; see :mod:`steadygrad.optim.diagnostics`.
 
         Call it after ``backward`` and before ``zero_grad``, on every process. It reads tensors, and
@@ -124,31 +167,53 @@ class ShardedOptimizer(StatefulOptimizer):
 
         Args:
             top: How many parameters to name in each list.
+            grad_scale: Loss scale that is still in the gradients: ``scaler.get_scale()`` where
+                ``scaler.unscale_(optimizer)`` has not been called.
 
         Returns:
             A dictionary of plain numbers for each group.
         """
+        check_count("top", top)
+        check_number("grad_scale", grad_scale, low=0, low_open=True)
         self._fill_state()
-        return [self._diagnose(i, group, top) for i, group in enumerate(self.param_groups)]
+        groups = enumerate(self.param_groups)
+        return [
+            self._diagnose(group, Report(i, group, self.state, top, grad_scale), grad_scale)
+            for i, group in groups
+        ]
 
-    def _diagnose(self, index: int, group: dict[str, Any], top: int) -> dict[str, Any]:
+    def _diagnose(self, group: dict[str, Any], report: Report, grad_scale: float) -> dict[str, Any]:
         raise NotImplementedError
 
     def _kind(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """What parameters that are worked on together have in common."""
-        return parameter.device, self._state_dtype(parameter, group)
+        return parameter.device, parameter.dtype, self._state_dtype(parameter, group)
 
-    def _leaves(self, group: dict[str, Any]) -> Iterable[Leaves]:
-        """A group's parameters, by device and working type."""
+    def _leaves(self, group: dict[str, Any], *, fused: bool = True) -> Iterable[Leaves]:
+        """A group's parameters, by device and working type.
+
+        Args:
+            group: The group.
+            fused: Whether some may be for compiled loops.
+        """
         mode = choose_mode(type(self).__name__, group["foreach"], group["fused"])
+        members = [
+            p
+            for p in group["params"]
+            if p.numel() and (p.grad is not None or (self._none_is_zero and p.requires_grad))
+        ]
+        plan = self._plan(group, members) if fused and mode == "fused" else None
+        if plan is not None:
+            yield from plan
+            members = plan.others
+            if members and group["fused"] and members[0].numel():
+                warn_once(type(self).__name__, f"not for such a tensor on {members[0].device}")
         kinds: dict[Any, list[Tensor]] = defaultdict(list)
-        for p in group["params"]:
-            if p.numel() and (p.grad is not None or self._none_is_zero):
-                kinds[self._kind(p, group)].append(p)
+        for p in members:
+            kinds[self._kind(p, group)].append(p)
         for params in kinds.values():
             states = [self.state[p] for p in params]
-            weights = [working_weight(p, s) for p, s in zip(params, states, strict=True)]
-            sizes = [weight.numel() for weight in weights]
+            weights = [working_weight(p, s, group) for p, s in zip(params, states, strict=True)]
             yield Leaves(
                 group=group,
                 params=params,
@@ -156,13 +221,57 @@ class ShardedOptimizer(StatefulOptimizer):
                 grads=local_grads(params),
                 states=states,
                 numels=[p.numel() for p in params],
-                buckets=buckets_of(sizes)
-                if mode == "foreach"
-                else [[i] for i in range(len(sizes))],
+                buckets=[[i] for i in range(len(weights))]
+                if mode == "single"
+                else buckets_of(weights),
             )
 
+    def _plan(self, group: dict[str, Any], members: list[Tensor]) -> "Plan | None":
+        """Who is for compiled loops, as at the last step if nothing has changed."""
+        if self._plans is None:
+            self._plans = {}
+        plan = self._plans.get(id(group))
+        if plan is not None and plan.group is group and plan.holds(members, self._known):
+            return plan
+        from steadygrad.optim.fused import Plan
+
+        for p in members:
+            follow_dtype(p, self.state[p], group)
+        kinds = [self._kind(p, group) for p in members]
+        try:
+            plan = Plan(
+                group,
+                members,
+                self.state,
+                self._known,
+                kinds,
+                self._large,
+                self._small,
+                self._kernels,
+            )
+        except Exception as error:
+            # Whatever a compiler may raise on a machine nobody has seen: nothing is written yet.
+            give_up(type(self).__name__, error)
+            return None
+        # A load makes new groups; plans of the old ones would hold on to the old state.
+        known = {id(each) for each in self.param_groups}
+        self._plans = {key: old for key, old in self._plans.items() if key in known}
+        self._plans[id(group)] = plan
+        return plan if plan.holds(members, self._known) else None
+
     def _sums_over_shards(self, leaves: list[Leaves]) -> Callable[[list[Tensor]], list[Tensor]]:
-        params = [p for some in leaves for p in some.params]
+        return self._sums_over([p for some in leaves for p in some.params])
+
+    def _sums_over(self, params: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
+        if not any(map(is_sharded, params)):
+            return lambda columns: columns
+        order = list(range(len(params)))
+        if all(p.device.type == "cpu" for p in params):
+            # Who is for compiled loops may differ from process to process: by the groups' order.
+            known = (p for group in self.param_groups for p in group["params"])
+            places = {id(p): i for i, p in enumerate(known)}
+            order.sort(key=lambda i: places[id(params[i])])
+            params = [params[i] for i in order]
         layout = [(getattr(p, "device_mesh", None), getattr(p, "placements", None)) for p in params]
         if self._shard_sums is None or self._shard_sums[0] != layout:
             self._shard_sums = (layout, ShardSum(params))
@@ -173,7 +282,15 @@ class ShardedOptimizer(StatefulOptimizer):
                 return columns
             # In float64, so that the sum's order among processes costs no digits.
             packed = torch.cat([c.to(columns[0].device, torch.float64) for c in columns], dim=1)
-            parts = total(packed).split([c.shape[1] for c in columns], dim=1)
+            if order != sorted(order):
+                packed = total(packed[:, order])[:, _inverse(order)]
+            else:
+                packed = total(packed)
+            parts = packed.split([c.shape[1] for c in columns], dim=1)
             return [part.to(c) for part, c in zip(parts, columns, strict=True)]
 
         return over_shards
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError, check_choice
+from steadygrad.optim.checks import check_parameter
 from steadygrad.optim.loading import TypeKeepingOptimizer
 from steadygrad.optim.stacks import (
     Batch,
     BatchState,
     check_result,
     common_stack,
-    dense_gradient,
+    gradient_part,
     kind_of,
     laid_out_as,
 )
@@ -31,7 +32,8 @@ class BatchedOptimizer(TypeKeepingOptimizer):
     a model of hundreds of tensors takes a few kernels a step instead of hundreds. This is a way
     to compute only: state is kept for each parameter, as views of one stacked tensor, so that
     ``state_dict``, torch.distributed.checkpoint, ``add_param_group`` and ``deepcopy`` see what they
-    see of any torch optimizer. Where views no longer lie in one stack, after a load for one, they
+    see of any torch optimizer (of whose attributes ``deepcopy`` keeps none: options belong into the
+    groups). Where views no longer lie in one stack, after a load for one, they
     are stacked once more.
 
     .. code-block:: python
@@ -76,6 +78,8 @@ class BatchedOptimizer(TypeKeepingOptimizer):
         | https://github.com/k2-fsa/icefall
     """
 
+    _allocates = False
+
     def init_state(self, batch: Batch) -> Mapping[str, Tensor]:
         """State of parameters that have none yet; a subclass says what.
 
@@ -94,9 +98,10 @@ class BatchedOptimizer(TypeKeepingOptimizer):
     def allocate_state(self) -> None:
         """Makes the state of every parameter now; call it at the end of your ``__init__``.
 
-        Checkpoints are then the same before the first step as after it. Without this call, state
-        is made as parameters are first batched.
+        Checkpoints are then the same before the first step as after it, also those of groups added
+        later. Without this call, state is made as parameters are first batched.
         """
+        self._allocates = True
         for group in self.param_groups:
             with torch.no_grad():
                 self._collect(group, none_grads="zero")
@@ -138,9 +143,11 @@ class BatchedOptimizer(TypeKeepingOptimizer):
                     batch.state.fill = None
             for batch in batches:
                 check_result(batch)
-            for batch in batches:
+            # All taken out before any is stored: one may be another's stack (`previous = current`).
+            assigned = [batch.state.pop_assigned(batches) for batch in batches]
+            for batch, values in zip(batches, assigned, strict=True):
                 torch._foreach_copy_(list(batch.parts), list(batch.param.unbind()))
-                for name, value in batch.state.pop_assigned():
+                for name, value in values:
                     self._put(batch, name, value)
 
     def _collect(self, group: Mapping[str, Any], none_grads: str) -> list[Batch]:
@@ -155,7 +162,7 @@ class BatchedOptimizer(TypeKeepingOptimizer):
         for indices in kinds.values():
             batch = Batch(
                 param=torch.stack([parts[i] for i in indices]),
-                grad=torch.stack([dense_gradient(params[i], parts[i], names[i]) for i in indices]),
+                grad=torch.stack([gradient_part(params[i], names[i]) for i in indices]),
                 state=BatchState({}, len(indices)),
                 names=tuple(names[i] for i in indices),
                 params=tuple(params[i] for i in indices),
@@ -233,7 +240,7 @@ class BatchedOptimizer(TypeKeepingOptimizer):
             self.state[p][name] = laid_out_as(p, row)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; its state is made as it is first batched.
+        """Adds a group; its state is made as :meth:`allocate_state` says.
 
         Args:
             param_group: ``params``, and options that differ from the defaults.
@@ -243,16 +250,15 @@ class BatchedOptimizer(TypeKeepingOptimizer):
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for index, p in enumerate(group["params"]):
-            if p.is_complex() or p.layout != torch.strided:
-                self.param_groups.pop()
-                name = group.get("param_names", range(index + 1))[index]
-                found = p.dtype if p.is_complex() else p.layout
-                remedy = "torch.view_as_real(p)" if p.is_complex() else "p.to_dense()"
-                raise InputError(
-                    f"Expected real, dense parameters. Found {found} in parameter {name!r}. "
-                    f"Remedy: {remedy}, or another optimizer for it."
-                )
+        try:
+            for index, p in enumerate(group["params"]):
+                check_parameter(p, group.get("param_names", {index: f"params.{index}"})[index])
+        except InputError:
+            self.param_groups.pop()
+            raise
+        if self._allocates:
+            with torch.no_grad():
+                self._collect(group, none_grads="zero")
 
     def _place(
         self, parameter: Tensor, group: Mapping[str, Any], name: str, value: Tensor

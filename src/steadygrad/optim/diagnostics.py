@@ -4,9 +4,13 @@ A report on a group of either optimizer has
 
 - ``group``: its name or index; ``skipped``: steps left out because a gradient was not finite;
 - ``gradient_norm``: Euclidean norm of the group's gradients;
-- ``not_finite``: names of parameters whose gradient is not finite now;
-- ``unusual``: ``{name: ratio}`` of the parameters whose gradient's root mean square is largest
-  relative to the root of its second moment; 0 where there is no gradient.
+- ``not_finite``: names of parameters whose gradient is not finite now; ``too_large``: of those
+  whose gradient is, but not its squared norm, so that the step is left out just the same;
+- ``unusual``: ``{name: ratio}`` of the parameters whose gradient is least like its own history; 0
+  where there is no gradient. For ScaledAdam its root mean square over the root of the mean second
+  moment: a gradient that has grown. LANS does not go by the size of gradients and remembers none:
+  there it is the root mean square of the elements of the normalised gradient, each over the root
+  of its own second moment; 1 where the pattern is the usual one.
 
 LANS adds ``trust_ratio`` and ``gradient_trust_ratio``: the largest ratios by which the two
 directions are multiplied. ScaledAdam adds ``dominance``: largest shares of the squared norm that
@@ -37,15 +41,21 @@ class Report:
         group: The group.
         states: The optimizer's states.
         top: How many parameters to name in each list.
+        grad_scale: Loss scale that is still in the gradients.
     """
 
     def __init__(
-        self, index: int, group: Mapping[str, Any], states: Mapping[Tensor, Any], top: int
+        self,
+        index: int,
+        group: Mapping[str, Any],
+        states: Mapping[Tensor, Any],
+        top: int,
+        grad_scale: float,
     ) -> None:
         params = group["params"]
         names = group.get("param_names") or [f"group {index}, {i}" for i in range(len(params))]
         self._names = {id(p): name for p, name in zip(params, names, strict=True)}
-        self._group, self._top = group, top
+        self._group, self._top, self._grad_scale = group, top, grad_scale
         self._values: dict[str, dict[str, float]] = {}
         self._head = {
             "group": group.get("name", index),
@@ -53,9 +63,9 @@ class Report:
         }
 
     @staticmethod
-    def moments(some: Leaves) -> list[Tensor]:
-        """This process's part of the sum of each second moment."""
-        return [torch.stack([v.sum() for v in some.locals("exp_avg_sq")])]
+    def bad_elements(some: Leaves) -> Tensor:
+        """This process's part of how many elements of each gradient are not finite."""
+        return torch.stack([(~torch.isfinite(g)).sum() for g in some.grads])
 
     def add(self, kind: str, some: Leaves, values: Tensor) -> None:
         """Takes one number for each parameter."""
@@ -64,30 +74,40 @@ class Report:
         self._values.setdefault(kind, {}).update(found)
 
     def add_gradients(self, some: Leaves, sums: Tensor) -> None:
-        """Takes the sums of squared gradients and of second moments, with shape (2, parameters)."""
-        squares, moments = sums.to(torch.float64).unbind()
+        """Takes sums of squared gradients and counts of bad elements, over all shards.
+
+        Args:
+            some: The parameters.
+            sums: With shape ``(2, parameters)``.
+        """
+        self.add("square", some, sums[0].to(torch.float64) / self._grad_scale**2)
+        self.add("bad", some, sums[1])
+
+    def add_unusual(self, some: Leaves, squares: Tensor, expected: Tensor) -> None:
+        """Takes a squared size of each gradient and what its history lets expect."""
+        squares = squares.to(torch.float64)
         # Without any gradient there is nothing unusual.
-        ratio = torch.where(squares == 0, 0.0, (squares / moments).sqrt())
-        self.add("unusual", some, ratio)
-        self.add("square", some, squares)
+        self.add("unusual", some, torch.where(squares == 0, 0.0, (squares / expected).sqrt()))
 
     def finish(self) -> dict[str, Any]:
         """The report."""
         squares = self._values.pop("square", {})
         norm = sum(squares.values()) ** 0.5
-        bad = [name for name, value in squares.items() if value - value != 0]
+        counts = self._values.pop("bad", {})
+        bad = [name for name, count in counts.items() if count]
+        large = [n for n, value in squares.items() if not counts[n] and value - value != 0]
         lists = {kind: self._largest(values) for kind, values in self._values.items()}
-        return {**self._head, "gradient_norm": norm, "not_finite": bad, **lists}
+        return {**self._head, "gradient_norm": norm, "not_finite": bad, "too_large": large, **lists}
 
-    def finish_clipping(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The report, with what ScaledAdam's clipping knows."""
+    def finish_clipping(self, state: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """The report, with what ScaledAdam's clipping knows after a number of steps."""
         terms = self._values.pop("dominance", {})
         total = sum(terms.values())
         shares = {name: term / total if total else 0.0 for name, term in terms.items()}
         report = {**self.finish(), "dominance": self._largest(shares)}
         if self._group["clipping_scale"] is None or not state:
             return report
-        step, period = int(state["step"]), len(state["model_norms"])
+        period = len(state["model_norms"])
         early = () if self._group["recipe"] == "stateless7" else EARLY
         since = _since_threshold(step - 1, period, early)
         # The first step leaves no norm.

@@ -29,7 +29,9 @@ class _Named:
     aliases: tuple[str, ...]
 
     def matches(self, pattern: str) -> bool:
-        return any(fnmatchcase(name, pattern) for name in (self.name, *self.aliases[:1]))
+        # A ParameterDict's keys may hold brackets, which in a pattern mean something else.
+        names = (self.name, *self.aliases[:1])
+        return pattern in names or any(fnmatchcase(name, pattern) for name in names)
 
 
 def param_groups(
@@ -44,8 +46,8 @@ def param_groups(
 
     ``optimizer = LANS(param_groups(model, {"*.bias": {"weight_decay": 0.0}}), lr=5e-3)``
 
-    - **Patterns** are those of :func:`fnmatch.fnmatchcase` on the whole name: ``*`` matches any
-      characters, dots included, so ``"encoder.*"`` matches everything below ``encoder`` and
+    - **Patterns** are names, or those of :func:`fnmatch.fnmatchcase` on the whole name: ``*``
+      matches any characters, dots included, so ``"encoder.*"`` matches all below ``encoder`` and
       ``"*.bias"`` every bias but one of the outermost module, which is called ``"bias"``.
     - Where **several patterns** match a parameter their options are merged; of one option the last
       pattern's value holds.

@@ -13,6 +13,7 @@ __all__ = ["unstack"]
 
 _STACKED = {"delta", "exp_avg_sq"}
 _SIZES = {"param_rms", "scale_exp_avg_sq"}
+_PERIODS = {"scale_grads": "size_update_period", "model_norms": "clipping_update_period"}
 _CLIPPING = ("model_norms", "model_norm_threshold", "num_clipped")
 
 
@@ -34,7 +35,13 @@ def unstack(
     Raises:
         InputError: If the groups or the shapes differ, or a stack has no state.
     """
-    saved = checkpoint.get("param_groups", [])
+    if "param_groups" not in checkpoint:
+        hint = "checkpoint['optimizer']" if "optimizer" in checkpoint else "optimizer.state_dict()"
+        raise InputError(
+            f"Expected an optimizer's state with `param_groups`. Found {sorted(checkpoint)}. "
+            f"Remedy: hand in {hint}."
+        )
+    saved = checkpoint["param_groups"]
     sizes, own = [len(g["params"]) for g in saved], [len(g["params"]) for g in groups]
     if sizes != own:
         raise InputError(
@@ -61,7 +68,17 @@ def _unstack_group(
             shape = tuple(group["params"][place].shape)
             found[place] = _row(stack, row, (len(members), *shape), indices[members[0]])
         shared |= {name: stack[name] for name in _CLIPPING if name in stack}
-    shared = {name: torch.as_tensor(value) for name, value in shared.items()}
+        for name, option in _PERIODS.items():
+            if name in stack and len(stack[name]) != group[option]:
+                raise InputError(
+                    f"Expected a `{name}` of {group[option]} steps, this optimizer's `{option}`. "
+                    f"Found {len(stack[name])}. Remedy: {option}={len(stack[name])}."
+                )
+    # Plain numbers, of Python's precision.
+    shared = {
+        name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        for name, value in shared.items()
+    }
     return [{**one, **shared} for one in found]
 
 

@@ -9,9 +9,9 @@ from torch.optim.optimizer import ParamsT
 
 from steadygrad._checks import InputError, check_number
 from steadygrad.formulas import lans
-from steadygrad.formulas.tensors import square_sums
 from steadygrad.optim.base import ShardedOptimizer
 from steadygrad.optim.diagnostics import Report
+from steadygrad.optim.lans_parts import LansPart, part_of
 from steadygrad.optim.leaves import Leaves, Scaling
 
 __all__ = ["LANS"]
@@ -45,8 +45,9 @@ class LANS(ShardedOptimizer):
         upper_bound: Greatest value of :math:`\phi`; None: no bound.
         clip_value: Bound on each element of a normalised gradient (MXNet's ``clip_gradient``).
         master_weights: Whether fp16 and bf16 parameters have float32 masters; None: yes.
-        foreach: Whether to work on several parameters in a call; None: yes.
-        fused: Whether to use a fused kernel; None: where there is one.
+        foreach: Whether to work on several parameters in a call; None: where nothing is fused.
+        fused: Whether to use fused kernels: compiled loops on CPUs, Triton's on CUDA devices; None:
+            on CPUs with the extra ``cpu``.
         maximize: Whether to go up instead of down.
         capturable: Whether steps may be recorded in a CUDA graph; nothing else depends on it.
 
@@ -58,6 +59,11 @@ class LANS(ShardedOptimizer):
         | (Zheng et al., 2020)
         | https://arxiv.org/abs/2006.13484
     """
+
+    _large = ("exp_avg", "exp_avg_sq")
+    _small = ("step",)
+    _kernels = ("square_sums", "lans_directions", "lans_apply")
+    _device_job = "DeviceLans"
 
     def __init__(
         self,
@@ -122,79 +128,29 @@ class LANS(ShardedOptimizer):
         over_shards: Callable[[list[Tensor]], list[Tensor]],
         scaling: Scaling,
     ) -> Tensor:
-        own = [square_sums(some.grads, some.weights[0].dtype) for some in leaves]
-        norms = over_shards([sums[None] for sums in own])
+        work = [part_of(some) for some in leaves]
+        norms = over_shards([some.square_norms() for some in work])
         ok = scaling.ok(norms)
-        for some in leaves:
-            steps = [state["step"] for state in some.states]
-            # A list: with one tensor for all, torch reads its value on the host.
-            torch._foreach_add_(steps, [ok.to(steps[0])] * len(steps))
-        parts = [self._parts(some, sums[0], ok) for some, sums in zip(leaves, norms, strict=True)]
-        own = [self._directions(*pair) for pair in zip(leaves, parts, strict=True)]
-        for some, blocks, sums in zip(leaves, parts, over_shards(own), strict=True):
-            by = lans.coefficients(
-                sums,
-                ok.to(sums.device),
-                lr=some.group["lr"],
-                beta1=some.group["betas"][0],
-                bounds=(some.group["lower_bound"], some.group["upper_bound"]),
-            )
-            for block, bucket in zip(blocks, some.buckets, strict=True):
-                part = by.part(bucket[0], bucket[-1] + 1)
-                lans.apply_(block, part, **_shape(some.group))
+        own = [some.directions(sums[0], ok) for some, sums in zip(work, norms, strict=True)]
+        for some, sums in zip(work, over_shards(own), strict=True):
+            some.apply(sums, ok)
         return ok
 
-    @staticmethod
-    def _directions(some: Leaves, blocks: list[lans.Block]) -> Tensor:
-        """Moves the moments; this process's part of the norms that the step's length needs."""
-        group = some.group
-        for block in blocks:
-            lans.update_moments_(block, betas=group["betas"], clip_value=group["clip_value"])
-        return torch.cat([lans.direction_sums(block, **_shape(group)) for block in blocks], dim=1)
-
-    @staticmethod
-    def _parts(some: Leaves, square_norms: Tensor, ok: Tensor) -> list[lans.Block]:
-        """What the passes of a step work on, bucket by bucket."""
-        ok = ok.to(some.device)
-        # A first step that is not taken leaves the count at zero; its corrections go unused.
-        step = some.column("step").clamp(min=1).to(torch.float64)
-        dtype = some.weights[0].dtype
-        corrections = [(1 - beta**step).to(dtype).unbind() for beta in some.group["betas"]]
-        sign = -1.0 if some.group["maximize"] else 1.0
-        inverse = torch.where(square_norms > 0, sign * square_norms.rsqrt(), 0.0)
-        inverses = inverse.to(dtype).unbind()
-        pairs = list(zip(*corrections, strict=True))
-        m, v = some.locals("exp_avg"), some.locals("exp_avg_sq")
-        return [
-            lans.Block(
-                x=[some.weights[i] for i in bucket],
-                g=[some.grads[i] for i in bucket],
-                m=[m[i] for i in bucket],
-                v=[v[i] for i in bucket],
-                inverse_norm=[inverses[i] for i in bucket],
-                corrections=[pairs[i] for i in bucket],
-                ok=ok,
-            )
-            for bucket in some.buckets
-        ]
-
-    def _diagnose(self, index: int, group: dict[str, Any], top: int) -> dict[str, Any]:
-        report = Report(index, group, self.state, top)
-        for some in self._leaves(group):
+    def _diagnose(self, group: dict[str, Any], report: Report, grad_scale: float) -> dict[str, Any]:
+        # Nothing but the gradient's own norm depends on its scale.
+        for some in self._leaves(group, fused=False):
             over_shards = self._sums_over_shards([some])
-            own = torch.stack([square_sums(some.grads), *report.moments(some)])
-            (sums,) = over_shards([own])
+            part = LansPart(some)
+            own = part.square_norms()
+            (sums,) = over_shards([torch.cat([own, report.bad_elements(some).to(own)[None]])])
             report.add_gradients(some, sums)
-            blocks = self._parts(some, sums[0], torch.isfinite(sums[0]).all())
-            parts = [lans.direction_sums(block, **_shape(group)) for block in blocks]
-            (directions,) = over_shards([torch.cat(parts, dim=1)])
-            x, u_m, u_g = directions.sqrt().unbind()
+            part.begin(sums[0], torch.isfinite(sums[0]).all())
+            (sums,) = over_shards([torch.cat([part.direction_sums(), part.pattern_sums()])])
+            expected = torch.tensor(some.numels, device=sums.device)
+            report.add_unusual(some, sums[3], expected)
+            x, u_m, u_g = sums[:3].sqrt().unbind()
             bounds = group["lower_bound"], group["upper_bound"]
             x = x if bounds == (None, None) else x.clamp(*bounds)
             report.add("trust_ratio", some, lans.trust_ratio(x, u_m))
             report.add("gradient_trust_ratio", some, lans.trust_ratio(x, u_g))
         return report.finish()
-
-
-def _shape(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: group[name] for name in ("eps", "weight_decay", "clip_value")}

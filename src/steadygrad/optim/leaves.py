@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from steadygrad._checks import InputError
+from steadygrad.optim.checks import dense_gradient
 from steadygrad.sharding import aligned_locals, local
+
+if TYPE_CHECKING:
+    from steadygrad.optim.fused import Fused
 
 __all__ = ["Leaves", "Scaling", "buckets_of", "local_grads"]
 
@@ -25,6 +28,7 @@ class Leaves:
         states: The parameters' states.
         numels: Elements over all shards.
         buckets: Indices of parameters that are worked on together.
+        fused: The same for compiled loops; gradients and buckets are empty then.
     """
 
     group: dict[str, Any]
@@ -34,6 +38,7 @@ class Leaves:
     states: list[dict[str, Any]]
     numels: list[int]
     buckets: list[list[int]]
+    fused: "Fused | None" = None
 
     @property
     def device(self) -> torch.device:
@@ -81,30 +86,24 @@ class Scaling:
 
 def local_grads(parameters: Sequence[Tensor]) -> list[Tensor]:
     """This process's parts of the gradients; a zero that takes no memory for each None."""
-    return aligned_locals([_gradient(p) for p in parameters], parameters)
+    return aligned_locals([dense_gradient(p) for p in parameters], parameters)
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    if gradient is None:
-        own = local(parameter.detach())
-        return own.new_zeros(()).expand(own.shape)
-    if gradient.layout != torch.strided:
-        raise InputError(
-            f"Expected dense gradients. Found {gradient.layout}. Remedy: sparse=False in the "
-            "embedding, or an optimizer for sparse gradients on these parameters."
-        )
-    return gradient
+# Elements that are worked on together even where no parameter has as many.
+BUCKET = 2**20
 
 
-def buckets_of(sizes: Sequence[int]) -> list[list[int]]:
-    """Consecutive parameters that together are no larger than the largest of all.
+def buckets_of(weights: Sequence[Tensor]) -> list[list[int]]:
+    """Consecutive parameters that together are no larger than the largest of all, or ``BUCKET``.
 
     A multi-tensor call makes a temporary for each of its tensors: so the temporaries of a bucket
-    are no more than the largest parameter's would be alone.
+    are no more than the largest parameter's would be alone, or 4 MB. On a CPU a bucket is to fit
+    into the caches, and a large parameter is one of its own.
     """
     buckets: list[list[int]] = []
-    largest, room = max(sizes), -1
+    sizes = [weight.numel() for weight in weights]
+    largest = BUCKET if weights[0].device.type == "cpu" else max(*sizes, BUCKET)
+    room = -1
     for index, size in enumerate(sizes):
         if size > room or not buckets:
             buckets.append([])

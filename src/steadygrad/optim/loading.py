@@ -4,14 +4,16 @@ torch's ``load_state_dict`` casts every state tensor to its parameter's type: a 
 bfloat16 weights loses what it is there for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["TypeKeepingOptimizer"]
+from steadygrad._checks import InputError
+
+__all__ = ["TypeKeepingOptimizer", "paired_states"]
 
 
 class _Kept:
@@ -41,8 +43,27 @@ class TypeKeepingOptimizer(Optimizer):
         finally:
             handle.remove()
 
-    def _check_loaded(self, state_dict: dict[str, Any]) -> None:
+    # States with an element for each of the parameter's; None: those that now have its shape.
+    _elementwise: frozenset[str] | None = None
+
+    def _check_loaded(self, given: Mapping[str, Any]) -> None:
         """Raises before anything is changed if a state cannot be this optimizer's."""
+        for own, other in zip(self.param_groups, given["param_groups"], strict=False):
+            _check_order(own.get("param_names"), other.get("param_names"))
+        for parameter, state in paired_states(self.param_groups, given):
+            for name in self._elementwise_of(parameter) & set(state):
+                if getattr(state[name], "shape", None) != parameter.shape:
+                    raise InputError(
+                        f"Expected a `{name}` with the parameter's shape {tuple(parameter.shape)}. "
+                        f"Found {tuple(getattr(state[name], 'shape', ()))}. Remedy: load the state "
+                        "of a model with the same parameters in the same order."
+                    )
+
+    def _elementwise_of(self, parameter: Tensor) -> Set[str]:
+        if self._elementwise is not None:
+            return self._elementwise
+        own = self.state.get(parameter, {})
+        return {n for n, value in own.items() if getattr(value, "shape", None) == parameter.shape}
 
     def _place(
         self, parameter: Tensor, group: Mapping[str, Any], name: str, value: Tensor
@@ -73,3 +94,28 @@ class TypeKeepingOptimizer(Optimizer):
                 for name, value in values.items():
                     if isinstance(value, _Kept):
                         values[name] = self._place(p, group, name, value.tensor)
+
+
+def paired_states(
+    groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]
+) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
+    """Each parameter of ``groups`` with its state in a state dict, empty if it has none."""
+    parameters = [p for group in groups for p in group["params"]]
+    # Keys are numbers, or names where torch.distributed.checkpoint loads.
+    keys = [key for group in given["param_groups"] for key in group["params"]]
+    # Where the lengths differ, torch's own message says so next.
+    for parameter, key in zip(parameters, keys, strict=False):
+        yield parameter, given["state"].get(key, {})
+
+
+def _check_order(own: Sequence[str] | None, found: Sequence[str] | None) -> None:
+    """Raises if the same names come in another order: torch goes by place alone."""
+    if own is None or found is None or sorted(own) != sorted(found):
+        return
+    for place, (name, other) in enumerate(zip(own, found, strict=True)):
+        if name != other:
+            raise InputError(
+                f"Expected the state of {name!r} at place {place} of a group. Found that of "
+                f"{other!r}. Remedy: build the optimizer from the parameters in the order of the "
+                "state dict, as torch pairs them by place."
+            )

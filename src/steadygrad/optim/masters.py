@@ -7,7 +7,7 @@ other keeps all its digits. Every step looks. The versions that torch counts wou
 whether there is anything to look for, but writes through ``parameter.data`` do not raise them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from steadygrad.sharding import local
 
-__all__ = ["MASTER", "wants_master", "working_weight", "write_back"]
+__all__ = ["MASTER", "follow_dtype", "wants_master", "working_weight", "write_back"]
 
 MASTER = "master_weight"
 
@@ -26,9 +26,22 @@ def wants_master(parameter: Tensor, group: Mapping[str, Any]) -> bool:
     return narrow and group["master_weights"] is not False
 
 
-def working_weight(parameter: Tensor, state: Mapping[str, Any]) -> Tensor:
+def follow_dtype(
+    parameter: Tensor, state: MutableMapping[str, Any], group: Mapping[str, Any]
+) -> None:
+    """Makes or drops a master where the model was cast, or the option changed, since."""
+    if (MASTER in state) == wants_master(parameter, group):
+        return
+    if state.pop(MASTER, None) is None:
+        state[MASTER] = parameter.detach().to(torch.float32)
+
+
+def working_weight(
+    parameter: Tensor, state: MutableMapping[str, Any], group: Mapping[str, Any]
+) -> Tensor:
     """What a step works on: this process's part of the master, or of the parameter."""
     own = local(parameter.detach())
+    follow_dtype(parameter, state, group)
     if MASTER not in state:
         return own
     master = local(state[MASTER])

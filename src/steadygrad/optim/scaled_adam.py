@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from steadygrad._checks import check_choice, check_count, check_number
-from steadygrad.formulas import scaled_adam
 from steadygrad.optim.base import ShardedOptimizer
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.icefall import unstack
 from steadygrad.optim.leaves import Leaves, Scaling
-from steadygrad.optim.scaled_adam_parts import CLIPPING, GroupPart, group_norm
+from steadygrad.optim.scaled_adam_parts import CLIPPING, SIZES, GroupPart, norm_and_step, part_of
 
 __all__ = ["ScaledAdam"]
 
@@ -29,7 +28,8 @@ class ScaledAdam(ShardedOptimizer):
 
     One packed collective a step where parameters are sharded, none elsewhere. A step with a
     non-finite gradient changes nothing and is counted in ``skipped``. A gradient of None counts as
-    zero, as in the original: the momentum goes on.
+    zero, as in the original: the momentum goes on. A frozen parameter (``requires_grad`` is false,
+    no gradient) is left alone, which the original bounds and moves on.
 
     Args:
         params: Parameters, named parameters, or groups of either.
@@ -47,8 +47,9 @@ class ScaledAdam(ShardedOptimizer):
         recipe: ``"zipformer"``, the current rule, with its state in float32; or ``"stateless7"``,
             that of 2022, whose clipping acts on the sizes only.
         master_weights: Whether fp16 and bf16 parameters have float32 masters; None: yes.
-        foreach: Whether to work on several parameters in a call; None: yes.
-        fused: Whether to use a fused kernel; None: where there is one.
+        foreach: Whether to work on several parameters in a call; None: where nothing is fused.
+        fused: Whether to use fused kernels: compiled loops on CPUs, Triton's on CUDA devices; None:
+            on CPUs with the extra ``cpu``.
         maximize: Whether to go up instead of down.
         capturable: Whether steps may be recorded in a CUDA graph; nothing else depends on it.
 
@@ -62,6 +63,10 @@ class ScaledAdam(ShardedOptimizer):
 
     _shared = ("skipped", *CLIPPING)
     _none_is_zero = True
+    _large = ("exp_avg_sq", "delta")
+    _small = ("step", *SIZES)
+    _kernels = ("scaled_adam_sums", "scaled_adam_update")
+    _device_job = "DeviceScaledAdam"
 
     def __init__(
         self,
@@ -124,7 +129,7 @@ class ScaledAdam(ShardedOptimizer):
         return super()._state_dtype(parameter, group)
 
     def _kind(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        return *super()._kind(parameter, group), parameter.dtype, parameter.numel() == 1
+        return *super()._kind(parameter, group), parameter.numel() == 1
 
     def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         dtype, device = self._state_dtype(parameter, group), parameter.device
@@ -148,17 +153,21 @@ class ScaledAdam(ShardedOptimizer):
         the rate anew at each step.
 
         Args:
-            state_dict: Its ``optimizer`` entry, loaded with ``weights_only=True``; of the recipe
-                that this optimizer has.
+            state_dict: Its ``optimizer`` entry, loaded with ``weights_only=True``. It does not say
+                which recipe wrote it: give this optimizer that of the script it is from.
 
         Raises:
-            InputError: If it is of other parameters; nothing is changed then.
+            InputError: If it is of other parameters or periods; nothing is changed then.
         """
         own = self.state_dict()
         found = unstack(state_dict, self.param_groups)
-        self.load_state_dict(
-            {**own, "state": {i: own["state"][i] | state for i, state in enumerate(found)}}
-        )
+        states = {i: own["state"][i] | state for i, state in enumerate(found)}
+        # The types of icefall's counters change from version to version.
+        typed = {
+            i: {name: value.to(own["state"][i][name].dtype) for name, value in state.items()}
+            for i, state in states.items()
+        }
+        self.load_state_dict({**own, "state": typed})
 
     def _new_shared(self, device: torch.device, group: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -174,12 +183,12 @@ class ScaledAdam(ShardedOptimizer):
         over_shards: Callable[[list[Tensor]], list[Tensor]],
         scaling: Scaling,
     ) -> Tensor:
-        sums = over_shards(
-            [scaled_adam.parameter_sums(some.weights, some.grads) for some in leaves]
-        )
+        work = [part_of(some, scaling) for some in leaves]
+        sums = over_shards([some.parameter_sums() for some in work])
         # The sizes' gradients are squared too, and must not overflow where the others do not.
         ok = scaling.ok([torch.stack([rows[0], rows[1].square()]) for rows in sums])
-        work = [GroupPart(*pair, scaling) for pair in zip(leaves, sums, strict=True)]
+        for some, rows in zip(work, sums, strict=True):
+            some.sums = rows
         clips = self._clip(work, ok)
         for some in work:
             some.move(clips[some.key], ok.to(some.leaves.device))
@@ -193,21 +202,28 @@ class ScaledAdam(ShardedOptimizer):
             groups[id(some.leaves.group)].append(some)
         factors = {}
         for members in groups.values():
-            norm = group_norm(members)
+            found = norm_and_step(members)
             for some in members:
                 if some.key not in factors:
-                    factors[some.key] = some.clip(norm, ok)
+                    factors[some.key] = some.clip(found, ok)
         return factors
 
-    def _diagnose(self, index: int, group: dict[str, Any], top: int) -> dict[str, Any]:
-        report, members = Report(index, group, self.state, top), []
-        for some in self._leaves(group):
-            own = scaled_adam.parameter_sums(some.weights, some.grads)
-            own = torch.cat([own, torch.stack(report.moments(some)).to(own)])
-            (sums,) = self._sums_over_shards([some])([own])
+    def _diagnose(self, group: dict[str, Any], report: Report, grad_scale: float) -> dict[str, Any]:
+        members = []
+        for some in self._leaves(group, fused=False):
+            part = GroupPart(some, Scaling(torch.tensor(1 / grad_scale), None))
+            own = part.parameter_sums()
+            moments = torch.stack([v.sum() for v in some.locals("exp_avg_sq")])
+            more = (row.to(own)[None] for row in (report.bad_elements(some), moments))
+            (sums,) = self._sums_over_shards([some])([torch.cat([own, *more])])
             report.add_gradients(some, sums[[0, 3]])
-            members.append(GroupPart(some, sums[:3], Scaling(None, None)))
-            report.add("dominance", some, torch.stack(members[-1].norm_terms()))
-            if not members[-1].is_scalar:
+            report.add_unusual(some, sums[0].to(torch.float64) / grad_scale**2, sums[4])
+            part.sums = sums[:3]
+            report.add("dominance", some, part.norm_terms())
+            if not part.is_scalar:
                 report.add("rms", some, some.column("param_rms"))
-        return report.finish_clipping(members[0].leaves.states[0] if members else {})
+            members.append(part)
+        if not members:
+            return report.finish_clipping({}, 0)
+        step = max(int(part.step.max()) for part in members)
+        return report.finish_clipping(members[0].leaves.states[0], step)

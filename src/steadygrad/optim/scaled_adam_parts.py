@@ -8,11 +8,12 @@ from torch import Tensor
 
 from steadygrad.formulas import clipping, scaled_adam
 from steadygrad.optim.leaves import Leaves, Scaling
+from steadygrad.sharding import is_sharded
 
-__all__ = ["CLIPPING", "GroupPart", "group_norm"]
+__all__ = ["CLIPPING", "SIZES", "GroupPart", "norm_and_step", "part_of"]
 
 CLIPPING = ("model_norms", "model_norm_threshold", "num_clipped")
-_SIZES = ("param_rms", "scale_exp_avg_sq", "scale_grads")
+SIZES = ("param_rms", "scale_exp_avg_sq", "scale_grads")
 
 
 class GroupPart:
@@ -20,39 +21,53 @@ class GroupPart:
 
     Args:
         leaves: The parameters.
-        sums: Their sums over all shards, with shape ``(3, parameters)``.
         scaling: What a gradient scaler has left to do.
+
+    Attributes:
+        sums: Their sums over all shards, with shape ``(3, parameters)``; to be filled in.
     """
 
-    def __init__(self, leaves: Leaves, sums: Tensor, scaling: Scaling) -> None:
+    sums: Tensor
+
+    def __init__(self, leaves: Leaves, scaling: Scaling) -> None:
         group = leaves.group
         self.leaves, self.rule = leaves, _rule(group)
         self.key = id(group), leaves.device
         self.is_scalar = leaves.numels[0] == 1
         self.unscale = scaling.factor(leaves.device, group["maximize"])
-        self.step = leaves.column("step")
         self.dtype = leaves.states[0]["delta"].dtype
-        self.sums = sums
+        self.columns = self.read_columns()
+        self.step = self.columns["step"]
 
-    def norm_terms(self) -> list[Tensor]:
-        """Squared norm of each parameter's scaled gradient."""
+    def read_columns(self) -> dict[str, Tensor]:
+        """The small states, stacked."""
+        names = ("step",) if self.is_scalar else ("step", *SIZES)
+        return {name: self.leaves.column(name) for name in names}
+
+    def parameter_sums(self) -> Tensor:
+        """This process's part of the sums."""
+        return scaled_adam.parameter_sums(self.leaves.weights, self.leaves.grads)
+
+    def norm_terms(self) -> Tensor:
+        """Squared norm of each parameter's scaled gradient, with shape ``(parameters)``."""
         squares = self.sums[0] * self.unscale**2
         if self.is_scalar:
             # In 2022 the norm took no account of the smaller learning rate.
             scale = 1.0 if self.rule.original else self.rule.scalar_lr_scale
-            return list((squares * scale**2).unbind())
-        return list((squares * self.leaves.column("param_rms").to(squares) ** 2).unbind())
+            return squares * scale**2
+        return squares * self.columns["param_rms"].to(squares) ** 2
 
-    def clip(self, norm: Tensor | None, ok: Tensor) -> Tensor:
+    def clip(self, found: tuple[Tensor, Tensor] | None, ok: Tensor) -> Tensor:
         """Remembers the group's norm and returns the factor; one if there is no clipping."""
-        if norm is None:
-            return torch.ones((), device=self.leaves.device)
-        ok, state = ok.to(self.leaves.device), self.leaves.states[0]
+        device, state = self.leaves.device, self.leaves.states[0]
+        if found is None:
+            return torch.ones((), device=device)
+        norm, step = (value.to(device) for value in found)
         known, factor = clipping.clip(
             clipping.Clipping(*(state[name] for name in CLIPPING)),
-            norm.to(self.leaves.device),
-            self.step[0],
-            ok,
+            norm,
+            step,
+            ok.to(device),
             scale=self.leaves.group["clipping_scale"],
             original=self.rule.original,
         )
@@ -63,10 +78,12 @@ class GroupPart:
     def move(self, clip: Tensor, ok: Tensor) -> None:
         """Moves state and weights."""
         leaves, rule = self.leaves, self.rule
-        known = None if self.is_scalar else self._sizes(clip, ok)
+        known = None if self.is_scalar else self.learn_sizes(clip, ok)
+        if known is not None:
+            for name, values in zip(SIZES, vars(known[0]).values(), strict=True):
+                leaves.put_column(name, values)
         scales = scaled_adam.step_scales(self.step, known, rule)
-        # In 2022 the clipped gradient reached the sizes only.
-        gradient_scale = self.unscale if rule.original else self.unscale * clip
+        gradient_scale = self.gradient_scale(clip)
         v, delta = leaves.locals("exp_avg_sq"), leaves.locals("delta")
         for bucket in leaves.buckets:
             block = scaled_adam.Block(
@@ -82,30 +99,54 @@ class GroupPart:
         # A list: with one tensor for all, torch reads its value on the host.
         torch._foreach_add_(steps, [ok.to(steps[0])] * len(steps))
 
-    def _sizes(self, clip: Tensor, ok: Tensor) -> tuple[scaled_adam.Sizes, Tensor]:
-        leaves = self.leaves
-        means = torch._foreach_div(list(self.sums[2].unbind()), leaves.numels)
+    def mean_squares(self) -> Tensor:
+        """Mean squares of the weights, with shape ``(parameters)``."""
+        return torch.stack(torch._foreach_div(list(self.sums[2].unbind()), self.leaves.numels))
+
+    def gradient_scale(self, clip: Tensor) -> Tensor:
+        """Factor on the gradients, with shape ``()``."""
+        # In 2022 the clipped gradient reached the sizes only.
+        return self.unscale if self.rule.original else self.unscale * clip
+
+    def learn_sizes(self, clip: Tensor, ok: Tensor) -> tuple[scaled_adam.Sizes, Tensor]:
+        """What is known of the sizes now, and the size steps."""
         found, size = scaled_adam.size_step(
-            scaled_adam.Sizes(*(leaves.column(name) for name in _SIZES)),
+            scaled_adam.Sizes(*(self.columns[name] for name in SIZES)),
             (self.sums[1] * (self.unscale * clip)).to(self.dtype),
-            torch.stack(means).sqrt().to(self.dtype),
+            self.mean_squares().sqrt().to(self.dtype),
             self.step,
             ok,
             self.rule,
         )
-        for name, values in zip(_SIZES, vars(found).values(), strict=True):
-            leaves.put_column(name, values)
         return found, size
 
 
-def group_norm(members: list[GroupPart]) -> Tensor | None:
-    """Norm of a group's scaled gradients; None if it is not clipped."""
+def part_of(leaves: Leaves, scaling: Scaling) -> GroupPart:
+    """A step of these parameters, in the way they are for."""
+    if leaves.fused is None:
+        return GroupPart(leaves, scaling)
+    from steadygrad.optim.fused_parts import FusedScaledAdamPart
+
+    return FusedScaledAdamPart(leaves, leaves.fused, scaling)
+
+
+def norm_and_step(members: list[GroupPart]) -> tuple[Tensor, Tensor] | None:
+    """Norm of a group's scaled gradients, and the step it is at; None if it is not clipped."""
     if members[0].leaves.group["clipping_scale"] is None:
         return None
     device = members[0].leaves.device
-    terms = [term.to(device) for some in members for term in some.norm_terms()]
-    shapes = [(str(p.dtype), *p.shape) for some in members for p in some.leaves.params]
-    return clipping.total_norm(terms, shapes)
+    terms = torch.cat([some.norm_terms().to(device) for some in members])
+    params = [p for some in members for p in some.leaves.params]
+    if len(members) > 1 and device.type == "cpu" and any(map(is_sharded, params)):
+        # Who is for compiled loops differs from process to process: the sum's order must not.
+        places = {id(p): i for i, p in enumerate(members[0].leaves.group["params"])}
+        order = sorted(range(len(params)), key=lambda i: places[id(params[i])])
+        terms, params = terms[order], [params[i] for i in order]
+    # Asked for in float64 only, and slow to gather.
+    shapes = [(str(p.dtype), *p.shape) for p in params] if terms.dtype is torch.float64 else []
+    # A parameter that was frozen for a time is behind its group.
+    step = torch.stack([some.step.max().to(device) for some in members]).max()
+    return clipping.total_norm(terms, shapes), step
 
 
 def _rule(group: Mapping[str, Any]) -> scaled_adam.Rule:

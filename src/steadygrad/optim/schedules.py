@@ -252,7 +252,8 @@ class Eden(_FactorLR):
         if "batch" not in state_dict or "last_epoch" in state_dict:
             super().load_state_dict(state_dict)
             return
-        self.last_epoch = state_dict["batch"]
+        # Icefall counts before the optimizer's step, and saves after it: that batch is done.
+        self.last_epoch = state_dict["batch"] + 1
         # So that torch does not take the next step for one that precedes the optimizer's first.
         self._step_count = self.last_epoch + 1
         self.epoch = state_dict["epoch"]

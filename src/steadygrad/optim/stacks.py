@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError
+from steadygrad.optim.checks import dense_gradient
 from steadygrad.sharding import aligned, is_sharded, local
 
 __all__ = [
@@ -15,7 +15,7 @@ __all__ = [
     "BatchState",
     "check_result",
     "common_stack",
-    "dense_gradient",
+    "gradient_part",
     "kind_of",
     "laid_out_as",
 ]
@@ -68,10 +68,17 @@ class BatchState(Mapping[str, Tensor]):
                 "for a scalar x of each; a number that all share belongs into the group."
             )
 
-    def pop_assigned(self) -> list[tuple[str, Tensor]]:
-        """What was assigned, which is then forgotten."""
+    def pop_assigned(self, batches: "Sequence[Batch]") -> list[tuple[str, Tensor]]:
+        """What was assigned, which is then forgotten; copies of what lies in any batch's stacks."""
         found, self._assigned = list(self._assigned.items()), {}
-        return found
+        stacks = [stack for batch in batches for stack in batch.state.stacks.values()]
+        homes = {stack.untyped_storage()._cdata for stack in stacks}
+        return [
+            (name, value.clone())
+            if value is not self.stacks.get(name) and value.untyped_storage()._cdata in homes
+            else (name, value)
+            for name, value in found
+        ]
 
 
 @dataclass(eq=False)
@@ -101,17 +108,9 @@ class Batch:
         return len(self.params)
 
 
-def dense_gradient(parameter: Tensor, part: Tensor, name: str) -> Tensor:
+def gradient_part(parameter: Tensor, name: str) -> Tensor:
     """This process's part of a gradient; a zero that takes no memory for None."""
-    gradient = parameter.grad
-    if gradient is None:
-        return part.new_zeros(()).expand(part.shape)
-    if gradient.layout != torch.strided:
-        raise InputError(
-            f"Expected dense gradients. Found {gradient.layout} for {name!r}. Remedy: "
-            "sparse=False in the embedding, or an optimizer for sparse gradients on it."
-        )
-    return local(aligned(gradient, parameter))
+    return local(aligned(dense_gradient(parameter, name), parameter))
 
 
 def common_stack(rows: Sequence[Tensor]) -> Tensor | None:

@@ -3,22 +3,53 @@
 Checkpoints are then the same before the first step as after it, on every process.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
-from steadygrad._checks import InputError, check_number
+from steadygrad._checks import InputError
 from steadygrad.formulas.tensors import wide
-from steadygrad.optim.loading import TypeKeepingOptimizer
-from steadygrad.optim.masters import MASTER, wants_master
+from steadygrad.optim.checks import check_options, check_parameter
+from steadygrad.optim.loading import TypeKeepingOptimizer, paired_states
+from steadygrad.optim.masters import MASTER, follow_dtype, wants_master
 from steadygrad.sharding import shared_out
 
 __all__ = ["StatefulOptimizer"]
 
-# States with an element for each of the parameter's; all others are small and not sharded.
-ELEMENTWISE = {"exp_avg", "exp_avg_sq", "delta", MASTER}
+
+class Known:
+    """Which parameters and states an optimizer had, to tell whether they are still the same.
+
+    Told without a look-up by parameter: each of these calls Python for the hash of a tensor.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._keys, self._states = list(optimizer.state), list(optimizer.state.values())
+
+    def still(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has the same ones, in the same order."""
+        groups, state = optimizer.param_groups, optimizer.state
+        return (
+            len(groups) == len(self._groups)
+            and all(
+                _same(group["params"], own) for group, own in zip(groups, self._groups, strict=True)
+            )
+            and _same(state, self._keys)
+            and _same(state.values(), self._states)
+            and all(self._states)
+        )
+
+
+def _same(found: Collection[Any], known: Sequence[Any]) -> bool:
+    return len(found) == len(known) and all(map(is_, found, known))
 
 
 class StatefulOptimizer(TypeKeepingOptimizer):
@@ -27,32 +58,15 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     A subclass says what a new state is.
     """
 
+    _known: Known | None = None
+    # All other states are small and not sharded.
+    _elementwise = frozenset({"exp_avg", "exp_avg_sq", "delta", MASTER})
     # States that exist once a group and device, and are seen from every parameter of it.
     _shared: tuple[str, ...] = ("skipped",)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Checks a group's options; a subclass adds its own."""
-        lr = group["lr"]
-        if isinstance(lr, Tensor):
-            if lr.numel() != 1:
-                raise InputError(
-                    f"Parameter `lr` should have one element. Found shape {tuple(lr.shape)}. "
-                    "Remedy: a 0-d tensor, and groups for several learning rates."
-                )
-        else:
-            check_number("lr", lr, low=0)
-        betas = group["betas"]
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-            raise InputError(
-                f"Parameter `betas` should be two numbers. Found {betas!r}. "
-                "Remedy: betas=(0.9, 0.999)."
-            )
-        for beta in betas:
-            check_number("betas", beta, low=0, high=1, high_open=True)
-        if group["foreach"] and group["fused"]:
-            raise InputError(
-                "Expected at most one of `foreach` and `fused`. Found both. Remedy: leave one out."
-            )
+        check_options(group, self.defaults)
 
     def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """A parameter's state before its first step, other than masters and shared tensors."""
@@ -80,7 +94,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         try:
             self._check_group(group)
             for parameter in group["params"]:
-                _check_parameter(parameter)
+                check_parameter(parameter)
         except InputError:
             self.param_groups.pop()
             raise
@@ -89,6 +103,8 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     @torch.no_grad()
     def _fill_state(self) -> None:
         """State of parameters that have none, as at construction or where a wrapper put others."""
+        if self._known is not None and self._known.still(self):
+            return
         for group in self.param_groups:
             missing = [p for p in group["params"] if not self.state.get(p)]
             if not missing:
@@ -105,6 +121,13 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         if len(self.state) > len(known):
             for p in [p for p in self.state if p not in known]:
                 del self.state[p]
+        self._known = Known(self)
+
+    @torch.no_grad()
+    def _follow_dtypes(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                follow_dtype(p, self.state[p], group)
 
     def _shared_of(self, group: Mapping[str, Any]) -> dict[torch.device, dict[str, Any]]:
         """A group's shared state by device, from the first parameter that has it."""
@@ -117,8 +140,9 @@ class StatefulOptimizer(TypeKeepingOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state and the groups' options, as torch's."""
-        # A wrapper may have put other parameters into the groups since.
+        # A wrapper may have put other parameters into the groups since, or cast the model.
         self._fill_state()
+        self._follow_dtypes()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -132,39 +156,29 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         """
         super().load_state_dict(state_dict)
         self._fill_state()
+        self._follow_dtypes()
         self._tie_shared()
 
     def _place(
         self, parameter: Tensor, group: Mapping[str, Any], name: str, value: Tensor
     ) -> Tensor:
-        if name not in ELEMENTWISE:
+        if name not in self._elementwise:
             return super()._place(parameter, group, name, value)
         # Averages go to the type they are kept in, should they have been saved in another.
         dtype = self._state_dtype(parameter, group)
         return shared_out(value.detach().to(parameter.device, dtype, copy=True), parameter)
 
     def _check_loaded(self, given: Mapping[str, Any]) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        # Keys are numbers, or names where torch.distributed.checkpoint loads.
-        keys = [key for group in given["param_groups"] for key in group["params"]]
-        # Where the lengths differ, torch's own message says so next.
-        for key, parameter in zip(keys, parameters, strict=False):
-            state = given["state"].get(key, {})
-            expected = set(self.state[parameter]) - {MASTER}
-            if state and not expected <= set(state):
-                raise self._not_its_own("a state", expected, state)
-            for name in ELEMENTWISE & set(state):
-                if state[name].shape != parameter.shape:
-                    raise InputError(
-                        f"Expected a `{name}` with the parameter's shape {tuple(parameter.shape)}. "
-                        f"Found {tuple(state[name].shape)}. Remedy: load the state of a model with "
-                        "the same parameters in the same order."
-                    )
+        super()._check_loaded(given)
         # Any load lets torch add this one to the defaults.
         options = set(self.defaults) - {"differentiable"}
         for group in given["param_groups"]:
             if not options <= set(group):
                 raise self._not_its_own("groups", options, group)
+        for parameter, state in paired_states(self.param_groups, given):
+            expected = set(self.state[parameter]) - {MASTER}
+            if not expected <= set(state):
+                raise self._not_its_own("a state", expected, state)
 
     def _not_its_own(self, what: str, expected: Iterable[str], found: Iterable[str]) -> InputError:
         return InputError(
@@ -178,15 +192,3 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             shared = self._shared_of(group)
             for p in group["params"]:
                 self.state[p].update(shared[p.device])
-
-
-def _check_parameter(parameter: Tensor) -> None:
-    if not parameter.dtype.is_floating_point:
-        raise InputError(
-            f"Expected parameters of a real floating type. Found {parameter.dtype} with shape "
-            f"{tuple(parameter.shape)}. Remedy: torch.view_as_real for complex parameters."
-        )
-    if parameter.layout != torch.strided:
-        raise InputError(
-            f"Expected dense parameters. Found {parameter.layout}. Remedy: parameter.to_dense()."
-        )

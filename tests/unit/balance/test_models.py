@@ -98,6 +98,22 @@ def test_autocast():
     torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0.03 * grads[0].abs().max().item())
 
 
+def test_an_aggregator_computes_in_the_type_it_is_given():
+    """In a step under autocast, too: its products would have 8 bits there."""
+    by_products = lambda matrix: (matrix @ matrix.T).sum(0) @ matrix  # noqa: E731
+    by_products.gramian_weighting = lambda p: (p.float() @ p.float()).sum(0)
+    for aggregator in (by_products, lambda matrix: (matrix @ matrix.T).mean(0) @ matrix):
+        found = []
+        for enabled in (False, True):
+            balancer, y = LossBalancer(WEIGHTS, combine=aggregator), draw(4, 7).float()
+            source = y.requires_grad_()
+            losses = losses_of(dict.fromkeys(WEIGHTS, source), TARGET.float())
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                balancer.backward(losses, source)
+            found.append(source.grad)
+        assert torch.equal(*found)
+
+
 def test_what_runs_eagerly_is_in_no_compiled_graph():
     seen, graphs = [], []
 

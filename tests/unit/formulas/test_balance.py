@@ -11,6 +11,7 @@ from steadygrad.formulas.balance import (
     item_norms,
     norm_sum,
     norms_from_sums,
+    plain_sum,
     shares,
     weighted_sum,
 )
@@ -130,6 +131,22 @@ def test_a_sum_leaves_out_what_is_not_finite():
     assert good.tolist() == [1.0, 2.0]
     assert bad.isnan().any()
     assert weighted_sum([None, None], torch.ones(2)) is None
+
+
+def test_a_plain_sum_keeps_what_is_not_finite_in_a_loss_that_is_kept():
+    good, bad = torch.tensor([1.0, 2.0]), torch.tensor([torch.inf, 1.0])
+    kept = torch.tensor([True, False, True, True])
+    got = plain_sum([good, bad, None, 3 * good], kept)
+    assert got.tolist() == [4.0, 8.0]
+    got = plain_sum([good, good, None, bad], kept)
+    assert got.tolist() == [torch.inf, 3.0]
+    assert plain_sum([bad, None, None, None], ~kept).tolist() == [0.0, 0.0]
+    assert plain_sum([None] * 4, kept) is None
+    # 2048 + 1 + 1 in float16 alone is 2048.
+    half = torch.tensor([1.0]).half()
+    total = plain_sum([2048 * half, half, half, half], torch.tensor([True, True, True, False]))
+    assert total.dtype == torch.float16
+    assert total.item() == 2050.0
 
 
 def test_a_scale_beyond_float16_is_no_obstacle():

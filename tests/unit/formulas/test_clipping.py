@@ -96,16 +96,29 @@ def test_total_norm():
     terms = torch.rand(6, generator=draw, dtype=torch.float64)
     shapes = [("torch.float64", n) for n in (3, 2, 3, 1, 2, 2)]
     for dtype in (torch.float32, torch.float64):
-        found = total_norm(list(terms.to(dtype).unbind()), shapes)
+        found = total_norm(terms.to(dtype), shapes)
         assert (found.dtype, found.shape) == (torch.float32, ())
         assert found.item() == pytest.approx(math.sqrt(terms.sum()), rel=1e-6)
 
 
 def test_total_norm_of_float64_rounds_after_every_shape():
     # One and a little: float32 forgets each of the small ones, unless a shape has them together.
-    small = [torch.tensor(2.0**-24).double()] * 4
-    terms = [torch.tensor(1.0).double(), *small]
+    terms = torch.tensor([1.0, *[2.0**-24] * 4], dtype=torch.float64)
     apart = total_norm(terms, [("f", n) for n in range(5)])
     together = total_norm(terms, [("f", 0), *[("f", 1)] * 4])
     assert apart.item() == 1.0
     assert together.item() > 1.0
+
+
+def test_an_infinite_norm_without_a_threshold_scales_nothing():
+    """Infinity over infinity is no factor; a norm may overflow where each gradient is finite."""
+    known = Clipping(torch.zeros(5), torch.tensor(torch.inf), torch.zeros(()))
+    _, factor = clip(
+        known,
+        torch.tensor(torch.inf),
+        torch.tensor(3.0),
+        torch.tensor(True),
+        scale=2.0,
+        original=True,
+    )
+    assert factor == 1

@@ -35,7 +35,7 @@ def test_sixteen_bits_neither_overflow_nor_round_the_sum(dtype):
     assert square_sums([torch.full((4096,), 256.0, dtype=dtype)]).tolist() == [4096 * 256.0**2]
     ones = torch.ones(4099, dtype=dtype)
     assert square_sums([ones]).item() == pytest.approx(4099, rel=1e-6)
-    assert inner_products([ones.float()], [ones]).tolist() == [4099.0]
+    assert inner_products([ones], [ones], torch.float32).tolist() == [4099.0]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")], ids=str)
@@ -49,10 +49,10 @@ def test_one_bad_element_shows_in_its_own_sum_only(bad, dtype):
 def test_inner_products_in_every_layout():
     a, b = draw(6, 4), draw(24).view(4, 6).t()
     pairs = [(a, b), (b, b.contiguous()), (a[:, ::2], b[:, ::2]), (draw(), draw()), (draw(0),) * 2]
-    found = inner_products(*zip(*pairs, strict=True))
+    found = inner_products(*zip(*pairs, strict=True), torch.float64)
     expected = torch.stack([(x * y).sum() for x, y in pairs])
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-15)
-    mixed = inner_products([a], [b.half()])
+    mixed = inner_products([a], [b.half()], torch.float64)
     assert mixed.dtype == torch.float64
     torch.testing.assert_close(mixed[0], (a * b.half().double()).sum(), rtol=1e-13, atol=0)
 
@@ -77,3 +77,22 @@ def test_select():
     assert select(torch.tensor(True), 0.25, 1.0, torch.float64).item() == 0.25
     chosen = select(torch.tensor(False), 0.25, 1.0, torch.float32)
     assert (chosen.item(), chosen.dtype, chosen.shape) == (1.0, torch.float32, ())
+
+
+@pytest.mark.parametrize("layout", ["plain", "transposed", "strided"])
+def test_sums_of_many_elements_lose_no_digits(layout):
+    """A CPU adds them up one after the other: 2^22 of them in one go are off by 2e-4."""
+    draws = torch.Generator().manual_seed(3)
+    shape = {"strided": (2**11, 2**12)}.get(layout, (2**11, 2**11))
+    x, y = (torch.randn(shape, generator=draws) + 0.1 for _ in range(2))
+    if layout == "transposed":
+        x, y = x.t(), y.t()
+    elif layout == "strided":
+        x, y = x[:, ::2], y[:, ::2]
+    exact = x.double().square().sum(), (x.double() * y.double()).sum()
+    # Each piece is good to 3e-7, and their errors have either sign.
+    assert square_sums([x, x[:2]])[0].item() == pytest.approx(exact[0].item(), rel=5e-7)
+    # The zeros of a gradient that is None have no memory of their own, and get none.
+    assert square_sums([torch.zeros(()).expand(2**20, 2**10)]).tolist() == [0]
+    found = inner_products([x], [y], torch.float32).item()
+    assert found == pytest.approx(exact[1].item(), rel=5e-6)  # cancels to a hundredth of its terms

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+MODES = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}
 SHAPES = [(7, 3), (5,), (), (1,), (2, 3, 2), (0, 4), (1, 1), (7, 3)]
 
 

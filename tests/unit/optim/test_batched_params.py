@@ -164,7 +164,7 @@ def test_a_parameter_of_another_shape_is_not_written_back():
 
 
 def test_complex_and_sparse_are_refused():
-    with pytest.raises(InputError, match=r"complex64 in parameter 0.*view_as_real"):
+    with pytest.raises(InputError, match=r"complex64.* in parameter 'params.0'.*view_as_real"):
         Bare([torch.zeros(2, dtype=torch.complex64, requires_grad=True)])
     with pytest.raises(InputError, match=r"sparse_coo in parameter 'w'.*to_dense"):
         Bare([("w", torch.eye(2).to_sparse().requires_grad_())])
@@ -198,3 +198,26 @@ def test_nothing_is_read_from_a_device(none_grads):
         optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.step()
+
+
+def test_states_may_be_assigned_to_one_another():
+    """`previous = current` and exchanges: each is read before any is overwritten."""
+    params = make_params()
+    optimizer = Momentum(params)
+    group = optimizer.param_groups[0]
+    for step in range(3):
+        with optimizer.batched_params(group) as batches:
+            for batch in batches:
+                if step == 0:
+                    batch.state["current"] = torch.ones_like(batch.param)
+                    batch.state["previous"] = torch.zeros_like(batch.param)
+                else:
+                    batch.state["previous"] = batch.state["current"]
+                    batch.state["current"] = batch.state["current"][:] + 1
+    states = [optimizer.state[p] for p in params]
+    assert all((s["previous"] == 2).all() and (s["current"] == 3).all() for s in states)
+    with optimizer.batched_params(group) as batches:
+        for batch in batches:
+            first, second = batch.state["previous"], batch.state["current"]
+            batch.state["previous"], batch.state["current"] = second, first
+    assert all((s["previous"] == 3).all() and (s["current"] == 2).all() for s in states)

@@ -85,7 +85,14 @@ def short_master(make):
     return found
 
 
+def without_a_state(make):
+    found = started(make)[1].state_dict()
+    del found["state"][2]
+    return found
+
+
 REFUSED = {
+    without_a_state: "Expected a state of .* Found \\[\\]",
     other_shapes: "parameter's shape",
     too_few: "parameter group",
     two_groups: "different number of parameter groups",
@@ -211,3 +218,17 @@ def test_the_error_of_a_shape_names_it(make):
     _, optimizer = started(make)
     with pytest.raises(InputError, match=r"shape \(4, 3\). Found \(7, 3\). Remedy"):
         optimizer.load_state_dict(other_shapes(make))
+
+
+@every_optimizer
+def test_names_in_another_order_are_refused(make):
+    shapes = {"a": (3,), "b": (3,), "c": (2,)}
+    named = {name: torch.ones(shape).requires_grad_() for name, shape in shapes.items()}
+    optimizer = make(named.items())
+    other = make([(name, named[name].detach().clone().requires_grad_()) for name in "bac"])
+    with pytest.raises(ValueError, match=r"'a' at place 0 of a group\. Found that of 'b'"):
+        optimizer.load_state_dict(other.state_dict())
+    renamed = make([(f"module.{name}", p) for name, p in named.items()])
+    renamed.state[named["a"]]["step"].fill_(5)
+    optimizer.load_state_dict(renamed.state_dict())
+    assert optimizer.state[named["a"]]["step"] == 5

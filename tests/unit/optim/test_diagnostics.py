@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from steadygrad._checks import InputError
 from steadygrad.optim import LANS, ScaledAdam
 
 MAKERS = {
@@ -30,19 +31,79 @@ def steps(optimizer, values, count, factor=1.0):
 
 
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
-def test_names_the_unusual_gradient(maker):
+def test_the_numbers_of_an_ordinary_step(maker):
     values = parameters()
     optimizer = maker(values.items())
     steps(optimizer, values, 20)
-    values["bias"].grad *= 100
     (report,) = optimizer.diagnostics()
-    assert next(iter(report["unusual"])) == "bias"
-    assert report["unusual"]["bias"] > 10 * report["unusual"]["wide"]
     square = sum(float(p.grad.square().sum()) for p in values.values())
     # float32 sums.
     assert report["gradient_norm"] == pytest.approx(square**0.5, rel=1e-5)
     assert report["skipped"] == 0
-    assert report["not_finite"] == []
+    assert report["not_finite"] == report["too_large"] == []
+    # Independent draws of one size: the elements' own spread, no more.
+    assert all(0.3 < ratio < 3 for name, ratio in report["unusual"].items() if name != "gain")
+
+
+def history(optimizer, values, gradients, last):
+    for step in range(40):
+        for name, p in values.items():
+            p.grad = (last if step == 39 else gradients)[name].clone()
+        optimizer.step()
+    return optimizer.diagnostics()[0]["unusual"]
+
+
+def test_scaled_adam_names_the_gradient_that_has_grown_not_the_largest():
+    values = parameters()
+    sizes = {"wide": 100.0, "bias": 0.01, "gain": 1.0}
+    usual = {name: torch.full_like(p, sizes[name]) for name, p in values.items()}
+    found = history(
+        ScaledAdam(values.items()), values, usual, {**usual, "bias": 100 * usual["bias"]}
+    )
+    assert next(iter(found)) == "bias"
+    # v holds a fiftieth of the new square: 1 / 0.02, and the old ones next to nothing.
+    assert found["bias"] == pytest.approx(50**0.5, rel=0.02)
+    assert found["wide"] == pytest.approx(1.34, abs=0.05)  # v has come 55 % of its way in 40 steps
+
+
+def test_lans_names_the_gradient_whose_pattern_has_changed_not_the_largest():
+    values = parameters()
+    usual = {name: torch.full_like(p, 100.0) for name, p in values.items()}
+    usual["bias"] = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    turned = torch.tensor([0.0, 1.0, 0.0, 0.0])
+    found = history(LANS(values.items()), values, usual, {**usual, "bias": turned})
+    assert next(iter(found)) == "bias"
+    # One of four elements, whose second moment is this step's alone: 1 / 39 of it, corrected.
+    assert found["bias"] == pytest.approx((40 / 4) ** 0.5, rel=0.03)
+    assert found["wide"] == pytest.approx(1, rel=1e-3)
+
+
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
+def test_a_loss_scale_changes_no_number(maker):
+    plain, scaled = parameters(), parameters()
+    ours, theirs = maker(plain.items()), maker(scaled.items())
+    for values, optimizer in ((plain, ours), (scaled, theirs)):
+        steps(optimizer, values, 12)
+    for p in scaled.values():
+        p.grad *= 2.0**16
+    (expected,), (found,) = ours.diagnostics(), theirs.diagnostics(grad_scale=2.0**16)
+    assert found == expected  # to the bit: the scale is a power of two
+    with pytest.raises(InputError, match="grad_scale"):
+        ours.diagnostics(grad_scale=0)
+
+
+def test_the_clipped_share_after_the_first_parameter_is_thawed():
+    late, early = torch.ones(3, 2), torch.ones(3, 2, requires_grad=True)
+    optimizer = ScaledAdam([late, early], clipping_scale=0.5, clipping_update_period=5)
+    for step in range(10):
+        late.requires_grad_(step == 9)
+        for p in (late, early) if step == 9 else (early,):
+            p.grad = torch.full((3, 2), float(step + 1))
+        optimizer.step()
+    (report,) = optimizer.diagnostics()
+    # The last threshold was taken at step 5, and steps 5 to 9 were above it.
+    assert report["clipped"] == 1.0
+    assert len(set(report["quartiles"])) == 5
 
 
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
@@ -124,3 +185,16 @@ def test_unnamed_parameters_and_the_length_of_lists():
     (report,) = optimizer.diagnostics(top=2)
     assert len(report["unusual"]) == 2
     assert set(report["unusual"]) <= {f"group 0, {i}" for i in range(5)}
+
+
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
+def test_tells_what_is_too_large_from_what_is_not_finite(maker):
+    values = parameters()
+    optimizer = maker(values.items())
+    steps(optimizer, values, 2)
+    values["wide"].grad[0, 0] = 1e30
+    values["bias"].grad[0] = torch.nan
+    optimizer.step()
+    (report,) = optimizer.diagnostics()
+    assert report["not_finite"] == ["bias"]
+    assert report["too_large"] == ["wide"]

@@ -237,3 +237,10 @@ def test_bad_opt_args():
     model.scale.opt_args = 0.1
     with pytest.raises(InputError, match=r"`opt_args` of 'scale'\. Found 0\.1"):
         param_groups(model)
+
+
+def test_a_name_with_brackets_is_a_pattern_of_itself():
+    model = nn.Module()
+    model.parts = nn.ParameterDict({"a[0]": nn.Parameter(torch.ones(2))})
+    (group,) = param_groups(model, {"parts.a[0]": {"weight_decay": 0.5}})
+    assert group["weight_decay"] == 0.5

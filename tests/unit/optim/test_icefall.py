@@ -47,6 +47,14 @@ def test_every_part_of_the_stacks_arrives(recipe):
         assert torch.equal(optimizer.state[p]["model_norms"], clipping["model_norms"])
         assert optimizer.state[p]["model_norm_threshold"] == clipping["model_norm_threshold"]
         assert optimizer.state[p]["num_clipped"] == clipping["num_clipped"]
+    fresh = ScaledAdam(
+        [p.detach().clone().requires_grad_() for p in parameters.values()],
+        **golden.config["kwargs"],
+        recipe=recipe,
+    )
+    for p, q in zip(parameters.values(), fresh.param_groups[0]["params"], strict=True):
+        types = {name: t.dtype for name, t in fresh.state[q].items()}
+        assert {name: t.dtype for name, t in optimizer.state[p].items()} == types
 
 
 def change(optimizer):
@@ -79,3 +87,19 @@ def test_a_checkpoint_without_clipping_keeps_the_own_record():
     assert state["model_norm_threshold"] == torch.inf
     assert state["model_norms"].shape == (100,)
     assert len(golden.names) == 7
+
+
+@pytest.mark.parametrize("option", ["size_update_period", "clipping_update_period"])
+def test_another_period_is_refused(option):
+    golden, saved, parameters = start("zipformer")
+    options = {**golden.config["kwargs"], option: 7}
+    optimizer = ScaledAdam(parameters.values(), **options)
+    with pytest.raises(InputError, match=rf"of 7 steps.*Remedy: {option}=(4|10)\."):
+        optimizer.load_icefall_state_dict(saved)
+
+
+def test_a_whole_checkpoint_is_told_from_the_optimizers_entry():
+    _, saved, parameters = start("zipformer")
+    optimizer = ScaledAdam(parameters.values())
+    with pytest.raises(InputError, match=r"Remedy: hand in checkpoint\['optimizer'\]"):
+        optimizer.load_icefall_state_dict({"model": {}, "optimizer": saved})

@@ -5,7 +5,7 @@ import torch
 
 from steadygrad.optim import LANS
 from tests.reference.lans import Lans
-from tests.unit.optim.reference_runs import deviation
+from tests.unit.optim.reference_runs import MODES, deviation
 
 OPTIONS = {
     "default": {},
@@ -21,14 +21,14 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "single"])
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_equals_the_reference(options, foreach):
+def test_equals_the_reference(options, mode):
     for seed in range(2):
         # Float64 on both sides; 60 steps of rounding in another order.
         assert (
             deviation(
-                lambda params: LANS(params, **options, foreach=foreach),
+                lambda params: LANS(params, **options, **mode),
                 lambda: Lans(**options),
                 seed=seed,
             )

@@ -5,6 +5,7 @@ import torch
 
 from steadygrad.optim.masters import MASTER, wants_master, working_weight, write_back
 
+WANTED = {"master_weights": None}
 narrow = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
@@ -31,7 +32,7 @@ def test_who_has_a_master(dtype, wish, expected):
 def test_an_untouched_master_keeps_every_bit(dtype):
     parameter, state = pair(dtype)
     expected = state[MASTER].clone()
-    assert working_weight(parameter, state) is state[MASTER]
+    assert working_weight(parameter, state, WANTED) is state[MASTER]
     assert torch.equal(state[MASTER], expected)
     assert (state[MASTER] != parameter.detach().float()).any()
 
@@ -58,7 +59,7 @@ def test_a_written_weight_is_followed_and_others_keep_their_bits(dtype, write):
     value[3] = -7.0
     value[0, 0] = 0.0
     write(parameter, value)
-    followed = working_weight(parameter, state)
+    followed = working_weight(parameter, state, WANTED)
     expected = master.clone()
     expected[2] = 7.0
     expected[3] = -7.0
@@ -72,13 +73,13 @@ def test_a_swap_out_and_back_in_loses_nothing(dtype):
     master, weights = state[MASTER].clone(), parameter.detach().clone()
     parameter.data.zero_()
     parameter.data.copy_(weights)
-    assert torch.equal(working_weight(parameter, state), master)
+    assert torch.equal(working_weight(parameter, state, WANTED), master)
 
 
 def test_a_weight_that_is_not_finite_is_followed_too():
     parameter, state = pair(torch.float16)
     parameter.data[0, 0], parameter.data[1, 1] = torch.nan, torch.inf
-    followed = working_weight(parameter, state)
+    followed = working_weight(parameter, state, WANTED)
     assert followed[0, 0].isnan()
     assert followed[1, 1].isinf()
     assert followed.isfinite().sum() == followed.numel() - 2
@@ -86,7 +87,7 @@ def test_a_weight_that_is_not_finite_is_followed_too():
 
 def test_without_a_master_the_weight_itself_is_worked_on():
     parameter = torch.zeros(3, requires_grad=True)
-    weight = working_weight(parameter, {})
+    weight = working_weight(parameter, {}, WANTED)
     assert not weight.requires_grad
     weight.add_(1)
     assert torch.equal(parameter.detach(), torch.ones(3))

@@ -5,7 +5,7 @@ import torch
 
 from steadygrad.optim import ScaledAdam
 from tests.reference import scaled_adam as reference
-from tests.unit.optim.reference_runs import deviation
+from tests.unit.optim.reference_runs import MODES, deviation
 
 OPTIONS = {
     "default": {},
@@ -23,7 +23,7 @@ CLIPPED = {
     "uphill": {"clipping_scale": 0.5, "clipping_update_period": 6, "maximize": True},
 }
 recipes = pytest.mark.parametrize("recipe", ["zipformer", "stateless7"])
-modes = pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "single"])
+modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 
 class Exact(ScaledAdam):
@@ -33,11 +33,11 @@ class Exact(ScaledAdam):
         return parameter.dtype
 
 
-def difference(options, recipe, foreach, make=Exact, **kwargs):
+def difference(options, recipe, mode, make=Exact, **kwargs):
     options = {**options, "recipe": recipe}
     return max(
         deviation(
-            lambda params: make(params, **options, foreach=foreach),
+            lambda params: make(params, **options, **mode),
             lambda: reference.ScaledAdam(**options),
             seed=seed,
             **kwargs,
@@ -49,17 +49,17 @@ def difference(options, recipe, foreach, make=Exact, **kwargs):
 @recipes
 @modes
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_equals_the_reference(options, recipe, foreach):
+def test_equals_the_reference(options, recipe, mode):
     # Float64 on both sides; 60 steps of rounding in another order.
-    assert difference(options, recipe, foreach) < 1e-12
+    assert difference(options, recipe, mode) < 1e-12
 
 
 @recipes
 @modes
 @pytest.mark.parametrize("options", CLIPPED.values(), ids=CLIPPED)
-def test_clips_as_the_reference(options, recipe, foreach):
+def test_clips_as_the_reference(options, recipe, mode):
     # Norms and thresholds are float32, as the originals keep them.
-    assert difference(options, recipe, foreach) < 1e-6
+    assert difference(options, recipe, mode) < 1e-6
 
 
 @pytest.mark.parametrize("options", CLIPPED.values(), ids=CLIPPED)
@@ -79,12 +79,12 @@ def test_follows_a_changing_learning_rate(recipe):
     def before(step, optimizer, reference):
         optimizer.param_groups[0]["lr"] = reference.lr = 0.1 / (1 + step)
 
-    assert difference({}, recipe, True, before=before) < 1e-12
+    assert difference({}, recipe, MODES["fused"], before=before) < 1e-12
 
 
 def test_its_own_state_is_float32():
     # Rounding of a float32 state, 60 steps of it.
-    assert 1e-12 < difference({}, "zipformer", True, make=ScaledAdam) < 1e-5
+    assert 1e-12 < difference({}, "zipformer", MODES["fused"], make=ScaledAdam) < 1e-5
 
 
 @recipes
@@ -110,3 +110,18 @@ def test_a_groups_norms_are_its_own():
     assert [int(optimizer.state[p]["num_clipped"]) for p in params] == [0, 1]
     quiet, loud = (optimizer.state[p]["model_norms"] for p in params)
     assert loud.max() > 50 * quiet.max()
+
+
+def test_a_thawed_parameter_does_not_turn_the_clipping_record_back():
+    late = torch.ones(3, 2).requires_grad_(False)
+    early = torch.ones(3, 2, requires_grad=True)
+    optimizer = ScaledAdam([late, early], clipping_scale=2.0, clipping_update_period=5)
+    for step in range(8):
+        late.requires_grad_(step == 7)
+        for p in (late, early) if step == 7 else (early,):
+            p.grad = torch.full((3, 2), float(step + 1))
+        before = optimizer.state[early]["model_norms"].clone()
+        optimizer.step()
+    assert optimizer.state[late]["step"] == 1
+    changed = before != optimizer.state[early]["model_norms"]
+    assert changed.tolist() == [place == 7 % 5 for place in range(5)]

@@ -1,0 +1,163 @@
+"""Looks at graphs before anything is computed: what depends on what, and by which way."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from steadygrad._checks import InputError
+
+__all__ = ["check_leaves", "check_losses", "independent"]
+
+Edge = tuple[Node, int]
+
+
+def check_leaves(leaves: Sequence[Tensor], heads: Sequence[Tensor]) -> set[Node] | None:
+    """Refuses outputs and heads' parameters that an output is made from: they would count twice.
+
+    Args:
+        leaves: The model's outputs.
+        heads: Parameters of the losses.
+
+    Returns:
+        The nodes upstream of the outputs, or None if there was no need to look.
+
+    Raises:
+        InputError: If there are such outputs or parameters.
+    """
+    if len(leaves) < 2 and not heads:
+        return None
+    ends = {get_gradient_edge(leaf).node for leaf in leaves}
+    upstream = _behind(ends)
+    if not ends.isdisjoint(upstream):
+        raise InputError(
+            "Parameter `y` should hold tensors of which none is made from another. Found one "
+            "upstream of another, whose gradient would be counted twice. Remedy: `fork(y)`, "
+            "with the rest of the model fed from the tensor itself and not from a branch."
+        )
+    shared = [tuple(p.shape) for p in heads if get_gradient_edge(p).node in upstream | ends]
+    if shared:
+        raise InputError(
+            "Parameter `head_parameters` should hold parameters between `y` and the losses. Found "
+            f"{len(shared)} of {len(heads)} that `y` is made from, the first of shape {shared[0]}: "
+            "the whole model, or a weight that a head shares with it. Remedy: the heads' alone, "
+            "such as `model.head.parameters()`; with shared weights, `fork(y)`."
+        )
+    return upstream
+
+
+def check_losses(
+    losses: Mapping[str, Tensor], leaves: Sequence[Tensor], upstream: set[Node] | None = None
+) -> dict[str, int]:
+    """Looks at losses and their graphs before anything is computed.
+
+    Args:
+        losses: Losses by name.
+        leaves: The model's outputs.
+        upstream: What :func:`check_leaves` gave.
+
+    Returns:
+        Each loss with how many of the later ones share nodes of its graph.
+
+    Raises:
+        InputError: If a loss is no scalar, does not depend on the outputs, reaches the model
+            beside them, or goes through a reentrant checkpoint.
+    """
+    edges = {_edge(leaf) for leaf in leaves}
+    stops = {node for node, _ in edges}
+    graphs: dict[str, set[Node]] = {}
+    for name, loss in losses.items():
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise InputError(
+                f"Loss {name!r} should be a tensor with one real number. Found {shape}. "
+                "Remedy: `loss.mean()`, or None where it is missing in a step."
+            )
+        nodes, reached = _above(loss, stops)
+        if reached.isdisjoint(edges):
+            raise _one_compiled(name) if _compiled(reached) else independent(name)
+        if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
+            raise InputError(
+                f"Loss {name!r} should have a graph that can be differentiated by parts. Found a "
+                "reentrant checkpoint in it. Remedy: checkpoint(..., use_reentrant=False), or "
+                "`fork(y)` and an ordinary backward."
+            )
+        if not reached <= edges:
+            raise _beside(name)
+        # Every way into the model ends at a leaf: without one of its own a loss has no other way.
+        if any(not node.next_functions for node in nodes):
+            upstream = _behind(stops) if upstream is None else upstream
+            if not nodes.isdisjoint(upstream):
+                raise _beside(name)
+        # Parameters' own nodes hold nothing that a first pass could free.
+        graphs[name] = {node for node in nodes if node.next_functions}
+    names = list(graphs)
+    return {
+        name: sum(not graphs[name].isdisjoint(graphs[other]) for other in names[i + 1 :])
+        for i, name in enumerate(names)
+    }
+
+
+def independent(name: str) -> InputError:
+    """What to say of a loss that no gradient of the outputs comes from."""
+    return InputError(
+        f"Loss {name!r} should depend on `y`. Found a graph in which it does not. Remedy: compute "
+        "it from the very tensor handed in as `y`, not from a copy, a detached tensor or another "
+        "output; add losses of other things to the total outside of the balancer."
+    )
+
+
+def _beside(name: str) -> InputError:
+    return InputError(
+        f"Loss {name!r} should reach the model through `y` alone. Found that it also uses a weight "
+        "of the model, or something upstream of `y` or put out beside it, whose gradient would be "
+        "lost. Remedy: `fork(y)` and an ordinary backward, which carries both; or put it into `y`, "
+        "or detach it."
+    )
+
+
+def _one_compiled(name: str) -> InputError:
+    return InputError(
+        f"Loss {name!r} should be computed from `y` in a graph of its own. Found one compiled "
+        "graph that returns both, in which nothing tells how the loss depends on `y`. Remedy: "
+        "return `y` from the compiled model, and compute the losses outside or in another compiled "
+        "function; or call `fork(y)` in between."
+    )
+
+
+def _compiled(edges: Iterable[Edge]) -> bool:
+    return any(node.name().startswith("CompiledFunction") for node, _ in edges)
+
+
+def _edge(tensor: Tensor) -> Edge:
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _above(loss: Tensor, stops: set[Node]) -> tuple[set[Node], set[Edge]]:
+    """The nodes between a loss and the outputs, and the edges by which it reaches their nodes."""
+    if not loss.requires_grad:
+        return set(), set()
+    start = _edge(loss)
+    nodes = _upstream([start[0]], stops) - stops
+    followed = {edge for node in nodes for edge in node.next_functions} | {start}
+    return nodes, {(n, number) for n, number in followed if n is not None and n in stops}
+
+
+def _behind(ends: set[Node]) -> set[Node]:
+    """The nodes upstream of the outputs'."""
+    starts = [after for end in ends for after, _ in end.next_functions if after is not None]
+    # Once for all of them: a graph has no circles, so no output is upstream of itself.
+    return _upstream(starts, set())
+
+
+def _upstream(stack: list[Node], stops: set[Node]) -> set[Node]:
+    """All nodes that a backward pass from these would reach, not going on behind ``stops``."""
+    found: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            if node not in stops:
+                stack += [after for after, _ in node.next_functions if after is not None]
+    return found

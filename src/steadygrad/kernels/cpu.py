@@ -1,0 +1,94 @@
+"""Compiled loops for CPUs: where each of them starts. It needs numba, and numpy with it.
+
+They are compiled when first needed, in about a quarter of a second each, and kept on disk: beside
+this file, else in the user's cache folder, else not at all. ``NUMBA_CACHE_DIR`` says where instead.
+"""
+
+import importlib
+import threading
+from functools import cache
+
+import numpy as np
+import torch
+
+from steadygrad.kernels import threads
+from steadygrad.kernels.tables import ChunkTable
+
+__all__ = ["Types", "address_of", "launch"]
+
+_ROOMS = {
+    "square_sums": "numba_lans",
+    "lans_directions": "numba_lans",
+    "lans_apply": "numba_lans",
+    "scaled_adam_sums": "numba_scaled_adam",
+    "scaled_adam_update": "numba_scaled_adam",
+    "gather": "numba_columns",
+    "scatter": "numba_columns",
+}
+_NUMBERS = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    # Of their bits, as numba_parts says.
+    torch.bfloat16: np.uint16,
+    torch.float16: np.int16,
+}
+# Types of gradients, weights, state, and of the parameters that weights are rounded to.
+Types = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]
+
+# Numba's compiler is for one thread at a time; so are the entries here.
+_LOCK = threading.Lock()
+
+
+def address_of(name: str, types: Types) -> int:
+    """Where a kernel starts, compiled if it was not yet.
+
+    Args:
+        name: Of the kernel.
+        types: What it works on.
+
+    Raises:
+        Exception: Whatever the compiler raises; nothing has been computed then.
+    """
+    with _LOCK:
+        return _address_of(name, types)
+
+
+@cache
+def _address_of(name: str, types: Types) -> int:
+    parts = importlib.import_module("steadygrad.kernels.numba_parts")
+    room = importlib.import_module(f"steadygrad.kernels.{_ROOMS[name]}")
+    make = getattr(room, name)(*(_NUMBERS[dtype] for dtype in types))
+    try:
+        kernel = parts.compiled(make, cache=True)
+    except (OSError, RuntimeError):
+        # No folder to write to, or a full disk: compiled for this process alone.
+        kernel = parts.compiled(make, cache=False)
+    _KEPT.append(kernel)
+    return int(kernel.address)
+
+
+# An address is good as long as what it was taken from lives.
+_KEPT: list[object] = []
+
+
+def launch(
+    name: str,
+    types: Types,
+    table: ChunkTable,
+    factors: torch.Tensor | None = None,
+    settings: torch.Tensor | None = None,
+    *,
+    alone: bool = False,
+) -> None:
+    """Runs a kernel over a table, on as many threads as torch uses.
+
+    Args:
+        name: Of the kernel.
+        types: What it works on.
+        table: The tensors.
+        factors: What it takes for each tensor, contiguous float64.
+        settings: What it takes besides, contiguous float64.
+        alone: Whether it does not share out its work: one thread only.
+    """
+    places = [0 if x is None else x.data_ptr() for x in (factors, settings)]
+    threads.run(address_of(name, types), table.job(*places), 0 if alone else table.elements)

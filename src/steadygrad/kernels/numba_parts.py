@@ -1,0 +1,227 @@
+"""What the compiled loops are made of: addresses, a shared work list, and 16-bit numbers.
+
+Numba has no bfloat16 and, on CPUs, no float16: their bits travel as ``uint16`` and ``int16``.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+
+from steadygrad.kernels.tables import Job
+
+__all__ = [
+    "SOURCE",
+    "array_at",
+    "compiled",
+    "follow",
+    "gradient_at",
+    "narrow",
+    "opened",
+    "part_at",
+    "take",
+    "wide",
+    "widen",
+]
+
+# Numba's cache looks at a function's own file only. Kernels hold on to this number too, so that
+# they are made anew when what else they are made of has changed.
+PARTS = ("numba_parts.py", "tables.py")
+SOURCE = crc32(b"".join((Path(__file__).parent / f).read_bytes() for f in PARTS))
+
+# Without `nnan` and `ninf`: given those, the compiler may drop what guards against such values.
+FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
+
+# Plain numbers, as the compiler takes them for constants.
+COUNTER, ZEROS, PLACES = int(Job.COUNTER), int(Job.ZEROS), len(Job)
+CHUNKS, CHUNK_TABLE, SUMS = int(Job.CHUNKS), int(Job.CHUNK_TABLE), int(Job.SUMS)
+TENSORS, TENSOR_TABLE, FIELDS = int(Job.TENSORS), int(Job.TENSOR_TABLE), int(Job.FIELDS)
+FACTORS, SETTINGS = int(Job.FACTORS), int(Job.SETTINGS)
+INT16, INT32, INT64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+FLOAT32 = ir.FloatType()
+
+
+def wide(number: Any) -> Any:
+    """The type that sums of such numbers are taken in."""
+    return np.float32 if number in (np.uint16, np.int16) else number
+
+
+def compiled(function: Callable[[Any], None], cache: bool) -> Any:
+    """The function as C code; its ``address`` is where that starts."""
+    signature = types.void(types.voidptr)
+    return cfunc(signature, cache=cache, fastmath=FAST, error_model="numpy")(function)
+
+
+def instruction(returns: Any, takes: Any, emit: Callable[[Any, Any], Any]) -> Any:
+    """A function of one value that is written in the compiler's own instructions."""
+
+    @intrinsic
+    def call(typing: Any, value: Any) -> Any:
+        return returns(takes), lambda _context, builder, _signature, values: emit(
+            builder, values[0]
+        )
+
+    return call
+
+
+pointer = instruction(types.voidptr, types.int64, lambda b, x: b.inttoptr(x, cgutils.voidptr_t))
+# The next number of a counter that threads share.
+fetch_next = instruction(
+    types.int64,
+    types.int64,
+    lambda b, x: b.atomic_rmw(
+        "add", b.inttoptr(x, INT64.as_pointer()), ir.Constant(INT64, 1), "monotonic"
+    ),
+)
+
+
+@njit(inline="always")
+def array_at(address: Any, length: Any, dtype: Any) -> Any:
+    """Memory at an address, as an array."""
+    return carray(pointer(address), length, dtype)
+
+
+@njit(inline="always")
+def part_at(address: Any, first: Any, length: Any, dtype: Any) -> Any:
+    """Some elements of the memory at an address, as an array of their own.
+
+    A loop over it counts from zero: only then does the compiler see that no index is negative,
+    which would mean one from the end, and that elements may be worked on side by side.
+    """
+    size = carray(pointer(address), 1, dtype).itemsize
+    return carray(pointer(address + first * size), length, dtype)
+
+
+@njit(inline="always")
+def opened(data: Any, width: Any) -> Any:
+    """A job and its tables: chunks, addresses, sums, ``width`` factors a tensor, settings."""
+    job = carray(data, PLACES, np.int64)
+    chunks = array_at(job[CHUNK_TABLE], (job[CHUNKS], 3), np.int64)
+    addresses = array_at(job[TENSOR_TABLE], (job[TENSORS], job[FIELDS]), np.int64)
+    sums = array_at(job[SUMS], (job[CHUNKS], 3), np.float64)
+    factors = array_at(job[FACTORS], (job[TENSORS], width), np.float64)
+    return job, chunks, addresses, sums, factors, array_at(job[SETTINGS], 6, np.float64)
+
+
+@njit(inline="always")
+def take(job: Any) -> Any:
+    """The place of the next chunk that nobody has taken; negative if there is none."""
+    place = fetch_next(job[COUNTER])
+    return place if place < job[CHUNKS] else np.int64(-1)
+
+
+@njit(inline="always")
+def gradient_at(job: Any, address: Any, first: Any, length: Any, dtype: Any) -> Any:
+    """A block of a gradient; zeros for one that is nowhere."""
+    if address == 0:
+        return part_at(job[ZEROS], 0, length, dtype)
+    return part_at(address, first, length, dtype)
+
+
+def _int(value: int) -> Any:
+    return ir.Constant(INT32, value)
+
+
+def _wide_bfloat16(b: Any, x: Any) -> Any:
+    return b.bitcast(b.shl(b.zext(x, INT32), _int(16)), FLOAT32)
+
+
+def _round_bfloat16(b: Any, x: Any) -> Any:
+    """To the nearest, ties to even; a NaN stays one."""
+    bits = b.bitcast(x, INT32)
+    odd = b.and_(b.lshr(bits, _int(16)), _int(1))
+    rounded = b.lshr(b.add(bits, b.add(odd, _int(0x7FFF))), _int(16))
+    return b.trunc(b.select(b.fcmp_unordered("uno", x, x), _int(0x7FC0), rounded), INT16)
+
+
+def _wide_float16(b: Any, x: Any) -> Any:
+    bits = b.zext(x, INT32)
+    sign = b.shl(b.and_(bits, _int(0x8000)), _int(16))
+    size = b.and_(bits, _int(0x7FFF))
+    normal = b.add(b.shl(size, _int(13)), _int((127 - 15) << 23))
+    special = b.or_(normal, _int(0x7F800000))
+    # As the lowest digits of a half, less the half: no multiplication of tiny numbers, which a
+    # processor may take for zeros.
+    half = ir.Constant(FLOAT32, 0.5)
+    tiny = b.bitcast(b.or_(size, _int(126 << 23)), FLOAT32)
+    tiny = b.bitcast(b.fsub(tiny, half), INT32)
+    wide = b.select(b.icmp_unsigned(">=", size, _int(0x7C00)), special, normal)
+    wide = b.select(b.icmp_unsigned("<", size, _int(0x0400)), tiny, wide)
+    return b.bitcast(b.or_(wide, sign), FLOAT32)
+
+
+def _round_float16(b: Any, x: Any) -> Any:
+    """To the nearest, ties to even; a NaN stays one, what is too large becomes infinite."""
+    bits = b.bitcast(x, INT32)
+    sign = b.lshr(b.and_(bits, _int(0x80000000)), _int(16))
+    size = b.and_(bits, _int(0x7FFFFFFF))
+    odd = b.and_(b.lshr(size, _int(13)), _int(1))
+    normal = b.sub(b.add(size, b.add(odd, _int(0xFFF))), _int((127 - 15) << 23))
+    # A half has its last digit where the smallest float16 has it.
+    half = ir.Constant(FLOAT32, 0.5)
+    tiny = b.sub(b.bitcast(b.fadd(b.bitcast(size, FLOAT32), half), INT32), _int(126 << 23))
+    narrow = b.select(
+        b.icmp_unsigned("<", size, _int((127 - 14) << 23)), tiny, b.lshr(normal, _int(13))
+    )
+    narrow = b.select(b.icmp_unsigned(">=", size, _int((127 + 16) << 23)), _int(0x7C00), narrow)
+    narrow = b.select(b.fcmp_unordered("uno", x, x), _int(0x7E00), narrow)
+    return b.trunc(b.or_(narrow, sign), INT16)
+
+
+wide_bfloat16 = instruction(types.float32, types.uint16, _wide_bfloat16)
+wide_float16 = instruction(types.float32, types.int16, _wide_float16)
+narrow_bfloat16 = instruction(types.uint16, types.float32, _round_bfloat16)
+narrow_float16 = instruction(types.int16, types.float32, _round_float16)
+
+
+def widen(number: Any) -> Any:
+    """A number as a floating one."""
+
+
+@overload(widen)
+def _widen(number: Any) -> Any:
+    def of_bfloat16(number: Any) -> Any:
+        return wide_bfloat16(number)
+
+    def of_float16(number: Any) -> Any:
+        return wide_float16(number)
+
+    def of_float(number: Any) -> Any:
+        return number
+
+    return {types.uint16: of_bfloat16, types.int16: of_float16}.get(number, of_float)
+
+
+def narrow(number: Any, like: Any) -> Any:
+    """A number as the type of ``like`` has it."""
+
+
+@overload(narrow)
+def _narrow(number: Any, like: Any) -> Any:
+    def to_bfloat16(number: Any, like: Any) -> Any:
+        return narrow_bfloat16(np.float32(number))
+
+    def to_float16(number: Any, like: Any) -> Any:
+        return narrow_float16(np.float32(number))
+
+    def to_float(number: Any, like: Any) -> Any:
+        return number
+
+    return {types.uint16: to_bfloat16, types.int16: to_float16}.get(like, to_float)
+
+
+@njit(inline="always")
+def follow(master: Any, parameter: Any, size: Any) -> None:
+    """Masters take what somebody else has written to their parameters.
+
+    An element that is still its master's rounding tells nothing new; any other is the master now.
+    """
+    for i in range(size):
+        same = narrow(master[i], parameter[i]) == parameter[i]
+        master[i] = master[i] if same else widen(parameter[i])

@@ -1,0 +1,81 @@
+"""Running a compiled loop on several threads: those that torch computes with.
+
+On Linux torch's threads are OpenMP's, and a loop that asks the same library for a team gets the
+same threads: none are added that could compete with them, and several Python threads may step at
+once, as with torch's own operations. Elsewhere, and in a process that was forked, whose OpenMP
+threads are its parent's and not its own, Python threads do it.
+"""
+
+import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+__all__ = ["SMALL", "run"]
+
+# Elements below which waking a second thread costs more than it saves.
+SMALL = 32768
+
+_KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class _Forked:
+    """Whether this process was forked after this file was read, and its own threads."""
+
+    here = False
+    pool: ThreadPoolExecutor | None = None
+    size = 0
+
+
+def _after_fork() -> None:
+    _Forked.here, _Forked.pool = True, None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+@cache
+def _team() -> Any:
+    """OpenMP's way to start a team, from the very library that torch uses; None: there is none."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        start = ctypes.CDLL(str(library)).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    start.restype = None
+    return start
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    if _Forked.pool is None or _Forked.size < threads:
+        _Forked.pool, _Forked.size = ThreadPoolExecutor(threads, "steadygrad"), threads
+    return _Forked.pool
+
+
+def run(address: int, job: NDArray[np.int64], elements: int) -> None:
+    """Runs a kernel to its end, without the interpreter's lock.
+
+    Args:
+        address: Of the kernel.
+        job: What it is handed.
+        elements: How much work it is.
+    """
+    threads = min(torch.get_num_threads(), max(1, elements // SMALL))
+    kernel, place = _KERNEL(address), job.ctypes.data
+    if threads == 1:
+        kernel(place)
+    elif not _Forked.here and _team() is not None:
+        _team()(address, place, threads, 0)
+    else:
+        others = [_pool(threads).submit(kernel, place) for _ in range(threads - 1)]
+        kernel(place)
+        for other in others:
+            other.result()

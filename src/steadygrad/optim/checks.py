@@ -1,0 +1,124 @@
+"""Checks of the options and parameters that both optimizers take."""
+
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad._checks import InputError, check_number
+from steadygrad.sharding import local
+
+__all__ = ["check_options", "check_parameter", "dense_gradient"]
+
+# What torch and its schedules put into groups.
+_KNOWN_TO_OTHERS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_lr"}
+_SWITCHES: dict[str, tuple[bool | None, ...]] = {
+    "foreach": (True, False, None),
+    "fused": (True, False, None),
+    "master_weights": (True, False, None),
+    "maximize": (True, False),
+    "capturable": (True, False),
+}
+
+
+def check_options(group: Mapping[str, Any], options: Collection[str]) -> None:
+    """Raises InputError unless a group's shared options can be used.
+
+    Args:
+        group: The group.
+        options: All names of options there are.
+    """
+    _check_lr(group["lr"])
+    _check_names(group, options)
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise InputError(
+            f"Parameter `betas` should be two numbers. Found {betas!r}. Remedy: betas=(0.9, 0.999)."
+        )
+    for beta in betas:
+        check_number("betas", beta, low=0, high=1, high_open=True)
+    for name, values in _SWITCHES.items():
+        # By identity: 1 and a tensor of it are equal to True.
+        if not any(group[name] is value for value in values):
+            raise InputError(
+                f"Parameter `{name}` should be one of {', '.join(map(str, values))}. "
+                f"Found {group[name]!r}. Remedy: one of these."
+            )
+    if group["foreach"] and group["fused"]:
+        raise InputError(
+            "Expected at most one of `foreach` and `fused`. Found both. Remedy: leave one out."
+        )
+
+
+def check_parameter(parameter: Tensor, name: str = "") -> None:
+    """Raises InputError unless a parameter is real, floating and dense."""
+    whose = f" in parameter {name!r}" if name else ""
+    if not parameter.dtype.is_floating_point:
+        is_complex = parameter.dtype.is_complex
+        remedy = "torch.view_as_real(p)" if is_complex else "leave it out, it has no gradient"
+        raise InputError(
+            f"Expected parameters of a real floating type. Found {parameter.dtype} with shape "
+            f"{tuple(parameter.shape)}{whose}. Remedy: {remedy}."
+        )
+    if parameter.layout != torch.strided:
+        raise InputError(
+            f"Expected dense parameters. Found {parameter.layout}{whose}. "
+            "Remedy: parameter.to_dense()."
+        )
+
+
+def dense_gradient(parameter: Tensor, name: str = "") -> Tensor:
+    """A parameter's gradient; a zero that takes no memory for None.
+
+    Raises:
+        InputError: If it is sparse.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        own = local(parameter.detach())
+        return own.new_zeros(()).expand(own.shape)
+    if gradient.layout != torch.strided:
+        whose = f" for {name!r}" if name else ""
+        raise InputError(
+            f"Expected dense gradients. Found {gradient.layout}{whose}. Remedy: sparse=False in "
+            "the embedding, or an optimizer for sparse gradients on these parameters."
+        )
+    return gradient
+
+
+def _check_lr(lr: float | Tensor) -> None:
+    if not isinstance(lr, Tensor):
+        check_number("lr", lr, low=0)
+        return
+    if lr.numel() != 1:
+        raise InputError(
+            f"Parameter `lr` should have one element. Found shape {tuple(lr.shape)}. "
+            "Remedy: a 0-d tensor, and groups for several learning rates."
+        )
+    if not lr.dtype.is_floating_point:
+        # A schedule writes into it, and an integer would be cut off to 0.
+        raise InputError(
+            f"Parameter `lr` should be of a floating type. Found {lr.dtype}. "
+            "Remedy: torch.tensor(1.0), with a point."
+        )
+    if lr.device.type == "cpu":  # elsewhere reading it would wait for the device
+        check_number("lr", float(lr), low=0)
+
+
+def _check_names(group: Mapping[str, Any], options: Collection[str]) -> None:
+    """Torch keeps any entry of a group, and so a misspelt option would do nothing."""
+    for name in group:
+        if name in options or name in _KNOWN_TO_OTHERS:
+            continue
+        if name in ("lr_mult", "wd_mult"):
+            raise InputError(
+                f"Expected the options of an optimizer in a group. Found {name!r}. Remedy: "
+                "param_groups(model, ...), which multiplies."
+            )
+        if near := get_close_matches(name, options, n=1, cutoff=0.8):
+            raise InputError(
+                f"Expected the options of an optimizer in a group. Found {name!r}. "
+                f"Remedy: did you mean {near[0]!r}?"
+            )

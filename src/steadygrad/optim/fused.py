@@ -1,0 +1,220 @@
+"""Parameters that compiled loops take, and where all that belongs to them lies.
+
+Addresses are read anew at each step, so that nobody need tell when memory has moved; what is kept
+from step to step is which tensors they are of, and that is looked after too.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from steadygrad.formulas.tensors import wide
+from steadygrad.kernels import cpu
+from steadygrad.kernels.tables import ChunkTable
+from steadygrad.optim.leaves import Leaves
+from steadygrad.optim.masters import MASTER
+from steadygrad.optim.memory import fits, gradient_type, own_gradients
+from steadygrad.sharding import is_sharded, local
+
+__all__ = ["Fused", "Plan"]
+
+CPU = torch.device("cpu")
+
+
+class Fused:
+    """Parameters of one group and one set of types, as compiled loops see them.
+
+    Args:
+        group: The group.
+        params: Its parameters, each of them one that loops can take.
+        states: Their states.
+        large: Names of the two states that have the parameter's shape.
+        small: Names of those that are numbers, or rows of them; the step count first.
+    """
+
+    def __init__(
+        self,
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        states: Sequence[dict[str, Any]],
+        large: tuple[str, str],
+        small: Sequence[str],
+    ) -> None:
+        self.group, self.params, self.states = group, list(params), list(states)
+        self.sharded = any(map(is_sharded, params))
+        self._own = [local(p.detach()) for p in params]
+        has_master = MASTER in states[0]
+        names = [*large, *([MASTER] if has_master else [])]
+        self._state = {name: [state[name] for state in states] for name in [*names, *small]}
+        self._large, self._small = names, list(small)
+        self._tensors, self._lengths = list(self._all_tensors()), [*map(len, self.states)]
+        self.weights = [local(x) for x in self._state[MASTER]] if has_master else self._own
+        self._moments = [[local(x) for x in self._state[name]] for name in large]
+        self.types = (
+            gradient_type(params[0]),
+            self.weights[0].dtype,
+            self._moments[0][0].dtype,
+            self._own[0].dtype,
+        )
+        self.grads: list[Tensor | None] = []
+        self.table = ChunkTable([own.numel() for own in self._own], 5)
+        self.table.addresses[:, 4] = _addresses(self._own)
+        self._widths = [max(1, self._state[name][0].numel()) for name in small]
+        self._columns = ChunkTable([1] * len(params), sum(self._widths))
+        for name in ("gather", "scatter"):
+            cpu.address_of(name, self.types)
+
+    def refresh(self) -> bool:
+        """Looks where everything lies now; False if it is no longer the same tensors."""
+        if [*map(len, self.states)] != self._lengths:
+            return False
+        if not all(map(is_, self._all_tensors(), self._tensors)):
+            return False
+        if self.sharded:
+            self._own = [local(p.detach()) for p in self.params]
+            found = _addresses(self._own)
+            self._moments = [[local(x) for x in self._state[n]] for n in self._large[:2]]
+            has_master = MASTER in self._state
+            self.weights = [local(x) for x in self._state[MASTER]] if has_master else self._own
+        else:
+            found = _addresses(self.params)
+        table = self.table.addresses
+        if not np.array_equal(table[:, 4], found):
+            return False
+        grads = own_gradients(self.params, self._own, sharded=self.sharded)
+        if any(g is not None and g.dtype is not self.types[0] for g in grads):
+            return False
+        self.grads = grads
+        table[:, 0] = [0 if g is None else g.data_ptr() for g in grads]
+        table[:, 1] = found if self.weights is self._own else _addresses(self.weights)
+        for place, tensors in enumerate(self._moments):
+            table[:, 2 + place] = _addresses(tensors)
+        return True
+
+    def _all_tensors(self) -> Iterator[Any]:
+        """Everything in the states, shared tensors included."""
+        return chain.from_iterable(map(dict.values, self.states))
+
+    def leaves(self) -> Leaves:
+        """What a step works on."""
+        return Leaves(
+            group=self.group,
+            params=self.params,
+            weights=self.weights,
+            grads=[],
+            states=self.states,
+            numels=[p.numel() for p in self.params],
+            buckets=[],
+            fused=self,
+        )
+
+    def read_columns(self) -> dict[str, Tensor]:
+        """The small states: float64, with shape ``(tensors)`` or ``(tensors, period)``."""
+        first = 0
+        for name, width in zip(self._small, self._widths, strict=True):
+            tensors = self._state[name]
+            offsets = np.arange(width) * tensors[0].element_size()
+            starts = _addresses(tensors)[:, None]
+            self._columns.addresses[:, first : first + width] = starts + offsets
+            first += width
+        matrix = torch.empty(first, len(self.params), dtype=torch.float64)
+        cpu.launch("gather", self.types, self._columns, matrix, alone=True)
+        parts = matrix.split(self._widths)
+        return {
+            name: part[0] if self._state[name][0].ndim == 0 else part.t()
+            for name, part in zip(self._small, parts, strict=True)
+        }
+
+    def write_columns(self, columns: Mapping[str, Tensor]) -> None:
+        """Writes them back, to where they were read."""
+        rows = [columns[name].to(torch.float64) for name in self._small]
+        matrix = torch.cat([row[None] if row.ndim == 1 else row.t() for row in rows])
+        cpu.launch("scatter", self.types, self._columns, matrix.contiguous(), alone=True)
+
+    def launch(
+        self, name: str, factors: Tensor | None = None, settings: Tensor | None = None
+    ) -> None:
+        """Runs a kernel over all parameters."""
+        cpu.launch(name, self.types, self.table, factors, settings)
+
+    def sums(self) -> Tensor:
+        """What it has added up, in the weights' type or float32, with shape ``(3, tensors)``."""
+        return torch.from_numpy(self.table.sums()).to(wide(self.types[1]))
+
+    def release(self) -> None:
+        """Lets go of the gradients, whose memory the next ones may want."""
+        self.grads = []
+
+    def wrote(self) -> None:
+        """Tells autograd that weights have been written to."""
+        torch.autograd.graph.increment_version(self._own)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
+    # Without a loop in Python: there are thousands of them a step.
+    return np.fromiter(map(torch._C.TensorBase.data_ptr, tensors), np.int64, len(tensors))
+
+
+class Plan:
+    """A group's parameters, those that compiled loops take and the others.
+
+    Args:
+        group: The group.
+        members: The parameters that take part.
+        states: The optimizer's states.
+        known: Stands for these: another object, other states.
+        kinds: What must be alike in parameters that are worked on together, for each.
+        large: Names of the two states that have the parameter's shape.
+        small: Names of the small ones; those that a state lacks are left out.
+        kernels: Names of the kernels that a step needs.
+    """
+
+    def __init__(
+        self,
+        group: dict[str, Any],
+        members: list[Tensor],
+        states: Mapping[Tensor, dict[str, Any]],
+        known: object,
+        kinds: Sequence[Any],
+        large: tuple[str, str],
+        small: Sequence[str],
+        kernels: Sequence[str],
+    ) -> None:
+        self.group, self._members = group, members
+        self._masters = group["master_weights"]
+        self._known = known
+        self.others: list[Tensor] = []
+        found: dict[Any, list[Tensor]] = defaultdict(list)
+        for p, kind in zip(members, kinds, strict=True):
+            # An empty part of a sharded parameter has no memory to look at, only sums to join in.
+            if local(p.detach()).numel() and fits(p, states[p], large, CPU):
+                found[kind, p.dtype, gradient_type(p), MASTER in states[p]].append(p)
+            else:
+                self.others.append(p)
+        self.parts = []
+        for params in found.values():
+            own = [states[p] for p in params]
+            names = [name for name in small if name in own[0]]
+            self.parts.append(Fused(group, params, own, large, names))
+            for name in kernels:
+                cpu.address_of(name, self.parts[-1].types)
+
+    def holds(self, members: list[Tensor], known: object) -> bool:
+        """Whether it is still good, and looks where everything lies now."""
+        return (
+            self.group["master_weights"] is self._masters
+            and len(members) == len(self._members)
+            and all(map(is_, members, self._members))
+            and known is self._known
+            and all(part.refresh() for part in self.parts)
+        )
+
+    def __iter__(self) -> Iterator[Leaves]:
+        return (part.leaves() for part in self.parts)

@@ -1,0 +1,191 @@
+"""Sixteen bits without masters, and models that are cast after their optimizer was made."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contracts.problems import assert_same, give_gradients, parameters, run, snapshot
+from tests.contracts.table import OPTIMIZERS
+
+every_optimizer = pytest.mark.parametrize("entry", OPTIMIZERS.values(), ids=OPTIMIZERS)
+NARROW = [torch.bfloat16, torch.float16]
+# None: compiled loops.
+MODES = pytest.mark.parametrize("foreach", [True, False, None], ids=["foreach", "single", "fused"])
+
+
+def twin_of(params):
+    return [p.detach().float().requires_grad_() for p in params]
+
+
+def state_of(optimizer, params):
+    return [
+        {n: t for n, t in optimizer.state[p].items() if n not in ("skipped", "master_weight")}
+        for p in params
+    ]
+
+
+@every_optimizer
+@MODES
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_without_a_master_a_step_is_that_in_float32_rounded_once(entry, dtype, foreach):
+    params = parameters(dtype)
+    optimizer = entry(params, master_weights=False, foreach=foreach)
+    for step in range(9):
+        twin = twin_of(params)
+        other = entry(twin, foreach=foreach)
+        for p, q in zip(params, twin, strict=True):
+            other.state[q].update({n: t.clone() for n, t in optimizer.state[p].items()})
+        other._tie_shared()
+        give_gradients(params, step)
+        for p, q in zip(params, twin, strict=True):
+            q.grad = None if p.grad is None else p.grad.float()
+        optimizer.step()
+        other.step()
+        for p, q in zip(params, twin, strict=True):
+            # The two add the same numbers in the same order; two operations of the weight's own
+            # update may be one rounding in float32 and a tie in 16 bits apart.
+            torch.testing.assert_close(p, q.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
+        for ours, theirs in zip(state_of(optimizer, params), state_of(other, twin), strict=True):
+            for name, value in ours.items():
+                torch.testing.assert_close(value, theirs[name], rtol=1e-6, atol=0)
+
+
+@every_optimizer
+@MODES
+@pytest.mark.parametrize("size", [300.0, 30000.0])
+def test_fp16_without_a_master_takes_every_finite_gradient(entry, foreach, size):
+    """Sums of squares, and products with the weights, are past fp16's range."""
+    params = [torch.full((64, 64), 2.0, dtype=torch.float16, requires_grad=True)]
+    optimizer = entry(params, lr=0.5, master_weights=False, foreach=foreach)
+    before = params[0].detach().clone()
+    for step in range(3):
+        params[0].grad = torch.full_like(params[0], size * (1, -2, 0.5)[step])
+        optimizer.step()
+    assert optimizer.skipped == 0
+    assert not torch.equal(params[0], before)
+    assert torch.isfinite(params[0]).all()
+
+
+@pytest.mark.parametrize(
+    # A group's clipping goes by all of its gradients.
+    "entry",
+    [entry for entry in OPTIMIZERS.values() if "clipping_scale" not in entry.options],
+    ids=lambda entry: entry.make.__name__,
+)
+@MODES
+@pytest.mark.parametrize("order", [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)])
+def test_narrow_and_wide_parameters_in_one_group_without_masters(entry, foreach, order):
+    draw = torch.Generator().manual_seed(0)
+    # The first is large, so that the two others are worked on in one call if they are together.
+    shapes = zip([(20, 20), (6, 3), (6, 3)], (torch.float32, *order), strict=True)
+    values = [torch.randn(s, generator=draw).to(t).requires_grad_() for s, t in shapes]
+    alone = [v.detach().clone().requires_grad_() for v in values]
+    together = entry(values, master_weights=False, foreach=foreach)
+    apart = [entry([v], master_weights=False, foreach=foreach) for v in alone]
+    for step in range(3):
+        give_gradients(values, step, none=False)
+        give_gradients(alone, step, none=False)
+        together.step()
+        for one in apart:
+            one.step()
+    assert all(torch.equal(a, b) for a, b in zip(values, alone, strict=True))
+
+
+CASTS = [
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.bfloat16),
+    (torch.float32, torch.float64),
+    (torch.float64, torch.float32),
+    (torch.bfloat16, torch.float64),
+]
+
+
+@every_optimizer
+@MODES
+@pytest.mark.parametrize(("first", "then"), CASTS, ids=str)
+def test_a_cast_model_steps_as_one_whose_state_was_looked_at(entry, first, then, foreach):
+    results = []
+    for look in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3).to(first)
+        params = list(model.parameters())
+        optimizer = entry(params, foreach=foreach)
+        run(optimizer, params, range(3), none=False)
+        for p in params:
+            p.grad = None
+        model.to(then)
+        if look:
+            optimizer.state_dict()
+        run(optimizer, params, range(3, 6), none=False)
+        results.append(snapshot(optimizer, params))
+    assert_same(*results)
+
+
+@every_optimizer
+@MODES
+@pytest.mark.parametrize(("first", "then"), CASTS, ids=str)
+def test_a_model_may_be_cast_after_its_optimizer_was_made(entry, first, then, foreach):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)).to(first)
+    params = list(model.parameters())
+    optimizer = entry(params, foreach=foreach)
+    run(optimizer, params, range(3), none=False)
+    for p in params:
+        p.grad = None
+    model.to(then)
+    narrow = then in NARROW
+    saved = optimizer.state_dict()["state"]
+    assert all(("master_weight" in state) == narrow for state in saved.values())
+    for p in params:
+        if narrow and first not in NARROW:  # otherwise rounded twice
+            assert torch.equal(optimizer.state[p]["master_weight"].to(then), p)
+    before = [optimizer.state[p].get("master_weight", p).detach().clone() for p in params]
+    run(optimizer, params, range(3, 6), none=False)
+    assert optimizer.skipped == 0
+    assert all(p.dtype == then and torch.isfinite(p).all() for p in params)
+    for p, old in zip(params, before, strict=True):
+        assert not torch.equal(optimizer.state[p].get("master_weight", p), old)
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtypes", [CASTS[0], CASTS[2]], ids=str)
+def test_a_state_of_another_type_of_model_goes_on(entry, dtypes):
+    first, then = dtypes
+    params = parameters(first)
+    optimizer = entry(params)
+    run(optimizer, params, range(3))
+    cast = [p.detach().to(then).requires_grad_() for p in params]
+    other = entry(cast)
+    other.load_state_dict(optimizer.state_dict())
+    run(other, cast, range(3, 5))
+    for p in cast:
+        assert ("master_weight" in other.state[p]) == (then == torch.bfloat16)
+        if p.numel():
+            assert other.state[p]["step"] == 5 - (p is cast[1]) * (not entry.none_moves)
+    assert all(torch.isfinite(p).all() for p in cast)
+
+
+@every_optimizer
+def test_masters_may_be_given_up_later(entry):
+    params = parameters(torch.bfloat16)
+    optimizer = entry(params)
+    run(optimizer, params, range(2))
+    optimizer.param_groups[0]["master_weights"] = False
+    run(optimizer, params, [3])
+    # An empty parameter takes no part in steps.
+    assert not any("master_weight" in optimizer.state[p] for p in params if p.numel())
+    assert not any("master_weight" in state for state in optimizer.state_dict()["state"].values())
+    assert all(torch.isfinite(p).all() for p in params)
+
+
+@every_optimizer
+@MODES
+def test_a_model_cast_to_float64_keeps_its_digits(entry, foreach):
+    p = torch.randn(5, 3).requires_grad_()
+    optimizer = entry([p], lr=0.0, foreach=foreach)
+    p.data = p.data.double() + torch.rand(5, 3, dtype=torch.float64) * 1e-9
+    before = p.detach().clone()
+    run(optimizer, [p], range(4), none=False)
+    assert torch.equal(p, before)

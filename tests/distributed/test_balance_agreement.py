@@ -1,0 +1,298 @@
+"""What processes must have alike is noticed, and what each has alone keeps nobody waiting."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from steadygrad import LossBalancer
+from steadygrad._checks import InputError
+from tests.distributed.ranks import on_ranks
+from tests.unit.balance.problems import draw
+
+pytestmark = pytest.mark.distributed
+
+ITEMS, STEPS = 3, 3
+WEIGHTS = {"a": 1.0, "b": 2.0}
+
+
+def step(balancer, rank=0, call="fork", **options):
+    """One step of losses by the balancer's names; the error it raises, or None."""
+    y = draw(2, 5, seed=rank).requires_grad_()
+    seen = y * 1
+    try:
+        if call == "fork":
+            ys = balancer.fork(seen, **options)
+            sum((i * ys[k]).square().sum() for i, k in enumerate(ys, 1)).backward()
+        else:
+            losses = {k: (i * seen).square().sum() for i, k in enumerate(balancer.weights, 1)}
+            balancer.backward(losses, seen, **options)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def mass(balancer):
+    return balancer.core.averages.steps.mass.tolist()
+
+
+class Halves:
+    """An aggregator of inner products."""
+
+    factor = 0.5
+
+    def gramian_weighting(self, products):
+        return products.new_full((len(products),), self.factor)
+
+    def __call__(self, matrix):
+        return self.factor * matrix.sum(0)
+
+
+class Doubles(Halves):
+    factor = 2.0
+
+
+class By:
+    """A scaler as far as it is asked."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def scale(self, outputs):
+        return self.factor * outputs
+
+
+def other_states(rank, call):
+    """What one process does for itself with its state or loss scale, after one step of all."""
+    fresh = LossBalancer(WEIGHTS).state_dict()
+    events = {
+        "load": lambda b: b.load_state_dict(fresh),
+        "load between micro-batches": lambda b: b.load_state_dict(fresh),
+        "reset": lambda b: b.reset(),
+        "end_step": lambda b: b.end_step(),
+        "number": lambda b: setattr(b, "grad_scale", 8.0),
+        "scaler": lambda b: setattr(b, "grad_scale", By(8.0)),
+        "same scaler": lambda b: setattr(b, "grad_scale", By(1.0)),
+    }
+    found = {}
+    for name, event in events.items():
+        # In between no average has moved yet.
+        two = name in ("end_step", "load between micro-batches")
+        balancer = LossBalancer(WEIGHTS, accumulation_steps=1 + two)
+        step(balancer, rank, call)
+        if rank == 0:
+            event(balancer)
+        before = {k: v.tolist() for k, v in balancer.state_dict().items()}
+        error = step(balancer, rank, call)
+        kept = before == {k: v.tolist() for k, v in balancer.state_dict().items()}
+        if rank == 1:
+            event(balancer)
+        found[name] = error, kept, step(balancer, rank, call)
+    scaled = LossBalancer(WEIGHTS, grad_scale=By(8.0 - 4 * rank))
+    error = step(scaled, rank, call)
+    scaled.grad_scale = By(8.0)
+    found["scalers"] = error, sum(mass(scaled)) == 0.0, step(scaled, rank, call)
+    return found
+
+
+def whole_and_broken_numbers(rank, call):
+    """Options that are alike, but not to the letter; and losses and states of narrow types."""
+    total = {"total_norm": 2, "ema_decay": 1, "eps": 0}
+    balancer = LossBalancer(WEIGHTS, **({k: float(v) for k, v in total.items()} if rank else total))
+    found = [step(balancer, rank, call)]
+    narrow = LossBalancer(WEIGHTS)
+    state = {k: v.float() if v.is_floating_point() else v for k, v in narrow.state_dict().items()}
+    narrow.load_state_dict(state, assign=True)
+    for balancer in (LossBalancer(WEIGHTS).float(), narrow):
+        y = draw(2, 5, seed=rank).requires_grad_()
+        losses = {} if rank else {"a": y.square().sum(), "b": y.sum()}
+        balancer.backward(losses, y)
+        found.append(mass(balancer))
+    return found
+
+
+def handed_zeros(rank, call):
+    """What the second tensor is handed on a process with a loss of the first one alone."""
+    leaves = [draw(2, 5, seed=i).requires_grad_() for i in range(2)]
+    y, balancer = [leaf * 1 for leaf in leaves], LossBalancer(WEIGHTS)
+    ys = balancer.fork(y) if call == "fork" else dict.fromkeys(WEIGHTS, y)
+    losses = {"a": ys["a"][0].sum()}
+    if rank:
+        losses["b"] = ys["b"][1].sum()
+    sum(losses.values()).backward() if call == "fork" else balancer.backward(losses, y)
+    return [None if leaf.grad is None else leaf.grad.abs().sum().item() for leaf in leaves]
+
+
+def other_names(rank, call):
+    """Names, or their number, that one process has for itself; and then the same ones."""
+    found = []
+    for weights in (
+        {"a": 1.0, "c" if rank else "b": 2.0},
+        {"a": 1.0, **({"b": 1.0} if rank else {})},
+    ):
+        balancer = LossBalancer(weights)
+        found.append((step(balancer, rank, call), sum(mass(balancer))))
+    watched = LossBalancer(WEIGHTS, monitor=rank == 1)
+    found.append((step(watched, rank, call), sum(mass(watched))))
+    combined = LossBalancer(WEIGHTS, combine=Doubles() if rank else Halves())
+    found.append((step(combined, rank, call), sum(mass(combined))))
+    watched.monitor = False
+    return found, (step(watched, rank, call), mass(watched))
+
+
+def other_options(rank, call):
+    """Options that one process changes for itself, and then the other one too."""
+    found = {}
+    changes = {
+        "weights": lambda b: b.set_weights({"a": 3.0}),
+        "total_norm": lambda b: setattr(b, "total_norm", 2.0),
+        "ema_decay": lambda b: setattr(b, "ema_decay", 0.5),
+        "accumulation_steps": lambda b: setattr(b, "accumulation_steps", 2),
+        "eps": lambda b: setattr(b, "eps", 1e-3),
+        "lag": lambda b: setattr(b, "lag", True),
+        "balance_grads": lambda b: setattr(b, "balance_grads", False),
+    }
+    for name, change in changes.items():
+        balancer = LossBalancer(WEIGHTS)
+        first = step(balancer, rank, call)
+        agreed = balancer.metrics["disagreement"].item()
+        if rank == 0:
+            change(balancer)
+        error, kept = step(balancer, rank, call), mass(balancer)
+        if rank == 1:
+            change(balancer)
+        last = step(balancer, rank, call)
+        ever = balancer.metrics["disagreement"].item()
+        state = {k: v.tolist() for k, v in balancer.state_dict().items()}
+        found[name] = {
+            "errors": (first, error, last), "agreed": (agreed, ever), "mass": kept, "state": state,
+        }  # fmt: skip
+    return found
+
+
+class TwoOutputs(nn.Module):
+    """A trunk with two ends, of which the second one's loss may be missing."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.wave, self.latent = (nn.Linear(4, 4).double() for _ in range(3))
+
+    def forward(self, x):
+        inner = self.trunk(x).tanh()
+        return {"wave": self.wave(inner), "latent": self.latent(inner)}
+
+
+def nest_losses(ys, rank, step):
+    """Rank 0 has no loss of the second tensor in every second step."""
+    found = {"a": ys["a"]["wave"].square().mean()}
+    if rank or step % 2 == 0:
+        found["b"] = ys["b"]["latent"].abs().mean() * 30
+    return found
+
+
+def nest_run(call, rank=None):
+    """The model's parameters after some steps, on one of two processes or alone on all items."""
+    model = TwoOutputs()
+    wrapped = model if rank is None else DistributedDataParallel(model)
+    balancer = LossBalancer(WEIGHTS, process_group=None if rank is None else "all")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i in range(STEPS):
+        x = draw(2 * ITEMS, 4, seed=i)
+        y = wrapped(x if rank is None else x[rank * ITEMS : (rank + 1) * ITEMS])
+        ys = balancer.fork(y) if call == "fork" else dict.fromkeys(WEIGHTS, y)
+        if rank is None:
+            losses = {}
+            for r in range(2):
+                rows = slice(r * ITEMS, (r + 1) * ITEMS)
+                own = {k: {n: t[rows] for n, t in nest.items()} for k, nest in ys.items()}
+                for k, loss in nest_losses(own, r, i).items():
+                    losses[k] = losses.get(k, 0.0) + loss / 2
+        else:
+            losses = nest_losses(ys, rank, i)
+        sum(losses.values()).backward() if call == "fork" else balancer.backward(losses, y)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def everything(rank, world):
+    calls = ("fork", "backward")
+    return {
+        "names": [other_names(rank, call) for call in calls],
+        "options": [other_options(rank, call) for call in calls],
+        "states": [other_states(rank, call) for call in calls],
+        "numbers": [whole_and_broken_numbers(rank, call) for call in calls],
+        "zeros": [handed_zeros(rank, call) for call in calls],
+        "nests": [nest_run(call, rank) for call in calls],
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return on_ranks(2, everything, tmp_path_factory.mktemp("agreement"))
+
+
+def test_other_names_are_refused_on_every_process(runs):
+    for found in runs:
+        for refused, mended in found["names"]:
+            for error, counted in refused:
+                assert "same options on every process" in error
+                assert "Remedy" in error
+                assert counted == 0
+            assert ["combine=Halves" in refused[-1][0], "combine=Doubles" in refused[-1][0]] in (
+                [True, False],
+                [False, True],
+            )
+            assert "['a', 'b']" in refused[0][0] or "['a', 'c']" in refused[0][0]
+            # Made alike, they agree.
+            assert mended == [None, [1.0, 1.0]]
+
+
+def test_other_options_are_refused_in_the_step_and_count_nothing(runs):
+    for found in runs:
+        for by_name in found["options"]:
+            for name, case in by_name.items():
+                first, error, last = case["errors"]
+                assert first is last is None
+                assert "same options on every process" in error
+                assert name in error
+                assert case["mass"] == [1.0, 1.0]
+                assert case["agreed"] == [False, True]
+    for one, other in zip(runs[0]["options"], runs[1]["options"], strict=True):
+        for name, case in one.items():
+            assert case["state"] == other[name]["state"]
+
+
+def test_states_and_loss_scales_that_differ_are_refused_and_count_nothing(runs):
+    for found in runs:
+        for by_name in found["states"]:
+            for name, (error, kept, last) in by_name.items():
+                wanted = "same options" if "scaler" in name.split() else "same state and loss scale"
+                assert wanted in error, name
+                assert kept, name
+                assert last is None, name
+
+
+def test_the_same_numbers_of_another_type_are_the_same(runs):
+    for found in runs:
+        for error, *kept in found["numbers"]:
+            assert error is None
+            assert kept == [[1.0, 1.0]] * 2
+
+
+def test_a_tensor_without_a_loss_on_this_process_is_handed_zeros(runs):
+    for rank, found in enumerate(runs):
+        for first, second in found["zeros"]:
+            assert first > 0
+            assert second > 0 if rank else second == 0.0
+
+
+def test_an_output_without_a_loss_on_one_process_keeps_nobody_waiting(runs):
+    for call, *by_rank in zip(
+        ("fork", "backward"), *(found["nests"] for found in runs), strict=True
+    ):
+        expected = nest_run(call)
+        for parameters in by_rank:
+            # Sums over processes in another order.
+            assert parameters == pytest.approx(expected, abs=1e-12), call

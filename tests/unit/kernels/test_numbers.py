@@ -1,0 +1,56 @@
+"""16-bit numbers are read and rounded as torch does it, every one of them."""
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+from steadygrad.kernels import numba_parts
+
+KINDS = {torch.bfloat16: np.uint16, torch.float16: np.int16}
+kinds = pytest.mark.parametrize(("dtype", "bits"), KINDS.items(), ids=map(str, KINDS))
+EVERY = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+
+
+@njit
+def widen_all(given, found):
+    for i in range(len(given)):
+        found[i] = numba_parts.widen(given[i])
+
+
+@njit
+def narrow_all(given, found):
+    for i in range(len(given)):
+        found[i] = numba_parts.narrow(given[i], found[i])
+
+
+def assert_same_numbers(found, expected):
+    assert found.dtype == expected.dtype
+    assert torch.equal(found.isnan(), expected.isnan())
+    # As bits, so that the sign of zero counts.
+    kind = torch.int16 if found.element_size() == 2 else torch.int32
+    known = ~expected.isnan()
+    assert torch.equal(found[known].view(kind), expected[known].view(kind))
+
+
+@kinds
+def test_every_number_is_read(dtype, bits):
+    found = np.zeros(2**16, np.float32)
+    widen_all(EVERY.numpy().view(bits), found)
+    assert_same_numbers(torch.from_numpy(found), EVERY.view(dtype).float())
+
+
+@kinds
+def test_numbers_are_rounded_to_the_nearest(dtype, bits):
+    exact = EVERY.view(dtype).float()
+    exact = exact[exact.isfinite()].sort().values
+    halfway = (exact[:-1].double() + exact[1:].double()).div(2).float()
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.randint(-(2**31), 2**31, (100_000,), generator=draw, dtype=torch.int64)
+    top = torch.finfo(dtype).max
+    extreme = torch.tensor([torch.inf, -torch.inf, torch.nan, top * 1.001, 3.4e38, 1e-45, -0.0])
+    parts = [exact, halfway, noise.to(torch.int32).view(torch.float32), extreme]
+    given = torch.cat([*parts, *(torch.nextafter(halfway, e) for e in extreme[:2])])
+    found = np.zeros(len(given), bits)
+    narrow_all(given.numpy(), found)
+    assert_same_numbers(torch.from_numpy(found.view(np.int16)).view(dtype), given.to(dtype))

@@ -1,0 +1,168 @@
+"""Compiled loops among threads and forks, and where they cannot be kept or made."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from steadygrad import kernels
+from steadygrad.kernels import threads
+from steadygrad.optim import LANS, ScaledAdam
+
+MAKERS = {"lans": LANS, "scaled_adam": lambda p, **k: ScaledAdam(p, clipping_scale=2.0, **k)}
+every_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+def trained(make, steps=4, **mode):
+    """Large enough for several threads."""
+    draw = torch.Generator().manual_seed(0)
+    params = [torch.randn(n, generator=draw).requires_grad_() for n in (150_000, 7, 70_000)]
+    optimizer = make(params, **mode)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=draw)
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def same(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@every_optimizer
+@pytest.mark.usefixtures("two_threads")
+def test_several_python_threads_step_at_once(make):
+    expected = trained(make, fused=True)
+    found = {}
+
+    def work(place):
+        found[place] = trained(make, fused=True)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [same(found[i], expected) for i in range(4)] == [True] * 4
+
+
+def step_in_child(connection, make):
+    # Torch's own operations would wait for the parent's threads; only the loops use two.
+    torch.set_num_threads(1)
+    torch.get_num_threads = lambda: 2
+    connection.send((threads._Forked.here, [p.numpy() for p in trained(make, fused=True)]))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.usefixtures("two_threads")
+def test_a_forked_process_steps_too():
+    expected = trained(LANS, fused=True)  # the parent's threads have run
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=step_in_child, args=(theirs, LANS))
+    child.start()
+    assert ours.poll(30), "the child hangs"
+    forked, found = ours.recv()
+    child.join()
+    assert forked
+    assert not threads._Forked.here
+    assert same([torch.from_numpy(x) for x in found], expected)
+
+
+SCRIPT = """
+import torch
+from steadygrad.optim import LANS
+p = torch.ones(5, requires_grad=True)
+optimizer = LANS([p], fused=True)
+p.grad = torch.ones(5)
+optimizer.step()
+print(optimizer._plans is not None, float(p.detach()[0]))
+"""
+
+
+def test_a_cache_folder_that_cannot_be_written():
+    place = Path("/proc/none")  # where root cannot write either
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(place), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT], env=environment, capture_output=True
+    )
+    assert done.stderr == b""
+    assert done.stdout.split()[0] == b"True"
+    assert float(done.stdout.split()[1]) < 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError, PermissionError], ids=lambda e: e.__name__)
+def test_without_any_folder_it_is_compiled_for_the_process(error, monkeypatch):
+    from steadygrad.kernels import cpu, numba_parts
+
+    asked, compiled = [], numba_parts.compiled
+
+    def nowhere(function, cache):
+        asked.append(cache)
+        if cache:
+            raise error("no locator available")
+        return compiled(function, cache)
+
+    monkeypatch.setattr(numba_parts, "compiled", nowhere)
+    found = cpu._address_of.__wrapped__("gather", (torch.float32,) * 4)
+    assert asked == [True, False]
+    assert found > 0
+
+
+def test_nothing_is_loaded_before_it_is_needed():
+    script = "import sys, steadygrad.optim; print('numba' in sys.modules, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True"]
+
+
+@every_optimizer
+def test_a_compiler_that_fails_is_left_alone(make, monkeypatch):
+    from steadygrad.kernels import cpu
+
+    calls = []
+
+    def fail(name, types):
+        calls.append(name)
+        raise RuntimeError("no such processor")
+
+    monkeypatch.setattr(kernels, "_BROKEN", [])
+    monkeypatch.setattr(kernels, "_WARNED", set())
+    monkeypatch.setattr(cpu, "address_of", fail)
+    with pytest.warns(UserWarning, match=r"cannot compile.*no such processor.*Remedy") as caught:
+        found = trained(make)
+    assert len(caught) == 1
+    assert len(calls) == 1
+    monkeypatch.undo()
+    assert same(found, trained(make, foreach=True))
+
+
+def test_reasons(monkeypatch):
+    import numba
+
+    assert kernels.missing() is None
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    assert kernels.missing.__wrapped__() == "NUMBA_DISABLE_JIT is set"
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert kernels.missing.__wrapped__() == "numba is not installed"
+
+
+def test_who_decides():
+    assert kernels.choose_mode("X", None, None) == "fused"
+    assert kernels.choose_mode("X", None, True) == "fused"
+    assert kernels.choose_mode("X", None, False) == "foreach"
+    assert kernels.choose_mode("X", True, None) == "foreach"
+    assert kernels.choose_mode("X", False, None) == "single"
+    assert kernels.choose_mode("X", False, True) == "fused"

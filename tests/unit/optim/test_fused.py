@@ -1,0 +1,215 @@
+"""Compiled loops find every tensor where it lies now, and leave alone what they cannot take."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from steadygrad import kernels
+from steadygrad.optim import LANS, ScaledAdam
+
+MAKERS = {"lans": LANS, "scaled_adam": lambda p, **k: ScaledAdam(p, clipping_scale=2.0, **k)}
+every_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+def start(dtype=torch.float32):
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=draw).to(dtype).requires_grad_() for s in ((6, 5), (7,), ())]
+
+
+def fill(params, step):
+    draw = torch.Generator().manual_seed(step)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=draw).to(p.dtype)
+
+
+def pair(make, dtype=torch.float32):
+    """The same problem by compiled loops and by calls, to be changed alike."""
+    ours, theirs = start(dtype), start(dtype)
+    return (ours, make(ours, fused=True)), (theirs, make(theirs, foreach=True))
+
+
+def steps(both, numbers, change=None):
+    for step in numbers:
+        for params, optimizer in both:
+            fill(params, step)
+            if change is not None:
+                change(params, optimizer, step)
+            optimizer.step()
+
+
+def assert_close(both):
+    (ours, _), (theirs, _) = both
+    for a, b in zip(ours, theirs, strict=True):
+        # A few steps' rounding of float32.
+        torch.testing.assert_close(a.float(), b.float(), rtol=1e-5, atol=1e-6)
+
+
+def move_weight(params, optimizer):
+    params[0].data = params[0].detach().clone()
+
+
+def move_state(params, optimizer):
+    state = optimizer.state[params[0]]
+    state["exp_avg_sq"] = torch.full_like(state["exp_avg_sq"], 0.5)
+
+
+def move_memory_of_state(params, optimizer):
+    optimizer.state[params[0]]["exp_avg_sq"].data = torch.full((6, 5), 0.5)
+
+
+def move_count(params, optimizer):
+    state = optimizer.state[params[0]]
+    state["step"] = state["step"].clone()
+
+
+def load(params, optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def move_all_state(params, optimizer):
+    state = optimizer.state[params[0]]
+    optimizer.state[params[0]] = {**state, "exp_avg_sq": torch.full_like(state["exp_avg_sq"], 0.5)}
+
+
+CHANGES = [move_weight, move_state, move_memory_of_state, move_count, move_all_state, load]
+
+
+@every_optimizer
+@pytest.mark.parametrize("change", CHANGES)
+def test_memory_that_moves(make, change):
+    both = pair(make)
+
+    def move(params, optimizer, step):
+        if step % 3 == 2:
+            change(params, optimizer)
+
+    steps(both, range(7), move)
+    assert_close(both)
+    (ours, one), (theirs, two) = both
+    for name in ("step", "exp_avg_sq"):
+        a, b = one.state[ours[0]][name], two.state[theirs[0]][name]
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@every_optimizer
+def test_gradients_in_another_order(make):
+    both = pair(make)
+
+    def turn(params, optimizer, step):
+        g = params[0].grad
+        params[0].grad = g.t().contiguous().t() if step % 2 else torch._neg_view(-g)
+
+    steps(both, range(4), turn)
+    assert_close(both)
+
+
+@every_optimizer
+def test_gradients_come_and_go(make):
+    both = pair(make)
+
+    def drop(params, optimizer, step):
+        params[step % 3].grad = None
+
+    steps(both, range(7), drop)
+    assert_close(both)
+    (ours, mine), (theirs, other) = both
+    assert all(
+        mine.state[p]["step"] == other.state[q]["step"] for p, q in zip(ours, theirs, strict=True)
+    )
+
+
+@every_optimizer
+def test_gradients_are_let_go(make):
+    params = start()
+    optimizer = make(params, fused=True)
+    fill(params, 0)
+    grads = [weakref.ref(p.grad) for p in params]
+    optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+    assert [g() for g in grads] == [None] * 3
+
+
+@every_optimizer
+def test_state_from_before_a_load_is_let_go(make):
+    params = start()
+    optimizer = make(params, fused=True)
+    steps([(params, optimizer)], range(2))
+    old = weakref.ref(optimizer.state[params[0]]["exp_avg_sq"])
+    load(params, optimizer)
+    steps([(params, optimizer)], range(2))
+    gc.collect()
+    assert old() is None
+    assert len(optimizer._plans) == 1
+
+
+@every_optimizer
+def test_a_graph_that_still_needs_the_weights_is_told(make):
+    params = start()
+    optimizer = make(params, fused=True)
+    loss = params[0].square().sum()
+    fill(params, 0)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_masters_follow_what_others_write(make, dtype):
+    both = pair(make, dtype)
+
+    def write(params, optimizer, step):
+        if step == 2:
+            with torch.no_grad():
+                params[0][1] = 3.0
+
+    steps(both, range(5), write)
+    for p, q in zip(both[0][0], both[1][0], strict=True):
+        a, b = both[0][1].state[p]["master_weight"], both[1][1].state[q]["master_weight"]
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        # The parameter is its master, rounded.
+        assert torch.equal(p.detach(), a.to(dtype))
+    assert (both[0][0][0][1] > 1.5).all()
+
+
+@every_optimizer
+def test_what_loops_cannot_take_goes_by_calls(make, monkeypatch):
+    monkeypatch.setattr(kernels, "_WARNED", set())
+
+    def mixed():
+        base = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+        return [base[:, ::2].detach().requires_grad_(), base[:, 1].clone().requires_grad_()]
+
+    ours, theirs = mixed(), mixed()
+    one, two = make(ours, fused=True), make(theirs, foreach=True)
+    with pytest.warns(UserWarning, match="fused kernel") as caught:
+        steps([(ours, one), (theirs, two)], range(4))
+    assert len(caught) == 1
+    assert_close([(ours, one), (theirs, two)])
+
+
+@every_optimizer
+def test_modes_may_be_exchanged_on_the_way(make):
+    both = pair(make)
+
+    def exchange(params, optimizer, step):
+        group = optimizer.param_groups[0]
+        if step == 2:
+            group["fused"], group["foreach"] = group["foreach"], group["fused"]
+
+    steps(both, range(6), exchange)
+    assert_close(both)
+
+
+def test_the_late_inner_products_of_scaled_adam_reach_the_sizes():
+    """Two steps from the size step, sums are taken along by the update: as in the other mode."""
+    (ours, one), (theirs, two) = both = pair(ScaledAdam)
+    steps(both, range(6))
+    for p, q in zip(ours[:2], theirs[:2], strict=True):
+        a, b = one.state[p]["scale_grads"], two.state[q]["scale_grads"]
+        assert a.abs().min() > 0
+        # Inner products of seven to thirty numbers of about one.
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
