@@ -22,6 +22,8 @@ _ROOMS = {
     "lans_apply": "numba_lans",
     "scaled_adam_sums": "numba_scaled_adam",
     "scaled_adam_update": "numba_scaled_adam",
+    "scaled_adam_learn": "numba_sizes",
+    "scaled_adam_enter": "numba_sizes",
     "gather": "numba_columns",
     "scatter": "numba_columns",
 }

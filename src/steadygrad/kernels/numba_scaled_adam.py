@@ -21,9 +21,12 @@ from steadygrad.kernels.numba_parts import (
     wide,
     widen,
 )
-from steadygrad.kernels.tables import BLOCK
+from steadygrad.kernels.tables import BLOCK, Number
 
 __all__ = ["scaled_adam_sums", "scaled_adam_update"]
+
+NUMBERS, UNBIAS = len(Number), int(Number.SECOND_MOMENT)
+BY_GRADIENT, BY_WEIGHT = int(Number.GRADIENT), int(Number.WEIGHT)
 
 
 def scaled_adam_sums(grad: Any, weight: Any, state: Any, parameter: Any) -> Callable[[Any], None]:
@@ -73,13 +76,13 @@ def scaled_adam_update(grad: Any, weight: Any, state: Any, parameter: Any) -> Ca
 
     Adds up the inner products of gradients with the weights as they were.
 
-    Factors of a tensor: on the second moment, the scaled gradient and the weight. Settings: beta1,
-    beta2, eps, factor on the gradients, bound on weights before the step and after it.
+    Factors of a tensor: as :class:`Number` says. Settings: beta1, beta2, eps, factor on the
+    gradients, bound on weights before the step and after it.
     """
     source, exact, rounded = SOURCE, wide(weight), parameter is not weight
 
     def kernel(data: Any) -> None:
-        job, chunks, table, sums, factors, settings = opened(data, 3 + 0 * source)
+        job, chunks, table, sums, factors, settings = opened(data, NUMBERS + 0 * source)
         beta1, beta2 = state(settings[0]), state(settings[1])
         rest1, rest2 = state(1 - settings[0]), state(1 - settings[1])
         eps, scale = state(settings[2]), state(settings[3])
@@ -89,8 +92,8 @@ def scaled_adam_update(grad: Any, weight: Any, state: Any, parameter: Any) -> Ca
             if c < 0:
                 return
             tensor, start, stop = chunks[c, 0], chunks[c, 1], chunks[c, 1] + chunks[c, 2]
-            unbias, by_g = state(factors[tensor, 0]), state(factors[tensor, 1])
-            by_p, total = state(factors[tensor, 2]), 0.0
+            unbias, by_g = state(factors[tensor, UNBIAS]), state(factors[tensor, BY_GRADIENT])
+            by_p, total = state(factors[tensor, BY_WEIGHT]), 0.0
             for block in range(start, stop, BLOCK):
                 size = min(BLOCK, stop - block)
                 g = gradient_at(job, table[tensor, 0], block, size, grad)

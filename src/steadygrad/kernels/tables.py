@@ -11,7 +11,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BLOCK", "CHUNK", "ChunkTable", "Job"]
+__all__ = ["BLOCK", "CHUNK", "ChunkTable", "Job", "Learn", "Number"]
 
 # Elements of a chunk: with fewer the memory's own look-ahead starts anew too often (of 16,384 to
 # 1,048,576 all from 65,536 on took the same time, fewer up to 8% more).
@@ -38,6 +38,32 @@ class Job(IntEnum):
     FACTORS = 7  # float64, a row for each tensor
     SETTINGS = 8  # float64
     ZEROS = 9  # gradients of a block, for tensors that have none
+
+
+class Number(IntEnum):
+    """Places in a row of float64 that ScaledAdam's kernels share, one row for each tensor."""
+
+    SECOND_MOMENT = 0  # factors of the update: on the second moment,
+    GRADIENT = 1  # on the scaled gradient
+    WEIGHT = 2  # and on the weight
+    INNER = 3  # inner product of gradient and weight
+    SQUARE = 4  # squared norm of the weight
+    ELEMENTS = 5  # over all shards
+
+
+class Learn(IntEnum):
+    """Places in the float64 settings by which ScaledAdam learns sizes."""
+
+    LR = 0
+    BETA2 = 1
+    EPS = 2
+    SCALAR_SCALE = 3
+    MIN_RMS = 4
+    MAX_RMS = 5
+    PERIOD = 6
+    ORIGINAL = 7  # not zero for the recipe of 2022
+    SCALAR = 8  # not zero for tensors of one element
+    SCALE = 9  # factor on the gradients
 
 
 class ChunkTable:

@@ -115,8 +115,8 @@ class Fused:
             fused=self,
         )
 
-    def read_columns(self) -> dict[str, Tensor]:
-        """The small states: float64, with shape ``(tensors)`` or ``(tensors, period)``."""
+    def read_small(self) -> NDArray[np.float64]:
+        """The small states, with shape ``(numbers, tensors)``; the step count first."""
         first = 0
         for name, width in zip(self._small, self._widths, strict=True):
             tensors = self._state[name]
@@ -125,18 +125,12 @@ class Fused:
             self._columns.addresses[:, first : first + width] = starts + offsets
             first += width
         matrix = torch.empty(first, len(self.params), dtype=torch.float64)
-        cpu.launch("gather", self.types, self._columns, matrix, alone=True)
-        parts = matrix.split(self._widths)
-        return {
-            name: part[0] if self._state[name][0].ndim == 0 else part.t()
-            for name, part in zip(self._small, parts, strict=True)
-        }
+        self.launch_small("gather", matrix)
+        return matrix.numpy()
 
-    def write_columns(self, columns: Mapping[str, Tensor]) -> None:
-        """Writes them back, to where they were read."""
-        rows = [columns[name].to(torch.float64) for name in self._small]
-        matrix = torch.cat([row[None] if row.ndim == 1 else row.t() for row in rows])
-        cpu.launch("scatter", self.types, self._columns, matrix.contiguous(), alone=True)
+    def launch_small(self, name: str, numbers: Tensor, settings: Tensor | None = None) -> None:
+        """Runs a kernel over the small states, where they were when they were last read."""
+        cpu.launch(name, self.types, self._columns, numbers, settings, alone=True)
 
     def launch(
         self, name: str, factors: Tensor | None = None, settings: Tensor | None = None

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from steadygrad.formulas import clipping, scaled_adam
+from steadygrad.formulas import clipping
+from steadygrad.kernels.tables import Number
 from steadygrad.optim.fused import Fused
 from steadygrad.optim.lans_parts import LansPart
 from steadygrad.optim.leaves import Leaves, Scaling
@@ -58,9 +59,9 @@ class FusedLansPart(LansPart):
         """Moves the moments; this process's part of the norms that the step's length needs."""
         if not taken(ok):
             return square_norms.new_zeros(3, len(square_norms))
-        steps = self._fused.read_columns()["step"] + 1
-        self._fused.write_columns({"step": steps})
-        first, second = self.corrections(steps)
+        steps = torch.from_numpy(self._fused.read_small()) + 1
+        self._fused.launch_small("scatter", steps)
+        first, second = self.corrections(steps[0])
         self._factors = self.inverse_norms(square_norms), 1 / second, first
         self._fused.launch(
             "lans_directions", rows(self._factors[0], 1 / first, 1 / second), self._settings
@@ -95,61 +96,54 @@ class FusedScaledAdamPart(GroupPart):
     def __init__(self, leaves: Leaves, fused: Fused, scaling: Scaling) -> None:
         self._fused = fused
         super().__init__(leaves, scaling)
-        place = self.step % self.rule.period
-        turn = (place == self.rule.period - 1) | (self.step == 0)
-        self._before = (turn | fused.sharded) & (not self.is_scalar)
+        step, period = self.step.numpy(), self.rule.period
+        turn = (step % period == period - 1) | (step == 0) | fused.sharded
+        self._before = turn & (not self.is_scalar)
 
     def read_columns(self) -> dict[str, Tensor]:
-        """The small states, stacked."""
-        found = self._fused.read_columns()
-        return {name: c if name == "step" else c.to(self.dtype) for name, c in found.items()}
+        """The small states that are looked at here; kernels see to the others."""
+        found = torch.from_numpy(self._fused.read_small())
+        return dict(zip(("step", SIZES[0]), found, strict=False))
 
     def parameter_sums(self) -> Tensor:
         """This process's part of the sums; zeros for those that may come later."""
-        self._fused.launch("scaled_adam_sums", self._before.to(torch.float64))
-        sums = self._fused.sums()
+        sums = self._sums()
         # What comes late must not overflow when it is squared: large ones are looked at now.
-        large = (sums[0] > LARGE) & ~self._before & (not self.is_scalar)
-        if not taken(large.any()):
+        large = (sums[0].numpy() > LARGE) & ~self._before & (not self.is_scalar)
+        if not large.any():
             return sums
         self._before |= large
-        self._fused.launch("scaled_adam_sums", self._before.to(torch.float64))
-        return self._fused.sums()
+        return self._sums()
 
-    def mean_squares(self) -> Tensor:
-        """Mean squares of the weights, with shape ``(parameters)``."""
-        return self.sums[2] / torch.tensor(self.leaves.numels)
+    def _sums(self) -> Tensor:
+        self._fused.launch("scaled_adam_sums", torch.from_numpy(self._before.astype(np.float64)))
+        return self._fused.sums()
 
     def move(self, clip: Tensor, ok: Tensor) -> None:
         """Moves state and weights."""
         if not taken(ok):
             return
-        known = None if self.is_scalar else self.learn_sizes(clip, ok)
-        scales = scaled_adam.step_scales(self.step, known, self.rule)
-        weight = torch.zeros_like(scales.gradient) if scales.weight is None else scales.weight
-        factors = rows(scales.second_moment, scales.gradient, weight)
-        self._fused.launch("scaled_adam_update", factors, self._settings(clip))
+        numbers = torch.zeros(len(self.step), len(Number), dtype=torch.float64)
+        table = numbers.numpy()
+        table[:, Number.INNER], table[:, Number.SQUARE] = self.sums[1:].numpy()
+        table[:, Number.ELEMENTS] = self.leaves.numels
+        settings = self._learning(float(self.unscale * clip))
+        self._fused.launch_small("scaled_adam_learn", numbers, settings)
+        self._fused.launch("scaled_adam_update", numbers, self._settings(clip))
         self._fused.wrote()
-        columns = {"step": self.step + 1}
-        if known is not None:
-            columns |= dict(zip(SIZES, vars(known[0]).values(), strict=True))
-            late = (self._fused.sums()[1] * (self.unscale * clip)).to(self.dtype)
-            self._put_late(columns["scale_grads"], late)
-        self._fused.write_columns(columns)
+        late = ~self._before
+        table[late, Number.INNER] = self._fused.sums()[1].numpy()[late]
+        self._fused.launch_small("scaled_adam_enter", numbers, settings)
 
-    def learn_sizes(self, clip: Tensor, ok: Tensor) -> tuple[scaled_adam.Sizes, Tensor]:
-        """What is known of the sizes now, and the size steps."""
-        if bool(self._before.any().numpy()):
-            return super().learn_sizes(clip, ok)
-        # No size is due: nothing changes but the inner products, and these come late.
-        known = scaled_adam.Sizes(*(self.columns[name] for name in SIZES))
-        return known, torch.zeros_like(known.rms)
-
-    def _put_late(self, ring: Tensor, late: Tensor) -> None:
-        """Enters the inner products that the update has taken along."""
-        rows = np.flatnonzero(~self._before.numpy())
-        places = (self.step.numpy()[rows] % self.rule.period).astype(np.int64)
-        ring.numpy()[rows, places] = late.numpy()[rows]
+    def _learning(self, scale: float) -> Tensor:
+        """Settings of the kernels that learn sizes; ``kernels.tables.Learn`` names the places."""
+        rule, lr = self.rule, float(self.rule.lr)
+        beta2, scalar_scale = rule.betas[1], rule.scalar_lr_scale
+        sizes = (rule.min_rms, rule.max_rms, rule.period)
+        flags = (rule.original, self.is_scalar)
+        return torch.tensor(
+            [lr, beta2, rule.eps, scalar_scale, *sizes, *flags, scale], dtype=torch.float64
+        )
 
     def clip(self, found: tuple[Tensor, Tensor] | None, ok: Tensor) -> Tensor:
         """Remembers the group's norm and returns the factor; one if there is no clipping.

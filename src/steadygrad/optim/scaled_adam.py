@@ -65,7 +65,7 @@ class ScaledAdam(ShardedOptimizer):
     _none_is_zero = True
     _large = ("exp_avg_sq", "delta")
     _small = ("step", *SIZES)
-    _kernels = ("scaled_adam_sums", "scaled_adam_update")
+    _kernels = ("scaled_adam_sums", "scaled_adam_learn", "scaled_adam_update", "scaled_adam_enter")
     _device_job = "DeviceScaledAdam"
 
     def __init__(
