@@ -37,6 +37,8 @@ docs: $(VENV)/.installed
 bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/results
 	$(BIN)/python benchmarks/noise_overhead.py --save
 	$(BIN)/python benchmarks/step_time.py --save
+	$(BIN)/python benchmarks/step_growth.py --save
+	$(BIN)/python benchmarks/loop_overheads.py --save
 	$(BIN)/python benchmarks/balance_overhead.py --save
 	$(BIN)/python benchmarks/scaler_overhead.py --save
 	$(BIN)/python benchmarks/scaler_trains.py --save

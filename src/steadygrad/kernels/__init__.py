@@ -7,6 +7,7 @@ cannot take, the multi-tensor path computes the same.
 """
 
 import importlib
+import os
 import warnings
 from functools import cache
 
@@ -17,10 +18,13 @@ __all__ = [
     "choose_mode",
     "give_up",
     "give_up_device",
+    "give_up_silently",
     "missing",
     "missing_on_device",
     "wants_fused",
+    "warn_about",
     "warn_once",
+    "was_forked",
 ]
 
 # Where Triton's kernels run.
@@ -30,6 +34,13 @@ _WARNED: set[str] = set()
 # Why compiled loops, and Triton's kernels, are not tried again in this process.
 _BROKEN: list[str] = []
 _BROKEN_DEVICE: list[str] = []
+# The process that read this file, which is always read before there is anything to compile.
+_PROCESS = os.getpid()
+
+
+def was_forked() -> bool:
+    """Whether this is a child of the process that loaded this package, without its threads."""
+    return os.getpid() != _PROCESS
 
 
 @cache
@@ -37,8 +48,9 @@ def missing() -> str | None:
     """Why there are no compiled loops here; None if there are."""
     try:
         numba = importlib.import_module("numba")
-    except ImportError as error:
-        if error.name == "numba":
+    except Exception as error:
+        # Broken installations raise all sorts of things.
+        if isinstance(error, ImportError) and error.name == "numba":
             return "numba is not installed"
         return f"numba cannot be loaded ({error})"
     return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else None
@@ -49,8 +61,8 @@ def _missing_packages() -> str | None:
     for name in ("numpy", "triton"):
         try:
             importlib.import_module(name)
-        except ImportError as error:
-            if error.name == name:
+        except Exception as error:
+            if isinstance(error, ImportError) and error.name == name:
                 return f"{name} is not installed"
             return f"{name} cannot be loaded ({error})"
     return None
@@ -93,6 +105,11 @@ def give_up(optimizer: str, error: Exception) -> None:
     warn_once(optimizer, _BROKEN[0])
 
 
+def give_up_silently(why: str) -> None:
+    """Leaves compiled loops alone from now on; who asks for them is told why."""
+    _BROKEN.append(why)
+
+
 def give_up_device(optimizer: str, error: Exception) -> None:
     """Leaves Triton's kernels alone from now on, as they cannot be compiled, and says so once."""
     _BROKEN_DEVICE.append(f"Triton cannot compile it ({' '.join(str(error).split())[:200]})")
@@ -101,12 +118,28 @@ def give_up_device(optimizer: str, error: Exception) -> None:
 
 def warn_once(optimizer: str, found: str) -> None:
     """Says that an optimizer does without a fused kernel."""
-    if optimizer in _WARNED:
-        return
-    _WARNED.add(optimizer)
-    warnings.warn(
+    _warn(
+        optimizer,
         f"Expected a fused kernel for {optimizer}. Found none: {found}. The multi-tensor path is "
         "used. Remedy: pip install 'steadygrad[cpu]' for parameters on a CPU, or triton for "
         "those on a CUDA device; foreach=True chooses that path.",
-        stacklevel=2,
     )
+
+
+def warn_about(optimizer: str, parameter: torch.Tensor) -> None:
+    """Says that an optimizer has a parameter that compiled loops do not take."""
+    what = f"{type(parameter).__name__} of {parameter.dtype} on {parameter.device}"
+    _warn(
+        optimizer,
+        f"Expected dense tensors on the CPU in {optimizer}, with gradients and states alike. Found "
+        f"others, the first a {what} with shape {tuple(parameter.shape)} and strides "
+        f"{parameter.stride()}. The multi-tensor path takes these. Remedy: foreach=True in a group "
+        "of their own says so.",
+    )
+
+
+def _warn(optimizer: str, message: str) -> None:
+    if optimizer in _WARNED:
+        return
+    _WARNED.add(optimizer)
+    warnings.warn(message, stacklevel=2)

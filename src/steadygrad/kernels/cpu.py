@@ -5,13 +5,14 @@ this file, else in the user's cache folder, else not at all. ``NUMBA_CACHE_DIR``
 """
 
 import importlib
+import os
 import threading
 from functools import cache
 
 import numpy as np
 import torch
 
-from steadygrad.kernels import threads
+from steadygrad.kernels import give_up_silently, threads
 from steadygrad.kernels.tables import ChunkTable
 
 __all__ = ["Types", "address_of", "launch"]
@@ -41,6 +42,16 @@ Types = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]
 _LOCK = threading.Lock()
 
 
+def _after_fork() -> None:
+    if _LOCK.locked():
+        # The thread that compiled was not forked along, and Numba's own lock stays locked.
+        give_up_silently("this process was forked while another thread compiled")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def address_of(name: str, types: Types) -> int:
     """Where a kernel starts, compiled if it was not yet.
 
@@ -62,8 +73,9 @@ def _address_of(name: str, types: Types) -> int:
     make = getattr(room, name)(*(_NUMBERS[dtype] for dtype in types))
     try:
         kernel = parts.compiled(make, cache=True)
-    except (OSError, RuntimeError):
-        # No folder to write to, or a full disk: compiled for this process alone.
+    except Exception:
+        # No folder to write to, a full disk, or what was kept there is damaged, which may raise
+        # anything: compiled for this process alone. What cannot be compiled raises again.
         kernel = parts.compiled(make, cache=False)
     _KEPT.append(kernel)
     return int(kernel.address)

@@ -126,8 +126,10 @@ def scaled_adam_enter(grad: Any, weight: Any, state: Any, parameter: Any) -> Cal
         for t in range(len(numbers) + 0 * source):
             count = array_at(addresses[t, 0], 1, np.float32)
             if s[SCALAR] == 0.0:
-                own = numbers[t, INNER] * s[SCALE]
-                enter(addresses[t], count[0], np.int64(s[PERIOD]), own, state)
+                own = state(numbers[t, INNER] * s[SCALE])
+                # One that came late, and whose square would be infinite for good, is left out.
+                if math.isfinite(own * own):
+                    enter(addresses[t], count[0], np.int64(s[PERIOD]), own, state)
             count[0] += np.float32(1)
 
     return kernel

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from steadygrad.kernels import was_forked
+
 __all__ = ["SMALL", "run"]
 
 # Elements below which waking a second thread costs more than it saves.
@@ -25,16 +27,15 @@ SMALL = 32768
 _KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-class _Forked:
-    """Whether this process was forked after this file was read, and its own threads."""
+class _Own:
+    """Python threads of this process."""
 
-    here = False
     pool: ThreadPoolExecutor | None = None
     size = 0
 
 
 def _after_fork() -> None:
-    _Forked.here, _Forked.pool = True, None
+    _Own.pool = None
 
 
 if hasattr(os, "register_at_fork"):
@@ -55,9 +56,9 @@ def _team() -> Any:
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:
-    if _Forked.pool is None or _Forked.size < threads:
-        _Forked.pool, _Forked.size = ThreadPoolExecutor(threads, "steadygrad"), threads
-    return _Forked.pool
+    if _Own.pool is None or _Own.size < threads:
+        _Own.pool, _Own.size = ThreadPoolExecutor(threads, "steadygrad"), threads
+    return _Own.pool
 
 
 def run(address: int, job: NDArray[np.int64], elements: int) -> None:
@@ -72,7 +73,7 @@ def run(address: int, job: NDArray[np.int64], elements: int) -> None:
     kernel, place = _KERNEL(address), job.ctypes.data
     if threads == 1:
         kernel(place)
-    elif not _Forked.here and _team() is not None:
+    elif not was_forked() and _team() is not None:
         _team()(address, place, threads, 0)
     else:
         others = [_pool(threads).submit(kernel, place) for _ in range(threads - 1)]

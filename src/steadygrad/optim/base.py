@@ -13,7 +13,7 @@ from torch import Tensor
 
 from steadygrad import kernels
 from steadygrad._checks import check_count, check_number
-from steadygrad.kernels import choose_mode, give_up, warn_once
+from steadygrad.kernels import choose_mode, give_up, warn_about
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.leaves import Leaves, Scaling, buckets_of, local_grads
 from steadygrad.optim.masters import follow_dtype, working_weight, write_back
@@ -83,6 +83,8 @@ class ShardedOptimizer(StatefulOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._fill_state()
+        for group in self.param_groups:
+            self._check_state(group)
         job = self._ready_job()
         if job is None:
             self._step_by_parts()
@@ -90,6 +92,9 @@ class ShardedOptimizer(StatefulOptimizer):
             over_shards = self._sums_over(job.params) if job.sharded else None
             job.step(over_shards, Scaling(None, getattr(self, "found_inf", None)))
         return loss
+
+    def _check_state(self, group: Mapping[str, Any]) -> None:
+        """Refuses a group whose options are not those that its state is for."""
 
     def _ready_job(self) -> "DeviceJob | None":
         """All parameters for the kernels of the accelerator they are on; None: not this time."""
@@ -207,7 +212,7 @@ class ShardedOptimizer(StatefulOptimizer):
             yield from plan
             members = plan.others
             if members and group["fused"] and members[0].numel():
-                warn_once(type(self).__name__, f"not for such a tensor on {members[0].device}")
+                warn_about(type(self).__name__, members[0])
         kinds: dict[Any, list[Tensor]] = defaultdict(list)
         for p in members:
             kinds[self._kind(p, group)].append(p)

@@ -92,7 +92,7 @@ def _check_lr(lr: float | Tensor) -> None:
     if not isinstance(lr, Tensor):
         check_number("lr", lr, low=0)
         return
-    if lr.numel() != 1:
+    if lr.numel() != 1 or lr.ndim > 1:
         raise InputError(
             f"Parameter `lr` should have one element. Found shape {tuple(lr.shape)}. "
             "Remedy: a 0-d tensor, and groups for several learning rates."

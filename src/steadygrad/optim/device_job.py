@@ -18,7 +18,13 @@ from steadygrad.kernels import device
 from steadygrad.kernels.device_tables import CHUNK, DeviceTable, Group, Head, Row
 from steadygrad.optim.leaves import Scaling
 from steadygrad.optim.masters import MASTER, follow_dtype
-from steadygrad.optim.memory import fits, gradient_type, own_gradients
+from steadygrad.optim.memory import (
+    fits,
+    gradient_type,
+    has_plain_gradient,
+    layout,
+    own_gradients,
+)
 from steadygrad.sharding import is_sharded, local
 
 __all__ = ["DeviceJob", "OverShards"]
@@ -77,7 +83,7 @@ class DeviceJob:
         self._known = [[state.get(name) for name in names] for state in self._states]
         self.sharded = any(map(is_sharded, self.params))
         self._find_locals()
-        self._starts = [own.data_ptr() for own in self._own]
+        self._starts, self._layout = [own.data_ptr() for own in self._own], layout(self._own)
         self._kinds = [
             (gradient_type(p), weight.dtype, first.dtype, own.dtype)
             for p, weight, first, own in zip(
@@ -92,7 +98,8 @@ class DeviceJob:
         return params
 
     def _find_locals(self) -> None:
-        self._own = [local(p.detach()) for p in self.params]
+        # Not a view of each, which would keep memory alive that somebody has let go of.
+        self._own = [local(p.detach()) for p in self.params] if self.sharded else self.params
         states, (first, second) = self._states, self.large
         self._first = [local(state[first]) for state in states]
         self._second = [local(state[second]) for state in states]
@@ -110,7 +117,9 @@ class DeviceJob:
         where = {local(p.detach()).device for p in params}
         if len(where) != 1:
             return "the parameters are on several devices"
-        if not all(fits(p, states[p], cls.large, *where) for p in params if p.numel()):
+        if not all(
+            fits(p, states[p], cls.large, list(cls.small), *where) for p in params if p.numel()
+        ):
             return "not for parameters or state that do not lie in one piece, in the same order"
         return None
 
@@ -145,12 +154,17 @@ class DeviceJob:
                 for state, known in zip(self._states, self._known, strict=True)
                 for name, tensor in zip(names, known, strict=True)
             )
-            and self._starts == [local(p.detach()).data_ptr() for p in self.params]
+            and self._is_where_it_was()
+            and all(map(has_plain_gradient, self.params))
             and all(
                 gradient_type(p) is kind[0]
                 for p, kind in zip(self.params, self._kinds, strict=True)
             )
         )
+
+    def _is_where_it_was(self) -> bool:
+        owns = [local(p.detach()) for p in self.params] if self.sharded else self.params
+        return self._starts == [own.data_ptr() for own in owns] and self._layout == layout(owns)
 
     def look(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> bool:
         """Looks where everything lies now; False if no parameter takes part."""

@@ -20,7 +20,13 @@ from steadygrad.kernels import cpu
 from steadygrad.kernels.tables import ChunkTable
 from steadygrad.optim.leaves import Leaves
 from steadygrad.optim.masters import MASTER
-from steadygrad.optim.memory import fits, gradient_type, own_gradients
+from steadygrad.optim.memory import (
+    fits,
+    gradient_type,
+    has_plain_gradient,
+    layout,
+    own_gradients,
+)
 from steadygrad.sharding import is_sharded, local
 
 __all__ = ["Fused", "Plan"]
@@ -49,7 +55,8 @@ class Fused:
     ) -> None:
         self.group, self.params, self.states = group, list(params), list(states)
         self.sharded = any(map(is_sharded, params))
-        self._own = [local(p.detach()) for p in params]
+        # Not a view of each, which would keep memory alive that somebody has let go of.
+        self._own = [local(p.detach()) for p in params] if self.sharded else self.params
         has_master = MASTER in states[0]
         names = [*large, *([MASTER] if has_master else [])]
         self._state = {name: [state[name] for state in states] for name in [*names, *small]}
@@ -66,6 +73,7 @@ class Fused:
         self.grads: list[Tensor | None] = []
         self.table = ChunkTable([own.numel() for own in self._own], 5)
         self.table.addresses[:, 4] = _addresses(self._own)
+        self._layout, self._sizes = layout(self._own), [*map(Tensor.numel, self._large_tensors())]
         self._widths = [max(1, self._state[name][0].numel()) for name in small]
         self._columns = ChunkTable([1] * len(params), sum(self._widths))
         for name in ("gather", "scatter"):
@@ -86,7 +94,12 @@ class Fused:
         else:
             found = _addresses(self.params)
         table = self.table.addresses
-        if not np.array_equal(table[:, 4], found):
+        if not np.array_equal(table[:, 4], found) or layout(self._own) != self._layout:
+            return False
+        # Their memory may have been replaced; loops must not go past its end.
+        if [*map(Tensor.numel, self._large_tensors())] != self._sizes:
+            return False
+        if not all(map(has_plain_gradient, self.params)):
             return False
         grads = own_gradients(self.params, self._own, sharded=self.sharded)
         if any(g is not None and g.dtype is not self.types[0] for g in grads):
@@ -101,6 +114,9 @@ class Fused:
     def _all_tensors(self) -> Iterator[Any]:
         """Everything in the states, shared tensors included."""
         return chain.from_iterable(map(dict.values, self.states))
+
+    def _large_tensors(self) -> Iterator[Tensor]:
+        return chain(self.weights, *self._moments)
 
     def leaves(self) -> Leaves:
         """What a step works on."""
@@ -124,7 +140,7 @@ class Fused:
             starts = _addresses(tensors)[:, None]
             self._columns.addresses[:, first : first + width] = starts + offsets
             first += width
-        matrix = torch.empty(first, len(self.params), dtype=torch.float64)
+        matrix = torch.empty(first, len(self.params), dtype=torch.float64, device=CPU)
         self.launch_small("gather", matrix)
         return matrix.numpy()
 
@@ -143,8 +159,10 @@ class Fused:
         return torch.from_numpy(self.table.sums()).to(wide(self.types[1]))
 
     def release(self) -> None:
-        """Lets go of the gradients, whose memory the next ones may want."""
+        """Lets go of the gradients, whose memory the next ones may want, and of shards."""
         self.grads = []
+        if self.sharded:
+            self._own = self.weights = []
 
     def wrote(self) -> None:
         """Tells autograd that weights have been written to."""
@@ -154,6 +172,15 @@ class Fused:
 def _addresses(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
     # Without a loop in Python: there are thousands of them a step.
     return np.fromiter(map(torch._C.TensorBase.data_ptr, tensors), np.int64, len(tensors))
+
+
+def _alike(
+    parameter: Tensor, state: Mapping[str, Any], large: str, small: Sequence[str]
+) -> tuple[Any, ...]:
+    """What loops take to be the same for all parameters they work on at a time."""
+    widths = [state[name].numel() for name in small if name in state]
+    types = parameter.dtype, gradient_type(parameter), state[large].dtype
+    return *types, MASTER in state, *widths
 
 
 class Plan:
@@ -187,9 +214,9 @@ class Plan:
         self.others: list[Tensor] = []
         found: dict[Any, list[Tensor]] = defaultdict(list)
         for p, kind in zip(members, kinds, strict=True):
-            # An empty part of a sharded parameter has no memory to look at, only sums to join in.
-            if local(p.detach()).numel() and fits(p, states[p], large, CPU):
-                found[kind, p.dtype, gradient_type(p), MASTER in states[p]].append(p)
+            # Empty parts of sharded parameters too: all processes are to round small states alike.
+            if fits(p, states[p], large, small, CPU):
+                found[kind, _alike(p, states[p], large[0], small)].append(p)
             else:
                 self.others.append(p)
         self.parts = []

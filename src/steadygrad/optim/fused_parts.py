@@ -2,11 +2,12 @@
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from steadygrad.formulas import clipping
 from steadygrad.kernels.tables import Number
-from steadygrad.optim.fused import Fused
+from steadygrad.optim.fused import CPU, Fused
 from steadygrad.optim.lans_parts import LansPart
 from steadygrad.optim.leaves import Leaves, Scaling
 from steadygrad.optim.scaled_adam_parts import CLIPPING, SIZES, GroupPart
@@ -14,13 +15,19 @@ from steadygrad.optim.scaled_adam_parts import CLIPPING, SIZES, GroupPart
 __all__ = ["FusedLansPart", "FusedScaledAdamPart"]
 
 
-# A squared norm whose inner product with weights, squared, may be past float32's range.
-LARGE = 1e20
+# Squared inner products of gradients and weights that are past float32's range, with a margin: the
+# gradients' squared norm, whatever the weights are, and its product with the weights' last known.
+LARGE, LARGE_PRODUCT = 1e20, 1e30
 
 
 def taken(ok: Tensor) -> bool:
     """Whether a step is taken. Read from the host's own memory: there is nothing to wait for."""
     return bool(ok.numpy())
+
+
+def _on_host(number: float | Tensor) -> float:
+    """A number, read as :func:`taken` is."""
+    return float(number.detach().numpy().reshape(())) if isinstance(number, Tensor) else number
 
 
 def rows(*columns: Tensor) -> Tensor:
@@ -48,6 +55,7 @@ class FusedLansPart(LansPart):
                 torch.inf if bound is None else bound,
             ],
             dtype=torch.float64,
+            device=CPU,
         )
 
     def square_norms(self) -> Tensor:
@@ -109,11 +117,18 @@ class FusedScaledAdamPart(GroupPart):
         """This process's part of the sums; zeros for those that may come later."""
         sums = self._sums()
         # What comes late must not overflow when it is squared: large ones are looked at now.
-        large = (sums[0].numpy() > LARGE) & ~self._before & (not self.is_scalar)
+        large = self._may_overflow(sums[0].numpy()) & ~self._before
         if not large.any():
             return sums
         self._before |= large
         return self._sums()
+
+    def _may_overflow(self, squares: NDArray[np.floating]) -> NDArray[np.bool_]:
+        if self.is_scalar:
+            return np.zeros(len(squares), bool)
+        weights = self.columns[SIZES[0]].numpy() ** 2 * self.leaves.numels
+        # Not zero, which times infinity is no number.
+        return (squares > LARGE) | (squares * np.maximum(weights, 1e-300) > LARGE_PRODUCT)
 
     def _sums(self) -> Tensor:
         self._fused.launch("scaled_adam_sums", torch.from_numpy(self._before.astype(np.float64)))
@@ -123,11 +138,11 @@ class FusedScaledAdamPart(GroupPart):
         """Moves state and weights."""
         if not taken(ok):
             return
-        numbers = torch.zeros(len(self.step), len(Number), dtype=torch.float64)
+        numbers = torch.zeros(len(self.step), len(Number), dtype=torch.float64, device=CPU)
         table = numbers.numpy()
         table[:, Number.INNER], table[:, Number.SQUARE] = self.sums[1:].numpy()
         table[:, Number.ELEMENTS] = self.leaves.numels
-        settings = self._learning(float(self.unscale * clip))
+        settings = self._learning(_on_host(self.unscale * clip))
         self._fused.launch_small("scaled_adam_learn", numbers, settings)
         self._fused.launch("scaled_adam_update", numbers, self._settings(clip))
         self._fused.wrote()
@@ -137,12 +152,14 @@ class FusedScaledAdamPart(GroupPart):
 
     def _learning(self, scale: float) -> Tensor:
         """Settings of the kernels that learn sizes; ``kernels.tables.Learn`` names the places."""
-        rule, lr = self.rule, float(self.rule.lr)
+        rule, lr = self.rule, _on_host(self.rule.lr)
         beta2, scalar_scale = rule.betas[1], rule.scalar_lr_scale
         sizes = (rule.min_rms, rule.max_rms, rule.period)
         flags = (rule.original, self.is_scalar)
         return torch.tensor(
-            [lr, beta2, rule.eps, scalar_scale, *sizes, *flags, scale], dtype=torch.float64
+            [lr, beta2, rule.eps, scalar_scale, *sizes, *flags, scale],
+            dtype=torch.float64,
+            device=CPU,
         )
 
     def clip(self, found: tuple[Tensor, Tensor] | None, ok: Tensor) -> Tensor:
@@ -151,7 +168,7 @@ class FusedScaledAdamPart(GroupPart):
         Between thresholds these are a few numbers, which the host is quicker with.
         """
         if found is None:
-            return torch.ones(())
+            return torch.ones((), device=CPU)
         norm, step = found[0].numpy()[()], int(found[1].numpy())
         period = len(self.leaves.states[0]["model_norms"])
         if step % period == 0 or step in clipping.EARLY or not taken(ok):
@@ -159,16 +176,17 @@ class FusedScaledAdamPart(GroupPart):
         norms, threshold, clipped = (self.leaves.states[0][name].numpy() for name in CLIPPING)
         norms[step % period] = norm
         if not np.isfinite(threshold):
-            return torch.ones(())
-        # As formulas.clipping says, in float32.
-        factor = np.float32(1) / (np.float32(norm) + np.float32(1e-20)) * np.float32(threshold)
+            return torch.ones((), device=CPU)
+        # As formulas.clipping says, in float32; what is past its range becomes one.
+        with np.errstate(over="ignore"):
+            factor = np.float32(1) / (np.float32(norm) + np.float32(1e-20)) * np.float32(threshold)
         clipped += factor < 1
-        return torch.tensor(min(factor, np.float32(1)))
+        return torch.tensor(min(float(factor), 1.0), dtype=torch.float32, device=CPU)
 
     def _settings(self, clip: Tensor) -> Tensor:
         rule = self.rule
         bound = rule.scalar_max if self.is_scalar else torch.inf
         bounds = (bound, torch.inf) if rule.original else (torch.inf, bound)
-        fixed = torch.tensor([*rule.betas, rule.eps, 0.0, *bounds], dtype=torch.float64)
+        fixed = torch.tensor([*rule.betas, rule.eps, 0.0, *bounds], dtype=torch.float64, device=CPU)
         fixed[3] = self.gradient_scale(clip)
         return fixed

@@ -76,7 +76,9 @@ def _unstack_group(
                 )
     # Plain numbers, of Python's precision.
     shared = {
-        name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        name: value
+        if isinstance(value, Tensor)
+        else torch.tensor(value, dtype=torch.float64, device="cpu")
         for name, value in shared.items()
     }
     return [{**one, **shared} for one in found]
@@ -92,7 +94,9 @@ def _row(stack: Mapping[str, Any], row: int, shape: tuple[int, ...], index: int)
             f"{what}. Remedy: a checkpoint of icefall's ScaledAdam for this very model, with its "
             "parameters in the order that the optimizer got them in."
         )
-    own: dict[str, Any] = {"step": torch.tensor(float(stack["step"]))}
+    own: dict[str, Any] = {
+        "step": torch.tensor(float(stack["step"]), dtype=torch.float32, device="cpu")
+    }
     for name, value in stack.items():
         if name in _STACKED:
             own[name] = value[row]

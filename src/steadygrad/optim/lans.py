@@ -117,7 +117,7 @@ class LANS(ShardedOptimizer):
     def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         dtype = self._state_dtype(parameter, group)
         return {
-            "step": torch.zeros((), device=parameter.device),
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter, dtype=dtype),
             "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
         }

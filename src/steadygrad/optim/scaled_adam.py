@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from steadygrad._checks import check_choice, check_count, check_number
+from steadygrad._checks import InputError, check_choice, check_count, check_number
 from steadygrad.optim.base import ShardedOptimizer
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.icefall import unstack
@@ -62,6 +62,12 @@ class ScaledAdam(ShardedOptimizer):
     """
 
     _shared = ("skipped", *CLIPPING)
+    _types: Mapping[str, torch.dtype] = {
+        **ShardedOptimizer._types,
+        "model_norms": torch.float32,
+        "model_norm_threshold": torch.float64,
+        "num_clipped": torch.float32,
+    }
     _none_is_zero = True
     _large = ("exp_avg_sq", "delta")
     _small = ("step", *SIZES)
@@ -134,7 +140,7 @@ class ScaledAdam(ShardedOptimizer):
     def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         dtype, device = self._state_dtype(parameter, group), parameter.device
         state = {
-            "step": torch.zeros((), device=device),
+            "step": torch.zeros((), dtype=torch.float32, device=device),
             "delta": torch.zeros_like(parameter, dtype=dtype),
             "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
         }
@@ -144,6 +150,21 @@ class ScaledAdam(ShardedOptimizer):
             state["scale_exp_avg_sq"] = torch.zeros((), dtype=dtype, device=device)
             state["scale_grads"] = torch.zeros(period, dtype=dtype, device=device)
         return state
+
+    def _check_state(self, group: Mapping[str, Any]) -> None:
+        """Refuses periods that were changed since, before anything has moved."""
+        sized = next((p for p in group["params"] if p.numel() != 1), None)
+        lengths = {"clipping_update_period": ("model_norms", next(iter(group["params"]), None))}
+        lengths["size_update_period"] = ("scale_grads", sized)
+        for option, (name, parameter) in lengths.items():
+            if parameter is None:
+                continue
+            length = len(self.state[parameter][name])
+            if length != group[option]:
+                raise InputError(
+                    f"Option `{option}` should be what it was at construction. Found "
+                    f"{group[option]} with a state for {length}. Remedy: a new optimizer."
+                )
 
     @torch.no_grad()
     def load_icefall_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -172,9 +193,11 @@ class ScaledAdam(ShardedOptimizer):
     def _new_shared(self, device: torch.device, group: Mapping[str, Any]) -> dict[str, Any]:
         return {
             **super()._new_shared(device, group),
-            "model_norms": torch.zeros(group["clipping_update_period"], device=device),
+            "model_norms": torch.zeros(
+                group["clipping_update_period"], dtype=torch.float32, device=device
+            ),
             "model_norm_threshold": torch.full((), torch.inf, dtype=torch.float64, device=device),
-            "num_clipped": torch.zeros((), device=device),
+            "num_clipped": torch.zeros((), dtype=torch.float32, device=device),
         }
 
     def _update(
@@ -211,7 +234,7 @@ class ScaledAdam(ShardedOptimizer):
     def _diagnose(self, group: dict[str, Any], report: Report, grad_scale: float) -> dict[str, Any]:
         members = []
         for some in self._leaves(group, fused=False):
-            part = GroupPart(some, Scaling(torch.tensor(1 / grad_scale), None))
+            part = GroupPart(some, Scaling(torch.tensor(1 / grad_scale, device="cpu"), None))
             own = part.parameter_sums()
             moments = torch.stack([v.sum() for v in some.locals("exp_avg_sq")])
             more = (row.to(own)[None] for row in (report.bad_elements(some), moments))

@@ -61,6 +61,8 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     _known: Known | None = None
     # All other states are small and not sharded.
     _elementwise = frozenset({"exp_avg", "exp_avg_sq", "delta", MASTER})
+    # Types of small states; the others have that of the averages.
+    _types: Mapping[str, torch.dtype] = {"step": torch.float32, "skipped": torch.float32}
     # States that exist once a group and device, and are seen from every parameter of it.
     _shared: tuple[str, ...] = ("skipped",)
 
@@ -74,7 +76,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
 
     def _new_shared(self, device: torch.device, group: Mapping[str, Any]) -> dict[str, Any]:
         """A group's shared state before the first step."""
-        return {"skipped": torch.zeros((), device=device)}
+        return {"skipped": torch.zeros((), dtype=torch.float32, device=device)}
 
     def _state_dtype(self, parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
         """Type of a parameter's state: float32, or float64 for float64 parameters."""
@@ -162,10 +164,10 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     def _place(
         self, parameter: Tensor, group: Mapping[str, Any], name: str, value: Tensor
     ) -> Tensor:
+        # To the type it is kept in, should it have been saved in another.
+        dtype = self._types.get(name) or self._state_dtype(parameter, group)
         if name not in self._elementwise:
-            return super()._place(parameter, group, name, value)
-        # Averages go to the type they are kept in, should they have been saved in another.
-        dtype = self._state_dtype(parameter, group)
+            return value.detach().to(parameter.device, dtype, copy=True)
         return shared_out(value.detach().to(parameter.device, dtype, copy=True), parameter)
 
     def _check_loaded(self, given: Mapping[str, Any]) -> None:

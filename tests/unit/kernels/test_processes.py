@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from steadygrad import kernels
-from steadygrad.kernels import threads
 from steadygrad.optim import LANS, ScaledAdam
 
 MAKERS = {"lans": LANS, "scaled_adam": lambda p, **k: ScaledAdam(p, clipping_scale=2.0, **k)}
@@ -63,7 +62,7 @@ def step_in_child(connection, make):
     # Torch's own operations would wait for the parent's threads; only the loops use two.
     torch.set_num_threads(1)
     torch.get_num_threads = lambda: 2
-    connection.send((threads._Forked.here, [p.numpy() for p in trained(make, fused=True)]))
+    connection.send((kernels.was_forked(), [p.numpy() for p in trained(make, fused=True)]))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -78,7 +77,60 @@ def test_a_forked_process_steps_too():
     forked, found = ours.recv()
     child.join()
     assert forked
-    assert not threads._Forked.here
+    assert not kernels.was_forked()
+    assert same([torch.from_numpy(x) for x in found], expected)
+
+
+# The package is loaded before the fork, the loops after it.
+FIRST_STEP_IN_CHILD = """
+import multiprocessing
+import torch
+from steadygrad.optim import LANS
+torch.set_num_threads(2)
+torch.randn(1000, 1000).exp().sum()
+p = torch.ones(200_000).requires_grad_()
+p.grad = torch.ones(200_000)
+optimizer = LANS([p], fused=True)
+def child():
+    torch.set_num_threads(1)
+    torch.get_num_threads = lambda: 2
+    optimizer.step()
+worker = multiprocessing.get_context("fork").Process(target=child)
+worker.start()
+worker.join(30)
+print(worker.exitcode)
+worker.kill()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_the_first_compiled_step_may_come_after_the_fork():
+    done = subprocess.run([sys.executable, "-c", FIRST_STEP_IN_CHILD], capture_output=True)
+    assert done.stdout.split() == [b"0"]
+
+
+def step_beside_a_lock(connection):
+    torch.set_num_threads(1)
+    connection.send(([p.numpy() for p in trained(LANS)], kernels.choose_mode("LANS", None, None)))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_while_something_is_compiled_goes_by_calls():
+    """The thread that compiles is not forked along, and would never open the lock."""
+    from steadygrad.kernels import cpu
+
+    expected = trained(LANS, foreach=True)
+    ours, theirs = multiprocessing.Pipe()
+    with cpu._LOCK:
+        child = multiprocessing.get_context("fork").Process(
+            target=step_beside_a_lock, args=(theirs,)
+        )
+        child.start()
+    arrived = ours.poll(30)
+    found, mode = ours.recv() if arrived else ([], "it hangs")
+    child.kill()
+    assert mode == "foreach"
     assert same([torch.from_numpy(x) for x in found], expected)
 
 
@@ -104,7 +156,10 @@ def test_a_cache_folder_that_cannot_be_written():
     assert float(done.stdout.split()[1]) < 1
 
 
-@pytest.mark.parametrize("error", [RuntimeError, PermissionError], ids=lambda e: e.__name__)
+# A damaged file of the cache raises whatever it likes.
+@pytest.mark.parametrize(
+    "error", [RuntimeError, PermissionError, EOFError], ids=lambda e: e.__name__
+)
 def test_without_any_folder_it_is_compiled_for_the_process(error, monkeypatch):
     from steadygrad.kernels import cpu, numba_parts
 
@@ -166,3 +221,16 @@ def test_who_decides():
     assert kernels.choose_mode("X", True, None) == "foreach"
     assert kernels.choose_mode("X", False, None) == "single"
     assert kernels.choose_mode("X", False, True) == "fused"
+
+
+@pytest.mark.parametrize("error", [OSError, SystemError, AttributeError])
+def test_a_broken_numba_is_none(error, monkeypatch):
+    def broken(name):
+        raise error("libllvmlite.so cannot be found")
+
+    kernels.missing.cache_clear()
+    monkeypatch.setattr(kernels.importlib, "import_module", broken)
+    try:
+        assert kernels.missing() == "numba cannot be loaded (libllvmlite.so cannot be found)"
+    finally:
+        kernels.missing.cache_clear()

@@ -1,0 +1,249 @@
+"""Compiled loops write to no memory that is not theirs, whatever lies where it lay before."""
+
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+
+from steadygrad import kernels
+from steadygrad._checks import InputError
+from steadygrad.optim import LANS, ScaledAdam
+
+MAKERS = {"lans": LANS, "scaled_adam": lambda p, **k: ScaledAdam(p, clipping_scale=2.0, **k)}
+every_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+both_modes = pytest.mark.parametrize("mode", ["fused", "foreach"])
+
+
+@pytest.fixture(autouse=True)
+def _warnings_anew(monkeypatch):
+    monkeypatch.setattr(kernels, "_WARNED", set())
+
+
+def start(make, shape=(8, 8), **mode):
+    p = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    return p, make([p], **mode)
+
+
+def begun(make, mode):
+    """A first step by calls, then another mode: what goes by calls again is equal to the bit."""
+    p, optimizer = start(make, foreach=True)
+    step(p, optimizer, 0)
+    optimizer.param_groups[0].update({"foreach": None, "fused": None, mode: True})
+    return p, optimizer
+
+
+def step(p, optimizer, seed, gradient=None):
+    drawn = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+    p.grad = drawn if gradient is None else gradient(drawn)
+    optimizer.step()
+
+
+@every_optimizer
+def test_rows_that_were_cut_off_are_left_alone(make):
+    p, optimizer = start(make, fused=True)
+    step(p, optimizer, 0)
+    whole, p.grad = p.data, None
+    rest = whole[4:].clone()
+    p.data = p.data[:4]
+    # As multi-tensor calls do, for the state is still of eight rows.
+    with pytest.warns(UserWarning, match="states alike"), pytest.raises(RuntimeError, match="size"):
+        step(p, optimizer, 1)
+    assert torch.equal(whole[4:], rest)
+
+
+@every_optimizer
+def test_an_old_gradient_of_fewer_rows_is_refused(make):
+    p, optimizer = start(make, shape=(4, 8), fused=True)
+    p.grad = torch.ones(4, 8)
+    p.data = torch.ones(8, 8)
+    optimizer = make([p], fused=True)
+    with pytest.raises(InputError, match=r"shape \(4, 8\) for \(8, 8\).*Remedy"):
+        optimizer.step()
+    assert torch.equal(p.detach(), torch.ones(8, 8))
+
+
+@every_optimizer
+def test_another_order_at_the_same_address_is_noticed(make):
+    found = {}
+    for mode in ("fused", "foreach"):
+        p, optimizer = start(make, **{mode: True})
+        step(p, optimizer, 0)
+        p.data = p.data.t()
+        with pytest.warns() if mode == "fused" else nullcontext():
+            step(p, optimizer, 1)
+        found[mode] = p.detach().clone()
+    # Two steps' rounding of float32.
+    torch.testing.assert_close(found["fused"], found["foreach"], rtol=1e-5, atol=1e-6)
+
+
+STATES = {
+    "another type": lambda x: x.bfloat16(),
+    "another shape": lambda x: x[:2],
+}
+
+
+@every_optimizer
+@pytest.mark.parametrize("change", STATES.values(), ids=STATES)
+def test_states_that_loops_cannot_take_go_by_calls(make, change):
+    outcomes = []
+    for mode in ("fused", "foreach"):
+        p, optimizer = begun(make, mode)
+        state = optimizer.state[p]
+        state["exp_avg_sq"] = change(state["exp_avg_sq"])
+        with pytest.warns() if mode == "fused" else nullcontext():
+            try:
+                step(p, optimizer, 1)
+            except RuntimeError as error:
+                outcomes.append(str(error))
+                continue
+        outcomes.append(p.detach().clone())
+    ours, theirs = outcomes
+    assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
+
+
+@every_optimizer
+def test_a_state_whose_memory_was_replaced_by_less(make):
+    p, optimizer = start(make, fused=True)
+    step(p, optimizer, 0)
+    state = optimizer.state[p]["exp_avg_sq"]
+    whole = state.data
+    state.data = whole[:4]
+    rest = whole[4:].clone()
+    with pytest.warns(UserWarning, match="states alike"), pytest.raises(RuntimeError, match="size"):
+        step(p, optimizer, 1)
+    assert torch.equal(whole[4:], rest)
+
+
+@every_optimizer
+def test_a_wrapped_gradient_is_no_zero(make):
+    found = {}
+    for mode in ("fused", "foreach"):
+        p, optimizer = begun(make, mode)
+        before = p.detach().clone()
+        with pytest.warns() if mode == "fused" else nullcontext():
+            step(p, optimizer, 1, gradient=lambda g: TwoTensor(g, g.clone()))
+        found[mode] = p.detach().clone()
+        assert (found[mode] - before).abs().max() > 1e-5
+    assert torch.equal(found["fused"], found["foreach"])
+
+
+@every_optimizer
+@both_modes
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_counts_are_float32_whatever_the_default_is(make, mode, default):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        p = torch.ones(8, 8, dtype=torch.float32).requires_grad_()
+        optimizer = make([p], **{mode: True})
+        for _ in range(5):
+            p.grad = torch.ones(8, 8, dtype=torch.float32)
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(before)
+    state = optimizer.state[p]
+    counts = {state[n].dtype for n in ("step", "skipped", "num_clipped") if n in state}
+    assert counts == {torch.float32}
+    assert state["step"].item() == 5
+
+
+@every_optimizer
+@both_modes
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_a_count_that_was_saved_in_another_type(make, mode, dtype):
+    p, optimizer = start(make, **{mode: True})
+    for seed in range(3):
+        step(p, optimizer, seed)
+    saved = optimizer.state_dict()
+    saved["state"][0]["step"] = saved["state"][0]["step"].to(dtype)
+    optimizer.load_state_dict(saved)
+    step(p, optimizer, 3)
+    assert optimizer.state[p]["step"].dtype is torch.float32
+    assert optimizer.state[p]["step"].item() == 4
+
+
+@every_optimizer
+def test_a_count_of_another_type_in_the_state_goes_by_calls(make):
+    p, optimizer = start(make, fused=True)
+    step(p, optimizer, 0)
+    optimizer.state[p]["step"] = optimizer.state[p]["step"].double()
+    with pytest.warns(UserWarning, match="states alike"):
+        step(p, optimizer, 1)
+    assert optimizer.state[p]["step"].item() == 2
+
+
+@every_optimizer
+def test_another_default_device(make):
+    found = []
+    for device in ("meta", "cpu"):
+        p, optimizer = start(make, fused=True)
+        gradients = [
+            torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) for i in range(9)
+        ]
+        with torch.device(device):
+            for gradient in gradients:
+                p.grad = gradient
+                optimizer.step()
+        found.append(p.detach().clone())
+    assert torch.equal(*found)
+
+
+@both_modes
+@pytest.mark.parametrize("option", ["size_update_period", "clipping_update_period"])
+@pytest.mark.parametrize("value", [2, 8])
+def test_a_period_cannot_change(mode, option, value):
+    p, optimizer = start(MAKERS["scaled_adam"], **{mode: True})
+    step(p, optimizer, 0)
+    before = p.detach().clone()
+    optimizer.param_groups[0][option] = value
+    with pytest.raises(InputError, match=f"`{option}`.*Remedy: a new optimizer"):
+        step(p, optimizer, 1)
+    assert torch.equal(p.detach(), before)
+    assert optimizer.state[p]["step"].item() == 1
+
+
+@both_modes
+def test_an_inner_product_that_overflows_skips_the_step(mode):
+    p = torch.full((100,), 1e9).requires_grad_()
+    optimizer = ScaledAdam([p], **{mode: True})
+    for number in range(12):
+        p.grad = torch.full((100,), 0.5e9 if number == 5 else 1.0)
+        optimizer.step()
+    # 5e19 squared is past float32's range, though the gradient's own squares are not.
+    assert optimizer.skipped.item() == 1
+    assert optimizer.state[p]["scale_exp_avg_sq"].isfinite()
+
+
+def test_weights_that_grew_since_leave_no_infinity_behind():
+    """Their norm is taken at size steps only: an inner product may come late that is infinite."""
+    p = torch.ones(100).requires_grad_()
+    optimizer = ScaledAdam([p], fused=True)
+    for number in range(12):
+        p.data.fill_(1e25 if number == 5 else 1.0)
+        p.grad = torch.full((100,), 1e3 if number == 5 else 1.0)
+        optimizer.step()
+    assert optimizer.state[p]["scale_exp_avg_sq"].isfinite()
+    assert optimizer.state[p]["scale_grads"].isfinite().all()
+
+
+def test_a_norm_near_the_end_of_the_range_is_no_warning():
+    p = torch.ones(100).requires_grad_()
+    optimizer = ScaledAdam([p], clipping_scale=2.0, clipping_update_period=4, fused=True)
+    for number in range(11):
+        p.grad = torch.full((100,), 0.0 if number == 10 else 1e17)
+        optimizer.step()
+    assert optimizer.skipped.item() == 0
+    assert p.isfinite().all()
+
+
+@every_optimizer
+@both_modes
+def test_weights_that_were_let_go_are_free(make, mode):
+    p, optimizer = start(make, **{mode: True})
+    step(p, optimizer, 0)
+    kept = weakref.ref(p.untyped_storage())
+    p.grad = None
+    p.data = torch.empty(0)
+    assert kept() is None
