@@ -35,6 +35,7 @@ docs: $(VENV)/.installed
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
 bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/results
+	$(PIP) install --quiet --constraint constraints.txt --group bench
 	$(BIN)/python benchmarks/noise_overhead.py --save
 	$(BIN)/python benchmarks/step_time.py --save
 	$(BIN)/python benchmarks/step_growth.py --save

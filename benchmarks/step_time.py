@@ -166,6 +166,8 @@ def resident(field: str) -> int:
 def alone(what: str, key: str, folder: str | None = None) -> float:
     """What a fresh process prints."""
     environment = {**os.environ, **({"NUMBA_CACHE_DIR": folder} if folder else {})}
+    # So that the allocator keeps nothing back, which would hide what is asked for next.
+    environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     command = [sys.executable, __file__, "--threads", str(OPTIONS.threads), f"--{what}", key]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])

@@ -28,13 +28,14 @@ def fill_gradients(model, step):
         p.grad = torch.randn(p.shape, generator=draw).to(p)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", sorted(f.stem for f in HERE.glob("scaled_adam*.npz")))
-def test_golden_scaled_adam(name):
+def test_golden_scaled_adam(name, fused):
     golden = Trajectory.read(name)
     values = {k: v.detach().cuda().requires_grad_() for k, v in golden.parameters().items()}
     kwargs = {k: tuple(v) if k == "betas" else v for k, v in golden.config["kwargs"].items()}
     recipe = "zipformer" if "zipformer" in name else "stateless7"
-    optimizer = ScaledAdam(values.values(), **kwargs, recipe=recipe)
+    optimizer = ScaledAdam(values.values(), **kwargs, recipe=recipe, fused=fused)
     # The README's tolerances: exact in float64, float32 elsewhere.
     exact = "float64" in name and recipe == "stateless7"
     assert golden.follow(optimizer, values) < (1e-12 if exact else 2e-5)

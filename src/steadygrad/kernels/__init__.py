@@ -79,13 +79,16 @@ def wants_fused(foreach: bool | None, fused: bool | None) -> bool:
     return bool(fused or (fused is None and foreach is None)) and not torch.compiler.is_compiling()
 
 
-def choose_mode(optimizer: str, foreach: bool | None, fused: bool | None) -> str:
+def choose_mode(
+    optimizer: str, foreach: bool | None, fused: bool | None, *, on_cpu: bool = True
+) -> str:
     """How a step is computed.
 
     Args:
         optimizer: Its class's name, for the warning.
         foreach: The user's wish; None: the best there is.
         fused: The user's wish for a fused kernel; None: the best there is.
+        on_cpu: Whether parameters are on the CPU, where others are several times slower.
 
     Returns:
         ``"fused"``, for the tensors that kernels can take; ``"foreach"`` or ``"single"``.
@@ -94,14 +97,14 @@ def choose_mode(optimizer: str, foreach: bool | None, fused: bool | None) -> str
         found = _BROKEN[0] if _BROKEN else missing()
         if found is None:
             return "fused"
-        if fused:
+        if fused or on_cpu:
             warn_once(optimizer, found)
     return "single" if foreach is False else "foreach"
 
 
 def give_up(optimizer: str, error: Exception) -> None:
     """Leaves compiled loops alone from now on, as they cannot be compiled, and says so once."""
-    _BROKEN.append(f"numba cannot compile it ({' '.join(str(error).split())[:200]})")
+    _BROKEN.append(f"numba cannot compile it ({error})")
     warn_once(optimizer, _BROKEN[0])
 
 

@@ -15,7 +15,7 @@ import torch
 from steadygrad.kernels import give_up_silently, threads
 from steadygrad.kernels.tables import ChunkTable
 
-__all__ = ["Types", "address_of", "launch"]
+__all__ = ["NoKernelError", "Types", "address_of", "launch"]
 
 _ROOMS = {
     "square_sums": "numba_lans",
@@ -52,6 +52,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+class NoKernelError(RuntimeError):
+    """A loop cannot be compiled here."""
+
+
 def address_of(name: str, types: Types) -> int:
     """Where a kernel starts, compiled if it was not yet.
 
@@ -60,10 +64,14 @@ def address_of(name: str, types: Types) -> int:
         types: What it works on.
 
     Raises:
-        Exception: Whatever the compiler raises; nothing has been computed then.
+        NoKernelError: If it cannot be compiled; nothing has been computed then.
     """
     with _LOCK:
-        return _address_of(name, types)
+        try:
+            return _address_of(name, types)
+        except Exception as error:
+            # Whatever a compiler may raise on a machine nobody has seen.
+            raise NoKernelError(" ".join(str(error).split())[:200]) from error
 
 
 @cache
@@ -104,5 +112,8 @@ def launch(
         settings: What it takes besides, contiguous float64.
         alone: Whether it does not share out its work: one thread only.
     """
+    given = [x for x in (factors, settings) if x is not None]
+    # What the loops are handed they take for an address of this machine's memory.
+    assert all(x.device.type == "cpu" and x.is_contiguous() for x in given)
     places = [0 if x is None else x.data_ptr() for x in (factors, settings)]
     threads.run(address_of(name, types), table.job(*places), 0 if alone else table.elements)

@@ -201,7 +201,9 @@ class ShardedOptimizer(StatefulOptimizer):
             group: The group.
             fused: Whether some may be for compiled loops.
         """
-        mode = choose_mode(type(self).__name__, group["foreach"], group["fused"])
+        on_cpu = any(p.device.type == "cpu" for p in group["params"])
+        name = type(self).__name__
+        mode = choose_mode(name, group["foreach"], group["fused"], on_cpu=on_cpu)
         members = [
             p
             for p in group["params"]
@@ -212,7 +214,7 @@ class ShardedOptimizer(StatefulOptimizer):
             yield from plan
             members = plan.others
             if members and group["fused"] and members[0].numel():
-                warn_about(type(self).__name__, members[0])
+                warn_about(name, members[0])
         kinds: dict[Any, list[Tensor]] = defaultdict(list)
         for p in members:
             kinds[self._kind(p, group)].append(p)
@@ -238,6 +240,7 @@ class ShardedOptimizer(StatefulOptimizer):
         plan = self._plans.get(id(group))
         if plan is not None and plan.group is group and plan.holds(members, self._known):
             return plan
+        from steadygrad.kernels.cpu import NoKernelError
         from steadygrad.optim.fused import Plan
 
         for p in members:
@@ -254,8 +257,7 @@ class ShardedOptimizer(StatefulOptimizer):
                 self._small,
                 self._kernels,
             )
-        except Exception as error:
-            # Whatever a compiler may raise on a machine nobody has seen: nothing is written yet.
+        except NoKernelError as error:
             give_up(type(self).__name__, error)
             return None
         # A load makes new groups; plans of the old ones would hold on to the old state.

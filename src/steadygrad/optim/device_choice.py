@@ -47,14 +47,15 @@ class DeviceSteps:
         self, groups: Sequence[dict[str, Any]], states: Mapping[Tensor, dict[str, Any]]
     ) -> str | None:
         """Makes a job if the last one is none any more; or says why there is none."""
-        if self._job is None or not self._job.holds(groups, states):
-            self._job = None
+        same = self._job is not None and self._job.holds(groups, states)
+        if self._job is None or not same or self._job.prepared != self._job.variant():
+            job, self._job = self._job if same else None, None
             found = self._kind.can_take(groups, states)
             if found is not None:
                 return found
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 return "a step outside of CUDA graphs must come before the first one in them"
-            job = self._kind(groups, states)
+            job = job or self._kind(groups, states)
             try:
                 job.prepare()
             except Exception as error:

@@ -265,10 +265,16 @@ class DeviceJob:
         table, kept = self.table, self.table.rows.copy()
         table.rows[:, Row.ACTIVE] = 0
         table.head[:] = 0
-        self.aligned = True
         table.send()
-        self.passes((lambda columns: columns) if self.sharded else None, Scaling(None, None))
+        # Gradients may be views into larger memory, at any place: both ways are ready then.
+        for self.aligned in (True, False):
+            self.passes((lambda columns: columns) if self.sharded else None, Scaling(None, None))
         table.rows[:] = kept
+        self.prepared = self.variant()
+
+    def variant(self) -> tuple[Any, ...]:
+        """Options that other kernels are compiled for."""
+        return ()
 
     def step(self, over_shards: OverShards, scaling: Scaling) -> None:
         """Takes a step, of tensors where they were last looked for."""

@@ -113,10 +113,17 @@ class DeviceScaledAdam(DeviceJob):
             row[Group.FIRST] = np.searchsorted(owners, i)
             row[Group.TENSORS] = (owners == i).sum()
 
+    def variant(self) -> tuple[Any, ...]:
+        """Whether groups are clipped, and how many numbers there are to sort and to hold."""
+        clipped = any(group["clipping_scale"] is not None for group in self._groups)
+        periods = [group["size_update_period"] for group in self._groups]
+        history = [g["clipping_update_period"] for g in self._groups if g["clipping_scale"]]
+        return clipped, _power(max(periods)), _power(max(history, default=1))
+
     def passes(self, over_shards: OverShards, scaling: Scaling) -> None:
         """Starts the kernels of a step."""
         table, whole = self.table, over_shards is None
-        clipped = any(group["clipping_scale"] is not None for group in self._groups)
+        clipped, width, history = self.variant()
         self.run("scaled_adam_sums", whole)
         if clipped or over_shards is not None:
             sums = self.totals(0, 3)
@@ -126,8 +133,6 @@ class DeviceScaledAdam(DeviceJob):
             # The sizes' gradients are squared too, and must not overflow.
             inner = sums[1].to(torch.float32).square()
             self.decide(scaling, [sums[0], inner])
-        periods = [group["size_update_period"] for group in self._groups]
-        history = [g["clipping_update_period"] for g in self._groups if g["clipping_scale"]]
         device.launch(
             "clip_and_learn" if clipped else "learn_each",
             table.device,
@@ -139,8 +144,8 @@ class DeviceScaledAdam(DeviceJob):
             table.flags,
             table.slots,
             table.tensors,
-            width=_power(max(periods)),
-            history=_power(max(history, default=1)),
+            width=width,
+            history=history,
             whole=whole,
         )
         self.run("scaled_adam_update", whole)

@@ -209,7 +209,13 @@ class ScaledAdam(ShardedOptimizer):
         work = [part_of(some, scaling) for some in leaves]
         sums = over_shards([some.parameter_sums() for some in work])
         # The sizes' gradients are squared too, and must not overflow where the others do not.
-        ok = scaling.ok([torch.stack([rows[0], rows[1].square()]) for rows in sums])
+        # And the state may have a smaller range than the weights.
+        ok = scaling.ok(
+            [
+                torch.stack([rows[0], rows[1].square()]).to(some.dtype)
+                for some, rows in zip(work, sums, strict=True)
+            ]
+        )
         for some, rows in zip(work, sums, strict=True):
             some.sums = rows
         clips = self._clip(work, ok)

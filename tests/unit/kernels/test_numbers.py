@@ -12,13 +12,14 @@ kinds = pytest.mark.parametrize(("dtype", "bits"), KINDS.items(), ids=map(str, K
 EVERY = torch.arange(-(2**15), 2**15, dtype=torch.int16)
 
 
-@njit
+# With the flags that the loops are compiled with.
+@njit(fastmath=numba_parts.FAST, error_model="numpy")
 def widen_all(given, found):
     for i in range(len(given)):
         found[i] = numba_parts.widen(given[i])
 
 
-@njit
+@njit(fastmath=numba_parts.FAST, error_model="numpy")
 def narrow_all(given, found):
     for i in range(len(given)):
         found[i] = numba_parts.narrow(given[i], found[i])

@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
 from steadygrad import kernels
+from steadygrad.kernels import threads
 from steadygrad.optim import LANS, ScaledAdam
 
 MAKERS = {"lans": LANS, "scaled_adam": lambda p, **k: ScaledAdam(p, clipping_scale=2.0, **k)}
@@ -73,10 +75,11 @@ def test_a_forked_process_steps_too():
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(target=step_in_child, args=(theirs, LANS))
     child.start()
-    assert ours.poll(30), "the child hangs"
-    forked, found = ours.recv()
+    arrived = ours.poll(30)
+    forked, found = ours.recv() if arrived else ("it hangs", [])
+    child.kill()
     child.join()
-    assert forked
+    assert forked is True
     assert not kernels.was_forked()
     assert same([torch.from_numpy(x) for x in found], expected)
 
@@ -111,6 +114,7 @@ def test_the_first_compiled_step_may_come_after_the_fork():
 
 def step_beside_a_lock(connection):
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     connection.send(([p.numpy() for p in trained(LANS)], kernels.choose_mode("LANS", None, None)))
 
 
@@ -191,7 +195,7 @@ def test_a_compiler_that_fails_is_left_alone(make, monkeypatch):
 
     def fail(name, types):
         calls.append(name)
-        raise RuntimeError("no such processor")
+        raise cpu.NoKernelError("no such processor")
 
     monkeypatch.setattr(kernels, "_BROKEN", [])
     monkeypatch.setattr(kernels, "_WARNED", set())
@@ -212,6 +216,56 @@ def test_reasons(monkeypatch):
     assert kernels.missing.__wrapped__() == "NUMBA_DISABLE_JIT is set"
     monkeypatch.setitem(sys.modules, "numba", None)
     assert kernels.missing.__wrapped__() == "numba is not installed"
+
+
+def test_what_is_no_fault_of_the_compiler_is_raised():
+    p = torch.ones(3).requires_grad_()
+    optimizer = LANS([p], fused=True)
+    p.grad = torch.ones(3)
+    del optimizer.state[p]["exp_avg"]
+    with pytest.raises(KeyError, match="exp_avg"):
+        optimizer.step()
+    assert kernels.choose_mode("LANS", None, None) == "fused"
+
+
+@every_optimizer
+def test_without_numba_one_warning_says_what_it_costs(make, monkeypatch):
+    monkeypatch.setattr(kernels, "_WARNED", set())
+    monkeypatch.setattr(kernels, "missing", lambda: "numba is not installed")
+    with pytest.warns(UserWarning, match=r"numba is not installed.*steadygrad\[cpu\]") as caught:
+        found = trained(make)
+    assert len(caught) == 1
+    assert same(found, trained(make, foreach=True))
+
+
+@pytest.mark.parametrize(("threads_of_torch", "elements"), [(1, 10**6), (2, 10**6), (2, 100)])
+def test_loops_run_on_torchs_threads(threads_of_torch, elements, monkeypatch):
+    """As many as torch has, its very own; one for little work."""
+    asked = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads_of_torch)
+    monkeypatch.setattr(threads, "_pool", lambda count: pytest.fail("threads of its own"))
+    team = threads._team()
+    if sys.platform == "linux":
+        assert team is not None
+    monkeypatch.setattr(threads, "_team", lambda: lambda *given: asked.append(given[2]))
+    monkeypatch.setattr(threads, "_KERNEL", lambda address: lambda place: asked.append(1))
+    threads.run(0, torch.zeros(1).numpy(), elements)
+    assert asked == [2 if threads_of_torch == 2 and elements > threads.SMALL else 1]
+
+
+def test_loops_are_made_anew_where_their_parts_change():
+    from zlib import crc32
+
+    from steadygrad.kernels import numba_parts
+
+    place = Path(numba_parts.__file__).parent
+    parts = b"".join((place / name).read_bytes() for name in numba_parts.PARTS)
+    assert crc32(parts) == numba_parts.SOURCE
+    # Those that take a constant from it, as every loop must.
+    loops = [name for name in place.glob("numba_*.py") if name.name != "numba_parts.py"]
+    assert all("SOURCE" in loop.read_text() for loop in loops)
+    # Given `nnan` or `ninf`, what guards against such values may be dropped.
+    assert {"reassoc", "contract", "arcp", "nsz", "afn"} == numba_parts.FAST
 
 
 def test_who_decides():

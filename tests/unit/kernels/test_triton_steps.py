@@ -281,3 +281,28 @@ def test_a_kernel_that_cannot_be_compiled_changes_nothing(interpreter, monkeypat
     run(two, theirs, [0, 1])
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q)
+
+
+def test_all_that_later_steps_may_need_is_compiled_before_the_first(interpreter, monkeypatch):
+    """Views at odd places, and clipping that begins later, are other kernels."""
+    ways, launch_chunks = [], device_job.device.launch_chunks
+
+    def noted(name, *given, aligned, **constants):
+        ways.append((name, aligned))
+        launch_chunks(name, *given, aligned=aligned, **constants)
+
+    monkeypatch.setattr(device_job.device, "launch_chunks", noted)
+    params = parameters()
+    optimizer = ScaledAdam(params, fused=True)
+    run(optimizer, params, [0])
+    names = ["scaled_adam_sums", "scaled_adam_update"]
+    prepared = [(name, aligned) for aligned in (True, False) for name in names]
+    assert ways[:4] == prepared
+    assert len(ways) == 4 + 2
+    assert interpreter.count("clip_and_learn") == 0
+    optimizer.param_groups[0]["clipping_scale"] = 2.0
+    run(optimizer, params, [1])
+    assert ways[6:10] == prepared
+    assert interpreter.count("clip_and_learn") == 3
+    run(optimizer, params, [2])
+    assert len(ways) == 14

@@ -247,3 +247,17 @@ def test_weights_that_were_let_go_are_free(make, mode):
     p.grad = None
     p.data = torch.empty(0)
     assert kept() is None
+
+
+@both_modes
+@pytest.mark.parametrize("size", [1e25, 1e150])
+def test_gradients_past_the_states_range_skip_the_step(mode, size):
+    """Float64 weights, whose state the current recipe keeps in float32."""
+    p = torch.ones(10, dtype=torch.float64).requires_grad_()
+    optimizer = ScaledAdam([p], **{mode: True})
+    for number in range(6):
+        p.grad = torch.full((10,), size if number == 2 else 1.0, dtype=torch.float64)
+        optimizer.step()
+    assert optimizer.skipped.item() == 1
+    assert p.isfinite().all()
+    assert optimizer.state[p]["exp_avg_sq"].isfinite().all()
