@@ -8,6 +8,7 @@ import torch
 from steadygrad._checks import InputError
 from steadygrad.record import environment
 from steadygrad.studies.engine import Engine
+from steadygrad.tasks import describe
 
 __all__ = ["changes"]
 
@@ -34,6 +35,13 @@ def changes(header: Mapping[str, Any], engine: Engine) -> list[str]:
                 f"Expected {name} = {settings[name]} as in the record. Found {value}. "
                 f"Remedy: {remedy}, or a new run with --out."
             )
+    recorded = header["task"]["parameters"]
+    found = describe(task, engine.model)["parameters"]
+    if recorded != found:
+        raise InputError(
+            f"Expected a model of {recorded} parameters as in the record. Found {found}. "
+            "Remedy: the model as it was, or a new run with --out."
+        )
     versions = header["environment"].get("torch"), environment().get("torch")
     threads = settings["threads"], torch.get_num_threads()
     return [

@@ -120,11 +120,12 @@ def partial(tmp_path):
     [
         (lambda h: h["task"].update(spec=tiny("other_data")), "sha256 = '0000"),
         (lambda h: h["settings"].update(batch_size=8), "batch_size = 8 as in the record. Found 4"),
+        (lambda h: h["task"].update(parameters=7), "a model of 7 parameters as in the record"),
         (lambda h: h["settings"].update(world_size=2), "world_size = 2 .*torchrun"),
         (lambda h: h.update(study="inspect"), "record of `steadygrad advise`. Found 'inspect'"),
         (lambda h: h["settings"].pop("dtype"), "'settings.dtype' to be one of float32.* in line 1"),
     ],
-    ids=["data", "batch size", "processes", "study", "settings"],
+    ids=["data", "batch size", "model", "processes", "study", "settings"],
 )
 def test_what_must_not_change(partial, change, message):
     change_header(partial, change)
