@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from steadygrad.scale import AutoScale, LayerwiseGradScaler
 from tests.distributed.ranks import on_ranks
+from tests.unit.scale.test_usage import TOKENS, Head
 from tests.unit.scale.training import SCALES, Poison, assert_equal, batch, make, weights_of
 
 pytestmark = pytest.mark.distributed
@@ -84,7 +85,9 @@ def check_wrapper(wrap, rank, world, before):
 
 
 def check_automatic(rank, world):
-    _, scaler = run(DistributedDataParallel, rank, world, scales=AutoScale(every=1), bad_rank=0)
+    auto = AutoScale(every=1)
+    with torch.autocast("cpu", torch.float16):
+        _, scaler = run(DistributedDataParallel, rank, world, scales=auto, bad_rank=0)
     return scaler.state_dict(), scaler.measured.weights.sum().item()
 
 
@@ -102,7 +105,17 @@ def check_alone(rank, world):
     return scaler.culprits()
 
 
+def check_refused(rank, world):
+    """DDP leaves the graph whole: a use that gets around a boundary shows."""
+    model = Head()
+    scaler = LayerwiseGradScaler(model, {"embed": 8.0}, process_group=None)
+    wrapped = DistributedDataParallel(model)
+    with pytest.raises(ValueError, match=r"'embed\.weight'"):
+        scaler.scale(wrapped(TOKENS).sum())
+
+
 def everything(rank, world):
+    check_refused(rank, world)
     states = [
         check_wrapper(DistributedDataParallel, rank, world, before=False),
         check_wrapper(DistributedDataParallel, rank, world, before=True),

@@ -20,6 +20,7 @@ from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
 from steadygrad.formulas.exponents import exponent_histograms
+from steadygrad.scale.gradients import narrow
 from steadygrad.scale.nests import map_differentiable
 from steadygrad.scale.table import ScaleTable
 from steadygrad.scale.tracing import Watch, note_call, refuse_changes, watch
@@ -94,6 +95,7 @@ class _Crossing(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(own, inverse)
         ctx.times, ctx.over, ctx.measured = way.times, way.over, into is not None
+        ctx.into_layer = way.into
         # A view would not do: autograd forbids to change it in place.
         return x.clone()
 
@@ -188,7 +190,8 @@ class Boundary:
         trace = getattr(tensor, _TRACE, None) if traceable else None
         if trace is not None and trace.holds(tensor, table):
             origin, way = trace.origin, trace.way.extended(way.out_of, way.times, way.over)
-        gauges = table.gauges if table.measuring else None
+        # float32 gradients lose nothing: what they are says nothing about float16.
+        gauges = table.gauges if table.measuring and narrow(tensor.dtype) else None
         crossed: Tensor = _Crossing.apply(  # type: ignore[no-untyped-call]
             origin,
             table.own,

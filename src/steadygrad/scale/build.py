@@ -1,5 +1,6 @@
 """From what the user handed in to layers, scales and rules."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,7 +54,7 @@ def set_up(model: nn.Module, layer_scales: Any, rule: Rule, init_scale: float | 
     if isinstance(wanted, AutoScale):
         # Measuring takes the place of growing.
         rule = replace(rule, growth_factor=1.0)
-        patterns = parts_of(model) if wanted.layers is None else list(wanted.layers)
+        patterns = _parts(model) if wanted.layers is None else list(wanted.layers)
         wanted = {pattern: LayerScale(wanted.scale) for pattern in patterns}
     layers, chosen_by = choose(model, wanted)
     unscaled_loss = init_scale is None and auto is None
@@ -67,6 +68,19 @@ def set_up(model: nn.Module, layer_scales: Any, rule: Rule, init_scale: float | 
         device,
     )
     return Setup(layers, table, auto)
+
+
+def _parts(model: nn.Module) -> list[str]:
+    found = parts_of(model)
+    # A single layer has nothing inside that could be chosen.
+    if len(found) < 2 and any(True for _ in model.children()):
+        warnings.warn(
+            f"Expected a model made of several parts, for automatic scales. Found {len(found)} in "
+            f"{type(model).__name__} that can have a scale of its own. Remedy: "
+            "AutoScale(layers=...) with patterns of modules inside.",
+            stacklevel=4,
+        )
+    return found
 
 
 def bound(layers: Layers, table: ScaleTable) -> dict[int, Boundary]:

@@ -12,6 +12,7 @@ from steadygrad.scale.build import uncalled
 from steadygrad.scale.gradients import by_layer, count_exponents, unscale, widen
 from steadygrad.scale.layers import Layers
 from steadygrad.scale.table import ScaleTable
+from steadygrad.scale.usage import Usage
 from steadygrad.sharding import process_world
 
 __all__ = ["Findings", "MeasuredExponents"]
@@ -19,6 +20,9 @@ __all__ = ["Findings", "MeasuredExponents"]
 
 class MeasuredExponents(NamedTuple):
     """Exponents of one step's gradients, as they were scaled; rows are layers, the loss first.
+
+    Only gradients of types narrower than float32 are counted, and float32 ones of parameters that
+    may have been so just before, as under autocast: others lose nothing.
 
     Attributes:
         activations: Counts at the boundaries, with shape ``(layers, BINS)``; of what lies in the
@@ -39,6 +43,7 @@ class Findings:
         layers: The layers.
         table: Their scales.
         boundaries: Of the chosen modules, by index.
+        usage: Knows which gradients can have lost anything.
         group: As the user said: which processes skip a step together.
 
     Attributes:
@@ -47,11 +52,16 @@ class Findings:
     """
 
     def __init__(
-        self, layers: Layers, table: ScaleTable, boundaries: Mapping[int, Boundary], group: Any
+        self,
+        layers: Layers,
+        table: ScaleTable,
+        boundaries: Mapping[int, Boundary],
+        usage: Usage,
+        group: Any,
     ) -> None:
         process_world(group)
         self._layers, self._table, self._boundaries = layers, table, boundaries
-        self._group = group
+        self._group, self._usage = group, usage
         self.measured: MeasuredExponents | None = None
         self.begin()
 
@@ -72,7 +82,8 @@ class Findings:
         wrong = uncalled(self._layers, called, gradients)
         packed = [table.found]
         if table.measuring:
-            weights = count_exponents(gradients, layers, table.own.device)
+            lossy = by_layer(optimizer, self._layers.owner, self._usage.lossy)
+            weights = count_exponents(lossy, layers, table.own.device)
             packed += [table.seen.flatten(), weights.flatten()]
         totals, inverse = table.totals()
         packed[0] = packed[0] + unscale(gradients, inverse)
@@ -87,20 +98,29 @@ class Findings:
             self._count(summed[layers:].view(2, layers, -1), totals)
 
     def _count(self, counts: Tensor, totals: Tensor) -> None:
-        activations, weights = counts.unbind()
+        activations, weights = (self._table.at_home(count) for count in counts.unbind())
         if self.counts is not None and self.measured is not None:
             # Another optimizer of this step: the boundaries are the same, the weights are not.
             weights = weights + self.measured.weights
         self.measured = MeasuredExponents(activations, weights, totals)
         self.counts = activations + weights
 
-    def bad(self, optimizer: Optimizer) -> Tensor:
-        """1 if this optimizer's step must be left out, else 0; float32 with shape ``()``."""
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Takes an optimizer's step, or leaves it out."""
         # Fused optimizers skip at exactly 1.
-        return self._founds[id(optimizer)].any().float()
+        bad = self._founds[id(optimizer)].any().float()
+        self.stages[id(optimizer)] = "stepped"
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            # The one wait there is, and only for optimizers that cannot skip by themselves.
+            return None if bad.item() else optimizer.step(*args, **kwargs)
+        optimizer.grad_scale, optimizer.found_inf = None, bad  # type: ignore[attr-defined]
+        try:
+            return optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
     def found(self) -> Tensor | None:
         """Whether something not finite arose in each layer; None before gradients were seen."""
         if not self._founds:
             return None
-        return torch.stack(list(self._founds.values())).sum(dim=0) > 0
+        return self._table.at_home(torch.stack(list(self._founds.values())).sum(dim=0)) > 0

@@ -1,7 +1,7 @@
 """Takes the scales out of an optimizer's gradients, and looks for values that are not finite."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,9 +11,14 @@ from torch.optim import Optimizer
 from steadygrad.formulas.exponents import BINS, exponent_histograms
 from steadygrad.sharding import local
 
-__all__ = ["Gradients", "by_layer", "count_exponents", "unscale", "widen"]
+__all__ = ["Gradients", "by_layer", "count_exponents", "narrow", "unscale", "widen"]
 
 Gradients = dict[int, list[Tensor]]
+
+
+def narrow(dtype: torch.dtype) -> bool:
+    """Whether a floating type holds less than float32 does."""
+    return dtype.itemsize < torch.float32.itemsize
 
 
 def widen(optimizer: Optimizer) -> None:
@@ -33,18 +38,23 @@ def widen(optimizer: Optimizer) -> None:
                 parameter.grad = gradient.to(torch.float32)
 
 
-def by_layer(optimizer: Optimizer, owner: Any) -> Gradients:
+def by_layer(
+    optimizer: Optimizer,
+    owner: Callable[[Tensor], int],
+    wanted: Callable[[Tensor], bool] = lambda parameter: True,
+) -> Gradients:
     """This process's gradients, by the index of their layer.
 
     Args:
         optimizer: Whose.
         owner: Gives the index of a parameter's layer.
+        wanted: Which parameters. Default: all.
     """
     found: Gradients = defaultdict(list)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad
-            if gradient is None:
+            if gradient is None or not wanted(parameter):
                 continue
             if gradient.is_sparse:
                 # Duplicates may overflow as they are added up: before it is looked at.

@@ -1,6 +1,6 @@
 """Which modules are scaled, what lies around what, and whose scale a parameter's gradient has."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -38,11 +38,14 @@ class Layers:
     Attributes:
         model: The model.
         layers: All of them, the loss first.
+        version: Counts how often the model's parameters became others.
     """
 
     model: nn.Module
     layers: list[Layer]
+    version: int = 0
     _owners: dict[int, int] = field(default_factory=dict)
+    _own: frozenset[int] = frozenset()
 
     def around(self) -> list[list[bool]]:
         """Whether layer ``j`` is, or lies around, layer ``i``."""
@@ -60,9 +63,16 @@ class Layers:
         """Index of the innermost layer around a parameter; the loss's for a foreign one."""
         if id(parameter) not in self._owners:
             # fully_shard exchanges parameter objects, also after this was built.
-            self._owners = self._find_owners()
+            self._owners = self.owners()
             self._owners.setdefault(id(parameter), 0)
         return self._owners[id(parameter)]
+
+    def owners(self) -> dict[int, int]:
+        """Indices of the innermost layers around the model's parameters, by their identity."""
+        found = self._find_owners()
+        if found.keys() != self._own:
+            self.version, self._own = self.version + 1, frozenset(found)
+        return found
 
     def _find_owners(self) -> dict[int, int]:
         index = {id(layer.module): i for i, layer in enumerate(self.layers) if layer.module}
@@ -143,11 +153,11 @@ def choose(model: nn.Module, patterns: Iterable[str]) -> tuple[Layers, list[str]
     order = {id(module): i for i, module in enumerate(named.values())}
     found = sorted(chosen.values(), key=lambda entry: order[id(entry[1])])
     for name, module, _ in found:
-        if type(module).forward is nn.Module.forward:
+        if not _is_called(module):
+            items = ", or choose its items, by " + repr(f"{name}.*") if module._modules else ""
             raise InputError(
                 f"Expected chosen modules that are called. Found {name!r}, a "
-                f"{type(module).__name__} without a forward. Remedy: choose its items, by "
-                f"'{name}.*'."
+                f"{type(module).__name__} without a forward. Remedy: do not choose it{items}."
             )
     layers = Layers(model, _nested(model, [(name, module) for name, module, _ in found]))
     layers.owner(next(iter(model.parameters()), Tensor()))
@@ -198,26 +208,67 @@ def _unmatched(pattern: str, names: list[str]) -> InputError:
 def parts_of(model: nn.Module) -> list[str]:
     """Names of the largest parts that a model is visibly made of, for automatic scales.
 
-    The model's children; in place of a list, dictionary or sequence of modules its items. What
-    shares a parameter with another part is left out: it cannot have a scale of its own.
+    The model's children; in place of a list, a dictionary, a sequence or a module without a
+    forward its items, and in place of the only part with parameters what it is made of. Parts that
+    share a parameter, with each other or with what is no part, cannot have scales of their own:
+    the largest one gives way to its own parts, one without any is left out.
     """
     named = _named(model)
-    names: list[str] = []
+    found = _untied(model, named, _children(named, ""))
+    while len(alone := [name for name in found if _size(named[name])]) == 1:
+        deeper = _untied(model, named, _opened(named, found, set(alone)))
+        if not any(_size(named[name]) for name in deeper):
+            break
+        found = deeper
+    return found
 
-    def descend(name: str, module: nn.Module) -> None:
-        for part, child in module._modules.items():
-            if child is None:
-                continue
-            full = plain_name(f"{name}.{part}" if name else part)
-            inner = named.get(full, child)
-            if isinstance(inner, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-                descend(full, inner)
-            else:
-                names.append(full)
 
-    descend("", named[""])
-    users: dict[int, set[int]] = {}
+def _children(named: Mapping[str, nn.Module], name: str) -> list[str]:
+    found: list[str] = []
+    for part, child in named[name]._modules.items():
+        full = plain_name(f"{name}.{part}" if name else part)
+        if child is None or full not in named or full == name:
+            continue
+        inner = named[full]
+        opened = isinstance(inner, nn.Sequential) or not _is_called(inner)
+        found += _children(named, full) if opened else [full]
+    return found
+
+
+def _opened(named: Mapping[str, nn.Module], names: list[str], wide: Collection[str]) -> list[str]:
+    """Names with the children of some of them in their place; of a module's names the first."""
+    found: dict[int, str] = {}
     for name in names:
-        for parameter in named[name].parameters():
-            users.setdefault(id(parameter), set()).add(id(named[name]))
-    return [n for n in names if all(len(users[id(p)]) == 1 for p in named[n].parameters())]
+        for each in _children(named, name) if name in wide else [name]:
+            found.setdefault(id(named[each]), each)
+    return list(found.values())
+
+
+def _untied(model: nn.Module, named: Mapping[str, nn.Module], names: list[str]) -> list[str]:
+    names = _opened(named, names, ())
+    while torn := _torn_parts(model, {id(named[name]): name for name in names}):
+        wide = {name: _size(named[name]) for name in torn if _children(named, name)}
+        if not wide:
+            return [name for name in names if name not in torn]
+        names = _opened(named, names, {n for n, size in wide.items() if size == max(wide.values())})
+    return names
+
+
+def _torn_parts(model: nn.Module, parts: Mapping[int, str]) -> set[str]:
+    """Parts with a parameter that is also another's, or that of what is no part."""
+    users: dict[int, set[str]] = {}
+    for _, modules in _paths(model):
+        # The outermost: a part inside another one is torn as well.
+        user = next((parts[id(m)] for m in modules if id(m) in parts), "")
+        for parameter in modules[-1]._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), set()).add(user)
+    return {user for several in users.values() if len(several) > 1 for user in several} - {""}
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward

@@ -11,7 +11,8 @@ from steadygrad._checks import InputError
 from steadygrad.scale.build import bound, set_up
 from steadygrad.scale.findings import Findings, MeasuredExponents
 from steadygrad.scale.options import AutoScale, LayerScale, Rule, check_scale
-from steadygrad.scale.state import load_table, table_state
+from steadygrad.scale.state import read_state, table_state
+from steadygrad.scale.usage import Usage
 
 __all__ = ["LayerwiseGradScaler"]
 
@@ -99,11 +100,15 @@ class LayerwiseGradScaler:
         self._steps, self._wanted = 0, False
         self._skipped = torch.zeros((), dtype=torch.int64, device=self._table.own.device)
         self._last: Tensor | None = None
-        self._findings = Findings(self._layers, self._table, self._boundaries, process_group)
+        self._usage = Usage(self._layers, self._table, self._auto is not None)
+        self._findings = Findings(
+            self._layers, self._table, self._boundaries, self._usage, process_group
+        )
         self._begin()
 
     def _begin(self) -> None:
         """Starts a step."""
+        self._usage.done()
         self._findings.begin()
         self.measure(self._wanted)
 
@@ -124,14 +129,19 @@ class LayerwiseGradScaler:
         self._table.measuring = self._table.enabled and (due or active)
 
     def scale(self, outputs: Any) -> Any:
-        """Multiplies the loss by its own scale.
+        """Multiplies the loss by its own scale; in the first step its graph is looked at.
 
         Args:
             outputs: A tensor, or an iterable of tensors.
+
+        Raises:
+            InputError: If a chosen module's weights are used without calling it, or what it kept
+                from inside is.
         """
         if not self._table.enabled:
             return outputs
         if isinstance(outputs, Tensor):
+            self._usage.look(outputs)
             return outputs * self._table.own[0].to(outputs.device, non_blocking=True)
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
             scaled = (self.scale(output) for output in outputs)
@@ -187,16 +197,7 @@ class LayerwiseGradScaler:
             )
         if self._findings.stages.get(id(optimizer)) != "unscaled":
             self.unscale_(optimizer)
-        bad = self._findings.bad(optimizer)
-        self._findings.stages[id(optimizer)] = "stepped"
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            # The one wait there is, and only for optimizers that cannot skip by themselves.
-            return None if bad.item() else optimizer.step(*args, **kwargs)
-        optimizer.grad_scale, optimizer.found_inf = None, bad  # type: ignore[attr-defined]
-        try:
-            return optimizer.step(*args, **kwargs)
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        return self._findings.step(optimizer, *args, **kwargs)
 
     @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -237,6 +238,14 @@ class LayerwiseGradScaler:
         """Each layer's own scale by its name, the loss's by ``""``; waits for the device."""
         return dict(zip(self._table.names, self._table.own.tolist(), strict=True))
 
+    def left_out(self) -> list[str]:
+        """Layers that count as part of what lies around them: no scale but one would be right.
+
+        Known after the first ``scale``: with ``"auto"``, or scales that are fixed at one, those
+        with weights or inner values that are used without passing their boundaries.
+        """
+        return [self._table.names[i] for i in sorted(self._usage.left_out)]
+
     def get_overflows(self) -> dict[str, int]:
         """In how many steps something not finite arose in each layer; waits for the device."""
         return dict(zip(self._table.names, self._table.overflows.tolist(), strict=True))
@@ -274,20 +283,12 @@ class LayerwiseGradScaler:
         """
         if not self._table.enabled:
             return
-        if "layers" not in state and "scale" in state:
-            saved = table_state(self._table)
-            own = {"scale": state["scale"], "growth_tracker": state.get("_growth_tracker", 0)}
-            load_table(self._table, {**saved, "": {**saved[""], **own}})
-        elif "layers" in state:
-            load_table(self._table, state["layers"])
-            self._steps = int(state["steps"])
-            self._skipped.fill_(state["skipped"])
-        else:
-            raise InputError(
-                f"Expected a scaler's state. Found the keys {sorted(state)}. Remedy: hand in what "
-                "state_dict() returned while the scaler was enabled."
-            )
+        ours = read_state(self._table, state)
+        if ours is not None:
+            self._steps = int(ours["steps"])
+            self._skipped.fill_(ours["skipped"])
         self._last = None
+        self._usage.forget()
         self._begin()
 
     def remove(self) -> None:

@@ -75,7 +75,9 @@ class AutoScale:
 
     Attributes:
         layers: Patterns of the modules to choose. Default: the largest parts that the model is
-            visibly made of: its children, where a child is a list or a sequence the latter's.
+            visibly made of: its children; in place of a list, a sequence, a module without a
+            forward or an only child what it is made of. What shares a weight has no scale of its
+            own.
         scale: Each layer's first scale. Any will do.
         underflow: Accepted share of subnormal values among those that are not zero.
         headroom: Binades to be left free between the largest value and overflow.

@@ -9,7 +9,7 @@ from steadygrad._checks import InputError
 from steadygrad.scale.options import check_scale
 from steadygrad.scale.table import ScaleTable
 
-__all__ = ["load_table", "table_state"]
+__all__ = ["load_table", "read_state", "table_state"]
 
 _COLUMNS = {"scale": "own", "growth_tracker": "tracker", "overflows": "overflows"}
 
@@ -21,6 +21,26 @@ def table_state(table: ScaleTable) -> dict[str, dict[str, float]]:
         name: {key: values[i] for key, values in columns.items()}
         for i, name in enumerate(table.names)
     }
+
+
+def read_state(table: ScaleTable, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Loads a scaler's state into a table; None if it was one of ``torch.amp.GradScaler``.
+
+    Raises:
+        InputError: If it is neither, or of other layers; the table is as it was.
+    """
+    if "layers" in state:
+        load_table(table, state["layers"])
+        return state
+    if "scale" not in state:
+        raise InputError(
+            f"Expected a scaler's state. Found the keys {sorted(state)}. Remedy: hand in what "
+            "state_dict() returned while the scaler was enabled."
+        )
+    saved = table_state(table)
+    own = {"scale": state["scale"], "growth_tracker": state.get("_growth_tracker", 0)}
+    load_table(table, {**saved, "": {**saved[""], **own}})
+    return None
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """The scales of all layers, and what backward passes find out about them: tensors on one device."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class ScaleTable:
         found: Whether something not finite has passed a boundary out of each layer in this step.
         seen: Counts of exponents at the boundaries, with shape ``(layers, BINS)``.
         measuring: Whether the passes now under way count exponents.
+        home: Index of the layer that each one counts as, with shape ``(layers)``; None: itself.
     """
 
     def __init__(
@@ -65,7 +66,18 @@ class ScaleTable:
         self.flags = [_leaf(row) for row in self._rows[0]]
         self.gauges = [_leaf(row) for row in self._rows[1]]
         self.enabled, self.measuring = True, False
+        self.home: Tensor | None = None
         self.changed()
+
+    def leave_out(self, indices: Collection[int], layers: Layers) -> None:
+        """Makes layers, whose own scales are one, part of what lies around them."""
+        rows = range(len(layers.layers))
+        home = [next(j for j in layers.chain(i) if j not in indices) for i in rows]
+        self.home = torch.tensor(home, device=self.own.device)
+
+    def at_home(self, rows: Tensor) -> Tensor:
+        """Adds the rows of layers that were left out to those around them."""
+        return rows if self.home is None else torch.zeros_like(rows).index_add_(0, self.home, rows)
 
     def totals(self) -> tuple[Tensor, Tensor]:
         """What each layer's gradients are multiplied by, and the reciprocals: ``(layers)``."""
@@ -107,6 +119,7 @@ class ScaleTable:
             shift = followed_shift(
                 histograms, underflow=auto.underflow, headroom=auto.headroom, dtype=auto.dtype
             )
+            shift = shift if self.home is None else shift[self.home]
             moved = torch.ldexp(self.own, relative_shift(shift, self.parent))
             moved = moved.clamp(self._growth.low, self._growth.high).to(own)
             # What has been measured says more than a flag, unless it says nothing.

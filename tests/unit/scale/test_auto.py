@@ -90,11 +90,11 @@ def test_backs_off_at_once_where_an_infinity_arose():
 
 def test_keeps_to_its_bounds():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(Shrink(8, 8), Shrink(8, 8))
+    model = torch.nn.Sequential(Shrink(8, 8), Shrink(8, 8)).half()
     scaler = LayerwiseGradScaler(model, "auto", max_scale=2.0**5, min_scale=1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for _ in range(5):
-        scaler.scale(model(torch.ones(4, 8)).sum() * 2.0**-30).backward()
+        scaler.scale(model(torch.ones(4, 8).half()).float().sum() * 2.0**-30).backward()
         scaler.step(optimizer)
         scaler.update()
     assert max(scaler.get_scales().values()) == 2.0**5

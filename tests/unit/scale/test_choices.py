@@ -54,6 +54,76 @@ def test_automatic_layers_are_the_parts_that_a_model_is_made_of():
     assert scales(Model(), AutoScale(layers=("b",), scale=4.0)) == {"b": 4.0}
 
 
+class Listed(nn.Module):
+    """A list of parameters, and modules in one that has no forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra, self.body = nn.ParameterList([nn.Parameter(torch.ones(4))]), nn.Module()
+        self.body.a, self.body.b = Block(), Block()
+
+
+class RootTied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(5, 6), nn.ModuleList([Block(), Block()])
+        self.head_weight = self.embed.weight
+
+
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte, self.h = nn.Embedding(5, 6), nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        raise AssertionError  # only looked at
+
+
+class Tail(nn.Module):
+    """As language models are built: a body, and a head with the weights of its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.transformer, self.lm_head = Body(), nn.Linear(6, 5, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
+
+
+class Shares(nn.Module):
+    """A module that is a part, and lies in another part as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.body = Block(), Body()
+        self.body.tail = self.shared
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.net, self.loss = inner, nn.MSELoss()
+
+
+def test_automatic_layers_are_found_behind_lists_ties_and_wrappers():
+    assert parts_of(Listed()) == ["body.a", "body.b"]
+    assert parts_of(RootTied()) == ["blocks.0", "blocks.1"]
+    assert parts_of(Tail()) == ["transformer.h.0", "transformer.h.1"]
+    # A module in two places is one part, wherever it lies.
+    assert parts_of(Tower()) == ["shared", "inner.0"]
+    shares = ["shared", "body.wte", "body.h.0", "body.h.1"]
+    assert parts_of(Shares()) == shares
+    assert set(scales(Shares(), "auto")) == set(shares)
+    assert parts_of(Wrapped(Model())) == ["net.a", "net.b.0", "net.b.1", "net.head", "loss"]
+    assert parts_of(Wrapped(Tail())) == ["net.transformer.h.0", "net.transformer.h.1", "loss"]
+    # What would be nothing if it was taken apart stays whole.
+    assert parts_of(Wrapped(Tied())) == ["net", "loss"]
+
+
+@pytest.mark.parametrize(("model", "count"), [(Tied(), 0), (nn.Sequential(Block()), 1)])
+def test_says_when_there_is_nothing_to_tell_apart(model, count):
+    with pytest.warns(UserWarning, match=rf"Found {count} in .* Remedy: AutoScale\(layers"):
+        LayerwiseGradScaler(model, "auto")
+
+
 class Tower(nn.Module):
     def __init__(self):
         super().__init__()
@@ -74,6 +144,7 @@ MODEL_ERRORS = {
     "shared": (Tower, {"inner": 2.0}, "no divisor gives its gradient back"),
     "shared, chosen": (Tower, {"inner": 2.0, "shared": 4.0}, "both inside and outside"),
     "no forward": (Parts, {"layers": 2.0}, "ModuleList without a forward. Remedy: .*'layers.\\*'"),
+    "parameters": (Listed, {"extra": 2.0}, "ParameterList without .* do not choose it\\.$"),
     "zero": (Model, {"a": 0.0}, r"layer_scales\['a'\]"),
     "negative": (Model, {"a": -2.0}, r"layer_scales\['a'\]"),
     "infinite": (Model, {"a": float("inf")}, r"layer_scales\['a'\]"),

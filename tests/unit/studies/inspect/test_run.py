@@ -45,7 +45,8 @@ def test_nothing_is_at_fault_in_the_language_model(tmp_path):
     assert summary["words"][0].startswith("Nothing is at fault: one loss scale serves every layer.")
     assert summary["words"][-1] == "torch.amp.GradScaler is enough."
     names = [row["name"] for row in summary["layers"]]
-    assert names == ["", "tokens", "positions", "blocks.0", "blocks.1", "norm", "head"]
+    # Under autocast the gradients of embeddings and norms are float32: nothing can be lost.
+    assert names == ["", "blocks.0", "blocks.1", "head"]
 
 
 @pytest.mark.parametrize("factory", ["sequential", "residual"])
