@@ -39,9 +39,13 @@ def run(options: Inspect, began: float) -> int:
 def _refuse_nothing(outcome: "Outcome") -> None:
     """A budget too small to compare anything is an error, not a verdict."""
     if outcome.summary["status"] == "budget" and outcome.summary["proposal"] is None:
+        remedy = "go on by --resume RUN --budget TIME."
+        if not outcome.summary["phases"]:
+            # A part that is cut short leaves no trace: as much time again would come no further.
+            remedy += " More time than this: not even an eighth of the first training was done."
         raise InputError(
             "The budget was over before scales were found: nothing is said of the layers. Found "
-            f"{str(outcome.folder)!r} unfinished. Remedy: go on by --resume RUN --budget TIME."
+            f"{str(outcome.folder)!r} unfinished. Remedy: {remedy}"
         )
 
 

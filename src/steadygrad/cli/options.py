@@ -64,7 +64,7 @@ class Inspect:
     """What to train: char-lm, digits-classifier, digits-autoencoder, digits-deep, or
     path/to/file.py:make_task."""
     steps: Annotated[str | None, _arg("INT", "200")] = None
-    """Optimizer steps with one loss scale, and again with the scales proposed."""
+    """Optimizer steps with one loss scale; as many find scales, and as many try those proposed."""
     budget: Annotated[str | None, _arg("TIME", "5m")] = None
     """Time after which the study ends, whole or not: 30s, 5m, 2h. With --resume: from now on."""
     seed: Annotated[str | None, _arg("INT", "0")] = None

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -60,7 +60,9 @@ def run_study(
             page = write(outcome.folder) if outcome.is_main else None
         except Failed as failed:
             if failed.is_main:
-                write(failed.folder)
+                # Why the study failed matters more than why its page did.
+                with suppress(Exception):
+                    write(failed.folder)
             raise
         except Halt as halt:
             # Before the record was begun: there is nothing to report.

@@ -113,6 +113,9 @@ def shares(
 
     Returns:
         Shares of all values of a row; zero where the row is empty.
+
+    References:
+        | IEEE 754-2019, sections 3.4 and 4.3.1: binary formats, and rounding to nearest
     """
     normal, least, over = limits(dtype)
     moved = exponents_of_bins(histograms.device) + torch.as_tensor(

@@ -48,10 +48,21 @@ def test_a_task_that_breaks_later_keeps_what_was_recorded(tmp_path, refused):
     assert "Training failed before" in (tmp_path / "run" / "report.html").read_text()
 
 
+def test_a_page_that_fails_does_not_hide_why_the_study_did(refused, monkeypatch):
+    def write(folder):
+        raise OSError(f"no room for {folder}")
+
+    monkeypatch.setattr("steadygrad.report.write", write)
+    line = refused("inspect", tiny("loss_raises_later"), "--out", "run", writes=True)
+    assert "Task.per_sample_loss should run without an error" in line
+
+
 def test_a_budget_that_says_nothing_is_an_error_and_more_time_mends_it(tmp_path, refused, capsys):
     arguments = [spec("healthy"), "--steps", "16", "--device", "cpu", "--out", "run"]
     line = refused("inspect", *arguments, "--budget", "0.001s", writes=True)
     assert "The budget was over before scales were found" in line
+    # The same time again would end in the same place.
+    assert "More time than this: not even an eighth of the first training was done." in line
     assert main(["inspect", "--resume", "run", "--budget", "5m", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -77,6 +88,25 @@ def test_what_is_printed(folder, capsys):
     assert "Nothing is at fault: one loss scale serves every layer." in " ".join(out.split())
     assert "blocks.1" in out
     assert str(folder / "report.html") in out
+
+
+def test_the_table_has_before_and_after_in_this_order(folder, capsys):
+    """Of the boundaries' and the weights' shares the larger one."""
+    summary = json.loads((folder / "summary.json").read_text())
+    for phase, tens in (("before", 0.1), ("after", 0.2)):
+        shares = {"zero": tens, "subnormal": tens + 0.01, "overflow": 0.0}
+        larger = {"zero": tens + 0.05, "subnormal": tens + 0.06, "overflow": 0.0}
+        kinds = {"activations": shares, "weights": larger}
+        summary["layers"][1][phase] = {**kinds, "overflows": round(10 * tens)}
+        kinds = {"activations": larger, "weights": None}
+        summary["layers"][2][phase] = {**kinds, "overflows": 0}
+    (folder / "summary.json").write_text(dumps(summary))
+    assert main(["inspect", "--resume", str(folder)]) == 0
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    cells = {row[1].strip(): [cell.strip() for cell in row[2:5]] for row in rows}
+    shown = ["15.0% / 25.0%", "16.0% / 26.0%"]
+    assert cells[summary["layers"][1]["name"]] == [*shown, "1 / 2 steps"]
+    assert cells[summary["layers"][2]["name"]] == [*shown, "0 / 0 steps"]
 
 
 OPTIONAL = {("run", "time"), ("part", "time"), ("run", "plan", "parts"), ("run", "plan", "work")}

@@ -6,10 +6,16 @@ import shutil
 from math import log2
 
 import pytest
+import torch
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
+from steadygrad.formulas.exponents import limits
 from steadygrad.record import Run, RunWriter, read_run
+from steadygrad.report import charts as common
 from steadygrad.report import render
-from steadygrad.report.inspect.data import AFTER, BEFORE, gather
+from steadygrad.report.inspect import charts
+from steadygrad.report.inspect.data import AFTER, BEFORE, TITLES, Histogram, gather
 from tests.unit.report.test_browser import DARK, Look, assert_well_shown, luminance
 
 HEADER = {
@@ -40,13 +46,16 @@ def part(phase, number):
         "part": number,
         "steps": 10 * (number + 1),
         "samples": 40 * (number + 1),
-        "loss": 2.0 / (number + 1),
+        "loss": (2.0 if phase == "before" else 1.0) / (number + 1),
         "scales": {"": 3.0, **dict.fromkeys(LAYERS, 0.0)},
         "skipped": 0,
         "overflows": {"late": 1} if phase == "before" else {},
+        "at_any_scale": {},
+        "overflowed_at": {"late": 4.0} if phase == "before" else {},
         "largest": {kind: dict.fromkeys(LAYERS, 0.0) for kind in ("activations", "weights")},
         "activations": held,
         "weights": held,
+        "plain": {"activations": {}, "weights": {}},
     }
 
 
@@ -123,7 +132,7 @@ def test_what_is_drawn_is_what_was_counted(make_run):
     assert late.over == 0.05
     assert sum(late.exponents.values()) == pytest.approx(0.95)
     assert found.layers == LAYERS  # the loss has no gradients of its own here
-    assert found.losses[AFTER][0] == (10.0, 2.0)
+    assert found.losses[AFTER][0] == (10.0, 1.0)
 
 
 def test_each_cell_stands_at_its_exponent(make_run):
@@ -135,6 +144,88 @@ def test_each_cell_stands_at_its_exponent(make_run):
     assert cells == {**ends, -20: 0.1, -19: 0.2, -18: 0.1}
     # The axis is float16's: its least subnormal number, and twice its largest power of two.
     assert (log2(2.0**-24), log2(65536)) == (LEAST, OVER)
+
+
+@pytest.fixture
+def painted(monkeypatch):
+    """Calls a chart, and gives the figure that it would have drawn on a wide page."""
+
+    def paint(chart, *arguments):
+        painters = []
+        monkeypatch.setattr(common, "chart", lambda *a, **k: painters.append(a[2]))
+        chart(*arguments)
+        figure = Figure()
+        painters[0](figure, False)
+        return figure
+
+    return paint
+
+
+def boxes(axes):
+    """What is drawn: strength by row, left edge and colour."""
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    found = {}
+    for collection in axes.collections:
+        # One strength for each box.
+        assert len(collection.get_paths()) == len(collection.get_alpha())
+        colour = to_hex(collection.get_facecolor()[0])
+        for path, alpha in zip(collection.get_paths(), collection.get_alpha(), strict=True):
+            (x, y), (_, top) = path.vertices.min(axis=0), path.vertices.max(axis=0)
+            found[names[round((y + top) / 2)], x, colour] = alpha
+    return found
+
+
+def test_the_map_shows_what_was_counted(make_run, painted):
+    figure = painted(charts.heat, gather(make_run()), "weights")
+    before, after = figure.axes
+    assert [axes.get_title(loc="left") for axes in (before, after)] == list(TITLES.values())
+    long = "…" + LAYERS[2][-23:]
+    ZERO, NOT_FINITE = charts.ZERO, charts.NOT_FINITE
+    # The page paints these orange and blue.
+    lost, held = common.NOISE, common.CRITICAL
+    drawn = boxes(before)
+    # The early layer is all zero or subnormal; the late one has five values too large.
+    early = {(x, colour) for name, x, colour in drawn if name == "early"}
+    assert early == {(ZERO, lost), (-20, lost), (-19, lost), (-18, lost)}
+    late = {(x, colour) for name, x, colour in drawn if name == "late"}
+    assert late == {(12, held), (13, held), (14, held), (NOT_FINITE, lost)}
+    calm = {(ZERO, lost), *((x, held) for x in range(-8, -3))}
+    assert {(x, colour) for name, x, colour in drawn if name == long} == calm
+    drawn = boxes(after)
+    assert {name for name, *_ in drawn} == {"early", "late", long}
+    for layer in ("early", "late", long):
+        assert {(x, colour) for name, x, colour in drawn if name == layer} == calm
+
+
+def test_the_more_values_the_stronger_a_cell(make_run, painted):
+    drawn = boxes(painted(charts.heat, gather(make_run()), "weights").axes[0])
+    early = {x: alpha for (name, x, _), alpha in drawn.items() if name == "early"}
+    assert 0.1 < early[-20] == early[-18] < early[-19] < early[charts.ZERO] == 1.0
+
+
+def test_the_dashed_lines_are_float16_s_limits(make_run, painted):
+    for axes in painted(charts.heat, gather(make_run()), "weights").axes:
+        normal, least, over = limits(torch.float16)
+        assert (normal, least, over) == (charts.NORMAL, charts.LEAST, charts.OVER)
+        # From half of the least number on values are rounded to it.
+        assert [line.get_xdata()[0] for line in axes.lines] == [least - 1, normal, over]
+
+
+def test_one_infinity_among_a_million_values_is_drawn(make_run, painted):
+    found = gather(make_run())
+    many = Histogram(1e-6, 1e-6, {0: 1 - 4e-6, -20: 1e-6, 17: 1e-6})
+    found.histograms[BEFORE]["weights"]["late"] = many
+    drawn = boxes(painted(charts.heat, found, "weights").axes[0])
+    assert {x for name, x, _ in drawn if name == "late"} == {0, 17, charts.NOT_FINITE}
+
+
+def test_the_curves_are_the_losses(make_run, painted):
+    (axes,) = painted(charts.training, gather(make_run())).axes
+    curves = {line.get_color(): list(line.get_ydata()) for line in axes.lines}
+    assert curves[common.SCHEDULE] == [2.0 / n for n in range(1, 9)]
+    assert curves[common.CRITICAL] == [1.0 / n for n in range(1, 9)]
+    named = {text.get_color(): text.get_text() for text in axes.texts}
+    assert named == {common.SCHEDULE: TITLES[BEFORE], common.CRITICAL: TITLES[AFTER]}
 
 
 def test_the_same_run_gives_the_same_bytes(make_run):
@@ -150,6 +241,23 @@ def test_nothing_at_fault(make_run):
     broken = {**calm, "fault": True, "broken": {"late": 3}}
     page = render(make_run(summary={**SUMMARY, "verdict": broken}))
     assert "<h1>late of made-up overflows at any scale.</h1>" in page
+
+
+def test_what_is_said_above_all(make_run):
+    def title(proposal=None, **verdict):
+        summary = {**SUMMARY, "verdict": {**SUMMARY["verdict"], **verdict}}
+        summary["proposal"] = {**SUMMARY["proposal"], **(proposal or {})}
+        return re.search("<h1>(.*?)</h1>", render(make_run(summary=summary)))[1]
+
+    assert title(broken={"late": 3}) == (
+        "late of made-up overflows at any scale; one loss scale starves early of made-up."
+    )
+    one = {"layer_scales": {}, "loss_scale": 2.0**20}
+    assert title(one, ceiling={}) == "One loss scale serves made-up, if it begins at 2^20."
+    # The late layer overflowed above 2**3, where it settled.
+    assert title(one) == "early of made-up loses small gradients at any scale."
+    one["loss_scale"] = 8.0
+    assert title(one, ceiling={}) == "early of made-up loses small gradients at any scale."
 
 
 @pytest.mark.parametrize("phases", [(), ("before",), ("before", "search")])

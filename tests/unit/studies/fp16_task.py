@@ -1,11 +1,14 @@
 """Tasks in which one named layer makes infinities on the way back, for some samples only."""
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from steadygrad.tasks import Task
+from steadygrad.tasks import Task, TensorSamples
 from steadygrad.tasks.char_lm import char_lm
 from tests.unit.studies.tiny_task import make_task
 
@@ -38,14 +41,15 @@ class Middle(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, residual: bool, explodes: bool):
+    def __init__(self, residual: bool, explodes: bool, hot: float = HOT):
         super().__init__()
+        self.hot = hot
         self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 1)
         self.blocks = nn.ModuleList([Middle(False), Middle(explodes), Middle(False)])
         self.residual = residual
 
     def forward(self, x: Tensor) -> Tensor:
-        hot = x[:, :1] > HOT
+        hot = x[:, :1] > self.hot
         h = self.first(x)
         for block in self.blocks:
             h = h * self.residual + block(h, hot=hot)
@@ -62,6 +66,97 @@ def residual() -> Task:
 
 def healthy() -> Task:
     return make_task(make_model=lambda: Net(residual=True, explodes=False))
+
+
+def always() -> Task:
+    """It does so for every sample."""
+    return make_task(make_model=lambda: Net(residual=True, explodes=True, hot=-math.inf))
+
+
+def noisy() -> Task:
+    """What the loss has of random numbers does not touch the gradients."""
+    task = healthy()
+    return replace(
+        task,
+        per_sample_loss=lambda m, b: task.per_sample_loss(m, b) + torch.rand(len(b[0])),
+    )
+
+
+def wide_net() -> nn.Module:
+    first, middle = nn.Linear(8, 32), nn.Linear(32, 32)
+    return nn.Sequential(first, nn.Tanh(), middle, nn.Tanh(), nn.Linear(32, 1))
+
+
+def samples(n: int, seed: int, target: Callable[[Tensor], Tensor]) -> TensorSamples:
+    x = torch.randn(n, 8, generator=torch.Generator().manual_seed(seed))
+    return TensorSamples((x, target(x)))
+
+
+def hinge() -> Task:
+    """The more it has learnt, the fewer samples have any gradient."""
+
+    def side(x: Tensor) -> Tensor:
+        return torch.sign(x[:, :1] + 0.3 * x[:, 1:2])
+
+    return make_task(
+        make_model=wide_net,
+        train=samples(4096, 0, side),
+        valid=samples(64, 1, side),
+        batch_size=32,
+        lr=0.002,
+        per_sample_loss=lambda m, b: functional.relu(1 - b[1] * m(b[0])).mean(dim=1),
+    )
+
+
+def spiky() -> Task:
+    """Nothing is wrong; a few targets are large."""
+
+    def target(x: Tensor) -> Tensor:
+        rare = torch.arange(len(x))[:, None] % 100 == 7
+        return torch.tanh(x[:, :1]) + torch.where(rare, 2000.0, 0.0)
+
+    return make_task(make_model=wide_net, train=samples(4096, 0, target), lr=1e-3)
+
+
+class Faint(torch.autograd.Function):
+    """Identity; the gradient becomes much smaller."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2.0**-18
+
+
+class Step(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Faint.apply(x)
+
+
+class HalfTable(nn.Embedding):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).half()
+
+
+class Padded(nn.Module):
+    """Of forty positions one is no padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = HalfTable(2000, 8), nn.Linear(8, 1)
+        self.first, self.second = Step(), Step()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x[:, :1].abs() * 500).long().clamp(max=1999).repeat(1, 40)
+        mask = torch.zeros(1, 40, 1, dtype=torch.half)
+        mask[0, 0] = 1
+        return self.head((self.second(self.first(self.table(tokens))) * mask).sum(1))
+
+
+def padded() -> Task:
+    return make_task(make_model=Padded)
 
 
 def small_char_lm() -> Task:

@@ -6,7 +6,7 @@ from typing import Any
 
 from steadygrad.record import Run
 from steadygrad.report.inspect import charts
-from steadygrad.report.inspect.data import KINDS, TITLES, Inspection, gather, shown
+from steadygrad.report.inspect.data import BEFORE, KINDS, TITLES, Inspection, gather, shown
 from steadygrad.report.numbers import loss, number, show
 from steadygrad.report.page import Html, document, el, figure, section, table
 from steadygrad.report.provenance import inside, provenance
@@ -40,15 +40,25 @@ def _headline(found: Inspection) -> str:
     starved, broken = found.names("starved"), found.names("broken")
     if not found.proposal:
         return f"Nothing is known of {found.name} in float16 yet: the run is not complete."
+    said = [f"{_list(broken)} of {found.name} overflows at any scale"] if broken else []
     if starved:
-        which = _list([shown(name) for name in starved])
-        return f"One loss scale starves {which} of {found.name}."
-    if broken:
-        return f"{_list([shown(name) for name in broken])} of {found.name} overflows at any scale."
-    return f"Nothing is at fault: one loss scale serves {found.name}."
+        said.append(_hunger(found, starved))
+    together = "; ".join(said) or f"Nothing is at fault: one loss scale serves {found.name}"
+    return f"{together[0].upper() if together.startswith('one ') else together[0]}{together[1:]}."
 
 
-def _list(names: list[str]) -> str:
+def _hunger(found: Inspection, starved: list[str]) -> str:
+    if found.proposal.get("layer_scales"):
+        return f"one loss scale starves {_list(starved)} of {found.name}"
+    scale = number(found.proposal.get("loss_scale"))
+    settled = number(inside(found.phases, BEFORE, "loss_scale"))
+    if scale > settled and not found.names("ceiling"):
+        return f"one loss scale serves {found.name}, if it begins at {_power(scale)}"
+    return f"{_list(starved)} of {found.name} loses small gradients at any scale"
+
+
+def _list(layers: list[str]) -> str:
+    names = [shown(name) for name in layers]
     if len(names) > 4:
         return f"{', '.join(names[:3])} and {len(names) - 3} more layers"
     *others, last = names
@@ -96,7 +106,8 @@ def _heat(found: Inspection) -> Html | None:
         "Each row is a layer; a cell is stronger the more of its values have that exponent. "
         "Between the second and third dashed line float16 keeps all digits; left of it values lose "
         "digits, left of the first they vanish; right of the third they overflow. The outermost "
-        "columns are values that are zero, and infinite. Orange is lost. Second half of the steps."
+        "columns are values that are zero, and infinite. Orange is lost. Second half of the steps: "
+        "the overflows by which a scale comes down at first are in the tables only."
     )
     whats = {
         "activations": "Gradients at the layers' boundaries. ",

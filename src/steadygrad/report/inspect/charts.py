@@ -20,6 +20,8 @@ LEAST, NORMAL, OVER = -24, -14, 16
 # Columns of what has no exponent, apart from the others.
 ZERO, NOT_FINITE = LEAST - 4, OVER + 4
 MOST_LAYERS = 40
+# Smaller shares are not drawn, overflows apart.
+FAINTEST = 1e-4
 
 
 def heat(found: Inspection, kind: str) -> Html:
@@ -59,14 +61,16 @@ def _paint_rows(axes: "Axes", rows: Sequence[Histogram | None]) -> None:
         boxes, alphas = [], []
         for y, row in enumerate(rows):
             for x, share in _cells(row):
-                if (NORMAL <= x < OVER) == (colour == CRITICAL) and share >= 1e-4:
+                # One infinity is enough to leave a step out.
+                drawn = share >= FAINTEST or (x >= OVER and share > 0)
+                if (NORMAL <= x < OVER) == (colour == CRITICAL) and drawn:
                     boxes.append(
                         [(x, y - 0.42), (x + 1, y - 0.42), (x + 1, y + 0.42), (x, y + 0.42)]
                     )
                     alphas.append(_strength(share))
         if boxes:
-            drawn = PolyCollection(boxes, facecolors=colour, alpha=alphas, linewidths=0)
-            axes.add_collection(drawn)
+            cells = PolyCollection(boxes, facecolors=colour, alpha=alphas, linewidths=0)
+            axes.add_collection(cells)
 
 
 def _cells(row: Histogram | None) -> Iterator[tuple[float, float]]:

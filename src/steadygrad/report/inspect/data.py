@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from steadygrad.record import Run, plural
+from steadygrad.record import Run
 from steadygrad.report.numbers import number
 
 __all__ = ["AFTER", "BEFORE", "KINDS", "TITLES", "Histogram", "Inspection", "gather", "shown"]
@@ -46,7 +46,6 @@ class Inspection:
     """
 
     name: str
-    samples: str
     header: Mapping[str, Any]
     layers: Sequence[str]
     histograms: Mapping[str, Mapping[str, Mapping[str, Histogram]]]
@@ -78,7 +77,6 @@ def gather(run: Run) -> Inspection:
     rows, phases = summary.get("layers"), _mapping(summary, "phases")
     return Inspection(
         name=str(task.get("name") or "the task"),
-        samples=plural(str(task.get("sample") or "sample")),
         header=run.header,
         layers=_layers(parts),
         histograms={phase: _histograms(parts, phase) for phase in (BEFORE, AFTER)},

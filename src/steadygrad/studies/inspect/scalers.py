@@ -1,6 +1,7 @@
 """Who scales the gradients in each phase; all of them measure, and name layers."""
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -11,6 +12,8 @@ __all__ = ["follow_one_scale", "one_scale", "proposed_scales", "searched_scales"
 
 # As torch.amp.GradScaler begins, and as it moves.
 FIRST_SCALE, BACKOFF, INTERVAL = 2.0**16, 0.5, 2000
+# Below it even float32 has no room for what one would want to know.
+LEAST_SCALE = 2.0**-100
 
 
 def one_scale(model: nn.Module) -> LayerwiseGradScaler:
@@ -27,16 +30,35 @@ def one_scale(model: nn.Module) -> LayerwiseGradScaler:
     return scaler
 
 
-def follow_one_scale(scaler: LayerwiseGradScaler, own: Collection[str] = ()) -> None:
+def follow_one_scale(
+    scaler: LayerwiseGradScaler,
+    culprits: Collection[str],
+    before: Mapping[str, Any],
+    own: Collection[str] = (),
+    hopeless: Collection[str] = (),
+) -> None:
     """Backs the loss's scale off for an overflow in a layer that has no scale of its own.
+
+    As in torch's scaler, its growth begins anew then. What no scale prevents moves none.
 
     Args:
         scaler: After its update.
-        own: Layers that have one, and back off by themselves.
+        culprits: Layers in which the step was not finite.
+        before: The scaler's state before the update.
+        own: Layers that have a scale of their own, and back off by themselves.
+        hopeless: Culprits that are not finite at any scale.
     """
-    culprits = scaler.culprits()
-    if "" not in culprits and any(name not in own for name in culprits):
-        scaler.update(scaler.get_scale() * BACKOFF)
+    if not culprits:
+        return
+    state = scaler.state_dict()
+    layers, old = state["layers"], before["layers"]
+    # A step that no scale saves does not count for the loss's growth either.
+    for name in ("", *hopeless) if hopeless else ():
+        layers[name].update({key: old[name][key] for key in ("scale", "growth_tracker")})
+    if any(name not in own and name not in hopeless for name in culprits):
+        scale = max(LEAST_SCALE, old[""]["scale"] * BACKOFF)
+        layers[""].update(scale=scale, growth_tracker=0)
+    scaler.load_state_dict(state)
 
 
 def searched_scales(model: nn.Module) -> LayerwiseGradScaler:

@@ -19,8 +19,8 @@ class Settings:
 
     Attributes:
         task: A built-in task's name, or ``path/file.py:make_task``.
-        steps: Optimizer steps with one loss scale, and again with the scales proposed; half as
-            many in between find them.
+        steps: Optimizer steps with one loss scale, again while scales are found, and again with
+            the scales proposed.
         budget_seconds: Wall-clock time for the study; it ends there, whole or not.
         seed: Of initialisation and data orders.
         device: ``"cpu"``, ``"cuda"`` or ``"auto"``.

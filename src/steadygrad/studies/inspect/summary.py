@@ -42,6 +42,7 @@ def summarize(header: Mapping[str, Any], ledger: Ledger, status: str) -> dict[st
             "ceiling": dict(verdict.ceiling),
             "price": dict(verdict.price),
             "broken": dict(verdict.broken),
+            "spilled": dict(verdict.spilled),
         },
         "proposal": None
         if proposal is None

@@ -1,6 +1,6 @@
 """Counts of exponents, from the steps of training into a record and back."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from steadygrad.formulas.exponents import (
 )
 from steadygrad.scale import MeasuredExponents
 
-__all__ = ["KINDS", "Tally", "add_up", "plain_shares"]
+__all__ = ["KINDS", "Tally", "add_up", "lost_at", "plain_shares"]
 
 KINDS = ("activations", "weights")
 
@@ -31,32 +31,48 @@ class Tally:
 
     Args:
         names: Of the layers, the loss first.
+        plain: Whether to keep the counts of what gradients would be without scales, too.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = list(names)
+    def __init__(self, names: Sequence[str], *, plain: bool = False) -> None:
+        self._names, self._keeps_plain = list(names), plain
         self._counts = torch.zeros(2, len(self._names), BINS, dtype=torch.float64)
+        self._plain = torch.zeros_like(self._counts)
         self._largest = torch.full((2, len(self._names)), -torch.inf)
         self._overflows = dict.fromkeys(self._names, 0)
+        self._hopeless = dict.fromkeys(self._names, 0)
+        self._overflowed_at: dict[str, float] = {}
         self._skipped = 0
 
-    def add(self, measured: MeasuredExponents, culprits: Iterable[str]) -> None:
+    def add(
+        self,
+        measured: MeasuredExponents,
+        culprits: Iterable[str],
+        hopeless: Collection[str] = (),
+    ) -> None:
         """Counts a step.
 
         Args:
             measured: Its exponents.
             culprits: Layers in which something was not finite.
+            hopeless: Those of them in which it is not at any scale.
         """
         counts = torch.stack([measured.activations, measured.weights]).cpu()
         bad = list(culprits)
+        scales = measured.scales.cpu().log2()
         for name in bad:
             self._overflows[name] += 1
+            self._hopeless[name] += name in hopeless
+            if name not in hopeless:
+                scale = scales[self._names.index(name)].item()
+                self._overflowed_at[name] = min(scale, self._overflowed_at.get(name, scale))
         if bad:
             self._skipped += 1
             self._counts[..., NONFINITE_BIN] += counts[..., NONFINITE_BIN]
             return
         self._counts += counts
-        scales = measured.scales.cpu().log2()
+        if self._keeps_plain:
+            self._plain += _moved(counts, -scales)
         largest = largest_exponents(counts.flatten(0, 1)).view_as(self._largest) - scales
         self._largest = torch.maximum(self._largest, largest)
 
@@ -65,13 +81,27 @@ class Tally:
         found: dict[str, Any] = {
             "skipped": self._skipped,
             "overflows": {name: n for name, n in self._overflows.items() if n},
+            "at_any_scale": {name: n for name, n in self._hopeless.items() if n},
+            "overflowed_at": self._overflowed_at,
             "largest": {},
+            "plain": {},
         }
-        for kind, rows, largest in zip(KINDS, self._counts, self._largest.tolist(), strict=True):
+        numbers = KINDS, self._counts, self._plain, self._largest.tolist()
+        for kind, rows, plain, largest in zip(*numbers, strict=True):
             seen = [(i, name) for i, name in enumerate(self._names) if rows[i].any()]
             found[kind] = {name: _plain(rows[i]) for i, name in seen}
+            found["plain"][kind] = {name: _plain(plain[i]) for i, name in seen if plain[i].any()}
             found["largest"][kind] = {name: largest[i] for i, name in seen}
         return found
+
+
+def _moved(counts: Tensor, log2_scales: Tensor) -> Tensor:
+    """Counts of what values would be, multiplied by the layers' scales; of any size."""
+    place = torch.arange(BINS) + log2_scales.round().to(torch.int64)[:, None]
+    place = place.clamp(1, NONFINITE_BIN - 1)
+    # What is zero, or not finite, is so at any scale.
+    place[:, 0], place[:, NONFINITE_BIN] = 0, NONFINITE_BIN
+    return torch.zeros_like(counts).scatter_add_(2, place.expand(len(counts), -1, -1), counts)
 
 
 def _plain(row: Tensor) -> dict[str, Any]:
@@ -117,3 +147,14 @@ def plain_shares(histogram: Tensor) -> dict[str, float] | None:
         "subnormal": found.subnormal.item(),
         "overflow": found.overflow.item(),
     }
+
+
+def lost_at(histogram: Tensor, log2_scale: float) -> float:
+    """How many values other than zero become zero or subnormal by a scale.
+
+    Args:
+        histogram: With shape ``(BINS)``.
+        log2_scale: Base-2 logarithm of the scale.
+    """
+    found = shares(histogram[None], log2_scale)
+    return ((found.flushed + found.subnormal) * histogram.sum()).item()

@@ -9,10 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.engine import Engine, Scaling, State
 from steadygrad.studies.inspect import scalers
 from steadygrad.studies.inspect.plan import AFTER, BEFORE, PARTS, SEARCH, Plan
+from steadygrad.studies.inspect.probe import Chance, chance, never_finite
 from steadygrad.studies.inspect.tally import Tally
 from steadygrad.studies.inspect.verdict import propose
 from steadygrad.studies.ledger import Ledger
@@ -119,13 +122,13 @@ class Units:
     def _train(self, phase: str, first: int, last: int) -> dict[str, Any]:
         engine, size = self.engine, self.plan.batch_size
         order = main_order(len(engine.task.train), engine.seed)
-        tally = Tally(list(engine.scaler.get_scales()))
+        tally = Tally(list(engine.scaler.get_scales()), plain=phase == SEARCH)
         losses = []
-        for _, loss in engine.run(order, first * size, last * size, size):
+        before = engine.scaler.state_dict(), chance(engine)
+        for end, loss in engine.run(order, first * size, last * size, size):
             losses.append(loss)
-            tally.add(engine.scaler.measured, engine.scaler.culprits())
-            if phase != SEARCH:
-                scalers.follow_one_scale(engine.scaler, self._own(phase))
+            self._look(phase, tally, order.take(end - size, size), *before)
+            before = engine.scaler.state_dict(), chance(engine)
             self.advance(size, WHAT[phase])
         scales = {name: math.log2(own) for name, own in engine.scaler.get_scales().items()}
         return {
@@ -134,6 +137,31 @@ class Units:
             "scales": scales,
             **tally.fields(),
         }
+
+    def _look(
+        self,
+        phase: str,
+        tally: Tally,
+        indices: Tensor,
+        state: Mapping[str, Any],
+        random: Chance,
+    ) -> None:
+        """Counts a step, and moves the scales as its phase has it.
+
+        Args:
+            phase: The phase.
+            tally: Counts.
+            indices: The step's samples.
+            state: The scaler's before the step.
+            random: The random numbers before the step.
+        """
+        scaler = self.engine.scaler
+        culprits, measured, hopeless = scaler.culprits(), scaler.measured, list[str]()
+        if phase != SEARCH and culprits:
+            found = never_finite(self.engine, indices, random)
+            hopeless = [name for name in culprits if name in found]
+            scalers.follow_one_scale(scaler, culprits, state, self._own(phase), hopeless)
+        tally.add(measured, culprits, hopeless)
 
     def state(self, phase: str, part: int) -> State:
         """The state after a part: kept, read, or trained again."""

@@ -1,24 +1,28 @@
 """Which layers are at fault, and which scales would mend it: arithmetic on recorded counts."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from steadygrad.formulas.exponents import limits
+from steadygrad.formulas.exponents import NONFINITE_BIN, limits
 from steadygrad.studies.inspect.plan import AFTER, BEFORE, PARTS, SEARCH
-from steadygrad.studies.inspect.tally import KINDS, add_up, plain_shares
+from steadygrad.studies.inspect.tally import KINDS, add_up, lost_at, plain_shares
 
 __all__ = ["Proposal", "Verdict", "judge", "layers_of", "propose", "shares_of"]
 
 # A layer starves if so large a share of its gradients vanishes or loses digits by the scale alone.
 STARVED = 0.1
+# So that nothing is divided by zero.
+LEAST_SHARE = 1e-12
 # Binades to be left free between the largest gradient seen and overflow: gradients may grow.
 HEADROOM = 4
 # The same for the loss's scale, whose layers have less room for it.
 LOSS_HEADROOM = 2
+# Who overflowed within so many binades above the one scale is what holds it down.
+NEAR = 2
 # A layer gets a scale of its own where it has room for so many binades more than the others.
 WORTH = 4
 
@@ -46,19 +50,22 @@ class Verdict:
 
     Attributes:
         starved: By how large a share of their gradients became zero or subnormal with one loss
-            scale, and is not with a scale for each layer.
-        ceiling: Layers whose overflow keeps the one scale too low for these, and how often they
-            overflowed.
+            scale, and is not with a scale for each layer; see :func:`_starving`.
+        ceiling: Layers that overflowed little above the one scale that is left, which is too low
+            for these, and how often they overflowed.
         price: By how large a share of their gradients became zero or subnormal at the scales
             proposed, and was not with one loss scale.
-        broken: Layers that overflow with one scale and at the scales proposed, and how often they
-            did at the latter.
+        broken: Layers that made values that are not finite at any scale, and in how many steps of
+            one training they did.
+        spilled: Layers that overflowed at the scales proposed because these are too large, and how
+            often.
     """
 
     starved: Mapping[str, float] = field(default_factory=dict)
     ceiling: Mapping[str, int] = field(default_factory=dict)
     price: Mapping[str, float] = field(default_factory=dict)
     broken: Mapping[str, int] = field(default_factory=dict)
+    spilled: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def fault(self) -> bool:
@@ -91,31 +98,89 @@ def shares_of(parts: Sequence[Event], phase: str) -> Shares:
     }
 
 
-def _overflows(parts: Sequence[Event]) -> dict[str, int]:
+def _times(parts: Sequence[Event], what: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for event in parts:
-        for name, count in event["overflows"].items():
+        for name, count in event[what].items():
             found[name] = found.get(name, 0) + count
     return found
 
 
-def _loses(parts: Sequence[Event], phase: str, than: str) -> dict[str, float]:
-    """Share that a layer loses in one phase beyond that in another, where it is large."""
+def _overflows(parts: Sequence[Event]) -> dict[str, int]:
+    """How often layers overflowed as they would not have at a smaller scale."""
+    hopeless = _times(parts, "at_any_scale")
+    left = {n: c - hopeless.get(n, 0) for n, c in _times(parts, "overflows").items()}
+    return {name: count for name, count in left.items() if count > 0}
+
+
+def _beyond(
+    parts: Sequence[Event], phase: str, than: str
+) -> Iterator[tuple[str, str, float, float]]:
+    """What float16 takes in one phase beyond what it does in another.
+
+    Yields:
+        Layer, kind, the share of all values, and that of the values other than zero in the other.
+    """
     held, other = shares_of(parts, phase), shares_of(parts, than)
-    found = {}
     for name in held:
-        lost = 0.0
         for kind in KINDS:
-            mine, other_s = held[name][kind], other.get(name, {}).get(kind)
-            if mine is not None and other_s is not None:
-                lost = max(lost, _lost(mine) - _lost(other_s))
-        if lost > STARVED:
-            found[name] = lost
+            mine, others = held[name][kind], other.get(name, {}).get(kind)
+            if mine is not None and others is not None:
+                lost = _lost(mine) - _lost(others)
+                yield name, kind, lost, lost / max(LEAST_SHARE, 1.0 - others["zero"])
+
+
+def _large(shares: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The largest share of each layer, where it is too large."""
+    found: dict[str, float] = {}
+    for name, share in shares:
+        if share > STARVED:
+            found[name] = max(share, found.get(name, 0.0))
     return found
 
 
 def _lost(held: Mapping[str, float]) -> float:
     return held["zero"] + held["subnormal"]
+
+
+def _settled(parts: Sequence[Event]) -> float:
+    """Base-2 logarithm of the one loss scale at the end of the first phase."""
+    before = _of(parts, BEFORE)
+    return float(before[-1]["scales"][""]) if before else 0.0
+
+
+def _lost_under(parts: Sequence[Event], log2_scale: float) -> dict[tuple[str, str], float]:
+    """What one loss scale takes of the gradients that are there with a scale for each layer.
+
+    Returns:
+        For each layer and kind the share of values other than zero that become zero or subnormal.
+    """
+    settled = _of(parts, SEARCH, settled=True)
+    found: dict[tuple[str, str], float] = {}
+    for name in layers_of(settled):
+        for kind in KINDS:
+            own = [event for event in settled if name in event["plain"][kind]]
+            plain = add_up(event["plain"][kind][name] for event in own)
+            # Subnormal with a scale of its own as well: the exponents are spread that widely.
+            held = lost_at(add_up(event[kind][name] for event in own), 0.0)
+            there = max(1.0, plain[1:NONFINITE_BIN].sum().item())
+            lost = (lost_at(plain, log2_scale) - held) / there
+            found[name, kind] = lost
+    return found
+
+
+def _starving(parts: Sequence[Event]) -> dict[str, float]:
+    """Share that each layer loses by the one scale, where it is large.
+
+    Of all values: what is zero or subnormal with one scale, beyond what is with a scale for each
+    layer. Few values among many zeros do not weigh there; so of those that are not zero as well, as
+    far as float16 would lose them at that scale: that more become zero may be convergence.
+    """
+    foretold = _lost_under(parts, _settled(parts))
+    return _large(
+        (name, max(lost, min(relative, foretold.get((name, kind), 0.0))))
+        for name, kind, lost, relative in _beyond(parts, BEFORE, SEARCH)
+    )
 
 
 def judge(parts: Sequence[Event]) -> Verdict:
@@ -124,14 +189,17 @@ def judge(parts: Sequence[Event]) -> Verdict:
     Args:
         parts: The ``part`` events; of phases that are not whole, those there are.
     """
-    starved = _loses(parts, BEFORE, SEARCH)
-    overflowed = _overflows(_of(parts, BEFORE))
+    starved, before, after = _starving(parts), _of(parts, BEFORE), _of(parts, AFTER)
+    limit = _settled(parts) + NEAR
+    near = {n for event in before for n, at in event["overflowed_at"].items() if at <= limit}
+    broken = _times(before, "at_any_scale")
     return Verdict(
         starved=starved,
         # Without hunger these are the way a scale comes down at the beginning, as it should.
-        ceiling={n: c for n, c in overflowed.items() if n not in starved} if starved else {},
-        price=_loses(parts, AFTER, BEFORE),
-        broken={n: c for n, c in _overflows(_of(parts, AFTER)).items() if n in overflowed},
+        ceiling={n: c for n, c in _overflows(before).items() if n in near} if starved else {},
+        price=_large((name, lost) for name, _, lost, _ in _beyond(parts, AFTER, BEFORE)),
+        broken={**_times(after, "at_any_scale"), **broken},
+        spilled=_overflows(after),
     )
 
 
@@ -143,18 +211,36 @@ def propose(parts: Sequence[Event], settled: float) -> Proposal:
         settled: The one loss scale at the end of the first phase.
 
     Returns:
-        One scale, if that is enough: no larger than ``settled``. Otherwise one for the layers
-        that do not starve, and others where a layer has room for more than the headroom above it.
+        One scale, if that is enough: no larger than ``settled`` where nothing starves, larger
+        where that mends it. Otherwise one for the layers that do not starve, and others where a
+        layer has room for more than the headroom above it, or for less.
     """
-    starved = _loses(parts, BEFORE, SEARCH)
-    room = _room(parts)
-    wide = {name: log2 for name, log2 in room.items() if name not in starved} or room
-    loss = min(wide.values(), default=0) + HEADROOM - LOSS_HEADROOM
+    starved, room = _starving(parts), _room(parts)
+    spare = HEADROOM - LOSS_HEADROOM
+    one = _bounded(min(room.values(), default=0) + spare)
     if not starved:
         # Only where a layer's gradients were never seen to be finite is it larger.
-        return Proposal(2.0 ** _bounded(min(loss, math.floor(math.log2(settled)))), {})
-    own = {n: log2 - loss for n, log2 in room.items() if n and log2 - loss >= WORTH}
-    return Proposal(2.0 ** _bounded(loss), {n: 2.0 ** _bounded(k) for n, k in own.items()})
+        return Proposal(2.0 ** min(one, _bounded(math.floor(math.log2(settled)))), {})
+    if one > math.log2(settled) and _mends(parts, starved, one):
+        return Proposal(2.0**one, {})
+    # What lies outside of the layers cannot have a scale of its own.
+    wide = [log2 for name, log2 in room.items() if not name or name not in starved]
+    loss = _bounded(min(wide or room.values(), default=0) + spare)
+    own = {n: log2 - loss for n, log2 in room.items() if n}
+    own = {n: k for n, k in own.items() if k >= WORTH or k < -spare}
+    return Proposal(2.0**loss, {n: 2.0 ** _bounded(k) for n, k in own.items()})
+
+
+def _mends(parts: Sequence[Event], starved: Mapping[str, float], one: int) -> bool:
+    """Whether one larger scale is known to be enough."""
+    now = _large((name, share) for (name, _), share in _lost_under(parts, _settled(parts)).items())
+    then = _lost_under(parts, one)
+    overflowed = [at for event in _of(parts, BEFORE) for at in event["overflowed_at"].values()]
+    return (
+        all(at > one for at in overflowed)
+        and all(name in now for name in starved)
+        and max(then.values()) <= STARVED
+    )
 
 
 def _room(parts: Sequence[Event]) -> dict[str, int]:

@@ -14,6 +14,10 @@ ENDINGS = {
     "interrupted": "The study was interrupted before everything planned was measured.",
     "failed": "Training failed before everything planned was measured.",
 }
+SPREAD = "No scales that leave headroom were found to mend it: exponents are spread too widely."
+ROOM = (
+    "let scales back off, as they do by default, for gradients come that are far above the others."
+)
 
 
 @dataclass(frozen=True)
@@ -44,16 +48,21 @@ def sentences(found: Findings) -> list[str]:
     if found.proposal is None:
         return [*said, "Nothing can be said yet: go on by --resume RUN --budget TIME."]
     verdict = found.verdict
+    said += [_broken(name, count) for name, count in verdict.broken.items()]
     if not verdict.fault:
         said.append(_no_fault(found, found.proposal))
     if verdict.starved:
-        said += _starved(found)
-    said += [
-        f"{shown_layer(name)} overflowed in {_times(count)} at the scales proposed too: look for "
-        "values that are not finite in its backward pass, or train it in bfloat16 or float32."
-        for name, count in verdict.broken.items()
-    ]
-    return said + _after(found) + _remedy(found.proposal, verdict)
+        said += _starved(found, found.proposal)
+    said += _spilled(verdict)
+    return said + _after(found) + _remedy(found, found.proposal)
+
+
+def _broken(name: str, count: int) -> str:
+    return (
+        f"{shown_layer(name)} made values that are not finite in {_times(count)}, and would at "
+        "any scale: look for their cause in its backward pass, or train it in bfloat16 or float32. "
+        "These steps did not move the scales here; torch's GradScaler halves its own for each."
+    )
 
 
 def _no_fault(found: Findings, proposal: Proposal) -> str:
@@ -65,20 +74,36 @@ def _no_fault(found: Findings, proposal: Proposal) -> str:
     )
 
 
-def _starved(found: Findings) -> list[str]:
+def _starved(found: Findings, proposal: Proposal) -> list[str]:
     verdict, scale = found.verdict, found.phases["before"]["loss_scale"]
-    worst = _shares(verdict.starved)
-    first = (
-        f"No single loss scale serves all layers. At {_power(scale)}, where it settled, gradients "
-        f"vanish or lose digits that need not: in {worst}."
-    )
-    said = [first]
+    lost = f"gradients vanish or lose digits that need not: in {_shares(verdict.starved)}."
+    if _larger(found, proposal):
+        said = [f"One loss scale seems to be enough, but {_power(scale)} is too small: {lost}"]
+    elif proposal.layer_scales:
+        said = [
+            f"No single loss scale serves all layers. At {_power(scale)}, where it settled, {lost}"
+        ]
+    else:
+        said = [f"At {_power(scale)}, where the one loss scale settled, {lost} {SPREAD}"]
     if verdict.ceiling:
         which = _list(f"{shown_layer(n)} ({_times(c)})" for n, c in verdict.ceiling.items())
         said.append(f"It cannot be larger because of overflow in {which}.")
     if verdict.price:
         said.append(f"At the scales proposed digits are lost in {_shares(verdict.price)} instead.")
     return said
+
+
+def _larger(found: Findings, proposal: Proposal) -> bool:
+    """Whether the remedy is one loss scale that begins higher."""
+    one = not (proposal.layer_scales or found.verdict.ceiling)
+    return one and proposal.loss_scale > found.phases["before"]["loss_scale"]
+
+
+def _spilled(verdict: Verdict) -> list[str]:
+    if not verdict.spilled:
+        return []
+    which = _list(f"{shown_layer(n)} ({_times(c)})" for n, c in verdict.spilled.items())
+    return [f"At the scales proposed there was overflow in {which}: {ROOM}"]
 
 
 def _shares(layers: Mapping[str, float]) -> str:
@@ -94,9 +119,12 @@ def _after(found: Findings) -> list[str]:
     return [f"Validation loss after {after['steps']} steps: {losses} the scales proposed."]
 
 
-def _remedy(proposal: Proposal, verdict: Verdict) -> list[str]:
+def _remedy(found: Findings, proposal: Proposal) -> list[str]:
+    verdict = found.verdict
     if proposal.layer_scales:
         return [f'Train with {code(proposal)}, or with "auto" in place of the scales.']
+    if verdict.starved and _larger(found, proposal):
+        return [f"Train with torch.amp.GradScaler(init_scale={_python(proposal.loss_scale)})."]
     return [] if verdict.fault else ["torch.amp.GradScaler is enough."]
 
 
