@@ -119,7 +119,15 @@ class ChunkTable:
         self._job[Job.FACTORS], self._job[Job.SETTINGS] = factors, settings
         return self._job
 
-    def sums(self) -> NDArray[np.float64]:
-        """What the last kernel has added up for each tensor, with shape ``(3, tensors)``."""
-        found: NDArray[np.float64] = np.add.reduceat(self._sums, self.firsts, axis=0)
+    def sums(self, place: int | None = None) -> NDArray[np.float64]:
+        """What the last kernel has added up for each tensor.
+
+        Args:
+            place: Which of the three sums; None: all.
+
+        Returns:
+            An array with shape ``(3, tensors)``, or ``(tensors)``.
+        """
+        kept = self._sums if place is None else self._sums[:, place]
+        found: NDArray[np.float64] = np.add.reduceat(kept, self.firsts, axis=0)
         return np.ascontiguousarray(found.T)

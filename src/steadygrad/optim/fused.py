@@ -74,6 +74,7 @@ class Fused:
         self.table = ChunkTable([own.numel() for own in self._own], 5)
         self.table.addresses[:, 4] = _addresses(self._own)
         self._layout, self._sizes = layout(self._own), [*map(Tensor.numel, self._large_tensors())]
+        self._usual = [(self.types[0], *rest) for _, *rest in self._layout]
         self._widths = [max(1, self._state[name][0].numel()) for name in small]
         self._columns = ChunkTable([1] * len(params), sum(self._widths))
         for name in ("gather", "scatter"):
@@ -96,20 +97,34 @@ class Fused:
         table = self.table.addresses
         if not np.array_equal(table[:, 4], found) or layout(self._own) != self._layout:
             return False
-        # Their memory may have been replaced; loops must not go past its end.
-        if [*map(Tensor.numel, self._large_tensors())] != self._sizes:
+        if not self._take_gradients():
             return False
-        if not all(map(has_plain_gradient, self.params)):
-            return False
-        grads = own_gradients(self.params, self._own, sharded=self.sharded)
-        if any(g is not None and g.dtype is not self.types[0] for g in grads):
-            return False
-        self.grads = grads
-        table[:, 0] = [0 if g is None else g.data_ptr() for g in grads]
         table[:, 1] = found if self.weights is self._own else _addresses(self.weights)
         for place, tensors in enumerate(self._moments):
             table[:, 2 + place] = _addresses(tensors)
+        # Their memory may have been replaced; loops must not go past its end.
+        return [*map(Tensor.numel, self._large_tensors())] == self._sizes
+
+    def _take_gradients(self) -> bool:
+        """Finds the gradients; False if there is one that loops cannot take."""
+        grads: list[Tensor | None] = [p.grad for p in self.params]
+        if self.sharded or not self._are_usual(grads):
+            if not all(map(has_plain_gradient, self.params)):
+                return False
+            grads = own_gradients(self.params, self._own, sharded=self.sharded)
+            if any(g is not None and g.dtype is not self.types[0] for g in grads):
+                return False
+        self.grads = grads
+        self.table.addresses[:, 0] = [0 if g is None else g.data_ptr() for g in grads]
         return True
+
+    def _are_usual(self, grads: Sequence[Any]) -> bool:
+        """Whether all are there and lie as their parameters do: in few calls, for each counts."""
+        return (
+            {*map(type, grads)} == {Tensor}
+            and layout(grads) == self._usual
+            and not any(map(Tensor.is_neg, grads))
+        )
 
     def _all_tensors(self) -> Iterator[Any]:
         """Everything in the states, shared tensors included."""
@@ -157,6 +172,10 @@ class Fused:
     def sums(self) -> Tensor:
         """What it has added up, in the weights' type or float32, with shape ``(3, tensors)``."""
         return torch.from_numpy(self.table.sums()).to(wide(self.types[1]))
+
+    def inner_products(self) -> NDArray[np.float64]:
+        """The second row of these sums alone."""
+        return self.table.sums(1)
 
     def release(self) -> None:
         """Lets go of the gradients, whose memory the next ones may want, and of shards."""

@@ -146,8 +146,9 @@ class FusedScaledAdamPart(GroupPart):
         self._fused.launch_small("scaled_adam_learn", numbers, settings)
         self._fused.launch("scaled_adam_update", numbers, self._settings(clip))
         self._fused.wrote()
-        late = ~self._before
-        table[late, Number.INNER] = self._fused.sums()[1].numpy()[late]
+        if not self._before.all():
+            late = self._fused.inner_products()
+            table[:, Number.INNER] = np.where(self._before, table[:, Number.INNER], late)
         self._fused.launch_small("scaled_adam_enter", numbers, settings)
 
     def _learning(self, scale: float) -> Tensor:

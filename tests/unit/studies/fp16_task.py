@@ -87,6 +87,15 @@ def wide_net() -> nn.Module:
     return nn.Sequential(first, nn.Tanh(), middle, nn.Tanh(), nn.Linear(32, 1))
 
 
+def plain() -> Task:
+    return make_task(make_model=wide_net)
+
+
+def compiled() -> Task:
+    """The same by the compiler, which gives up after a number of other hooks."""
+    return make_task(make_model=lambda: torch.compile(wide_net(), backend="eager", fullgraph=True))
+
+
 def samples(n: int, seed: int, target: Callable[[Tensor], Tensor]) -> TensorSamples:
     x = torch.randn(n, 8, generator=torch.Generator().manual_seed(seed))
     return TensorSamples((x, target(x)))

@@ -43,6 +43,7 @@ def summarize(header: Mapping[str, Any], ledger: Ledger, status: str) -> dict[st
             "price": dict(verdict.price),
             "broken": dict(verdict.broken),
             "spilled": dict(verdict.spilled),
+            "inside": dict(verdict.inside),
         },
         "proposal": None
         if proposal is None

@@ -5,10 +5,12 @@ event is recorded when it is whole; one that is cut short leaves no trace.
 """
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from steadygrad.studies.checkpoint import Checkpoints
@@ -97,6 +99,10 @@ class Units:
             ),
         }
         self.engine.scaling = makers[phase]
+        if "torch._dynamo" in sys.modules:
+            # A new scaler has new hooks: a compiled model would be compiled once more each time,
+            # until the compiler's limit is reached.
+            torch.compiler.reset()
         if state is None:
             self.engine.restart()
         else:

@@ -23,6 +23,9 @@ HEADROOM = 4
 LOSS_HEADROOM = 2
 # Who overflowed within so many binades above the one scale is what holds it down.
 NEAR = 2
+# A layer keeps little if so much of its weights' gradients vanishes at any scale, though no more
+# than half of those that come to it do.
+HARDLY_ANY = 0.9
 # A layer gets a scale of its own where it has room for so many binades more than the others.
 WORTH = 4
 
@@ -59,6 +62,8 @@ class Verdict:
             one training they did.
         spilled: Layers that overflowed at the scales proposed because these are too large, and how
             often.
+        inside: Layers whose weights' gradients are hardly ever normal numbers, also with scales of
+            their own, and the share of those that are zero or subnormal: they may be lost inside.
     """
 
     starved: Mapping[str, float] = field(default_factory=dict)
@@ -66,6 +71,7 @@ class Verdict:
     price: Mapping[str, float] = field(default_factory=dict)
     broken: Mapping[str, int] = field(default_factory=dict)
     spilled: Mapping[str, int] = field(default_factory=dict)
+    inside: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fault(self) -> bool:
@@ -200,7 +206,19 @@ def judge(parts: Sequence[Event]) -> Verdict:
         price=_large((name, lost) for name, _, lost, _ in _beyond(parts, AFTER, BEFORE)),
         broken={**_times(after, "at_any_scale"), **broken},
         spilled=_overflows(after),
+        inside=_lost_inside(parts),
     )
+
+
+def _lost_inside(parts: Sequence[Event]) -> dict[str, float]:
+    found = {}
+    for name, held in shares_of(parts, SEARCH).items():
+        weights, activations = held["weights"], held["activations"]
+        if name and weights is not None and activations is not None:
+            lost = _lost(weights)
+            if lost > HARDLY_ANY and _lost(activations) < 0.5:
+                found[name] = lost
+    return found
 
 
 def propose(parts: Sequence[Event], settled: float) -> Proposal:

@@ -53,7 +53,7 @@ def sentences(found: Findings) -> list[str]:
         said.append(_no_fault(found, found.proposal))
     if verdict.starved:
         said += _starved(found, found.proposal)
-    said += _spilled(verdict)
+    said += [*_spilled(verdict), *_inside(verdict)]
     return said + _after(found) + _remedy(found, found.proposal)
 
 
@@ -68,8 +68,9 @@ def _broken(name: str, count: int) -> str:
 def _no_fault(found: Findings, proposal: Proposal) -> str:
     skipped = found.phases["before"]["skipped"]
     way = f" {_times(skipped)} left out while it came down from 2^16." if skipped else ""
+    known = "what comes to every layer" if found.verdict.inside else "every layer"
     return (
-        "Nothing is at fault: one loss scale serves every layer. It settled at "
+        f"Nothing is at fault: one loss scale serves {known}. It settled at "
         f"{_power(found.phases['before']['loss_scale'])}.{way}"
     )
 
@@ -106,6 +107,17 @@ def _spilled(verdict: Verdict) -> list[str]:
     return [f"At the scales proposed there was overflow in {which}: {ROOM}"]
 
 
+def _inside(verdict: Verdict) -> list[str]:
+    if not verdict.inside:
+        return []
+    said = (
+        "Of the weights' gradients hardly any is a normal number, at any scale, in "
+        f"{_shares(verdict.inside)}: they are truly zero, or lost inside, where a scale at the "
+        "layer's boundaries does not reach. Scale smaller parts of it, or train it in bfloat16."
+    )
+    return [said]
+
+
 def _shares(layers: Mapping[str, float]) -> str:
     worst = sorted(layers.items(), key=lambda pair: -pair[1])
     return _list(f"{shown_layer(name)} ({share:.0%})" for name, share in worst)
@@ -125,7 +137,7 @@ def _remedy(found: Findings, proposal: Proposal) -> list[str]:
         return [f'Train with {code(proposal)}, or with "auto" in place of the scales.']
     if verdict.starved and _larger(found, proposal):
         return [f"Train with torch.amp.GradScaler(init_scale={_python(proposal.loss_scale)})."]
-    return [] if verdict.fault else ["torch.amp.GradScaler is enough."]
+    return [] if verdict.fault or verdict.inside else ["torch.amp.GradScaler is enough."]
 
 
 def code(proposal: Proposal) -> str:

@@ -52,6 +52,14 @@ def test_nothing_is_at_fault_in_the_language_model(tmp_path):
     assert names == ["", "blocks.0", "blocks.1", "head"]
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated")
+def test_a_compiled_model_is_counted_like_another(tmp_path):
+    plain, compiled = (look(tmp_path / name, spec(name)).summary for name in ("plain", "compiled"))
+    assert compiled["phases"] == plain["phases"]
+    assert compiled["verdict"] == plain["verdict"]
+
+
 @pytest.mark.parametrize("factory", ["sequential", "residual"])
 def test_an_overflow_is_attributed_to_its_layer(factory, tmp_path):
     outcome = look(tmp_path / "run", spec(factory), steps=32)

@@ -282,3 +282,22 @@ def test_the_words_of_a_run_cut_short():
     said = sentences(Findings("budget", {}, judge([]), None))
     assert said[0].startswith("The time budget was over")
     assert "--resume" in said[1]
+
+
+@pytest.mark.parametrize(("zero", "lost"), [(95, True), (85, False)])
+def test_what_vanishes_inside_of_a_layer_is_not_called_well(zero, lost):
+    """Whatever the scale its weights' gradients are zero, and those that come to it are not."""
+    weights = {"a": counts(0, 100 - zero, zero=zero)}
+    coming = {"a": counts(0, 80, zero=20)}
+    both = [
+        {**event, "activations": coming}
+        for phase in ("before", "search")
+        for event in parts(phase, weights, {"a": 0.0})
+    ]
+    verdict = judge(both)
+    assert verdict.inside == ({"a": pytest.approx(0.95)} if lost else {})
+    assert not verdict.fault
+    phases = {"before": {"skipped": 0, "loss_scale": 2.0**9, "valid_loss": None}}
+    said = " ".join(sentences(Findings("complete", phases, verdict, Proposal(2.0**9, {}))))
+    assert ("in a (95%)" in said) is lost
+    assert ("GradScaler is enough" in said) is not lost
