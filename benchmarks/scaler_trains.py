@@ -27,7 +27,7 @@ from steadygrad.tasks.digits_deep import FactorLayer, PatchNet
 STEPS = 120
 # By hand, from the numbers of the construction.
 LAYER_SCALES = {"patch.*": 2.0**20, "trunk.*": 2.0**4}
-SWEEP = [0, 2, 4, 6, 8, 12, 16, 20, 24]
+SWEEP = [0, 2, 4, 6, 8, 10, 12, 16, 20, 24]
 STARTS = [-20, 0, 20]
 
 
@@ -124,7 +124,7 @@ def half_runs() -> list[Run]:
     runs: list[Run] = [("float32", unscaled, "masters")]
     runs += [("layer-wise, scales by hand", by_hand, "half")]
     runs += [(f"layer-wise, `auto` from 2^{k}", automatic(k), "half") for k in STARTS]
-    single = [(k, lambda m, k=k: LayerwiseGradScaler(m, {}, init_scale=2.0**k)) for k in SWEEP[:5]]
+    single = [(k, lambda m, k=k: LayerwiseGradScaler(m, {}, init_scale=2.0**k)) for k in SWEEP]
     return runs + [(f"one scale from 2^{k}", make, "half") for k, make in single]
 
 

@@ -17,8 +17,8 @@ from steadygrad.kernels import choose_mode, give_up, warn_about
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.leaves import Leaves, Scaling, buckets_of, local_grads
 from steadygrad.optim.masters import follow_dtype, working_weight, write_back
+from steadygrad.optim.packed_sums import PackedSums
 from steadygrad.optim.state import StatefulOptimizer
-from steadygrad.sharding import ShardSum, is_sharded
 
 if TYPE_CHECKING:
     from steadygrad.optim.device_choice import DeviceSteps
@@ -39,7 +39,7 @@ class ShardedOptimizer(StatefulOptimizer):
 
     # A GradScaler then hands over its scale and what it found, and does not wait for the device.
     _step_supports_amp_scaling = True
-    _shard_sums: tuple[Any, ShardSum] | None = None
+    _packed_sums: PackedSums | None = None
     _plans: "dict[int, Plan] | None" = None
     # States with the parameter's shape and small ones, as the kernels named here take them.
     _large: tuple[str, str]
@@ -270,34 +270,6 @@ class ShardedOptimizer(StatefulOptimizer):
         return self._sums_over([p for some in leaves for p in some.params])
 
     def _sums_over(self, params: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
-        if not any(map(is_sharded, params)):
-            return lambda columns: columns
-        order = list(range(len(params)))
-        if all(p.device.type == "cpu" for p in params):
-            # Who is for compiled loops may differ from process to process: by the groups' order.
-            known = (p for group in self.param_groups for p in group["params"])
-            places = {id(p): i for i, p in enumerate(known)}
-            order.sort(key=lambda i: places[id(params[i])])
-            params = [params[i] for i in order]
-        layout = [(getattr(p, "device_mesh", None), getattr(p, "placements", None)) for p in params]
-        if self._shard_sums is None or self._shard_sums[0] != layout:
-            self._shard_sums = (layout, ShardSum(params))
-        total = self._shard_sums[1]
-
-        def over_shards(columns: list[Tensor]) -> list[Tensor]:
-            if not total.collectives:
-                return columns
-            # In float64, so that the sum's order among processes costs no digits.
-            packed = torch.cat([c.to(columns[0].device, torch.float64) for c in columns], dim=1)
-            if order != sorted(order):
-                packed = total(packed[:, order])[:, _inverse(order)]
-            else:
-                packed = total(packed)
-            parts = packed.split([c.shape[1] for c in columns], dim=1)
-            return [part.to(c) for part, c in zip(parts, columns, strict=True)]
-
-        return over_shards
-
-
-def _inverse(order: list[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
+        if self._packed_sums is None:
+            self._packed_sums = PackedSums()
+        return self._packed_sums.over(params, self.param_groups)
