@@ -6,20 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from steadygrad._checks import check_number
 from steadygrad.record import RunWriter, plural, read_run
 from steadygrad.studies.advise.header import make_header
 from steadygrad.studies.advise.plan import Plan, make_plan
 from steadygrad.studies.advise.settings import Settings, read_settings
 from steadygrad.studies.advise.summary import summarize
 from steadygrad.studies.advise.units import Units
-from steadygrad.studies.changes import changes
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.engine import Engine
 from steadygrad.studies.ledger import Ledger
 from steadygrad.studies.order import main_order
 from steadygrad.studies.ranks import Ranks
-from steadygrad.studies.session import Failed, Monitor, Outcome, Session, create, finished
+from steadygrad.studies.resuming import go_on
+from steadygrad.studies.session import Failed, Monitor, Outcome, Session, create
 from steadygrad.studies.stop import Stop
 from steadygrad.tasks import load_task
 
@@ -59,7 +58,7 @@ def advise(
         header = make_header(settings, engine, plan)
         writer = ranks.on_main(lambda: create(folder, header))
         stop.limit(settings.budget_seconds)
-        return _session(folder, header, engine, plan, writer, monitor).run()
+        return _session(folder, engine, writer, header, plan, monitor).run()
     finally:
         ranks.leave()
 
@@ -89,36 +88,28 @@ def resume(
     """
     recorded = read_run(folder)
     settings, plan = read_settings(recorded), Plan.from_dict(recorded.header["plan"])
-    budget = settings.budget_seconds if budget_seconds is None else budget_seconds
-    check_number("budget_seconds", budget, low=0, low_open=True)
-    done = finished(recorded, budget_seconds, monitor)
-    if done is not None:
-        return done
-    stop = stop or Stop()
-    ranks = Ranks.join(stop, settings.resolved_device)
-    try:
-        engine = _engine(settings, ranks)
-        for warning in changes(recorded.header, engine):
-            monitor.say(warning)
-        # Read on every rank before one of them writes.
-        ranks.gather(None)
-        writer = ranks.on_main(lambda: RunWriter.resume(folder))
-        stop.limit(budget)
-        # Under "time": a run that had more of it is the same run.
-        times = {} if budget == settings.budget_seconds else {"time": {"budget_seconds": budget}}
-        events = recorded.events
-        arguments = folder, recorded.header, engine, plan, writer, monitor
-        return _session(*arguments, events=events, times=times).run()
-    finally:
-        ranks.leave()
+    arguments = recorded.header, plan, monitor
+
+    def session(engine: Engine, writer: RunWriter | None, times: Mapping[str, Any]) -> Session:
+        return _session(folder, engine, writer, *arguments, events=recorded.events, times=times)
+
+    return go_on(
+        recorded,
+        settings,
+        budget_seconds=budget_seconds,
+        stop=stop,
+        monitor=monitor,
+        make_engine=_engine,
+        make_session=session,
+    )
 
 
 def _session(
     folder: Path,
-    header: Mapping[str, Any],
     engine: Engine,
-    plan: Plan,
     writer: RunWriter | None,
+    header: Mapping[str, Any],
+    plan: Plan,
     monitor: Monitor,
     **resumed: Any,
 ) -> Session:
@@ -128,16 +119,16 @@ def _session(
         Units(engine, plan, ledger, checkpoints, tolerance=tolerance, advance=advance).run()
 
     return Session(
-        folder,
-        header,
-        engine,
-        work,
-        summarize,
-        plan.work,
-        lambda ledger: _done(ledger, plan),
-        _points(header, plan),
-        writer,
-        monitor,
+        folder=folder,
+        header=header,
+        engine=engine,
+        work=work,
+        summarize=summarize,
+        total=plan.work,
+        done=lambda ledger: _done(ledger, plan),
+        points=_points(header, plan),
+        writer=writer,
+        monitor=monitor,
         **resumed,
     )
 

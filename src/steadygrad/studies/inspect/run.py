@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from steadygrad._checks import check_number
 from steadygrad.record import RunWriter, environment, read_run
 from steadygrad.scale.layers import parts_of
-from steadygrad.studies.changes import changes
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.engine import Engine
 from steadygrad.studies.hardware import accelerator
@@ -20,7 +18,8 @@ from steadygrad.studies.inspect.summary import summarize
 from steadygrad.studies.inspect.units import Units
 from steadygrad.studies.ledger import Ledger
 from steadygrad.studies.ranks import Ranks
-from steadygrad.studies.session import Monitor, Outcome, Session, create, finished
+from steadygrad.studies.resuming import go_on
+from steadygrad.studies.session import Monitor, Outcome, Session, create
 from steadygrad.studies.stop import Stop
 from steadygrad.tasks import describe, load_task
 
@@ -51,7 +50,7 @@ def inspect(
         header = _header(settings, engine, plan)
         writer = ranks.on_main(lambda: create(folder, header))
         stop.limit(settings.budget_seconds)
-        return _session(folder, header, engine, plan, writer, monitor).run()
+        return _session(folder, engine, writer, header, plan, monitor).run()
     finally:
         ranks.leave()
 
@@ -78,26 +77,20 @@ def resume(
     """
     recorded = read_run(folder)
     settings, plan = read_settings(recorded), Plan.from_dict(recorded.header["plan"])
-    budget = settings.budget_seconds if budget_seconds is None else budget_seconds
-    check_number("budget_seconds", budget, low=0, low_open=True)
-    done = finished(recorded, budget_seconds, monitor)
-    if done is not None:
-        return done
-    stop = stop or Stop()
-    ranks = Ranks.join(stop, settings.resolved_device)
-    try:
-        engine = _engine(settings, ranks)
-        for warning in changes(recorded.header, engine):
-            monitor.say(warning)
-        # Read on every rank before one of them writes.
-        ranks.gather(None)
-        writer = ranks.on_main(lambda: RunWriter.resume(folder))
-        stop.limit(budget)
-        times = {} if budget == settings.budget_seconds else {"time": {"budget_seconds": budget}}
-        arguments = folder, recorded.header, engine, plan, writer, monitor
-        return _session(*arguments, events=recorded.events, times=times).run()
-    finally:
-        ranks.leave()
+    arguments = recorded.header, plan, monitor
+
+    def session(engine: Engine, writer: RunWriter | None, times: Mapping[str, Any]) -> Session:
+        return _session(folder, engine, writer, *arguments, events=recorded.events, times=times)
+
+    return go_on(
+        recorded,
+        settings,
+        budget_seconds=budget_seconds,
+        stop=stop,
+        monitor=monitor,
+        make_engine=_engine,
+        make_session=session,
+    )
 
 
 def _engine(settings: Settings, ranks: Ranks) -> Engine:
@@ -132,10 +125,10 @@ def _header(settings: Settings, engine: Engine, plan: Plan) -> dict[str, Any]:
 
 def _session(
     folder: Path,
-    header: Mapping[str, Any],
     engine: Engine,
-    plan: Plan,
     writer: RunWriter | None,
+    header: Mapping[str, Any],
+    plan: Plan,
     monitor: Monitor,
     **resumed: Any,
 ) -> Session:
@@ -143,16 +136,16 @@ def _session(
         Units(engine, plan, ledger, checkpoints, advance=monitor.advance).run()
 
     return Session(
-        folder,
-        header,
-        engine,
-        work,
-        summarize,
-        plan.work,
-        lambda ledger: _done(ledger, plan),
-        _points(plan),
-        writer,
-        monitor,
+        folder=folder,
+        header=header,
+        engine=engine,
+        work=work,
+        summarize=summarize,
+        total=plan.work,
+        done=lambda ledger: _done(ledger, plan),
+        points=_points(plan),
+        writer=writer,
+        monitor=monitor,
         **resumed,
     )
 
