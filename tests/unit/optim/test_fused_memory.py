@@ -130,6 +130,22 @@ def test_a_wrapped_gradient_is_no_zero(make):
 
 
 @every_optimizer
+def test_a_wrapped_gradient_is_noticed_by_loops_that_have_begun(make):
+    p, optimizer = start(make, fused=True)
+    other, by_calls = start(make, foreach=True)
+    for number in range(3):
+        step(p, optimizer, number)
+        step(other, by_calls, number)
+    before = p.detach().clone()
+    with pytest.warns(UserWarning, match="states alike"):
+        step(p, optimizer, 3, gradient=lambda g: TwoTensor(g, g.clone()))
+    step(other, by_calls, 3, gradient=lambda g: TwoTensor(g, g.clone()))
+    assert (p.detach() - before).abs().max() > 1e-5
+    # Four steps' rounding of float32.
+    torch.testing.assert_close(p.detach(), other.detach(), rtol=1e-5, atol=1e-6)
+
+
+@every_optimizer
 @both_modes
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
 def test_counts_are_float32_whatever_the_default_is(make, mode, default):
@@ -231,9 +247,13 @@ def test_weights_that_grew_since_leave_no_infinity_behind():
 def test_a_norm_near_the_end_of_the_range_is_no_warning():
     p = torch.ones(100).requires_grad_()
     optimizer = ScaledAdam([p], clipping_scale=2.0, clipping_update_period=4, fused=True)
-    for number in range(11):
-        p.grad = torch.full((100,), 0.0 if number == 10 else 1e17)
+    # Of both signs, so that inner products with the weights stay small.
+    large = torch.tensor([1e18, -1e18]).repeat(50)
+    for number in range(12):
+        p.grad = torch.zeros(100) if number == 11 else large
         optimizer.step()
+    # Its threshold over the least norm there can be is past float32's range.
+    assert optimizer.state[p]["model_norm_threshold"].item() > 1e19
     assert optimizer.skipped.item() == 0
     assert p.isfinite().all()
 
