@@ -7,6 +7,7 @@ this file, else in the user's cache folder, else not at all. ``NUMBA_CACHE_DIR``
 import importlib
 import os
 import threading
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -101,6 +102,7 @@ def launch(
     settings: torch.Tensor | None = None,
     *,
     alone: bool = False,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> None:
     """Runs a kernel over a table, on as many threads as torch uses.
 
@@ -111,9 +113,11 @@ def launch(
         factors: What it takes for each tensor, contiguous float64.
         settings: What it takes besides, contiguous float64.
         alone: Whether it does not share out its work: one thread only.
+        meanwhile: What this thread may do before it helps the others.
     """
     given = [x for x in (factors, settings) if x is not None]
     # What the loops are handed they take for an address of this machine's memory.
     assert all(x.device.type == "cpu" and x.is_contiguous() for x in given)
     places = [0 if x is None else x.data_ptr() for x in (factors, settings)]
-    threads.run(address_of(name, types), table.job(*places), 0 if alone else table.elements)
+    elements = 0 if alone else table.elements
+    threads.run(address_of(name, types), table.job(*places), elements, meanwhile)

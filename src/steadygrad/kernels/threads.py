@@ -8,6 +8,7 @@ threads are its parent's and not its own, Python threads do it.
 
 import ctypes
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -45,14 +46,15 @@ if hasattr(os, "register_at_fork"):
 @cache
 def _team() -> Any:
     """OpenMP's way to start a team, from the very library that torch uses; None: there is none."""
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        start = ctypes.CDLL(str(library)).GOMP_parallel
+        library = ctypes.CDLL(str(path))
+        start, end = library.GOMP_parallel_start, library.GOMP_parallel_end
     except (OSError, AttributeError):
         return None
-    start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    start.restype = None
-    return start
+    start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
+    start.restype = end.restype = None
+    return start, end
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:
@@ -61,22 +63,43 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return _Own.pool
 
 
-def run(address: int, job: NDArray[np.int64], elements: int) -> None:
+def run(
+    address: int,
+    job: NDArray[np.int64],
+    elements: int,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> None:
     """Runs a kernel to its end, without the interpreter's lock.
 
     Args:
         address: Of the kernel.
         job: What it is handed.
         elements: How much work it is.
+        meanwhile: Called once, while the other threads have begun already: memory is as busy with
+            one thread less, so what is done here takes next to no time. Should it raise, the
+            kernel comes to its end first, if it has begun.
     """
     threads = min(torch.get_num_threads(), max(1, elements // SMALL))
     kernel, place = _KERNEL(address), job.ctypes.data
     if threads == 1:
+        meanwhile()
         kernel(place)
-    elif not was_forked() and _team() is not None:
-        _team()(address, place, threads, 0)
+    elif not was_forked() and (team := _team()) is not None:
+        start, end = team
+        # A team must come to its end wherever an interrupt may fall.
+        try:
+            start(address, place, threads)
+            meanwhile()
+        finally:
+            try:
+                kernel(place)
+            finally:
+                end()
     else:
         others = [_pool(threads).submit(kernel, place) for _ in range(threads - 1)]
-        kernel(place)
-        for other in others:
-            other.result()
+        try:
+            meanwhile()
+        finally:
+            kernel(place)
+            for other in others:
+                other.result()

@@ -5,7 +5,7 @@ from step to step is which tensors they are of, and that is looked after too.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -43,6 +43,10 @@ class Fused:
         states: Their states.
         large: Names of the two states that have the parameter's shape.
         small: Names of those that are numbers, or rows of them; the step count first.
+        first_pass: Name of the kernel that a step begins with, which moves nothing.
+
+    Attributes:
+        ahead: Factors of the first pass, with shape ``(tensors)``, set at the step before.
     """
 
     def __init__(
@@ -52,8 +56,12 @@ class Fused:
         states: Sequence[dict[str, Any]],
         large: tuple[str, str],
         small: Sequence[str],
+        first_pass: str,
     ) -> None:
         self.group, self.params, self.states = group, list(params), list(states)
+        self._first_pass = first_pass
+        has_size = float(params[0].numel() != 1)
+        self.ahead = torch.full((len(params),), has_size, dtype=torch.float64, device=CPU)
         self.sharded = any(map(is_sharded, params))
         # Not a view of each, which would keep memory alive that somebody has let go of.
         self._own = [local(p.detach()) for p in params] if self.sharded else self.params
@@ -63,17 +71,16 @@ class Fused:
         self._large, self._small = names, list(small)
         self._tensors, self._lengths = list(self._all_tensors()), [*map(len, self.states)]
         self.weights = [local(x) for x in self._state[MASTER]] if has_master else self._own
-        self._moments = [[local(x) for x in self._state[name]] for name in large]
         self.types = (
             gradient_type(params[0]),
             self.weights[0].dtype,
-            self._moments[0][0].dtype,
+            states[0][large[0]].dtype,
             self._own[0].dtype,
         )
         self.grads: list[Tensor | None] = []
         self.table = ChunkTable([own.numel() for own in self._own], 5)
         self.table.addresses[:, 4] = _addresses(self._own)
-        self._layout, self._sizes = layout(self._own), [*map(Tensor.numel, self._large_tensors())]
+        self._layout, self._sizes = layout(self._own), [*map(Tensor.numel, self._own)]
         self._usual = [(self.types[0], *rest) for _, *rest in self._layout]
         self._widths = [max(1, self._state[name][0].numel()) for name in small]
         self._columns = ChunkTable([1] * len(params), sum(self._widths))
@@ -81,29 +88,45 @@ class Fused:
             cpu.address_of(name, self.types)
 
     def refresh(self) -> bool:
-        """Looks where everything lies now; False if it is no longer the same tensors."""
+        """Looks where everything lies now; False if it is no longer the same tensors.
+
+        The first pass begins as soon as its own tensors are found, and the rest of the looking is
+        done meanwhile. Where it finds others, nothing has been written to.
+        """
+        if not (self._find_weights() and self._take_gradients()):
+            return False
+        same: list[bool] = []
+        self.launch(
+            self._first_pass, self.ahead, meanwhile=lambda: same.append(self._find_states())
+        )
+        return same[0]
+
+    def _find_weights(self) -> bool:
+        if self.sharded:
+            self._own = [local(p.detach()) for p in self.params]
+            has_master = MASTER in self._state
+            self.weights = [local(x) for x in self._state[MASTER]] if has_master else self._own
+        found, table = _addresses(self._own), self.table.addresses
+        if not np.array_equal(table[:, 4], found) or layout(self._own) != self._layout:
+            return False
+        table[:, 1] = found if self.weights is self._own else _addresses(self.weights)
+        # Memory may have been replaced; loops must not go past its end.
+        return [*map(Tensor.numel, self.weights)] == self._sizes
+
+    def _find_states(self) -> bool:
         if [*map(len, self.states)] != self._lengths:
             return False
         if not all(map(is_, self._all_tensors(), self._tensors)):
             return False
-        if self.sharded:
-            self._own = [local(p.detach()) for p in self.params]
-            found = _addresses(self._own)
-            self._moments = [[local(x) for x in self._state[n]] for n in self._large[:2]]
-            has_master = MASTER in self._state
-            self.weights = [local(x) for x in self._state[MASTER]] if has_master else self._own
-        else:
-            found = _addresses(self.params)
-        table = self.table.addresses
-        if not np.array_equal(table[:, 4], found) or layout(self._own) != self._layout:
-            return False
-        if not self._take_gradients():
-            return False
-        table[:, 1] = found if self.weights is self._own else _addresses(self.weights)
-        for place, tensors in enumerate(self._moments):
-            table[:, 2 + place] = _addresses(tensors)
-        # Their memory may have been replaced; loops must not go past its end.
-        return [*map(Tensor.numel, self._large_tensors())] == self._sizes
+        for place, name in enumerate(self._large[:2]):
+            moments = self._state[name]
+            if self.sharded:
+                moments = [local(x) for x in moments]
+            self.table.addresses[:, 2 + place] = _addresses(moments)
+            if [*map(Tensor.numel, moments)] != self._sizes:
+                return False
+        self._numbers = self._gather()
+        return True
 
     def _take_gradients(self) -> bool:
         """Finds the gradients; False if there is one that loops cannot take."""
@@ -130,9 +153,6 @@ class Fused:
         """Everything in the states, shared tensors included."""
         return chain.from_iterable(map(dict.values, self.states))
 
-    def _large_tensors(self) -> Iterator[Tensor]:
-        return chain(self.weights, *self._moments)
-
     def leaves(self) -> Leaves:
         """What a step works on."""
         return Leaves(
@@ -147,7 +167,13 @@ class Fused:
         )
 
     def read_small(self) -> NDArray[np.float64]:
-        """The small states, with shape ``(numbers, tensors)``; the step count first."""
+        """The small states as they were when the step began, with shape ``(numbers, tensors)``.
+
+        The step count is first.
+        """
+        return self._numbers.numpy()
+
+    def _gather(self) -> Tensor:
         first = 0
         for name, width in zip(self._small, self._widths, strict=True):
             tensors = self._state[name]
@@ -157,17 +183,21 @@ class Fused:
             first += width
         matrix = torch.empty(first, len(self.params), dtype=torch.float64, device=CPU)
         self.launch_small("gather", matrix)
-        return matrix.numpy()
+        return matrix
 
     def launch_small(self, name: str, numbers: Tensor, settings: Tensor | None = None) -> None:
         """Runs a kernel over the small states, where they were when they were last read."""
         cpu.launch(name, self.types, self._columns, numbers, settings, alone=True)
 
     def launch(
-        self, name: str, factors: Tensor | None = None, settings: Tensor | None = None
+        self,
+        name: str,
+        factors: Tensor | None = None,
+        settings: Tensor | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
-        """Runs a kernel over all parameters."""
-        cpu.launch(name, self.types, self.table, factors, settings)
+        """Runs a kernel over all parameters; ``meanwhile`` is called once while it does."""
+        cpu.launch(name, self.types, self.table, factors, settings, meanwhile=meanwhile)
 
     def sums(self) -> Tensor:
         """What it has added up, in the weights' type or float32, with shape ``(3, tensors)``."""
@@ -213,7 +243,7 @@ class Plan:
         kinds: What must be alike in parameters that are worked on together, for each.
         large: Names of the two states that have the parameter's shape.
         small: Names of the small ones; those that a state lacks are left out.
-        kernels: Names of the kernels that a step needs.
+        kernels: Names of the kernels that a step needs; the one that it begins with first.
     """
 
     def __init__(
@@ -242,12 +272,12 @@ class Plan:
         for params in found.values():
             own = [states[p] for p in params]
             names = [name for name in small if name in own[0]]
-            self.parts.append(Fused(group, params, own, large, names))
+            self.parts.append(Fused(group, params, own, large, names, kernels[0]))
             for name in kernels:
                 cpu.address_of(name, self.parts[-1].types)
 
     def holds(self, members: list[Tensor], known: object) -> bool:
-        """Whether it is still good, and looks where everything lies now."""
+        """Whether it is still good; looks where everything lies now, and makes the first pass."""
         return (
             self.group["master_weights"] is self._masters
             and len(members) == len(self._members)

@@ -60,7 +60,7 @@ class FusedLansPart(LansPart):
 
     def square_norms(self) -> Tensor:
         """This process's part of the gradients' squared norms, with shape ``(1, parameters)``."""
-        self._fused.launch("square_sums")
+        # Of the step's first pass, which is over.
         return self._fused.sums()[:1]
 
     def directions(self, square_norms: Tensor, ok: Tensor) -> Tensor:
@@ -84,8 +84,7 @@ class FusedLansPart(LansPart):
         inverse, second, first = self._factors
         decay = 1 - self.group["weight_decay"] * (by.momentum + by.gradient)
         factors = rows(inverse, second, by.momentum / first, by.gradient, decay)
-        self._fused.launch("lans_apply", factors, self._settings)
-        self._fused.wrote()
+        self._fused.launch("lans_apply", factors, self._settings, self._fused.wrote)
 
 
 class FusedScaledAdamPart(GroupPart):
@@ -104,9 +103,19 @@ class FusedScaledAdamPart(GroupPart):
     def __init__(self, leaves: Leaves, fused: Fused, scaling: Scaling) -> None:
         self._fused = fused
         super().__init__(leaves, scaling)
-        step, period = self.step.numpy(), self.rule.period
-        turn = (step % period == period - 1) | (step == 0) | fused.sharded
-        self._before = turn & (not self.is_scalar)
+        # As the first pass was told one step ago.
+        self._before = fused.ahead.numpy() != 0
+        step = self.step.numpy()
+        self._due = self._is_due(step)
+        fused.ahead = torch.from_numpy(self._is_due(step + 1).astype(np.float64))
+
+    def _is_due(self, step: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Whose inner products are needed before the update, at a count of steps."""
+        if self.is_scalar:
+            return np.zeros(len(step), bool)
+        period = self.rule.period
+        turn = step % period == period - 1
+        return turn | (step == 0) | self._fused.sharded
 
     def read_columns(self) -> dict[str, Tensor]:
         """The small states that are looked at here; kernels see to the others."""
@@ -115,13 +124,15 @@ class FusedScaledAdamPart(GroupPart):
 
     def parameter_sums(self) -> Tensor:
         """This process's part of the sums; zeros for those that may come later."""
-        sums = self._sums()
+        sums = self._fused.sums()
         # What comes late must not overflow when it is squared: large ones are looked at now.
-        large = self._may_overflow(sums[0].numpy()) & ~self._before
-        if not large.any():
+        missing = (self._due | self._may_overflow(sums[0].numpy())) & ~self._before
+        if not missing.any():
             return sums
-        self._before |= large
-        return self._sums()
+        self._before |= missing
+        factors = torch.from_numpy(self._before.astype(np.float64))
+        self._fused.launch("scaled_adam_sums", factors)
+        return self._fused.sums()
 
     def _may_overflow(self, squares: NDArray[np.floating]) -> NDArray[np.bool_]:
         if self.is_scalar:
@@ -129,10 +140,6 @@ class FusedScaledAdamPart(GroupPart):
         weights = self.columns[SIZES[0]].numpy() ** 2 * self.leaves.numels
         # Not zero, which times infinity is no number.
         return (squares > LARGE) | (squares * np.maximum(weights, 1e-300) > LARGE_PRODUCT)
-
-    def _sums(self) -> Tensor:
-        self._fused.launch("scaled_adam_sums", torch.from_numpy(self._before.astype(np.float64)))
-        return self._fused.sums()
 
     def move(self, clip: Tensor, ok: Tensor) -> None:
         """Moves state and weights."""
@@ -144,8 +151,7 @@ class FusedScaledAdamPart(GroupPart):
         table[:, Number.ELEMENTS] = self.leaves.numels
         settings = self._learning(_on_host(self.unscale * clip))
         self._fused.launch_small("scaled_adam_learn", numbers, settings)
-        self._fused.launch("scaled_adam_update", numbers, self._settings(clip))
-        self._fused.wrote()
+        self._fused.launch("scaled_adam_update", numbers, self._settings(clip), self._fused.wrote)
         if not self._before.all():
             late = self._fused.inner_products()
             table[:, Number.INNER] = np.where(self._before, table[:, Number.INNER], late)

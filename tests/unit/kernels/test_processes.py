@@ -247,10 +247,23 @@ def test_loops_run_on_torchs_threads(threads_of_torch, elements, monkeypatch):
     team = threads._team()
     if sys.platform == "linux":
         assert team is not None
-    monkeypatch.setattr(threads, "_team", lambda: lambda *given: asked.append(given[2]))
-    monkeypatch.setattr(threads, "_KERNEL", lambda address: lambda place: asked.append(1))
-    threads.run(0, torch.zeros(1).numpy(), elements)
-    assert asked == [2 if threads_of_torch == 2 and elements > threads.SMALL else 1]
+    start, end = (lambda *given: asked.append(given[2])), (lambda: asked.append("end"))
+    monkeypatch.setattr(threads, "_team", lambda: (start, end))
+    monkeypatch.setattr(threads, "_KERNEL", lambda address: lambda place: asked.append("own"))
+    threads.run(0, torch.zeros(1).numpy(), elements, lambda: asked.append("meanwhile"))
+    team = threads_of_torch == 2 and elements > threads.SMALL
+    assert asked == ([2, "meanwhile", "own", "end"] if team else ["meanwhile", "own"])
+
+
+def test_a_team_ends_where_something_raises_meanwhile(monkeypatch):
+    asked = []
+    start, end = (lambda *given: asked.append("start")), (lambda: asked.append("end"))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(threads, "_team", lambda: (start, end))
+    monkeypatch.setattr(threads, "_KERNEL", lambda address: lambda place: asked.append("own"))
+    with pytest.raises(ZeroDivisionError):
+        threads.run(0, torch.zeros(1).numpy(), 10**6, lambda: 1 / 0)
+    assert asked == ["start", "own", "end"]
 
 
 def test_loops_are_made_anew_where_their_parts_change():

@@ -79,6 +79,28 @@ def test_sums_do_not_depend_on_the_number_of_threads(how, monkeypatch):
     assert np.array_equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("how", ["team", "pool"])
+def test_an_error_meanwhile_leaves_the_threads_usable(how, error, monkeypatch):
+    """A kernel that has begun comes to its end, and another can begin."""
+    if how == "pool":
+        monkeypatch.setattr(threads, "_team", lambda: None)
+    elif threads._team() is None:
+        pytest.skip("torch has no OpenMP of its own here")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    tensors = drawn()
+    expected = square_sums(tensors)
+
+    def fail():
+        raise error
+
+    table = table_of(tensors)
+    with pytest.raises(error):
+        cpu.launch("square_sums", FLOATS, table, meanwhile=fail)
+    assert np.array_equal(table.sums()[0], expected)
+    assert np.array_equal(square_sums(tensors), expected)
+
+
 def test_a_job_names_every_place():
     job = ChunkTable(SIZES, 5).job(factors=11, settings=22)
     assert len(job) == len(Job)
