@@ -24,10 +24,12 @@ _ROOMS = {
     "lans_apply": "numba_lans",
     "scaled_adam_sums": "numba_scaled_adam",
     "scaled_adam_update": "numba_scaled_adam",
+    "scaled_adam_add": "numba_sums",
+    "scaled_adam_judge": "numba_sums",
     "scaled_adam_learn": "numba_sizes",
     "scaled_adam_enter": "numba_sizes",
-    "gather": "numba_columns",
-    "scatter": "numba_columns",
+    "read_steps": "numba_columns",
+    "write_steps": "numba_columns",
 }
 _NUMBERS = {
     torch.float32: np.float32,

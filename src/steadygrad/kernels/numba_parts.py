@@ -14,7 +14,7 @@ from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from steadygrad.kernels.tables import Job
+from steadygrad.kernels.tables import Job, Setting
 
 __all__ = [
     "SOURCE",
@@ -42,7 +42,7 @@ FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
 COUNTER, ZEROS, PLACES = int(Job.COUNTER), int(Job.ZEROS), len(Job)
 CHUNKS, CHUNK_TABLE, SUMS = int(Job.CHUNKS), int(Job.CHUNK_TABLE), int(Job.SUMS)
 TENSORS, TENSOR_TABLE, FIELDS = int(Job.TENSORS), int(Job.TENSOR_TABLE), int(Job.FIELDS)
-FACTORS, SETTINGS = int(Job.FACTORS), int(Job.SETTINGS)
+FACTORS, SETTINGS, MOST_SETTINGS = int(Job.FACTORS), int(Job.SETTINGS), len(Setting)
 INT16, INT32, INT64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOAT32 = ir.FloatType()
 
@@ -106,7 +106,7 @@ def opened(data: Any, width: Any) -> Any:
     addresses = array_at(job[TENSOR_TABLE], (job[TENSORS], job[FIELDS]), np.int64)
     sums = array_at(job[SUMS], (job[CHUNKS], 3), np.float64)
     factors = array_at(job[FACTORS], (job[TENSORS], width), np.float64)
-    return job, chunks, addresses, sums, factors, array_at(job[SETTINGS], 6, np.float64)
+    return job, chunks, addresses, sums, factors, array_at(job[SETTINGS], MOST_SETTINGS, np.float64)
 
 
 @njit(inline="always")

@@ -1,5 +1,7 @@
 """ScaledAdam as compiled loops: both passes of :mod:`steadygrad.formulas.scaled_adam`.
 
+Factors of a tensor and settings are those of :mod:`steadygrad.kernels.tables`.
+
 Addresses of a tensor: gradient, weight, ``v``, ``delta``, and where the weight goes in the type of
 a 16-bit parameter.
 """
@@ -21,24 +23,26 @@ from steadygrad.kernels.numba_parts import (
     wide,
     widen,
 )
-from steadygrad.kernels.tables import BLOCK, Number
+from steadygrad.kernels.tables import BLOCK, Number, Setting
 
 __all__ = ["scaled_adam_sums", "scaled_adam_update"]
 
 NUMBERS, UNBIAS = len(Number), int(Number.SECOND_MOMENT)
 BY_GRADIENT, BY_WEIGHT = int(Number.GRADIENT), int(Number.WEIGHT)
+EARLY = int(Number.EARLY)
+BETA1, BETA2, EPS = int(Setting.BETA1), int(Setting.BETA2), int(Setting.EPS)
+SCALE, BEFORE, AFTER = int(Setting.SCALE), int(Setting.BEFORE), int(Setting.AFTER)
 
 
 def scaled_adam_sums(grad: Any, weight: Any, state: Any, parameter: Any) -> Callable[[Any], None]:
     """Squared norms of gradients, inner products with weights, squared norms of weights.
 
-    Factors of a tensor: one for all sums, zero for the first one only, which spares half of the
-    memory's work.
+    Where `EARLY` is zero the first one only, which spares half of the memory's work.
     """
     source, exact, rounded = SOURCE, wide(weight), parameter is not weight
 
     def kernel(data: Any) -> None:
-        job, chunks, table, sums, factors, _settings = opened(data, 1 + 0 * source)
+        job, chunks, table, sums, factors, _settings = opened(data, NUMBERS + 0 * source)
         while True:
             c = take(job)
             if c < 0:
@@ -50,7 +54,7 @@ def scaled_adam_sums(grad: Any, weight: Any, state: Any, parameter: Any) -> Call
                 g = gradient_at(job, table[tensor, 0], block, size, grad)
                 p = part_at(table[tensor, 1], block, size, weight)
                 part_g, part_pg, part_p = exact(0), exact(0), exact(0)
-                if factors[tensor, 0] == 0.0:
+                if factors[tensor, EARLY] == 0.0:
                     for i in range(size):
                         slope = exact(widen(g[i]))
                         part_g += slope * slope
@@ -75,18 +79,15 @@ def scaled_adam_update(grad: Any, weight: Any, state: Any, parameter: Any) -> Ca
     """Moves ``v``, ``delta`` and weights, and the parameters that are roundings of these.
 
     Adds up the inner products of gradients with the weights as they were.
-
-    Factors of a tensor: as :class:`Number` says. Settings: beta1, beta2, eps, factor on the
-    gradients, bound on weights before the step and after it.
     """
     source, exact, rounded = SOURCE, wide(weight), parameter is not weight
 
     def kernel(data: Any) -> None:
         job, chunks, table, sums, factors, settings = opened(data, NUMBERS + 0 * source)
-        beta1, beta2 = state(settings[0]), state(settings[1])
-        rest1, rest2 = state(1 - settings[0]), state(1 - settings[1])
-        eps, scale = state(settings[2]), state(settings[3])
-        before, after = exact(settings[4]), exact(settings[5])
+        beta1, beta2 = state(settings[BETA1]), state(settings[BETA2])
+        rest1, rest2 = state(1 - settings[BETA1]), state(1 - settings[BETA2])
+        eps, scale = state(settings[EPS]), state(settings[SCALE])
+        before, after = exact(settings[BEFORE]), exact(settings[AFTER])
         while True:
             c = take(job)
             if c < 0:

@@ -11,13 +11,17 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BLOCK", "CHUNK", "ChunkTable", "Job", "Learn", "Number"]
+__all__ = ["BLOCK", "CHUNK", "SMALL_STATES", "ChunkTable", "Job", "Number", "Setting"]
 
 # Elements of a chunk: with fewer the memory's own look-ahead starts anew too often (of 16,384 to
 # 1,048,576 all from 65,536 on took the same time, fewer up to 8% more).
 CHUNK = 65536
 # Elements that are added up in the working type; their sums are added up in float64.
 BLOCK = 4096
+
+# Addresses of large tensors come first: gradient, weight, two states, and where a rounded weight
+# goes; those of small states follow, the step count's before all.
+SMALL_STATES = 5
 
 _ZEROS = np.zeros(BLOCK)
 
@@ -46,24 +50,38 @@ class Number(IntEnum):
     SECOND_MOMENT = 0  # factors of the update: on the second moment,
     GRADIENT = 1  # on the scaled gradient
     WEIGHT = 2  # and on the weight
-    INNER = 3  # inner product of gradient and weight
-    SQUARE = 4  # squared norm of the weight
-    ELEMENTS = 5  # over all shards
+    SLOPES = 3  # squared norm of the gradient
+    INNER = 4  # inner product of gradient and weight
+    SQUARE = 5  # squared norm of the weight
+    ELEMENTS = 6  # over all shards
+    EARLY = 7  # not zero where the first pass is to take inner products too
+    TERM = 8  # squared norm of the scaled gradient
 
 
-class Learn(IntEnum):
-    """Places in the float64 settings by which ScaledAdam learns sizes."""
+class Setting(IntEnum):
+    """Places in the float64 numbers that hold for all tensors of ScaledAdam's kernels."""
 
     LR = 0
-    BETA2 = 1
-    EPS = 2
-    SCALAR_SCALE = 3
-    MIN_RMS = 4
-    MAX_RMS = 5
-    PERIOD = 6
-    ORIGINAL = 7  # not zero for the recipe of 2022
-    SCALAR = 8  # not zero for tensors of one element
-    SCALE = 9  # factor on the gradients
+    BETA1 = 1
+    BETA2 = 2
+    EPS = 3
+    SCALAR_SCALE = 4
+    MIN_RMS = 5
+    MAX_RMS = 6
+    PERIOD = 7
+    ORIGINAL = 8  # not zero for the recipe of 2022
+    SCALAR = 9  # not zero for tensors of one element
+    SHARED = 10  # not zero where sums are to be added up over shards
+    BEFORE = 11  # bounds on weights before the step
+    AFTER = 12  # and after it
+    UNSCALE = 13  # factors on the gradients: what a scaler and `maximize` leave to do,
+    SIZE_SCALE = 14  # that with clipping, where sizes learn
+    SCALE = 15  # and in the update
+    # What kernels have found.
+    LATE = 16  # not zero if the first pass should have taken more inner products
+    BAD = 17  # not zero if some sum is not finite
+    STEP = 18  # steps taken before this one
+    SQUARE_NORM = 19  # of all scaled gradients
 
 
 class ChunkTable:
@@ -119,15 +137,7 @@ class ChunkTable:
         self._job[Job.FACTORS], self._job[Job.SETTINGS] = factors, settings
         return self._job
 
-    def sums(self, place: int | None = None) -> NDArray[np.float64]:
-        """What the last kernel has added up for each tensor.
-
-        Args:
-            place: Which of the three sums; None: all.
-
-        Returns:
-            An array with shape ``(3, tensors)``, or ``(tensors)``.
-        """
-        kept = self._sums if place is None else self._sums[:, place]
-        found: NDArray[np.float64] = np.add.reduceat(kept, self.firsts, axis=0)
+    def sums(self) -> NDArray[np.float64]:
+        """What the last kernel has added up for each tensor, with shape ``(3, tensors)``."""
+        found: NDArray[np.float64] = np.add.reduceat(self._sums, self.firsts, axis=0)
         return np.ascontiguousarray(found.T)

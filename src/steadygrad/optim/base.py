@@ -267,6 +267,8 @@ class ShardedOptimizer(StatefulOptimizer):
         return plan if plan.holds(members, self._known) else None
 
     def _sums_over_shards(self, leaves: list[Leaves]) -> Callable[[list[Tensor]], list[Tensor]]:
+        if all(some.fused is not None and not some.fused.sharded for some in leaves):
+            return lambda columns: columns
         return self._sums_over([p for some in leaves for p in some.params])
 
     def _sums_over(self, params: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:

@@ -258,7 +258,8 @@ class DeviceJob:
 
     def decide(self, scaling: Scaling, sums: Sequence[Tensor]) -> None:
         """Tells kernels whether all gradients are finite, where processes must agree on it."""
-        self.table.flags[:1].copy_(~scaling.ok(sums))
+        finite = [torch.isfinite(some).all() for some in sums]
+        self.table.flags[:1].copy_(~scaling.ok(finite))
 
     def prepare(self) -> None:
         """Compiles and loads all kernels, by a step that no tensor takes part in."""

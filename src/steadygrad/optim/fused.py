@@ -17,7 +17,7 @@ from torch import Tensor
 
 from steadygrad.formulas.tensors import wide
 from steadygrad.kernels import cpu
-from steadygrad.kernels.tables import ChunkTable
+from steadygrad.kernels.tables import SMALL_STATES, ChunkTable, Number, Setting
 from steadygrad.optim.leaves import Leaves
 from steadygrad.optim.masters import MASTER
 from steadygrad.optim.memory import (
@@ -46,7 +46,11 @@ class Fused:
         first_pass: Name of the kernel that a step begins with, which moves nothing.
 
     Attributes:
-        ahead: Factors of the first pass, with shape ``(tensors)``, set at the step before.
+        numbers: Factors of the first pass, kept for later ones, with shape ``(tensors, k)``; at the
+            places that :class:`~steadygrad.kernels.tables.Number` says.
+        totals: Those of them that are sums, with shape ``(3, tensors)``.
+        settings: Numbers that hold for all, at the places of :class:`Setting`.
+        found: The same memory, for the host to read and write.
     """
 
     def __init__(
@@ -60,8 +64,6 @@ class Fused:
     ) -> None:
         self.group, self.params, self.states = group, list(params), list(states)
         self._first_pass = first_pass
-        has_size = float(params[0].numel() != 1)
-        self.ahead = torch.full((len(params),), has_size, dtype=torch.float64, device=CPU)
         self.sharded = any(map(is_sharded, params))
         # Not a view of each, which would keep memory alive that somebody has let go of.
         self._own = [local(p.detach()) for p in params] if self.sharded else self.params
@@ -78,14 +80,22 @@ class Fused:
             self._own[0].dtype,
         )
         self.grads: list[Tensor | None] = []
-        self.table = ChunkTable([own.numel() for own in self._own], 5)
+        self._widths = [max(1, self._state[name][0].numel()) for name in small]
+        fields = SMALL_STATES + sum(self._widths)
+        self.table = ChunkTable([own.numel() for own in self._own], fields)
         self.table.addresses[:, 4] = _addresses(self._own)
+        self.numbers = torch.zeros(len(params), len(Number), dtype=torch.float64, device=CPU)
+        self.numbers.numpy()[:, Number.ELEMENTS] = [p.numel() for p in params]
+        if first_pass != "square_sums":
+            # Too much at a first step, for nobody knows yet what it needs.
+            self.numbers[:, Number.EARLY] = float(params[0].numel() != 1)
+        self.totals = self.numbers.T[Number.SLOPES : Number.SQUARE + 1]
+        self._early = self.numbers.numpy()[:, Number.EARLY]
+        self.settings = torch.zeros(len(Setting), dtype=torch.float64, device=CPU)
+        self.found = self.settings.numpy()
+        self._numels = [p.numel() for p in params]
         self._layout, self._sizes = layout(self._own), [*map(Tensor.numel, self._own)]
         self._usual = [(self.types[0], *rest) for _, *rest in self._layout]
-        self._widths = [max(1, self._state[name][0].numel()) for name in small]
-        self._columns = ChunkTable([1] * len(params), sum(self._widths))
-        for name in ("gather", "scatter"):
-            cpu.address_of(name, self.types)
 
     def refresh(self) -> bool:
         """Looks where everything lies now; False if it is no longer the same tensors.
@@ -93,12 +103,17 @@ class Fused:
         The first pass begins as soon as its own tensors are found, and the rest of the looking is
         done meanwhile. Where it finds others, nothing has been written to.
         """
-        if not (self._find_weights() and self._take_gradients()):
+        reads_weights = self.sharded or self._early.any()
+        if reads_weights and not self._find_weights():
+            return False
+        if not self._take_gradients():
             return False
         same: list[bool] = []
-        self.launch(
-            self._first_pass, self.ahead, meanwhile=lambda: same.append(self._find_states())
-        )
+
+        def look() -> None:
+            same.append((reads_weights or self._find_weights()) and self._find_states())
+
+        self.launch(self._first_pass, self.numbers, self.settings, meanwhile=look)
         return same[0]
 
     def _find_weights(self) -> bool:
@@ -125,7 +140,13 @@ class Fused:
             self.table.addresses[:, 2 + place] = _addresses(moments)
             if [*map(Tensor.numel, moments)] != self._sizes:
                 return False
-        self._numbers = self._gather()
+        place = SMALL_STATES
+        for name, width in zip(self._small, self._widths, strict=True):
+            tensors = self._state[name]
+            starts = _addresses(tensors)[:, None]
+            offsets = np.arange(width) * tensors[0].element_size()
+            self.table.addresses[:, place : place + width] = starts + offsets
+            place += width
         return True
 
     def _take_gradients(self) -> bool:
@@ -161,33 +182,10 @@ class Fused:
             weights=self.weights,
             grads=[],
             states=self.states,
-            numels=[p.numel() for p in self.params],
+            numels=self._numels,
             buckets=[],
             fused=self,
         )
-
-    def read_small(self) -> NDArray[np.float64]:
-        """The small states as they were when the step began, with shape ``(numbers, tensors)``.
-
-        The step count is first.
-        """
-        return self._numbers.numpy()
-
-    def _gather(self) -> Tensor:
-        first = 0
-        for name, width in zip(self._small, self._widths, strict=True):
-            tensors = self._state[name]
-            offsets = np.arange(width) * tensors[0].element_size()
-            starts = _addresses(tensors)[:, None]
-            self._columns.addresses[:, first : first + width] = starts + offsets
-            first += width
-        matrix = torch.empty(first, len(self.params), dtype=torch.float64, device=CPU)
-        self.launch_small("gather", matrix)
-        return matrix
-
-    def launch_small(self, name: str, numbers: Tensor, settings: Tensor | None = None) -> None:
-        """Runs a kernel over the small states, where they were when they were last read."""
-        cpu.launch(name, self.types, self._columns, numbers, settings, alone=True)
 
     def launch(
         self,
@@ -199,13 +197,15 @@ class Fused:
         """Runs a kernel over all parameters; ``meanwhile`` is called once while it does."""
         cpu.launch(name, self.types, self.table, factors, settings, meanwhile=meanwhile)
 
+    def launch_small(
+        self, name: str, factors: Tensor | None = None, settings: Tensor | None = None
+    ) -> None:
+        """Runs a kernel over what there is of each tensor but its elements."""
+        cpu.launch(name, self.types, self.table, factors, settings, alone=True)
+
     def sums(self) -> Tensor:
         """What it has added up, in the weights' type or float32, with shape ``(3, tensors)``."""
         return torch.from_numpy(self.table.sums()).to(wide(self.types[1]))
-
-    def inner_products(self) -> NDArray[np.float64]:
-        """The second row of these sums alone."""
-        return self.table.sums(1)
 
     def release(self) -> None:
         """Lets go of the gradients, whose memory the next ones may want, and of shards."""

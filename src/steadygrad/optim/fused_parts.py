@@ -1,23 +1,20 @@
 """A step of either optimizer by compiled loops: the large passes; the rest is as elsewhere."""
 
+from typing import Any
+
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from steadygrad.formulas import clipping
-from steadygrad.kernels.tables import Number
+from steadygrad.formulas.tensors import wide
+from steadygrad.kernels.tables import Number, Setting
 from steadygrad.optim.fused import CPU, Fused
 from steadygrad.optim.lans_parts import LansPart
 from steadygrad.optim.leaves import Leaves, Scaling
-from steadygrad.optim.scaled_adam_parts import CLIPPING, SIZES, GroupPart
+from steadygrad.optim.scaled_adam_parts import CLIPPING, GroupPart
 
 __all__ = ["FusedLansPart", "FusedScaledAdamPart"]
-
-
-# Squared inner products of gradients and weights that are past float32's range, with a margin: the
-# gradients' squared norm, whatever the weights are, and its product with the weights' last known.
-LARGE, LARGE_PRODUCT = 1e20, 1e30
 
 
 def taken(ok: Tensor) -> bool:
@@ -28,6 +25,14 @@ def taken(ok: Tensor) -> bool:
 def _on_host(number: float | Tensor) -> float:
     """A number, read as :func:`taken` is."""
     return float(number.detach().numpy().reshape(())) if isinstance(number, Tensor) else number
+
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def _rounded(number: Any) -> float:
+    """As float32 has it; its largest number for those beyond."""
+    return float(np.float32(min(float(number), LARGEST)))
 
 
 def rows(*columns: Tensor) -> Tensor:
@@ -67,9 +72,11 @@ class FusedLansPart(LansPart):
         """Moves the moments; this process's part of the norms that the step's length needs."""
         if not taken(ok):
             return square_norms.new_zeros(3, len(square_norms))
-        steps = torch.from_numpy(self._fused.read_small()) + 1
-        self._fused.launch_small("scatter", steps)
-        first, second = self.corrections(steps[0])
+        steps = torch.empty(len(self.leaves.params), dtype=torch.float64, device=CPU)
+        self._fused.launch_small("read_steps", steps)
+        steps += 1
+        self._fused.launch_small("write_steps", steps)
+        first, second = self.corrections(steps)
         self._factors = self.inverse_norms(square_norms), 1 / second, first
         self._fused.launch(
             "lans_directions", rows(self._factors[0], 1 / first, 1 / second), self._settings
@@ -101,73 +108,81 @@ class FusedScaledAdamPart(GroupPart):
     """
 
     def __init__(self, leaves: Leaves, fused: Fused, scaling: Scaling) -> None:
-        self._fused = fused
         super().__init__(leaves, scaling)
-        # As the first pass was told one step ago.
-        self._before = fused.ahead.numpy() != 0
-        step = self.step.numpy()
-        self._due = self._is_due(step)
-        fused.ahead = torch.from_numpy(self._is_due(step + 1).astype(np.float64))
-
-    def _is_due(self, step: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Whose inner products are needed before the update, at a count of steps."""
-        if self.is_scalar:
-            return np.zeros(len(step), bool)
-        period = self.rule.period
-        turn = step % period == period - 1
-        return turn | (step == 0) | self._fused.sharded
+        group, found = leaves.group, fused.found
+        self._fused, self._original = fused, group["recipe"] == "stateless7"
+        self._unscale = -1.0 if group["maximize"] else 1.0
+        if scaling.inverse is not None:
+            self._unscale *= _on_host(scaling.inverse)
+        bound = group["scalar_max"] if self.is_scalar else np.inf
+        # As kernels.tables.Setting names them.
+        found[: Setting.SIZE_SCALE] = (
+            _on_host(group["lr"]),
+            *group["betas"],
+            group["eps"],
+            group["scalar_lr_scale"],
+            group["param_min_rms"],
+            group["param_max_rms"],
+            group["size_update_period"],
+            self._original,
+            self.is_scalar,
+            fused.sharded,
+            *((bound, np.inf) if self._original else (np.inf, bound)),
+            self._unscale,
+        )
 
     def read_columns(self) -> dict[str, Tensor]:
-        """The small states that are looked at here; kernels see to the others."""
-        found = torch.from_numpy(self._fused.read_small())
-        return dict(zip(("step", SIZES[0]), found, strict=False))
+        """None: kernels see to the small states."""
+        return {}
 
     def parameter_sums(self) -> Tensor:
-        """This process's part of the sums; zeros for those that may come later."""
-        sums = self._fused.sums()
-        # What comes late must not overflow when it is squared: large ones are looked at now.
-        missing = (self._due | self._may_overflow(sums[0].numpy())) & ~self._before
-        if not missing.any():
-            return sums
-        self._before |= missing
-        factors = torch.from_numpy(self._before.astype(np.float64))
-        self._fused.launch("scaled_adam_sums", factors)
-        return self._fused.sums()
+        """This process's part of the sums; of little use yet where they may come later."""
+        fused = self._fused
+        fused.launch_small("scaled_adam_add", fused.numbers, fused.settings)
+        if self._fused.found[Setting.LATE]:
+            fused.launch("scaled_adam_sums", fused.numbers, fused.settings)
+            fused.launch_small("scaled_adam_add", fused.numbers, fused.settings)
+        self.sums = fused.totals
+        return self.sums
 
-    def _may_overflow(self, squares: NDArray[np.floating]) -> NDArray[np.bool_]:
-        if self.is_scalar:
-            return np.zeros(len(squares), bool)
-        weights = self.columns[SIZES[0]].numpy() ** 2 * self.leaves.numels
-        # Not zero, which times infinity is no number.
-        return (squares > LARGE) | (squares * np.maximum(weights, 1e-300) > LARGE_PRODUCT)
+    def take(self, sums: Tensor) -> None:
+        """Goes on with sums over all shards."""
+        if sums is not self.sums:
+            self.sums.copy_(sums)
+            fused = self._fused
+            fused.launch_small("scaled_adam_judge", fused.numbers, fused.settings)
+
+    def finite(self) -> Tensor:
+        """Whether they are finite, their squares too, with shape ``()``."""
+        return torch.tensor(not self._fused.found[Setting.BAD], device=CPU)
+
+    def norm_terms(self) -> Tensor:
+        """Squared norm of each parameter's scaled gradient, with shape ``(parameters)``."""
+        return self._fused.numbers[:, Number.TERM].to(wide(self.leaves.weights[0].dtype))
+
+    def known_norm(self) -> tuple[float, float] | None:
+        """Squared norm and last step, unless processes must add up in one order."""
+        # For float64 the original's rounding is repeated, which takes each of the terms.
+        if self._fused.sharded or self._fused.types[1] is torch.float64:
+            return None
+        found = self._fused.found
+        return float(found[Setting.SQUARE_NORM]), float(found[Setting.STEP])
+
+    def last_step(self) -> Tensor:
+        """Steps taken before this one, with shape ``()``."""
+        return self._fused.settings[Setting.STEP]
 
     def move(self, clip: Tensor, ok: Tensor) -> None:
         """Moves state and weights."""
         if not taken(ok):
             return
-        numbers = torch.zeros(len(self.step), len(Number), dtype=torch.float64, device=CPU)
-        table = numbers.numpy()
-        table[:, Number.INNER], table[:, Number.SQUARE] = self.sums[1:].numpy()
-        table[:, Number.ELEMENTS] = self.leaves.numels
-        settings = self._learning(_on_host(self.unscale * clip))
-        self._fused.launch_small("scaled_adam_learn", numbers, settings)
-        self._fused.launch("scaled_adam_update", numbers, self._settings(clip), self._fused.wrote)
-        if not self._before.all():
-            late = self._fused.inner_products()
-            table[:, Number.INNER] = np.where(self._before, table[:, Number.INNER], late)
-        self._fused.launch_small("scaled_adam_enter", numbers, settings)
-
-    def _learning(self, scale: float) -> Tensor:
-        """Settings of the kernels that learn sizes; ``kernels.tables.Learn`` names the places."""
-        rule, lr = self.rule, _on_host(self.rule.lr)
-        beta2, scalar_scale = rule.betas[1], rule.scalar_lr_scale
-        sizes = (rule.min_rms, rule.max_rms, rule.period)
-        flags = (rule.original, self.is_scalar)
-        return torch.tensor(
-            [lr, beta2, rule.eps, scalar_scale, *sizes, *flags, scale],
-            dtype=torch.float64,
-            device=CPU,
-        )
+        fused, size_scale = self._fused, self._unscale * _on_host(clip)
+        self._fused.found[Setting.SIZE_SCALE] = size_scale
+        # In 2022 the clipped gradient reached the sizes only.
+        self._fused.found[Setting.SCALE] = self._unscale if self._original else size_scale
+        fused.launch_small("scaled_adam_learn", fused.numbers, fused.settings)
+        fused.launch("scaled_adam_update", fused.numbers, fused.settings, fused.wrote)
+        fused.launch_small("scaled_adam_enter", fused.numbers, fused.settings)
 
     def clip(self, found: tuple[Tensor, Tensor] | None, ok: Tensor) -> Tensor:
         """Remembers the group's norm and returns the factor; one if there is no clipping.
@@ -175,25 +190,17 @@ class FusedScaledAdamPart(GroupPart):
         Between thresholds these are a few numbers, which the host is quicker with.
         """
         if found is None:
-            return torch.ones((), device=CPU)
-        norm, step = found[0].numpy()[()], int(found[1].numpy())
+            return torch.ones((), dtype=torch.float32, device=CPU)
+        norm, step = _on_host(found[0]), int(_on_host(found[1]))
         period = len(self.leaves.states[0]["model_norms"])
         if step % period == 0 or step in clipping.EARLY or not taken(ok):
             return super().clip(found, ok)
         norms, threshold, clipped = (self.leaves.states[0][name].numpy() for name in CLIPPING)
         norms[step % period] = norm
         if not np.isfinite(threshold):
-            return torch.ones((), device=CPU)
-        # As formulas.clipping says, in float32; what is past its range becomes one.
-        with np.errstate(over="ignore"):
-            factor = np.float32(1) / (np.float32(norm) + np.float32(1e-20)) * np.float32(threshold)
+            return torch.ones((), dtype=torch.float32, device=CPU)
+        # As formulas.clipping says, in float32. Their product is exact in float64.
+        inverse = np.float32(1) / (np.float32(norm) + np.float32(1e-20))
+        factor = min(float(inverse) * _rounded(threshold), 1.0)
         clipped += factor < 1
-        return torch.tensor(min(float(factor), 1.0), dtype=torch.float32, device=CPU)
-
-    def _settings(self, clip: Tensor) -> Tensor:
-        rule = self.rule
-        bound = rule.scalar_max if self.is_scalar else torch.inf
-        bounds = (bound, torch.inf) if rule.original else (torch.inf, bound)
-        fixed = torch.tensor([*rule.betas, rule.eps, 0.0, *bounds], dtype=torch.float64, device=CPU)
-        fixed[3] = self.gradient_scale(clip)
-        return fixed
+        return torch.tensor(factor, dtype=torch.float32, device=CPU)

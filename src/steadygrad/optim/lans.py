@@ -62,7 +62,7 @@ class LANS(ShardedOptimizer):
 
     _large = ("exp_avg", "exp_avg_sq")
     _small = ("step",)
-    _kernels = ("square_sums", "lans_directions", "lans_apply")
+    _kernels = ("square_sums", "read_steps", "write_steps", "lans_directions", "lans_apply")
     _device_job = "DeviceLans"
 
     def __init__(
@@ -130,7 +130,7 @@ class LANS(ShardedOptimizer):
     ) -> Tensor:
         work = [part_of(some) for some in leaves]
         norms = over_shards([some.square_norms() for some in work])
-        ok = scaling.ok(norms)
+        ok = scaling.ok([torch.isfinite(sums).all() for sums in norms])
         own = [some.directions(sums[0], ok) for some, sums in zip(work, norms, strict=True)]
         for some, sums in zip(work, over_shards(own), strict=True):
             some.apply(sums, ok)

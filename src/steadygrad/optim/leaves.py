@@ -70,13 +70,17 @@ class Scaling:
     inverse: Tensor | None
     found_inf: Tensor | None
 
-    def ok(self, square_sums: Sequence[Tensor]) -> Tensor:
-        """Whether every gradient of the step is finite, with shape ``()``."""
-        device = square_sums[0].device
-        flags = [torch.isfinite(sums).all().to(device) for sums in square_sums]
+    def ok(self, finite: Sequence[Tensor]) -> Tensor:
+        """Whether a step is to be taken, with shape ``()``.
+
+        Args:
+            finite: Whether some of the gradients are finite, each with shape ``()``.
+        """
+        device = finite[0].device
+        flags = [flag.to(device) for flag in finite]
         if self.found_inf is not None:
             flags.append((self.found_inf == 0).to(device).reshape(()))
-        return torch.stack(flags).all()
+        return flags[0] if len(flags) == 1 else torch.stack(flags).all()
 
     def factor(self, device: torch.device, maximize: bool) -> Tensor:
         """What to multiply gradients by, with shape ``()``."""

@@ -71,7 +71,14 @@ class ScaledAdam(ShardedOptimizer):
     _none_is_zero = True
     _large = ("exp_avg_sq", "delta")
     _small = ("step", *SIZES)
-    _kernels = ("scaled_adam_sums", "scaled_adam_learn", "scaled_adam_update", "scaled_adam_enter")
+    _kernels = (
+        "scaled_adam_sums",
+        "scaled_adam_add",
+        "scaled_adam_judge",
+        "scaled_adam_learn",
+        "scaled_adam_update",
+        "scaled_adam_enter",
+    )
     _device_job = "DeviceScaledAdam"
 
     def __init__(
@@ -208,16 +215,9 @@ class ScaledAdam(ShardedOptimizer):
     ) -> Tensor:
         work = [part_of(some, scaling) for some in leaves]
         sums = over_shards([some.parameter_sums() for some in work])
-        # The sizes' gradients are squared too, and must not overflow where the others do not.
-        # And the state may have a smaller range than the weights.
-        ok = scaling.ok(
-            [
-                torch.stack([rows[0], rows[1].square()]).to(some.dtype)
-                for some, rows in zip(work, sums, strict=True)
-            ]
-        )
         for some, rows in zip(work, sums, strict=True):
-            some.sums = rows
+            some.take(rows)
+        ok = scaling.ok([some.finite() for some in work])
         clips = self._clip(work, ok)
         for some in work:
             some.move(clips[some.key], ok.to(some.leaves.device))
@@ -254,5 +254,5 @@ class ScaledAdam(ShardedOptimizer):
             members.append(part)
         if not members:
             return report.finish_clipping({}, 0)
-        step = max(int(part.step.max()) for part in members)
+        step = max(int(part.last_step()) for part in members)
         return report.finish_clipping(members[0].leaves.states[0], step)

@@ -1,6 +1,8 @@
 """A step of one group's parameters of one kind."""
 
+import math
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,20 +26,28 @@ class GroupPart:
         scaling: What a gradient scaler has left to do.
 
     Attributes:
-        sums: Their sums over all shards, with shape ``(3, parameters)``; to be filled in.
+        sums: Their sums over all shards, with shape ``(3, parameters)``, once taken.
     """
 
     sums: Tensor
 
     def __init__(self, leaves: Leaves, scaling: Scaling) -> None:
         group = leaves.group
-        self.leaves, self.rule = leaves, _rule(group)
+        self.leaves, self.scaling = leaves, scaling
         self.key = id(group), leaves.device
         self.is_scalar = leaves.numels[0] == 1
-        self.unscale = scaling.factor(leaves.device, group["maximize"])
         self.dtype = leaves.states[0]["delta"].dtype
         self.columns = self.read_columns()
-        self.step = self.columns["step"]
+
+    @cached_property
+    def rule(self) -> scaled_adam.Rule:
+        """The group's numbers."""
+        return _rule(self.leaves.group)
+
+    @cached_property
+    def unscale(self) -> Tensor:
+        """Factor on the gradients before they are clipped, with shape ``()``."""
+        return self.scaling.factor(self.leaves.device, self.leaves.group["maximize"])
 
     def read_columns(self) -> dict[str, Tensor]:
         """The small states, stacked."""
@@ -47,6 +57,26 @@ class GroupPart:
     def parameter_sums(self) -> Tensor:
         """This process's part of the sums."""
         return scaled_adam.parameter_sums(self.leaves.weights, self.leaves.grads)
+
+    def take(self, sums: Tensor) -> None:
+        """Goes on with sums over all shards."""
+        self.sums = sums
+
+    def finite(self) -> Tensor:
+        """Whether they are finite, their squares too, with shape ``()``."""
+        # Sizes' gradients are squared, and must not overflow where the others do not; and the
+        # state may have a smaller range than the weights.
+        looked_at = torch.stack([self.sums[0], self.sums[1].square()]).to(self.dtype)
+        return torch.isfinite(looked_at).all()
+
+    def last_step(self) -> Tensor:
+        """Steps taken before this one, with shape ``()``."""
+        # A parameter that was frozen for a time is behind its group.
+        return self.columns["step"].max()
+
+    def known_norm(self) -> tuple[float, float] | None:
+        """Their squared norm and the last step, where the host has them at hand."""
+        return None
 
     def norm_terms(self) -> Tensor:
         """Squared norm of each parameter's scaled gradient, with shape ``(parameters)``."""
@@ -82,7 +112,7 @@ class GroupPart:
         if known is not None:
             for name, values in zip(SIZES, vars(known[0]).values(), strict=True):
                 leaves.put_column(name, values)
-        scales = scaled_adam.step_scales(self.step, known, rule)
+        scales = scaled_adam.step_scales(self.columns["step"], known, rule)
         gradient_scale = self.gradient_scale(clip)
         v, delta = leaves.locals("exp_avg_sq"), leaves.locals("delta")
         for bucket in leaves.buckets:
@@ -114,7 +144,7 @@ class GroupPart:
             scaled_adam.Sizes(*(self.columns[name] for name in SIZES)),
             (self.sums[1] * (self.unscale * clip)).to(self.dtype),
             self.mean_squares().sqrt().to(self.dtype),
-            self.step,
+            self.columns["step"],
             ok,
             self.rule,
         )
@@ -135,7 +165,16 @@ def norm_and_step(members: list[GroupPart]) -> tuple[Tensor, Tensor] | None:
     if members[0].leaves.group["clipping_scale"] is None:
         return None
     device = members[0].leaves.device
-    terms = torch.cat([some.norm_terms().to(device) for some in members])
+    known = [found for some in members if (found := some.known_norm()) is not None]
+    if len(known) == len(members):
+        norm = math.sqrt(sum(square for square, _ in known))
+        last = max(step for _, step in known)
+        return (
+            torch.tensor(norm, dtype=torch.float32, device=device),
+            torch.tensor(last, dtype=torch.float64, device=device),
+        )
+    own = [some.norm_terms().to(device) for some in members]
+    terms = own[0] if len(own) == 1 else torch.cat(own)
     params = [p for some in members for p in some.leaves.params]
     if len(members) > 1 and device.type == "cpu" and any(map(is_sharded, params)):
         # Who is for compiled loops differs from process to process: the sum's order must not.
@@ -144,8 +183,8 @@ def norm_and_step(members: list[GroupPart]) -> tuple[Tensor, Tensor] | None:
         terms, params = terms[order], [params[i] for i in order]
     # Asked for in float64 only, and slow to gather.
     shapes = [(str(p.dtype), *p.shape) for p in params] if terms.dtype is torch.float64 else []
-    # A parameter that was frozen for a time is behind its group.
-    step = torch.stack([some.step.max().to(device) for some in members]).max()
+    steps = [some.last_step().to(device) for some in members]
+    step = steps[0] if len(steps) == 1 else torch.stack(steps).max()
     return clipping.total_norm(terms, shapes), step
 
 

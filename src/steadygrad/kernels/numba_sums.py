@@ -1,0 +1,104 @@
+"""What ScaledAdam's first pass has found, tensor by tensor: is it finite, and how large?
+
+Some numbers for each tensor. They take part in memory that the passes have swept out of the caches:
+there a hundred small torch operations cost as much as a tenth of the large ones' time.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from steadygrad.kernels.numba_parts import SOURCE, array_at, opened, wide
+from steadygrad.kernels.numba_sizes import RMS, STEP, due
+from steadygrad.kernels.tables import Number, Setting
+
+__all__ = ["scaled_adam_add", "scaled_adam_judge"]
+
+NUMBERS, SLOPES, INNER = len(Number), int(Number.SLOPES), int(Number.INNER)
+SQUARE, ELEMENTS = int(Number.SQUARE), int(Number.ELEMENTS)
+EARLY, TERM = int(Number.EARLY), int(Number.TERM)
+SCALAR, SCALAR_SCALE = int(Setting.SCALAR), int(Setting.SCALAR_SCALE)
+ORIGINAL, UNSCALE = int(Setting.ORIGINAL), int(Setting.UNSCALE)
+LATE, BAD, LAST_STEP = int(Setting.LATE), int(Setting.BAD), int(Setting.STEP)
+SQUARE_NORM = int(Setting.SQUARE_NORM)
+
+# Squared inner products of gradients and weights that are past float32's range, with a margin: the
+# gradients' squared norm, whatever the weights are, and its product with the weights' last known.
+LARGE, LARGE_PRODUCT = 1e20, 1e30
+
+
+@njit(inline="always")
+def may_overflow(number: Any, rms: Any) -> Any:
+    """Whether an inner product may overflow when it is squared."""
+    # Not zero, which times infinity is no number.
+    weights = max(rms * rms * number[ELEMENTS], 1e-300)
+    return number[SLOPES] > LARGE or number[SLOPES] * weights > LARGE_PRODUCT
+
+
+@njit(inline="always")
+def size_of(row: Any, s: Any, state: Any) -> Any:
+    """What a tensor's gradient is multiplied by in the norm that is clipped."""
+    if s[SCALAR] == 0.0:
+        return array_at(row[RMS], 1, state)[0]
+    # In 2022 the norm took no account of the smaller learning rate.
+    return state(1.0 if s[ORIGINAL] != 0.0 else s[SCALAR_SCALE])
+
+
+@njit(inline="always")
+def judge(addresses: Any, numbers: Any, s: Any, exact: Any, state: Any) -> None:
+    """Looks whether sums are finite, also when their squares are taken, and scales them."""
+    s[BAD], s[LAST_STEP], total = 0.0, 0.0, 0.0
+    for t in range(len(numbers)):
+        row, number = addresses[t], numbers[t]
+        slopes, inner = exact(number[SLOPES]), exact(number[INNER])
+        # The state may have a smaller range than the weights.
+        if not (math.isfinite(state(slopes)) and math.isfinite(state(inner * inner))):
+            s[BAD] = 1.0
+        size = exact(size_of(row, s, state))
+        number[TERM] = slopes * exact(s[UNSCALE] * s[UNSCALE]) * (size * size)
+        total += number[TERM]
+        s[LAST_STEP] = max(s[LAST_STEP], np.float64(array_at(row[STEP], 1, np.float32)[0]))
+    s[SQUARE_NORM] = np.float64(exact(total))
+
+
+def scaled_adam_judge(grad: Any, weight: Any, state: Any, parameter: Any) -> Callable[[Any], None]:
+    """Looks at sums that have been added up over shards."""
+    source, exact = SOURCE, wide(weight)
+
+    def kernel(data: Any) -> None:
+        _job, _chunks, addresses, _sums, numbers, s = opened(data, NUMBERS + 0 * source)
+        judge(addresses, numbers, s, exact, state)
+
+    return kernel
+
+
+def scaled_adam_add(grad: Any, weight: Any, state: Any, parameter: Any) -> Callable[[Any], None]:
+    """Adds up over chunks, in the weights' type or float32, and looks at the outcome.
+
+    Asks for another first pass where this one should have taken more inner products: those that
+    are needed now, and those that must not overflow when they are squared later.
+    """
+    source, exact = SOURCE, wide(weight)
+
+    def kernel(data: Any) -> None:
+        _job, chunks, addresses, sums, numbers, s = opened(data, NUMBERS + 0 * source)
+        numbers[:, SLOPES : SQUARE + 1] = 0.0
+        for c in range(len(chunks)):
+            for place in range(3):
+                numbers[chunks[c, 0], SLOPES + place] += sums[c, place]
+        s[LATE] = 0.0
+        for t in range(len(numbers)):
+            row, number = addresses[t], numbers[t]
+            for place in range(SLOPES, SQUARE + 1):
+                number[place] = np.float64(exact(number[place]))
+            if s[SCALAR] == 0.0 and number[EARLY] == 0.0:
+                rms = np.float64(array_at(row[RMS], 1, state)[0])
+                step = array_at(row[STEP], 1, np.float32)[0]
+                if due(step, s) or may_overflow(number, rms):
+                    s[LATE], number[EARLY] = 1.0, 1.0
+        judge(addresses, numbers, s, exact, state)
+
+    return kernel
