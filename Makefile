@@ -38,6 +38,7 @@ bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/result
 	$(PIP) install --quiet --constraint constraints.txt --group bench
 	$(BIN)/python benchmarks/noise_overhead.py --save
 	$(BIN)/python benchmarks/step_time.py --save
+	$(BIN)/python benchmarks/step_time_cuda.py --save
 	$(BIN)/python benchmarks/step_growth.py --save
 	$(BIN)/python benchmarks/loop_overheads.py --save
 	$(BIN)/python benchmarks/balance_overhead.py --save

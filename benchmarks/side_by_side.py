@@ -2,6 +2,7 @@
 
 import os
 import platform
+import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,10 +44,10 @@ def measure(
         Each variant's timing.
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
-    names = list(variants)
+    names, draw = list(variants), random.Random(0)
     for i in range(warmup + rounds):
-        # A new order each round, so that no variant always follows the same one.
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+        # A new order each round: what a variant finds in the caches is what another has left.
+        for name in draw.sample(names, len(names)):
             start = time.perf_counter()
             for _ in range(repeats):
                 variants[name]()
