@@ -11,6 +11,8 @@ plain gradient might be no number but zero.
 """
 
 from dataclasses import dataclass
+from functools import reduce
+from operator import mul
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
 from steadygrad.formulas.exponents import exponent_histograms
-from steadygrad.scale.gradients import narrow
+from steadygrad.scale.gradients import is_at_hand, narrow
 from steadygrad.scale.nests import map_differentiable
 from steadygrad.scale.table import ScaleTable
 from steadygrad.scale.tracing import Watch, note_call, refuse_changes, watch
@@ -103,19 +105,22 @@ class _Crossing(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         own, inverse = ctx.saved_tensors
+        factors = [own[index] for index in ctx.times] + [inverse[index] for index in ctx.over]
         # In float32 at least: a scale of 2**16 is infinite in half precision.
         scaled = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        for index in ctx.times:
-            scaled = scaled * own[index].to(gradient.device)
-        for index in ctx.over:
-            scaled = scaled * inverse[index].to(gradient.device)
+        if factors:
+            # Their product first: it is a pass over the gradient for all of them.
+            scaled = scaled * reduce(mul, factors).to(gradient.device)
         # A sum is finite if and only if all are, sums near float32's limit aside.
-        found = torch.isfinite(local(scaled).sum()).logical_not()
+        finite = torch.isfinite(local(scaled).sum())
         into = out_of = None
         if ctx.measured:
             into, out_of = exponent_histograms([local(scaled), local(gradient)]).unbind()
-        result = torch.nan_to_num(scaled, 0.0, 0.0, 0.0).to(gradient.dtype)
-        return result, None, None, None, found.to(own), into, out_of
+        # A pass less, where the host can tell without waiting.
+        if not (is_at_hand(finite) and finite):
+            scaled = torch.nan_to_num(scaled, 0.0, 0.0, 0.0)
+        found = finite.logical_not().to(own)
+        return scaled.to(gradient.dtype), None, None, None, found, into, out_of
 
 
 class Boundary:
@@ -173,7 +178,7 @@ class Boundary:
         if torch.compiler.is_compiling():
             refuse_changes(self.watch)
         else:
-            self._hand_back((args, kwargs))
+            self._hand_back(args, kwargs)
         return left
 
     def _through(self, nest: Any, way: _Way, where: str) -> Any:
@@ -208,15 +213,17 @@ class Boundary:
             watch(self.watch, crossed)
         return crossed
 
-    def _hand_back(self, arguments: Any) -> None:
+    def _hand_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Lets the caller see what the module did to its arguments in place, and frees them."""
-        for inner in _pytree.tree_leaves(arguments):
-            trace = getattr(inner, _TRACE, None) if isinstance(inner, Tensor) else None
-            if trace is None or trace.table is not self._table:
-                continue
-            delattr(inner, _TRACE)
-            if inner._version != trace.version:
-                trace.argument.copy_(self._cross(inner, self._leave))
+        for nest in (*args, *kwargs.values()):
+            # Most are tensors, and looking into a nest takes as long as crossing the boundary.
+            for inner in [nest] if isinstance(nest, Tensor) else _pytree.tree_leaves(nest):
+                trace = getattr(inner, _TRACE, None) if isinstance(inner, Tensor) else None
+                if trace is None or trace.table is not self._table:
+                    continue
+                delattr(inner, _TRACE)
+                if inner._version != trace.version:
+                    trace.argument.copy_(self._cross(inner, self._leave))
 
 
 class _Off:

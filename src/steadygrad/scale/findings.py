@@ -85,8 +85,7 @@ class Findings:
             lossy = by_layer(optimizer, self._layers.owner, self._usage.lossy)
             weights = count_exponents(lossy, layers, table.own.device)
             packed += [table.seen.flatten(), weights.flatten()]
-        totals, inverse = table.totals()
-        packed[0] = packed[0] + unscale(gradients, inverse)
+        packed[0] = packed[0] + unscale(gradients, table.inverse_totals)
         # One collective: the flags, and the counts where there are any.
         summed = process_world(self._group).sum(torch.cat(packed))
         if wrong is not None:
@@ -95,14 +94,14 @@ class Findings:
         self._founds[id(optimizer)] = summed[:layers]
         self.stages[id(optimizer)] = "unscaled"
         if table.measuring:
-            self._count(summed[layers:].view(2, layers, -1), totals)
+            self._count(summed[layers:].view(2, layers, -1))
 
-    def _count(self, counts: Tensor, totals: Tensor) -> None:
+    def _count(self, counts: Tensor) -> None:
         activations, weights = (self._table.at_home(count) for count in counts.unbind())
         if self.counts is not None and self.measured is not None:
             # Another optimizer of this step: the boundaries are the same, the weights are not.
             weights = weights + self.measured.weights
-        self.measured = MeasuredExponents(activations, weights, totals)
+        self.measured = MeasuredExponents(activations, weights, self._table.totals.clone())
         self.counts = activations + weights
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from steadygrad.formulas.exponents import BINS, exponent_histograms
 from steadygrad.sharding import local
 
-__all__ = ["Gradients", "by_layer", "count_exponents", "narrow", "unscale", "widen"]
+__all__ = ["Gradients", "by_layer", "count_exponents", "is_at_hand", "narrow", "unscale", "widen"]
 
 Gradients = dict[int, list[Tensor]]
 
@@ -19,6 +19,12 @@ Gradients = dict[int, list[Tensor]]
 def narrow(dtype: torch.dtype) -> bool:
     """Whether a floating type holds less than float32 does."""
     return dtype.itemsize < torch.float32.itemsize
+
+
+def is_at_hand(flag: Tensor) -> bool:
+    """Whether the host can read it: no tracer's stand-in, and on no device to be waited for."""
+    tracing = torch.compiler.is_compiling() or type(flag) is not Tensor
+    return not tracing and flag.device.type == "cpu"
 
 
 def widen(optimizer: Optimizer) -> None:
@@ -78,10 +84,13 @@ def unscale(gradients: Gradients, inverse: Tensor) -> Tensor:
     found = torch.zeros_like(inverse)
     for index, whole in gradients.items():
         for part in _by_kind(whole):
-            flag = torch.zeros((), device=part[0].device)
-            factor = inverse[index].to(part[0].device)
+            device = part[0].device
+            # Set where a value is not finite, and left as it was elsewhere.
+            flag = found[index].to(device)
+            factor = inverse[index].to(device)
             torch._amp_foreach_non_finite_check_and_unscale_(part, flag, factor)
-            found[index].add_(flag.to(found.device)).clamp_(max=1)
+            if device != found.device:
+                found[index].copy_(flag)
     return found
 
 

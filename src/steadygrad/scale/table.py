@@ -13,6 +13,7 @@ from steadygrad.formulas.loss_scaling import (
     relative_shift,
     total_scales,
 )
+from steadygrad.scale.gradients import is_at_hand
 from steadygrad.scale.layers import Layers
 from steadygrad.scale.options import AutoScale, Rule
 
@@ -36,6 +37,8 @@ class ScaleTable:
     Attributes:
         own: Scales, with shape ``(layers)``; changes in ``update``.
         inverse: Their reciprocals.
+        totals: What each layer's gradients are multiplied by.
+        inverse_totals: Their reciprocals.
         tracker: Finite steps in a row, int32.
         overflows: How often something not finite arose in each layer, int64.
         found: Whether something not finite has passed a boundary out of each layer in this step.
@@ -67,6 +70,7 @@ class ScaleTable:
         self.gauges = [_leaf(row) for row in self._rows[1]]
         self.enabled, self.measuring = True, False
         self.home: Tensor | None = None
+        self.totals, self.inverse_totals = self.own.clone(), self.own.clone()
         self.changed()
 
     def leave_out(self, indices: Collection[int], layers: Layers) -> None:
@@ -79,15 +83,12 @@ class ScaleTable:
         """Adds the rows of layers that were left out to those around them."""
         return rows if self.home is None else torch.zeros_like(rows).index_add_(0, self.home, rows)
 
-    def totals(self) -> tuple[Tensor, Tensor]:
-        """What each layer's gradients are multiplied by, and the reciprocals: ``(layers)``."""
-        totals = total_scales(self.own, self._around)
-        return totals, _wide(totals).reciprocal().to(totals)
-
     def changed(self) -> None:
         """To be called after ``own`` was written to."""
         # As torch does it: the quotient is rounded once.
         self.inverse.copy_(_wide(self.own).reciprocal())
+        self.totals.copy_(total_scales(self.own, self._around))
+        self.inverse_totals.copy_(_wide(self.totals).reciprocal())
 
     def collect(self) -> None:
         """Brings what was found into ``found`` and ``seen``, if it is not there already."""
@@ -114,6 +115,9 @@ class ScaleTable:
             histograms: This step's exponents, with shape ``(layers, BINS)``, if it was measured.
             auto: How scales follow them, if they do.
         """
+        if histograms is None and self._rests(found):
+            self.tracker.add_(1)
+            return
         own, tracker = next_scales(self.own, self.tracker, found, self._growth)
         if auto is not None and histograms is not None:
             shift = followed_shift(
@@ -128,6 +132,14 @@ class ScaleTable:
         self.tracker.copy_(tracker)
         self.overflows.add_(found)
         self.changed()
+
+    def _rests(self, found: Tensor) -> bool:
+        """Whether all scales are known to stay; only where the host need not wait to know it."""
+        return (
+            is_at_hand(found)
+            and not found.any()
+            and bool((self.tracker + 1 < self._growth.interval).all())
+        )
 
 
 def growth_of(rules: Sequence[Rule], device: torch.device) -> Growth:
