@@ -10,10 +10,11 @@ boundaries and multiplies by :math:`s_a / s_b` at once: between the two, in half
 plain gradient might be no number but zero.
 """
 
+import math
 from dataclasses import dataclass
 from functools import reduce
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +60,7 @@ class _Way:
         return _Way(self.into, out_of, tuple(up), tuple(down))
 
 
-@dataclass(frozen=True)
-class _Trace:
+class _Trace(NamedTuple):
     """How a tensor came out of a boundary, for the next boundary to reach back over it."""
 
     table: ScaleTable
@@ -111,16 +111,17 @@ class _Crossing(torch.autograd.Function):
         if factors:
             # Their product first: it is a pass over the gradient for all of them.
             scaled = scaled * reduce(mul, factors).to(gradient.device)
-        # A sum is finite if and only if all are, sums near float32's limit aside.
-        finite = torch.isfinite(local(scaled).sum())
+        # It is finite if and only if all are, sums near float32's limit aside.
+        total = local(scaled).sum()
         into = out_of = None
         if ctx.measured:
             into, out_of = exponent_histograms([local(scaled), local(gradient)]).unbind()
-        # A pass less, where the host can tell without waiting.
-        if not (is_at_hand(finite) and finite):
-            scaled = torch.nan_to_num(scaled, 0.0, 0.0, 0.0)
-        found = finite.logical_not().to(own)
-        return scaled.to(gradient.dtype), None, None, None, found, into, out_of
+        if is_at_hand(total) and math.isfinite(total.item()):
+            # A pass and some operations less, where the host can tell without waiting.
+            return scaled.to(gradient.dtype), None, None, None, None, into, out_of
+        found = torch.isfinite(total).logical_not().to(own)
+        result = torch.nan_to_num(scaled, 0.0, 0.0, 0.0).to(gradient.dtype)
+        return result, None, None, None, found, into, out_of
 
 
 class Boundary:

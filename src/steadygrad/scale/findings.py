@@ -87,7 +87,8 @@ class Findings:
             packed += [table.seen.flatten(), weights.flatten()]
         packed[0] = packed[0] + unscale(gradients, table.inverse_totals)
         # One collective: the flags, and the counts where there are any.
-        summed = process_world(self._group).sum(torch.cat(packed))
+        sent = torch.cat(packed) if table.measuring else packed[0]
+        summed = process_world(self._group).sum(sent)
         if wrong is not None:
             # Not before: the other processes would wait in the collective.
             raise wrong
@@ -122,4 +123,5 @@ class Findings:
         """Whether something not finite arose in each layer; None before gradients were seen."""
         if not self._founds:
             return None
-        return self._table.at_home(torch.stack(list(self._founds.values())).sum(dim=0)) > 0
+        first, *more = self._founds.values()
+        return self._table.at_home(sum(more, first)) > 0

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from steadygrad._checks import InputError
 from steadygrad.scale.build import bound, set_up
 from steadygrad.scale.findings import Findings, MeasuredExponents
+from steadygrad.scale.gradients import is_at_hand
 from steadygrad.scale.options import AutoScale, LayerScale, Rule, check_scale
 from steadygrad.scale.state import read_state, table_state
 from steadygrad.scale.usage import Usage
@@ -226,7 +227,9 @@ class LayerwiseGradScaler:
         else:
             self._table.update(found, self._findings.counts, self._auto)
             self._last = found
-            self._skipped += found.any()
+            bad = found.any()
+            if not is_at_hand(bad) or bad:
+                self._skipped += bad
             self._steps += 1
         self._begin()
 

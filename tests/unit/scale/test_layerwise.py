@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from steadygrad.optim import LANS
-from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler, boundary, table
+from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler, boundary, layerwise, table
 from tests.unit.scale.training import (
     SCALES,
     Poison,
@@ -216,7 +216,7 @@ def test_disabled_it_does_nothing():
 
 def as_on_a_device(monkeypatch):
     """Nothing is at hand: what the host can read on a CPU is decided by tensors instead."""
-    for room in (boundary, table):
+    for room in (boundary, layerwise, table):
         monkeypatch.setattr(room, "is_at_hand", lambda flag: False)
 
 
