@@ -22,14 +22,16 @@ _ROOMS = {
     "square_sums": "numba_lans",
     "lans_directions": "numba_lans",
     "lans_apply": "numba_lans",
+    "lans_norms": "numba_lans_numbers",
+    "lans_begin": "numba_lans_numbers",
+    "lans_ratios": "numba_lans_numbers",
+    "lans_finish": "numba_lans_numbers",
     "scaled_adam_sums": "numba_scaled_adam",
     "scaled_adam_update": "numba_scaled_adam",
     "scaled_adam_add": "numba_sums",
     "scaled_adam_judge": "numba_sums",
     "scaled_adam_learn": "numba_sizes",
     "scaled_adam_enter": "numba_sizes",
-    "read_steps": "numba_columns",
-    "write_steps": "numba_columns",
 }
 _NUMBERS = {
     torch.float32: np.float32,

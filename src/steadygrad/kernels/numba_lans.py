@@ -1,7 +1,7 @@
 """LANS as compiled loops: the three passes of :mod:`steadygrad.formulas.lans`.
 
 Addresses of a tensor: gradient, weight, ``m``, ``v``, and where the weight goes in the type of a
-16-bit parameter. Settings: beta1, beta2, eps, weight decay, clip value (infinite: none).
+16-bit parameter. Factors and settings are those of :mod:`steadygrad.kernels.tables`.
 """
 
 import math
@@ -21,9 +21,15 @@ from steadygrad.kernels.numba_parts import (
     wide,
     widen,
 )
-from steadygrad.kernels.tables import BLOCK
+from steadygrad.kernels.tables import BLOCK, COLUMNS, LansNumber, LansSetting
 
 __all__ = ["lans_apply", "lans_directions", "square_sums"]
+
+INVERSE, FIRST = int(LansNumber.INVERSE), int(LansNumber.FIRST)
+SECOND, MOMENTUM = int(LansNumber.SECOND), int(LansNumber.MOMENTUM)
+GRADIENT, KEEP = int(LansNumber.GRADIENT), int(LansNumber.KEEP)
+BETA1, BETA2, EPS = int(LansSetting.BETA1), int(LansSetting.BETA2), int(LansSetting.EPS)
+DECAY, BOUND = int(LansSetting.DECAY), int(LansSetting.BOUND)
 
 
 def square_sums(grad: Any, weight: Any, state: Any, parameter: Any) -> Callable[[Any], None]:
@@ -52,24 +58,21 @@ def square_sums(grad: Any, weight: Any, state: Any, parameter: Any) -> Callable[
 
 
 def lans_directions(grad: Any, weight: Any, state: Any, parameter: Any) -> Callable[[Any], None]:
-    """Moves the moments; squared norms of weights and both directions. Masters follow.
-
-    Factors of a tensor: inverse norm, one over each correction.
-    """
+    """Moves the moments; squared norms of weights and both directions. Masters follow."""
     source, rounded = SOURCE, parameter is not weight
 
     def kernel(data: Any) -> None:
-        job, chunks, table, sums, factors, settings = opened(data, 3 + 0 * source)
-        beta1, beta2 = state(settings[0]), state(settings[1])
-        rest1, rest2 = state(1 - settings[0]), state(1 - settings[1])
-        eps, decay, bound = state(settings[2]), state(settings[3]), state(settings[4])
+        job, chunks, table, sums, factors, settings = opened(data, COLUMNS + 0 * source)
+        beta1, beta2 = state(settings[BETA1]), state(settings[BETA2])
+        rest1, rest2 = state(1 - settings[BETA1]), state(1 - settings[BETA2])
+        eps, decay, bound = state(settings[EPS]), state(settings[DECAY]), state(settings[BOUND])
         while True:
             c = take(job)
             if c < 0:
                 return
             tensor, start, stop = chunks[c, 0], chunks[c, 1], chunks[c, 1] + chunks[c, 2]
-            inverse = state(factors[tensor, 0])
-            unbias1, unbias2 = state(factors[tensor, 1]), state(factors[tensor, 2])
+            inverse = state(factors[tensor, INVERSE])
+            unbias1, unbias2 = state(factors[tensor, FIRST]), state(factors[tensor, SECOND])
             total_x, total_m, total_g = 0.0, 0.0, 0.0
             for block in range(start, stop, BLOCK):
                 size = min(BLOCK, stop - block)
@@ -101,24 +104,20 @@ def lans_directions(grad: Any, weight: Any, state: Any, parameter: Any) -> Calla
 
 
 def lans_apply(grad: Any, weight: Any, state: Any, parameter: Any) -> Callable[[Any], None]:
-    """Moves the weights, and the parameters that are their roundings.
-
-    Factors of a tensor: inverse norm, one over the second correction, what ``m`` and the normalised
-    gradient are multiplied by before the division, and what the weight is multiplied by.
-    """
+    """Moves the weights, and the parameters that are their roundings."""
     source, exact, rounded = SOURCE, wide(weight), parameter is not weight
 
     def kernel(data: Any) -> None:
-        job, chunks, table, _sums, factors, settings = opened(data, 5 + 0 * source)
-        eps, bound = state(settings[2]), state(settings[4])
+        job, chunks, table, _sums, factors, settings = opened(data, COLUMNS + 0 * source)
+        eps, bound = state(settings[EPS]), state(settings[BOUND])
         while True:
             c = take(job)
             if c < 0:
                 return
             tensor, start, stop = chunks[c, 0], chunks[c, 1], chunks[c, 1] + chunks[c, 2]
-            inverse, unbias2 = state(factors[tensor, 0]), state(factors[tensor, 1])
-            by_m, by_g = state(factors[tensor, 2]), state(factors[tensor, 3])
-            keep = exact(factors[tensor, 4])
+            inverse, unbias2 = state(factors[tensor, INVERSE]), state(factors[tensor, SECOND])
+            by_m, by_g = state(factors[tensor, MOMENTUM]), state(factors[tensor, GRADIENT])
+            keep = exact(factors[tensor, KEEP])
             for block in range(start, stop, BLOCK):
                 size = min(BLOCK, stop - block)
                 g = gradient_at(job, table[tensor, 0], block, size, grad)

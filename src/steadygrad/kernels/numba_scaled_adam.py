@@ -23,11 +23,11 @@ from steadygrad.kernels.numba_parts import (
     wide,
     widen,
 )
-from steadygrad.kernels.tables import BLOCK, Number, Setting
+from steadygrad.kernels.tables import BLOCK, COLUMNS, Number, Setting
 
 __all__ = ["scaled_adam_sums", "scaled_adam_update"]
 
-NUMBERS, UNBIAS = len(Number), int(Number.SECOND_MOMENT)
+UNBIAS = int(Number.SECOND_MOMENT)
 BY_GRADIENT, BY_WEIGHT = int(Number.GRADIENT), int(Number.WEIGHT)
 EARLY = int(Number.EARLY)
 BETA1, BETA2, EPS = int(Setting.BETA1), int(Setting.BETA2), int(Setting.EPS)
@@ -42,7 +42,7 @@ def scaled_adam_sums(grad: Any, weight: Any, state: Any, parameter: Any) -> Call
     source, exact, rounded = SOURCE, wide(weight), parameter is not weight
 
     def kernel(data: Any) -> None:
-        job, chunks, table, sums, factors, _settings = opened(data, NUMBERS + 0 * source)
+        job, chunks, table, sums, factors, _settings = opened(data, COLUMNS + 0 * source)
         while True:
             c = take(job)
             if c < 0:
@@ -83,7 +83,7 @@ def scaled_adam_update(grad: Any, weight: Any, state: Any, parameter: Any) -> Ca
     source, exact, rounded = SOURCE, wide(weight), parameter is not weight
 
     def kernel(data: Any) -> None:
-        job, chunks, table, sums, factors, settings = opened(data, NUMBERS + 0 * source)
+        job, chunks, table, sums, factors, settings = opened(data, COLUMNS + 0 * source)
         beta1, beta2 = state(settings[BETA1]), state(settings[BETA2])
         rest1, rest2 = state(1 - settings[BETA1]), state(1 - settings[BETA2])
         eps, scale = state(settings[EPS]), state(settings[SCALE])

@@ -13,11 +13,11 @@ from numba import njit
 
 from steadygrad.formulas.scaled_adam import CORRECTED_BELOW, LARGEST_SIZE_STEP
 from steadygrad.kernels.numba_parts import SOURCE, array_at, opened
-from steadygrad.kernels.tables import SMALL_STATES, Number, Setting
+from steadygrad.kernels.tables import COLUMNS, SMALL_STATES, Number, Setting
 
 __all__ = ["scaled_adam_enter", "scaled_adam_learn"]
 
-NUMBERS, STEP, RMS = len(Number), SMALL_STATES, SMALL_STATES + 1
+STEP, RMS = SMALL_STATES, SMALL_STATES + 1
 MEAN_SQUARE, GRADIENTS = SMALL_STATES + 2, SMALL_STATES + 3
 UNBIAS, BY_GRADIENT = int(Number.SECOND_MOMENT), int(Number.GRADIENT)
 BY_WEIGHT, EARLY = int(Number.WEIGHT), int(Number.EARLY)
@@ -91,7 +91,7 @@ def scaled_adam_learn(grad: Any, weight: Any, state: Any, parameter: Any) -> Cal
     source = SOURCE
 
     def kernel(data: Any) -> None:
-        _job, _chunks, addresses, _sums, numbers, s = opened(data, NUMBERS + 0 * source)
+        _job, _chunks, addresses, _sums, numbers, s = opened(data, COLUMNS + 0 * source)
         original, scalar = s[ORIGINAL] != 0.0, s[SCALAR] != 0.0
         for t in range(len(numbers)):
             row, number = addresses[t], numbers[t]
@@ -116,7 +116,7 @@ def scaled_adam_enter(grad: Any, weight: Any, state: Any, parameter: Any) -> Cal
     source = SOURCE
 
     def kernel(data: Any) -> None:
-        _job, chunks, addresses, sums, numbers, s = opened(data, NUMBERS + 0 * source)
+        _job, chunks, addresses, sums, numbers, s = opened(data, COLUMNS + 0 * source)
         for c in range(len(chunks)):
             number = numbers[chunks[c, 0]]
             if number[EARLY] == 0.0:

@@ -13,11 +13,11 @@ from numba import njit
 
 from steadygrad.kernels.numba_parts import SOURCE, array_at, opened, wide
 from steadygrad.kernels.numba_sizes import RMS, STEP, due
-from steadygrad.kernels.tables import Number, Setting
+from steadygrad.kernels.tables import COLUMNS, Number, Setting
 
 __all__ = ["scaled_adam_add", "scaled_adam_judge"]
 
-NUMBERS, SLOPES, INNER = len(Number), int(Number.SLOPES), int(Number.INNER)
+SLOPES, INNER = int(Number.SLOPES), int(Number.INNER)
 SQUARE, ELEMENTS = int(Number.SQUARE), int(Number.ELEMENTS)
 EARLY, TERM = int(Number.EARLY), int(Number.TERM)
 SCALAR, SCALAR_SCALE = int(Setting.SCALAR), int(Setting.SCALAR_SCALE)
@@ -69,7 +69,7 @@ def scaled_adam_judge(grad: Any, weight: Any, state: Any, parameter: Any) -> Cal
     source, exact = SOURCE, wide(weight)
 
     def kernel(data: Any) -> None:
-        _job, _chunks, addresses, _sums, numbers, s = opened(data, NUMBERS + 0 * source)
+        _job, _chunks, addresses, _sums, numbers, s = opened(data, COLUMNS + 0 * source)
         judge(addresses, numbers, s, exact, state)
 
     return kernel
@@ -84,7 +84,7 @@ def scaled_adam_add(grad: Any, weight: Any, state: Any, parameter: Any) -> Calla
     source, exact = SOURCE, wide(weight)
 
     def kernel(data: Any) -> None:
-        _job, chunks, addresses, sums, numbers, s = opened(data, NUMBERS + 0 * source)
+        _job, chunks, addresses, sums, numbers, s = opened(data, COLUMNS + 0 * source)
         numbers[:, SLOPES : SQUARE + 1] = 0.0
         for c in range(len(chunks)):
             for place in range(3):
@@ -94,11 +94,17 @@ def scaled_adam_add(grad: Any, weight: Any, state: Any, parameter: Any) -> Calla
             row, number = addresses[t], numbers[t]
             for place in range(SLOPES, SQUARE + 1):
                 number[place] = np.float64(exact(number[place]))
-            if s[SCALAR] == 0.0 and number[EARLY] == 0.0:
+            if s[SCALAR] == 0.0:
                 rms = np.float64(array_at(row[RMS], 1, state)[0])
                 step = array_at(row[STEP], 1, np.float32)[0]
-                if due(step, s) or may_overflow(number, rms):
-                    s[LATE], number[EARLY] = 1.0, 1.0
+                needed = 1.0 if due(step, s) or may_overflow(number, rms) else 0.0
+                if needed > number[EARLY]:
+                    s[LATE] = 1.0
+                elif needed == 0.0:
+                    # The update will find them again, with other roundings: what was taken too
+                    # early must not tell a step from the same one after a resume.
+                    number[INNER] = number[SQUARE] = 0.0
+                number[EARLY] = needed
         judge(addresses, numbers, s, exact, state)
 
     return kernel

@@ -11,7 +11,18 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BLOCK", "CHUNK", "SMALL_STATES", "ChunkTable", "Job", "Number", "Setting"]
+__all__ = [
+    "BLOCK",
+    "CHUNK",
+    "COLUMNS",
+    "SMALL_STATES",
+    "ChunkTable",
+    "Job",
+    "LansNumber",
+    "LansSetting",
+    "Number",
+    "Setting",
+]
 
 # Elements of a chunk: with fewer the memory's own look-ahead starts anew too often (of 16,384 to
 # 1,048,576 all from 65,536 on took the same time, fewer up to 8% more).
@@ -56,6 +67,39 @@ class Number(IntEnum):
     ELEMENTS = 6  # over all shards
     EARLY = 7  # not zero where the first pass is to take inner products too
     TERM = 8  # squared norm of the scaled gradient
+
+
+class LansNumber(IntEnum):
+    """Places in a row of float64 that LANS's kernels share, one row for each tensor."""
+
+    INVERSE = 0  # one over the gradient's norm, with its sign
+    FIRST = 1  # and over the corrections of both moments
+    SECOND = 2
+    MOMENTUM = 3  # factors of the update: on the first moment,
+    GRADIENT = 4  # on the normalised gradient
+    KEEP = 5  # and on the weight
+    SLOPES = 6  # squared norm of the gradient
+    WEIGHTS = 7  # squared norms of the weight and of both directions
+    BY_MOMENTUM = 8
+    BY_GRADIENT = 9
+
+
+# Columns of such rows, for either.
+COLUMNS = 10
+
+
+class LansSetting(IntEnum):
+    """Places in the float64 numbers that hold for all tensors of LANS's kernels."""
+
+    BETA1 = 0
+    BETA2 = 1
+    EPS = 2
+    DECAY = 3
+    BOUND = 4  # on elements of normalised gradients
+    SIGN = 5
+    LR = 6
+    LEAST = 7  # bounds on the weight's norm
+    GREATEST = 8
 
 
 class Setting(IntEnum):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from steadygrad.formulas.tensors import wide
 from steadygrad.kernels import cpu
-from steadygrad.kernels.tables import SMALL_STATES, ChunkTable, Number, Setting
+from steadygrad.kernels.tables import COLUMNS, SMALL_STATES, ChunkTable, Number, Setting
 from steadygrad.optim.leaves import Leaves
 from steadygrad.optim.masters import MASTER
 from steadygrad.optim.memory import (
@@ -46,10 +46,10 @@ class Fused:
         first_pass: Name of the kernel that a step begins with, which moves nothing.
 
     Attributes:
-        numbers: Factors of the first pass, kept for later ones, with shape ``(tensors, k)``; at the
-            places that :class:`~steadygrad.kernels.tables.Number` says.
-        totals: Those of them that are sums, with shape ``(3, tensors)``.
-        settings: Numbers that hold for all, at the places of :class:`Setting`.
+        numbers: What kernels share, with shape ``(tensors, k)``, at the places that ``Number`` or
+            ``LansNumber`` of :mod:`steadygrad.kernels.tables` says.
+        columns: The same, the other way round.
+        settings: Numbers that hold for all, at the places of ``Setting`` or ``LansSetting``.
         found: The same memory, for the host to read and write.
     """
 
@@ -84,13 +84,15 @@ class Fused:
         fields = SMALL_STATES + sum(self._widths)
         self.table = ChunkTable([own.numel() for own in self._own], fields)
         self.table.addresses[:, 4] = _addresses(self._own)
-        self.numbers = torch.zeros(len(params), len(Number), dtype=torch.float64, device=CPU)
-        self.numbers.numpy()[:, Number.ELEMENTS] = [p.numel() for p in params]
-        if first_pass != "square_sums":
+        self.numbers = torch.zeros(len(params), COLUMNS, dtype=torch.float64, device=CPU)
+        self.columns = self.numbers.T
+        # Of gradients alone it knows without having been told.
+        self._early = self.numbers.numpy()[:, :0]
+        if first_pass == "scaled_adam_sums":
+            self.numbers.numpy()[:, Number.ELEMENTS] = [p.numel() for p in params]
+            self._early = self.numbers.numpy()[:, Number.EARLY]
             # Too much at a first step, for nobody knows yet what it needs.
-            self.numbers[:, Number.EARLY] = float(params[0].numel() != 1)
-        self.totals = self.numbers.T[Number.SLOPES : Number.SQUARE + 1]
-        self._early = self.numbers.numpy()[:, Number.EARLY]
+            self._early[:] = float(params[0].numel() != 1)
         self.settings = torch.zeros(len(Setting), dtype=torch.float64, device=CPU)
         self.found = self.settings.numpy()
         self._numels = [p.numel() for p in params]
@@ -113,7 +115,7 @@ class Fused:
         def look() -> None:
             same.append((reads_weights or self._find_weights()) and self._find_states())
 
-        self.launch(self._first_pass, self.numbers, self.settings, meanwhile=look)
+        self.launch(self._first_pass, look)
         return same[0]
 
     def _find_weights(self) -> bool:
@@ -187,25 +189,26 @@ class Fused:
             fused=self,
         )
 
-    def launch(
-        self,
-        name: str,
-        factors: Tensor | None = None,
-        settings: Tensor | None = None,
-        meanwhile: Callable[[], object] = lambda: None,
-    ) -> None:
+    def launch(self, name: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Runs a kernel over all parameters; ``meanwhile`` is called once while it does."""
-        cpu.launch(name, self.types, self.table, factors, settings, meanwhile=meanwhile)
+        cpu.launch(name, self.types, self.table, self.numbers, self.settings, meanwhile=meanwhile)
 
-    def launch_small(
-        self, name: str, factors: Tensor | None = None, settings: Tensor | None = None
-    ) -> None:
+    def launch_small(self, name: str) -> None:
         """Runs a kernel over what there is of each tensor but its elements."""
-        cpu.launch(name, self.types, self.table, factors, settings, alone=True)
+        cpu.launch(name, self.types, self.table, self.numbers, self.settings, alone=True)
 
-    def sums(self) -> Tensor:
-        """What it has added up, in the weights' type or float32, with shape ``(3, tensors)``."""
-        return torch.from_numpy(self.table.sums()).to(wide(self.types[1]))
+    def local_sums(self, place: int, count: int) -> Tensor:
+        """Some columns, of all of a tensor that is here, in the type that sums have elsewhere."""
+        found = self.columns[place : place + count]
+        # A view, so that who gets it back knows that nothing was added.
+        return found.to(wide(self.types[1])) if self.sharded else found
+
+    def take_sums(self, place: int, sums: Tensor) -> bool:
+        """Puts back what was added up over shards; False if nothing was."""
+        if sums.data_ptr() == self.numbers.data_ptr() + place * self.numbers.element_size():
+            return False
+        self.columns[place : place + len(sums)] = sums
+        return True
 
     def release(self) -> None:
         """Lets go of the gradients, whose memory the next ones may want, and of shards."""

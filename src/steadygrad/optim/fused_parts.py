@@ -8,13 +8,15 @@ from torch import Tensor
 
 from steadygrad.formulas import clipping
 from steadygrad.formulas.tensors import wide
-from steadygrad.kernels.tables import Number, Setting
+from steadygrad.kernels.tables import LansNumber, LansSetting, Number, Setting
 from steadygrad.optim.fused import CPU, Fused
 from steadygrad.optim.lans_parts import LansPart
 from steadygrad.optim.leaves import Leaves, Scaling
 from steadygrad.optim.scaled_adam_parts import CLIPPING, GroupPart
 
 __all__ = ["FusedLansPart", "FusedScaledAdamPart"]
+
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def taken(ok: Tensor) -> bool:
@@ -24,20 +26,15 @@ def taken(ok: Tensor) -> bool:
 
 def _on_host(number: float | Tensor) -> float:
     """A number, read as :func:`taken` is."""
-    return float(number.detach().numpy().reshape(())) if isinstance(number, Tensor) else number
-
-
-LARGEST = float(np.finfo(np.float32).max)
+    if not isinstance(number, Tensor):
+        return number
+    # Numpy has no bfloat16.
+    return float(number.detach().to(torch.float64).numpy().reshape(()))
 
 
 def _rounded(number: Any) -> float:
     """As float32 has it; its largest number for those beyond."""
     return float(np.float32(min(float(number), LARGEST)))
-
-
-def rows(*columns: Tensor) -> Tensor:
-    """Factors as a kernel takes them: contiguous float64 with a row for each tensor."""
-    return torch.stack([column.to(torch.float64) for column in columns], dim=1)
 
 
 class FusedLansPart(LansPart):
@@ -50,48 +47,43 @@ class FusedLansPart(LansPart):
 
     def __init__(self, leaves: Leaves, fused: Fused) -> None:
         super().__init__(leaves)
-        self._fused = fused
-        bound, group = leaves.group["clip_value"], leaves.group
-        self._settings = torch.tensor(
-            [
-                *group["betas"],
-                group["eps"],
-                group["weight_decay"],
-                torch.inf if bound is None else bound,
-            ],
-            dtype=torch.float64,
-            device=CPU,
+        self._fused, group = fused, leaves.group
+        bound, low, high = group["clip_value"], group["lower_bound"], group["upper_bound"]
+        # As kernels.tables.LansSetting names them.
+        fused.found[: len(LansSetting)] = (
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            np.inf if bound is None else bound,
+            -1.0 if group["maximize"] else 1.0,
+            _on_host(group["lr"]),
+            0.0 if low is None else low,
+            np.inf if high is None else high,
         )
 
     def square_norms(self) -> Tensor:
         """This process's part of the gradients' squared norms, with shape ``(1, parameters)``."""
-        # Of the step's first pass, which is over.
-        return self._fused.sums()[:1]
+        self._fused.launch_small("lans_norms")
+        return self._fused.local_sums(LansNumber.SLOPES, 1)
 
     def directions(self, square_norms: Tensor, ok: Tensor) -> Tensor:
         """Moves the moments; this process's part of the norms that the step's length needs."""
-        if not taken(ok):
-            return square_norms.new_zeros(3, len(square_norms))
-        steps = torch.empty(len(self.leaves.params), dtype=torch.float64, device=CPU)
-        self._fused.launch_small("read_steps", steps)
-        steps += 1
-        self._fused.launch_small("write_steps", steps)
-        first, second = self.corrections(steps)
-        self._factors = self.inverse_norms(square_norms), 1 / second, first
-        self._fused.launch(
-            "lans_directions", rows(self._factors[0], 1 / first, 1 / second), self._settings
-        )
-        return self._fused.sums()
+        fused = self._fused
+        if taken(ok):
+            fused.take_sums(LansNumber.SLOPES, square_norms[None])
+            fused.launch_small("lans_begin")
+            fused.launch("lans_directions")
+            fused.launch_small("lans_ratios")
+        return fused.local_sums(LansNumber.WEIGHTS, 3)
 
     def apply(self, sums: Tensor, ok: Tensor) -> None:
         """Moves the weights."""
         if not taken(ok):
             return
-        by = self.coefficients(sums, ok)
-        inverse, second, first = self._factors
-        decay = 1 - self.group["weight_decay"] * (by.momentum + by.gradient)
-        factors = rows(inverse, second, by.momentum / first, by.gradient, decay)
-        self._fused.launch("lans_apply", factors, self._settings, self._fused.wrote)
+        fused = self._fused
+        fused.take_sums(LansNumber.WEIGHTS, sums)
+        fused.launch_small("lans_finish")
+        fused.launch("lans_apply", fused.wrote)
 
 
 class FusedScaledAdamPart(GroupPart):
@@ -138,19 +130,16 @@ class FusedScaledAdamPart(GroupPart):
     def parameter_sums(self) -> Tensor:
         """This process's part of the sums; of little use yet where they may come later."""
         fused = self._fused
-        fused.launch_small("scaled_adam_add", fused.numbers, fused.settings)
-        if self._fused.found[Setting.LATE]:
-            fused.launch("scaled_adam_sums", fused.numbers, fused.settings)
-            fused.launch_small("scaled_adam_add", fused.numbers, fused.settings)
-        self.sums = fused.totals
-        return self.sums
+        fused.launch_small("scaled_adam_add")
+        if fused.found[Setting.LATE]:
+            fused.launch("scaled_adam_sums")
+            fused.launch_small("scaled_adam_add")
+        return fused.local_sums(Number.SLOPES, 3)
 
     def take(self, sums: Tensor) -> None:
         """Goes on with sums over all shards."""
-        if sums is not self.sums:
-            self.sums.copy_(sums)
-            fused = self._fused
-            fused.launch_small("scaled_adam_judge", fused.numbers, fused.settings)
+        if self._fused.take_sums(Number.SLOPES, sums):
+            self._fused.launch_small("scaled_adam_judge")
 
     def finite(self) -> Tensor:
         """Whether they are finite, their squares too, with shape ``()``."""
@@ -180,9 +169,9 @@ class FusedScaledAdamPart(GroupPart):
         self._fused.found[Setting.SIZE_SCALE] = size_scale
         # In 2022 the clipped gradient reached the sizes only.
         self._fused.found[Setting.SCALE] = self._unscale if self._original else size_scale
-        fused.launch_small("scaled_adam_learn", fused.numbers, fused.settings)
-        fused.launch("scaled_adam_update", fused.numbers, fused.settings, fused.wrote)
-        fused.launch_small("scaled_adam_enter", fused.numbers, fused.settings)
+        fused.launch_small("scaled_adam_learn")
+        fused.launch("scaled_adam_update", fused.wrote)
+        fused.launch_small("scaled_adam_enter")
 
     def clip(self, found: tuple[Tensor, Tensor] | None, ok: Tensor) -> Tensor:
         """Remembers the group's norm and returns the factor; one if there is no clipping.

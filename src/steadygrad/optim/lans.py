@@ -62,7 +62,15 @@ class LANS(ShardedOptimizer):
 
     _large = ("exp_avg", "exp_avg_sq")
     _small = ("step",)
-    _kernels = ("square_sums", "read_steps", "write_steps", "lans_directions", "lans_apply")
+    _kernels = (
+        "square_sums",
+        "lans_norms",
+        "lans_begin",
+        "lans_directions",
+        "lans_ratios",
+        "lans_finish",
+        "lans_apply",
+    )
     _device_job = "DeviceLans"
 
     def __init__(
