@@ -236,8 +236,10 @@ def update_(block: Block, scales: StepScales, rule: Rule) -> None:
     del d  # Two temporaries at a time, no more.
     torch._foreach_mul_(g, list(scales.gradient.to(dtype).unbind()))
     if scales.weight is not None:
+        bad = ~block.ok
         for update, p, s in zip(g, block.p, scales.weight.to(dtype).unbind(), strict=True):
-            update.addcmul_(p.to(dtype), s)
+            # The weight may be what was not finite.
+            update.addcmul_(p.to(dtype), s).masked_fill_(bad, 0.0)
     torch._foreach_mul_(delta, keep[0])
     torch._foreach_add_(delta, g, alpha=1 - beta1)
     del g

@@ -32,8 +32,10 @@ __all__ = [
 
 # Numba's cache looks at a function's own file only. Kernels hold on to this number too, so that
 # they are made anew when what else they are made of has changed.
-PARTS = ("numba_parts.py", "tables.py")
-SOURCE = crc32(b"".join((Path(__file__).parent / f).read_bytes() for f in PARTS))
+ROOM = Path(__file__).parent
+PARTS = [*sorted(ROOM.glob("numba_*.py")), ROOM / "tables.py"]
+PARTS.append(ROOM.parent / "formulas" / "scaled_adam.py")
+SOURCE = crc32(b"".join(part.read_bytes() for part in PARTS))
 
 # Without `nnan` and `ninf`: given those, the compiler may drop what guards against such values.
 FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}

@@ -28,6 +28,9 @@ MAX_RMS, PERIOD = int(Setting.MAX_RMS), int(Setting.PERIOD)
 ORIGINAL, SCALAR = int(Setting.ORIGINAL), int(Setting.SCALAR)
 SHARED, SCALE = int(Setting.SHARED), int(Setting.SIZE_SCALE)
 
+# In place of a one: an inner product was not finite when it came, and the next is looked at early.
+UNSURE = 2.0
+
 
 @njit(inline="always")
 def due(step: Any, s: Any) -> Any:
@@ -124,12 +127,14 @@ def scaled_adam_enter(grad: Any, weight: Any, state: Any, parameter: Any) -> Cal
                 number[INNER] = sums[c, 1] + (number[INNER] if chunks[c, 1] > 0 else 0.0)
         for t in range(len(numbers)):
             count, number = array_at(addresses[t, STEP], 1, np.float32), numbers[t]
-            if s[SCALAR] == 0.0:
-                own = state(number[INNER] * s[SCALE])
-                # One that came late, and whose square would be infinite for good, is left out.
-                if math.isfinite(own * own):
-                    enter(addresses[t], count[0], np.int64(s[PERIOD]), own, state)
+            own, step = state(number[INNER] * s[SCALE]), count[0]
             count[0] += np.float32(1)
             number[EARLY] = 1.0 if due(count[0], s) else 0.0
+            if s[SCALAR] == 0.0:
+                # One that came late, and whose square would be infinite for good, is left out.
+                if math.isfinite(own * own):
+                    enter(addresses[t], step, np.int64(s[PERIOD]), own, state)
+                else:
+                    number[EARLY] = UNSURE
 
     return kernel

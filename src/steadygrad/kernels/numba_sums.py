@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from steadygrad.kernels.numba_parts import SOURCE, array_at, opened, wide
-from steadygrad.kernels.numba_sizes import RMS, STEP, due
+from steadygrad.kernels.numba_sizes import RMS, STEP, UNSURE, due
 from steadygrad.kernels.tables import COLUMNS, Number, Setting
 
 __all__ = ["scaled_adam_add", "scaled_adam_judge"]
@@ -33,18 +33,18 @@ LARGE, LARGE_PRODUCT = 1e20, 1e30
 @njit(inline="always")
 def may_overflow(number: Any, rms: Any) -> Any:
     """Whether an inner product may overflow when it is squared."""
-    # Not zero, which times infinity is no number.
-    weights = max(rms * rms * number[ELEMENTS], 1e-300)
+    weights = rms * rms * number[ELEMENTS]
     return number[SLOPES] > LARGE or number[SLOPES] * weights > LARGE_PRODUCT
 
 
 @njit(inline="always")
-def size_of(row: Any, s: Any, state: Any) -> Any:
-    """What a tensor's gradient is multiplied by in the norm that is clipped."""
+def square_size(row: Any, s: Any, exact: Any, state: Any) -> Any:
+    """What a tensor's squared gradient is multiplied by in the norm that is clipped."""
     if s[SCALAR] == 0.0:
-        return array_at(row[RMS], 1, state)[0]
+        rms = exact(array_at(row[RMS], 1, state)[0])
+        return rms * rms
     # In 2022 the norm took no account of the smaller learning rate.
-    return state(1.0 if s[ORIGINAL] != 0.0 else s[SCALAR_SCALE])
+    return exact(1.0 if s[ORIGINAL] != 0.0 else s[SCALAR_SCALE] * s[SCALAR_SCALE])
 
 
 @njit(inline="always")
@@ -57,8 +57,8 @@ def judge(addresses: Any, numbers: Any, s: Any, exact: Any, state: Any) -> None:
         # The state may have a smaller range than the weights.
         if not (math.isfinite(state(slopes)) and math.isfinite(state(inner * inner))):
             s[BAD] = 1.0
-        size = exact(size_of(row, s, state))
-        number[TERM] = slopes * exact(s[UNSCALE] * s[UNSCALE]) * (size * size)
+        square = square_size(row, s, exact, state)
+        number[TERM] = slopes * exact(s[UNSCALE] * s[UNSCALE]) * square
         total += number[TERM]
         s[LAST_STEP] = max(s[LAST_STEP], np.float64(array_at(row[STEP], 1, np.float32)[0]))
     s[SQUARE_NORM] = np.float64(exact(total))
@@ -97,14 +97,16 @@ def scaled_adam_add(grad: Any, weight: Any, state: Any, parameter: Any) -> Calla
             if s[SCALAR] == 0.0:
                 rms = np.float64(array_at(row[RMS], 1, state)[0])
                 step = array_at(row[STEP], 1, np.float32)[0]
-                needed = 1.0 if due(step, s) or may_overflow(number, rms) else 0.0
+                known = not (due(step, s) or number[EARLY] == UNSURE)
+                needed = 0.0 if known and not may_overflow(number, rms) else 1.0
                 if needed > number[EARLY]:
                     s[LATE] = 1.0
                 elif needed == 0.0:
                     # The update will find them again, with other roundings: what was taken too
                     # early must not tell a step from the same one after a resume.
                     number[INNER] = number[SQUARE] = 0.0
-                number[EARLY] = needed
+                if number[EARLY] != UNSURE:
+                    number[EARLY] = needed
         judge(addresses, numbers, s, exact, state)
 
     return kernel

@@ -100,6 +100,8 @@ def run(
         try:
             meanwhile()
         finally:
-            kernel(place)
-            for other in others:
-                other.result()
+            try:
+                kernel(place)
+            finally:
+                for other in others:
+                    other.result()

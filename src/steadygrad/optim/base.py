@@ -23,7 +23,7 @@ from steadygrad.optim.state import StatefulOptimizer
 if TYPE_CHECKING:
     from steadygrad.optim.device_choice import DeviceSteps
     from steadygrad.optim.device_job import DeviceJob
-    from steadygrad.optim.fused import Plan
+    from steadygrad.optim.plan import Plan
 
 __all__ = ["ShardedOptimizer"]
 
@@ -45,6 +45,8 @@ class ShardedOptimizer(StatefulOptimizer):
     _large: tuple[str, str]
     _small: tuple[str, ...]
     _kernels: tuple[str, ...]
+    # Whether the first of them takes sums over weights too, in some steps.
+    _early_sums = False
     # Name of the class that drives kernels for accelerators.
     _device_job: str
     _device_steps: "DeviceSteps | None" = None
@@ -241,7 +243,7 @@ class ShardedOptimizer(StatefulOptimizer):
         if plan is not None and plan.group is group and plan.holds(members, self._known):
             return plan
         from steadygrad.kernels.cpu import NoKernelError
-        from steadygrad.optim.fused import Plan
+        from steadygrad.optim.plan import Plan
 
         for p in members:
             follow_dtype(p, self.state[p], group)
@@ -256,6 +258,7 @@ class ShardedOptimizer(StatefulOptimizer):
                 self._large,
                 self._small,
                 self._kernels,
+                self._early_sums,
             )
         except NoKernelError as error:
             give_up(type(self).__name__, error)

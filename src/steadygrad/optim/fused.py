@@ -4,8 +4,7 @@ Addresses are read anew at each step, so that nobody need tell when memory has m
 from step to step is which tensors they are of, and that is looked after too.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -21,7 +20,6 @@ from steadygrad.kernels.tables import COLUMNS, SMALL_STATES, ChunkTable, Number,
 from steadygrad.optim.leaves import Leaves
 from steadygrad.optim.masters import MASTER
 from steadygrad.optim.memory import (
-    fits,
     gradient_type,
     has_plain_gradient,
     layout,
@@ -29,7 +27,7 @@ from steadygrad.optim.memory import (
 )
 from steadygrad.sharding import is_sharded, local
 
-__all__ = ["Fused", "Plan"]
+__all__ = ["CPU", "Fused"]
 
 CPU = torch.device("cpu")
 
@@ -44,6 +42,7 @@ class Fused:
         large: Names of the two states that have the parameter's shape.
         small: Names of those that are numbers, or rows of them; the step count first.
         first_pass: Name of the kernel that a step begins with, which moves nothing.
+        early: Whether it may read weights too, as it was told by the step before.
 
     Attributes:
         numbers: What kernels share, with shape ``(tensors, k)``, at the places that ``Number`` or
@@ -61,6 +60,7 @@ class Fused:
         large: tuple[str, str],
         small: Sequence[str],
         first_pass: str,
+        early: bool,
     ) -> None:
         self.group, self.params, self.states = group, list(params), list(states)
         self._first_pass = first_pass
@@ -86,24 +86,26 @@ class Fused:
         self.table.addresses[:, 4] = _addresses(self._own)
         self.numbers = torch.zeros(len(params), COLUMNS, dtype=torch.float64, device=CPU)
         self.columns = self.numbers.T
-        # Of gradients alone it knows without having been told.
-        self._early = self.numbers.numpy()[:, :0]
-        if first_pass == "scaled_adam_sums":
+        self._early = self.numbers.numpy()[:, Number.EARLY : Number.EARLY + early]
+        if early:
             self.numbers.numpy()[:, Number.ELEMENTS] = [p.numel() for p in params]
-            self._early = self.numbers.numpy()[:, Number.EARLY]
             # Too much at a first step, for nobody knows yet what it needs.
             self._early[:] = float(params[0].numel() != 1)
         self.settings = torch.zeros(len(Setting), dtype=torch.float64, device=CPU)
         self.found = self.settings.numpy()
         self._numels = [p.numel() for p in params]
+        # What each kind of tensor must go on being, for loops not to take it for something else.
         self._layout, self._sizes = layout(self._own), [*map(Tensor.numel, self._own)]
         self._usual = [(self.types[0], *rest) for _, *rest in self._layout]
+        self._weights_layout = [(self.types[1], *rest) for _, *rest in self._layout]
+        self._state_layout = [(self.types[2], *rest) for _, *rest in self._layout]
+        self._small_layouts = [layout(self._state[name]) for name in small]
 
     def refresh(self) -> bool:
         """Looks where everything lies now; False if it is no longer the same tensors.
 
         The first pass begins as soon as its own tensors are found, and the rest of the looking is
-        done meanwhile. Where it finds others, nothing has been written to.
+        done meanwhile. Where others are found, nothing has moved.
         """
         reads_weights = self.sharded or self._early.any()
         if reads_weights and not self._find_weights():
@@ -126,9 +128,14 @@ class Fused:
         found, table = _addresses(self._own), self.table.addresses
         if not np.array_equal(table[:, 4], found) or layout(self._own) != self._layout:
             return False
-        table[:, 1] = found if self.weights is self._own else _addresses(self.weights)
-        # Memory may have been replaced; loops must not go past its end.
-        return [*map(Tensor.numel, self.weights)] == self._sizes
+        if self.weights is self._own:
+            table[:, 1] = found
+            return True
+        # The first pass may write to masters, where somebody has written to their parameters.
+        masters = (state.get(MASTER) for state in self.states)
+        table[:, 1] = _addresses(self.weights)
+        same = all(map(is_, masters, self._state[MASTER]))
+        return same and layout(self.weights) == self._weights_layout
 
     def _find_states(self) -> bool:
         if [*map(len, self.states)] != self._lengths:
@@ -140,11 +147,17 @@ class Fused:
             if self.sharded:
                 moments = [local(x) for x in moments]
             self.table.addresses[:, 2 + place] = _addresses(moments)
-            if [*map(Tensor.numel, moments)] != self._sizes:
+            if layout(moments) != self._state_layout:
                 return False
+        return self._find_small_states()
+
+    def _find_small_states(self) -> bool:
         place = SMALL_STATES
-        for name, width in zip(self._small, self._widths, strict=True):
+        rows = zip(self._small, self._widths, self._small_layouts, strict=True)
+        for name, width, kept in rows:
             tensors = self._state[name]
+            if layout(tensors) != kept:
+                return False
             starts = _addresses(tensors)[:, None]
             offsets = np.arange(width) * tensors[0].element_size()
             self.table.addresses[:, place : place + width] = starts + offsets
@@ -158,6 +171,9 @@ class Fused:
             if not all(map(has_plain_gradient, self.params)):
                 return False
             grads = own_gradients(self.params, self._own, sharded=self.sharded)
+            sizes = zip(grads, self._sizes, strict=True)
+            if any(g is not None and g.numel() != size for g, size in sizes):
+                return False
             if any(g is not None and g.dtype is not self.types[0] for g in grads):
                 return False
         self.grads = grads
@@ -224,70 +240,3 @@ class Fused:
 def _addresses(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
     # Without a loop in Python: there are thousands of them a step.
     return np.fromiter(map(torch._C.TensorBase.data_ptr, tensors), np.int64, len(tensors))
-
-
-def _alike(
-    parameter: Tensor, state: Mapping[str, Any], large: str, small: Sequence[str]
-) -> tuple[Any, ...]:
-    """What loops take to be the same for all parameters they work on at a time."""
-    widths = [state[name].numel() for name in small if name in state]
-    types = parameter.dtype, gradient_type(parameter), state[large].dtype
-    return *types, MASTER in state, *widths
-
-
-class Plan:
-    """A group's parameters, those that compiled loops take and the others.
-
-    Args:
-        group: The group.
-        members: The parameters that take part.
-        states: The optimizer's states.
-        known: Stands for these: another object, other states.
-        kinds: What must be alike in parameters that are worked on together, for each.
-        large: Names of the two states that have the parameter's shape.
-        small: Names of the small ones; those that a state lacks are left out.
-        kernels: Names of the kernels that a step needs; the one that it begins with first.
-    """
-
-    def __init__(
-        self,
-        group: dict[str, Any],
-        members: list[Tensor],
-        states: Mapping[Tensor, dict[str, Any]],
-        known: object,
-        kinds: Sequence[Any],
-        large: tuple[str, str],
-        small: Sequence[str],
-        kernels: Sequence[str],
-    ) -> None:
-        self.group, self._members = group, members
-        self._masters = group["master_weights"]
-        self._known = known
-        self.others: list[Tensor] = []
-        found: dict[Any, list[Tensor]] = defaultdict(list)
-        for p, kind in zip(members, kinds, strict=True):
-            # Empty parts of sharded parameters too: all processes are to round small states alike.
-            if fits(p, states[p], large, small, CPU):
-                found[kind, _alike(p, states[p], large[0], small)].append(p)
-            else:
-                self.others.append(p)
-        self.parts = []
-        for params in found.values():
-            own = [states[p] for p in params]
-            names = [name for name in small if name in own[0]]
-            self.parts.append(Fused(group, params, own, large, names, kernels[0]))
-            for name in kernels:
-                cpu.address_of(name, self.parts[-1].types)
-
-    def holds(self, members: list[Tensor], known: object) -> bool:
-        """Whether it is still good; looks where everything lies now, and makes the first pass."""
-        return (
-            self.group["master_weights"] is self._masters
-            and len(members) == len(self._members)
-            and all(map(is_, members, self._members))
-            and known is self._known
-            and all(part.refresh() for part in self.parts)
-        )
-
-    def __iter__(self) -> Iterator[Leaves]:
-        return (part.leaves() for part in self.parts)

@@ -101,25 +101,22 @@ class FusedScaledAdamPart(GroupPart):
 
     def __init__(self, leaves: Leaves, fused: Fused, scaling: Scaling) -> None:
         super().__init__(leaves, scaling)
-        group, found = leaves.group, fused.found
-        self._fused, self._original = fused, group["recipe"] == "stateless7"
-        self._unscale = -1.0 if group["maximize"] else 1.0
-        if scaling.inverse is not None:
-            self._unscale *= _on_host(scaling.inverse)
-        bound = group["scalar_max"] if self.is_scalar else np.inf
+        self._fused, rule, found = fused, self.rule, fused.found
+        self._unscale = _on_host(self.unscale)
+        bound = rule.scalar_max if self.is_scalar else np.inf
         # As kernels.tables.Setting names them.
         found[: Setting.SIZE_SCALE] = (
-            _on_host(group["lr"]),
-            *group["betas"],
-            group["eps"],
-            group["scalar_lr_scale"],
-            group["param_min_rms"],
-            group["param_max_rms"],
-            group["size_update_period"],
-            self._original,
+            _on_host(rule.lr),
+            *rule.betas,
+            rule.eps,
+            rule.scalar_lr_scale,
+            rule.min_rms,
+            rule.max_rms,
+            rule.period,
+            rule.original,
             self.is_scalar,
             fused.sharded,
-            *((bound, np.inf) if self._original else (np.inf, bound)),
+            *((bound, np.inf) if rule.original else (np.inf, bound)),
             self._unscale,
         )
 
@@ -168,7 +165,7 @@ class FusedScaledAdamPart(GroupPart):
         fused, size_scale = self._fused, self._unscale * _on_host(clip)
         self._fused.found[Setting.SIZE_SCALE] = size_scale
         # In 2022 the clipped gradient reached the sizes only.
-        self._fused.found[Setting.SCALE] = self._unscale if self._original else size_scale
+        self._fused.found[Setting.SCALE] = self._unscale if self.rule.original else size_scale
         fused.launch_small("scaled_adam_learn")
         fused.launch("scaled_adam_update", fused.wrote)
         fused.launch_small("scaled_adam_enter")

@@ -79,6 +79,7 @@ class ScaledAdam(ShardedOptimizer):
         "scaled_adam_update",
         "scaled_adam_enter",
     )
+    _early_sums = True
     _device_job = "DeviceScaledAdam"
 
     def __init__(

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,21 +32,16 @@ class GroupPart:
 
     def __init__(self, leaves: Leaves, scaling: Scaling) -> None:
         group = leaves.group
-        self.leaves, self.scaling = leaves, scaling
+        self.leaves, self.rule = leaves, _rule(group)
+        self.unscale = self.unscaled_by(scaling)
         self.key = id(group), leaves.device
         self.is_scalar = leaves.numels[0] == 1
         self.dtype = leaves.states[0]["delta"].dtype
         self.columns = self.read_columns()
 
-    @cached_property
-    def rule(self) -> scaled_adam.Rule:
-        """The group's numbers."""
-        return _rule(self.leaves.group)
-
-    @cached_property
-    def unscale(self) -> Tensor:
+    def unscaled_by(self, scaling: Scaling) -> Tensor:
         """Factor on the gradients before they are clipped, with shape ``()``."""
-        return self.scaling.factor(self.leaves.device, self.leaves.group["maximize"])
+        return scaling.factor(self.leaves.device, self.leaves.group["maximize"])
 
     def read_columns(self) -> dict[str, Tensor]:
         """The small states, stacked."""

@@ -11,9 +11,8 @@ plain gradient might be no number but zero.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
 from steadygrad.formulas.exponents import exponent_histograms
-from steadygrad.scale.gradients import is_at_hand, narrow
+from steadygrad.scale.gradients import known, narrow
 from steadygrad.scale.nests import map_differentiable
 from steadygrad.scale.table import ScaleTable
 from steadygrad.scale.tracing import Watch, note_call, refuse_changes, watch
@@ -105,18 +104,17 @@ class _Crossing(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         own, inverse = ctx.saved_tensors
-        factors = [own[index] for index in ctx.times] + [inverse[index] for index in ctx.over]
         # In float32 at least: a scale of 2**16 is infinite in half precision.
         scaled = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        if factors:
-            # Their product first: it is a pass over the gradient for all of them.
-            scaled = scaled * reduce(mul, factors).to(gradient.device)
+        factors = [own[index] for index in ctx.times] + [inverse[index] for index in ctx.over]
+        for factor in _joined(factors):
+            scaled = scaled * (factor if isinstance(factor, float) else factor.to(gradient.device))
         # It is finite if and only if all are, sums near float32's limit aside.
         total = local(scaled).sum()
         into = out_of = None
         if ctx.measured:
             into, out_of = exponent_histograms([local(scaled), local(gradient)]).unbind()
-        if is_at_hand(total) and math.isfinite(total.item()):
+        if (seen := known(total)) is not None and math.isfinite(seen):
             # A pass and some operations less, where the host can tell without waiting.
             return scaled.to(gradient.dtype), None, None, None, None, into, out_of
         found = torch.isfinite(total).logical_not().to(own)
@@ -238,6 +236,19 @@ def _inert() -> Boundary:
     boundary = object.__new__(Boundary)
     vars(boundary)["_table"] = _Off
     return boundary
+
+
+# Products within these are normal numbers of float32, as each of their factors is.
+_RANGE = 2.0**-126, 2.0**127
+
+
+def _joined(factors: list[Tensor]) -> Sequence[float | Tensor]:
+    """One factor for all, which is one pass over a gradient, if the host may know that it fits."""
+    values = [known(factor) for factor in factors]
+    if not values or None in values:
+        return factors
+    product = math.prod(value for value in values if value is not None)
+    return [product] if _RANGE[0] <= product <= _RANGE[1] else factors
 
 
 def _differ(new: Any, old: Any) -> bool:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from steadygrad.formulas.exponents import BINS, exponent_histograms
 from steadygrad.sharding import local
 
-__all__ = ["Gradients", "by_layer", "count_exponents", "is_at_hand", "narrow", "unscale", "widen"]
+__all__ = ["Gradients", "by_layer", "count_exponents", "known", "narrow", "unscale", "widen"]
 
 Gradients = dict[int, list[Tensor]]
 
@@ -21,10 +21,15 @@ def narrow(dtype: torch.dtype) -> bool:
     return dtype.itemsize < torch.float32.itemsize
 
 
-def is_at_hand(flag: Tensor) -> bool:
-    """Whether the host can read it: no tracer's stand-in, and on no device to be waited for."""
-    tracing = torch.compiler.is_compiling() or type(flag) is not Tensor
-    return not tracing and flag.device.type == "cpu"
+def known(number: Tensor) -> float | None:
+    """A number that the host can read without waiting; None elsewhere, and within transforms."""
+    if torch.compiler.is_compiling() or type(number) is not Tensor or number.device.type != "cpu":
+        return None
+    try:
+        return number.item()
+    except RuntimeError:
+        # A tracer's stand-in, or one number for each of a batch.
+        return None
 
 
 def widen(optimizer: Optimizer) -> None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from steadygrad._checks import InputError
 from steadygrad.scale.build import bound, set_up
 from steadygrad.scale.findings import Findings, MeasuredExponents
-from steadygrad.scale.gradients import is_at_hand
+from steadygrad.scale.gradients import known
 from steadygrad.scale.options import AutoScale, LayerScale, Rule, check_scale
 from steadygrad.scale.state import read_state, table_state
 from steadygrad.scale.usage import Usage
@@ -227,8 +227,7 @@ class LayerwiseGradScaler:
         else:
             self._table.update(found, self._findings.counts, self._auto)
             self._last = found
-            bad = found.any()
-            if not is_at_hand(bad) or bad:
+            if known(bad := found.any()) != 0:
                 self._skipped += bad
             self._steps += 1
         self._begin()

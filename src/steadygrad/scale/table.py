@@ -13,7 +13,7 @@ from steadygrad.formulas.loss_scaling import (
     relative_shift,
     total_scales,
 )
-from steadygrad.scale.gradients import is_at_hand
+from steadygrad.scale.gradients import known
 from steadygrad.scale.layers import Layers
 from steadygrad.scale.options import AutoScale, Rule
 
@@ -135,11 +135,8 @@ class ScaleTable:
 
     def _rests(self, found: Tensor) -> bool:
         """Whether all scales are known to stay; only where the host need not wait to know it."""
-        return (
-            is_at_hand(found)
-            and not found.any()
-            and bool((self.tracker + 1 < self._growth.interval).all())
-        )
+        bad = known(found.any())
+        return bad == 0 and bool((self.tracker + 1 < self._growth.interval).all())
 
 
 def growth_of(rules: Sequence[Rule], device: torch.device) -> Growth:

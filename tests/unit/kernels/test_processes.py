@@ -2,11 +2,13 @@
 
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -255,6 +257,24 @@ def test_loops_run_on_torchs_threads(threads_of_torch, elements, monkeypatch):
     assert asked == ([2, "meanwhile", "own", "end"] if team else ["meanwhile", "own"])
 
 
+@pytest.mark.parametrize("how", ["team", "pool"])
+def test_all_threads_are_waited_for_where_the_own_one_is_interrupted(how, monkeypatch):
+    waited = []
+
+    def kernel(place):
+        raise KeyboardInterrupt
+
+    pool = SimpleNamespace(submit=lambda *_: SimpleNamespace(result=lambda: waited.append(1)))
+    team = (lambda *given: None), (lambda: waited.append(1))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(threads, "_team", lambda: team if how == "team" else None)
+    monkeypatch.setattr(threads, "_pool", lambda count: pool)
+    monkeypatch.setattr(threads, "_KERNEL", lambda address: kernel)
+    with pytest.raises(KeyboardInterrupt):
+        threads.run(0, torch.zeros(1).numpy(), 10**6)
+    assert waited == [1]
+
+
 def test_a_team_ends_where_something_raises_meanwhile(monkeypatch):
     asked = []
     start, end = (lambda *given: asked.append("start")), (lambda: asked.append("end"))
@@ -272,8 +292,11 @@ def test_loops_are_made_anew_where_their_parts_change():
     from steadygrad.kernels import numba_parts
 
     place = Path(numba_parts.__file__).parent
-    parts = b"".join((place / name).read_bytes() for name in numba_parts.PARTS)
+    parts = b"".join(part.read_bytes() for part in numba_parts.PARTS)
     assert crc32(parts) == numba_parts.SOURCE
+    read = {f"steadygrad.{part.parent.name}.{part.stem}" for part in numba_parts.PARTS}
+    for loop in place.glob("numba_*.py"):
+        assert set(re.findall(r"from (steadygrad\.[\w.]+) import", loop.read_text())) <= read
     # Those that take a constant from it, as every loop must.
     loops = [name for name in place.glob("numba_*.py") if name.name != "numba_parts.py"]
     assert all("SOURCE" in loop.read_text() for loop in loops)
