@@ -213,3 +213,63 @@ def test_the_late_inner_products_of_scaled_adam_reach_the_sizes():
         assert a.abs().min() > 0
         # Inner products of seven to thirty numbers of about one.
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_scalers_factor_counts_in_the_norm_that_is_clipped():
+    """As torch's GradScaler hands it over; thresholds from step 10 on, and then a spike."""
+
+    def scaled(params, optimizer, step):
+        for p in params:
+            p.grad *= 2.0**10 * (30 if step == 12 else 1)
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0**10), torch.zeros(1)
+
+    both = pair(MAKERS["scaled_adam"])
+    steps(both, range(14), scaled)
+    assert_close(both)
+    (ours, one), (theirs, two) = both
+    names = ("model_norms", "model_norm_threshold", "num_clipped")
+    for name in names:
+        a, b = one.state[ours[0]][name], two.state[theirs[0]][name]
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=0.0)  # float32 sums of a dozen numbers
+    assert one.state[ours[0]]["num_clipped"] == 1
+    assert 0.1 < one.state[ours[0]]["model_norms"][1] < 100
+
+
+def test_the_norms_place_is_that_of_who_took_most_steps():
+    """The last parameter was frozen for a time, and is behind its group."""
+
+    def freeze(params, optimizer, step):
+        params[1].requires_grad_(step >= 4)
+        if step < 4:
+            params[1].grad = None
+
+    both = pair(MAKERS["scaled_adam"])
+    for params, optimizer in both:
+        del optimizer.param_groups[0]["params"][2], params[2]
+    steps(both, range(9), freeze)
+    assert_close(both)
+    (ours, one), (theirs, two) = both
+    assert one.state[ours[0]]["step"] - one.state[ours[1]]["step"] == 4
+    a, b = one.state[ours[0]]["model_norms"], two.state[theirs[0]]["model_norms"]
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=0.0)
+    assert (a[1:9] > 0).all()
+    assert a[9] == 0
+
+
+@pytest.mark.parametrize("count", [0, 3, 5, 7])
+def test_a_count_that_was_edited_is_noticed(count):
+    """What the first pass was told one step before is no longer what is needed."""
+
+    def edit(params, optimizer, step):
+        if step == 2:
+            for p in params:
+                optimizer.state[p]["step"].fill_(count)
+
+    both = pair(ScaledAdam)
+    steps(both, range(6), edit)
+    assert_close(both)
+    (ours, one), (theirs, two) = both
+    for p, q in zip(ours[:2], theirs[:2], strict=True):
+        for name in ("param_rms", "scale_exp_avg_sq", "scale_grads"):
+            a, b = one.state[p][name], two.state[q][name]
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -134,3 +134,42 @@ def test_a_backward_pass_on_the_other_side_of_an_update_is_refused():
     scaler.update(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("scales", "loss_scale"),
+    [
+        ({"1": 2.0**-80, "1.1": 2.0**-80}, 2.0**100),
+        ({"1": 2.0**80, "1.1": 2.0**80}, 2.0**-100),
+        ({"1.0": 2.0**60, "1.1": 2.0**-70}, 1.0),
+        ({"0": 2.0**60, "1": 2.0**-60}, 1.0),
+    ],
+)
+def test_scales_whose_product_no_float32_holds(scales, loss_scale):
+    """Neither do the gradients overflow nor the numbers that multiply them."""
+
+    def gradients(scales, loss_scale):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(4, 4), torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2)))
+        )
+        scaler = LayerwiseGradScaler(model, scales, init_scale=loss_scale)
+        scaler.scale(model(torch.ones(3, 4)).square().sum()).backward()
+        scaler.unscale_(torch.optim.SGD(model.parameters()))
+        return [p.grad for p in model.parameters()]
+
+    for found, expected in zip(gradients(scales, loss_scale), gradients({}, 1.0), strict=True):
+        assert expected.abs().max() > 0
+        assert torch.equal(found, expected)
+
+
+def test_batched_gradients_pass():
+    """Numbers that stand for a batch of them cannot be read by the host."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2))
+    LayerwiseGradScaler(model, {"0": 4.0})
+    x = torch.ones(3, 4, requires_grad=True)
+    out = model(x).sum(0)
+    (whole,) = torch.autograd.grad(out, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
+    rows = [torch.autograd.grad(out, x, row, retain_graph=True)[0] for row in torch.eye(2)]
+    assert torch.equal(whole, torch.stack(rows))
+    assert torch.equal(whole[:, 0], model[0].weight)

@@ -254,3 +254,16 @@ def test_asks_the_device_for_nothing(scales, monkeypatch):
         for step in range(3):
             train_step(model, optimizer, scaler, step)
     assert scaler.skipped == 0
+
+
+def test_what_was_measured_stays_what_it_was():
+    model, optimizer = make()
+    scaler = LayerwiseGradScaler(model, SCALES, growth_interval=1)
+    scaler.measure()
+    train_step(model, optimizer, scaler, 0)
+    kept = scaler.measured
+    scales = kept.scales.tolist()
+    assert scales[1] == SCALES["a"]
+    train_step(model, optimizer, scaler, 1)
+    assert kept.scales.tolist() == scales
+    assert scaler.measured.scales[1] == 2 * SCALES["a"]
