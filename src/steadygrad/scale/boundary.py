@@ -106,8 +106,7 @@ class _Crossing(torch.autograd.Function):
         own, inverse = ctx.saved_tensors
         # In float32 at least: a scale of 2**16 is infinite in half precision.
         scaled = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        factors = [own[index] for index in ctx.times] + [inverse[index] for index in ctx.over]
-        for factor in _joined(factors):
+        for factor in _factors(own, ctx.times, inverse, ctx.over):
             scaled = scaled * (factor if isinstance(factor, float) else factor.to(gradient.device))
         # It is finite if and only if all are, sums near float32's limit aside.
         total = local(scaled).sum()
@@ -242,13 +241,18 @@ def _inert() -> Boundary:
 _RANGE = 2.0**-126, 2.0**127
 
 
-def _joined(factors: list[Tensor]) -> Sequence[float | Tensor]:
-    """One factor for all, which is one pass over a gradient, if the host may know that it fits."""
-    values = [known(factor) for factor in factors]
-    if not values or None in values:
-        return factors
-    product = math.prod(value for value in values if value is not None)
-    return [product] if _RANGE[0] <= product <= _RANGE[1] else factors
+def _factors(
+    own: Tensor, times: Sequence[int], inverse: Tensor, over: Sequence[int]
+) -> Sequence[float | Tensor]:
+    """What a gradient is multiplied by: one number if the host may know that it fits."""
+    if not (times or over):
+        return []
+    up, down = known(own), known(inverse)
+    if up is not None and down is not None:
+        product = math.prod([up[i] for i in times] + [down[i] for i in over])
+        if _RANGE[0] <= product <= _RANGE[1]:
+            return [product]
+    return [own[i] for i in times] + [inverse[i] for i in over]
 
 
 def _differ(new: Any, old: Any) -> bool:

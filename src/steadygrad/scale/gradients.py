@@ -21,12 +21,12 @@ def narrow(dtype: torch.dtype) -> bool:
     return dtype.itemsize < torch.float32.itemsize
 
 
-def known(number: Tensor) -> float | None:
-    """A number that the host can read without waiting; None elsewhere, and within transforms."""
-    if torch.compiler.is_compiling() or type(number) is not Tensor or number.device.type != "cpu":
+def known(tensor: Tensor) -> Any:
+    """Numbers, as lists, that the host reads without waiting; None elsewhere and in transforms."""
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor or tensor.device.type != "cpu":
         return None
     try:
-        return number.item()
+        return tensor.tolist()
     except RuntimeError:
         # A tracer's stand-in, or one number for each of a batch.
         return None

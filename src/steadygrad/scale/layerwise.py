@@ -127,7 +127,7 @@ class LayerwiseGradScaler:
         """Says whether all passes to come are measured; otherwise only ``auto`` decides."""
         self._wanted = active
         due = self._auto is not None and self._auto.due(self._steps)
-        self._table.measuring = self._table.enabled and (due or active)
+        self._table.measure(self._table.enabled and (due or active))
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies the loss by its own scale; in the first step its graph is looked at.
@@ -225,10 +225,10 @@ class LayerwiseGradScaler:
                 "Remedy: call step(optimizer), or unscale_(optimizer), before update()."
             )
         else:
-            self._table.update(found, self._findings.counts, self._auto)
-            self._last = found
-            if known(bad := found.any()) != 0:
-                self._skipped += bad
+            self._last, bad = found, known(found.any())
+            self._table.update(found, bad, self._findings.counts, self._auto)
+            if bad != 0:
+                self._skipped += found.any()
             self._steps += 1
         self._begin()
 

@@ -13,7 +13,6 @@ from steadygrad.formulas.loss_scaling import (
     relative_shift,
     total_scales,
 )
-from steadygrad.scale.gradients import known
 from steadygrad.scale.layers import Layers
 from steadygrad.scale.options import AutoScale, Rule
 
@@ -68,7 +67,7 @@ class ScaleTable:
         self._rows = self.found.unbind(), self.seen.unbind()
         self.flags = [_leaf(row) for row in self._rows[0]]
         self.gauges = [_leaf(row) for row in self._rows[1]]
-        self.enabled, self.measuring = True, False
+        self.enabled, self.measuring, self._gauged = True, False, False
         self.home: Tensor | None = None
         self.totals, self.inverse_totals = self.own.clone(), self.own.clone()
         self.changed()
@@ -92,30 +91,40 @@ class ScaleTable:
 
     def collect(self) -> None:
         """Brings what was found into ``found`` and ``seen``, if it is not there already."""
-        # backward(create_graph=True) does not add in place.
-        for leaves, rows in ((self.flags, self._rows[0]), (self.gauges, self._rows[1])):
-            for leaf, row in zip(leaves, rows, strict=True):
-                if leaf.grad is not row:
-                    if leaf.grad is not None:
-                        row.copy_(leaf.grad.detach())
-                    leaf.grad = row
+        _gather(self.flags, self._rows[0])
+        if self._gauged:
+            _gather(self.gauges, self._rows[1])
 
     def clear(self) -> None:
         """Forgets what this step's backward passes have found."""
         self.collect()
         self.found.zero_()
-        self.seen.zero_()
+        if self._gauged:
+            self.seen.zero_()
+        self._gauged = self.measuring
+
+    def measure(self, active: bool) -> None:
+        """Says whether the passes to come count exponents."""
+        self.measuring, self._gauged = active, self._gauged or active
 
     @torch.no_grad()
-    def update(self, found: Tensor, histograms: Tensor | None, auto: AutoScale | None) -> None:
+    def update(
+        self,
+        found: Tensor,
+        bad: float | None,
+        histograms: Tensor | None,
+        auto: AutoScale | None,
+    ) -> None:
         """Moves the scales.
 
         Args:
             found: Whether something not finite arose in each layer, with shape ``(layers)``.
+            bad: Whether it did in any; None: the host would have to wait to know.
             histograms: This step's exponents, with shape ``(layers, BINS)``, if it was measured.
             auto: How scales follow them, if they do.
         """
-        if histograms is None and self._rests(found):
+        if histograms is None and bad == 0 and (self.tracker + 1 < self._growth.interval).all():
+            # All stay as they are.
             self.tracker.add_(1)
             return
         own, tracker = next_scales(self.own, self.tracker, found, self._growth)
@@ -133,11 +142,6 @@ class ScaleTable:
         self.overflows.add_(found)
         self.changed()
 
-    def _rests(self, found: Tensor) -> bool:
-        """Whether all scales are known to stay; only where the host need not wait to know it."""
-        bad = known(found.any())
-        return bad == 0 and bool((self.tracker + 1 < self._growth.interval).all())
-
 
 def growth_of(rules: Sequence[Rule], device: torch.device) -> Growth:
     """One tensor for each column of the rules."""
@@ -153,6 +157,16 @@ def growth_of(rules: Sequence[Rule], device: torch.device) -> Growth:
         low=column("min_scale", wide),
         high=column("max_scale", wide),
     )
+
+
+def _gather(leaves: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+    # backward(create_graph=True) does not add in place.
+    for leaf, row in zip(leaves, rows, strict=True):
+        gradient = leaf.grad
+        if gradient is not row:
+            if gradient is not None:
+                row.copy_(gradient.detach())
+            leaf.grad = row
 
 
 def _leaf(row: Tensor) -> Tensor:

@@ -47,6 +47,9 @@ class World:
         return packed
 
 
+_ALONE = World()
+
+
 def process_world(group: "dist.ProcessGroup | str | None" = "all") -> World:
     """The processes that take every step together, whatever they share of the model.
 
@@ -58,7 +61,7 @@ def process_world(group: "dist.ProcessGroup | str | None" = "all") -> World:
     """
     ready = dist.is_available() and dist.is_initialized()
     if group is None or (group == "all" and not ready):
-        return World()
+        return _ALONE
     if group == "all":
         return World("all", None, dist.get_world_size())
     if not (ready and isinstance(group, dist.ProcessGroup)):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from steadygrad.optim import LANS
-from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler, boundary, layerwise, table
+from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler, boundary, layerwise
 from tests.unit.scale.training import (
     SCALES,
     Poison,
@@ -216,8 +216,8 @@ def test_disabled_it_does_nothing():
 
 def as_on_a_device(monkeypatch):
     """Nothing is at hand: what the host can read on a CPU is decided by tensors instead."""
-    for room in (boundary, layerwise, table):
-        monkeypatch.setattr(room, "known", lambda number: None)
+    for room in (boundary, layerwise):
+        monkeypatch.setattr(room, "known", lambda tensor: None)
 
 
 @pytest.mark.parametrize("scales", [SCALES, AutoScale(every=3, warmup=1)])
