@@ -19,12 +19,7 @@ from steadygrad.kernels import cpu
 from steadygrad.kernels.tables import COLUMNS, SMALL_STATES, ChunkTable, Number, Setting
 from steadygrad.optim.leaves import Leaves
 from steadygrad.optim.masters import MASTER
-from steadygrad.optim.memory import (
-    gradient_type,
-    has_plain_gradient,
-    layout,
-    own_gradients,
-)
+from steadygrad.optim.memory import Layout, gradient_type, has_plain_gradient, own_gradients
 from steadygrad.sharding import is_sharded, local
 
 __all__ = ["CPU", "Fused"]
@@ -95,11 +90,11 @@ class Fused:
         self.found = self.settings.numpy()
         self._numels = [p.numel() for p in params]
         # What each kind of tensor must go on being, for loops not to take it for something else.
-        self._layout, self._sizes = layout(self._own), [*map(Tensor.numel, self._own)]
-        self._usual = [(self.types[0], *rest) for _, *rest in self._layout]
-        self._weights_layout = [(self.types[1], *rest) for _, *rest in self._layout]
-        self._state_layout = [(self.types[2], *rest) for _, *rest in self._layout]
-        self._small_layouts = [layout(self._state[name]) for name in small]
+        self._sizes = [*map(Tensor.numel, self._own)]
+        kinds = (self.types[3], *self.types[:3])
+        layouts = [Layout(self._own, dtype) for dtype in kinds]
+        self._layout, self._usual, self._weights_layout, self._state_layout = layouts
+        self._small_layouts = [Layout(self._state[name]) for name in small]
 
     def refresh(self) -> bool:
         """Looks where everything lies now; False if it is no longer the same tensors.
@@ -126,7 +121,7 @@ class Fused:
             has_master = MASTER in self._state
             self.weights = [local(x) for x in self._state[MASTER]] if has_master else self._own
         found, table = _addresses(self._own), self.table.addresses
-        if not np.array_equal(table[:, 4], found) or layout(self._own) != self._layout:
+        if not np.array_equal(table[:, 4], found) or not self._layout.holds(self._own):
             return False
         if self.weights is self._own:
             table[:, 1] = found
@@ -135,7 +130,7 @@ class Fused:
         masters = (state.get(MASTER) for state in self.states)
         table[:, 1] = _addresses(self.weights)
         same = all(map(is_, masters, self._state[MASTER]))
-        return same and layout(self.weights) == self._weights_layout
+        return same and self._weights_layout.holds(self.weights)
 
     def _find_states(self) -> bool:
         if [*map(len, self.states)] != self._lengths:
@@ -147,7 +142,7 @@ class Fused:
             if self.sharded:
                 moments = [local(x) for x in moments]
             self.table.addresses[:, 2 + place] = _addresses(moments)
-            if layout(moments) != self._state_layout:
+            if not self._state_layout.holds(moments):
                 return False
         return self._find_small_states()
 
@@ -156,7 +151,7 @@ class Fused:
         rows = zip(self._small, self._widths, self._small_layouts, strict=True)
         for name, width, kept in rows:
             tensors = self._state[name]
-            if layout(tensors) != kept:
+            if not kept.holds(tensors):
                 return False
             starts = _addresses(tensors)[:, None]
             offsets = np.arange(width) * tensors[0].element_size()
@@ -184,7 +179,7 @@ class Fused:
         """Whether all are there and lie as their parameters do: in few calls, for each counts."""
         return (
             {*map(type, grads)} == {Tensor}
-            and layout(grads) == self._usual
+            and self._usual.holds(grads)
             and not any(map(Tensor.is_neg, grads))
         )
 

@@ -1,6 +1,7 @@
 """Which tensors compiled kernels can take: plain dense memory, one order throughout."""
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter, eq, is_
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from steadygrad.optim.leaves import local_grads
 from steadygrad.optim.masters import MASTER
 from steadygrad.sharding import local
 
-__all__ = ["fits", "gradient_type", "has_plain_gradient", "layout", "own_gradients"]
+__all__ = ["Layout", "fits", "gradient_type", "has_plain_gradient", "layout", "own_gradients"]
 
 _TYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
@@ -30,6 +31,28 @@ def has_plain_gradient(parameter: Tensor) -> bool:
 def layout(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     """Type, shape and order of tensors, which may change where addresses do not."""
     return [(t.dtype, t.shape, t.stride()) for t in tensors]
+
+
+class Layout:
+    """What tensors are to stay, compared without a trace: thousands of tuples wake the collector.
+
+    Args:
+        tensors: The tensors.
+        dtype: Their type, if it is to be another.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> None:
+        self._dtypes = [t.dtype if dtype is None else dtype for t in tensors]
+        self._shapes = [t.shape for t in tensors]
+        self._strides = [t.stride() for t in tensors]
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether types, shapes and orders still are these."""
+        return (
+            all(map(is_, map(attrgetter("dtype"), tensors), self._dtypes))
+            and all(map(eq, map(attrgetter("shape"), tensors), self._shapes))
+            and all(map(eq, map(Tensor.stride, tensors), self._strides))
+        )
 
 
 def fits(

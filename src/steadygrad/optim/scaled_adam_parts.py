@@ -159,7 +159,8 @@ def norm_and_step(members: list[GroupPart]) -> tuple[Tensor, Tensor] | None:
     if members[0].leaves.group["clipping_scale"] is None:
         return None
     device = members[0].leaves.device
-    known = [found for some in members if (found := some.known_norm()) is not None]
+    asked = [some.known_norm() for some in members]
+    known = [found for found in asked if found is not None]
     if len(known) == len(members):
         norm = math.sqrt(sum(square for square, _ in known))
         last = max(step for _, step in known)

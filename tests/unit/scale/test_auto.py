@@ -106,5 +106,5 @@ def test_a_flag_counts_where_the_measurement_says_nothing():
     table, auto = scaler._table, AutoScale()
     before = table.own.clone()
     found = torch.tensor([False, True, False, False])
-    table.update(found, torch.zeros(4, table.seen.shape[1]), auto)
+    table.update(found, 1.0, torch.zeros(4, table.seen.shape[1]), auto)
     assert torch.equal(table.own, before * torch.tensor([1.0, 0.5, 1.0, 1.0]))
