@@ -19,7 +19,7 @@ advise: $(VENV)/.installed  ## train a real model, measure, recommend a batch si
 	$(BIN)/steadygrad advise --budget 5m
 
 test: $(VENV)/.installed  ## the whole test suite, slow tests included
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
