@@ -112,8 +112,7 @@ def scaled_adam_update(grad: Any, weight: Any, state: Any, parameter: Any) -> Ca
                     v[i] = beta2 * v[i] + rest2 * (slope * slope)
                     move = by_g * slope / (math.sqrt(v[i] * unbias) + eps)
                     # A weight that is not finite is not to reach `delta` by way of zero.
-                    if by_p != 0.0:
-                        move += by_p * state(here)
+                    move += by_p * (state(here) if by_p != 0.0 else state(0))
                     delta[i] = beta1 * delta[i] + rest1 * move
                     moved = min(max(here, -before), before) + exact(delta[i])
                     p[i] = narrow(min(max(moved, -after), after), p[i])
