@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from steadygrad.kernels.numba_parts import SOURCE, array_at, opened, wide
+from steadygrad.kernels.numba_parts import SOURCE, add_up, array_at, opened, wide
 from steadygrad.kernels.tables import COLUMNS, SMALL_STATES, LansNumber, LansSetting
 
 __all__ = ["lans_begin", "lans_finish", "lans_norms", "lans_ratios"]
@@ -25,27 +25,23 @@ DECAY, SIGN, LR = int(LansSetting.DECAY), int(LansSetting.SIGN), int(LansSetting
 LEAST, GREATEST = int(LansSetting.LEAST), int(LansSetting.GREATEST)
 
 
-@njit(inline="always")
-def add_up(chunks: Any, sums: Any, numbers: Any, place: Any, count: Any, exact: Any) -> None:
-    """Adds up over chunks, in the weights' type or float32."""
-    numbers[:, place : place + count] = 0.0
-    for c in range(len(chunks)):
-        for i in range(count):
-            numbers[chunks[c, 0], place + i] += sums[c, i]
-    for t in range(len(numbers)):
-        for i in range(place, place + count):
-            numbers[t, i] = np.float64(exact(numbers[t, i]))
+def adds_up(place: int, count: int) -> Callable[..., Callable[[Any], None]]:
+    """Makes kernels that add up, over chunks, what a pass has left in its first columns."""
+
+    def make(grad: Any, weight: Any, state: Any, parameter: Any) -> Callable[[Any], None]:
+        source, exact = SOURCE, wide(weight)
+
+        def kernel(data: Any) -> None:
+            _job, chunks, _table, sums, numbers, _s = opened(data, COLUMNS + 0 * source)
+            add_up(chunks, sums, numbers, place, count, exact)
+
+        return kernel
+
+    return make
 
 
-def lans_norms(grad: Any, weight: Any, state: Any, parameter: Any) -> Callable[[Any], None]:
-    """Squared norms of gradients."""
-    source, exact = SOURCE, wide(weight)
-
-    def kernel(data: Any) -> None:
-        _job, chunks, _table, sums, numbers, _s = opened(data, COLUMNS + 0 * source)
-        add_up(chunks, sums, numbers, SLOPES, 1, exact)
-
-    return kernel
+# Squared norms: of gradients, and of weights and both directions.
+lans_norms, lans_ratios = adds_up(SLOPES, 1), adds_up(WEIGHTS, 3)
 
 
 def lans_begin(grad: Any, weight: Any, state: Any, parameter: Any) -> Callable[[Any], None]:
@@ -61,17 +57,6 @@ def lans_begin(grad: Any, weight: Any, state: Any, parameter: Any) -> Callable[[
             number[INVERSE] = s[SIGN] / math.sqrt(square) if square > 0.0 else 0.0
             number[FIRST] = np.float64(state(1) / state(1 - s[BETA1] ** step))
             number[SECOND] = np.float64(state(1) / state(1 - s[BETA2] ** step))
-
-    return kernel
-
-
-def lans_ratios(grad: Any, weight: Any, state: Any, parameter: Any) -> Callable[[Any], None]:
-    """Squared norms of weights and of both directions."""
-    source, exact = SOURCE, wide(weight)
-
-    def kernel(data: Any) -> None:
-        _job, chunks, _table, sums, numbers, _s = opened(data, COLUMNS + 0 * source)
-        add_up(chunks, sums, numbers, WEIGHTS, 3, exact)
 
     return kernel
 

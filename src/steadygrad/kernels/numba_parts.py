@@ -18,6 +18,7 @@ from steadygrad.kernels.tables import Job, Setting
 
 __all__ = [
     "SOURCE",
+    "add_up",
     "array_at",
     "compiled",
     "follow",
@@ -109,6 +110,18 @@ def opened(data: Any, width: Any) -> Any:
     sums = array_at(job[SUMS], (job[CHUNKS], 3), np.float64)
     factors = array_at(job[FACTORS], (job[TENSORS], width), np.float64)
     return job, chunks, addresses, sums, factors, array_at(job[SETTINGS], MOST_SETTINGS, np.float64)
+
+
+@njit(inline="always")
+def add_up(chunks: Any, sums: Any, numbers: Any, place: Any, count: Any, exact: Any) -> None:
+    """Adds up over chunks, in the weights' type or float32."""
+    numbers[:, place : place + count] = 0.0
+    for c in range(len(chunks)):
+        for i in range(count):
+            numbers[chunks[c, 0], place + i] += sums[c, i]
+    for t in range(len(numbers)):
+        for i in range(place, place + count):
+            numbers[t, i] = np.float64(exact(numbers[t, i]))
 
 
 @njit(inline="always")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from steadygrad.kernels.numba_parts import SOURCE, array_at, opened, wide
+from steadygrad.kernels.numba_parts import SOURCE, add_up, array_at, opened, wide
 from steadygrad.kernels.numba_sizes import RMS, STEP, UNSURE, due
 from steadygrad.kernels.tables import COLUMNS, Number, Setting
 
@@ -85,15 +85,10 @@ def scaled_adam_add(grad: Any, weight: Any, state: Any, parameter: Any) -> Calla
 
     def kernel(data: Any) -> None:
         _job, chunks, addresses, sums, numbers, s = opened(data, COLUMNS + 0 * source)
-        numbers[:, SLOPES : SQUARE + 1] = 0.0
-        for c in range(len(chunks)):
-            for place in range(3):
-                numbers[chunks[c, 0], SLOPES + place] += sums[c, place]
+        add_up(chunks, sums, numbers, SLOPES, 3, exact)
         s[LATE] = 0.0
         for t in range(len(numbers)):
             row, number = addresses[t], numbers[t]
-            for place in range(SLOPES, SQUARE + 1):
-                number[place] = np.float64(exact(number[place]))
             if s[SCALAR] == 0.0:
                 rms = np.float64(array_at(row[RMS], 1, state)[0])
                 step = array_at(row[STEP], 1, np.float32)[0]

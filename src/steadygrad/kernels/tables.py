@@ -140,6 +140,8 @@ class ChunkTable:
         addresses: With shape ``(tensors, fields)``; to be filled in before each launch. Zero in
             the first place: the gradient is zero.
         chunks: Rows of tensor, first element and length, with shape ``(chunks, 3)``.
+        sums: What the last pass has added up in each chunk, with shape ``(chunks, 3)``.
+        firsts: Each tensor's first chunk.
     """
 
     def __init__(self, sizes: Sequence[int], fields: int, chunk: int = CHUNK) -> None:
@@ -153,7 +155,7 @@ class ChunkTable:
         self.elements = sum(sizes)
         # A line of cache to itself: every thread writes to it.
         self._counter = np.zeros(16, np.int64)
-        self._sums = np.zeros((len(self.chunks), 3))
+        self.sums = np.zeros((len(self.chunks), 3))
         # Arrays that stay where they are: asking numpy for an address takes a microsecond.
         self._job = np.array(
             [
@@ -163,7 +165,7 @@ class ChunkTable:
                 *self.addresses.shape[:1],
                 self.addresses.ctypes.data,
                 self.addresses.shape[1],
-                self._sums.ctypes.data,
+                self.sums.ctypes.data,
                 0,
                 0,
                 _ZEROS.ctypes.data,
@@ -180,8 +182,3 @@ class ChunkTable:
         self._counter[8] = 0
         self._job[Job.FACTORS], self._job[Job.SETTINGS] = factors, settings
         return self._job
-
-    def sums(self) -> NDArray[np.float64]:
-        """What the last kernel has added up for each tensor, with shape ``(3, tensors)``."""
-        found: NDArray[np.float64] = np.add.reduceat(self._sums, self.firsts, axis=0)
-        return np.ascontiguousarray(found.T)
