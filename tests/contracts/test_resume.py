@@ -40,6 +40,34 @@ def test_resumes_to_the_bit_from_a_file(entry, dtype, stop):
 
 
 @every_optimizer
+@pytest.mark.parametrize("way", ["resumed", "skipped"])
+def test_the_first_pass_is_the_same_after_a_pause(entry, way):
+    """It takes more sums than usual then, and must not round those that it always takes otherwise.
+
+    Each tensor is a group, as a group's norm would hide the rounding of one among many.
+    """
+    draw = torch.Generator().manual_seed(0)
+    params = [torch.randn(n, generator=draw).requires_grad_() for n in range(9, 400, 13)]
+    others = clones(params)
+    optimizer, paused = (entry([{"params": [p]} for p in own]) for own in (params, others))
+    run(optimizer, params, range(4))
+    run(paused, others, range(4))
+    if way == "resumed":
+        state = paused.state_dict()
+        paused = entry([{"params": [p]} for p in others])
+        paused.load_state_dict(state)
+    else:
+        give_gradients(others, 4)
+        for p in others:
+            p.grad[0] = torch.inf
+        paused.step()
+        assert paused.skipped == 1
+    run(optimizer, params, range(4, 8))
+    run(paused, others, range(4, 8))
+    assert_same(snapshot(optimizer, params), snapshot(paused, others))
+
+
+@every_optimizer
 def test_loading_its_own_state_changes_nothing(entry):
     params = parameters(torch.bfloat16)
     optimizer = entry(params)

@@ -54,18 +54,17 @@ def scaled_adam_sums(grad: Any, weight: Any, state: Any, parameter: Any) -> Call
                 g = gradient_at(job, table[tensor, 0], block, size, grad)
                 p = part_at(table[tensor, 1], block, size, weight)
                 part_g, part_pg, part_p = exact(0), exact(0), exact(0)
-                if factors[tensor, EARLY] == 0.0:
-                    for i in range(size):
-                        slope = exact(widen(g[i]))
-                        part_g += slope * slope
-                else:
+                # The same loop whether products follow or not: two may add up in two orders, and a
+                # step after a resume, which takes products, would be another.
+                for i in range(size):
+                    slope = exact(widen(g[i]))
+                    part_g += slope * slope
+                if factors[tensor, EARLY] != 0.0:
                     if rounded:
                         follow(p, part_at(table[tensor, 4], block, size, parameter), size)
                     for i in range(size):
-                        slope = exact(widen(g[i]))
-                        part_g += slope * slope
                         here = exact(widen(p[i]))
-                        part_pg += slope * here
+                        part_pg += exact(widen(g[i])) * here
                         part_p += here * here
                 total_g += np.float64(part_g)
                 total_pg += np.float64(part_pg)
