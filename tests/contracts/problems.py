@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.rounding import ROUNDINGS, assert_alike
+
 SHAPES = [(8, 4), (4,), (), (1,), (3, 2, 2), (0, 3), (8, 4)]
 
 
@@ -49,6 +51,30 @@ def assert_same(first: Iterable[Tensor], second: Iterable[Tensor]) -> None:
     for a, b in zip(list(first), list(second), strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
+
+
+def assert_rounded_alike(
+    ours: Optimizer, theirs: Optimizer, *, weights: bool = True, roundings: int = ROUNDINGS
+) -> None:
+    """Weights and states of two optimizers are equal but for the rounding of the states' types."""
+    both = [_by_type(optimizer, weights) for optimizer in (ours, theirs)]
+    for dtype, found in both[0].items():
+        # Where float64 is not rounded in between, the compiler takes b v + (1 - b) g^2 for
+        # g^2 + b (v - g^2), whose roundings are 1 / (1 - b) times larger: a thousand.
+        count = 1024 if dtype is torch.float64 else roundings
+        assert_alike(found, both[1][dtype], within=dtype, roundings=count)
+
+
+def _by_type(optimizer: Optimizer, weights: bool) -> dict[torch.dtype, list[tuple[str, Tensor]]]:
+    """Names and tensors by the type that they were computed in."""
+    found: dict[torch.dtype, list[tuple[str, Tensor]]] = {torch.float64: [], torch.float32: []}
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        state = {name: t for name, t in optimizer.state[p].items() if name != "skipped"}
+        exact = state["exp_avg_sq"].dtype if "exp_avg_sq" in state else torch.float32
+        for name, t in (state | ({"weight": p} if weights else {})).items():
+            # Norms are kept in float32 for every type, and the threshold is taken from them.
+            found[torch.float32 if name.startswith("model_norm") else exact].append((name, t))
+    return found
 
 
 class Watch(TorchDispatchMode):

@@ -8,6 +8,7 @@ import torch
 
 from steadygrad import kernels
 from steadygrad.optim import LANS, ScaledAdam
+from tests.contracts.problems import assert_rounded_alike
 
 MAKERS = {"lans": LANS, "scaled_adam": lambda p, **k: ScaledAdam(p, clipping_scale=2.0, **k)}
 every_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -40,10 +41,8 @@ def steps(both, numbers, change=None):
 
 
 def assert_close(both):
-    (ours, _), (theirs, _) = both
-    for a, b in zip(ours, theirs, strict=True):
-        # A few steps' rounding of float32.
-        torch.testing.assert_close(a.float(), b.float(), rtol=1e-5, atol=1e-6)
+    (_, one), (_, two) = both
+    assert_rounded_alike(one, two)
 
 
 def move_weight(params, optimizer):
@@ -87,10 +86,6 @@ def test_memory_that_moves(make, change):
 
     steps(both, range(7), move)
     assert_close(both)
-    (ours, one), (theirs, two) = both
-    for name in ("step", "exp_avg_sq"):
-        a, b = one.state[ours[0]][name], two.state[theirs[0]][name]
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
 @every_optimizer
@@ -167,11 +162,11 @@ def test_masters_follow_what_others_write(make, dtype):
                 params[0][1] = 3.0
 
     steps(both, range(5), write)
-    for p, q in zip(both[0][0], both[1][0], strict=True):
-        a, b = both[0][1].state[p]["master_weight"], both[1][1].state[q]["master_weight"]
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert_close(both)
+    params, optimizer = both[0]
+    for p in params:
         # The parameter is its master, rounded.
-        assert torch.equal(p.detach(), a.to(dtype))
+        assert torch.equal(p.detach(), optimizer.state[p]["master_weight"].to(dtype))
     assert (both[0][0][0][1] > 1.5).all()
 
 
@@ -206,13 +201,11 @@ def test_modes_may_be_exchanged_on_the_way(make):
 
 def test_the_late_inner_products_of_scaled_adam_reach_the_sizes():
     """Two steps from the size step, sums are taken along by the update: as in the other mode."""
-    (ours, one), (theirs, two) = both = pair(ScaledAdam)
+    both = pair(ScaledAdam)
     steps(both, range(6))
-    for p, q in zip(ours[:2], theirs[:2], strict=True):
-        a, b = one.state[p]["scale_grads"], two.state[q]["scale_grads"]
-        assert a.abs().min() > 0
-        # Inner products of seven to thirty numbers of about one.
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    ours, one = both[0]
+    assert all(one.state[p]["scale_grads"].abs().min() > 0 for p in ours[:2])
+    assert_close(both)
 
 
 def test_a_scalers_factor_counts_in_the_norm_that_is_clipped():
@@ -226,11 +219,7 @@ def test_a_scalers_factor_counts_in_the_norm_that_is_clipped():
     both = pair(MAKERS["scaled_adam"])
     steps(both, range(14), scaled)
     assert_close(both)
-    (ours, one), (theirs, two) = both
-    names = ("model_norms", "model_norm_threshold", "num_clipped")
-    for name in names:
-        a, b = one.state[ours[0]][name], two.state[theirs[0]][name]
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=0.0)  # float32 sums of a dozen numbers
+    ours, one = both[0]
     assert one.state[ours[0]]["num_clipped"] == 1
     assert 0.1 < one.state[ours[0]]["model_norms"][1] < 100
 
@@ -248,12 +237,11 @@ def test_the_norms_place_is_that_of_who_took_most_steps():
         del optimizer.param_groups[0]["params"][2], params[2]
     steps(both, range(9), freeze)
     assert_close(both)
-    (ours, one), (theirs, two) = both
+    ours, one = both[0]
     assert one.state[ours[0]]["step"] - one.state[ours[1]]["step"] == 4
-    a, b = one.state[ours[0]]["model_norms"], two.state[theirs[0]]["model_norms"]
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=0.0)
-    assert (a[1:9] > 0).all()
-    assert a[9] == 0
+    norms = one.state[ours[0]]["model_norms"]
+    assert (norms[1:9] > 0).all()
+    assert norms[9] == 0
 
 
 @pytest.mark.parametrize("count", [0, 3, 5, 7])
@@ -268,8 +256,3 @@ def test_a_count_that_was_edited_is_noticed(count):
     both = pair(ScaledAdam)
     steps(both, range(6), edit)
     assert_close(both)
-    (ours, one), (theirs, two) = both
-    for p, q in zip(ours[:2], theirs[:2], strict=True):
-        for name in ("param_rms", "scale_exp_avg_sq", "scale_grads"):
-            a, b = one.state[p][name], two.state[q][name]
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -10,6 +10,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from steadygrad import kernels
 from steadygrad._checks import InputError
 from steadygrad.optim import LANS, ScaledAdam
+from tests.contracts.problems import assert_rounded_alike
+from tests.rounding import assert_alike
 
 MAKERS = {"lans": LANS, "scaled_adam": lambda p, **k: ScaledAdam(p, clipping_scale=2.0, **k)}
 every_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -74,8 +76,7 @@ def test_another_order_at_the_same_address_is_noticed(make):
         with pytest.warns() if mode == "fused" else nullcontext():
             step(p, optimizer, 1)
         found[mode] = p.detach().clone()
-    # Two steps' rounding of float32.
-    torch.testing.assert_close(found["fused"], found["foreach"], rtol=1e-5, atol=1e-6)
+    assert_alike([("weight", found["fused"])], [("weight", found["foreach"])])
 
 
 STATES = {
@@ -141,8 +142,7 @@ def test_a_wrapped_gradient_is_noticed_by_loops_that_have_begun(make):
         step(p, optimizer, 3, gradient=lambda g: TwoTensor(g, g.clone()))
     step(other, by_calls, 3, gradient=lambda g: TwoTensor(g, g.clone()))
     assert (p.detach() - before).abs().max() > 1e-5
-    # Four steps' rounding of float32.
-    torch.testing.assert_close(p.detach(), other.detach(), rtol=1e-5, atol=1e-6)
+    assert_rounded_alike(optimizer, by_calls)
 
 
 @every_optimizer
@@ -341,8 +341,8 @@ def test_all_of_a_parameter_cut_off(make):
             if value.numel() == 4_000_000:
                 optimizer.state[p][name] = value[:1000].clone()
         step(p, optimizer, 2)
-        found.append(p.detach())
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)  # float32's rounding
+        found.append([("weight", p)])
+    assert_alike(*found)
 
 
 def test_a_master_that_was_taken_out_of_the_state_is_left_alone():
