@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ def test_what_may_change_is_told(partial):
     watcher = Watcher()
     resume(partial, monitor=watcher)
     assert [line.split(":")[0] for line in watcher.lines] == [
-        f"torch was 1.0 and is {torch.__version__}",
+        f"torch was 1.0 and is {version('torch')}",
         "the number of threads was 64 and is 1",
     ]
 
