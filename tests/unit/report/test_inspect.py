@@ -16,7 +16,13 @@ from steadygrad.report import charts as common
 from steadygrad.report import render
 from steadygrad.report.inspect import charts
 from steadygrad.report.inspect.data import AFTER, BEFORE, TITLES, Histogram, gather
-from tests.unit.report.test_browser import DARK, Look, assert_well_shown, luminance
+from tests.unit.report.test_browser import (
+    DARK,
+    Look,
+    assert_well_shown,
+    luminance,
+    needs_chromium,
+)
 
 HEADER = {
     "study": "inspect",
@@ -268,6 +274,7 @@ def test_a_partial_record_says_so(make_run, phases):
     assert ("Where the bits go" in text) == bool(phases)
 
 
+@needs_chromium
 @pytest.mark.parametrize("mode", ["light", "dark"])
 def test_on_a_phone_and_on_a_desk(make_run, tmp_path, mode):
     look = Look(render(make_run()), tmp_path, *([DARK] if mode == "dark" else []))
