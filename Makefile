@@ -37,6 +37,7 @@ docs: $(VENV)/.installed
 bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/results
 	$(PIP) install --quiet --constraint constraints.txt --group bench
 	$(BIN)/python benchmarks/noise_overhead.py --save
+	$(BIN)/python benchmarks/noise_drift.py --save
 	$(BIN)/python benchmarks/step_time.py --save
 	$(BIN)/python benchmarks/step_time_cuda.py --save
 	$(BIN)/python benchmarks/step_growth.py --save

@@ -96,7 +96,7 @@ def autocorrelation_time(series: Tensor, weights: Tensor) -> Tensor:
 
     Args:
         series: Values with weighted mean zero, with shape ``(*, N)``.
-        weights: Weight of each value, with shape ``(N)``.
+        weights: Weight of each value, with shape ``(N)`` or ``(*, N)``.
 
     Returns:
         :math:`\tau \ge 1`, with shape ``(*)``.
@@ -106,7 +106,7 @@ def autocorrelation_time(series: Tensor, weights: Tensor) -> Tensor:
         | https://doi.org/10.1214/ss/1177011137
     """
     n = series.shape[-1]
-    count = weights.sum() ** 2 / (weights * weights).sum()
+    count = weights.sum(-1, keepdim=True) ** 2 / (weights * weights).sum(-1, keepdim=True)
     threshold = 2 / torch.sqrt(count)
     scaled = series * torch.sqrt(weights)
     # All lags at once, through the spectrum: padding keeps the end from meeting the beginning.
@@ -182,25 +182,26 @@ def ratio_of_averages(
     Args:
         top: Numerators, with shape ``(*, N)``.
         bottom: Denominators, with shape ``(*, N)``.
-        weights: Weight of each measurement, at least 0, with shape ``(N)``. Default: equal.
+        weights: Weight of each measurement, at least 0, with shape ``(N)`` or ``(*, N)``.
+            Default: equal.
         level: Probability with which the interval should cover the truth.
 
     Returns:
         The ratio and its interval, each with shape ``(*)``. With fewer than three measurements
         nothing is resolved: the interval is everything.
     """
-    w = torch.ones_like(top[..., 0, :] if top.ndim > 1 else top) if weights is None else weights
-    w = w.reshape(-1, w.shape[-1])[0].to(top.dtype)
-    share = w / w.sum()
+    w = top.new_ones(top.shape[-1]) if weights is None else weights.to(top.dtype)
+    share = w / w.sum(-1, keepdim=True)
     a, b = (share * top).sum(-1), (share * bottom).sum(-1)
     ratio = a / b
     d_a, d_b = top - a.unsqueeze(-1), bottom - b.unsqueeze(-1)
 
     residual = d_a - ratio.nan_to_num(0.0, 0.0, 0.0).unsqueeze(-1) * d_b
-    count = 1 / (share * share).sum()
+    count = 1 / (share * share).sum(-1)
     effective = count / autocorrelation_time(residual, w)
     pairs = torch.stack([d_a, d_b], -2)
-    spread = (share * pairs) @ pairs.mT / (1 - 1 / count).clamp(min=1e-9)
+    unbiased = (1 - 1 / count).clamp(min=1e-9)[..., None, None]
+    spread = (share.unsqueeze(-2) * pairs) @ pairs.mT / unbiased
     quantile = t_quantile(level, effective - 1)
     low, high = fieller_interval(a, b, spread / effective[..., None, None], quantile)
 

@@ -79,6 +79,9 @@ class NoiseScale:
         every: Measure one step in so many, for a share of the cost. The first is measured. With
             ``"per_example"`` the other steps' forward passes are left alone, so each step's must
             follow the ``step()`` before it.
+        drift: Whether the noise scale may drift, as it does while weights move; then estimates
+            are of the newest part of the history where a test finds that it does. False, for
+            measurements at fixed weights: of the whole history, always.
 
     Raises:
         InputError: If an argument is wrong, nothing is trainable, or a layer is not supported.
@@ -103,6 +106,7 @@ class NoiseScale:
         history: int | None = None,
         level: float = 0.95,
         every: int = 1,
+        drift: bool = True,
     ) -> None:
         check_type("model", model, nn.Module, "the model as it is called in training")
         check_options(source, metric, accumulation, layers, optimizer)
@@ -121,6 +125,7 @@ class NoiseScale:
             power=self._meter.power,
             level=level,
             device=measured[0].parameter.device,
+            drift=check_type("drift", drift, bool, "True or False"),
         )
         self._source = make_source(source, model, measured, self.world, taps)
         self._parts = make_parts(source, metric, accumulation, self.world)

@@ -146,11 +146,12 @@ class SplitBatchNoiseScale(WideBuffers):
         The interval is Fieller's for the ratio of two correlated averages, as in
         :meth:`NoiseScale.estimate`. Its effective number of batches is that of the weights,
         :math:`(2 - \alpha)/\alpha` in the long run, divided by the autocorrelation time of the
-        batches' residuals: a noise scale that drifts widens it. It covers what the averages
-        converge to; with ``gradient_norm_clip`` at work that is not the noise scale itself.
+        batches' residuals. It covers what the averages converge to; with ``gradient_norm_clip`` at
+        work that is not the noise scale itself.
 
-        The value is what the last call returned, but for the weight of batches no longer kept, and
-        NaN where the averages are not positive, whatever ``negative`` says.
+        While it does not drift, the value is what the last call returned, but for the weight of
+        batches no longer kept; where it does, it is the newest batches' own. It is NaN where the
+        averages are not positive, whatever ``negative`` says.
 
         Returns:
             Tensors; nothing waits for the device until one is read.

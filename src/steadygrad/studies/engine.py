@@ -239,7 +239,8 @@ class Engine:
     @contextmanager
     def noise_scale(self) -> Iterator[NoiseScale]:
         """An estimator that averages all it is given; its hooks are gone afterwards."""
-        noise = NoiseScale(self.wrapped, decay=1.0)
+        # The weights stand still while they are measured.
+        noise = NoiseScale(self.wrapped, decay=1.0, drift=False)
         try:
             yield noise
         finally:

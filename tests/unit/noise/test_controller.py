@@ -12,7 +12,7 @@ from steadygrad.noise import BatchSizeController, NoiseEstimate
 def estimate(value, low, high, resolved=None):
     t = torch.tensor
     resolved = math.isfinite(high) if resolved is None else resolved
-    return NoiseEstimate(*map(t, (value, low, high, 1.0, value, resolved, 100, 100.0)))
+    return NoiseEstimate(*map(t, (value, low, high, 1.0, value, resolved, 100, 100.0, False, 49.5)))
 
 
 def follow(controller, value, low, high, updates):

@@ -12,7 +12,10 @@ from steadygrad.noise import SplitBatchNoiseScale
 from tests.unit.noise.test_split_batch import gradients, weights
 
 BATCH, DIM = 16, 32
-EVERY_NUMBER = ("value", "low", "high", "grad_sq_norm", "noise_trace", "effective")
+EVERY_NUMBER = (
+    *("value", "low", "high", "grad_sq_norm", "noise_trace", "effective"),
+    *("resolved", "measurements", "drifting", "age"),
+)
 
 
 def batches(count, noise_scale, generator, signal=1.0):
@@ -74,16 +77,24 @@ def test_the_interval_is_that_of_the_batches_own_estimates():
     assert got.measurements.item() == 30
 
 
-def test_batches_that_drift_are_worth_fewer():
+def test_batches_that_drift_give_the_newest_value():
     w, generator = weights(DIM), torch.Generator().manual_seed(0)
     size = 1 + torch.linspace(0, 2 * math.pi, 150, dtype=torch.float64).sin().view(-1, 1, 1) / 2
-    # The signal drifts and the noise does not.
+    # The signal drifts and the noise does not; at the end both are what they were at first.
     data = batches(150, 4.0, generator) + (size - 1) / DIM**0.5
     drifting = fed(SplitBatchNoiseScale(update_rate=0.01), data, w).estimate()
+    assert drifting.drifting
+    assert drifting.low < 4 < drifting.high
+    assert 8 <= drifting.measurements <= 37  # a quarter of a half at most, of one window at least
     shuffled = data[torch.randperm(150, generator=generator)]
     mixed = fed(SplitBatchNoiseScale(update_rate=0.01), shuffled, w).estimate()
-    assert drifting.effective < 0.5 * mixed.effective
-    assert drifting.measurements == mixed.measurements
+    assert not mixed.drifting
+    assert mixed.measurements == 150
+    age = torch.arange(150, dtype=torch.float64)
+    # 1e-12: the same sum.
+    assert mixed.age.item() == pytest.approx(
+        (0.99**age @ age / (0.99**age).sum()).item(), rel=1e-12
+    )
 
 
 def test_nothing_waits_for_the_device():
