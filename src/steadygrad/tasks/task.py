@@ -106,6 +106,20 @@ class Task:
         check_choice("lr_decay", self.lr_decay, LR_DECAYS)
         check_count("loader_workers", self.loader_workers, low=0)
 
+    @classmethod
+    def from_dataloader(cls, loader: Any, **options: Any) -> "Task":
+        """Makes a task from a loader; see :func:`steadygrad.tasks.adapters.from_dataloader`."""
+        from steadygrad.tasks.adapters import from_dataloader
+
+        return from_dataloader(loader, **options)
+
+    @classmethod
+    def from_hf(cls, model: nn.Module | None, dataset: Any, **options: Any) -> "Task":
+        """Makes a Hugging Face task; see :func:`steadygrad.tasks.adapters.from_hf`."""
+        from steadygrad.tasks.adapters import from_hf
+
+        return from_hf(model, dataset, **options)
+
     def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
         """Makes the optimizer of a model.
 

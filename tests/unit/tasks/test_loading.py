@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 
+import numpy
 import pytest
 import torch
 
@@ -48,6 +49,17 @@ def test_batches_are_the_same_and_in_order(workers):
         torch.equal(batch["x"], ROWS[numbers]) for batch, numbers in zip(found, ORDER, strict=True)
     )
     assert [type(batch) for batch in found] == [dict] * 5
+
+
+class Arrays(Processes):
+    def batch(self, indices):
+        return indices.numpy(), 0.5
+
+
+def test_workers_convert_nothing():
+    for workers in (0, 1):
+        ((array, number),) = batches(Arrays(), ORDER[:1], CPU, workers)
+        assert (type(array), array.tolist(), number) == (numpy.ndarray, [3, 1], 0.5)
 
 
 def test_workers_do_the_work():
