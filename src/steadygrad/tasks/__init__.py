@@ -1,9 +1,11 @@
 """What a study trains: the :class:`Task` protocol and built-in tasks on real data."""
 
 from steadygrad.tasks.guard import TaskError, guarded
-from steadygrad.tasks.losses import check_losses, mean_loss
+from steadygrad.tasks.loading import batches
+from steadygrad.tasks.losses import check_losses, evaluating, mean_loss
+from steadygrad.tasks.memory import is_out_of_memory
 from steadygrad.tasks.registry import BUILT_IN, TaskFactoryError, load_task
-from steadygrad.tasks.samples import Samples, TensorSamples, place
+from steadygrad.tasks.samples import Samples, TensorSamples, place, to_device
 from steadygrad.tasks.task import Task, describe
 
 __all__ = [
@@ -13,10 +15,14 @@ __all__ = [
     "TaskError",
     "TaskFactoryError",
     "TensorSamples",
+    "batches",
     "check_losses",
     "describe",
+    "evaluating",
     "guarded",
+    "is_out_of_memory",
     "load_task",
     "mean_loss",
     "place",
+    "to_device",
 ]

@@ -189,6 +189,7 @@ def char_lm(
         lr_rule="sqrt",
         samples_per_second=1_000.0,
         provenance=provenance,
+        tokens_per_sample=context,
     )
 
 

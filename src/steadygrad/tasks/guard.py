@@ -17,7 +17,7 @@ class TaskError(InputError):
 
 @contextmanager
 def guarded(what: str) -> Iterator[None]:
-    """Turns whatever a piece of the user's code raises into one readable line.
+    """Turns whatever a piece of the user's code raises, but Ctrl-C, into one readable line.
 
     Args:
         what: Which piece, such as ``"Task.make_model"``.
@@ -27,9 +27,10 @@ def guarded(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except InputError:
+    # GeneratorExit closes a generator around this block.
+    except (InputError, KeyboardInterrupt, GeneratorExit):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise TaskError(
             f"{what} should run without an error. Found {reason(error)}. "
             "Remedy: --debug shows the traceback."

@@ -8,12 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad._checks import InputError, check_count
-from steadygrad.tasks.samples import Samples, place
+from steadygrad.tasks.guard import TaskError, reason
+from steadygrad.tasks.memory import is_out_of_memory
+from steadygrad.tasks.samples import Samples, to_device
 
 if TYPE_CHECKING:
     from steadygrad.tasks.task import Task
 
-__all__ = ["check_losses", "mean_loss"]
+__all__ = ["check_losses", "evaluating", "mean_loss"]
+
+EVALUATION_SIZE = 128
 
 
 def check_losses(losses: Any, batch_size: int) -> Tensor:
@@ -72,32 +76,61 @@ def _wrong_shape(losses: Tensor) -> str:
 
 
 def mean_loss(
-    task: "Task", model: nn.Module, samples: Samples | None = None, *, chunk: int = 128
+    task: "Task",
+    model: nn.Module,
+    samples: Samples | None = None,
+    *,
+    micro_batch_size: int | None = None,
 ) -> float:
     """Evaluates a model by its mean per-sample loss, in evaluation mode and without gradients.
+
+    Where memory runs out, the micro-batch is halved until it fits.
 
     Args:
         task: Says the per-sample loss.
         model: The model; every module's training mode is put back afterwards.
         samples: What to evaluate on; None: ``task.valid``.
-        chunk: Samples in one forward pass.
+        micro_batch_size: Most samples in one forward pass; None: the task's, or else 128.
 
     Returns:
         The mean, summed in float64; it may be NaN or infinite when a loss is.
 
     Raises:
         InputError: If the losses have the wrong shape.
+        TaskError: If a single sample does not fit into memory.
     """
-    check_count("chunk", chunk)
+    if micro_batch_size is not None:
+        check_count("micro_batch_size", micro_batch_size)
+    size = micro_batch_size or task.micro_batch_size or EVALUATION_SIZE
     samples = task.valid if samples is None else samples
-    total = 0.0
+    total, start = 0.0, 0
     with torch.no_grad(), evaluating(model):
-        for indices in torch.split(torch.arange(len(samples)), chunk):
-            losses = task.per_sample_loss(model, place(samples.batch(indices), model))
-            if not isinstance(losses, Tensor) or losses.shape != indices.shape:
-                check_losses(losses, len(indices))
-            total += float(losses.double().sum())
+        while start < len(samples):
+            indices = torch.arange(start, min(start + size, len(samples)))
+            try:
+                total += _summed_losses(task, model, samples, indices)
+                start += len(indices)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if len(indices) == 1:
+                    raise _too_large(error) from error
+                size = len(indices) // 2
     return total / len(samples)
+
+
+def _summed_losses(task: "Task", model: nn.Module, samples: Samples, indices: Tensor) -> float:
+    losses = task.per_sample_loss(model, to_device(samples.batch(indices), model))
+    if not isinstance(losses, Tensor) or losses.shape != indices.shape:
+        check_losses(losses, len(indices))
+    return float(losses.double().sum())
+
+
+def _too_large(error: BaseException) -> TaskError:
+    return TaskError(
+        "The evaluation of one sample should fit into memory. "
+        f"Found {reason(error)}. Remedy: a smaller model, shorter samples or another device."
+    )
 
 
 @contextmanager

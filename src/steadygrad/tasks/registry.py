@@ -1,10 +1,8 @@
 """From what a user types to a task: built-in names and ``path/file.py:make_task``."""
 
 import hashlib
-import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import CodeType, FunctionType, MappingProxyType, ModuleType
@@ -15,6 +13,7 @@ from steadygrad.tasks.char_lm import char_lm
 from steadygrad.tasks.digits import digits_autoencoder, digits_classifier
 from steadygrad.tasks.digits_deep import digits_deep
 from steadygrad.tasks.guard import TaskError, first_line, reason
+from steadygrad.tasks.neighbours import importable
 from steadygrad.tasks.task import Task
 
 __all__ = ["BUILT_IN", "DEFAULT", "TaskFactoryError", "load_task"]
@@ -40,8 +39,8 @@ class TaskFactoryError(TaskError):
 def load_task(spec: str) -> Task:
     """Makes the task that a user asked for.
 
-    The file's folder is importable while the file is imported and its factory runs, as it is for
-    ``python file.py``; no byte code is written beside it.
+    Files beside the task's file can be imported from then on, as with ``python file.py``: by the
+    file, its factory and the task's functions. No byte code is written beside them.
 
     Args:
         spec: A name in ``BUILT_IN``, or ``"path/file.py:make_task"``.
@@ -62,7 +61,7 @@ def load_task(spec: str) -> Task:
         return BUILT_IN[spec]()
     path, factory = _split(spec)
     code = _compile(path)
-    with _importable(path.parent):
+    with importable(path.parent):
         module = _execute(path, code, spec)
         task = _call(_find_factory(module, factory, path), spec)
     if not isinstance(task, Task):
@@ -125,22 +124,6 @@ def _compile(path: Path) -> CodeType:
         ) from error
 
 
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """Puts a folder first on the import path, and writes no byte code, for a while."""
-    wrote_none = sys.dont_write_bytecode
-    sys.dont_write_bytecode = True
-    sys.path.insert(0, str(folder))
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        sys.dont_write_bytecode = wrote_none
-        # The user's own code may have changed the path meanwhile.
-        with suppress(ValueError):
-            sys.path.remove(str(folder))
-
-
 def _execute(path: Path, code: CodeType, spec: str) -> ModuleType:
     name = "_steadygrad_task_" + hashlib.sha256(str(path).encode()).hexdigest()[:12]
     module = ModuleType(name)
@@ -149,8 +132,10 @@ def _execute(path: Path, code: CodeType, spec: str) -> ModuleType:
     sys.modules[name] = module
     try:
         exec(code, module.__dict__)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise _factory_error(f"Importing the file of {spec}", error) from error
     return module
 
@@ -180,7 +165,9 @@ def _find_factory(module: ModuleType, factory: str, path: Path) -> Callable[[], 
 def _call(factory: Callable[[], Any], spec: str) -> Any:
     try:
         return factory()
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise _factory_error(spec, error) from error
 
 

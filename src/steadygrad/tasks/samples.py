@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from steadygrad._checks import InputError
 
-__all__ = ["Samples", "TensorSamples", "place"]
+__all__ = ["Samples", "TensorSamples", "place", "to_device"]
 
 
 @runtime_checkable
@@ -86,29 +87,42 @@ def _length(name: str, tensor: Any) -> int:
     return len(tensor)
 
 
-def place(batch: Any, model: nn.Module) -> Any:
-    """Moves a batch to where the model computes.
+def to_device(batch: Any, model: nn.Module) -> Any:
+    """Moves a batch to the device of a model, and narrows no number on the way.
 
     Args:
         batch: A nest (tuples, named tuples, lists, mappings) of tensors; other leaves are kept.
-        model: Its first parameter says the device, and the dtype of floating-point tensors;
-            integer tensors keep theirs. A model without parameters leaves the batch alone.
+            Objects with a method ``to``, such as a Hugging Face ``BatchEncoding``, move
+            themselves.
+        model: Its first parameter says the device. A floating-point tensor is widened to that
+            parameter's dtype where this has more bits; a float32 target stays float32 for a
+            bfloat16 model. A model without parameters leaves the batch alone.
 
     Returns:
         The same nest on the model's device.
     """
     like = next(model.parameters(), None)
-    return batch if like is None else _place(batch, like)
+    return batch if like is None else _to_device(batch, like)
 
 
-def _place(nest: Any, like: Tensor) -> Any:
+place = to_device
+
+
+def _to_device(nest: Any, like: Tensor) -> Any:
     if isinstance(nest, Tensor):
-        floating = nest.is_floating_point() and like.is_floating_point()
-        return nest.to(like.device, like.dtype if floating else nest.dtype, non_blocking=True)
+        dtype = like.dtype if _is_wider(like, nest) else nest.dtype
+        return nest.to(like.device, dtype, non_blocking=True)
+    if callable(getattr(nest, "to", None)):
+        return nest.to(like.device)
     if isinstance(nest, Mapping):
-        return {key: _place(item, like) for key, item in nest.items()}
+        return {key: _to_device(item, like) for key, item in nest.items()}
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(_place(item, like) for item in nest))
+        return type(nest)(*(_to_device(item, like) for item in nest))
     if isinstance(nest, (tuple, list)):
-        return type(nest)(_place(item, like) for item in nest)
+        return type(nest)(_to_device(item, like) for item in nest)
     return nest
+
+
+def _is_wider(like: Tensor, tensor: Tensor) -> bool:
+    floating = like.is_floating_point() and tensor.is_floating_point()
+    return floating and torch.finfo(like.dtype).bits > torch.finfo(tensor.dtype).bits

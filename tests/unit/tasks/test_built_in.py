@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from steadygrad.tasks import BUILT_IN, check_losses, load_task, mean_loss, place
+from steadygrad.tasks import BUILT_IN, check_losses, load_task, mean_loss, to_device
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "my_task.py"
 SPECS = [*BUILT_IN, f"{EXAMPLE}:make_task"]
@@ -67,7 +67,7 @@ def test_every_parameter_gets_a_gradient(task, model):
 
 def test_it_trains(task, model):
     before = mean_loss(task, model)
-    optimizer = task.make_optimizer(model.parameters(), task.lr)
+    optimizer = task.optimizer(model, task.lr)
     generator = torch.Generator().manual_seed(0)
     for _ in range(60):
         indices = torch.randint(len(task.train), (task.batch_size,), generator=generator)
@@ -80,7 +80,7 @@ def test_it_trains(task, model):
 
 def test_it_runs_in_double_precision(task, model):
     model.double()
-    batch = place(task.train.batch(torch.arange(4)), model)
+    batch = to_device(task.train.batch(torch.arange(4)), model)
     assert task.per_sample_loss(model, batch).dtype == torch.float64
 
 
@@ -106,3 +106,15 @@ def test_built_ins_say_their_speed_and_origin():
         assert task.samples_per_second > 0
         assert len(task.provenance["sha256"]) == 64
         assert task.provenance["corpus"]
+
+
+def test_a_language_model_says_its_tokens():
+    found = {name: make().tokens_per_sample for name, make in BUILT_IN.items()}
+    assert found == {
+        "char-lm": 64,
+        "digits-classifier": None,
+        "digits-autoencoder": None,
+        "digits-deep": None,
+    }
+    train = load_task("char-lm").train
+    assert train.batch(torch.arange(2))[0].shape == (2, 64)

@@ -9,6 +9,7 @@ from torch import nn
 from steadygrad._checks import InputError
 from steadygrad.tasks import TensorSamples, check_losses, mean_loss
 from tests.unit.tasks import tiny
+from tests.unit.tasks.test_memory import limited
 from tests.unit.tasks.tiny import squared
 
 ROWS = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
@@ -53,12 +54,12 @@ def test_a_batch_of_one_still_needs_its_dimension():
     assert check_losses(losses(1.0), 1).shape == (1,)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7, 128])
-def test_the_mean_does_not_depend_on_the_chunk(chunk):
+@pytest.mark.parametrize("size", [1, 3, 7, 128])
+def test_the_mean_does_not_depend_on_the_micro_batch(size):
     model = nn.Linear(3, 2)
     expected = squared(model.double(), ROWS.double()).mean().item()
     # In float64 the order of the summation is all that differs.
-    assert mean_loss(TASK, model, chunk=chunk) == pytest.approx(expected, rel=1e-14)
+    assert mean_loss(TASK, model, micro_batch_size=size) == pytest.approx(expected, rel=1e-14)
 
 
 def test_other_samples_than_the_validation_set():
@@ -99,9 +100,17 @@ def test_a_diverged_model_has_a_mean_that_says_so():
     assert mean_loss(TASK, model) != mean_loss(TASK, model)
 
 
-def test_chunk_is_checked():
-    with pytest.raises(InputError, match="`chunk`"):
-        mean_loss(TASK, nn.Linear(3, 2), chunk=0)
+def test_the_micro_batch_is_checked():
+    with pytest.raises(InputError, match="`micro_batch_size`"):
+        mean_loss(TASK, nn.Linear(3, 2), micro_batch_size=0)
+
+
+def test_the_tasks_micro_batch_is_the_default():
+    task, sizes = limited(7, valid=TensorSamples(ROWS), micro_batch_size=3)
+    mean_loss(task, nn.Linear(3, 2))
+    mean_loss(replace(task, micro_batch_size=None), nn.Linear(3, 2))
+    mean_loss(task, nn.Linear(3, 2), micro_batch_size=5)
+    assert sizes == [3, 3, 1, 7, 5, 2]
 
 
 def test_a_mean_that_was_expanded_is_still_a_mean():

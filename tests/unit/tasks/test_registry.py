@@ -182,10 +182,19 @@ def test_a_tasks_own_errors_stay_readable(write, arguments, found):
     assert str(error).count("Remedy") == 1
 
 
-def test_ctrl_c_is_not_swallowed(write):
-    path = write("def make_task():\n    raise KeyboardInterrupt\n")
+@pytest.mark.parametrize("source", ["def make_task():\n    raise {}\n", "raise {}\n"])
+def test_ctrl_c_is_not_swallowed(write, source):
+    path = write(source.format("KeyboardInterrupt"))
     with pytest.raises(KeyboardInterrupt):
         load_task(f"{path}:make_task")
+
+
+def test_an_exception_of_the_users_own_kind_is_one_line(write):
+    stop = "class Stop(BaseException): ...\n"
+    path = write(f"{stop}def make_task():\n    raise Stop('enough')\n")
+    refused(f"{path}:make_task", "Found Stop: enough.", "--debug", kind=TaskFactoryError)
+    path = write(f"{stop}raise Stop('at once')\n")
+    refused(f"{path}:make_task", "Importing", "Found Stop: at once", kind=TaskFactoryError)
 
 
 def test_siblings_import_and_nothing_is_written(write, tmp_path):

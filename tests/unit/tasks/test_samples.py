@@ -1,13 +1,13 @@
 """Samples: tensors with one row for each sample, and batches moved to the model."""
 
-from collections import namedtuple
+from collections import UserDict, namedtuple
 
 import pytest
 import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.tasks import Samples, TensorSamples, place
+from steadygrad.tasks import Samples, TensorSamples, to_device
 
 ROWS = torch.arange(12.0).view(6, 2)
 LABELS = torch.arange(6)
@@ -47,24 +47,57 @@ def test_data_that_are_not_rows_are_refused(data, found):
         TensorSamples(data)
 
 
-def test_place_casts_floats_only_and_keeps_the_nest():
+def test_to_device_widens_floats_only_and_keeps_the_nest():
     Pair = namedtuple("Pair", ["x", "y"])
     nest = {"pair": Pair(ROWS, LABELS), "more": [ROWS.half(), (LABELS.int(), "text")]}
-    placed = place(nest, nn.Linear(2, 1).double())
-    assert isinstance(placed["pair"], Pair)
-    assert placed["pair"].x.dtype == placed["more"][0].dtype == torch.float64
-    assert torch.equal(placed["pair"].x, ROWS.double())
-    assert placed["pair"].y.dtype == torch.int64
-    assert placed["more"][1][0].dtype == torch.int32
-    assert placed["more"][1][1] == "text"
-    assert type(placed["more"]) is list
-    assert type(placed["more"][1]) is tuple
+    moved = to_device(nest, nn.Linear(2, 1).double())
+    assert isinstance(moved["pair"], Pair)
+    assert moved["pair"].x.dtype == moved["more"][0].dtype == torch.float64
+    assert torch.equal(moved["pair"].x, ROWS.double())
+    assert moved["pair"].y.dtype == torch.int64
+    assert moved["more"][1][0].dtype == torch.int32
+    assert moved["more"][1][1] == "text"
+    assert type(moved["more"]) is list
+    assert type(moved["more"][1]) is tuple
 
 
-def test_place_follows_the_models_device():
-    placed = place((ROWS, LABELS), nn.Linear(2, 1, device="meta"))
-    assert [tensor.device.type for tensor in placed] == ["meta", "meta"]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_to_device_narrows_nothing(dtype):
+    """1001 has ten bits: in bfloat16 the target would be 1000."""
+    target = to_device({"target": torch.tensor([1001.0])}, nn.Linear(2, 1).to(dtype))["target"]
+    assert target.dtype == torch.float32
+    assert target.item() == 1001.0
+    # Neither half type is wider than the other.
+    other = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16}[dtype]
+    assert to_device(ROWS.to(other), nn.Linear(2, 1).to(dtype)).dtype == other
 
 
-def test_place_leaves_a_batch_alone_for_a_model_without_parameters():
-    assert place(ROWS, nn.Identity()) is ROWS
+def test_to_device_leaves_integers_alone_for_a_model_of_integers():
+    model = nn.Module()
+    model.codes = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+    assert to_device(ROWS, model).dtype == torch.float32
+
+
+class Encoding(UserDict):
+    """As ``transformers.BatchEncoding``: a mapping that moves itself and is returned."""
+
+    def to(self, device):
+        self.data = {key: value.to(device) for key, value in self.data.items()}
+        return self
+
+
+def test_to_device_lets_objects_move_themselves():
+    batch = Encoding(input_ids=LABELS)
+    moved, text = to_device((batch, "text"), nn.Linear(2, 1, device="meta"))
+    assert moved is batch
+    assert moved["input_ids"].device.type == "meta"
+    assert text == "text"
+
+
+def test_to_device_follows_the_models_device():
+    moved = to_device((ROWS, LABELS), nn.Linear(2, 1, device="meta"))
+    assert [tensor.device.type for tensor in moved] == ["meta", "meta"]
+
+
+def test_to_device_leaves_a_batch_alone_for_a_model_without_parameters():
+    assert to_device(ROWS, nn.Identity()) is ROWS

@@ -1,0 +1,207 @@
+"""Batches and per-sample losses of Hugging Face models, by what they look like; no import."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from steadygrad._checks import InputError
+from steadygrad.tasks.guard import guarded
+from steadygrad.tasks.losses import evaluating
+from steadygrad.tasks.samples import to_device
+from steadygrad.tasks.task import Task
+
+__all__ = [
+    "OBJECTIVES",
+    "ColumnCollator",
+    "ModelColumns",
+    "check_own_loss",
+    "objective_losses",
+    "objective_of",
+    "sequence_length",
+]
+
+OBJECTIVES = ("causal-lm", "masked-lm", "classification")
+ENDINGS = {
+    "ForCausalLM": "causal-lm",
+    "LMHeadModel": "causal-lm",
+    "ForMaskedLM": "masked-lm",
+    "ForSequenceClassification": "classification",
+}
+IGNORED = -100
+LABELS = ("labels", "label", "label_ids")
+
+
+def objective_of(model: nn.Module) -> str:
+    """Reads the objective off the name of a model's class.
+
+    Raises:
+        InputError: If the name says none.
+    """
+    name = type(model).__name__
+    for ending, objective in ENDINGS.items():
+        if name.endswith(ending):
+            return objective
+    raise InputError(
+        f"The model's class should end in one of {', '.join(ENDINGS)}. Found {name}. "
+        f"Remedy: objective = one of {', '.join(OBJECTIVES)}, or Task.from_dataloader."
+    )
+
+
+def objective_losses(model: nn.Module, batch: Mapping[str, Any], *, objective: str) -> Tensor:
+    """Mean cross-entropy of each sample over its labelled tokens, in nats, with shape ``(n,)``."""
+    labels = _labels(batch)
+    logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+    losses, labelled = token_losses(logits, labels, objective)
+    return losses.sum(1) / labelled.sum(1).clamp(min=1)
+
+
+def token_losses(logits: Tensor, labels: Tensor, objective: str) -> tuple[Tensor, Tensor]:
+    """Computes the cross-entropy of every label, in float32 at least.
+
+    Args:
+        logits: With shape ``(n, length, classes)``; of a classification, ``(n, classes)``.
+        labels: With shape ``(n, length)`` or ``(n,)``; -100 is ignored.
+        objective: One of ``OBJECTIVES``; a causal model's logits are for the next token.
+
+    Returns:
+        Losses, 0 where ignored, and whether there is a label, both with shape ``(n, tokens)``.
+    """
+    if objective == "causal-lm":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = F.cross_entropy(
+        wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none"
+    )
+    return losses.view(len(labels), -1), (labels != IGNORED).view(len(labels), -1)
+
+
+def check_own_loss(task: Task, model: nn.Module, objective: str) -> None:
+    """Compares a task's losses with the model's own mean loss, on the first two samples.
+
+    Raises:
+        InputError: If they differ by more than rounding.
+    """
+    seeded = torch.random.fork_rng(devices=[])
+    with guarded("The model on the first samples"), seeded, torch.no_grad(), evaluating(model):
+        batch = to_device(task.train.batch(torch.arange(min(2, len(task.train)))), model)
+        labels, found = _labels(batch), model(**batch)
+        losses, labelled = token_losses(found.logits, labels, objective)
+    own = getattr(found, "loss", None)
+    if own is None or not labelled.any():
+        return
+    mean = float(losses.sum() / labelled.sum())
+    # A loss in bfloat16 has eight bits.
+    tolerance = 1e-3 if torch.finfo(own.dtype).bits >= 32 else 2e-2
+    if not math.isclose(mean, float(own), rel_tol=tolerance, abs_tol=1e-5):
+        raise InputError(
+            f"The cross-entropy of objective {objective!r} should be the model's own loss, "
+            f"{float(own):.6g} on the first samples. Found {mean:.6g}. Remedy: another objective, "
+            "or Task.from_dataloader with a per_sample_loss of your own."
+        )
+
+
+def sequence_length(rows: Any) -> int | None:
+    """Length of the samples' ``input_ids``, if eight samples spread over all have one length."""
+    count = min(8, len(rows))
+    lengths = {len(rows[i * len(rows) // count].get("input_ids", ())) for i in range(count)}
+    return (lengths.pop() or None) if len(lengths) == 1 else None
+
+
+def _labels(batch: Mapping[str, Any]) -> Tensor:
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor):
+        raise InputError(
+            f"A batch should hold a tensor of labels. Found {', '.join(batch)}. "
+            "Remedy: a column labels in the data set, or a collator that makes them."
+        )
+    return labels
+
+
+@dataclass(frozen=True)
+class ModelColumns:
+    """Keeps a data set's columns that a model takes, then collates.
+
+    Args:
+        collate: ``(list of mappings) -> batch``.
+        columns: Columns to keep; empty: all.
+    """
+
+    collate: Callable[[list[Any]], Any]
+    columns: frozenset[str]
+
+    @classmethod
+    def of(cls, model: nn.Module, collate: Callable[[list[Any]], Any]) -> "ModelColumns":
+        """Reads the columns off the signature of the model's ``forward``."""
+        parameters = inspect.signature(model.forward).parameters.values()
+        open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        names = [p.name for p in parameters if p.kind not in open_ended]
+        return cls(collate, frozenset([*names, *LABELS] if names else ()))
+
+    def __call__(self, items: list[Mapping[str, Any]]) -> Any:
+        """Collates ``n`` samples."""
+        kept = [
+            {key: value for key, value in item.items() if not self.columns or key in self.columns}
+            for item in items
+        ]
+        if not all(kept):
+            raise InputError(
+                f"The data set should have columns that the model takes, such as input_ids. Found "
+                f"{', '.join(items[0])}. Remedy: tokenize it: dataset.map(...)."
+            )
+        return self.collate(kept)
+
+
+@dataclass(frozen=True)
+class ColumnCollator:
+    """Stacks every column into a tensor, padded by a tokenizer where there is one.
+
+    Args:
+        tokenizer: Has ``pad(items, return_tensors="pt")``; None: samples must have one length.
+        objective: Of ``"causal-lm"`` samples without labels, their tokens are the labels.
+    """
+
+    tokenizer: Any
+    objective: str | None
+
+    def __call__(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """Collates ``n`` samples."""
+        name = next((name for name in LABELS if name in items[0]), None)
+        labels = None if name is None else [torch.as_tensor(item[name]) for item in items]
+        inputs = [{k: v for k, v in item.items() if k != name} for item in items]
+        if self.tokenizer is None:
+            batch = {key: _stack(key, [item[key] for item in inputs]) for key in inputs[0]}
+        else:
+            batch = dict(self.tokenizer.pad(inputs, return_tensors="pt"))
+        if labels is not None:
+            batch["labels"] = self._padded(labels)
+        elif self.objective == "causal-lm":
+            tokens = batch["input_ids"]
+            mask = batch.get("attention_mask", torch.ones_like(tokens))
+            batch["labels"] = tokens.masked_fill(mask == 0, IGNORED)
+        return batch
+
+    def _padded(self, labels: list[Tensor]) -> Tensor:
+        """One label, or one for each token, of every sample; padding is ignored."""
+        if self.tokenizer is None or labels[0].ndim == 0:
+            return _stack("labels", labels)
+        side = getattr(self.tokenizer, "padding_side", "right")
+        return nn.utils.rnn.pad_sequence(
+            labels, batch_first=True, padding_value=IGNORED, padding_side=side
+        )
+
+
+def _stack(column: str, values: list[Any]) -> Tensor:
+    tensors = [torch.as_tensor(value) for value in values]
+    if len({tensor.shape for tensor in tensors}) != 1:
+        lengths = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:4])
+        raise InputError(
+            f"Samples should have one length where nothing pads them. Found {column} with shapes "
+            f"{lengths}. Remedy: tokenizer=, collator=, or packed samples."
+        )
+    return torch.stack(tensors)
