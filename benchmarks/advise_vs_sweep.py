@@ -48,31 +48,24 @@ def train(job: Job) -> list[tuple[int, float]]:
     """Validation loss along one run; ends early when it diverges."""
     import torch
 
-    from steadygrad.studies.engine import Diverged, Engine
+    from steadygrad.studies.deadline import Deadline
+    from steadygrad.studies.distributed import DistributedContext
     from steadygrad.studies.order import main_order
-    from steadygrad.studies.ranks import Ranks
-    from steadygrad.studies.stop import Stop
+    from steadygrad.studies.trainer import Diverged, Trainer
     from steadygrad.tasks import load_task
 
     torch.set_num_threads(1)
-    task = replace(load_task(job.task), lr=job.lr, batch_size=job.batch_size)
-    ranks = Ranks.join(Stop(), torch.device("cpu"))
-    engine = Engine(task, seed=job.seed, dtype="float32", ranks=ranks)
+    warmup = int(WARMUP * job.samples / LONGER)
+    task = load_task(job.task)
+    task = replace(task, lr=job.lr, batch_size=job.batch_size, warmup_samples=warmup)
+    context = DistributedContext(Deadline())
+    trainer = Trainer(task, seed=job.seed, dtype="float32", context=context)
     order, every = main_order(len(task.train), job.seed), job.samples / EVALUATIONS
     curve, due = [], every
-    groups = engine.optimizer.param_groups
-
-    def set_rate(seen: int) -> None:
-        part = min(1.0, seen / (WARMUP * job.samples / LONGER))
-        for group in groups:
-            group["lr"] = job.lr * part
-
     try:
-        set_rate(job.batch_size)
-        for seen, _ in engine.run(order, 0, job.samples, job.batch_size):
-            set_rate(seen + job.batch_size)
+        for seen in trainer.run(order, 0, job.samples, job.batch_size):
             if seen >= due:
-                curve.append((seen, engine.evaluate()))
+                curve.append((seen, trainer.evaluate()))
                 due = seen + every
     except Diverged:
         pass
@@ -170,7 +163,7 @@ def report(options, summary: dict | None, sweep: Sweep, sizes, length: int, lr_o
     if summary is None:
         return f"Target loss {target:.4f}; samples to it by batch size: {need}; good: {good}."
     advice = summary["recommendation"]
-    ratio = advice["batch_size"] / good
+    size = advice["batch_size"]
     tried = f"{sweep.seeds} seeds; {len(sweep.curves)} pairs of batch size and learning rate"
     lines = [
         f"Task {options.task}; {tried}.",
@@ -185,14 +178,16 @@ def report(options, summary: dict | None, sweep: Sweep, sizes, length: int, lr_o
             f"| {b} | {lr_of(rung):.2e} | {need[b]:.0f} | {need[b] / least - 1:+.1%} | "
             f"{end(sweep.curves[b, rung]):.4f} |"
         )
+    lines += ["", f"Largest batch with at most {TOLERANCE:.0%} more samples: **{good}**."]
+    command = f"`steadygrad advise {options.task} --budget {options.budget}`"
+    if size is None:
+        return "\n".join([*lines, f"{command} recommends no batch size."])
+    ratio = size / good
     verdict = "within" if 0.5 <= ratio <= 2 else "NOT within"
-    limit = f"{advice['value']:.1f}, 95% interval {advice['low']:.1f} to {advice['high']:.1f}"
     lines += [
-        "",
-        f"Largest batch with at most {TOLERANCE:.0%} more samples: **{good}**.",
-        f"`steadygrad advise {options.task} --budget {options.budget}` recommends",
-        f"**{advice['batch_size']}** (its limit: {limit}),",
-        f"{ratio:g} times the sweep's, {verdict} a factor of two.",
+        f"{command} recommends",
+        f"**{size}** ({advice['basis']}), {ratio:g} times the sweep's, {verdict} a factor of two.",
+        *(f"- {line}" for line in summary["words"]),
     ]
     return "\n".join(lines)
 

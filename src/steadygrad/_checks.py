@@ -1,11 +1,12 @@
 """Argument checks: what was expected, what was found, and the remedy where that is not plain."""
 
 import math
+import os
 from collections.abc import Collection
 from difflib import get_close_matches
 from typing import TypeVar
 
-__all__ = ["InputError", "check_choice", "check_count", "check_number", "check_type"]
+__all__ = ["InputError", "check_choice", "check_count", "check_number", "check_type", "launched"]
 
 T = TypeVar("T")
 
@@ -134,3 +135,23 @@ def check_choice(name: str, value: T, choices: Collection[T]) -> T:
         f"Parameter `{name}` should be one of {listed}. "
         f"Found `{name} = {_shown(value)}`. Remedy: {hint}"
     )
+
+
+def launched() -> tuple[int, int]:
+    """Rank of this process and number of processes, as ``torchrun`` says them; 0 and 1 without it.
+
+    Raises:
+        InputError: If ``RANK`` or ``WORLD_SIZE`` is not a whole number.
+    """
+    size, rank = _environment_count("WORLD_SIZE", 1), _environment_count("RANK", 0)
+    return (rank, size) if size > 1 else (0, 1)
+
+
+def _environment_count(name: str, default: int) -> int:
+    text = os.environ.get(name, "").strip() or str(default)
+    if not text.isdigit():
+        raise InputError(
+            f"The environment variable {name} should be a whole number, as torchrun sets it. "
+            f"Found {text!r}. Remedy: unset {name}, or start with torchrun."
+        )
+    return int(text)

@@ -1,6 +1,7 @@
-"""``steadygrad inspect`` on two processes, as ``torchrun`` starts them."""
+"""``inspect`` on two processes, as ``torchrun`` starts them."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -8,25 +9,37 @@ from pathlib import Path
 import pytest
 
 from steadygrad.record import read_run
-from tests.distributed.test_advise import port
+from tests.unit.studies.inspect.runs import lines, parts_of
 
-__all__ = ["port"]
+ROOT = Path(__file__).parents[2]
+STUDY = """
+import sys
+from pathlib import Path
+import torch
+from tests.unit.studies.inspect.runs import go_on, look, spec
+torch.set_num_threads(1)
+folder, factory, at = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+if at == "resume":
+    go_on(folder)
+else:
+    look(folder, spec(factory), steps=32, at=int(at))
+"""
 
-TASKS = Path(__file__).parents[1] / "unit" / "studies" / "fp16_task.py"
-
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
-@pytest.mark.slow
-def test_an_overflow_on_one_process_is_attributed_on_all(tmp_path, port):
-    command = [sys.executable, "-m", "steadygrad", "inspect", f"{TASKS}:residual", "--steps", "32"]
-    command += ["--device", "cpu", "--out", str(tmp_path / "run"), "--budget", "10m"]
+def on_two(folder, factory, at):
+    """Starts a study, which ends after so many samples, or resumes one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     shared = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     processes = [
         subprocess.Popen(
-            command,
+            [sys.executable, "-c", STUDY, str(folder), factory, str(at)],
+            cwd=ROOT,
             env={
-                **os.environ, **shared, "MASTER_PORT": str(port), "RANK": str(rank),
+                **os.environ, **shared, "MASTER_PORT": port, "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
             },
             stdout=subprocess.PIPE,
@@ -35,16 +48,33 @@ def test_an_overflow_on_one_process_is_attributed_on_all(tmp_path, port):
         )
         for rank in range(2)
     ]  # fmt: skip
-    said = [process.communicate(timeout=240) for process in processes]
+    said = [process.communicate(timeout=400) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
-    run = read_run(tmp_path / "run")
-    assert run.header["settings"]["world_size"] == 2
-    assert run.summary is not None
-    assert list(run.summary["verdict"]["broken"]) == ["blocks.1"]
-    after = [event for event in run.select("part") if event["phase"] == "after"]
-    skipped = sum(event["skipped"] for event in after)
-    assert run.summary["verdict"]["broken"] == {"blocks.1": skipped}
+    return read_run(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return on_two(tmp_path_factory.mktemp("whole") / "run", "residual", 1 << 40)
+
+
+def test_an_overflow_on_one_process_is_attributed_on_all(whole):
+    assert whole.header.runtime.world_size == 2
+    found = whole.summary["diagnosis"]["nonfinite_at_any_scale"]
+    assert list(found) == ["blocks.1"]
+    after = parts_of(whole.folder, "after")
+    skipped = sum(part.skipped for part in after)
+    assert found == {"blocks.1": skipped}
     # Both processes' gradients are counted, and of each only finite steps.
-    counts = [event["weights"]["last"] for event in after]
-    total = sum(h["zero"] + sum(h["counts"]) for h in counts)
+    counts = [part.weights["last"] for part in after if "last" in part.weights]
+    total = sum(h.zero + sum(h.counts) for h in counts)
     assert total == 2 * 17 * (32 - skipped)
+
+
+def test_all_processes_train_a_lost_part_again(whole, tmp_path):
+    run = on_two(tmp_path / "run", "residual", 3 * 32 * 4)
+    assert run.summary["status"] == "budget"
+    path = max((run.folder / "checkpoints").glob("after-*.pt"))
+    path.write_bytes(b"")
+    assert on_two(tmp_path / "run", "residual", "resume").summary == whole.summary
+    assert lines(run.folder) == lines(whole.folder)

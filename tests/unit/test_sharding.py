@@ -211,3 +211,19 @@ def test_a_whole_tensor_is_shared_out_without_communication(world, rank, rows):
     assert shared_out(tensor, torch.zeros(5)) is tensor
     assert shared_out(part, like) is part
     assert world.calls == []
+
+
+def test_the_blocks_of_a_container_are_sharded_not_the_container():
+    """FSDP2 refuses containers without a forward pass."""
+    from steadygrad.sharding.whole import _blocks
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Linear(2, 2)
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2))
+            self.heads = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 1)})
+
+    model = Model()
+    expected = [model.first, *model.layers, model.heads["a"]]
+    assert [id(block) for block in _blocks(model)] == [id(block) for block in expected]

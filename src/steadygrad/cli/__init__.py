@@ -1,6 +1,6 @@
-"""The ``steadygrad`` command: one file for each subcommand, which parses, calls a study and prints.
+"""The ``steadygrad`` command.
 
-Importing this loads neither torch nor any extra; a subcommand loads what it needs.
+Importing this loads neither torch nor any extra; a command loads what it needs.
 """
 
 import os
@@ -10,80 +10,69 @@ import traceback
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from steadygrad._checks import InputError
+from steadygrad import __version__
+from steadygrad._checks import InputError, launched
+from steadygrad._studies import STUDIES
+from steadygrad.cli.console import complain, emit
+from steadygrad.cli.options import overview, unknown_command
 
 __all__ = ["main"]
 
-# What the commands need beyond the library itself: `pip install "steadygrad[cli]"`.
-EXTRAS = ("tyro", "rich", "matplotlib", "safetensors")
+HELP = ("-h", "--help")
+# What a command needs beyond the library itself: `pip install "steadygrad[cli]"`.
+REPORT_EXTRAS = ("matplotlib", "msgspec")
+STUDY_EXTRAS = ("rich", "matplotlib", "msgspec", "numpy", "scipy")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program.
 
     Args:
-        argv: The arguments; None: those of the process.
+        argv: The arguments. Default: those of the process.
 
     Returns:
         The exit code: 0, 2 for bad input, or 128 plus the number of the signal that ended it.
     """
-    code = _run(list(sys.argv[1:] if argv is None else argv))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # The threads of a process group can outlive the interpreter's end and abort it, and the
-        # launcher would be told of a crash instead of this code.
-        sys.stdout.flush()
-        sys.stderr.flush()
+    arguments, size = list(sys.argv[1:] if argv is None else argv), 1
+    try:
+        size = launched()[1]
+        code = _run(arguments, time.monotonic())
+    except InputError as error:
+        if "--debug" in arguments:
+            traceback.print_exc()
+        complain(str(error))
+        code = 2
+    except KeyboardInterrupt:
+        code = 130
+    if size > 1:
+        # A process group's threads can outlive the interpreter and abort it: the launcher would be
+        # told of a crash instead of this code.
         os._exit(code)
     return code
 
 
-def _run(arguments: list[str]) -> int:
-    began = time.monotonic()
-    if "--version" in arguments:
-        from steadygrad import __version__
-
-        print(f"steadygrad {__version__}")
+def _run(arguments: list[str], began: float) -> int:
+    command, *words = arguments or [""]
+    if "--version" in arguments or command in HELP:
+        emit(f"steadygrad {__version__}" if "--version" in arguments else overview())
         return 0
-    try:
-        _check_extras()
-        return _dispatch(arguments, began)
-    except InputError as error:
-        if "--debug" in arguments:
-            traceback.print_exc()
-        _complain(str(error))
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    if command not in (*STUDIES, "report"):
+        raise unknown_command(arguments)
+    needed = REPORT_EXTRAS if command == "report" else STUDY_EXTRAS
+    _check_extras(("msgspec",) if any(word in HELP for word in words) else needed)
+    if command == "report":
+        from steadygrad.cli import report
+
+        return report.run(words)
+    from steadygrad.cli import studies
+
+    return studies.run(command, words, began)
 
 
-def _check_extras() -> None:
-    missing = [name for name in EXTRAS if find_spec(name) is None]
+def _check_extras(names: Sequence[str]) -> None:
+    missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise InputError(
-            f"The command line needs {', '.join(EXTRAS)}. Found no {', '.join(missing)}. "
+            f"This command needs {', '.join(names)}. Found no {', '.join(missing)}. "
             'Remedy: pip install "steadygrad[cli]".'
         )
-
-
-def _dispatch(arguments: list[str], began: float) -> int:
-    from steadygrad.cli.options import Advise, Inspect, parse
-
-    command = parse(arguments)
-    if isinstance(command, Advise):
-        from steadygrad.cli import advise
-
-        return advise.run(command, began)
-    if isinstance(command, Inspect):
-        from steadygrad.cli import inspect
-
-        return inspect.run(command, began)
-    from steadygrad.cli import report
-    from steadygrad.cli.values import folder_of
-
-    return report.run(folder_of("RUN", command.run))
-
-
-def _complain(message: str) -> None:
-    # One line from one process, whatever the message and however many processes run.
-    if os.environ.get("RANK", "0") == "0":
-        print(f"steadygrad: {' '.join(message.split())}", file=sys.stderr)

@@ -1,104 +1,111 @@
-"""What a person sees in the terminal: progress, a table, the recommendation."""
+"""Standard output and standard error, whatever they are connected to."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console as RichConsole
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-from rich.table import Table
+from steadygrad._checks import InputError, launched
 
-from steadygrad.cli.progress import BarMonitor, LineMonitor, SilentMonitor
+if TYPE_CHECKING:
+    from steadygrad.cli.progress import Monitor
 
-__all__ = ["Console", "make_monitor", "print_summary", "print_words"]
+__all__ = ["cleaned", "complain", "emit", "make_monitor", "note", "printable", "rendered"]
 
 
-class Console:
-    """Where things are printed.
+def printable(text: str) -> str:
+    """Escapes control characters, with which a text could rewrite what the terminal shows."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
 
-    Args:
-        json: Keep stdout free for JSON.
+
+def cleaned(value: Any) -> Any:
+    """A nest of plain values in which every text is printable."""
+    if isinstance(value, dict):
+        return {cleaned(key): cleaned(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [cleaned(item) for item in value]
+    return printable(value) if isinstance(value, str) else value
+
+
+def emit(text: str) -> None:
+    """Writes to standard output.
+
+    Raises:
+        InputError: If it is closed or full.
     """
+    try:
+        _write(text, sys.stdout)
+    except OSError as error:
+        raise InputError(
+            f"Expected standard output to take what is printed. Found {error.strerror}. "
+            "Remedy: send it to a file with free space; a run's results are in its folder."
+        ) from error
 
-    def __init__(self, *, json: bool = False) -> None:
-        self.json = json
-        self.errors = RichConsole(stderr=True, highlight=False)
-        self.output = self.errors if json else RichConsole(highlight=False)
+
+def note(text: str) -> None:
+    """Writes to standard error. A study does not end because nobody can read its progress."""
+    with suppress(OSError):
+        _write(text, sys.stderr)
+
+
+def complain(message: str) -> None:
+    """Writes an error as one line, from one process however many run."""
+    try:
+        rank = launched()[0]
+    except InputError:
+        rank = 0
+    if rank == 0:
+        note(f"steadygrad: {printable(' '.join(message.split()))}")
+
+
+def _write(text: str, stream: TextIO | None) -> None:
+    if stream is None:  # the process was started with it closed
+        return
+    encoding = stream.encoding or "utf-8"
+    try:
+        # One write: a reader such as `head` may leave before a second one.
+        stream.write(f"{text}\n".encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+    except OSError:
+        with suppress(OSError):
+            # What is left in the buffer would fail again when the interpreter ends.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
+        raise
+
+
+def rendered(*parts: Any, stream: TextIO | None) -> str:
+    """Texts and rich's tables as they look on a stream."""
+    from rich.console import Console
+
+    buffer, terminal = io.StringIO(), stream is not None and stream.isatty()
+    # No markup: a task may have any name.
+    plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+    console = Console(file=buffer, force_terminal=terminal or None, **plain)
+    for part in parts:
+        console.print(part)
+    return buffer.getvalue().rstrip("\n")
 
 
 @contextmanager
-def make_monitor(
-    console: Console, is_main: bool, budget_left: Callable[[], float]
-) -> Iterator[SilentMonitor | LineMonitor | BarMonitor]:
-    """A bar in a terminal, plain lines elsewhere, silence on all ranks but the first.
+def make_monitor(is_main: bool, budget_left: Callable[[], float]) -> "Iterator[Monitor]":
+    """A bar in a terminal, plain lines elsewhere, silence on all ranks but the first."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-    Args:
-        console: Its stderr is written to.
-        is_main: Whether this is the first rank.
-        budget_left: Seconds of the budget that are left.
-    """
-    if not is_main:
-        yield SilentMonitor()
-    elif not console.errors.is_terminal:
-        yield LineMonitor(budget_left)
-    else:
-        columns = (
-            TextColumn("{task.description:<40}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[left]}"),
-        )
-        with Progress(*columns, console=console.errors, transient=True) as progress:
-            yield BarMonitor(progress, budget_left)
+    from steadygrad.cli.progress import BarMonitor, LineMonitor, Monitor
 
-
-def print_summary(summary: Mapping[str, Any], report: Path, console: Console) -> None:
-    """Prints the table of points, the recommendation in words, and where the report is."""
-    out = console.output
-    if summary["points"]:
-        out.print(_table(summary))
-    print_words(summary["recommendation"]["words"], report, console)
-
-
-def print_words(words: Sequence[str], report: Path, console: Console) -> None:
-    """Prints sentences, and where the report is."""
-    out = console.output
-    for sentence in words:
-        out.print(escape(sentence))
-    # Not wrapped: a path is there to be clicked or copied.
-    out.print(f"\nReport: {escape(str(report))}", soft_wrap=True)
-
-
-def _table(summary: Mapping[str, Any]) -> Table:
-    sample = summary["sample"]
-    table = Table(title=f"{summary['task']}: batch sizes in units of one {sample}")
-    for heading in ("after", "validation loss", "noise scale", "critical batch size"):
-        table.add_column(heading, justify="right")
-    for point in summary["points"]:
-        table.add_row(
-            f"{point['samples']:,}",
-            f"{point['valid_loss']:.4f}",
-            _noise(point["noise"]),
-            _critical(point["critical"]),
-        )
-    return table
-
-
-def _noise(noise: Mapping[str, Any] | None) -> str:
-    if noise is None:
-        return "-"
-    if not noise["resolved"]:
-        return f"unresolved, above {noise['low']:,.0f}"
-    return f"{noise['value']:,.0f} ({noise['low']:,.0f} to {noise['high']:,.0f})"
-
-
-def _critical(critical: Mapping[str, Any] | None) -> str:
-    if critical is None or math.isnan(critical["value"]):
-        return "-" if critical is None else "unresolved"
-    if critical["at_edge"] == "above":
-        return f"{critical['value']:,.0f} or more"
-    high = f"to {critical['high']:,.0f}" if math.isfinite(critical["high"]) else "or more"
-    return f"{critical['value']:,.0f} ({critical['low']:,.0f} {high})"
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    if not is_main or not console.is_terminal:
+        yield (LineMonitor if is_main else Monitor)(budget_left)
+        return
+    what = TextColumn("{task.description:<40}", markup=False)
+    left = TextColumn("{task.fields[left]}", markup=False)
+    columns = what, BarColumn(), TaskProgressColumn(), left
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield BarMonitor(progress, budget_left)

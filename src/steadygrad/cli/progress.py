@@ -1,14 +1,14 @@
 """How far a study is, and how long it still takes: for a person at a terminal, and for a log."""
 
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
 
-from rich.markup import escape
 from rich.progress import Progress
 
-__all__ = ["BarMonitor", "LineMonitor", "Pace", "SilentMonitor", "duration"]
+from steadygrad.cli.console import note, printable
+
+__all__ = ["BarMonitor", "LineMonitor", "Monitor", "duration"]
 
 Clock = Callable[[], float]
 
@@ -30,8 +30,8 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole // 60 % 60:02}m"
 
 
-class Pace:
-    """How fast a study goes.
+class Monitor:
+    """Knows how far a study is and says nothing, as on all ranks but the first.
 
     Args:
         budget_left: Seconds of the budget that are left.
@@ -40,16 +40,22 @@ class Pace:
 
     def __init__(self, budget_left: Clock, clock: Clock = time.monotonic) -> None:
         self._budget_left, self._clock = budget_left, clock
-        self.begin(1, 0, {})
+        Monitor.begin(self, 1, 0, {})
 
     def begin(self, total: int, done: int, points: Mapping[str, int]) -> None:
         """Starts the clock; ``done`` of the work was done before."""
         self._total, self._done, self._first, self._points = total, done, done, points
         self._began, self._warned = self._clock(), False
 
-    def advance(self, samples: int) -> None:
-        """Counts work that was done."""
+    def advance(self, samples: int, what: str) -> None:
+        """Counts work that was done; says once which points the budget will cut."""
         self._done += samples
+        warning = self._warning()
+        if warning:
+            self.say(warning)
+
+    def say(self, line: str) -> None:
+        """Takes a line for the user."""
 
     @property
     def elapsed(self) -> float:
@@ -63,7 +69,8 @@ class Pace:
 
     def left(self) -> float:
         """Seconds until the study ends, with its work or with its budget; NaN if nothing tells."""
-        return min(self._needed(), self._budget_left(), key=_nan_last)
+        needed, budget = self._needed(), self._budget_left()
+        return budget if budget < needed or (math.isnan(needed) and budget < math.inf) else needed
 
     def _needed(self) -> float:
         """Seconds for the rest of the work at the speed so far; NaN before that says anything."""
@@ -72,19 +79,12 @@ class Pace:
         told = rest == 0 or new > TOLD_AFTER_SHARE * self._total
         return rest * self.elapsed / new if told and new else math.nan
 
-    def warning(self) -> str | None:
-        """Says once which points the budget will cut, when that is known.
-
-        Returns:
-            A sentence, or None.
-        """
+    def _warning(self) -> str | None:
+        """Once, as soon as it is known: which points the budget will cut."""
         new = self._done - self._first
-        if self._warned or (
-            self.elapsed < KNOWN_AFTER_SECONDS and new < KNOWN_AFTER_SHARE * self._total
-        ):
-            return None
+        early = self.elapsed < KNOWN_AFTER_SECONDS and new < KNOWN_AFTER_SHARE * self._total
         needed, budget = self._needed(), self._budget_left()
-        if not needed > budget:
+        if self._warned or early or not needed > budget:
             return None
         reached = self._done + new * max(0.0, budget) / self.elapsed
         cut = [name for name, end in self._points.items() if end > reached]
@@ -100,65 +100,37 @@ class Pace:
         )
 
 
-def _nan_last(seconds: float) -> float:
-    return math.inf if math.isnan(seconds) else seconds
-
-
-class SilentMonitor:
-    """Says nothing, as on all ranks but one."""
-
-    def begin(self, total: int, done: int, points: Mapping[str, int]) -> None:
-        """Ignored."""
-
-    def advance(self, samples: int, what: str) -> None:
-        """Ignored."""
-
-    def say(self, line: str) -> None:
-        """Ignored."""
-
-
-class LineMonitor:
+class LineMonitor(Monitor):
     """Prints plain lines: at every twentieth of the work, and when a while went by without one.
 
     A while is 20 seconds, or a thirtieth of the time so far where that is longer: the lines
     between the twentieths are 30 in the first ten minutes, and about 100 in a day.
-
-    Args:
-        budget_left: Seconds of the budget that are left.
-        clock: Seconds that only ever grow.
     """
 
-    def __init__(self, budget_left: Clock, clock: Clock = time.monotonic) -> None:
-        self._pace = Pace(budget_left, clock)
-        self._what, self._twentieth, self._printed = "", 0, 0.0
+    _what, _twentieth, _printed = "", 0, 0.0
 
     def begin(self, total: int, done: int, points: Mapping[str, int]) -> None:
         """Starts the clock."""
-        self._pace.begin(total, done, points)
-        self._twentieth, self._printed = int(20 * self._pace.part), 0.0
-        print(f"{total:,} samples of work, {done:,} of them done", file=sys.stderr, flush=True)
+        super().begin(total, done, points)
+        self._twentieth, self._printed = int(20 * self.part), 0.0
+        note(f"{total:,} samples of work, {done:,} of them done")
 
     def advance(self, samples: int, what: str) -> None:
         """Prints how far the study is, when it is time to."""
-        self._pace.advance(samples)
+        super().advance(samples, what)
         self._what = what or self._what
-        warning = self._pace.warning()
-        if warning:
-            self.say(warning)
-        twentieth, elapsed = int(20 * self._pace.part), self._pace.elapsed
+        twentieth, elapsed = int(20 * self.part), self.elapsed
         if twentieth == self._twentieth and elapsed - self._printed < max(20.0, elapsed / 30):
             return
         self._twentieth, self._printed = twentieth, elapsed
-        left = duration(self._pace.left())
-        line = f"{self._pace.part:4.0%}  {left:>6} left  {self._what}"
-        print(line, file=sys.stderr, flush=True)
+        note(f"{self.part:4.0%}  {duration(self.left()):>6} left  {printable(self._what)}")
 
     def say(self, line: str) -> None:
         """Prints the line."""
-        print(f"steadygrad: {line}", file=sys.stderr, flush=True)
+        note(f"steadygrad: {printable(line)}")
 
 
-class BarMonitor:
+class BarMonitor(Monitor):
     """Draws a progress bar with the time left.
 
     Args:
@@ -170,24 +142,22 @@ class BarMonitor:
     def __init__(
         self, progress: Progress, budget_left: Clock, clock: Clock = time.monotonic
     ) -> None:
-        self._progress, self._pace = progress, Pace(budget_left, clock)
+        super().__init__(budget_left, clock)
+        self._progress = progress
         self._task = progress.add_task("preparing", total=None, left="")
 
     def begin(self, total: int, done: int, points: Mapping[str, int]) -> None:
         """Starts the bar."""
-        self._pace.begin(total, done, points)
+        super().begin(total, done, points)
         self._progress.reset(self._task, total=total, completed=done)
 
     def advance(self, samples: int, what: str) -> None:
         """Moves the bar."""
-        self._pace.advance(samples)
-        warning = self._pace.warning()
-        if warning:
-            self.say(warning)
-        left = self._pace.left()
+        super().advance(samples, what)
+        what, left = printable(what), self.left()
         shown = "" if math.isnan(left) else f"{duration(left)} left"
         self._progress.update(self._task, advance=samples, description=what or None, left=shown)
 
     def say(self, line: str) -> None:
         """Prints the line above the bar."""
-        self._progress.console.print(f"steadygrad: {escape(line)}")
+        self._progress.console.print(f"steadygrad: {printable(line)}", markup=False)

@@ -3,8 +3,10 @@
 import csv
 import io
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from steadygrad._checks import InputError, check_count, check_number, check_type
@@ -12,6 +14,31 @@ from steadygrad._checks import InputError, check_count, check_number, check_type
 __all__ = ["BatchSizeSchedule", "Stage"]
 
 _SUFFIXES = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
+
+_OLMO_CORE = """\
+BatchSizeSchedulerCallback(
+    batch_sizes={sizes},
+    schedule=[{starts}],
+)"""
+
+# Lightning's own class counts epochs, in which a run of one epoch has no room for a schedule.
+_LIGHTNING = """\
+class BatchSizes(GradientAccumulationScheduler):
+    def on_train_batch_start(self, trainer, *_):
+        factor = self.get_accumulate_grad_batches(trainer.global_step)
+        trainer.accumulate_grad_batches = factor
+
+callback = BatchSizes({steps})"""
+
+_HUGGING_FACE = """\
+class BatchSizes(TrainerCallback):
+    steps = {steps}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        start = max(step for step in self.steps if step <= state.global_step)
+        args.gradient_accumulation_steps = self.steps[start]
+
+    on_step_end = on_train_begin"""
 
 
 @dataclass(frozen=True)
@@ -111,6 +138,80 @@ class BatchSizeSchedule:
         check_count("tokens_per_sample", tokens_per_sample)
         return " ".join(
             f"{_short(s.from_samples * tokens_per_sample)}:{s.batch_size}" for s in self.stages
+        )
+
+    def to_olmo_core(self, tokens_per_sample: int) -> str:
+        """The call of OLMo-core's ``BatchSizeSchedulerCallback``; all numbers are tokens.
+
+        The callback multiplies the learning rate by the square root of each growth itself.
+
+        Args:
+            tokens_per_sample: Sequence length.
+
+        Raises:
+            InputError: If one batch size is not an integer multiple of its neighbour.
+        """
+        check_count("tokens_per_sample", tokens_per_sample)
+        kept = [s for i, s in enumerate(self.stages) if not i or s.batch_size != self._size(i - 1)]
+        for before, after in pairwise(kept):
+            low, high = sorted((before.batch_size, after.batch_size))
+            _check_factor(high, low, "stages that grow by integer factors")
+        sizes = [s.batch_size * tokens_per_sample for s in kept]
+        starts = ", ".join(f"Duration.tokens({s.from_samples * tokens_per_sample})" for s in kept)
+        return _OLMO_CORE.format(sizes=sizes, starts=starts)
+
+    def to_lightning(self, batch_size: int) -> str:
+        """A ``GradientAccumulationScheduler`` for Lightning that counts optimizer steps.
+
+        A stage begins at the first micro-batch from its start on at which no window is cut.
+
+        Args:
+            batch_size: Samples of one micro-batch, on all devices together.
+
+        Raises:
+            InputError: If a stage's batch size is not an integer multiple of ``batch_size``.
+        """
+        return _LIGHTNING.format(steps=self._accumulation(batch_size))
+
+    def to_hugging_face(self, batch_size: int) -> str:
+        """A ``TrainerCallback`` that sets ``gradient_accumulation_steps`` by optimizer step.
+
+        Stages begin as in :meth:`to_lightning`. ``TrainingArguments`` needs ``max_steps`` and the
+        first stage's ``gradient_accumulation_steps``.
+
+        Args:
+            batch_size: Samples of one micro-batch, on all devices together.
+
+        Raises:
+            InputError: If a stage's batch size is not an integer multiple of ``batch_size``.
+        """
+        return _HUGGING_FACE.format(steps=self._accumulation(batch_size))
+
+    def _size(self, stage: int) -> int:
+        return self.stages[stage].batch_size
+
+    def _accumulation(self, batch_size: int) -> dict[int, int]:
+        """Micro-batches of a step, by the optimizer step from which they hold."""
+        check_count("batch_size", batch_size)
+        found: dict[int, int] = {}
+        steps = done = factor = 0
+        for stage in self.stages:
+            _check_factor(stage.batch_size, batch_size, "batch sizes that are its multiples")
+            before, factor = factor or 1, stage.batch_size // batch_size
+            # Trainers end a window where the batches so far are a multiple of the factor.
+            unit = math.lcm(before, factor)
+            start = max(done, math.ceil(stage.from_samples / batch_size))
+            start = math.ceil(start / unit) * unit
+            steps, done = steps + (start - done) // before, start
+            found[steps] = factor
+        return found
+
+
+def _check_factor(size: int, base: int, expected: str) -> None:
+    if size % base:
+        raise InputError(
+            f"Expected {expected}. Found {size} and {base}. Remedy: round the stages, for "
+            "example to powers of two."
         )
 
 

@@ -75,7 +75,13 @@ def write_report(folder: Path, html: str) -> Path:
         RecordError: If the page cannot be written; the old one is then still there.
     """
     path = Path(folder) / REPORT
-    replace_file(path, html.encode("utf-8", "replace"))
+    try:
+        write_beside(path, html.encode("utf-8", "replace"))
+    except OSError as error:
+        raise RecordError(
+            f"Cannot write the page {str(path)!r}: {error.strerror or error}. The results are "
+            f"kept. Remedy: make room for it, then `steadygrad report {path.parent}`."
+        ) from error
     return path
 
 

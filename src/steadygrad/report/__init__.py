@@ -1,25 +1,20 @@
 """A run record becomes one HTML page: self-contained, without scripts and without the network."""
 
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
 from steadygrad._checks import InputError
 from steadygrad.record import Run, read_run, write_report
+from steadygrad.record.schema import STUDIES
 
-__all__ = ["STUDIES", "render", "write"]
-
-# A study's page: a module with ``page(run) -> str``, loaded when a report is drawn.
-STUDIES: Mapping[str, str] = {
-    "advise": "steadygrad.report.advise",
-    "inspect": "steadygrad.report.inspect",
-}
+__all__ = ["render", "write"]
 
 
 def render(run: Run) -> str:
     """Draws a run's report; the same run gives the same page, byte for byte.
 
-    A partial record is drawn too, and the page says what is missing.
+    A partial record is drawn too, and the page says what is missing. A study's page is a module of
+    its name in this package, with ``page(run) -> str``.
 
     Args:
         run: What :func:`steadygrad.record.read_run` returned.
@@ -30,14 +25,14 @@ def render(run: Run) -> str:
     Raises:
         InputError: If no report exists for the run's study, or Matplotlib is not installed.
     """
-    study = run.header.get("study")
-    if not isinstance(study, str) or study not in STUDIES:
+    study = run.header.study
+    if study not in STUDIES:
         listed = ", ".join(repr(name) for name in STUDIES)
         raise InputError(
             f"Expected the record of a known study ({listed}). Found `study = {study!r}` in "
             f"{str(run.folder)!r}. Remedy: use the steadygrad that wrote it, or a newer one."
         )
-    page: str = import_module(STUDIES[study]).page(run)
+    page: str = import_module(f"steadygrad.report.{study}").page(run)
     return page
 
 

@@ -14,7 +14,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Painter", "batch_axis", "chart", "label", "label_lines", "panel", "samples_axis"]
+__all__ = [
+    "Painter",
+    "batch_axis",
+    "chart",
+    "dots",
+    "label",
+    "label_lines",
+    "panel",
+    "samples_axis",
+]
 
 Painter = Callable[["Figure", bool], None]
 
@@ -139,6 +148,13 @@ def label(text: str) -> str:
     """A name from a record, short enough to stand in a chart."""
     text = clean(text)
     return text if len(text) <= 24 else text[:23] + "…"
+
+
+def dots(
+    axes: "Axes", x: float, ys: Sequence[float], colour: str = CRITICAL, *, size: float = 8
+) -> None:
+    """Draws dots above one place, each with a rim that parts it from its neighbours."""
+    axes.plot([x] * len(ys), ys, "o", color=colour, mec=PAPER, mew=size / 7, ms=size, zorder=4)
 
 
 def samples_axis(axes: "Axes", low: float, high: float, sample: str, *, narrow: bool) -> None:

@@ -3,22 +3,25 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
+
+from steadygrad.record import Header
 from steadygrad.report.numbers import show
 from steadygrad.report.page import Html, el, section
 
-__all__ = ["inside", "provenance"]
+__all__ = ["provenance"]
+
+PARTS = ("task", "settings", "plan", "runtime", "environment")
 
 
-def provenance(header: Mapping[str, Any]) -> Html:
+def provenance(header: Header) -> Html:
     """Everything of a record's header, as its last section."""
-    parts: list[Html] = []
-    top = {key: header.get(key) for key in ("study", "seed", "command", "schema")}
-    top["created"] = inside(header, "time", "created")
-    parts.append(_facts({key: value for key, value in top.items() if value is not None}))
-    for key in ("task", "settings", "plan", "environment"):
-        value = header.get(key)
-        if isinstance(value, Mapping) and value:
-            parts += [el("h3", key.capitalize()), _facts(value)]
+    fields = msgspec.to_builtins(header)
+    top = {"study": header.study, "schema": header.schema, **header.time}
+    parts: list[Html] = [_facts(top)]
+    for key in PARTS:
+        if fields.get(key):
+            parts += [el("h3", key.capitalize()), _facts(fields[key])]
     return section("Where the numbers come from", parts)
 
 
@@ -32,15 +35,12 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, st
         name = prefix + str(key).replace("_", " ")
         if isinstance(value, Mapping):
             yield from _flat(value, name + ": ")
-        elif isinstance(value, list):
-            yield name, ", ".join(show(item) for item in value)
         else:
-            yield name, show(value, digits=6)
+            yield name, _text(value)
 
 
-def inside(parent: Mapping[str, Any], *keys: str) -> Any:
-    """What lies in a nest of mappings; None if nothing does."""
-    value: Any = parent
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
+def _text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        nested = any(isinstance(item, (list, tuple)) for item in value)
+        return ("; " if nested else ", ").join(_text(item) for item in value)
+    return show(value, digits=6)

@@ -7,6 +7,12 @@ from steadygrad.sharding.processes import join_processes, leave_processes
 from steadygrad.sharding.rank_sum import RankSum
 from steadygrad.sharding.shards import aligned, aligned_locals, is_sharded, local, shared_out
 from steadygrad.sharding.sums import ShardSum
+from steadygrad.sharding.whole import (
+    load_model_state,
+    load_optimizer_state,
+    shard_model,
+    whole_states,
+)
 from steadygrad.sharding.worlds import (
     World,
     data_parallel_world,
@@ -28,8 +34,12 @@ __all__ = [
     "is_sharded",
     "join_processes",
     "leave_processes",
+    "load_model_state",
+    "load_optimizer_state",
     "local",
     "process_world",
     "replicas",
+    "shard_model",
     "shared_out",
+    "whole_states",
 ]

@@ -6,6 +6,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from steadygrad._checks import launched
+
 __all__ = ["join_processes", "leave_processes"]
 
 
@@ -18,7 +20,7 @@ def join_processes(device: torch.device) -> tuple[int, int, torch.device]:
     Returns:
         This process's rank, the number of processes, and this process's own device.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    _, size = launched()
     if size == 1:
         return 0, 1, device
     if device.type == "cuda":

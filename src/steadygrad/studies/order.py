@@ -9,7 +9,7 @@ __all__ = ["Order", "branch_order", "main_order", "seed_for"]
 
 
 def seed_for(seed: int, *names: object) -> int:
-    """A seed for one unit of work: the same on every machine, unrelated to its neighbours'."""
+    """A seed for one trial: the same on every machine, unrelated to its neighbours'."""
     text = "/".join(str(name) for name in ("steadygrad", seed, *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
@@ -54,9 +54,9 @@ class Order:
         return self.epoch(number)[offset:]
 
 
-def main_order(size: int, seed: int) -> Order:
-    """The order of the main trajectory."""
-    return Order(size, seed, "main")
+def main_order(size: int, seed: int, repeat: int = 0) -> Order:
+    """The order of a run from scratch; repeat 0 is the main trajectory."""
+    return Order(size, seed, f"main-{repeat}" if repeat else "main")
 
 
 def branch_order(size: int, seed: int, *, seen: int, stream: str) -> Order:

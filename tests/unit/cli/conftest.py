@@ -1,11 +1,30 @@
 """What tests of the command line share."""
 
+import shutil
+
 import pytest
+import torch
 
 from steadygrad.cli import main
-from tests.unit.studies.helpers import one_thread
+from tests.unit.cli.quick import quick, run_program, tiny
 
-__all__ = ["one_thread", "refused"]
+# A study chooses by itself unless these say otherwise; the tests' machines differ.
+PLAIN = ("--device", "cpu", "--workers", "1", "--threads", "1")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A study sets the number of threads of its process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def small_plans():
+    with quick():
+        yield
 
 
 @pytest.fixture
@@ -18,12 +37,29 @@ def refused(tmp_path, capsys, monkeypatch):
         assert main(list(arguments)) == 2
         out, err = capsys.readouterr()
         assert out == ""
-        lines = [line for line in err.splitlines() if "samples of work" not in line]
+        lines = [line for line in err.splitlines() if line.startswith("steadygrad: ")]
         if not writes:
             assert sorted(tmp_path.rglob("*")) == before
-            assert len(lines) == 1
-        assert lines[-1].startswith("steadygrad: ")
+            assert err == f"{lines[0]}\n"
+        assert len(lines) == 1
+        assert err.endswith(f"{lines[0]}\n")
         assert "Traceback" not in err
-        return lines[-1]
+        return lines[0]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """A complete run, its summary from stdout, and what went to stderr."""
+    folder = tmp_path_factory.mktemp("cli") / "run"
+    arguments = ["advise", tiny("talkative"), "--json", *PLAIN, "--out", str(folder)]
+    code, out, err = run_program(*arguments)
+    assert code == 0, err
+    return folder, out, err
+
+
+@pytest.fixture
+def folder(whole, tmp_path):
+    """A copy of the complete run."""
+    return shutil.copytree(whole[0], tmp_path / "run")

@@ -4,43 +4,45 @@ import pytest
 
 from steadygrad.cli import main
 from steadygrad.record import read_run
-from steadygrad.studies.advise import Stop
-from tests.unit.studies.helpers import tiny
-
-
-def test_a_budget_that_ends_before_the_first_point_is_no_advice(tmp_path, capsys):
-    folder = tmp_path / "run"
-    assert main(["advise", tiny("slow"), "--budget", "6s", "--out", str(folder)]) == 2
-    err = capsys.readouterr().err
-    assert "before the first point of training was measured: no number is given" in err
-    assert "Remedy: go on by --resume RUN --budget TIME." in err
-    assert read_run(folder).summary["recommendation"]["batch_size"] is None
+from steadygrad.record.schema.advise import Noise
+from steadygrad.studies.deadline import Deadline
+from tests.unit.cli.conftest import PLAIN
+from tests.unit.cli.quick import tiny
 
 
 @pytest.fixture
-def over_after_the_noise_scale(tmp_path, monkeypatch):
-    """The folder of a run whose budget ends once the first noise scale is in the record."""
+def over_after(tmp_path, monkeypatch):
+    """Ends the budget once a kind of event is in the record of the run in ``run``."""
     record = tmp_path / "run" / "record.jsonl"
 
-    def left(stop):
-        return 0.0 if record.exists() and b'"event": "noise"' in record.read_bytes() else 100.0
+    def end(kind):
+        def left(deadline):
+            late = record.exists() and f'"event": "{kind}"'.encode() in record.read_bytes()
+            return 0.0 if late else 100.0
 
-    monkeypatch.setattr(Stop, "left", left)
-    return tmp_path / "run"
+        monkeypatch.setattr(Deadline, "left", left)
+        return tmp_path / "run"
+
+    return end
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]], ids=["words", "json"])
-def test_a_noise_scale_alone_is_no_advice(over_after_the_noise_scale, capsys, flags):
-    """It stays in the record and on the page; what is printed is the error alone."""
-    folder = over_after_the_noise_scale
-    assert main(["advise", tiny(), "--budget", "100s", "--out", str(folder), *flags]) == 2
+@pytest.mark.parametrize("kind", ["run", "noise"])
+def test_without_a_measured_point_there_is_no_advice(over_after, kind, flags, capsys):
+    """A noise scale stays in the record and on the page; what is printed is the error alone."""
+    folder = over_after(kind)
+    assert main(["advise", tiny(), *PLAIN, "--out", str(folder), *flags]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "no number is given" in err.splitlines()[-1]
+    assert err.splitlines()[-1] == (
+        "steadygrad: The budget was over before the first point of training was measured. "
+        f"Found {str(folder)!r} unfinished. Remedy: go on by --resume RUN --budget TIME."
+    )
     # Neither the table nor the words, with --json on stderr.
-    assert "critical batch size" not in err
-    assert "recommended" not in err
+    assert "validation" not in err
+    assert "Nothing can be said" not in err
     run = read_run(folder)
     assert run.summary["status"] == "budget"
-    assert run.select("noise")
-    assert "noise scale" in (folder / "report.html").read_text()
+    assert run.summary["recommendation"]["batch_size"] is None
+    assert len(run.select(Noise)) == (kind == "noise")
+    assert (folder / "report.html").exists()

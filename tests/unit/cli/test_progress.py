@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console as RichConsole
 from rich.progress import Progress
 
-from steadygrad.cli.progress import BarMonitor, LineMonitor, Pace, duration
+from steadygrad.cli.progress import BarMonitor, LineMonitor, Monitor, duration
 
 POINTS = {"100 rows": 250, "400 rows": 500, "1,600 rows": 1000}
 
@@ -25,11 +25,22 @@ class Clock:
         return self.budget - self.now
 
 
+class Told(Monitor):
+    """Remembers what it was given to say."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.lines = []
+
+    def say(self, line):
+        self.lines.append(line)
+
+
 def paced(budget=math.inf, *, done=0):
     clock = Clock(budget)
-    pace = Pace(clock.left, clock)
-    pace.begin(1000, done, POINTS)
-    return clock, pace
+    monitor = Told(clock.left, clock)
+    monitor.begin(1000, done, POINTS)
+    return clock, monitor
 
 
 @pytest.mark.parametrize(
@@ -54,19 +65,19 @@ def test_durations(seconds, text):
     ids=["no budget", "budget to spare", "budget ends first"],
 )
 def test_time_left_is_that_of_the_work_or_of_the_budget(budget, left):
-    clock, pace = paced(budget)
-    pace.advance(100)
+    clock, monitor = paced(budget)
+    monitor.advance(100, "")
     clock.now = 10.0
-    assert pace.left() == pytest.approx(left)
-    assert pace.part == 0.1
+    assert monitor.left() == pytest.approx(left)
+    assert monitor.part == 0.1
 
 
 def test_only_the_work_of_this_process_tells_the_speed():
-    clock, pace = paced(done=500)
-    pace.advance(100)
+    clock, monitor = paced(done=500)
+    monitor.advance(100, "")
     clock.now = 10.0
-    assert pace.part == 0.6
-    assert pace.left() == pytest.approx(40)
+    assert monitor.part == 0.6
+    assert monitor.left() == pytest.approx(40)
 
 
 def test_nothing_is_known_before_the_first_step():
@@ -76,32 +87,33 @@ def test_nothing_is_known_before_the_first_step():
 
 def test_a_step_after_a_long_repetition_tells_no_speed():
     """A resumed study repeats up to a point before it does what is counted."""
-    clock, pace = paced(60, done=500)
+    clock, monitor = paced(60, done=500)
     clock.now = 20.0
-    pace.advance(8)
-    assert pace.left() == 40
-    pace.advance(92)
-    assert pace.left() == 40  # 100 in 20 s: 80 s of work, cut by the budget
+    monitor.advance(8, "")
+    assert monitor.left() == 40
+    monitor.advance(92, "")
+    assert monitor.left() == 40  # 100 in 20 s: 80 s of work, cut by the budget
 
 
 def test_more_work_than_planned_is_no_time_below_zero():
-    clock, pace = paced()
+    clock, monitor = paced()
     clock.now = 1.0
-    pace.advance(1500)
-    assert (pace.part, pace.left()) == (1.0, 0.0)
+    monitor.advance(1500, "")
+    assert (monitor.part, monitor.left()) == (1.0, 0.0)
 
 
 def test_what_the_budget_will_cut_is_said_once():
-    clock, pace = paced(40)
+    clock, monitor = paced(40)
     clock.now = 10.0
-    pace.advance(100)  # 10 a second: 400 by the end of the budget
-    said = pace.warning()
+    monitor.advance(100, "")  # 10 a second: 400 by the end of the budget
+    (said,) = monitor.lines
     assert said.startswith(
         "at the speed so far the work takes 1m30s more and the budget ends in 30s"
     )
     assert "what is measured after 400 rows and 1,600 rows will be cut short or left out" in said
     assert "Remedy: " in said
-    assert pace.warning() is None
+    monitor.advance(1, "")
+    assert monitor.lines == [said]
 
 
 @pytest.mark.parametrize(
@@ -116,11 +128,11 @@ def test_what_the_budget_will_cut_is_said_once():
     ],
 )
 def test_which_points_are_cut(budget, now, done, cut):
-    clock, pace = paced(budget)
+    clock, monitor = paced(budget)
     clock.now = now
-    pace.advance(done)
-    said = pace.warning()
-    assert said is None if cut is None else cut in said
+    monitor.advance(done, "")
+    assert len(monitor.lines) == (cut is not None)
+    assert cut is None or cut in monitor.lines[0]
 
 
 def lines_of(capsys, clock, monitor, steps, seconds):
@@ -179,6 +191,17 @@ def test_lines_say_what_the_budget_leaves(capsys):
     assert "after 100 rows, 400 rows and 1,600 rows" in warnings[0]
     # After 30 s the work takes 570 s more, and the budget 90.
     assert "  5%   1m30s left  step at 30" in lines
+
+
+def test_lines_are_clean(capsys):
+    """What a study is at work on holds the task's own words."""
+    clock = Clock()
+    monitor = LineMonitor(clock.left, clock)
+    monitor.begin(10, 0, {})
+    monitor.advance(10, "run\x1b[2J")
+    monitor.say("a\nb")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1:] == [r"100%      0s left  run\x1b[2J", r"steadygrad: a\nb"]
 
 
 def test_the_bar_shows_the_same_time(capsys):

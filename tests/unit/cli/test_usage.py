@@ -4,6 +4,8 @@ import pytest
 
 from steadygrad import __version__
 from steadygrad.cli import main
+from steadygrad.cli.options import chosen, parse_budget, study_options
+from steadygrad.record.schema import STUDIES
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["advise", "--version"]])
@@ -12,15 +14,51 @@ def test_version(arguments, capsys):
     assert capsys.readouterr().out == f"steadygrad {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["advise", "--help"], ["report", "--help"]])
-def test_help(arguments, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 0
-    out = capsys.readouterr().out
-    assert "usage: steadygrad" in out
-    assert "{None}" not in out
-    assert ("--budget TIME" in out) == (arguments == ["advise", "--help"])
+COMMANDS = [[], *([name] for name in STUDIES), ["report"]]
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help(command, flag, capsys):
+    assert main([*command, flag]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"usage: {' '.join(['steadygrad', *command])} ")
+    assert err == ""
+    assert ("--budget TIME" in out) == (command not in ([], ["report"]))
+    # Whoever has read an option's name needs an example next.
+    assert ("examples:" in out) == (command != ["report"])
+    assert ("documentation: docs/" in out) == (command != ["report"])
+
+
+def test_the_overview_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for name, question in STUDIES.items():
+        assert f"{name} {question}" in out
+    assert "report Draw the page of a run again from its record." in out
+
+
+def test_the_help_of_an_option_has_its_bounds_choices_and_default(capsys):
+    assert main(["advise", "--help"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for text in (
+        (
+            "--device auto|cpu|cuda|mps Device to train on; auto prefers CUDA, then the CPU. "
+            "(default: auto)"
+        ),
+        "--seed INT Random seed. (default: 0)",
+        (
+            "--tolerance NUMBER Extra samples that are acceptable, as a fraction: 0.01 to 1 "
+            "(default: 0.2)"
+        ),
+        "With --resume: time from now on. (default: 5m)",
+        "--keep-half-life Keep the half-life",
+        "(default: runs/advise-DATE-TIME)",
+    ):
+        assert text in out
+    # Neither a default that is no text nor a flag's.
+    assert "that runs the trials. --sharding" in out
+    assert "whatever the batch size. --out" in out
 
 
 USAGE = {
@@ -28,32 +66,46 @@ USAGE = {
         [],
         "Expected a command: advise, inspect or report. Found none. Remedy: steadygrad --help.",
     ),
-    "unknown command": (["advize"], "Found 'advize'. Remedy: steadygrad advise, or"),
+    "unknown command": (["advize"], "Found 'advize'. Remedy: steadygrad advise, or steadygrad --h"),
+    "empty command": ([""], "Expected a command: advise, inspect or report. Found ''. Remedy:"),
     "no command": (["--json"], "Expected a command: advise, inspect or report. Found '--json'"),
     "unknown flag": (["advise", "--sed", "1"], "Found '--sed'. Remedy: --seed, or steadygrad adv"),
     "unknown flag with =": (["advise", "--bdget=5m"], "Found '--bdget=5m'. Remedy: --budget, or"),
-    "two words": (["advise", "char-lm", "x"], "no further word of `steadygrad advise`. Found 'x'"),
+    "unlike any flag": (["advise", "-q"], "Found '-q'. Remedy: steadygrad advise --help."),
+    "abbreviated": (["advise", "--tol", "1"], "Expected an option of `steadygrad advise`. Found"),
+    "another's option": (["inspect", "--tolerance", "0.1"], "an option of `steadygrad inspect`."),
+    "two words": (["advise", "char-lm", "b"], "Unexpected argument 'b'. Remedy: steadygrad advise"),
     "no value": (["advise", "--seed"], "a value after --seed. Found none. Remedy: steadygrad advi"),
     "a flag for a value": (["advise", "--out", "--json"], "a value after --out. Found none. Rem"),
+    "a value for a flag": (["advise", "--json=yes"], "no value after --json. Found 'yes'. Remedy:"),
     "no run": (["report"], "the folder of a run. Found none. Remedy: steadygrad report runs/mine."),
     "a flag of another": (["report", "run", "--seed", "1"], "an option of `steadygrad report`."),
-    "two runs": (["report", "a", "b"], "no further word of `steadygrad report`. Found 'b'. Remedy"),
+    "two runs": (["report", "a", "b"], "Unexpected argument 'b'. Remedy: steadygrad report --help"),
     "no number": (
         ["advise", "--seed", "x"],
-        "--seed should be an integer of at least 0. Found 'x'",
+        (
+            "--seed should be an integer of at least 0. Found 'x'. "
+            "Remedy: --seed 0, or see steadygrad advise --help."
+        ),
     ),
     "half a number": (["advise", "--seed", "1.5"], "Found '1.5'. Remedy: --seed 0, or see"),
     "negative seed": (["advise", "--seed", "-1"], "Found '-1'. Remedy: --seed 0, or see steadygr"),
     "dtype": (["advise", "--dtype", "int8"], "float64. Found 'int8'. Remedy: --dtype float32, or"),
-    "device": (["advise", "--device", "tpu"], "cpu, cuda. Found 'tpu'. Remedy: --device auto, or"),
-    "tolerance": (["advise", "--tolerance", "-1"], "from 0.01 to 1. Found '-1'. Remedy: --toleran"),
+    "device": (["advise", "--device", "tpu"], "one of auto, cpu, cuda, mps. Found 'tpu'. Remedy: "),
+    "workers": (["advise", "--workers", "9999"], "--workers should be an integer from 0 to 1024."),
+    "tolerance": (["advise", "--tolerance", "-1"], "a number from 0.01 to 1. Found '-1'. Remedy:"),
     "tolerance is nan": (["advise", "--tolerance", "nan"], "Found 'nan'. Remedy: --tolerance 0.2"),
+    "steps": (["inspect", "--steps", "15"], "--steps should be an integer of at least 16. Found"),
+    "steps are words": (["inspect", "--steps", "many"], "Found 'many'. Remedy: --steps 200, or"),
+    "empty task": (["advise", ""], "TASK should be a text that is not empty. Found ''. Remedy: T"),
     "empty out": (["advise", "--out", ""], "--out should name the folder of a run. Found ''. Rem"),
-    "empty resume": (["advise", "--resume", ""], "--resume should name the folder of a run. Found"),
+    "empty resume": (["advise", "--resume="], "--resume should name the folder of a run. Found ''"),
     "empty run": (["report", ""], "RUN should name the folder of a run. Found ''. Remedy: such as"),
+    "null in a path": (["report", "a\0b"], "RUN should name the folder of a run. Found 'a\\x00b'."),
     "no time": (["advise", "--budget", "0s"], "30s, 5m or 2h. Found '0s'. Remedy: --budget 5m."),
     "less than none": (["advise", "--budget", "-5m"], "Found '-5m'. Remedy: --budget 5m."),
-    "no duration": (["advise", "--budget", "soon"], "Found 'soon'. Remedy: --budget 5m."),
+    "no duration": (["inspect", "--budget", "soon"], "Found 'soon'. Remedy: --budget 5m."),
+    "for ever": (["advise", "--budget", "1e9h"], "The budget should be a duration such as 30s"),
 }
 
 
@@ -61,3 +113,32 @@ USAGE = {
 def test_a_command_line_that_cannot_be_used_is_one_line(case, refused):
     arguments, message = USAGE[case]
     assert message in refused(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30s", 30), ("5m", 300), ("1.5h", 5400), ("2h", 7200), ("45", 45), (" 2 M ", 120)],
+)
+def test_a_budget_is_a_duration(text, seconds):
+    assert parse_budget(text) == seconds
+
+
+def given(command, *words):
+    return chosen(command, study_options(command).read(words))
+
+
+def test_values_have_their_types_and_only_what_is_named_is_given():
+    assert given("advise") == {}
+    words = ["--seed=3", "my.py:task", "--tolerance", ".5", "--budget", "1.5h", "--keep-half-life"]
+    assert given("advise", *words) == {
+        "seed": 3,
+        "task": "my.py:task",
+        "tolerance": 0.5,
+        "budget": 5400.0,
+        "keep_half_life": True,
+    }
+    assert given("inspect", "--steps", "32", "--out", "x", "--json") == {"steps": 32}
+
+
+def test_the_last_of_two_equal_options_counts():
+    assert given("advise", "--seed", "1", "--seed", "2") == {"seed": 2}

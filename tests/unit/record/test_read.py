@@ -6,26 +6,50 @@ from pathlib import Path
 
 import pytest
 
-from steadygrad.record import SCHEMA, RecordError, RunWriter, check_run, read_run
-from steadygrad.record._fields import TABLES
-from tests.unit.record.helpers import HEADER, assert_one_line, write
+from steadygrad.record import RecordError, RunWriter, read_run
+from steadygrad.record.schema.advise import Branch, Noise
+from tests.unit.record.helpers import (
+    assert_one_line,
+    make_branch,
+    make_header,
+    make_noise,
+    rewrite,
+    with_checksum,
+    write,
+)
+
+
+def losses(run) -> list[float]:
+    return [event.loss for event in run.select(Branch)]
+
+
+def refused(folder: Path, *parts: str) -> None:
+    """Neither reading nor going on takes the record, and both leave it as it is."""
+    before = (folder / "record.jsonl").read_bytes()
+    for use in (read_run, RunWriter.resume):
+        with pytest.raises(RecordError) as error:
+            use(folder)
+        assert_one_line(error, *parts)
+    assert (folder / "record.jsonl").read_bytes() == before
 
 
 class TestRead:
-    def test_events_in_order_and_by_kind(self, tmp_path: Path):
-        with RunWriter.create(tmp_path, HEADER) as writer:
-            writer.append("train", loss=2.0)
-            writer.append("noise", value=math.nan, high=math.inf)
-            writer.append("train", loss=1.0)
+    def test_events_in_order_and_by_class(self, tmp_path: Path):
+        events = [make_branch(2.0), make_noise(value=math.nan, high=math.inf), make_branch(1.0)]
+        with RunWriter.create(tmp_path, make_header()) as writer:
+            for event in events:
+                writer.append(event)
         run = read_run(tmp_path)
-        assert [entry["loss"] for entry in run.select("train")] == [2.0, 1.0]
-        assert run.select("noise")[0]["high"] == math.inf
+        assert losses(run) == [2.0, 1.0]
+        assert math.isnan(run.select(Noise)[0].value)
+        assert run.select(Noise)[0].high == math.inf
+        assert [run.events[0], run.events[2]] == [events[0], events[2]]
         assert (run.summary, run.truncated, run.folder) == (None, False, tmp_path)
 
     def test_a_line_is_on_the_disk_when_append_returns(self, tmp_path: Path):
-        with RunWriter.create(tmp_path, HEADER) as writer:
-            writer.append("train", loss=2.0)
-            assert read_run(tmp_path).events == [{"event": "train", "loss": 2.0}]
+        with RunWriter.create(tmp_path, make_header()) as writer:
+            writer.append(make_branch(2.0))
+            assert read_run(tmp_path).events == [make_branch(2.0)]
 
     def test_a_cut_at_every_byte_of_the_last_line_keeps_the_others(self, tmp_path: Path):
         data = write(tmp_path, 3.0, 2.0, 1.0)
@@ -33,45 +57,28 @@ class TestRead:
         for end in range(start, len(data)):
             (tmp_path / "record.jsonl").write_bytes(data[:end])
             run = read_run(tmp_path)
-            assert [entry["loss"] for entry in run.events] == [3.0, 2.0]
+            assert losses(run) == [3.0, 2.0]
             assert run.truncated == (end > start)
 
-    @pytest.mark.parametrize("garbage", [b"\x00" * 40 + b"\n", b"{]\n", b"\xff\xfe\n"])
+    @pytest.mark.parametrize("garbage", [b"\x00" * 40, b"{]", b"\xff\xfe", b"[" * 100_000])
     def test_broken_last_line_with_its_newline_is_dropped(self, tmp_path: Path, garbage: bytes):
         data = write(tmp_path, 3.0, 2.0)
-        (tmp_path / "record.jsonl").write_bytes(data + garbage)
+        (tmp_path / "record.jsonl").write_bytes(data + garbage + b"\n")
         run = read_run(tmp_path)
-        assert (len(run.events), run.truncated) == (2, True)
-
-    @pytest.mark.parametrize("line", [b"17", b"null", b"[1]", b"{}", b'{"event": 3}'])
-    @pytest.mark.parametrize("after", [b"", b'{"event": "end"}\n'], ids=["last", "middle"])
-    def test_whole_line_that_is_no_event(self, tmp_path: Path, line: bytes, after: bytes):
-        """A kill leaves a part of a line: a whole value of another kind was put there."""
-        data = write(tmp_path, 3.0, 2.0) + line + b"\n" + after
-        (tmp_path / "record.jsonl").write_bytes(data)
-        for use in (read_run, RunWriter.resume):
-            with pytest.raises(RecordError) as error:
-                use(tmp_path)
-            assert_one_line(error, "names its 'event' in line 4 of", f"Found {json.loads(line)!r}")
-        assert (tmp_path / "record.jsonl").read_bytes() == data
+        assert (losses(run), run.truncated) == ([3.0, 2.0], True)
 
     def test_broken_line_in_the_middle(self, tmp_path: Path):
         lines = write(tmp_path, 3.0, 2.0, 1.0).splitlines(keepends=True)
         lines[2] = lines[2][: len(lines[2]) // 2] + b"\n"
         (tmp_path / "record.jsonl").write_bytes(b"".join(lines))
-        for use in (read_run, RunWriter.resume):
-            with pytest.raises(RecordError) as error:
-                use(tmp_path)
-            assert_one_line(error, "Line 3", "not the last", "Remedy")
+        refused(tmp_path, "Line 3", "not the last", "Remedy")
 
     @pytest.mark.parametrize(
-        "content", [b"", b'{"event": "run", "sch', b"[1]\n", b'{"event":"x"}\n']
+        "content", [b"", b'{"event": "run", "sch', b"[1]\n", b'{"event":"x"}\n', b"[" * 10**5]
     )
-    def test_truncated_header(self, tmp_path: Path, content: bytes):
+    def test_truncated_or_foreign_header(self, tmp_path: Path, content: bytes):
         (tmp_path / "record.jsonl").write_bytes(content)
-        with pytest.raises(RecordError) as error:
-            read_run(tmp_path)
-        assert_one_line(error, "header", "Remedy")
+        refused(tmp_path, "header", "Remedy")
 
     def test_no_record_there(self, tmp_path: Path):
         file = tmp_path / "file"
@@ -87,47 +94,106 @@ class TestRead:
             read_run(tmp_path)
         assert_one_line(error, "Cannot read", "Remedy")
 
-    def test_newer_schema(self, tmp_path: Path):
-        data = write(tmp_path, 1.0).replace(b'"schema": 1', b'"schema": 2')
-        (tmp_path / "record.jsonl").write_bytes(data)
-        with pytest.raises(RecordError) as error:
-            read_run(tmp_path)
-        found = "written by a newer steadygrad: schema 2, this one reads up to 1. Remedy: pip"
-        assert_one_line(error, found)
 
-    def test_summary(self, tmp_path: Path):
-        with RunWriter.create(tmp_path, HEADER) as writer:
-            writer.write_summary({"schema": 1, "value": math.inf})
-            writer.write_summary({"schema": 1, "value": math.nan, "status": "complete"})
+class TestChecksum:
+    """Each line ends with the CRC-32 of its text; an edit shows."""
+
+    def test_every_line_has_that_of_its_text(self, tmp_path: Path):
+        lines = write(tmp_path, 3.0, math.inf).splitlines(keepends=True)
+        assert lines == [with_checksum(json.loads(line)) for line in lines]
+        assert len({json.loads(line)["crc"] for line in lines}) == 3
+
+    @pytest.mark.parametrize("line", [1, 2])
+    def test_an_edit_of_a_middle_line_is_refused(self, tmp_path: Path, line: int):
+        lines = write(tmp_path, 3.5, 3.5, 1.0).splitlines(keepends=True)
+        edited = lines[line].replace(b"3.5", b"2.5")
+        assert edited != lines[line]
+        lines[line] = edited
+        (tmp_path / "record.jsonl").write_bytes(b"".join(lines))
+        refused(tmp_path, f"Line {line + 1} of", "is damaged", "Remedy: restore it from a copy")
+
+    def test_an_edit_of_the_header_is_refused(self, tmp_path: Path):
+        data = write(tmp_path, 3.0).replace(b'"tolerance": 0.2', b'"tolerance": 0.3')
+        (tmp_path / "record.jsonl").write_bytes(data)
+        refused(tmp_path, "Expected the header of a run in line 1", "Found a damaged")
+
+    def test_an_edit_of_the_last_line_drops_it(self, tmp_path: Path):
+        """It cannot be told from a line that a kill cut: the trial is run again."""
+        data = write(tmp_path, 3.0, 2.0).replace(b'"loss": 2.0', b'"loss": 1.0')
+        (tmp_path / "record.jsonl").write_bytes(data)
+        run = read_run(tmp_path)
+        assert (losses(run), run.truncated) == ([3.0], True)
+
+    def test_a_line_without_one_is_damaged(self, tmp_path: Path):
+        lines = write(tmp_path, 3.0, 2.0).splitlines(keepends=True)
+        lines[1] = lines[1].partition(b', "crc"')[0] + b"}\n"
+        (tmp_path / "record.jsonl").write_bytes(b"".join(lines))
+        refused(tmp_path, "Line 2 of", "is damaged")
+
+
+class TestVersions:
+    def test_an_older_schema_has_a_remedy(self, tmp_path: Path):
+        old = b'{"event": "run", "schema": 1, "study": "advise", "settings": {"seed": 0}}\n'
+        (tmp_path / "record.jsonl").write_bytes(old + b'{"event": "point", "point": 0}\n')
+        found = "was written by an older steadygrad: schema 1, this one reads 2. Remedy: run the"
+        refused(tmp_path, found)
+
+    def test_a_newer_schema(self, tmp_path: Path):
+        write(tmp_path, 1.0)
+        rewrite(tmp_path, 0, lambda header: header.update(schema=3))
+        found = "written by a newer steadygrad: schema 3, this one reads 2. Remedy: pip install -U"
+        refused(tmp_path, found)
+
+    @pytest.mark.parametrize("schema", [True, "2", 2.0, None])
+    def test_a_schema_that_is_no_number_is_no_header(self, tmp_path: Path, schema):
+        write(tmp_path, 1.0)
+        rewrite(tmp_path, 0, lambda header: header.update(schema=schema))
+        refused(tmp_path, "Expected the header of a run")
+
+    @pytest.mark.parametrize("study", ["compare", None, ["advise"], {}])
+    def test_an_unknown_study(self, tmp_path: Path, study):
+        write(tmp_path, 1.0)
+        rewrite(tmp_path, 0, lambda header: header.update(study=study))
+        refused(tmp_path, "the record of a known study", f"Found `study = {study!r}`", "Remedy")
+
+
+class TestSummary:
+    def test_what_was_written_last_is_read(self, tmp_path: Path):
+        with RunWriter.create(tmp_path, make_header()) as writer:
+            writer.write_summary({"schema": 2, "value": math.inf})
+            writer.write_summary({"schema": 2, "value": math.nan, "status": "complete"})
         summary = read_run(tmp_path).summary
         assert summary is not None
         assert math.isnan(summary["value"])
         assert summary["status"] == "complete"
 
-    @pytest.mark.parametrize("content", ["{", "[]", '{"schema": "1"}', '{"schema": 2}'])
+    @pytest.mark.parametrize(
+        "content",
+        [
+            "{",
+            "[]",
+            '{"schema": "2"}',
+            '{"schema": true}',
+            '{"schema": 2, "words": 3}',
+            '{"schema": 2, "words": ["one", 2]}',
+            '{"schema": 2, "status": null}',
+            "[" * 10**5,
+            '{"a":' * 10**5,
+            "\udc80",
+        ],
+        ids=lambda content: content[:40],
+    )
     def test_foreign_summary(self, tmp_path: Path, content: str):
         write(tmp_path, 1.0)
-        (tmp_path / "summary.json").write_text(content)
+        (tmp_path / "summary.json").write_text(content, errors="surrogateescape")
         with pytest.raises(RecordError) as error:
             read_run(tmp_path)
-        assert_one_line(error, "summary.json", "Remedy")
+        assert_one_line(error, "summary.json", "Remedy: delete it; --resume writes it again.")
 
-
-class TestCheck:
-    """The table itself; what the commands make of it is tested with them."""
-
-    def test_what_no_table_knows_is_left_alone(self, tmp_path: Path):
-        with RunWriter.create(tmp_path, {"study": "other", "plan": 3}) as writer:
-            writer.append("train", loss="low")
-        check_run(read_run(tmp_path), to_resume=True)
-
-    def test_the_line_is_named(self, tmp_path: Path):
-        write(tmp_path, 3.0)
-        run = read_run(tmp_path)
+    @pytest.mark.parametrize(("schema", "age"), [(3, "a newer"), (1, "an older")])
+    def test_summary_of_another_schema(self, tmp_path: Path, schema: int, age: str):
+        write(tmp_path, 1.0)
+        (tmp_path / "summary.json").write_text(f'{{"schema": {schema}}}')
         with pytest.raises(RecordError) as error:
-            check_run(run)
-        found = f"'task.sample' to be a text in line 1 of {str(tmp_path / 'record.jsonl')!r}. Found"
-        assert_one_line(error, found, "Found none. Remedy: restore the file from a copy")
-
-    def test_every_table_is_of_a_schema_that_is_read(self):
-        assert {schema for schema, _ in TABLES} == set(range(1, SCHEMA + 1))
+            read_run(tmp_path)
+        assert_one_line(error, "summary.json", f"written by {age} steadygrad", "Remedy")

@@ -72,8 +72,16 @@ def test_report_is_written_as_utf8(tmp_path: Path):
     assert (tmp_path / "report.html").read_bytes() == "größer ?".encode()
 
 
-def test_strip_times_drops_only_the_time():
-    event = {"event": "point", "loss": 1.0, "time": {"seconds": 3.1}, "times": 2}
+def test_a_page_that_cannot_be_written_says_how_to_draw_it_again(tmp_path: Path):
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(RecordError) as error:
+        write_report(tmp_path, "page")
+    assert_one_line(error, "The results are kept. Remedy: ", f"`steadygrad report {tmp_path}`.")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_strip_times_drops_only_the_time_and_the_checksum():
+    event = {"event": "point", "loss": 1.0, "time": {"seconds": 3.1}, "times": 2, "crc": "0"}
     assert strip_times(event) == {"event": "point", "loss": 1.0, "times": 2}
     assert "time" in event
 

@@ -3,221 +3,271 @@
 import math
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from steadygrad.record import Run, RunWriter, dumps, read_run
+from steadygrad.record import SCHEMA, End, Event, Run, Runtime, RunWriter, TaskInfo, read_run
+from steadygrad.record._read import checked_line
+from steadygrad.record.schema.advise import (
+    Branch,
+    Header,
+    Noise,
+    Plan,
+    Point,
+    Scratch,
+    Settings,
+    Stage,
+)
+from steadygrad.report import charts, render
+from steadygrad.report.page import Html
+from steadygrad.studies.advise.summary import summarize
+from steadygrad.studies.journal import Journal
 
-POINTS = [2_000, 6_000, 12_000, 24_000]
-MULTIPLES = [1, 2, 4, 8, 16, 32]
-BATCH, RATE, TOLERANCE = 8, 1e-3, 0.2
-TRUTH = [110.0, 260.0, 480.0, 700.0]  # of the fitted critical batch size
+POINTS = (384, 1_536, 6_144, 24_576)
+LENGTHS = (1_024, 1_024, 3_072, 12_288)
+MULTIPLES = (1, 2, 4, 8, 16, 32)
+BATCH, RATE = 8, 1e-3
+# A batch of B needs (B + T) / (8 + T) times the samples of 8: at 20%, B is 31.6 to 149.6.
+TRUTH = (110.0, 260.0, 480.0, 700.0)
+FRACTIONS = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+STAGES = ((0, 16), (384, 32), (1_536, 64))
+# Sample overhead of the runs from scratch, by their last batch size.
+OVERHEADS = {8: 0.0, 16: 0.12, 32: 0.31, 64: 0.08}
 
-HEADER: dict[str, Any] = {
-    "study": "advise",
-    "time": {"created": "2026-11-21T01:23:45+00:00"},
-    "environment": {
-        "python": "3.11.7",
-        "steadygrad": "0.1.0",
-        "torch": "2.13.0+cpu",
-        "platform": "Linux-6.1-x86_64",
-        "cpu": "AMD EPYC 7763",
-        "cores": 2,
+TASK = TaskInfo(
+    spec="char-lm",
+    name="char-lm",
+    sample="sequence",
+    batch_size=BATCH,
+    lr=RATE,
+    lr_rule="sqrt",
+    parameters=254_720,
+    train_size=180_000,
+    valid_size=256,
+    optimizer="AdamW",
+    beta2=0.99,
+    weight_decay=0.01,
+    tokens_per_sample=64,
+    provenance={
+        "corpus": "Python 3.11.7 standard library, 740 files",
+        "sha256": "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
     },
-    "seed": 0,
-    "command": "steadygrad advise --budget 5m",
-    "task": {
-        "name": "char-lm",
-        "sample": "sequence",
-        "parameters": 254_720,
-        "train_size": 180_000,
-        "valid_size": 256,
-        "provenance": {
-            "corpus": "Python 3.11.7 standard library, 740 files",
-            "sha256": "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
-        },
-    },
-    "settings": {
-        "batch_size": BATCH,
-        "lr": RATE,
-        "lr_rule": "sqrt",
-        "tolerance": TOLERANCE,
-        "budget_seconds": 300,
-        "device": "cpu",
-        "dtype": "float32",
-        "world_size": 1,
-    },
-    "plan": {
-        "points": POINTS,
-        "branch_samples": [2048, 2048, 4096, 8192],
-        "multiples": MULTIPLES,
-        "repeats": 2,
-    },
-}
-
-
-WORDS = [
-    "Over a whole run, batches of 64 sequences cost at most 20% more sequences than those of 8.",
-    "The critical batch size grew from 32 to 150 sequences, so a later part of the run bears 128.",
-    "It was measured by branches; the gradient noise scale is a diagnostic here, and lies below.",
-]
+)
+RUNTIME = Runtime(
+    device="cpu",
+    dtype="float32",
+    world_size=1,
+    sharding="none",
+    threads=1,
+    micro_batch_size=64,
+    workers=2,
+)
+PLAN = Plan(
+    batch_size=BATCH,
+    points=POINTS,
+    branch_samples=LENGTHS,
+    multiples=(MULTIPLES,) * 4,
+    noise_steps=(24,) * 4,
+    repeats=2,
+    rates=True,
+    candidates=2,
+    samples_per_second=700.0,
+    work=400_000,
+    span=200_000,
+)
+HEADER = Header(
+    schema=SCHEMA,
+    study="advise",
+    task=TASK,
+    runtime=RUNTIME,
+    environment={"steadygrad": "0.1.0", "torch": "2.13.0+cpu", "cpu": "AMD EPYC 7763", "cores": 2},
+    time={"created": "2026-11-21T01:23:45+00:00"},
+    settings=Settings(task="char-lm", budget=300.0),
+    plan=PLAN,
+)
 
 
 def loss_at(samples: float) -> float:
     return 1.2 + 14.0 * (samples + 300) ** -0.33
 
 
-def critical_of(truth: float) -> float:
-    """Batch size that needs `TOLERANCE` more samples than the smallest."""
-    return TOLERANCE * (truth + BATCH) + BATCH
+def point_event(index: int, noise: random.Random) -> Point:
+    start, stop = (0, *POINTS)[index : index + 2]
+    marks = sorted({math.ceil(stop * f / BATCH) * BATCH for f in (0.3, *FRACTIONS[1:])})
+    ends = [math.ceil(stop * f / BATCH) * BATCH for f in (0.96, 0.98, 1.0)]
+    seen = range(start + 80, stop + 1, 80)
+    return Point(
+        point=index,
+        samples=stop,
+        steps=stop // BATCH,
+        valid_loss=loss_at(stop),
+        curve=tuple((at, loss_at(at)) for at in (*marks, *ends) if at > start),
+        training=tuple((at, loss_at(at) + noise.gauss(0, 0.05)) for at in seen),
+    )
 
 
-def branch_events(index: int, noise: random.Random) -> list[dict[str, Any]]:
-    start, length = POINTS[index], HEADER["plan"]["branch_samples"][index]
-    events = []
-    for k in MULTIPLES:
-        size = k * BATCH
-        slower = (1 + size / TRUTH[index]) / (1 + BATCH / TRUTH[index])
-        for repeat in range(2):
-            shift = noise.gauss(0, 0.003)
-            shares = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0) if k == 1 else (1.0,)
-            curve = [[s * length, loss_at(start + s * length / slower) + shift] for s in shares]
-            events.append(
-                {
-                    "point": index,
-                    "multiple": k,
-                    "repeat": repeat,
-                    "batch_size": size,
-                    "lr": RATE * math.sqrt(k),
-                    "steps": length // size,
-                    "samples": length,
-                    "loss": curve[-1][1],
-                    "curve": curve,
-                }
-            )
-    return events
-
-
-def noise_event(index: int) -> dict[str, Any]:
+def noise_event(index: int) -> Noise:
     value = [21.0, 35.0, math.nan, 96.0][index]
     low, high = [(15.0, 29.0), (22.0, 71.0), (41.0, math.inf), (52.0, 410.0)][index]
-    return {
-        "point": index,
-        "value": value,
-        "low": low,
-        "high": high,
-        "grad_sq_norm": [0.061, 0.021, -0.0004, 0.0041][index],
-        "noise_trace": [1.28, 0.74, 0.55, 0.39][index],
-        "resolved": math.isfinite(value),
-        "measurements": 24,
-        "samples": 24 * 64,
-    }
+    return Noise(
+        point=index,
+        value=value,
+        low=low,
+        high=high,
+        grad_sq_norm=[0.061, 0.021, -0.0004, 0.0041][index],
+        noise_trace=[1.28, 0.74, 0.55, 0.39][index],
+        resolved=math.isfinite(value),
+        measurements=24,
+        effective=24.0,
+        samples=24 * 64,
+    )
 
 
-def critical_event(index: int) -> dict[str, Any]:
-    truth, value = TRUTH[index], critical_of(TRUTH[index])
-    excess = {
-        str(k * BATCH): (k * BATCH - BATCH) / (truth + BATCH) * (1.0 + 0.07 * (-1) ** k)
-        for k in MULTIPLES
-    }
-    return {
-        "point": index,
-        "value": value,
-        "low": value * 0.75,
-        "high": value * 1.4,
-        "at_edge": "",
-        "fitted": truth,
-        "fitted_low": truth * 0.8,
-        "fitted_high": truth * 1.3,
-        "excess": excess,
-    }
+def branch_event(index: int, repeat: int, size: int, shift: float) -> Branch:
+    start, length = POINTS[index], LENGTHS[index]
+    slower = (size + TRUTH[index]) / (BATCH + TRUTH[index])
+    parts = (*FRACTIONS, 1.0) if size == BATCH else (1.0,)
+    curve = [(round(f * length), loss_at(start + f * length / slower) + shift) for f in parts]
+    # The largest batch diverges early in training.
+    if index == 0 and size == 256:
+        curve = [(length, math.inf)]
+    return Branch(
+        point=index,
+        repeat=repeat,
+        batch_size=size,
+        lr=RATE * math.sqrt(size / BATCH),
+        steps=length // size,
+        samples=length,
+        loss=curve[-1][1],
+        curve=tuple(curve),
+    )
 
 
-def events(points: int = len(POINTS)) -> list[tuple[str, dict[str, Any]]]:
-    """The events up to and including a point of training."""
-    noise, found, seen = random.Random(0), [], 0
+def scratch_event(
+    purpose: Any, repeat: int, rate: float, stages: tuple[tuple[int, int], ...], shift: float
+) -> Scratch:
+    size = stages[-1][1]
+    length = POINTS[-1]
+    slower = 1 + (OVERHEADS[size] if rate == 1 else 0.3)
+    parts = (0.3, *FRACTIONS[1:]) if (size, rate) == (BATCH, 1.0) else ()
+    marks = [math.ceil(length * f / BATCH) * BATCH for f in parts]
+    curve = [(at, loss_at(at / slower) + shift) for at in (*marks, round(0.98 * length))]
+    return Scratch(
+        purpose=purpose,
+        repeat=repeat,
+        batch_size=size,
+        rate=rate,
+        stages=tuple(
+            Stage(from_samples=at, batch_size=b, lr=rate * RATE * math.sqrt(b / BATCH))
+            for at, b in stages
+        ),
+        warmup_samples=0 if size == BATCH else POINTS[0],
+        steps=length // size if len(stages) == 1 else 420,
+        samples=curve[-1][0],
+        loss=curve[-1][1],
+        curve=tuple(curve),
+    )
+
+
+def events(points: int = len(POINTS)) -> Iterator[Event]:
+    """The events up to and including a point of training; with all points, runs from scratch."""
+    noise = random.Random(0)
     for index in range(points):
-        while seen < POINTS[index]:
-            seen += 40
-            fields = {"point": index, "samples": seen, "steps": seen // BATCH}
-            found.append(("train", fields | {"loss": loss_at(seen) + noise.gauss(0, 0.09)}))
-        at = {"point": index, "samples": seen, "steps": seen // BATCH}
-        found.append(("point", at | {"valid_loss": loss_at(seen)}))
-        found.append(("noise", noise_event(index)))
-        found += [("branch", branch) for branch in branch_events(index, noise)]
-        found.append(("critical", critical_event(index)))
-    return found
-
-
-def summary() -> dict[str, Any]:
-    critical = TRUTH[-1]
-    rows = [
-        {"batch_size": k * BATCH, "steps_ratio": 1 + critical / (k * BATCH)}
-        | {"samples_ratio": 1 + k * BATCH / critical}
-        for k in MULTIPLES
-    ]
-    return {
-        "schema": 1,
-        "study": "advise",
-        "status": "complete",
-        "task": "char-lm",
-        "sample": "sequence",
-        "recommendation": {
-            "batch_size": 64,
-            "samples": 32_192,
-            "low": 48,
-            "high": 128,
-            "lr": RATE * math.sqrt(8),
-            "words": WORDS,
-            "trust": "critical",
-            "schedule": [
-                {"from_samples": 0, "batch_size": 16, "lr": RATE * math.sqrt(2)},
-                {"from_samples": 6_000, "batch_size": 64, "lr": RATE * math.sqrt(8)},
-                {"from_samples": 24_000, "batch_size": 128, "lr": RATE * 4},
-            ],
-            "megatron": "0:16 6K:64 24K:128",
-        },
-        "points": [],
-        "tradeoff": {"critical_batch": critical, "rows": rows},
-    }
+        yield point_event(index, noise)
+        yield noise_event(index)
+        for repeat in range(2):
+            shift = noise.gauss(0, 0.003)
+            for k in MULTIPLES:
+                each = shift + noise.gauss(0, 0.001)
+                yield branch_event(index, repeat, k * BATCH, each)
+    if points == len(POINTS):
+        for rate in (0.5, 2.0):
+            yield scratch_event("constant", 0, rate, ((0, BATCH),), 0.0)
+        for purpose, first, stages in (
+            ("constant", 1, ((0, 8),)),
+            ("constant", 0, ((0, 16),)),
+            ("constant", 0, ((0, 32),)),
+            ("schedule", 0, STAGES),
+        ):
+            for repeat in range(first, 2):
+                yield scratch_event(purpose, repeat, 1.0, stages, noise.gauss(0, 0.002))
 
 
 MakeRun = Callable[..., Run]
 
 
+def write_run(
+    folder: Path,
+    *,
+    points: int = len(POINTS),
+    status: str | None = "complete",
+    task: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
+    edit: Callable[[list[Event]], list[Event]] | None = None,
+    summary: Callable[[dict[str, Any]], None] | None = None,
+) -> Run:
+    """Writes a run with the summary that the study itself would write, and reads it back.
+
+    Args:
+        folder: Replaced if it is there.
+        points: Points of training that were reached.
+        status: None leaves out the end and the summary.
+        task: Fields of the task to replace.
+        settings: Fields of the settings to replace.
+        edit: Changes the events, before they are summarized.
+        summary: Changes the summary in place.
+    """
+    header = replace(
+        HEADER,
+        task=replace(TASK, **(task or {})),
+        settings=Settings(**{"task": "char-lm", "budget": 300.0, **(settings or {})}),
+    )
+    found = list(events(points))
+    if edit is not None:
+        found = edit(found)
+    if folder.exists():
+        shutil.rmtree(folder)
+    with RunWriter.create(folder, header) as writer:
+        if status is not None:
+            total = summarize(header, Journal(events=found), status)
+            total |= {"schema": SCHEMA, "study": "advise", "status": status}
+            if summary is not None:
+                summary(total)
+            writer.write_summary(total)
+            found = [*found, End(status=status)]
+    # One write: `append` syncs each line.
+    with open(folder / "record.jsonl", "ab") as file:
+        file.writelines(checked_line(event.as_dict()) for event in found)
+    return read_run(folder)
+
+
 @pytest.fixture
 def make_run(tmp_path: Path) -> MakeRun:
-    """Writes a run and reads it back.
+    """:func:`write_run` into a folder of the test's own."""
 
-    `points` cuts it short, `status=None` leaves out its end and its summary, and `edit` changes
-    `(header, events, summary)` before they are written.
-    """
-
-    def make(points: int = len(POINTS), status: str | None = "complete", edit: Any = None) -> Run:
-        header, found, total = _copy(HEADER), _copy(events(points)), summary()
-        if edit is not None:
-            edit(header, found, total)
-        folder = tmp_path / "run"
-        if folder.exists():
-            shutil.rmtree(folder)
-        with RunWriter.create(folder, header) as writer:
-            if status is not None:
-                found.append(("end", {"status": status}))
-                writer.write_summary(total | {"status": status})
-        # One write: `append` syncs each line, which takes seconds for a thousand.
-        with open(folder / "record.jsonl", "a") as file:
-            file.writelines(dumps({"event": name} | fields) + "\n" for name, fields in found)
-        return read_run(folder)
+    def make(points: int = len(POINTS), status: str | None = "complete", **changes: Any) -> Run:
+        return write_run(tmp_path / "run", points=points, status=status, **changes)
 
     return make
 
 
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copy(item) for item in value)
-    return value
+@pytest.fixture
+def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages without drawings, for tests of what they say: drawing takes seconds."""
+    monkeypatch.setattr(charts, "_svg", lambda *_, **__: Html(""))
+
+
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The whole run, unchanged."""
+    return write_run(tmp_path_factory.mktemp("whole") / "run")
+
+
+@pytest.fixture(scope="session")
+def whole_page(whole_run: Run) -> str:
+    """The page of the whole run, with its drawings."""
+    return render(whole_run)

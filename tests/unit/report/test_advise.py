@@ -3,21 +3,25 @@
 import math
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
+from msgspec.structs import replace
 
 from steadygrad._checks import InputError
-from steadygrad.cli import report as command
-from steadygrad.record import Run, read_run
-from steadygrad.report import STUDIES, render, write
-from steadygrad.report.advise.branches import measured
-from steadygrad.report.advise.data import Point, gather
+from steadygrad.record import Event, Run, read_run
+from steadygrad.record.schema.advise import Branch, Noise, Point, Scratch
+from steadygrad.report import render, write
+from steadygrad.report.advise import training
+from steadygrad.report.advise.data import gather, percent, percent_interval
+from tests.unit.report.conftest import loss_at
 
 NASTY = "<script>document.title='x'</script><img src=x onerror=alert(1)>\x00$a_b$"
-CHARTS = ("scales", "branches0", "branches1", "branches2", "branches3", "tradeoff", "training")
+BRANCHES = ("branches0", "branches1", "branches2", "branches3")
+CHARTS = ("scratch", "sizes", *BRANCHES, "rate", "training")
 
 
 class Reader(HTMLParser):
@@ -51,75 +55,233 @@ def words_of(svg: ET.Element) -> list[str]:
     return [element.text or "" for element in svg.iter("text")]
 
 
-def test_the_whole_page(make_run: Any):
-    page = render(make_run())
+def rows_of(page: str, caption: str) -> list[list[str]]:
+    """Cells of the table with a caption, row by row."""
+    (found,) = re.findall(rf"<caption>{re.escape(caption)}</caption>(.*?)</table>", page)
+    return [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in found.split("<tr>")[2:]]
+
+
+def changed(
+    kind: type[Event], change: Callable[[Any], dict[str, Any]]
+) -> Callable[[list[Event]], list[Event]]:
+    """Replaces fields of all events of a kind."""
+    return lambda events: [replace(e, **change(e)) if isinstance(e, kind) else e for e in events]
+
+
+def test_the_whole_page(whole_page: str):
+    page = whole_page
     text = Reader(page).text
-    assert "Train char-lm at 64 sequences per step." in text
+    assert "Train char-lm at 16 sequences per step." in text
     assert tuple(charts_of(page)) == CHARTS
+    titles = re.findall(r"<h2>(.*?)</h2>", page)
+    assert titles == [
+        "Trained from scratch",
+        "The batch size that pays, over training",
+        "How it was measured",
+        "Learning rate",
+        "The run itself",
+        "What this cannot tell you",
+        "Every number",
+        "Where the numbers come from",
+    ]
     for shown in (
-        "Over a whole run, batches of 64",  # its words
-        "measured by branches; interval 48 – 128",
-        "0.00283",  # 1e-3 * sqrt(8)
-        "7.4× fewer",  # 64/8 / 1.079 = (1 + 700/8) / (1 + 700/64)
-        "for 7.9% more sequences, by the fitted curve",  # (1 + 64/700) / (1 + 8/700)
-        "0:16 6K:64 24K:128",
         "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
         "2.13.0+cpu",
         "AMD EPYC 7763",
-        "steadygrad advise --budget 5m",
-        "What this cannot tell you",
+        "1, 2, 4, 8, 16, 32; 1, 2, 4, 8, 16, 32",  # the plan's multiples
+        "seed 0",
+        "2026-11-21",
     ):
         assert shown in text
     assert 'role="note"' not in page  # nothing is missing
 
 
+def test_every_number_of_the_record_is_in_a_table(whole_run: Run, whole_page: str):
+    cells = set(re.findall(r"<td[^>]*>([^<]*)</td>", whole_page))
+    losses = [e.loss for e in whole_run.select(Branch) + whole_run.select(Scratch)]
+    losses += [event.valid_loss for event in whole_run.select(Point)]
+    assert {f"{loss:.4f}" for loss in losses if math.isfinite(loss)} <= {
+        each for cell in cells for each in cell.split(", ")
+    }
+    assert {"∞, ∞", "unresolved", "≥ 41", "−4e−4", "300% or more"} <= cells
+    assert whole_run.summary is not None
+    for row in whole_run.summary["points"]:
+        found = row["critical"]
+        assert {f"{found['value']:.3g}", f"{found['within']}", f"{found['level']:.4f}"} <= cells
+
+
+def test_the_same_run_gives_the_same_bytes(whole_run: Run, whole_page: str):
+    assert render(read_run(whole_run.folder)) == whole_page
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_runs_from_scratch_in_a_table(make_run: Any):
+    def change(summary: dict[str, Any]) -> None:
+        first, second = summary["checked"]
+        first |= {"loss": 1.7123, "overhead": 0.1234, "low": 0.05, "high": 0.19}
+        second |= {"loss": math.inf, "overhead": 3.0, "low": 3.0, "high": 3.0}
+        summary["schedule"]["check"] |= {"loss": 1.81, "overhead": 0.5, "low": 0.3, "high": 0.7}
+        summary["schedule"]["advised"] = False
+
+    run = make_run(summary=change)
+    # The mean of two seeds' ends: seed 0 is the main trajectory.
+    (other,) = [e for e in run.select(Scratch) if (e.batch_size, e.rate) == (8, 1)]
+    own = [loss for _, loss in run.select(Point)[-1].curve[-3:]]
+    mean = (sum(own) / 3 + other.loss) / 2
+    assert rows_of(render(run), "24,576 sequences from scratch") == [
+        ["8", "0.001", "3,072", "2", f"{mean:.4f}", "–", "–", "the reference"],
+        ["16", "0.00141", "1,536", "2", "1.7123", "12%", "5% to 19%", "within 20%"],
+        ["32", "0.002", "768", "2", "∞", "300% or more", "300% or more", "diverged"],
+        ["growing", "to 0.00283", "420", "2", "1.8100", "50%", "30% to 70%", "not within 20%"],
+    ]
+
+
+def test_a_batch_size_above_the_advice_was_not_within_the_tolerance(whole_page: str):
+    rows = rows_of(whole_page, "24,576 sequences from scratch")
+    assert [(row[0], row[-1]) for row in rows[1:]] == [
+        ("16", "within 20%"),
+        ("32", "not within 20%"),
+        ("growing", "within 20%"),
+    ]
+
+
+def test_the_reference_curves_share_their_places(whole_run: Run):
+    own, other = gather(whole_run).baseline()
+    assert [place for place, _ in own] == [place for place, _ in other]
+    assert own[0] == (7376, pytest.approx(loss_at(7376)))  # 0.3 of the run, in whole batches
+    assert own[-1][1] == pytest.approx(sum(loss_at(x) for x in (23_600, 24_088, 24_576)) / 3)
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_a_recorded_seed_0_is_the_reference_instead_of_the_trajectory(make_run: Any):
+    def decays(events: list[Event]) -> list[Event]:
+        (other,) = [e for e in events if e.key == ("scratch", "constant", 1, 8, 1.0)]
+        curve = tuple((at, loss - 0.1) for at, loss in other.curve)
+        return [*events, replace(other, repeat=0, loss=other.loss - 0.1, curve=curve)]
+
+    run = make_run(edit=decays, task={"lr_decay": "linear"})
+    first, second = gather(run).baseline()
+    differences = [b[1] - a[1] for a, b in zip(first, second, strict=True)]
+    assert differences == pytest.approx([0.1] * len(second))
+    assert "main trajectory and the branches leave the decay out" in Reader(render(run)).text
+
+
+def test_diverged_runs_are_crosses(make_run: Any):
+    def crosses(page: str, chart: str) -> int:
+        """Strokes in the colour of what diverged; each marker is used once or more."""
+        svg = charts_of(page)[chart]
+        return sum("var(--noise)" in str(e.get("style")) for e in svg.iter("use"))
+
+    def lose(run: Scratch) -> dict[str, Any]:
+        lost = run.batch_size == 32 and run.repeat == 1
+        return {"loss": math.inf, "curve": ((24_576, math.inf),)} if lost else {}
+
+    def behind(summary: dict[str, Any]) -> None:
+        # Finite losses, but so far behind that the study calls it diverged.
+        summary["points"][3]["critical"]["diverged"] = 128
+
+    page = render(make_run(edit=changed(Scratch, lose), summary=behind))
+    assert crosses(page, "scratch") == 1
+    assert [crosses(page, name) for name in BRANCHES] == [1, 0, 0, 2]
+    assert crosses(page, "sizes") == 2
+
+
+def flat(point: int) -> Callable[[list[Event]], list[Event]]:
+    """The validation loss no longer falls along the branches of a point."""
+
+    def level(branch: Branch) -> dict[str, Any]:
+        if branch.point != point:
+            return {}
+        loss = 2.0 + 0.01 * branch.repeat + 0.02 * (branch.batch_size > 8)
+        return {"loss": loss, "curve": tuple((at, loss) for at, _ in branch.curve)}
+
+    return changed(Branch, level)
+
+
+def test_an_unresolved_point_is_shaded_and_said(make_run: Any, whole_page: str):
+    run = make_run(edit=flat(2))
+    page = render(run)
+    assert "Shaded: the validation loss no longer falls" in page
+    assert "Shaded: the validation loss no longer falls" not in whole_page
+    assert words_of(charts_of(page)["sizes"]).count("not resolved ") == 1
+    assert "after 6,144 sequences: not resolved" in page
+    row = rows_of(page, "Critical batch size")[2]
+    assert row[3:5] == ["not resolved", "–"]
+    # It did not diverge: all its losses are drawn.
+    assert gather(run).points[2].diverged == math.inf
+
+
+def test_the_bracket_the_interval_and_the_limit_are_drawn(make_run: Any):
+    def change(summary: dict[str, Any]) -> None:
+        found = {"within": 32, "beyond": math.inf, "value": 40.0, "low": 0.0, "high": math.inf}
+        summary["points"][1]["critical"] |= found
+
+    axes = Figure().subplots()
+    axes.set_ylim(4, 400)
+    training._draw_point(axes, gather(make_run(summary=change)).points[1])
+    bracket, interval, *triangles, limit = [line.get_ydata() for line in axes.lines]
+    assert list(bracket) == [32, 400]
+    assert list(interval) == [4, 400]
+    assert [list(each) for each in triangles] == [[4], [400]]
+    assert list(limit) == [40.0]
+
+
+@pytest.mark.usefixtures("no_charts")
 @pytest.mark.parametrize(
-    ("excess", "steps", "samples"), [(0.25, "6.4×", "25% more"), (-0.2, "10×", "20% fewer")]
+    ("verdict", "words"), [("low", "looks too low. Until"), ("high", "looks too high. Until")]
 )
-def test_a_measured_cost_goes_before_the_fitted_one(
-    make_run: Any, excess: float, steps: str, samples: str
-):
-    def edit(header: Any, events: Any, summary: Any) -> None:
-        (row,) = (row for row in summary["tradeoff"]["rows"] if row["batch_size"] == 64)
-        row["excess"] = excess
-
-    text = Reader(render(make_run(1, edit=edit))).text
-    assert f"{steps} fewer" in text  # 64/8 / (1 + excess)
-    assert f"for {samples} sequences, measured" in text
+def test_the_verdict_on_the_learning_rate(make_run: Any, verdict: str, words: str):
+    run = make_run(summary=lambda total: total["rate"].update(verdict=verdict))
+    assert f"The task's learning rate 0.001 {words}" in Reader(render(run)).text
 
 
-def test_every_number_of_the_record_is_in_a_table(make_run: Any):
-    run = make_run()
-    cells = set(re.findall(r"<td[^>]*>([^<]*)</td>", render(run)))
-    for branch in run.select("branch"):
-        assert f"{branch['loss']:.4f}" in cells
-    for point in run.select("point"):
-        assert f"{point['valid_loss']:.4f}" in cells
-    assert {"31.6", "23.7 – 44.2", "unresolved", "≥ 41", "−4e−4", "+7.3%", "88.5"} <= cells
+@pytest.mark.usefixtures("no_charts")
+def test_the_learning_rates_tried_in_a_table(make_run: Any):
+    def change(summary: dict[str, Any]) -> None:
+        summary["rate"] |= {
+            "losses": {"0.5": 2.1, "1": 2.0, "2": 1.9},
+            "overheads": {"0.5": 0.6, "2": -0.25},
+        }
+
+    caption = "The smallest batch from scratch at other learning rates"
+    assert rows_of(render(make_run(summary=change)), caption) == [
+        ["5e−4", "2.1000", "60%"],
+        ["0.001", "2.0000", "0%"],
+        ["0.002", "1.9000", "−25%"],
+    ]
 
 
-def test_the_same_run_gives_the_same_bytes(make_run: Any):
-    run = make_run()
-    assert render(run) == render(run)
-    assert render(read_run(run.folder)) == render(run)
+@pytest.mark.usefixtures("no_charts")
+@pytest.mark.parametrize(
+    ("task", "settings", "words"),
+    [
+        ({}, {}, "grows with the square root of the batch size, from 0.001 at batch 8"),
+        ({"lr_rule": "constant"}, {}, "stays the same at every batch size, from 0.001"),
+        ({}, {}, "has no warm-up and is constant then"),
+        ({"warmup_samples": 64}, {}, "warms up over 64 sequences and is constant then"),
+        ({"lr_decay": "cosine"}, {}, "has a cosine decay. Runs from scratch have it"),
+        ({}, {}, "beta2 (0.99) and weight decay (0.01) stayed as in the task"),
+        (
+            {},
+            {"keep_half_life": True},
+            "of beta2 (0.99) and weight decay (0.01) stayed the same in samples",
+        ),
+        ({"beta2": None}, {}, "At every batch size, weight decay (0.01) stayed"),
+        ({}, {"seed": 7}, "stand on seed 7 and its checkpoints. Runs from scratch have 2 seeds"),
+    ],
+)
+def test_what_it_cannot_tell(make_run: Any, task: Any, settings: Any, words: str):
+    assert words in Reader(render(make_run(1, task=task, settings=settings))).text
 
 
 @pytest.mark.parametrize("sample", [NASTY, "字" * 300, "x", "$\\frac$"])
 def test_every_string_is_escaped(make_run: Any, sample: str):
-    def edit(header: Any, events: Any, summary: Any) -> None:
-        header["task"] |= {"name": NASTY, "sample": sample, NASTY: NASTY}
-        header["settings"] |= {"lr_rule": NASTY, "device": NASTY, "batch_size": NASTY}
-        header |= {"seed": NASTY, "command": NASTY, "time": {"created": NASTY}}
-        header["environment"]["cpu"] = NASTY
-        for _, fields in events:
-            for key in ("at_edge", "lr", "steps"):
-                if key in fields:
-                    fields[key] = NASTY
-        recommendation = summary["recommendation"]
-        recommendation |= {"words": [NASTY, NASTY], "megatron": NASTY, "trust": NASTY}
-        recommendation["schedule"][0]["lr"] = NASTY
+    def change(summary: dict[str, Any]) -> None:
+        summary["words"] = [NASTY, NASTY]
+        summary["schedule"]["megatron"] = NASTY
 
-    page = render(make_run(edit=edit))
+    task = {"name": NASTY, "sample": sample, "spec": NASTY, "provenance": {NASTY: NASTY}}
+    page = render(make_run(task=task, settings={"dask": NASTY}, summary=change))
     reader = Reader(page)
     assert reader.tags.isdisjoint({"script", "img"})
     assert "onerror" not in reader.attributes
@@ -128,172 +290,113 @@ def test_every_string_is_escaped(make_run: Any, sample: str):
         assert not list(svg.iter("script"))
 
 
-def strings_become(value: Any, junk: Any) -> Any:
-    """The same nest with every leaf replaced, as a damaged or foreign record might have it."""
-    if isinstance(value, dict):
-        return {key: strings_become(item, junk) for key, item in value.items()}
-    if isinstance(value, list):
-        return [strings_become(item, junk) for item in value]
-    return junk
-
-
-@pytest.mark.parametrize("junk", [None, "text", math.nan, math.inf, -1, 0, {}, []], ids=repr)
-def test_a_record_of_nonsense_is_drawn_without_a_crash(make_run: Any, junk: Any):
-    run = make_run()
-    events = [strings_become(event, junk) | {"event": event["event"]} for event in run.events]
-    header = strings_become(run.header, junk) | {"study": "advise"}
-    page = render(Run(run.folder, header, events, strings_become(run.summary, junk), False))
-    assert "Train" not in page
-    assert "What this cannot tell you" in page
-
-
-@pytest.mark.parametrize("name", ["point", "noise", "branch", "critical", "train"])
-def test_any_kind_of_event_may_be_missing(make_run: Any, name: str):
-    def edit(header: Any, events: Any, summary: Any) -> None:
-        events[:] = [event for event in events if event[0] != name]
-
-    drawn = set(charts_of(render(make_run(edit=edit))))
-    panels = {chart for chart in CHARTS if "branches" in chart}
-    gone = {"train": {"training"}, "branch": panels, "point": {"scales"}}.get(name, set())
-    assert drawn == set(CHARTS) - gone
+@pytest.mark.parametrize(
+    ("kind", "gone"),
+    [
+        (Noise, set()),
+        (Branch, {"scratch", "sizes", "rate", *BRANCHES}),
+        (Scratch, {"scratch", "rate"}),
+    ],
+)
+def test_any_kind_of_event_may_be_missing(make_run: Any, kind: Any, gone: set[str]):
+    run = make_run(edit=lambda events: [e for e in events if not isinstance(e, kind)])
+    assert set(charts_of(render(run))) == set(CHARTS) - gone
 
 
 def test_only_a_header(make_run: Any):
     page = render(make_run(0, None))
     text = Reader(page).text
-    assert "No batch size for char-lm yet: the run is not complete." in text
-    assert "The record has no end" in text
+    assert "No batch size for char-lm yet." in text
+    assert "The record has no summary" in text
     assert "0 of 4 planned points" in text
-    assert "No training step was recorded." in text
     assert charts_of(page) == {}
+    assert "Every number" not in text
     assert "9f86d081884c7d65" in text
 
 
+def test_events_without_a_summary_are_drawn(make_run: Any):
+    page = render(make_run(2, None))
+    assert "2 of 4 planned points" in page
+    drawn = {"branches0", "branches1", "training"}
+    assert set(charts_of(page)) == drawn
+
+
+def test_a_point_without_branches(make_run: Any):
+    def cut(events: list[Event]) -> list[Event]:
+        return [e for e in events if not (isinstance(e, Branch) and e.point == 1)]
+
+    page = render(make_run(2, "interrupted", edit=cut))
+    assert words_of(charts_of(page)["sizes"]).count("not measured ") == 1
+    assert rows_of(page, "Critical batch size")[1][3] == "not measured"
+    assert "branches1" not in charts_of(page)
+
+
+@pytest.mark.usefixtures("no_charts")
 @pytest.mark.parametrize(
-    ("status", "words"), [("interrupted", "was interrupted"), ("budget", "budget was spent")]
+    ("status", "words"),
+    [("interrupted", "was interrupted"), ("budget", "ran out of its budget"), ("failed", "failed")],
 )
-def test_a_partial_run_says_what_is_missing(make_run: Any, status: str, words: str):
-    text = Reader(render(make_run(2, status))).text
-    assert words in text
-    assert "2 of 4 planned points" in text
-    assert "Train char-lm at 64" in text
-
-
-def test_a_point_cut_short_shows_what_its_summary_knows(make_run: Any):
-    def edit(header: Any, events: Any, summary: Any) -> None:
-        known = [fields for kind, fields in events if kind == "critical"][-1]
-        events[:] = [e for e in events if not (e[0] == "critical" and e[1]["point"] == 1)]
-        summary["points"] = [{"critical": None}, {"critical": known}]
-
-    whole, cut = (Reader(render(make_run(2, "budget", edit=e))).text for e in (None, edit))
-    # The same page as from the event: the count of points, the table of numbers and the chart.
-    assert "2 of 4 planned points" in cut
-    assert cut == whole
-
-
-def test_a_killed_run_without_summary_still_shows_what_it_measured(make_run: Any):
-    run = make_run(3, None)
-    with open(run.folder / "record.jsonl", "ab") as file:
-        file.write(b'{"event": "tra')
-    page = render(read_run(run.folder))
+def test_a_partial_run_says_once_what_is_missing(make_run: Any, status: str, words: str):
+    page = render(make_run(2, status))
     text = Reader(page).text
-    assert "There is no summary" in text
-    assert "A broken last line of the record was left out." in text
-    assert list(charts_of(page)) == ["scales", "branches0", "branches1", "branches2", "training"]
+    assert text.count(f"the study {words}") == 1
+    assert text.count("2 of 4 points") == 1
+    assert 'role="note"' not in page  # its words have said it
 
 
-def test_no_batch_size_resolved(make_run: Any):
-    def edit(header: Any, events: Any, summary: Any) -> None:
-        summary["recommendation"] |= {"batch_size": None, "trust": "none", "schedule": []}
+@pytest.mark.usefixtures("no_charts")
+def test_a_broken_last_line_is_said(make_run: Any):
+    run = make_run()
+    with open(run.folder / "record.jsonl", "a") as file:
+        file.write('{"event": "po')
+    assert "A broken last line of the record was left out." in render(read_run(run.folder))
 
-    text = Reader(render(make_run(edit=edit))).text
-    assert "This run resolves no batch size for char-lm." in text
-    assert "A schedule that follows it" not in text
+
+@pytest.mark.usefixtures("no_charts")
+def test_a_whole_run_that_finds_nothing(make_run: Any):
+    def all_flat(events: list[Event]) -> list[Event]:
+        for point in range(4):
+            events = flat(point)(events)
+        return events
+
+    text = Reader(render(make_run(edit=all_flat))).text
+    assert "This study finds no batch size for char-lm." in text
+    assert "Trained from scratch" not in text
 
 
-def test_unresolved_noise_is_said_in_words_and_drawn_apart(make_run: Any):
-    unresolved = charts_of(render(make_run()))["scales"]
-    assert words_of(unresolved).count("unresolved") == 1
-
-    def edit(header: Any, events: Any, summary: Any) -> None:
-        for kind, fields in events:
-            if kind == "noise":
-                fields |= {"value": math.nan, "low": math.nan, "high": math.inf, "resolved": False}
-
-    page = render(make_run(edit=edit))
-    assert words_of(charts_of(page)["scales"]).count("unresolved") == 4
+@pytest.mark.usefixtures("no_charts")
+def test_unresolved_noise_is_said_in_words(make_run: Any):
+    run = make_run(edit=changed(Noise, lambda _: {"resolved": False, "low": 41.0}))
+    page = render(run)
     assert '<dd class="value">unresolved</dd>' in page
+    assert "at least 41; too few measurements to tell" in page
 
 
-def test_a_critical_batch_beyond_what_was_tried_gets_an_arrow(make_run: Any):
-    def edit(header: Any, events: Any, summary: Any) -> None:
-        for kind, fields in events:
-            if kind == "critical":
-                fields["at_edge"] = "above"
-
-    def arrows(page: str) -> int:
-        # Only the shafts of arrows are quadratic curves.
-        return sum("Q" in str(e.get("d")) for e in charts_of(page)["scales"].iter("path"))
-
-    assert arrows(render(make_run(edit=edit))) == arrows(render(make_run())) + 4
-
-
-def branch(size: int, loss: float, curve: list[list[float]], samples: int = 100) -> dict[str, Any]:
-    return {"batch_size": size, "loss": loss, "curve": curve, "samples": samples}
+def test_percentages():
+    assert [percent(x) for x in (0.154, -0.02, 3.0, math.inf, None, math.nan)] == [
+        "15%",
+        "−2%",
+        "300% or more",
+        "300% or more",
+        "–",
+        "–",
+    ]
+    assert percent_interval(0.1, 3.5) == "10% to 300% or more"
+    assert percent_interval(None, None) == "–"
 
 
-def test_branches_are_sorted_by_batch_size():
-    point = Point(branches=[branch(16, 9.0, []), branch(8, 1.0, []), branch(8, 2.0, [])])
-    assert point.batch_sizes == [8, 16]
-    assert point.losses(8) == [1.0, 2.0]
+def test_unknown_study(whole_run: Run):
+    header = replace(whole_run.header, study="guess")
+    with pytest.raises(InputError, match=r"'advise', 'inspect'.*study = 'guess'.*Remedy"):
+        render(Run(whole_run.folder, header, [], None, False))
 
 
-def test_the_tolerance_level_is_the_recorded_one():
-    assert Point(critical={"level": 2.5}).tolerance_level == 2.5
-    assert math.isnan(Point().tolerance_level)
-
-
-@pytest.mark.parametrize("where", ["rows", "last point"])
-def test_measured_points_lie_on_the_line_when_the_formula_holds(make_run: Any, where: str):
-    critical = 700.0
-
-    def edit(header: Any, events: Any, summary: Any) -> None:
-        first = 1 + 8 / critical
-        excess = {b: (1 + int(b) / critical) / first - 1 for b in ("8", "64")}
-        if where == "rows":
-            rows = [{"batch_size": int(b), "excess": x} for b, x in excess.items()]
-            summary["tradeoff"]["rows"] = rows
-        else:
-            assert events[-1][0] == "critical"
-            events[-1][1]["excess"] = excess
-
-    spots = measured(gather(make_run(edit=edit)))
-    assert [spot[0] for spot in spots] == [8, 64]
-    for _, steps, samples in spots:
-        assert (steps - 1) * (samples - 1) == pytest.approx(1.0)
-
-
-def test_unknown_study(make_run: Any):
-    run = make_run(0, None)
-    other = Run(run.folder, run.header | {"study": "guess"}, [], None, False)
-    with pytest.raises(InputError, match="study = 'guess'") as error:
-        render(other)
-    assert "Remedy" in str(error.value)
-    assert list(STUDIES) == ["advise", "inspect"]
-
-
-def test_write_replaces_the_page(make_run: Any, capsys: pytest.CaptureFixture[str]):
-    folder: Path = make_run().folder
+@pytest.mark.usefixtures("no_charts")
+def test_write_replaces_the_page(make_run: Any):
+    folder = make_run().folder
     assert write(folder) == folder / "report.html"
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert page == render(read_run(folder))
     (folder / "report.html").write_text("old")
-    assert command.run(folder) == 0
-    assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
+    write(folder)
     assert (folder / "report.html").read_text(encoding="utf-8") == page
-
-
-def test_report_of_a_folder_without_a_record(tmp_path: Path):
-    with pytest.raises(InputError, match="Remedy"):
-        command.run(tmp_path)
-    assert list(tmp_path.iterdir()) == []

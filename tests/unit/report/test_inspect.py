@@ -1,6 +1,7 @@
 """The page of an ``inspect`` run."""
 
 import html
+import io
 import re
 import shutil
 from math import log2
@@ -9,13 +10,17 @@ import pytest
 import torch
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from steadygrad.formulas.exponents import limits
-from steadygrad.record import Run, RunWriter, read_run
+from steadygrad.record import SCHEMA, End, Run, Runtime, RunWriter, TaskInfo, read_run
+from steadygrad.record.schema import inspect as schema
+from steadygrad.record.schema.inspect import AFTER, BEFORE, OUTSIDE, Part
 from steadygrad.report import charts as common
 from steadygrad.report import render
 from steadygrad.report.inspect import charts
-from steadygrad.report.inspect.data import AFTER, BEFORE, TITLES, Histogram, gather
+from steadygrad.report.inspect.data import TITLES, Histogram, gather
+from steadygrad.report.inspect.terminal import table
 from tests.unit.report.test_browser import (
     DARK,
     Look,
@@ -24,56 +29,83 @@ from tests.unit.report.test_browser import (
     needs_chromium,
 )
 
-HEADER = {
-    "study": "inspect",
-    "seed": 0,
-    "task": {"name": "made-up", "sample": "image"},
-    "settings": {"batch_size": 4, "steps": 80, "budget_seconds": 60.0, "device": "cpu"},
-    "plan": {},
-    "time": {"created": "2026-11-21T01:23:45+00:00"},
-}
 LAYERS = ["early", "late", "a.layer.with.a.name.that.is.much.longer.than.any.chart.has.room.for"]
+HEADER = schema.Header(
+    schema=SCHEMA,
+    study="inspect",
+    task=TaskInfo(
+        spec="made_up.py:make_task",
+        name="made-up",
+        sample="image",
+        batch_size=4,
+        lr=0.01,
+        lr_rule="sqrt",
+        parameters=1234,
+        train_size=4096,
+        valid_size=64,
+    ),
+    runtime=Runtime(
+        device="cpu",
+        dtype="float16",
+        world_size=1,
+        sharding="none",
+        threads=1,
+        micro_batch_size=4,
+        workers=1,
+    ),
+    environment={"python": "3.11.7"},
+    settings=schema.Settings(task="made_up.py:make_task", steps=80, budget=60.0, device="cpu"),
+    plan=schema.Plan(batch_size=4, steps=80, layers=tuple(LAYERS), work=1004),
+    time={"created": "2026-11-21T01:23:45+00:00"},
+)
 
 
 def counts(phase, name):
     """The early layer is flushed, and the late one overflows, where there is one scale only."""
     if phase == "before" and name == "early":
-        return {"zero": 60, "low": -20, "counts": [10, 20, 10], "over": 0}
+        return schema.Histogram(zero=60, low=-20, counts=(10, 20, 10), over=0)
     if phase == "before" and name == "late":
-        return {"zero": 0, "low": 12, "counts": [40, 40, 15], "over": 5}
-    return {"zero": 1, "low": -8, "counts": [9, 20, 40, 20, 10], "over": 0}
+        return schema.Histogram(zero=0, low=12, counts=(40, 40, 15), over=5)
+    return schema.Histogram(zero=1, low=-8, counts=(9, 20, 40, 20, 10), over=0)
 
 
 def part(phase, number):
     # Before the scales have settled everything looks different.
     held = {name: counts(phase if number >= 4 else "search", name) for name in LAYERS}
-    return {
-        "phase": phase,
-        "part": number,
-        "steps": 10 * (number + 1),
-        "samples": 40 * (number + 1),
-        "loss": (2.0 if phase == "before" else 1.0) / (number + 1),
-        "scales": {"": 3.0, **dict.fromkeys(LAYERS, 0.0)},
-        "skipped": 0,
-        "overflows": {"late": 1} if phase == "before" else {},
-        "at_any_scale": {},
-        "overflowed_at": {"late": 4.0} if phase == "before" else {},
-        "largest": {kind: dict.fromkeys(LAYERS, 0.0) for kind in ("activations", "weights")},
-        "activations": held,
-        "weights": held,
-        "plain": {"activations": {}, "weights": {}},
-    }
+    return Part(
+        phase=phase,
+        part=number,
+        steps=10 * (number + 1),
+        samples=40 * (number + 1),
+        loss=(2.0 if phase == "before" else 1.0) / (number + 1),
+        scales={"": 3.0, **dict.fromkeys(LAYERS, 0.0)},
+        skipped=0,
+        overflows={"late": 1} if phase == "before" else {},
+        at_any_scale={},
+        overflowed_at={"late": 4.0} if phase == "before" else {},
+        largest={kind: dict.fromkeys(LAYERS, 0.0) for kind in ("activations", "weights")},
+        activations=held,
+        weights=held,
+        plain={"activations": {}, "weights": {}},
+    )
 
 
 SHARES = {"zero": 0.6125, "subnormal": 0.3, "overflow": 0.0}
 CALM = {"zero": 0.01, "subnormal": 0.0, "overflow": 0.0}
 SUMMARY = {
-    "schema": 1,
+    "schema": SCHEMA,
     "study": "inspect",
     "status": "complete",
-    "verdict": {"fault": True, "starved": {"early": 0.9}, "ceiling": {"late": 8}, "broken": {}},
+    "task": "made-up",
+    "sample": "image",
+    "diagnosis": {
+        "fault": True,
+        "underflowing": {"early": 0.9},
+        "limiting": {"late": 8},
+        "nonfinite_at_any_scale": {},
+    },
     "proposal": {"loss_scale": 8.0, "layer_scales": {"early": 2.0**15}, "code": "Scaler()"},
-    "words": ["No single loss scale serves all layers.", "It cannot be <larger>."],
+    "words": ["No single loss scale fits all layers.", "It cannot be <larger>."],
     "phases": {
         phase: {"steps": 80, "skipped": skipped, "loss_scale": 8.0, "valid_loss": loss}
         for phase, skipped, loss in (("before", 8, 2.2345), ("after", 0, 0.1234))
@@ -96,9 +128,9 @@ def make_run(tmp_path):
         with RunWriter.create(tmp_path / "run", HEADER) as writer:
             for phase in phases:
                 for number in range(8):
-                    writer.append("part", **part(phase, number))
+                    writer.append(part(phase, number))
             if summary is not None:
-                writer.append("end", status=summary["status"])
+                writer.append(End(status=summary["status"]))
                 writer.write_summary(summary)
         return read_run(tmp_path / "run")
 
@@ -110,13 +142,13 @@ def words_of(page):
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", body)).split())
 
 
-def test_the_verdict_comes_first(make_run):
+def test_the_diagnosis_comes_first(make_run):
     page = render(make_run())
     text = words_of(page)
-    assert "<h1>One loss scale starves early of made-up.</h1>" in page
-    assert "No single loss scale serves all layers. It cannot be <larger>." in text
+    assert "<h1>made-up: with one loss scale, gradients underflow in early.</h1>" in page
+    assert "No single loss scale fits all layers. It cannot be <larger>." in text
     assert "2.2345 after 80 steps with one loss scale" in text
-    assert "0.1234 after 80 steps with the scales proposed" in text
+    assert "0.1234 after 80 steps with the proposed scales" in text
     assert "8 of 80 with one loss scale, for an overflow" in text
 
 
@@ -125,7 +157,7 @@ def test_the_tables_say_what_the_record_says(make_run):
     row = "61.25% 30.00% 0.00%"
     assert text.count(f"early {row} {row} 8 steps") == 1
     assert text.count("early 1.00% 0.00% 0.00% – – – 0 steps") == 1
-    assert "(loss) 2^3 early 2^15" in text
+    assert "the loss 2^3 early 2^15" in text
 
 
 def test_what_is_drawn_is_what_was_counted(make_run):
@@ -240,36 +272,94 @@ def test_the_same_run_gives_the_same_bytes(make_run):
     assert "<script" not in render(run)
 
 
+def title(make_run, proposal=None, **diagnosis):
+    """The headline, with some findings and scales in place of others."""
+    summary = {**SUMMARY, "diagnosis": {**SUMMARY["diagnosis"], **diagnosis}}
+    summary["proposal"] = {**SUMMARY["proposal"], **(proposal or {})}
+    return re.search("<h1>(.*?)</h1>", render(make_run(summary=summary)))[1]
+
+
 def test_nothing_at_fault(make_run):
-    calm = {"fault": False, "starved": {}, "ceiling": {}, "broken": {}}
-    page = render(make_run(summary={**SUMMARY, "verdict": calm}))
-    assert "<h1>Nothing is at fault: one loss scale serves made-up.</h1>" in page
-    broken = {**calm, "fault": True, "broken": {"late": 3}}
-    page = render(make_run(summary={**SUMMARY, "verdict": broken}))
-    assert "<h1>late of made-up overflows at any scale.</h1>" in page
+    calm = {"underflowing": {}, "limiting": {}}
+    assert title(make_run, **calm) == "made-up: one loss scale is enough."
+    assert title(make_run, **calm, nonfinite_at_any_scale={"late": 3}) == (
+        "made-up: gradients are not finite at any scale in late."
+    )
 
 
 def test_what_is_said_above_all(make_run):
-    def title(proposal=None, **verdict):
-        summary = {**SUMMARY, "verdict": {**SUMMARY["verdict"], **verdict}}
-        summary["proposal"] = {**SUMMARY["proposal"], **(proposal or {})}
-        return re.search("<h1>(.*?)</h1>", render(make_run(summary=summary)))[1]
-
-    assert title(broken={"late": 3}) == (
-        "late of made-up overflows at any scale; one loss scale starves early of made-up."
+    assert title(make_run, nonfinite_at_any_scale={"late": 3}) == (
+        "made-up: gradients are not finite at any scale in late; with one loss scale, gradients "
+        "underflow in early."
     )
     one = {"layer_scales": {}, "loss_scale": 2.0**20}
-    assert title(one, ceiling={}) == "One loss scale serves made-up, if it begins at 2^20."
+    enough = "made-up: one loss scale is enough if it starts at 2^20."
+    assert title(make_run, one, limiting={}) == enough
     # The late layer overflowed above 2**3, where it settled.
-    assert title(one) == "early of made-up loses small gradients at any scale."
+    neither = "made-up: gradients underflow in early, and no scale prevents it."
+    assert title(make_run, one) == neither
     one["loss_scale"] = 8.0
-    assert title(one, ceiling={}) == "early of made-up loses small gradients at any scale."
+    assert title(make_run, one, limiting={}) == neither
+
+
+def test_a_headline_agrees_with_any_number_of_layers(make_run):
+    assert title(make_run, underflowing={"early": 0.9, "late": 0.2}) == (
+        "made-up: with one loss scale, gradients underflow in early and late."
+    )
+
+
+def with_the_loss(summary):
+    """The first layer of the summary is the one outside of all layers."""
+    first, *others = summary["layers"]
+    return {**summary, "layers": [{**first, "name": ""}, *others]}
+
+
+def test_the_layer_without_a_name_is_called_the_same_everywhere(make_run, painted, monkeypatch):
+    monkeypatch.setitem(globals(), "LAYERS", ["", *LAYERS[1:]])
+    summary = with_the_loss({**SUMMARY, "diagnosis": {"underflowing": {"": 0.9}}})
+    run = make_run(summary=summary)
+    row = "61.25% 30.00% 0.00%"
+    text = words_of(render(run))
+    assert f"with one loss scale, gradients underflow in {OUTSIDE}." in text
+    assert f"{OUTSIDE} {row} {row} 8 steps" in text
+    (axes, _) = painted(charts.heat, gather(run), "weights").axes
+    assert axes.get_yticklabels()[0].get_text() == OUTSIDE
+    assert OUTSIDE in printed(summary)
+
+
+def printed(summary):
+    """The table as a terminal shows it."""
+    console = Console(width=200, file=io.StringIO())
+    console.print(table(summary))
+    return console.file.getvalue()
+
+
+def test_the_table_in_the_terminal():
+    lines = printed({**SUMMARY, "task": "[made] up"}).splitlines()
+    assert lines[0].strip() == "[made] up: gradients in float16, one loss scale / proposed"
+    cells = [[cell.strip() for cell in re.split("[│┃]", line)] for line in lines]
+    row = ["early", "61.3% / 1.0%", "30.0% / 0.0%", "8 / 0 steps"]
+    assert [cell for cell in next(c for c in cells if "early" in c) if cell] == row
+    empty = {**SUMMARY["layers"][0], "after": {"overflows": 0}}
+    assert "30.0% / -" in printed({**SUMMARY, "layers": [empty]})
+    assert table({**SUMMARY, "layers": []}) is None
+
+
+@pytest.mark.parametrize("status", ["complete", "budget"])
+def test_how_it_ended_is_said_once(make_run, status):
+    """By the words; the page itself only knows of a record without an end."""
+    said = "The time budget ended before all measurements were made."
+    words = [said] if status == "budget" else []
+    run = make_run(summary={**SUMMARY, "status": status, "words": [*words, *SUMMARY["words"]]})
+    text = words_of(render(run))
+    assert text.count(said) == len(words)
+    assert "The record has no end" not in text
 
 
 @pytest.mark.parametrize("phases", [(), ("before",), ("before", "search")])
 def test_a_partial_record_says_so(make_run, phases):
     text = words_of(render(make_run(phases, None)))
-    assert "Nothing is known of made-up in float16 yet" in text
+    assert "No result for made-up in float16 yet: the run is not complete." in text
     assert "The record has no end" in text
     assert ("Where the bits go" in text) == bool(phases)
 

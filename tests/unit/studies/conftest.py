@@ -1,5 +1,13 @@
 """What tests of studies share."""
 
-from tests.unit.studies.helpers import one_thread
+import pytest
+import torch
 
-__all__ = ["one_thread"]
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small models are fastest on one thread, and results depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

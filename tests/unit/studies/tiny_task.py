@@ -1,7 +1,9 @@
 """Tasks that train in seconds, and tasks that are broken in one way each."""
 
 import math
+import random
 import time
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -177,3 +179,61 @@ def batch_too_large() -> Task:
 
 def raising() -> Task:
     raise RuntimeError("no such corpus\nsecond line")
+
+
+def out_of_memory(most: int = 16) -> Task:
+    """Runs out of memory above 16 samples, as on a GPU."""
+
+    def checked(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if len(batch[0]) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return losses(model, batch)
+
+    return replace(without_dropout(), per_sample_loss=checked)
+
+
+def little_memory() -> Task:
+    """Not even its own batch of four fits in one piece."""
+    return out_of_memory(3)
+
+
+def unsavable() -> Task:
+    """The optimizer's state holds what only a pickle can keep."""
+
+    class Odd(torch.optim.SGD):
+        def state_dict(self) -> dict:
+            return {**super().state_dict(), "odd": make_task}
+
+    return make_task(make_optimizer=lambda parameters, lr: Odd(parameters, lr=lr))
+
+
+def augmented() -> Task:
+    """Draws from Python's and from numpy's generator."""
+    import numpy as np
+
+    def noisy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        features, targets = batch
+        scale = 1 + 0.1 * random.random() + 0.1 * float(np.random.rand())
+        return losses(model, (features * scale, targets))
+
+    return make_task(per_sample_loss=noisy)
+
+
+def shared() -> Task:
+    """Its 63 validation samples cannot be shared equally; batches above two are accumulated."""
+    return replace(without_dropout(), valid=make_data(63, 1), micro_batch_size=2)
+
+
+def evaluated() -> Task:
+    """With an evaluation of its own."""
+
+    def evaluate(model: nn.Module, samples: TensorSamples) -> float:
+        return float(losses(model, samples.batch(torch.arange(len(samples)))).mean())
+
+    return replace(shared(), evaluate=evaluate)
+
+
+def paced() -> Task:
+    """The numbers of ``make_task``, slowly enough to be interrupted on the way."""
+    task = slow()
+    return replace(task, samples_per_second=200.0)

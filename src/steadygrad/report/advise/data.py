@@ -1,62 +1,66 @@
-"""What an ``advise`` record holds, gathered by point of training."""
+"""What an ``advise`` record holds, gathered for its page."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from steadygrad.record import Run, plural
-from steadygrad.report.numbers import number
+from steadygrad.record import Run, TaskInfo, plural
+from steadygrad.record.schema import advise as record
+from steadygrad.report.numbers import show
 
-__all__ = ["Advice", "Point", "batch_of", "gather", "rows_of"]
+__all__ = ["Advice", "Point", "gather", "percent", "percent_interval"]
+
+Curve = Sequence[tuple[float, float]]
+
+# From this overhead on it is only known that it is large.
+MOST = 3.0
 
 
 @dataclass(frozen=True)
 class Point:
-    """One point of training at which the study stopped and measured.
+    """One point of training at which the study measured.
 
     Attributes:
-        samples: Samples seen until then; NaN when the record does not say.
-        steps: Optimizer steps until then.
-        valid_loss: Validation loss there.
-        noise: The ``noise`` event, or empty when it is missing.
-        critical: The ``critical`` event, or empty when it is missing.
-        branches: The ``branch`` events.
+        reached: The event; its ``samples`` is the place.
+        branch_samples: Samples of each branch from here.
+        noise: Gradient noise scale, if measured.
+        critical: Critical batch size of the summary, if measured.
+        resolved: Whether the smallest batch's loss fell enough for it to be known.
+        branches: Branches from there.
     """
 
-    samples: float = math.nan
-    steps: Any = None
-    valid_loss: Any = None
-    noise: Mapping[str, Any] = field(default_factory=dict)
-    critical: Mapping[str, Any] = field(default_factory=dict)
-    branches: Sequence[Mapping[str, Any]] = ()
+    reached: record.Point
+    branch_samples: int
+    noise: record.Noise | None
+    critical: Mapping[str, Any] | None
+    resolved: bool
+    branches: Sequence[record.Branch]
 
     @property
-    def batch_sizes(self) -> list[float]:
+    def samples(self) -> int:
+        """Samples seen until here."""
+        return self.reached.samples
+
+    def told(self, name: str) -> Any:
+        """A number of the summary's critical batch size; None if there is none."""
+        return self.critical[name] if self.critical else None
+
+    @property
+    def sizes(self) -> list[int]:
         """Batch sizes of the branches, ascending."""
-        sizes = {batch_of(branch) for branch in self.branches}
-        return sorted(size for size in sizes if not math.isnan(size))
+        return sorted({branch.batch_size for branch in self.branches})
 
-    def losses(self, batch_size: float) -> list[float]:
-        """Final losses of all repeats at one batch size, in the order of the record."""
-        same = [branch for branch in self.branches if batch_of(branch) == batch_size]
-        return [number(branch.get("loss")) for branch in same]
-
-    def excess(self) -> dict[float, float]:
-        """Extra samples, as a fraction, that each batch size needed."""
-        given = self.critical.get("excess")
-        if not isinstance(given, Mapping):
-            return {}
-        pairs = {_size(key): number(value) for key, value in given.items()}
-        return {size: pairs[size] for size in sorted(pairs) if 0 < size < math.inf}
+    def of(self, batch_size: int) -> list[record.Branch]:
+        """The branches of one batch size."""
+        return [branch for branch in self.branches if branch.batch_size == batch_size]
 
     @property
-    def tolerance_level(self) -> float:
-        """Mean loss of the smallest batch when its extra samples were still to come, or NaN.
-
-        A batch size is acceptable when its branch ends at most this high.
-        """
-        return number(self.critical.get("level"))
+    def diverged(self) -> float:
+        """Smallest batch size that diverged; infinite if none did."""
+        lost = [branch.batch_size for branch in self.branches if math.isinf(branch.loss)]
+        told = self.told("diverged") if self.resolved else None
+        return min([told or math.inf, *lost])
 
 
 @dataclass(frozen=True)
@@ -64,119 +68,143 @@ class Advice:
     """The whole record of an ``advise`` run.
 
     Attributes:
-        samples: What several samples are called.
+        header: First line of the record.
+        words: The findings in sentences.
         points: In the order of training.
-        training: ``(samples, loss)`` of the main trajectory, ascending.
-        recommendation: That of the summary, or empty.
-        tradeoff: That of the summary, or empty.
-        status: ``"complete"``, ``"interrupted"``, ``"budget"``, ``"failed"``, or
-            ``"unfinished"`` when the record has no end.
+        scratch: Runs from scratch.
+        recommendation: Fixed batch size of the summary; empty without one.
+        schedule: Growing batch of the summary; empty without one.
+        rate: Verdict on the learning rate of the summary; empty without one.
+        checked: Batch sizes of the summary that were trained from scratch.
+        status: How the study ended, or its last attempt did; empty without a summary.
+        truncated: Whether a broken last line was dropped.
     """
 
-    name: str
-    sample: str
-    samples: str
-    header: Mapping[str, Any]
-    task: Mapping[str, Any]
-    settings: Mapping[str, Any]
-    plan: Mapping[str, Any]
+    header: record.Header
+    words: Sequence[str]
     points: Sequence[Point]
-    training: Sequence[tuple[float, float]]
+    scratch: Sequence[record.Scratch]
     recommendation: Mapping[str, Any]
-    tradeoff: Mapping[str, Any]
+    schedule: Mapping[str, Any]
+    rate: Mapping[str, Any]
+    checked: Sequence[Mapping[str, Any]]
     status: str
-    tolerance: float
+    truncated: bool
 
     @property
-    def batch_size(self) -> float:
-        """The recommended batch size, or NaN."""
-        return batch_of(self.recommendation)
+    def task(self) -> TaskInfo:
+        """What was trained."""
+        return self.header.task
 
     @property
-    def schedule(self) -> list[Mapping[str, Any]]:
-        """Rows of the recommended schedule that name a batch size."""
-        return [row for row in rows_of(self.recommendation, "schedule") if batch_of(row) > 0]
+    def base(self) -> int:
+        """The smallest batch size, the task's own."""
+        return self.header.plan.batch_size
 
-    def count(self, number: float) -> str:
-        """What so many samples are called."""
-        return self.sample if number == 1 else self.samples
+    @property
+    def samples(self) -> str:
+        """What several samples are called."""
+        return plural(self.task.sample)
+
+    @property
+    def tolerance(self) -> str:
+        """Extra samples that are acceptable."""
+        return percent(self.header.settings.tolerance)
+
+    @property
+    def batch_size(self) -> int | None:
+        """The recommended batch size."""
+        size: int | None = self.recommendation.get("batch_size")
+        return size
+
+    @property
+    def length(self) -> int:
+        """Samples of the runs from scratch; 0 where none is planned yet."""
+        return self.recommendation.get("samples") or 0
+
+    def runs(self, purpose: str, batch_size: int) -> list[record.Scratch]:
+        """Runs from scratch at the rule's learning rate, by seed."""
+        found = [
+            run
+            for run in self.scratch
+            if (run.purpose, run.batch_size, run.rate) == (purpose, batch_size, 1)
+        ]
+        return sorted(found, key=lambda run: run.repeat)
+
+    def baseline(self) -> list[Curve]:
+        """Curves of the smallest batch from scratch, one for each seed; they share their places.
+
+        Seed 0 is the main trajectory, unless the task's learning rate decays. The other seeds'
+        last loss is an average over the end of the run, and so is its here.
+        """
+        runs = self.runs("constant", self.base)
+        curves: list[Curve] = [run.curve for run in runs]
+        if not runs or runs[0].repeat == 0:
+            return curves
+        ways, end = [place for place, _ in curves[0][:-1]], curves[0][-1][0]
+        reached = (point.reached for point in self.points if point.samples <= self.length)
+        main: dict[float, float] = {x: y for event in reached for x, y in event.curve}
+        last = [y for x, y in main.items() if x > max(ways, default=0)]
+        if not last or not set(ways) <= set(main):
+            return curves
+        return [[*((x, main[x]) for x in ways), (end, sum(last) / len(last))], *curves]
+
+    def steps(self, batch_size: int) -> int | None:
+        """Optimizer steps of a run from scratch, as recorded."""
+        runs = self.runs("constant", batch_size)
+        main = [p.reached.steps for p in self.points if p.samples == self.length]
+        found = [run.steps for run in runs] or (main if batch_size == self.base else [])
+        return found[0] if found else None
 
 
 def gather(run: Run) -> Advice:
-    """Sorts a record; what is missing or malformed becomes empty or NaN."""
-    task, settings = _mapping(run.header, "task"), _mapping(run.header, "settings")
+    """Sorts a record. Without a summary, what it would hold is empty."""
     summary = run.summary or {}
-    sample = str(task.get("sample") or "sample")
-    training = [(number(e.get("samples")), number(e.get("loss"))) for e in run.select("train")]
-    ends = run.select("end")
     return Advice(
-        name=str(task.get("name") or "the task"),
-        sample=sample,
-        samples=plural(sample),
         header=run.header,
-        task=task,
-        settings=settings,
-        plan=_mapping(run.header, "plan"),
-        points=_points(run),
-        training=sorted((x, y) for x, y in training if 0 < x < math.inf and math.isfinite(y)),
-        recommendation=_mapping(summary, "recommendation"),
-        tradeoff=_mapping(summary, "tradeoff"),
-        status=str(ends[-1].get("status")) if ends else "unfinished",
-        tolerance=number(settings.get("tolerance")),
+        words=summary.get("words", ()),
+        points=_points(run, {row["samples"]: row for row in summary.get("points", ())}),
+        scratch=run.select(record.Scratch),
+        recommendation=summary.get("recommendation") or {},
+        schedule=summary.get("schedule") or {},
+        rate=summary.get("rate") or {},
+        checked=summary.get("checked", ()),
+        status=summary.get("status", ""),
+        truncated=run.truncated,
     )
 
 
-def _points(run: Run) -> list[Point]:
-    found: dict[float, dict[str, Any]] = {}
-    for kind in ("point", "noise", "critical", "branch"):
-        for event in run.select(kind):
-            index = number(event.get("point"))
-            if math.isnan(index):
-                continue
-            entry = found.setdefault(index, {"branch": []})
-            if kind == "branch":
-                entry["branch"].append(event)
-            else:
-                entry[kind] = event
-    # Of a point cut short the summary may know the critical batch size from fewer repeats.
-    for index, row in enumerate(rows_of(run.summary or {}, "points")):
-        if index in found and isinstance(row.get("critical"), Mapping):
-            found[index].setdefault("critical", row["critical"])
-    return [_point(found[index]) for index in sorted(found)]
+def _points(run: Run, rows: Mapping[int, Mapping[str, Any]]) -> list[Point]:
+    reached = sorted(run.select(record.Point), key=lambda event: event.point)
+    noises = {event.point: event for event in run.select(record.Noise)}
+    branches = sorted(run.select(record.Branch), key=lambda b: (b.batch_size, b.repeat))
+    found = []
+    for event in reached:
+        # Of a study that goes on the summary is older than the events.
+        row = rows.get(event.samples, {})
+        own = [branch for branch in branches if branch.point == event.point]
+        found.append(
+            Point(
+                event,
+                run.header.plan.branch_samples[event.point],
+                noises.get(event.point),
+                row.get("critical"),
+                bool(row.get("resolved")),
+                own,
+            )
+        )
+    return found
 
 
-def _point(events: Mapping[str, Any]) -> Point:
-    at = events.get("point", {})
-    samples = number(at.get("samples"))
-    return Point(
-        samples=samples if 0 < samples < math.inf else math.nan,
-        steps=at.get("steps"),
-        valid_loss=at.get("valid_loss"),
-        noise=events.get("noise", {}),
-        critical=events.get("critical", {}),
-        branches=events["branch"],
-    )
+def percent(fraction: float | None) -> str:
+    """Writes a fraction as a percentage, such as a sample overhead."""
+    if fraction is None or math.isnan(fraction):
+        return "–"
+    return "300% or more" if fraction >= MOST else f"{show(round(100 * fraction))}%"
 
 
-def batch_of(row: Mapping[str, Any]) -> float:
-    """Batch size of a branch or of a row of a summary; NaN when it has no usable one."""
-    size = number(row.get("batch_size"))
-    return size if 0 < size < math.inf else math.nan
-
-
-def rows_of(parent: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    """The rows of a list in a summary; empty when there is no such list."""
-    rows = parent.get(key)
-    return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
-
-
-def _mapping(parent: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = parent.get(key)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _size(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+def percent_interval(low: float | None, high: float | None) -> str:
+    """Writes an interval of fractions."""
+    if low is None or high is None:
+        return "–"
+    return percent(low) if low >= MOST else f"{percent(low)} to {percent(high)}"

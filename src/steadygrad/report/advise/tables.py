@@ -1,11 +1,11 @@
 """The tables of the ``advise`` report: every number of the record."""
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from steadygrad.report.advise.data import Advice, batch_of, rows_of
-from steadygrad.report.numbers import interval, loss, number, show
+from steadygrad.record.schema.advise import Branch
+from steadygrad.report.advise.data import Advice, Point, percent
+from steadygrad.report.numbers import interval, loss, show
 from steadygrad.report.page import Html, table
 
 __all__ = ["tables"]
@@ -16,94 +16,96 @@ def tables(advice: Advice) -> Iterable[Html]:
     if advice.points:
         yield _critical(advice)
         yield _noise(advice)
-    if any(point.excess() for point in advice.points):
-        yield _excess(advice)
-    if any(point.batch_sizes for point in advice.points):
-        yield _losses(advice)
-    if rows_of(advice.tradeoff, "rows"):
-        yield _tradeoff(advice)
+    if any(point.critical for point in advice.points):
+        yield _overhead(advice)
+    if advice.scratch:
+        yield _scratch(advice)
+    if any(point.branches for point in advice.points):
+        yield _branches(advice)
+    if advice.rate.get("verdict"):
+        yield _rates(advice)
+
+
+def _listing(title: str, rows: Iterable[Any], columns: Mapping[str, Callable[[Any], str]]) -> Html:
+    cells = ([cell(row) for cell in columns.values()] for row in rows)
+    return table(title, list(columns), cells)
 
 
 def _critical(advice: Advice) -> Html:
-    head = [advice.samples, "steps", "validation loss", "critical batch", "interval", "at edge"]
-    rows = []
-    for point in advice.points:
-        event = point.critical
-        rows.append(
-            [
-                show(point.samples),
-                show(point.steps),
-                loss(point.valid_loss),
-                _or_missing(event, show(event.get("value"))),
-                interval(event.get("low"), event.get("high")),
-                str(event.get("at_edge") or "–"),
-                show(event.get("fitted")),
-                interval(event.get("fitted_low"), event.get("fitted_high")),
-            ]
-        )
-    return table("Critical batch size", [*head, "fitted", "fitted interval"], rows)
+    def limit(point: Point) -> str:
+        if point.critical is None:
+            return "not measured"
+        return show(point.told("value")) if point.resolved else "not resolved"
+
+    columns = {
+        advice.samples: lambda p: show(p.samples),
+        "steps": lambda p: show(p.reached.steps),
+        "validation loss": lambda p: loss(p.reached.valid_loss),
+        "limit": limit,
+        "95% interval": lambda p: interval(p.told("low"), p.told("high")) if p.resolved else "–",
+        "within": lambda p: show(p.told("within")),
+        "beyond": lambda p: show(p.told("beyond")),
+        "diverged": lambda p: show(p.told("diverged")),
+        "tolerated loss": lambda p: loss(p.told("level")),
+        "fall / s.e.": lambda p: show(p.told("fall"), 2),
+    }
+    return _listing("Critical batch size", advice.points, columns)
 
 
 def _noise(advice: Advice) -> Html:
-    head = [advice.samples, "noise scale", "interval", "|G|²", "tr Σ", "measurements"]
-    rows = []
+    columns = {
+        advice.samples: lambda p: show(p.samples),
+        "noise scale": lambda p: show(p.noise.value) if p.noise.resolved else "unresolved",
+        "95% interval": lambda p: interval(p.noise.low, p.noise.high),
+        "|G|²": lambda p: show(p.noise.grad_sq_norm),
+        "tr Σ": lambda p: show(p.noise.noise_trace),
+        "measurements": lambda p: show(p.noise.measurements),
+    }
+    return _listing("Gradient noise scale", (p for p in advice.points if p.noise), columns)
+
+
+def _overhead(advice: Advice) -> Html:
+    overheads = {p.samples: p.critical["overhead"] for p in advice.points if p.critical}
+    sizes = sorted({size for row in overheads.values() for size in row}, key=int)
+    head = [advice.samples, *(f"batch {show(int(size))}" for size in sizes)]
+    rows = [[show(at), *(percent(row.get(s)) for s in sizes)] for at, row in overheads.items()]
+    return table("Sample overhead of branches, against the best batch size", head, rows)
+
+
+def _scratch(advice: Advice) -> Html:
+    columns = {
+        "batch size": lambda r: " → ".join(show(stage.batch_size) for stage in r.stages),
+        "learning rate": lambda r: " → ".join(show(stage.lr) for stage in r.stages),
+        "steps": lambda r: show(r.steps),
+        "seed": lambda r: show(r.repeat),
+        "final loss": lambda r: loss(r.loss),
+        "averaged at": lambda r: show(r.samples),
+    }
+    runs = sorted(advice.scratch, key=lambda r: (r.purpose, r.batch_size, r.rate, r.repeat))
+    return _listing("Runs from scratch", runs, columns)
+
+
+def _branches(advice: Advice) -> Html:
+    runs: dict[tuple[int, int], list[Branch]] = {}
     for point in advice.points:
-        event = point.noise
-        value = show(event.get("value")) if event.get("resolved") else "unresolved"
-        rows.append(
-            [
-                show(point.samples),
-                _or_missing(event, value),
-                interval(event.get("low"), event.get("high")),
-                show(event.get("grad_sq_norm")),
-                show(event.get("noise_trace")),
-                show(event.get("measurements")),
-            ]
-        )
-    return table("Gradient noise scale", head, rows)
+        for branch in point.branches:
+            runs.setdefault((point.samples, branch.batch_size), []).append(branch)
+    columns = {
+        advice.samples: lambda row: show(row[0]),
+        "batch size": lambda row: show(row[1][0].batch_size),
+        "learning rate": lambda row: show(row[1][0].lr),
+        "steps": lambda row: show(row[1][0].steps),
+        "losses": lambda row: ", ".join(loss(branch.loss) for branch in row[1]),
+    }
+    return _listing("Branches", [(key[0], row) for key, row in sorted(runs.items())], columns)
 
 
-def _excess(advice: Advice) -> Html:
-    sizes = sorted({size for point in advice.points for size in point.excess()})
-    head = [advice.samples, *(f"batch {show(size)}" for size in sizes)]
-    rows = []
-    for point in advice.points:
-        excess = point.excess()
-        rows.append([show(point.samples), *(_extra(excess.get(size)) for size in sizes)])
-    return table(f"Extra {advice.samples} needed, against the smallest batch", head, rows)
-
-
-def _losses(advice: Advice) -> Html:
-    cells: list[list[str]] = []
-    for point in advice.points:
-        for size in point.batch_sizes:
-            first = next(b for b in point.branches if batch_of(b) == size)
-            row = [point.samples, size, first.get("lr"), first.get("steps")]
-            cells.append([*map(show, row), *map(loss, point.losses(size))])
-    width = max(len(row) for row in cells)
-    head = [advice.samples, "batch size", "learning rate", "steps"]
-    repeats = [f"loss, repeat {number}" for number in range(1, width - len(head) + 1)]
-    rows = [row + ["–"] * (width - len(row)) for row in cells]
-    return table("Branches", [*head, *repeats], rows)
-
-
-def _tradeoff(advice: Advice) -> Html:
-    head = ["batch size", "steps / fewest", "samples / fewest", "extra samples measured"]
-    rows = [
-        [
-            *(show(row.get(key)) for key in ("batch_size", "steps_ratio", "samples_ratio")),
-            _extra(row.get("excess")),
-        ]
-        for row in rows_of(advice.tradeoff, "rows")
-    ]
-    critical = show(number(advice.tradeoff.get("critical_batch")))
-    return table(f"Trade-off at a fitted critical batch of {critical}", head, rows)
-
-
-def _or_missing(event: Mapping[str, Any], text: str) -> str:
-    return text if event else "not measured"
-
-
-def _extra(fraction: Any) -> str:
-    value = number(fraction)
-    return show(value) if not -math.inf < value < math.inf else f"{100 * value:+.1f}%"
+def _rates(advice: Advice) -> Html:
+    found = advice.rate
+    columns = {
+        "learning rate": lambda rate: show(float(rate) * advice.task.lr),
+        "validation loss": lambda rate: loss(found["losses"][rate]),
+        "sample overhead": lambda rate: percent(found["overheads"].get(rate, 0.0)),
+    }
+    rates = sorted(found["losses"], key=float)
+    return _listing("The smallest batch from scratch at other learning rates", rates, columns)

@@ -1,24 +1,17 @@
-"""The page of an ``inspect`` run: which layers float16 hurts, and what mends it."""
+"""The page of an ``inspect`` run: which layers float16 hurts, and which scales prevent it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from math import log2
-from typing import Any
 
 from steadygrad.record import Run
+from steadygrad.record.schema.inspect import BEFORE, KINDS, layer_title
 from steadygrad.report.inspect import charts
-from steadygrad.report.inspect.data import BEFORE, KINDS, TITLES, Inspection, gather, shown
-from steadygrad.report.numbers import loss, number, show
+from steadygrad.report.inspect.data import TITLES, Inspection, gather
+from steadygrad.report.numbers import loss, show
 from steadygrad.report.page import Html, document, el, figure, section, table
-from steadygrad.report.provenance import inside, provenance
+from steadygrad.report.provenance import provenance
 
 __all__ = ["page"]
-
-MISSING = {
-    "interrupted": "The run was interrupted before its end.",
-    "failed": "Training failed before everything planned was measured.",
-    "budget": "The time budget was spent before everything planned was measured.",
-    "unfinished": "The record has no end: the run was stopped, or is still going.",
-}
 
 
 def page(run: Run) -> str:
@@ -26,7 +19,7 @@ def page(run: Run) -> str:
     found = gather(run)
     title = _headline(found)
     return document(
-        f"{found.name}: {title}",
+        title,
         _opening(found, title, run.truncated),
         _heat(found),
         _training(found),
@@ -37,28 +30,28 @@ def page(run: Run) -> str:
 
 
 def _headline(found: Inspection) -> str:
-    starved, broken = found.names("starved"), found.names("broken")
+    underflowing = found.names("underflowing")
+    nonfinite = found.names("nonfinite_at_any_scale")
     if not found.proposal:
-        return f"Nothing is known of {found.name} in float16 yet: the run is not complete."
-    said = [f"{_list(broken)} of {found.name} overflows at any scale"] if broken else []
-    if starved:
-        said.append(_hunger(found, starved))
-    together = "; ".join(said) or f"Nothing is at fault: one loss scale serves {found.name}"
-    return f"{together[0].upper() if together.startswith('one ') else together[0]}{together[1:]}."
+        return f"No result for {found.name} in float16 yet: the run is not complete."
+    said = [f"gradients are not finite at any scale in {_list(nonfinite)}"] if nonfinite else []
+    if underflowing:
+        said.append(_underflow(found, underflowing))
+    together = "; ".join(said) or "one loss scale is enough"
+    return f"{found.name}: {together}."
 
 
-def _hunger(found: Inspection, starved: list[str]) -> str:
-    if found.proposal.get("layer_scales"):
-        return f"one loss scale starves {_list(starved)} of {found.name}"
-    scale = number(found.proposal.get("loss_scale"))
-    settled = number(inside(found.phases, BEFORE, "loss_scale"))
-    if scale > settled and not found.names("ceiling"):
-        return f"one loss scale serves {found.name}, if it begins at {_power(scale)}"
-    return f"{_list(starved)} of {found.name} loses small gradients at any scale"
+def _underflow(found: Inspection, layers: list[str]) -> str:
+    scale = found.proposal["loss_scale"]
+    if found.proposal["layer_scales"]:
+        return f"with one loss scale, gradients underflow in {_list(layers)}"
+    if scale > found.phases[BEFORE]["loss_scale"] and not found.names("limiting"):
+        return f"one loss scale is enough if it starts at {_power(scale)}"
+    return f"gradients underflow in {_list(layers)}, and no scale prevents it"
 
 
 def _list(layers: list[str]) -> str:
-    names = [shown(name) for name in layers]
+    names = [layer_title(name) for name in layers]
     if len(names) > 4:
         return f"{', '.join(names[:3])} and {len(names) - 3} more layers"
     *others, last = names
@@ -66,10 +59,12 @@ def _list(layers: list[str]) -> str:
 
 
 def _opening(found: Inspection, title: str, truncated: bool) -> Html:
-    created = str(inside(found.header, "time", "created") or "")[:10]
-    parts = ["inspect", f"seed {show(found.header.get('seed'))}", created]
+    created = str(found.header.time.get("created", ""))[:10]
+    parts = ["inspect", f"seed {found.header.settings.seed}", created]
     kicker = el("p.kicker", el("b", "steadygrad"), " · " + " · ".join(p for p in parts if p))
-    notes = [MISSING[found.status]] if found.status in MISSING else []
+    # How a study ended is said by its words.
+    ends = "The record has no end: the run was stopped, or is still going."
+    notes = [] if found.finished else [ends]
     if truncated:
         notes.append("A broken last line of the record was left out.")
     return el(
@@ -85,29 +80,27 @@ def _opening(found: Inspection, title: str, truncated: bool) -> Html:
 
 def _key_figures(found: Inspection) -> Html | None:
     entries = []
-    for phase, title in TITLES.items():
-        row = found.phases.get(phase)
-        if row is None:
-            continue
-        if row.get("valid_loss") is not None:
-            steps = f"after {show(row.get('steps'))} steps with {title}"
-            entries.append(("Validation loss", loss(row.get("valid_loss")), steps))
-        skipped = f"{show(row.get('skipped'))} of {show(row.get('steps'))}"
-        entries.append(("Steps left out", skipped, f"with {title}, for an overflow"))
-    shown_ = (
+    for phase, row in found.phases.items():
+        if row["valid_loss"] is not None:
+            steps = f"after {show(row['steps'])} steps with {TITLES[phase]}"
+            entries.append(("Validation loss", loss(row["valid_loss"]), steps))
+        skipped = f"{show(row['skipped'])} of {show(row['steps'])}"
+        entries.append(("Skipped steps", skipped, f"with {TITLES[phase]}, for an overflow"))
+    figures = (
         el("div", el("dt", name), el("dd.value", value), el("dd.detail", detail))
         for name, value, detail in entries
     )
-    return el("dl.figures", shown_) if entries else None
+    return el("dl.figures", figures) if entries else None
 
 
 def _heat(found: Inspection) -> Html | None:
     reading = (
-        "Each row is a layer; a cell is stronger the more of its values have that exponent. "
-        "Between the second and third dashed line float16 keeps all digits; left of it values lose "
-        "digits, left of the first they vanish; right of the third they overflow. The outermost "
-        "columns are values that are zero, and infinite. Orange is lost. Second half of the steps: "
-        "the overflows by which a scale comes down at first are in the tables only."
+        "Each row is a layer. A cell is stronger if more of the layer's values have its exponent. "
+        "Between the second and the third dashed line float16 keeps all digits. Values to the left "
+        "lose digits, and left of the first line they become zero. Values right of the third line "
+        "overflow. The outermost columns count zeros and infinities. Orange values are lost. The "
+        "second half of the steps is shown; the tables also count the overflows by which a scale "
+        "comes down at first."
     )
     whats = {
         "activations": "Gradients at the layers' boundaries. ",
@@ -126,14 +119,16 @@ def _heat(found: Inspection) -> Html | None:
 def _training(found: Inspection) -> Html | None:
     if not any(found.losses.values()):
         return None
-    caption = "Training loss, each dot a mean over an eighth of the steps; both see the same data."
+    caption = (
+        "Training loss. Each dot is a mean over an eighth of the steps; the data are the same."
+    )
     return section("Before and after", figure(charts.training(found), caption))
 
 
 def _numbers(found: Inspection) -> Html | None:
     if not found.rows:
         return None
-    tables = [_shares(found, phase) for phase in TITLES if phase in found.phases]
+    tables = [_shares(found, phase) for phase in found.phases]
     return section("Every number", tables, _scales(found))
 
 
@@ -142,50 +137,44 @@ def _shares(found: Inspection, phase: str) -> Html:
     head += ["weights: zero", "subnormal", "overflow", "overflowed in"]
     rows = []
     for name, row in found.rows.items():
-        cells = [shown(name)]
+        cells = [layer_title(name)]
         for kind in KINDS:
-            for share in ("zero", "subnormal", "overflow"):
-                cells.append(_percent(inside(row, phase, kind, share)))
-        rows.append([*cells, f"{show(inside(row, phase, 'overflows'))} steps"])
+            shares = row[phase].get(kind) or {}
+            cells += [_percent(shares.get(share)) for share in ("zero", "subnormal", "overflow")]
+        rows.append([*cells, f"{show(row[phase]['overflows'])} steps"])
     title = f"Shares of gradients with {TITLES[phase]}: at boundaries, and of weights"
     return table(title, head, rows, text_columns=1)
 
 
 def _scales(found: Inspection) -> Iterable[Html]:
-    if not found.proposal:
-        return
-    own = found.proposal.get("layer_scales")
-    rows = [["(loss)", _power(found.proposal.get("loss_scale"))]]
-    if isinstance(own, Mapping):
-        rows += [[str(name), _power(scale)] for name, scale in own.items()]
-    yield table("Scales proposed", ["layer", "scale"], rows, text_columns=1)
+    if found.proposal:
+        rows = [["the loss", _power(found.proposal["loss_scale"])]]
+        rows += [[name, _power(scale)] for name, scale in found.proposal["layer_scales"].items()]
+        yield table("Proposed scales", ["scale of", "value"], rows, text_columns=1)
 
 
-def _power(scale: Any) -> str:
-    value = number(scale)
-    return f"2^{log2(value):g}".replace("-", "−") if value > 0 else "–"
+def _power(scale: float) -> str:
+    return f"2^{log2(scale):g}".replace("-", "−")
 
 
-def _percent(share: Any) -> str:
-    value = number(share)
-    return "–" if value != value else f"{100 * value:.2f}%"
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.2f}%"
 
 
 def _limits(found: Inspection) -> Html:
-    steps = show(inside(found.header, "settings", "steps"))
     items = {
         "Later training.": (
-            f"It holds for the first {steps} steps; gradients change in size as training goes on. "
-            'LayerwiseGradScaler\'s "auto" follows them.'
+            f"The result holds for the first {show(found.header.settings.steps)} steps. Gradients "
+            'change in size as training goes on; LayerwiseGradScaler\'s "auto" follows them.'
         ),
         "Other hardware.": "Kernels differ in what they add up in float16 and what in float32.",
         "Inside a layer.": (
-            "Gradients are counted where they enter and leave a layer, and in its weights. What "
-            "vanishes between shows in the weights' zeros only."
+            "Gradients are counted where they enter and leave a layer, and in its weights. "
+            "Underflow between these places shows only as zeros in the weights' gradients."
         ),
-        "The forward pass.": "What overflows on the way forward is no loss scale's fault.",
+        "The forward pass.": "No loss scale prevents an overflow of activations.",
         "Whether it matters.": (
-            "Lost gradients are no harm by themselves: look at the losses before and after."
+            "Underflow does no harm by itself: compare the losses before and after."
         ),
     }
     listed = (el("li", el("b", lead), " " + rest) for lead, rest in items.items())

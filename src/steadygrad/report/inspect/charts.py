@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from steadygrad.record.schema.inspect import AFTER, BEFORE, layer_title
 from steadygrad.report import charts
 from steadygrad.report.charts import CRITICAL, INK, MUTED, NOISE, SCHEDULE
-from steadygrad.report.inspect.data import AFTER, BEFORE, TITLES, Histogram, Inspection, shown
+from steadygrad.report.inspect.data import TITLES, Histogram, Inspection
 from steadygrad.report.page import Html, clean
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ FAINTEST = 1e-4
 
 
 def heat(found: Inspection, kind: str) -> Html:
-    """Shares of each layer's gradients by exponent, with one loss scale and with those proposed."""
+    """Shares of each layer's gradients by exponent, with one loss scale and the proposed scales."""
     layers = [n for n in found.layers if any(n in found.histograms[p][kind] for p in TITLES)]
     layers = layers[:MOST_LAYERS]
     phases = [phase for phase in TITLES if found.histograms[phase][kind]]
@@ -38,17 +39,17 @@ def heat(found: Inspection, kind: str) -> Html:
             _dress(axes, [_name(name, narrow) for name in layers], TITLES[phase])
         panels[-1].set_xlabel("binary exponent of the gradient in float16")
 
-    words = f"Exponents of the gradients of {kind}, layer by layer, under {_both(phases)}."
+    words = f"Exponents of the gradients of {kind}, layer by layer, with {_both(phases)}."
     height = 90 + len(phases) * (50 + 21 * len(layers))
     return charts.chart(f"heat-{kind}", words, paint, height=height)
 
 
 def _both(phases: Sequence[str]) -> str:
-    return " and under ".join(TITLES[phase] for phase in phases)
+    return " and with ".join(TITLES[phase] for phase in phases)
 
 
 def _name(name: str, narrow: bool) -> str:
-    text = clean(shown(name))
+    text = clean(layer_title(name))
     most = 13 if narrow else 24
     # Names of layers differ at their ends.
     return text if len(text) <= most else "…" + text[1 - most :]
@@ -107,7 +108,7 @@ def _dress(axes: "Axes", names: Sequence[str], title: str) -> None:
 
 
 def training(found: Inspection) -> Html:
-    """Training loss over steps, with one loss scale and with those proposed."""
+    """Training loss over steps, with one loss scale and with the proposed scales."""
 
     def paint(figure: "Figure", narrow: bool) -> None:
         axes = figure.subplots()
@@ -125,7 +126,5 @@ def training(found: Inspection) -> Html:
         figure.canvas.draw()
         charts.label_lines(axes, labels, gap=14)
 
-    words = (
-        f"Training loss of {found.name} over steps, with one loss scale and with those proposed."
-    )
+    words = f"Training loss of {found.name} over steps, with {_both(list(TITLES))}."
     return charts.chart("training", words, paint, height=260)

@@ -1,55 +1,41 @@
-r"""From the losses of branches to the critical batch size, with an interval.
+r"""From the losses of branches to the critical batch size at one point, with an interval.
 
-The branch at the task's own batch size is the yardstick: a smooth curve through its losses says
-after how many samples :math:`s` it was as low as another branch is after all its :math:`\Delta`
-samples. That branch then needed an excess of :math:`\Delta/s - 1` samples, and the critical batch
-size is the largest one whose excess is within the tolerance.
+The smallest batch is the yardstick: a smooth curve through its losses says after how many samples
+:math:`s` it was as low as another branch is after all its :math:`\Delta` samples. The efficiency of
+that branch is :math:`s/\Delta`. Its sample overhead is the best efficiency over its own, less one:
+a branch that leaves a noisy trajectory profits once from less noise in its weights, which is no
+reason to call larger batches still free. The critical batch size is the largest one whose overhead
+is within the tolerance.
 """
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from steadygrad.studies.advise.curves import (
-    Decline,
-    between,
-    crossing,
-    fit_tradeoff,
-    isotonic,
-    relative,
+import numpy as np
+
+from steadygrad.record.schema.advise import Branch
+from steadygrad.studies.advise.loss_curve import LossCurve, LossCurveFit
+from steadygrad.studies.statistics import (
+    Floats,
+    Variances,
+    quantile,
+    residual_variances,
+    unimodal,
 )
-from steadygrad.studies.advise.spread import Noise, Yardstick, mean_loss
 
-__all__ = ["CAP", "DRAWS", "Branch", "Critical", "find_critical", "quantile"]
+__all__ = ["CAP", "REACH", "Critical", "crossing", "find_critical"]
 
-# The curve starts at a quarter of the branch: a loss above it is at least this much excess.
+# The curve starts at a quarter of the branch: a loss above it is at least this much overhead.
 CAP = 3.0
 # How far the curve is trusted beyond the end of its branch.
 REACH = 1.5
-DRAWS = 400
-# Share of the draws in which the yardstick must fall: what does not fall measures nothing.
-FALLING = 0.975
-
-
-@dataclass(frozen=True)
-class Branch:
-    """One branch.
-
-    Attributes:
-        batch_size: In samples.
-        repeat: Which data order.
-        samples: Samples that ``loss`` stands for; the same for all branches of a point.
-        loss: Validation loss near its end; not finite if it diverged.
-        curve: ``(samples, loss)`` on the way.
-    """
-
-    batch_size: int
-    repeat: int
-    samples: int
-    loss: float
-    curve: Sequence[tuple[float, float]]
+DRAWS = 800
+# The smallest batch must fall by so many standard errors over the branch.
+LEAST_FALL = 3.0
+# Ratio of the interval's ends above which the critical batch size is not known.
+WIDE = 4.0
 
 
 @dataclass(frozen=True)
@@ -58,187 +44,278 @@ class Critical:
 
     Attributes:
         sizes: Batch sizes tried, ascending.
-        excess: Extra samples each of them needed, as a fraction of what the smallest needed;
-            between -1/3 and 3, which stand for "or less" and "or more".
-        draws: Excesses as they might have come out with other noise; a row for each draw.
-        value: Largest batch size within the tolerance, in samples; NaN when the smallest batch's
-            loss did not fall by more than its noise.
-        low: Lower end of the 95% interval.
-        high: Upper end; infinite when the largest batch size may still be within the tolerance.
-        at_edge: ``"above"`` when every batch size is within the tolerance, ``"below"`` when even
-            the second smallest is not.
+        overhead: Extra samples of each, as a fraction of what the best needs; 3 stands for more.
+        diverged: Smallest batch size that diverged; None if none did.
+        within: Largest batch size that was trained within the tolerance.
+        beyond: Smallest one that was not; infinite if all were.
+        value: Largest batch size within the tolerance by interpolation, in samples; NaN when the
+            smallest batch's loss did not fall.
+        low: Lower end of the 95% interval, at most ``within``.
+        high: Upper end, at least ``beyond``.
+        fall: Fall of the smallest batch's loss over the branch, in standard errors.
         level: Validation loss that a batch size within the tolerance reaches.
-        fitted: Critical batch size of the model ``1 + B/fitted``, in samples.
-        fitted_low: Lower end of its interval.
-        fitted_high: Upper end of its interval.
+        variance: Variance of one branch's loss beside the effect of its data order.
+        spread: Standard deviation of one branch's loss, that effect included.
+        gain: Samples saved by the best batch size against the smallest, as a fraction.
     """
 
     sizes: tuple[int, ...]
-    excess: tuple[float, ...]
-    draws: tuple[tuple[float, ...], ...]
+    overhead: tuple[float, ...]
+    diverged: int | None
+    within: int
+    beyond: float
     value: float
     low: float
     high: float
-    at_edge: str
+    fall: float
     level: float
-    fitted: float
-    fitted_low: float
-    fitted_high: float
+    variance: float
+    spread: float
+    gain: float
 
-    def event(self) -> dict[str, Any]:
-        """The fields of a record's event."""
-        names = ["value", "low", "high", "at_edge", "level"]
-        names += ["fitted", "fitted_low", "fitted_high"]
-        pairs = zip(self.sizes, self.excess, strict=True)
-        return {name: getattr(self, name) for name in names} | {
-            "excess": {str(size): extra for size, extra in pairs}
+    @property
+    def resolved(self) -> bool:
+        """Whether the loss fell enough for any batch size to be told from another."""
+        return not math.isnan(self.value)
+
+    @property
+    def known(self) -> bool:
+        """Whether the interval is narrow enough to name a batch size; all within counts, too."""
+        return self.resolved and (math.isinf(self.beyond) or self.high <= WIDE * max(1.0, self.low))
+
+    @property
+    def safe(self) -> int:
+        """Largest batch size tried that is within the tolerance, also at the interval's end."""
+        if self.known:
+            return self.within
+        least = [size for size in self.sizes if size <= max(self.low, self.sizes[0])]
+        return least[-1] if self.resolved else self.sizes[0]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for a summary."""
+        names = ("within", "beyond", "value", "low", "high", "diverged", "level", "fall", "safe")
+        fields = {name: getattr(self, name) for name in names}
+        pairs = zip(self.sizes, self.overhead, strict=True)
+        return {
+            **fields,
+            "known": self.known,
+            "overhead": {str(size): extra for size, extra in pairs},
         }
 
 
-def find_critical(branches: Sequence[Branch], tolerance: float, *, seed: int = 0) -> Critical:
+def find_critical(
+    branches: Sequence[Branch], tolerance: float, *, seed: int = 0
+) -> Critical | None:
     """Finds the critical batch size and its interval.
 
-    The interval redraws every batch size's mean loss from a normal distribution, whose variance is
-    what remains of the losses after the means of batch sizes and of repeats are taken out (the
-    repeats share their data order across batch sizes, so their common part cancels). With so few
-    repeats that variance is itself uncertain, and is redrawn as well. So are the losses that the
-    yardstick goes through, and it is fitted again in every draw.
-
-    Where no noise can be estimated, or a batch size diverged, the interval reaches to the
-    neighbouring batch sizes.
+    The interval redraws every batch size's mean loss, with the variance that is left after the
+    repeats' common effects are taken out, and the losses of the smallest batch's curve. It reaches
+    at least from the largest batch size that was trained within the tolerance to the smallest that
+    was not.
 
     Args:
-        branches: Every batch size in every repeat; the smallest with a curve.
+        branches: Branches of one point at the rule's learning rate.
         tolerance: Extra samples that are acceptable, as a fraction.
         seed: Of the interval's draws.
+
+    Returns:
+        None where fewer than two repeats have two batch sizes.
     """
-    losses, level = _table(branches), max(0.0, tolerance)
-    sizes = tuple(sorted(losses))
-    length = branches[0].samples
-    yardstick = Yardstick([b.curve for b in branches if b.batch_size == sizes[0]])
-    curve = yardstick.curve
-    means = [mean_loss(losses[size]) for size in sizes]
-    excess = _excess(curve, means, length)
-    noise = Noise.of(losses)
-    draws, falling = _draws(yardstick, noise, means, length, level, seed)
-    value = _largest(sizes, excess, level)
-    low, high = _interval(sizes, excess, draws, level, noise.freedom > 0)
-    fits = sorted(fit_tradeoff(sizes, row, CAP) for row in draws[:100])
-    falls = curve.fall > 0 and falling >= FALLING
+    table = _Table.of(branches)
+    if table is None:
+        return None
+    generator = np.random.default_rng(seed)
+    stable = table.stable
+    sizes = table.sizes
+    variances = residual_variances(table.losses[:stable])
+    curve, drawn = table.curves(variances, generator)
+    errors = variances.draw(generator, DRAWS, table.repeats)
+    errors[:, 0] = drawn.end
+    overhead = np.full(len(sizes), CAP)
+    overhead[:stable], gain = _overheads(curve, table.means[None, :stable], table, 0)
+    redrawn = np.full((DRAWS, len(sizes)), CAP)
+    means = table.means[:stable] + errors
+    redrawn[:, :stable], _ = _overheads(drawn.curve, means, table, slice(None))
+    fall = _fall(curve, drawn.curve, table)
+    within, beyond = _bracket(sizes, overhead, tolerance)
+    values = np.array([crossing(sizes, row, tolerance, stable) for row in redrawn])
+    values = _undecided(values, table, generator)
+    resolved = fall >= LEAST_FALL
     return Critical(
         sizes=sizes,
-        excess=excess,
-        draws=draws,
-        value=min(value, float(sizes[-1])) if falls else math.nan,
-        low=min(low, float(sizes[-1])) if falls else 0.0,
-        high=high if falls else math.inf,
-        at_edge=_edge(value, sizes, relative(isotonic(excess)), level) if falls else "",
-        level=means[0] + curve(length / (1 + level)) - curve(length) if falls else math.nan,
-        fitted=fit_tradeoff(sizes, excess, CAP) if falls else math.nan,
-        fitted_low=quantile(fits, 0.025) if falls else 0.0,
-        fitted_high=quantile(fits, 0.975) if falls else math.inf,
+        overhead=tuple(overhead.tolist()),
+        diverged=None if stable == len(sizes) else sizes[stable],
+        within=within,
+        beyond=beyond,
+        value=min(crossing(sizes, overhead, tolerance, stable), sizes[-1])
+        if resolved
+        else math.nan,
+        low=min(quantile(values, 0.025), within) if resolved else 0.0,
+        high=max(quantile(values, 0.975), beyond) if resolved else math.inf,
+        fall=fall,
+        level=float(table.means[0] + curve(table.length / (1 + tolerance)) - curve(table.length)),
+        variance=variances.pooled,
+        spread=math.sqrt(variances.pooled + variances.common),
+        gain=float(gain),
     )
 
 
-def _table(branches: Sequence[Branch]) -> dict[int, list[float]]:
-    """Losses by batch size, in the order of the repeats."""
-    losses: dict[int, list[float]] = {}
-    for branch in sorted(branches, key=lambda b: (b.batch_size, b.repeat)):
-        losses.setdefault(branch.batch_size, []).append(branch.loss)
-    return losses
+@dataclass(frozen=True)
+class _Draws:
+    curve: LossCurve
+    end: Floats
 
 
-def _excess(curve: Decline, means: Sequence[float], length: int) -> tuple[float, ...]:
-    """Excess of each batch size, the first one's being zero by definition.
+@dataclass(frozen=True)
+class _Table:
+    """Losses of whole repeats.
 
-    Only differences to the first one are laid on the curve: the repeats' data orders raise or
-    lower all batch sizes together, which the smooth curve knows nothing of.
+    Attributes:
+        sizes: Batch sizes, ascending.
+        losses: Shape ``(K, repeats)``.
+        ends: Samples that each size's losses stand for, shape ``(K,)``.
+        places: Samples of the smallest batch's curve, its end included, shape ``(M,)``.
+        curve: Losses there, shape ``(M, repeats)``.
     """
-    end = curve(length) - means[0]
-    rest = (_one_excess(curve, mean + end, length) for mean in means[1:])
-    return (0.0, *rest)
+
+    sizes: tuple[int, ...]
+    losses: Floats
+    ends: Floats
+    places: Floats
+    curve: Floats
+
+    @classmethod
+    def of(cls, branches: Sequence[Branch]) -> "_Table | None":
+        by_size: dict[int, dict[int, Branch]] = {}
+        for branch in branches:
+            by_size.setdefault(branch.batch_size, {})[branch.repeat] = branch
+        if len(by_size) < 2:
+            return None
+        base = by_size[min(by_size)]
+        # Of a study cut short the repeats that most sizes have; a size that lacks one is left out.
+        ladder = [rows for rows in by_size.values() if len(rows) >= min(2, len(base))]
+        repeats = sorted(set.intersection(*(set(rows) for rows in ladder)))
+        sizes = sorted(size for size, rows in by_size.items() if set(repeats) <= set(rows))
+        if len(repeats) < 2 or len(sizes) < 2:
+            return None
+        rows = [[by_size[size][r] for r in repeats] for size in sizes]
+        curves = [base[r].curve for r in repeats]
+        return cls(
+            tuple(sizes),
+            np.array([[branch.loss for branch in row] for row in rows]),
+            np.array([row[0].samples for row in rows], dtype=float),
+            np.array([place for place, _ in curves[0]], dtype=float),
+            np.array([[loss for _, loss in curve] for curve in curves]).T,
+        )
+
+    @property
+    def repeats(self) -> int:
+        return int(self.losses.shape[1])
+
+    @property
+    def length(self) -> float:
+        return float(self.ends[0])
+
+    @property
+    def means(self) -> Floats:
+        with np.errstate(invalid="ignore"):
+            means: Floats = self.losses.mean(1)
+        return means
+
+    @property
+    def stable(self) -> int:
+        """How many sizes, from the smallest on, did not diverge.
+
+        A size diverged if it ends above the smallest batch's loss at a quarter of the branch, by
+        more than the noise of that loss: where the loss is flat, nothing diverges by chance.
+        """
+        noise = math.sqrt(float(self.curve.var(1, ddof=1).mean()) / self.repeats)
+        bad = ~(self.means <= self.curve[0].mean() + LEAST_FALL * noise)
+        bad[0] = False
+        return int(bad.argmax()) if bad.any() else len(self.sizes)
+
+    def curves(
+        self, variances: Variances, generator: np.random.Generator
+    ) -> tuple[LossCurve, _Draws]:
+        """The smallest batch's curve, and curves as other noise would have made them."""
+        fit = LossCurveFit(self.places.tolist())
+        means = self.curve.mean(1)
+        own = ((self.curve[:-1] - means[:-1, None]) ** 2).sum() if len(means) > 1 else 0.0
+        freedom = (len(means) - 1) * (self.repeats - 1)
+        scale = own / generator.chisquare(max(1, freedom), (DRAWS, 1)) / self.repeats
+        drawn = means + generator.normal(size=(DRAWS, len(means))) * np.sqrt(scale)
+        # The last one has a noise of its own: it is an average, and all sizes share its repeats.
+        end = variances.draw(generator, DRAWS, self.repeats)[:, 0]
+        common = math.sqrt(variances.common / self.repeats)
+        drawn[:, -1] = means[-1] + end + generator.normal(size=DRAWS) * common
+        return fit(means), _Draws(fit(drawn), end)
 
 
-def _one_excess(curve: Decline, loss: float, length: int) -> float:
-    if not math.isfinite(loss):
-        return CAP
-    samples = curve.samples_at(loss)
-    return length / min(max(samples, length / (1 + CAP)), length * REACH) - 1
+def _overheads(curve: LossCurve, means: Floats, table: _Table, pick: Any) -> tuple[Floats, Floats]:
+    """Overheads of the stable sizes, and the gain of the best against the smallest.
 
-
-def _draws(
-    yardstick: Yardstick,
-    noise: Noise,
-    means: Sequence[float],
-    length: int,
-    level: float,
-    seed: int,
-) -> tuple[tuple[tuple[float, ...], ...], float]:
-    """Excesses as other noise would have made them, a row for each draw.
-
-    Returns:
-        The rows, and the share of draws in which the yardstick falls.
+    Only differences to the smallest batch are laid on the curve: the repeats' data orders raise or
+    lower all batch sizes together, of which the smooth curve knows nothing.
     """
-    generator = random.Random(seed)
-    rows, falling = [], 0
-    for _ in range(DRAWS):
-        sigma = noise.draw_sigma(generator)
-        drawn = [mean + generator.gauss(0, sigma) for mean in means]
-        end = drawn[0] - means[0] + generator.gauss(0, noise.common)
-        curve = yardstick.draw(generator, end)
-        near = generator.random() < 0.5
-        if curve.fall > 0:
-            falling += 1
-            rows.append(_undecided(_excess(curve, drawn, length), means, level, near))
-        else:
-            # A loss that stays where it is may stand for any number of samples.
-            rows.append((0.0, *[1 / REACH - 1 if near else CAP] * (len(means) - 1)))
-    return tuple(rows), falling / DRAWS
+    anchor = np.atleast_1d(curve(table.length))[:, None]
+    samples = curve.samples_at(means - means[:, :1] + anchor)
+    ends = table.ends[: means.shape[1]]
+    efficiency = np.clip(samples / ends, 1 / (1 + CAP), REACH)
+    efficiency[..., 0] = 1.0
+    fit = unimodal(np.log(efficiency))
+    best = fit.max(-1, keepdims=True)
+    after = np.arange(means.shape[1]) > fit.argmax(-1, keepdims=True)
+    overhead = np.where(after, np.expm1(best - fit), 0.0)
+    return overhead[pick], np.expm1(best[..., 0] - fit[..., 0])[pick]
 
 
-def _undecided(
-    excess: tuple[float, ...], means: Sequence[float], level: float, near: bool
-) -> tuple[float, ...]:
-    """Half of the draws let the smallest diverged batch size just exceed the tolerance.
+def _fall(curve: LossCurve, drawn: LossCurve, table: _Table) -> float:
+    """Fall of the smallest batch's loss from a quarter of the branch on, in standard errors."""
+    first = float(table.places[0])
+    fall = float(curve(first) - curve(table.length))
+    low, high = np.quantile(drawn(first) - drawn(table.length), (0.16, 0.84))
+    # Not the standard deviation: a few draws of an unknown variance are very wide.
+    error = float(high - low) / 2
+    return fall / error if error > 0 else math.copysign(math.inf, fall)
 
-    That it diverged says that it is too large, not where between it and its neighbour that begins.
+
+def _bracket(sizes: Sequence[int], overhead: Floats, tolerance: float) -> tuple[int, float]:
+    above = np.flatnonzero(overhead > tolerance)
+    if not len(above):
+        return sizes[-1], math.inf
+    first = int(above[0])
+    return sizes[max(0, first - 1)], float(sizes[first])
+
+
+def crossing(
+    sizes: Sequence[float], overhead: Floats, tolerance: float, stable: int | None = None
+) -> float:
+    """Largest size whose overhead is within the tolerance; infinite when all are.
+
+    Between two sizes the overhead is linear in the size, as the trade-off between steps and
+    samples is. Up to a size that diverged it is not known, and nothing is interpolated.
+
+    Args:
+        sizes: Ascending batch sizes.
+        overhead: Non-decreasing, shape ``(K,)``.
+        tolerance: Extra samples that are acceptable.
+        stable: How many sizes did not diverge. Default: all.
     """
-    lost = next((i for i, mean in enumerate(means) if not math.isfinite(mean)), None)
-    if not near or not lost:
-        return excess
-    least = max(level + 1e-9, *excess[:lost])
-    return (*excess[:lost], least, *excess[lost + 1 :])
+    above = np.flatnonzero(overhead > tolerance)
+    if not len(above):
+        return math.inf
+    first = int(above[0])
+    if first == 0 or (stable is not None and first >= stable):
+        return float(sizes[max(0, first - 1)])
+    low, high = float(overhead[first - 1]), float(overhead[first])
+    part = (tolerance - low) / (high - low)
+    return float(sizes[first - 1] + (sizes[first] - sizes[first - 1]) * part)
 
 
-def _interval(
-    sizes: Sequence[int],
-    excess: Sequence[float],
-    draws: Sequence[Sequence[float]],
-    level: float,
-    known: bool,
-) -> tuple[float, float]:
-    """The middle 95% of the draws; the neighbouring sizes where the noise is not known."""
-    if not known:
-        return between([float(size) for size in sizes], relative(isotonic(excess)), level)
-    values = sorted(_largest(sizes, row, level) for row in draws)
-    return quantile(values, 0.025), quantile(values, 0.975)
-
-
-def _largest(sizes: Sequence[int], excess: Sequence[float], level: float) -> float:
-    return crossing([float(size) for size in sizes], relative(isotonic(excess)), level)
-
-
-def _edge(value: float, sizes: Sequence[int], excess: Sequence[float], level: float) -> str:
-    if math.isinf(value):
-        return "above"
-    return "below" if excess[1] > level else ""
-
-
-def quantile(ordered: Sequence[float], part: float) -> float:
-    """The value below which a part of the sorted values lies, without interpolation.
-
-    As many values lie below the one for ``part`` as above the one for ``1 - part``.
-    """
-    if part > 0.5:
-        return ordered[-1 - int((1 - part) * len(ordered) + 1e-9)]
-    return ordered[int(part * len(ordered) + 1e-9)]
+def _undecided(values: Floats, table: _Table, generator: np.random.Generator) -> Floats:
+    """Draws that end at the last stable size lie anywhere up to the one that diverged."""
+    if table.stable == len(table.sizes):
+        return values
+    last, next_ = table.sizes[table.stable - 1], table.sizes[table.stable]
+    spread = generator.uniform(last, next_, len(values))
+    return np.where(values >= last, spread, values)

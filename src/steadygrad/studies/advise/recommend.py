@@ -1,166 +1,394 @@
-"""From critical batch sizes along training to one batch size, and to a schedule."""
+"""From results to the next trial and to the recommendation: pure functions of the journal."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
-from steadygrad.formulas.batch_size import learning_rate, samples_ratio, steps_ratio
-from steadygrad.studies.advise.critical import quantile
-from steadygrad.studies.advise.curves import crossing, fit_tradeoff
-from steadygrad.studies.advise.surface import Measured, Surface, extended
+from steadygrad.formulas.batch_size import learning_rate
+from steadygrad.record.schema.advise import Branch, Header, Noise, Point, Scratch
+from steadygrad.studies.advise.check import (
+    Baseline,
+    Checked,
+    averaged_end,
+    baseline_of,
+    checked_runs,
+)
+from steadygrad.studies.advise.critical import LEAST_FALL, Critical, find_critical
+from steadygrad.studies.advise.overhead import MeasuredPoint, predict
+from steadygrad.studies.advise.rates import RateVerdict, judge_rate
+from steadygrad.studies.advise.trials import Decisions, scratch_job
+from steadygrad.studies.journal import Journal
+from steadygrad.studies.order import seed_for
+from steadygrad.studies.study import Job
 
-__all__ = ["WholeRun", "rung", "schedule", "tradeoff_rows", "whole_run"]
+__all__ = ["Chooser", "Evidence", "Stages", "candidates_up_to"]
 
-# A stage with fewer steps ends before the optimizer's averages have turned over.
-STAGE_STEPS = 30
-# What a rounding error may take from a batch size without costing a whole rung.
+Stages = tuple[tuple[int, int], ...]
+"""Beginnings, in samples seen, and batch sizes."""
+
+# What a rounding error may take from a batch size.
 ALMOST = 1 - 1e-9
+# The next candidate aims a little below the tolerance, for an overhead that is uncertain.
+AIM = 0.9
+# A candidate is at most so many times the largest one that passed.
+STRIDE = 4
 
 
-@dataclass(frozen=True)
-class WholeRun:
-    """One batch size for a whole run from scratch.
+def candidates_up_to(most: float, base: int, world_size: int = 1) -> list[int]:
+    """1, 1.5, 2, 3, 4, 6, ... times ``base``, as far as they are whole and at most ``most``.
 
-    Attributes:
-        samples: Length of the run.
-        value: Largest batch size whose mean excess over the run is within the tolerance.
-        low: Lower end of its 95% interval, if the critical batch size grew from nothing before the
-            first point, as ``value`` takes it.
-        high: Upper end, if it was the same from the start; infinite when the largest batch size
-            tried may still be within it.
-        assumed: Share of the run before the middle of the first branches, for which one or the
-            other is assumed.
-        batch_size: ``value``, rounded down to 1, 1.5, 2, 3, 4, 6, ... times the smallest batch.
-        sizes: Batch sizes tried, ascending.
-        excess: Mean extra samples of each over the run, relative to the smallest.
-        fitted: Critical batch size of the trade-off that fits these excesses.
+    At least ``base``. Each is a multiple of ``world_size``.
     """
-
-    samples: int
-    value: float
-    low: float
-    high: float
-    assumed: float
-    batch_size: int
-    sizes: tuple[int, ...]
-    excess: tuple[float, ...]
-    fitted: float
-
-    @property
-    def excess_here(self) -> float:
-        """Mean extra samples at the recommended batch size."""
-        return extended(self.sizes, self.excess)(self.batch_size)
-
-
-def whole_run(points: Sequence[Measured], tolerance: float) -> WholeRun:
-    """The largest batch size whose excess, averaged over all samples of a run, is tolerable.
-
-    Never more than the schedule ends at: what is too large at every time is too large for all.
-
-    Args:
-        points: In the order of training; at least one.
-        tolerance: Extra samples that are acceptable, as a fraction.
-    """
-    surface = Surface(points)
-    sizes = surface.sizes
-    rows = list(zip(*(point.critical.draws[::2] for point in points), strict=True))
-    least = sorted(_constant(Surface(points, row), tolerance) for row in rows)
-    most = sorted(_constant(Surface(points, row, grows=False), tolerance) for row in rows)
-    value = min(_constant(surface, tolerance), float(sizes[-1]))
-    excess = surface.mean()
-    return WholeRun(
-        samples=surface.end,
-        value=value,
-        low=min(quantile(least, 0.025), value),
-        high=max(quantile(most, 0.975), value),
-        assumed=points[0].centre / surface.end,
-        batch_size=rung(value, sizes[0]),
-        sizes=sizes,
-        excess=tuple(excess),
-        fitted=fit_tradeoff(sizes, excess, math.inf),
-    )
-
-
-def _constant(surface: Surface, tolerance: float) -> float:
-    """The largest constant batch size; infinite when all that were tried are tolerable."""
-    sizes = [float(size) for size in surface.sizes]
-    last = surface.tolerable(tolerance)[-1]
-    most = last if last < sizes[-1] else math.inf
-    return min(crossing(sizes, surface.mean(), tolerance), most)
-
-
-def schedule(
-    points: Sequence[Measured], tolerance: float, lr: float, rule: str
-) -> list[dict[str, Any]]:
-    """A batch size for each stretch of training, never decreasing.
-
-    It follows the largest tolerable batch size of the same model that :func:`whole_run` averages.
-    Every stage but the last has at least 30 steps, unless the last point comes sooner.
-
-    Args:
-        points: In the order of training; at least one.
-        tolerance: Extra samples that are acceptable, as a fraction.
-        lr: Learning rate tuned at the smallest batch size.
-        rule: How it follows the batch size.
-
-    Returns:
-        ``{"from_samples", "batch_size", "lr"}`` wherever the batch size changes, first from 0.
-    """
-    surface = Surface(points)
-    base, fit = surface.sizes[0], surface.tolerable(tolerance)
-    first, *later = [size for size in _rungs(base, fit[-1]) if size >= rung(fit[0], base)]
-    stages = [(_reached(surface.nodes, fit, size), size) for size in later]
-    # The last point's branches began there: what they bear holds from there on.
-    latest, soonest = points[-1].samples, STAGE_STEPS * first
-    stages = [(min(max(start, soonest), latest), size) for start, size in stages]
-    return [
-        {"from_samples": start, "batch_size": size, "lr": learning_rate(lr, size, base, rule)}
-        for start, size in [(0, first), *_long_enough(stages)]
-    ]
-
-
-def _reached(nodes: Sequence[float], fit: Sequence[float], size: int) -> int:
-    """After how many samples the fit first reaches a size that it does not begin with."""
-    after = next(node for node, tolerable in enumerate(fit) if tolerable >= size * ALMOST)
-    before = after - 1
-    part = math.log(size / fit[before]) / math.log(fit[after] / fit[before])
-    return math.ceil(nodes[before] * math.exp(part * math.log(nodes[after] / nodes[before])))
-
-
-def _long_enough(stages: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Leaves out stages that end too soon; the smaller batch before them goes on instead."""
-    kept: list[tuple[int, int]] = []
-    for start, size in reversed(stages):
-        if not kept or kept[0][0] - start >= STAGE_STEPS * size:
-            kept.insert(0, (start, size))
-    return kept
-
-
-def tradeoff_rows(critical: float, sizes: Sequence[int]) -> list[dict[str, float]]:
-    """Steps and samples at each batch size, relative to the least possible of either."""
-    return [
-        {
-            "batch_size": size,
-            "steps_ratio": steps_ratio(float(size), critical),
-            "samples_ratio": samples_ratio(float(size), critical),
-        }
-        for size in sizes
-    ]
-
-
-def rung(value: float, base: int) -> int:
-    """The largest of 1, 1.5, 2, 3, 4, 6, ... times ``base`` that is at most ``value``.
-
-    At least ``base``. Powers of two alone would give away up to half of what was measured.
-    """
-    return _rungs(base, value)[-1]
-
-
-def _rungs(base: int, most: float) -> list[int]:
-    """1, 1.5, 2, 3, 4, 6, ... times ``base``, as far as they are whole and at most ``most``."""
     found, size = [base], base
     while size * ALMOST <= most:
         found += [size, size + size // 2] if size % 2 == 0 else [size]
         size *= 2
-    return [base, *(size for size in found if base < size and size * ALMOST <= most)]
+    fits = (s for s in found if s > base and s * ALMOST <= most and s % world_size == 0)
+    return [base, *fits]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a journal says.
+
+    Attributes:
+        header: The record's.
+        journal: The events.
+    """
+
+    header: Header
+    journal: Journal
+
+    @cached_property
+    def points(self) -> list[Point]:
+        """Points of training that were reached."""
+        return sorted(self.journal.select(Point), key=lambda event: event.point)
+
+    @cached_property
+    def criticals(self) -> dict[int, Critical]:
+        """Critical batch sizes by point, unresolved ones included."""
+        found = {}
+        for i in range(len(self.header.plan.points)):
+            critical = self.critical(i)
+            if critical is not None:
+                found[i] = critical
+        return found
+
+    def critical(self, point: int) -> Critical | None:
+        """The critical batch size at one point; None where too few branches are there."""
+        settings = self.header.settings
+        branches = [b for b in self.journal.select(Branch) if b.point == point]
+        branches.sort(key=lambda b: (b.batch_size, b.repeat))
+        seed = seed_for(settings.seed, "critical", point)
+        return find_critical(branches, settings.tolerance, seed=seed)
+
+    @cached_property
+    def measured(self) -> list[MeasuredPoint]:
+        """Points whose critical batch size is resolved."""
+        plan = self.header.plan
+        return [
+            MeasuredPoint(plan.points[i], plan.branch_samples[i], critical)
+            for i, critical in self.criticals.items()
+            if critical.resolved
+        ]
+
+    @property
+    def last(self) -> int | None:
+        """Number of the last resolved point, from which one may go on."""
+        resolved = [i for i, critical in self.criticals.items() if critical.resolved]
+        return resolved[-1] if resolved else None
+
+    @cached_property
+    def end(self) -> int | None:
+        """Number of the point at which runs from scratch end.
+
+        It is the last one at which the second half of the run still lowered the loss by three
+        standard deviations of a single run.
+        """
+        falling = [
+            point.point
+            for point in self.points
+            if point.point in self.criticals
+            and _late_fall(point) >= LEAST_FALL * self.criticals[point.point].spread
+        ]
+        return falling[-1] if falling and self.measured else None
+
+    @property
+    def length(self) -> int:
+        """Samples of the runs from scratch; 0 where there is none."""
+        return 0 if self.end is None else self.header.plan.points[self.end]
+
+    @cached_property
+    def predicted(self) -> int | None:
+        """Batch size that the branches suggest for a run from scratch; trained in branches."""
+        if self.end is None:
+            return None
+        value = predict(self.measured, self.length, self.header.settings.tolerance)
+        return self.rungs(value)[-1]
+
+    def rungs(self, most: float) -> list[int]:
+        """Candidates up to a batch size."""
+        return candidates_up_to(most, self.header.plan.batch_size, self.header.runtime.world_size)
+
+    @cached_property
+    def baseline(self) -> Baseline | None:
+        """Runs of the smallest batch from scratch."""
+        if self.end is None:
+            return None
+        variance = self.criticals[self.end].variance
+        return baseline_of(self.header.plan, self.journal, self.end, variance)
+
+    @cached_property
+    def checked(self) -> list[Checked]:
+        """Batch sizes that were trained from scratch, ascending."""
+        return self._checked("constant")
+
+    def _checked(self, purpose: str) -> list[Checked]:
+        if self.baseline is None:
+            return []
+        return checked_runs(self.baseline, self.journal, self.header.plan, purpose)
+
+    @property
+    def failed(self) -> Checked | None:
+        """The smallest batch size that was trained from scratch and was not within tolerance."""
+        tolerance = self.header.settings.tolerance
+        return next((run for run in self.checked if not run.within(tolerance)), None)
+
+    @property
+    def passed(self) -> Checked | None:
+        """The largest batch size below all failed ones that was trained within tolerance."""
+        good = [
+            run
+            for run in self.checked
+            if self.failed is None or run.batch_size < self.failed.batch_size
+        ]
+        return good[-1] if good else None
+
+    @property
+    def constant(self) -> int | None:
+        """The recommended batch size; None where nothing is known."""
+        if self.passed is not None:
+            return self.passed.batch_size
+        if self.failed is not None:
+            return self.header.plan.batch_size
+        if self.predicted is None:
+            return None
+        trained = {size for point in self.measured for size in point.critical.sizes}
+        return max(size for size in trained if size <= self.predicted)
+
+    @property
+    def warmup_samples(self) -> int:
+        """Samples over which a raised rate is warmed up: until the first point nothing is known."""
+        return 0 if self.header.task.lr_rule == "constant" else self.header.plan.points[0]
+
+    @cached_property
+    def schedule(self) -> Stages:
+        """A growing batch; empty where it would not take fewer steps than the constant one.
+
+        No stage is larger than what was trained within the tolerance at its beginning and at all
+        later points.
+        """
+        base, constant = self.header.plan.batch_size, self.constant
+        if constant is None or not self.measured or self.length <= 0:
+            return ()
+        safe: list[tuple[int, int]] = []
+        least = math.inf
+        for point in reversed(self.measured):
+            least = min(least, point.critical.safe)
+            safe.insert(0, (point.samples, _power_of_two(least, base)))
+        stages = [(0, min(_power_of_two(constant, base), safe[0][1]))]
+        for start, size in safe:
+            if size > stages[-1][1] and start < self.length:
+                stages.append((start, size))
+        fewer = self.steps(tuple(stages)) < self.length / constant
+        return tuple(stages) if len(stages) > 1 and fewer else ()
+
+    def steps(self, stages: Stages) -> int:
+        """Optimizer steps of a schedule over the run."""
+        borders = [*(start for start, _ in stages[1:]), self.length]
+        return sum(
+            (end - start) // size for (start, size), end in zip(stages, borders, strict=True)
+        )
+
+    @cached_property
+    def schedule_check(self) -> Checked | None:
+        """The schedule trained from scratch."""
+        found = self._checked("schedule")
+        return found[-1] if found else None
+
+    @cached_property
+    def rate(self) -> RateVerdict:
+        """Verdict on the task's learning rate."""
+        last = len(self.header.plan.points) - 1
+        if last not in self.criticals:
+            return RateVerdict()
+        decays = self.header.task.lr_decay != "none"
+        variance = self.criticals[last].variance
+        return judge_rate(self.header.plan, self.journal, variance, decays=decays)
+
+    @property
+    def noise(self) -> Noise | None:
+        """The last noise scale."""
+        found = sorted(self.journal.select(Noise), key=lambda event: event.point)
+        return found[-1] if found else None
+
+    def lr(self, batch_size: int) -> float:
+        """Learning rate at a batch size."""
+        task = self.header.task
+        return learning_rate(task.lr, batch_size, task.batch_size, task.lr_rule)
+
+    def next_candidate(self) -> int | None:
+        """The batch size to train from scratch next; None where nothing is left to learn.
+
+        The overhead grows in proportion to the batch size beyond the smallest one, as the
+        trade-off between steps and samples has it.
+        """
+        base, tolerance = self.header.plan.batch_size, self.header.settings.tolerance
+        top = min(self._ceiling, self.header.task.train_size)
+        if self.predicted is None:
+            return None
+        if not self.checked:
+            return max(self.predicted, *self.rungs(top)[:2]) if top > base else None
+        good, bad = self.passed, self.failed
+        if bad is not None and good is not None:
+            slope = (bad.overhead - good.overhead) / (bad.batch_size - good.batch_size)
+            aim = good.batch_size + (AIM * tolerance - good.overhead) / max(slope, 1e-9)
+            low, high = good.batch_size, bad.batch_size
+        elif bad is not None:
+            # It may have failed by its interval alone.
+            overhead = max(bad.overhead, tolerance)
+            aim = base + (bad.batch_size - base) * AIM * tolerance / overhead
+            low, high = base, bad.batch_size
+        else:
+            assert good is not None
+            overhead = max(good.overhead, tolerance / (2 * STRIDE))
+            aim = base + (good.batch_size - base) * AIM * tolerance / overhead
+            low, high = good.batch_size, int(min(STRIDE * good.batch_size, top)) + 1
+        between = [size for size in self.rungs(high) if low < size < high]
+        below = [size for size in between if size <= aim]
+        return below[-1] if below else (between[0] if between and bad is not None else None)
+
+    @property
+    def _ceiling(self) -> float:
+        """Largest batch size tried that diverged at no point."""
+        ceilings = [max(c.sizes) for c in self.criticals.values()]
+        stable = [
+            max(size for size in c.sizes if size < c.diverged)
+            for c in self.criticals.values()
+            if c.diverged is not None
+        ]
+        return min([max(ceilings, default=0), *stable])
+
+
+def _late_fall(point: Point) -> float:
+    """Fall of the main trajectory's validation loss over the second half of the run so far."""
+    curve = averaged_end(point.curve)
+    half = [loss for samples, loss in curve if samples >= point.samples / 2]
+    return half[0] - curve[-1][1]
+
+
+def _power_of_two(size: float, base: int) -> int:
+    found = base
+    while 2 * found * ALMOST <= size:
+        found *= 2
+    return found
+
+
+class Chooser(Decisions):
+    """Decides what the adaptive trials train.
+
+    Args:
+        header: The record's.
+    """
+
+    def __init__(self, header: Header) -> None:
+        self.header = header
+        self._jobs: dict[tuple[str, int], Job | None] = {}
+
+    def middle(self, journal: Journal, point: int, repeat: int) -> Job | None:
+        """The size in the middle between the largest tolerable one and the next."""
+        if ("middle", point) not in self._jobs:
+            found = Evidence(self.header, _plain(journal, self.header)).critical(point)
+            self._jobs["middle", point] = _middle(found, point, self.header)
+        return _with(self._jobs["middle", point], repeat)
+
+    def baseline(self, journal: Journal, repeat: int) -> Job | None:
+        """The smallest batch, over the run's length."""
+        evidence = Evidence(self.header, journal)
+        if evidence.length == 0:
+            return None
+        return scratch_job("constant", repeat, self.header.plan.batch_size, evidence.length)
+
+    def candidate(self, journal: Journal, number: int, repeat: int) -> Job | None:
+        """The next batch size that the evidence suggests."""
+        if ("candidate", number) not in self._jobs:
+            evidence = Evidence(self.header, _before(journal, self._sizes(number)))
+            size = evidence.next_candidate()
+            warmup, length = evidence.warmup_samples, evidence.length
+            self._jobs["candidate", number] = (
+                None
+                if size is None
+                else scratch_job("constant", 0, size, length, warmup_samples=warmup)
+            )
+        return _with(self._jobs["candidate", number], repeat)
+
+    def _sizes(self, number: int) -> set[int]:
+        """Batch sizes of the candidates before one, and the smallest."""
+        jobs = (self._jobs.get(("candidate", n)) for n in range(number))
+        sizes = {int(job["batch_size"]) for job in jobs if job is not None}
+        return sizes | {self.header.plan.batch_size}
+
+    def schedule(self, journal: Journal, repeat: int) -> Job | None:
+        """The growing batch that the evidence suggests."""
+        if ("schedule", 0) not in self._jobs:
+            evidence = Evidence(self.header, journal)
+            stages, warmup = evidence.schedule, evidence.warmup_samples
+            self._jobs["schedule", 0] = (
+                scratch_job(
+                    "schedule",
+                    0,
+                    stages[-1][1],
+                    evidence.length,
+                    warmup_samples=warmup,
+                    stages=stages,
+                )
+                if stages and evidence.baseline is not None
+                else None
+            )
+        return _with(self._jobs["schedule", 0], repeat)
+
+
+def _with(job: Job | None, repeat: int) -> Job | None:
+    return None if job is None else {**job, "repeat": repeat}
+
+
+def _middle(found: Critical | None, point: int, header: Header) -> Job | None:
+    if found is None or not found.resolved or found.beyond == float("inf"):
+        return None
+    size = (found.within + int(found.beyond)) // 2
+    whole = 2 * size == found.within + found.beyond
+    if not whole or size % header.runtime.world_size or found.beyond != 2 * found.within:
+        return None
+    return {"event": "branch", "point": point, "repeat": 0, "batch_size": size}
+
+
+def _plain(journal: Journal, header: Header) -> Journal:
+    """A journal with the ladder's branches only, which a decision about the middle may read."""
+    multiples = header.plan.multiples
+    ladder = {
+        (i, multiple * header.plan.batch_size)
+        for i, row in enumerate(multiples)
+        for multiple in row
+    }
+    return Journal(events=[b for b in journal.select(Branch) if (b.point, b.batch_size) in ladder])
+
+
+def _before(journal: Journal, sizes: set[int]) -> Journal:
+    """A journal without the runs from scratch that later trials have recorded."""
+    kept = (
+        event
+        for event in journal.events()
+        if not isinstance(event, Scratch)
+        or (event.purpose == "constant" and event.batch_size in sizes)
+    )
+    return Journal(events=kept)

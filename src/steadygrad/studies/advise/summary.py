@@ -1,143 +1,130 @@
 """A record becomes a summary: a pure function of the header and the events."""
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from steadygrad.record import SCHEMA
-from steadygrad.studies.advise.critical import Critical
-from steadygrad.studies.advise.recommend import WholeRun, schedule, tradeoff_rows, whole_run
-from steadygrad.studies.advise.surface import Measured
-from steadygrad.studies.advise.units import branches_of, critical_at
-from steadygrad.studies.advise.words import Findings, megatron, sentences
-from steadygrad.studies.ledger import Ledger
+import msgspec
+
+from steadygrad.noise.schedule import BatchSizeSchedule
+from steadygrad.record.schema.advise import Header, Noise
+from steadygrad.studies.advise.explain import explain
+from steadygrad.studies.advise.recommend import Evidence
+from steadygrad.studies.journal import Journal
 
 __all__ = ["summarize"]
 
 
-def summarize(header: Mapping[str, Any], ledger: Ledger, status: str) -> dict[str, Any]:
+def summarize(header: Header, journal: Journal, status: str) -> dict[str, Any]:
     """Says what the recorded events mean.
 
     Args:
         header: The record's header.
-        ledger: Its events.
+        journal: Its events.
         status: ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
 
     Returns:
         The content of ``summary.json``; the recommendation's batch size is None when no critical
         batch size was measured.
     """
-    criticals = _criticals(header, ledger)
-    noises = {event["point"]: _public(event) for event in ledger.select("noise")}
-    found = _findings(header, ledger, status, criticals)
+    evidence = Evidence(header, journal)
+    noises = {event.point: event for event in journal.select(Noise)}
     return {
-        "schema": SCHEMA,
-        "study": "advise",
-        "status": status,
-        "task": header["task"]["name"],
-        "sample": found.sample,
-        "recommendation": _recommendation(found),
+        "task": header.task.name,
+        "sample": header.task.sample,
+        "words": explain(evidence, status),
+        "recommendation": _recommendation(evidence),
+        "schedule": _schedule(evidence),
+        "going_on": _going_on(evidence),
+        "rate": evidence.rate.as_dict(),
+        "checked": [run.as_dict() for run in evidence.checked],
         "points": [
             {
-                "samples": event["samples"],
-                "valid_loss": event["valid_loss"],
-                "noise": noises.get(event["point"]),
-                "critical": criticals[i].event() if (i := event["point"]) in criticals else None,
+                "samples": event.samples,
+                "valid_loss": event.valid_loss,
+                "noise": _noise(noises.get(event.point)),
+                "critical": evidence.criticals[event.point].as_dict()
+                if event.point in evidence.criticals
+                else None,
+                "resolved": event.point in evidence.criticals
+                and evidence.criticals[event.point].resolved,
             }
-            for event in ledger.select("point")
+            for event in evidence.points
         ],
-        "tradeoff": _tradeoff(found.run),
     }
 
 
-def _findings(
-    header: Mapping[str, Any], ledger: Ledger, status: str, criticals: Mapping[int, Critical]
-) -> Findings:
-    settings, plan = header["settings"], header["plan"]
-    measured = [
-        Measured(plan["points"][i], plan["branch_samples"][i], critical)
-        for i, critical in criticals.items()
-        if not math.isnan(critical.value)
-    ]
-    noises = ledger.select("noise")
-    tolerance, lr, rule = (settings[name] for name in ("tolerance", "lr", "lr_rule"))
-    run = whole_run(measured, tolerance) if measured else None
-    return Findings(
-        sample=header["task"]["sample"],
-        settings=settings,
-        status=status,
-        run=run,
-        last=measured[-1] if measured else None,
-        planned=len(plan["points"]),
-        points=len(criticals),
-        unresolved=[plan["points"][i] for i, found in criticals.items() if math.isnan(found.value)],
-        noise=noises[-1] if noises else None,
-        schedule=schedule(measured, tolerance, lr, rule) if measured else [],
-        warmup=_warmup(run, measured, rule),
-    )
-
-
-def _criticals(header: Mapping[str, Any], ledger: Ledger) -> dict[int, Critical]:
-    """Critical batch sizes by point; of a point cut short, from two whole repeats at least."""
-    found = {}
-    events = ledger.select("branch")
-    for i, multiples in enumerate(header["plan"]["multiples_by_point"]):
-        branches = branches_of(events, i)
-        repeats = [branch.repeat for branch in branches]
-        whole = [repeat for repeat in set(repeats) if repeats.count(repeat) == len(multiples)]
-        if len(whole) >= 2:
-            kept = [branch for branch in branches if branch.repeat in whole]
-            tolerance = header["settings"]["tolerance"]
-            found[i] = critical_at(kept, tolerance, header["seed"], i)
-    return found
-
-
-def _public(event: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in event.items() if name not in ("event", "point", "time")}
-
-
-def _recommendation(found: Findings) -> dict[str, Any]:
-    run = found.run
-    if run is None:
-        trust = "noise" if found.noise and found.noise["resolved"] else "none"
-        nothing = dict.fromkeys(
-            ("batch_size", "samples", "value", "low", "high", "lr", "warmup_samples", "now")
-        )
-        return {
-            **nothing,
-            "words": sentences(found),
-            "trust": trust,
-            "schedule": [],
-            "megatron": "",
-        }
-    return {
-        "batch_size": run.batch_size,
-        "samples": run.samples,
-        "value": run.value,
-        "low": run.low,
-        "high": run.high,
-        "lr": found.lr,
-        "warmup_samples": found.warmup,
-        "now": found.now,
-        "words": sentences(found),
-        "trust": "critical",
-        "schedule": found.schedule,
-        "megatron": megatron(found.schedule),
-    }
-
-
-def _warmup(run: WholeRun | None, measured: Sequence[Measured], rule: str) -> int:
-    """Until the first point nothing says what learning rate the model can bear."""
-    raised = run is not None and run.batch_size > run.sizes[0] and rule != "constant"
-    return measured[0].samples if raised else 0
-
-
-def _tradeoff(run: WholeRun | None) -> dict[str, Any] | None:
-    if run is None or math.isinf(run.fitted):
+def _noise(event: Noise | None) -> dict[str, Any] | None:
+    if event is None:
         return None
-    rows: Sequence[Mapping[str, Any]] = tradeoff_rows(run.fitted, run.sizes)
-    measured = zip(rows, run.excess, strict=True)
+    fields = msgspec.to_builtins(event)
+    return {name: value for name, value in fields.items() if name not in ("event", "time", "point")}
+
+
+def _recommendation(evidence: Evidence) -> dict[str, Any]:
+    """The fixed batch size for a run from scratch."""
+    size, base = evidence.constant, evidence.header.plan.batch_size
+    if size is None:
+        names = ("batch_size", "lr", "warmup_samples", "samples", "overhead", "low", "high")
+        return {**dict.fromkeys(names), "basis": "none", "half_life": None}
+    run, trained = evidence.passed, bool(evidence.checked)
+    own = size == base
+    zero = 0.0 if own else None
     return {
-        "critical_batch": run.fitted,
-        "rows": [{**row, "excess": excess} for row, excess in measured],
+        "batch_size": size,
+        "lr": evidence.lr(size),
+        "warmup_samples": 0 if own else evidence.warmup_samples,
+        "samples": evidence.length,
+        "overhead": run.overhead if run else zero,
+        "low": run.low if run else zero,
+        "high": run.high if run else zero,
+        "basis": "trained" if trained else "predicted",
+        "half_life": half_life(evidence, size),
+    }
+
+
+def half_life(evidence: Evidence, size: int) -> float | None:
+    """Samples after which Adam's second moment has forgotten half, at a batch size."""
+    header = evidence.header
+    beta2 = header.task.beta2
+    if beta2 is None or not 0 < beta2 < 1:
+        return None
+    if header.settings.keep_half_life:
+        size = header.plan.batch_size
+    return size * math.log(0.5) / math.log(beta2)
+
+
+def _schedule(evidence: Evidence) -> dict[str, Any] | None:
+    stages = evidence.schedule
+    if not stages:
+        return None
+    rows = [
+        {"from_samples": start, "batch_size": size, "lr": evidence.lr(size)}
+        for start, size in stages
+    ]
+    run, tokens = evidence.schedule_check, evidence.header.task.tokens_per_sample
+    within = run is not None and run.within(evidence.header.settings.tolerance)
+    return {
+        "stages": rows,
+        "steps": evidence.steps(stages),
+        "warmup_samples": evidence.warmup_samples
+        if stages[0][1] > evidence.header.plan.batch_size
+        else 0,
+        "basis": "predicted" if run is None else "trained",
+        "advised": within,
+        "check": run.as_dict() if run else None,
+        "megatron": BatchSizeSchedule(rows).to_megatron(tokens) if tokens else "",
+    }
+
+
+def _going_on(evidence: Evidence) -> dict[str, Any] | None:
+    """Batch size and learning rate for going on from the last point that tells."""
+    if evidence.last is None:
+        return None
+    critical, plan = evidence.criticals[evidence.last], evidence.header.plan
+    return {
+        "from_samples": plan.points[evidence.last],
+        "samples": plan.branch_samples[evidence.last],
+        "batch_size": critical.safe,
+        "lr": evidence.lr(critical.safe),
+        "known": critical.known,
     }

@@ -1,4 +1,4 @@
-"""Who scales the gradients in each phase; all of them measure, and name layers."""
+"""The gradient scaler of each phase; all of them measure, and name layers."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -12,14 +12,14 @@ __all__ = ["follow_one_scale", "one_scale", "proposed_scales", "searched_scales"
 
 # As torch.amp.GradScaler begins, and as it moves.
 FIRST_SCALE, BACKOFF, INTERVAL = 2.0**16, 0.5, 2000
-# Below it even float32 has no room for what one would want to know.
+# Below it float32 has too little room as well.
 LEAST_SCALE = 2.0**-100
 
 
 def one_scale(model: nn.Module) -> LayerwiseGradScaler:
-    """One loss scale for all, as ``torch.amp.GradScaler``; the boundaries only look.
+    """One loss scale, as ``torch.amp.GradScaler`` has it; layers are measured only.
 
-    :func:`follow_one_scale` is to be called after each update.
+    Call :func:`follow_one_scale` after each update.
     """
     fixed = LayerScale(1.0, growth_factor=1.0, backoff_factor=1.0)
     layers = dict.fromkeys(parts_of(model), fixed)
@@ -34,35 +34,36 @@ def follow_one_scale(
     scaler: LayerwiseGradScaler,
     culprits: Collection[str],
     before: Mapping[str, Any],
-    own: Collection[str] = (),
-    hopeless: Collection[str] = (),
+    layer_scales: Collection[str] = (),
+    nonfinite: Collection[str] = (),
 ) -> None:
-    """Backs the loss's scale off for an overflow in a layer that has no scale of its own.
+    """Backs the loss scale off for an overflow in a layer that has no scale of its own.
 
-    As in torch's scaler, its growth begins anew then. What no scale prevents moves none.
+    Its growth then begins anew, as in torch's scaler. An overflow that no scale prevents moves
+    no scale.
 
     Args:
         scaler: After its update.
         culprits: Layers in which the step was not finite.
         before: The scaler's state before the update.
-        own: Layers that have a scale of their own, and back off by themselves.
-        hopeless: Culprits that are not finite at any scale.
+        layer_scales: Layers that have a scale of their own, and back off by themselves.
+        nonfinite: Culprits that are not finite at any scale.
     """
     if not culprits:
         return
     state = scaler.state_dict()
     layers, old = state["layers"], before["layers"]
-    # A step that no scale saves does not count for the loss's growth either.
-    for name in ("", *hopeless) if hopeless else ():
+    # A step that no scale saves does not count for the loss scale's growth either.
+    for name in ("", *nonfinite) if nonfinite else ():
         layers[name].update({key: old[name][key] for key in ("scale", "growth_tracker")})
-    if any(name not in own and name not in hopeless for name in culprits):
+    if any(name not in layer_scales and name not in nonfinite for name in culprits):
         scale = max(LEAST_SCALE, old[""]["scale"] * BACKOFF)
         layers[""].update(scale=scale, growth_tracker=0)
     scaler.load_state_dict(state)
 
 
 def searched_scales(model: nn.Module) -> LayerwiseGradScaler:
-    """A scale for each layer that follows what is measured, from 1 on."""
+    """A scale for each layer that starts at 1 and follows the measured gradients."""
     scaler = LayerwiseGradScaler(model, AutoScale(scale=1.0, every=1))
     scaler.measure()
     return scaler
@@ -71,15 +72,15 @@ def searched_scales(model: nn.Module) -> LayerwiseGradScaler:
 def proposed_scales(
     model: nn.Module, loss_scale: float, layer_scales: Mapping[str, float]
 ) -> LayerwiseGradScaler:
-    """The scales that are proposed; the other layers are looked at as well.
+    """The proposed scales; the other layers are measured as well.
 
     Args:
         model: The model.
-        loss_scale: The loss's.
-        layer_scales: Those of the layers that have one of their own.
+        loss_scale: Scale of the loss.
+        layer_scales: Scales of the layers that have one of their own.
     """
-    looked_at = LayerScale(1.0, growth_factor=1.0, backoff_factor=1.0)
-    layers = {name: layer_scales.get(name, looked_at) for name in parts_of(model)}
+    measured = LayerScale(1.0, growth_factor=1.0, backoff_factor=1.0)
+    layers = {name: layer_scales.get(name, measured) for name in parts_of(model)}
     scaler = LayerwiseGradScaler(
         model, layers, growth_interval=INTERVAL, backoff_factor=BACKOFF, init_scale=loss_scale
     )

@@ -1,119 +1,125 @@
 """The plan: arithmetic from a budget to amounts of work."""
 
-import dataclasses
+from functools import partial
 
 import pytest
 
 from steadygrad._checks import InputError
 from steadygrad.studies.advise.plan import (
-    END_MARKS,
-    EVALUATION_COST,
-    FRACTIONS,
     MIN_STEPS,
     SHARE_OF_BUDGET,
-    Plan,
+    START_UP,
+    START_UP_WORKERS,
     make_plan,
-    parse_budget,
 )
-
-SIZES = {"batch_size": 8, "train_size": 180_000, "valid_size": 256}
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("30s", 30), ("5m", 300), ("2h", 7200), ("1.5m", 90), ("45", 45)]
-)
-def test_budgets_are_durations(text, seconds):
-    assert parse_budget(text) == seconds
+from steadygrad.studies.advise.trials import END_FRACTIONS, Decisions, make_trials, run_marks
 
 
-@pytest.mark.parametrize("text", ["", "5 minutes", "m", "-5m", "0s", "1e9h", "inf"])
-def test_what_is_no_duration_is_refused(text):
-    with pytest.raises(InputError, match=r"such as 30s, 5m or 2h\. Found .* Remedy: --budget 5m"):
-        parse_budget(text)
+def plan_of(budget, speed=1000.0, *, size=8, train=180_000, valid=256, workers=1):
+    trials = partial(make_trials, valid_size=valid, decide=Decisions())
+    sizes = {"batch_size": size, "train_size": train, "workers": workers}
+    return make_plan(budget, speed, trials_of=trials, **sizes)
 
 
 def test_five_minutes_of_the_language_model():
-    """What the issue asks of `make advise`: three or four points, several repeats, wide enough."""
-    plan = make_plan(300, 1000, **SIZES)
-    assert 3 <= len(plan.points) <= 4
-    assert plan.repeats >= 2
-    assert plan.points[-1].samples >= 8_000
-    assert plan.points[-1].multiples[-1] >= 32
-
-
-def work_of(plan: Plan, valid_size: int) -> float:
-    """The plan's cost, counted unit by unit."""
-    work = plan.points[-1].samples
-    for point in plan.points:
-        work += point.noise_steps * 8 * plan.batch_size
-        work += valid_size * EVALUATION_COST
-        for multiple in point.multiples:
-            evaluations = END_MARKS + (len(FRACTIONS) if multiple == 1 else 0)
-            branch = point.branch_samples + evaluations * valid_size * EVALUATION_COST
-            work += plan.repeats * branch
-    return work
+    """What `make advise` needs: three points, several repeats, a check from scratch."""
+    plan = plan_of(300, workers=2)
+    assert len(plan.points) == 3
+    assert (plan.repeats, plan.candidates, plan.rates) == (3, 3, True)
+    assert plan.length >= 8_000
+    assert plan.multiples[-1][-1] >= 32
 
 
 @pytest.mark.parametrize("budget", [25, 60, 300, 7200])
 @pytest.mark.parametrize("size", [1, 8, 12])
-def test_a_plan_fits_its_budget_and_its_own_rules(budget, size):
-    plan = make_plan(budget, 1000, batch_size=size, train_size=180_000, valid_size=256)
-    # Rounded up to whole samples, from thirds of samples.
-    assert plan.work == pytest.approx(work_of(plan, 256), abs=2)
-    assert plan.work <= SHARE_OF_BUDGET * budget * 1000
-    seen = [point.samples for point in plan.points]
-    assert seen == sorted(set(seen))
-    for point in plan.points:
-        assert point.samples % size == 0
-        assert point.multiples == tuple(2**i for i in range(len(point.multiples)))
-        largest = point.multiples[-1] * size
-        assert point.branch_samples % largest == 0
-        assert point.branch_samples // largest >= MIN_STEPS
-        marks = point.end_marks(size)
-        assert marks[-1] == point.branch_samples
-        assert all(mark % largest == 0 for mark in marks)
-    assert len(plan.points[-1].multiples) >= 3
+@pytest.mark.parametrize("workers", [1, 2, 8])
+def test_a_plan_fits_its_budget_and_its_own_rules(budget, size, workers):
+    plan = plan_of(budget, size=size, workers=workers)
+    trials = make_trials(plan, 256, Decisions())
+    assert plan.work == sum(trial.cost for trial in trials)
+    start_up = START_UP if workers == 1 else START_UP_WORKERS
+    assert plan.work / workers <= plan.span <= SHARE_OF_BUDGET * (budget - start_up) * 1000
+    assert list(plan.points) == sorted(set(plan.points))
+    for samples, length, ladder in zip(
+        plan.points, plan.branch_samples, plan.multiples, strict=True
+    ):
+        assert samples % size == 0
+        assert ladder == tuple(2**i for i in range(len(ladder)))
+        assert length // (ladder[-1] * size) >= MIN_STEPS - 4
+        # A size in the middle between two of the ladder divides the branch, too.
+        for multiple in ladder[1:]:
+            assert length % (multiple * size) == 0
+            assert multiple == 1 or length % (3 * multiple * size // 4) == 0
+    assert len(plan.multiples[-1]) >= 3
 
 
-def test_more_time_buys_a_longer_study():
-    plans = [make_plan(budget, 1000, **SIZES) for budget in (30, 60, 300, 900, 7200)]
-    ends = [plan.points[-1].samples for plan in plans]
+def test_every_trial_has_its_own_key_and_needs_earlier_ones():
+    plan = plan_of(300, workers=2)
+    seen = set()
+    for trial in make_trials(plan, 256, Decisions()):
+        assert trial.key not in seen
+        assert seen.issuperset(trial.needs)
+        assert trial.cost > 0
+        seen.add(trial.key)
+    kinds = {key[0] for key in seen}
+    assert kinds == {
+        "point",
+        "noise",
+        "branch",
+        "middle",
+        "rate",
+        "baseline",
+        "candidate",
+        "schedule",
+    }
+
+
+def test_a_decaying_rate_needs_one_more_run_of_the_smallest_batch():
+    plan = plan_of(300)
+    plain, decaying = (
+        [
+            t.key
+            for t in make_trials(plan, 256, Decisions(), decays=decays)
+            if t.key[0] == "baseline"
+        ]
+        for decays in (False, True)
+    )
+    assert plain == [("baseline", 1), ("baseline", 2)]
+    assert decaying == [("baseline", 0), ("baseline", 1), ("baseline", 2)]
+
+
+def test_more_time_and_more_workers_buy_a_longer_study():
+    ends = [plan_of(budget).length for budget in (30, 60, 300, 900, 7200)]
     assert ends == sorted(ends)
     assert ends[-1] > 10 * ends[0]
+    ends = [plan_of(900, workers=workers).length for workers in (1, 2, 8)]
+    assert ends[0] < ends[1] < ends[2]
+
+
+def test_the_trajectory_is_evaluated_at_the_end_as_often_as_other_runs():
+    marks = run_marks(4096, 8, first=1024)
+    assert marks[0] > 1024
+    assert marks[-len(END_FRACTIONS) :] == (3936, 4016, 4096)
 
 
 def test_no_batch_is_larger_than_the_data():
-    plan = make_plan(300, 1000, batch_size=8, train_size=300, valid_size=10)
-    assert plan.points[-1].multiples[-1] == 32  # 256 of 300 samples
+    plan = plan_of(3000, train=300, valid=10)
+    assert plan.multiples[-1][-1] == 32  # 256 of 300 samples
 
 
 def test_a_budget_too_small_says_what_would_do():
     with pytest.raises(InputError, match="too small to measure anything") as caught:
-        make_plan(2, 1000, **SIZES)
+        plan_of(2)
     least = int(str(caught.value).split("--budget ")[1].split("s")[0])
-    assert make_plan(least, 1000, **SIZES).repeats == 2
+    assert plan_of(least).repeats == 2
     with pytest.raises(InputError):
-        make_plan(least - 1, 1000, **SIZES)
+        plan_of(least - 1)
 
 
 def test_data_too_few_for_three_batch_sizes():
     with pytest.raises(InputError, match=r"at least 32 training samples.*Found 20"):
-        make_plan(300, 1000, batch_size=8, train_size=20, valid_size=5)
+        plan_of(300, train=20, valid=5)
 
 
-def test_a_record_keeps_the_plan():
-    plan = make_plan(300, 1000, **SIZES)
-    assert Plan.from_dict(plan.as_dict()) == plan
-
-
-@pytest.mark.parametrize("budget", [25, 300, 7200])
-def test_work_point_by_point(budget):
-    plan = make_plan(budget, 1000, **SIZES)
-    kept = Plan.from_dict(plan.as_dict())
-    ends = kept.ends()
-    assert len(ends) == len(plan.points)
-    assert ends[-1] == plan.work
-    for number in range(1, len(ends)):
-        first = dataclasses.replace(plan, points=plan.points[:number])
-        # Each of two sums is rounded to whole samples, from thirds.
-        assert ends[number - 1] == pytest.approx(work_of(first, 256), abs=2)
+def test_the_same_budget_gives_the_same_plan():
+    assert plan_of(300, workers=2) == plan_of(300, workers=2)

@@ -1,234 +1,206 @@
-"""From critical batch sizes to one batch size and a schedule."""
+"""From results to the next trial and to the recommendation."""
 
 import math
-import random
 from itertools import pairwise
 
 import pytest
 
-from steadygrad.noise.schedule import BatchSizeSchedule
-from steadygrad.studies.advise.critical import Critical
-from steadygrad.studies.advise.recommend import schedule, tradeoff_rows, whole_run
-from steadygrad.studies.advise.surface import Measured, Surface
+from steadygrad.studies.advise.recommend import Chooser, Evidence, candidates_up_to
+from steadygrad.studies.journal import Journal
+from tests.unit.studies.advise.events import (
+    branches,
+    make_header,
+    point,
+    scratch,
+    slowness,
+    within_tolerance,
+)
 
-SIZES = tuple(8 * 2**i for i in range(8))
-
-
-def measured(samples, critical, *, value=None, sizes=SIZES, spread=0.0) -> Measured:
-    """A point with excesses proportional to the batch size: 20% at ``critical``."""
-    excess = tuple(0.2 * (size - sizes[0]) / (critical - sizes[0]) for size in sizes)
-    draws = tuple(tuple(x * math.exp(spread * (i - 200) / 200) for x in excess) for i in range(400))
-    value = critical if value is None else value
-    found = Critical(
-        sizes, excess, draws, value, value, value, "", 1.5, 5 * critical, 0.0, math.inf
-    )
-    return Measured(samples, samples // 2, found)
+POINTS = (1024, 4096)
 
 
-def test_constant_critical_batch_is_the_answer():
-    """With one critical batch size from the start on, the whole run has it too."""
-    run = whole_run([measured(8, 128.0), measured(4096, 128.0), measured(16384, 128.0)], 0.2)
-    # Linear interpolation of a straight line over the logarithm, and the first 12 samples.
-    assert run.value == pytest.approx(128, rel=0.05)
-    assert run.samples == 16384 + 8192
-    assert run.batch_size in (64, 128)
+def journal(*extra, critical=(120.0, 400.0), sigma=0.0005, diverged=({}, {})):
+    """Points, branches with their critical batch sizes, and further events."""
+    events = []
+    for i, samples in enumerate(POINTS):
+        events.append(point(i, samples))
+        events += branches(critical[i], sigma=sigma, seed=i, point=i, diverged=diverged[i])
+    return Journal(events=[*events, *extra])
 
 
-def test_a_critical_batch_that_grows_in_proportion():
-    """Then the mean excess is an integral of 1/n, from the first batch to the end."""
-    points = [measured(n, 8 + 0.01 * 1.25 * n) for n in (1024, 4096, 16384)]
-    run = whole_run(points, 0.2)
-    end = 16384 + 8192
-
-    def mean_excess(size: float) -> float:
-        return 0.2 * (size - 8) / 0.01 * math.log(end / size) / end
-
-    # Sizes are a factor of 2 apart, and in between the excess is interpolated.
-    assert mean_excess(run.value) == pytest.approx(0.2, rel=0.1)
-    assert run.batch_size == 48
-    # Without noise what is left is what was assumed of the beginning.
-    assert run.low == run.value < run.high
-    assert run.assumed == pytest.approx((1024 + 256) / end)
+def runs(size, critical, seeds=3, **more):
+    """Runs from scratch that obey the trade-off."""
+    slower = slowness(size, critical)
+    return [scratch(size, seed, POINTS[-1], slower=slower, **more) for seed in range(seeds)]
 
 
-def test_the_start_costs_something():
-    """What happens before the first point counts, at a critical batch size nearer to nothing."""
-    late = whole_run([measured(16384, 128.0)], 0.2)
-    early = whole_run([measured(64, 128.0), measured(16384, 128.0)], 0.2)
-    assert late.value < 0.9 * early.value
+def base_runs():
+    return [scratch(8, seed, POINTS[-1]) for seed in (1, 2)]
 
 
-def test_sizes_that_a_point_did_not_try_are_extrapolated():
-    full = whole_run([measured(1024, 40.0), measured(16384, 120.0)], 0.2)
-    few = whole_run([measured(1024, 40.0, sizes=SIZES[:4]), measured(16384, 120.0)], 0.2)
-    assert few.value == pytest.approx(full.value, rel=0.1)
+@pytest.mark.parametrize(
+    ("most", "base", "world", "expected"),
+    [
+        (8, 8, 1, [8]),
+        (50, 8, 1, [8, 12, 16, 24, 32, 48]),
+        (64, 8, 1, [8, 12, 16, 24, 32, 48, 64]),
+        (5, 8, 1, [8]),
+        (10, 1, 1, [1, 2, 3, 4, 6, 8]),
+        (50, 8, 8, [8, 16, 24, 32, 48]),
+        (100, 6, 4, [6, 12, 24, 36, 48, 72, 96]),
+    ],
+)
+def test_candidates(most, base, world, expected):
+    assert candidates_up_to(most, base, world) == expected
 
 
-def test_the_interval_comes_from_the_draws():
-    run = whole_run([measured(4096, 100.0, spread=0.5)], 0.2)
-    assert run.low < run.value < run.high
-    # Excess e^0.5 times as large: the tolerance is reached at 1/e^0.5 of the size, about.
-    assert run.low == pytest.approx(run.value * math.exp(-0.25), rel=0.2)
+def test_critical_batch_sizes_of_every_point():
+    evidence = Evidence(make_header(POINTS), journal())
+    found = [evidence.criticals[i].value for i in (0, 1)]
+    truth = [within_tolerance(120.0), within_tolerance(400.0)]
+    # The noise is a hundredth of what a doubling of the batch changes.
+    assert found == pytest.approx(truth, rel=0.1)
+    assert evidence.end == evidence.last == 1
+    assert evidence.length == POINTS[-1]
 
 
-def test_all_sizes_within_the_tolerance():
-    run = whole_run([measured(4096, 1e6)], 0.2)
-    assert (run.value, run.high, run.batch_size) == (SIZES[-1], math.inf, SIZES[-1])
+def test_a_prediction_is_called_one_until_it_is_trained():
+    evidence = Evidence(make_header(POINTS), journal())
+    assert evidence.checked == []
+    assert evidence.constant is not None
+    trained = {size for c in evidence.criticals.values() for size in c.sizes}
+    assert evidence.constant in trained
+    assert evidence.constant <= evidence.predicted
 
 
-def test_the_headline_is_no_more_than_the_schedule_ends_at():
-    """Even where a run is so short that first steps, which cost nothing, are most of it."""
-    points = [measured(64, 128.0)]
-    run = whole_run(points, 0.2)
-    assert run.value == pytest.approx(128, rel=1e-12)
-    assert run.batch_size == stages(points)[-1][1] == 128
+def test_runs_from_scratch_overrule_the_prediction():
+    evidence = Evidence(make_header(POINTS), journal(*base_runs(), *runs(48, 60.0)))
+    ((run),) = evidence.checked
+    # The curve's fit is coarse; the truth is (1 + 48/60) / (1 + 8/60) - 1 = 0.588.
+    assert run.overhead == pytest.approx(slowness(48, 60.0) - 1, rel=0.1)
+    assert run.low <= run.overhead <= run.high
+    assert evidence.constant == 8
+    assert evidence.failed is run
+    assert evidence.passed is None
 
 
-def stages(points, tolerance=0.2) -> list[tuple[int, int]]:
-    rows = schedule(points, tolerance, 0.001, "sqrt")
-    assert BatchSizeSchedule(rows).stages[0].from_samples == 0
-    return [(row["from_samples"], row["batch_size"]) for row in rows]
+def test_the_largest_that_passed_below_the_smallest_that_failed():
+    events = [*base_runs(), *runs(16, 100.0), *runs(24, 100.0), *runs(48, 100.0)]
+    events += runs(96, 1e5)  # luck: a larger one may pass, and counts for nothing
+    evidence = Evidence(make_header(POINTS), journal(*events))
+    assert slowness(24, 100.0) - 1 < 0.2 < slowness(48, 100.0) - 1
+    assert (evidence.passed.batch_size, evidence.failed.batch_size) == (24, 48)
+    assert evidence.constant == 24
 
 
-def test_a_constant_critical_batch_is_where_the_schedule_ends():
-    points = [measured(n, 128.0) for n in (1024, 4096, 16384)]
-    found = stages(points)
-    assert found[0] == (0, 8)
-    assert found[-1][1] == 128 >= whole_run(points, 0.2).batch_size
-    # Excess is 0.2 / 120 (B c/s - 8) at s < c, where c = 1280 is the middle of the first branch;
-    # relative to 8 it is 0.2 at B = (120 - 1.6) s/c + 9.6: 128 at c itself.
-    assert found[-1][0] == 1280
-    # 30 steps of 8, and then what is tolerable after 240, when 31.8 is.
-    assert found[1] == (pytest.approx(1280 * (32 - 9.6) / 118.4, rel=0.02), 32)
-    assert len(found) == 3
+def test_noise_over_seeds_widens_the_interval_and_can_refuse():
+    loud = [
+        scratch(24, seed, POINTS[-1], slower=slowness(24, 100.0), noise=noise)
+        for seed, noise in enumerate((-0.2, 0.0, 0.2))
+    ]
+    quiet = Evidence(make_header(POINTS), journal(*base_runs(), *runs(24, 100.0)))
+    noisy = Evidence(make_header(POINTS), journal(*base_runs(), *loud))
+    (a,), (b,) = quiet.checked, noisy.checked
+    assert a.overhead == pytest.approx(b.overhead)
+    assert b.high - b.low > 10 * (a.high - a.low)
+    assert (quiet.constant, noisy.constant) == (24, 8)
 
 
-def test_a_growing_critical_batch_is_followed():
-    points = [measured(1024, 48.0), measured(4096, 100.0), measured(16384, 300.0)]
-    found = stages(points)
-    assert [size for _, size in found] == [8, 16, 32, 64, 128, 256]
-    # What the last branches bear they bear from their start.
-    assert found[-1][0] == 16384
-    surface = Surface(points)
-    for start, size in found[1:-1]:
-        extra = (1 + surface.excess(size, start)) / (1 + surface.excess(8, start)) - 1
-        # Never before it is tolerable, nor much after: the fit is drawn through the grid's nodes.
-        assert 0.18 < extra < 0.201
+def test_a_diverged_run_is_no_advice():
+    lost = [scratch(24, seed, POINTS[-1], noise=math.inf) for seed in range(3)]
+    evidence = Evidence(make_header(POINTS), journal(*base_runs(), *lost))
+    (run,) = evidence.checked
+    assert run.diverged
+    assert evidence.constant == 8
 
 
-def test_stages_follow_each_other_at_30_steps_or_more():
-    points = [measured(n, c) for n, c in ((256, 20.0), (1024, 60.0), (4096, 150.0), (16384, 900.0))]
-    found = stages(points)
-    assert len(found) == 6
-    for (start, size), (end, _) in pairwise(found):
-        assert end - start >= 30 * size
-    # Otherwise there would be one for every size of the grid: 14 up to 768.
-    assert found[-1] == (16384, 768)
+def search(critical, candidates=3, journal_of=journal, **header):
+    """Sizes that are trained from scratch where the trade-off has this critical size."""
+    head = make_header(POINTS, candidates=candidates, **header)
+    chooser, events, sizes = Chooser(head), list(journal_of(*base_runs()).events()), []
+    for number in range(candidates):
+        job = chooser.candidate(Journal(events=events), number, 0)
+        if job is not None:
+            sizes.append(job["batch_size"])
+            events += runs(job["batch_size"], critical)
+    return sizes, Evidence(head, Journal(events=events))
 
 
-def test_the_first_stage_has_30_steps_too():
-    """24 would be tolerable when 8 has had 8 steps, and stay for more than 30."""
-    found = stages([measured(1024, 300.0), measured(16384, 300.0)])
-    assert found[:2] == [(0, 8), (240, 24)]
-    # (256 - 9.6) / 290.4 of 1,280, up to the curve between two nodes.
-    assert found[2:] == [(pytest.approx(1086, rel=0.01), 256)]
+@pytest.mark.parametrize("critical", [12.0, 30.0, 60.0, 100.0, 200.0, 400.0])
+def test_candidates_close_in_on_the_tolerance(critical):
+    sizes, evidence = search(critical)
+    assert len(set(sizes)) == len(sizes) <= 3
+    truth = within_tolerance(critical)
+    assert evidence.constant <= truth
+    # Three candidates reach within a factor of two, one of them aimed below the tolerance.
+    assert evidence.constant * 2 >= min(truth, 160)
 
 
-def test_noisy_points_are_pooled():
-    """A critical batch size that falls counts neither as it was nor as it came out last."""
-    high, low = 300.0, 40.0
-    points = [measured(1024, high), measured(4096, low), measured(16384, low)]
-    last = stages(points)[-1][1]
-    assert low < last < 0.5 * high
-    # A running maximum would end at 256; so would each of the two without the other.
-    assert stages(points[:1])[-1][1] == 256
-    # Noise that averages out does not matter much.
-    even = stages([measured(n, 110.0) for n in (1024, 4096, 16384)])[-1][1]
-    assert 0.5 * even <= last <= even
+def test_no_candidate_above_what_diverged_in_branches():
+    def diverging(*extra):
+        return journal(
+            *extra, critical=(1e5, 1e5), diverged=({}, dict.fromkeys((64, 128, 256, 512), 1e9))
+        )
+
+    sizes, evidence = search(1e5, journal_of=diverging)
+    assert max(sizes) == 32
+    assert evidence.constant == 32
+    assert all(size <= 32 for _, size in evidence.schedule)
 
 
-def test_one_point():
-    assert stages([measured(512, 70.0)])[-1] == (512, 64)
+def test_decisions_are_the_same_when_later_results_are_there_already():
+    head = make_header(POINTS)
+    first, events = Chooser(head), list(journal(*base_runs()).events())
+    early = [first.candidate(Journal(events=events), 0, 0)]
+    events += runs(early[0]["batch_size"], 60.0)
+    early.append(first.candidate(Journal(events=events), 1, 0))
+    events += runs(early[1]["batch_size"], 60.0)
+    again = Chooser(head)
+    full = Journal(events=events)
+    assert [again.candidate(full, n, 0) for n in (0, 1)] == early
+    assert again.candidate(full, 0, 2) == {**early[0], "repeat": 2}
 
 
-def test_no_tolerance():
-    points = [measured(1024, 40.0), measured(16384, 120.0)]
-    assert whole_run(points, 0.0).value == 8
-    assert stages(points, 0.0) == [(0, 8)]
+def test_a_middle_size_is_trained_where_the_bracket_is_known():
+    chooser = Chooser(make_header(POINTS))
+    job = chooser.middle(journal(), 1, 2)
+    # 89.6 is the truth.
+    assert job == {"event": "branch", "point": 1, "repeat": 2, "batch_size": 96}
+    assert Chooser(make_header(POINTS)).middle(journal(critical=(1e5, 1e5)), 1, 0) is None
 
 
-def test_a_large_tolerance_begins_above_the_smallest_batch():
-    """Twice the samples at twice the batch: no step lost even where nothing can be gained."""
-    assert stages([measured(512, 70.0)], 1.0)[0] == (0, 16)
+def test_a_schedule_is_never_above_what_was_trained_from_there_on():
+    good = [*base_runs(), *runs(12, 1e5)]
+    rising = Evidence(make_header(POINTS), journal(*good))
+    safe = [rising.criticals[i].safe for i in (0, 1)]
+    assert safe[0] < safe[1]
+    stages = rising.schedule
+    assert stages[0][0] == 0
+    for (_, a), (start, b) in pairwise(stages):
+        assert b % a == 0
+        assert a < b <= min(safe[i] for i in (0, 1) if POINTS[i] >= start)
+    falling = Evidence(make_header(POINTS), journal(*good, critical=(400.0, 120.0)))
+    assert all(size <= falling.criticals[1].safe for _, size in falling.schedule)
 
 
-@pytest.mark.parametrize("critical", [1e6, math.inf])
-def test_nothing_is_too_large(critical):
-    assert stages([measured(1024, critical), measured(4096, critical)]) == [(0, SIZES[-1])]
+def test_a_schedule_takes_fewer_steps_than_the_constant_batch():
+    for critical in (20.0, 120.0, 1e5):
+        events = [*base_runs(), *runs(64, 1e5)]
+        evidence = Evidence(make_header(POINTS), journal(*events, critical=(critical, 1e5)))
+        if evidence.schedule:
+            assert evidence.steps(evidence.schedule) < evidence.length / evidence.constant
+    assert evidence.constant == 64
 
 
-def test_never_more_than_was_tried():
-    points = [measured(1024, 200.0, sizes=SIZES[:4]), measured(4096, 2000.0, sizes=SIZES[:5])]
-    assert stages(points)[-1][1] == whole_run(points, 0.2).value == SIZES[4]
-
-
-def random_points(seed: int) -> tuple[list[Measured], float]:
-    """Excesses of any monotone shape that fall with training, and a tolerance."""
-    draw = random.Random(seed)
-    row, samples, points = [0.0], draw.choice([64, 256, 1024]), []
-    for _ in SIZES[1:]:
-        row.append(row[-1] + draw.random() ** 3 * draw.choice([0.02, 0.2, 1.0]))
-    for _ in range(draw.randint(1, 5)):
-        excess = tuple(row)
-        found = Critical(SIZES, excess, (excess,), 1.0, 1.0, 1.0, "", 1.0, 1.0, 1.0, 1.0)
-        points.append(Measured(samples, draw.choice([samples // 4, 2 * samples]), found))
-        factor, samples = draw.random(), 4 * samples
-        row = [extra * factor for extra in row]
-    return points, draw.choice([0.0, 0.05, 0.2, 0.5])
-
-
-@pytest.mark.parametrize("seed", range(100))
-def test_the_headline_lies_between_the_first_stage_and_the_last(seed):
-    points, tolerance = random_points(seed)
-    sizes = [size for _, size in stages(points, tolerance)]
-    assert sizes == sorted(set(sizes))
-    assert sizes[0] <= whole_run(points, tolerance).batch_size <= sizes[-1] <= SIZES[-1]
-
-
-def test_twice_everything_is_twice_the_batch_size():
-    def scaled(factor: int) -> list[Measured]:
-        sizes = tuple(factor * size for size in SIZES)
-        known = [(1024, 48.0), (4096, 30.0), (16384, 300.0)]
-        return [measured(factor * n, factor * c, sizes=sizes) for n, c in known]
-
-    once, twice = (schedule(scaled(k), 0.2, 0.001, "sqrt") for k in (1, 2))
-    assert [row["batch_size"] for row in twice] == [2 * row["batch_size"] for row in once]
-    assert [row["lr"] for row in twice] == [row["lr"] for row in once]
-    for row, double in zip(once, twice, strict=True):
-        # Beginnings are rounded up to whole samples.
-        assert abs(double["from_samples"] - 2 * row["from_samples"]) <= 1
-    value = whole_run(scaled(1), 0.2).value
-    assert whole_run(scaled(2), 0.2).value == pytest.approx(2 * value, rel=1e-12)
-
-
-@pytest.mark.parametrize(("rule", "factor"), [("sqrt", 8**0.5), ("linear", 8), ("constant", 1)])
-def test_the_learning_rate_follows_its_rule(rule, factor):
-    rows = schedule([measured(512, 70.0)], 0.2, 0.01, rule)
-    assert rows[0] == {"from_samples": 0, "batch_size": 8, "lr": 0.01}
-    assert (rows[-1]["batch_size"], rows[-1]["lr"]) == (64, pytest.approx(0.01 * factor))
-
-
-def test_rows_lie_on_the_trade_off():
-    for row in tradeoff_rows(100.0, SIZES):
-        product = (row["steps_ratio"] - 1) * (row["samples_ratio"] - 1)
-        assert product == pytest.approx(1, rel=1e-12)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("critical", [100.0, 300.0])
-def test_the_interval_covers_a_critical_batch_that_never_changed(count, critical):
-    """Nothing is measured before the first point: the interval must allow for it."""
-    points = [measured(n, critical) for n in (1024, 4096, 16384)[-count:]]
-    run = whole_run(points, 0.2)
-    assert run.low < critical
-    assert run.high == pytest.approx(critical)
+def test_nothing_is_recommended_where_the_loss_does_not_fall():
+    flat = [
+        point(i, samples, losses=lambda s: 2.0 + 0.01 * math.sin(s))
+        for i, samples in enumerate(POINTS)
+    ]
+    level = [b for i in (0, 1) for b in branches(1e5, sigma=0.2, seed=i, point=i)]
+    evidence = Evidence(make_header(POINTS), Journal(events=[*flat, *level]))
+    assert evidence.end is None
+    assert evidence.length == 0
+    assert evidence.constant is None
+    assert evidence.schedule == ()
+    assert Chooser(make_header(POINTS)).baseline(Journal(events=[*flat, *level]), 1) is None

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.unit.studies.helpers import Watcher
-from tests.unit.studies.inspect.runs import look, spec
+from tests.unit.studies.inspect.runs import Watcher, look, spec
 
 
 @pytest.fixture(scope="package")

@@ -1,18 +1,75 @@
-"""Running studies of float16."""
+"""Small runs of ``inspect``; on a tiny task 16 steps of each phase take about a second."""
 
 from pathlib import Path
 
-from steadygrad.studies.inspect import Settings, Stop, inspect
-from tests.unit.studies.helpers import Watcher
+import pytest
 
-FP16 = Path(__file__).parent.parent / "fp16_task.py"
+from steadygrad.record import dumps, read_run, strip_times
+from steadygrad.record.schema.inspect import Part, Settings
+from steadygrad.studies.deadline import Deadline
+from steadygrad.studies.run import resume, start
+
+STUDIES = Path(__file__).parent.parent
 
 
 def spec(factory):
-    return f"{FP16}:{factory}"
+    """How the command line names a factory in ``fp16_task.py``."""
+    return f"{STUDIES / 'fp16_task.py'}:{factory}"
 
 
-def look(folder, task, *, steps=16, monitor=None, stop=None):
-    """A study of so many steps; on a tiny task 16 of them take about a second."""
-    chosen = Settings(task=task, steps=steps, budget_seconds=600.0, device="cpu")
-    return inspect(chosen, folder, monitor=monitor or Watcher(), stop=stop or Stop())
+def tiny(factory="make_task"):
+    """How the command line names a factory in ``tiny_task.py``."""
+    return f"{STUDIES / 'tiny_task.py'}:{factory}"
+
+
+class Watcher:
+    """A monitor that remembers; ``call`` is called when ``at`` samples are done."""
+
+    def __init__(self, at=None, call=None):
+        self.total = self.done = 0
+        self.lines, self.stages, self.points = [], [], {}
+        self._at, self._call = at, call
+
+    def begin(self, total, done, points):
+        self.total, self.done, self.points = total, done, points
+
+    def advance(self, samples, what):
+        before, self.done = self.done, self.done + samples
+        if what and what not in self.stages:
+            self.stages.append(what)
+        if self._at is not None and before < self._at <= self.done:
+            self._call()
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+def look(folder, task, *, steps=16, at=None, monitor=None, workers=1, **settings):
+    """A study; it is stopped when ``at`` samples of work are done."""
+    chosen = {"budget": 600.0, "device": "cpu", "threads": 1, **settings}
+    deadline = Deadline()
+    monitor = monitor or Watcher(at, lambda: deadline.limit(-1e9))
+    with pytest.MonkeyPatch.context() as patch:
+        # The speed decides nothing here.
+        patch.setattr("steadygrad.studies.calibration.SECONDS", 0.01)
+        patch.setattr("steadygrad.studies.calibration.WARM_UP_STEPS", 1)
+        settings = Settings(task=task, steps=steps, workers=workers, **chosen)
+        return start("inspect", settings, folder, deadline=deadline, monitor=monitor)
+
+
+def go_on(folder, **given):
+    """Resumes a run to its end."""
+    watcher = Watcher()
+    return resume(folder, given, monitor=watcher), watcher
+
+
+def parts_of(folder, phase=None):
+    """The recorded parts, of one phase or of all."""
+    found = read_run(folder).select(Part)
+    return [part for part in found if phase in (None, part.phase)]
+
+
+def lines(folder):
+    """A record without its header, times and ends, as text: a NaN is not equal to itself."""
+    events = (event.as_dict() for event in read_run(folder).events)
+    return [dumps(strip_times(event)) for event in events if event["event"] != "end"]

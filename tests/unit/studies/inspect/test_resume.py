@@ -1,90 +1,123 @@
 """A study that was stopped or killed, against one that was not."""
 
-import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from steadygrad._checks import InputError
-from steadygrad.record import dumps
-from steadygrad.studies.inspect import Stop, resume
-from tests.unit.studies.helpers import Watcher, study, timeless, tiny
-from tests.unit.studies.inspect.runs import look, spec
+from steadygrad.record import dumps, read_run
+from tests.unit.studies.inspect.runs import go_on, lines, look, parts_of, spec, tiny
+
+ROOT = Path(__file__).parents[4]
 
 
-def without_ends(folder):
-    header, events = timeless(folder)
-    return header, [event for event in events if '"end"' not in event]
+def checkpoints(folder):
+    return sorted(path.stem for path in (folder / "checkpoints").glob("*.pt"))
 
 
 @pytest.mark.parametrize("share", [0.03, 0.45, 0.6, 0.8])
 def test_stopped_and_resumed_to_the_same_numbers(whole, tmp_path, share):
-    stop, (complete, monitor) = Stop(), whole
-    at = int(share * monitor.total)
-    watcher = Watcher(at=at, call=lambda: stop.limit(-1e9))
-    first = look(tmp_path / "run", spec("healthy"), monitor=watcher, stop=stop)
-    assert first.summary["status"] == "budget"
-    second = resume(tmp_path / "run", monitor=Watcher())
-    assert dumps(second.summary) == dumps(complete.summary)
-    assert without_ends(tmp_path / "run") == without_ends(complete.folder)
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    complete, monitor = whole
+    folder, at = tmp_path / "run", int(share * monitor.total)
+    assert look(folder, spec("healthy"), at=at).summary["status"] == "budget"
+    assert dumps(go_on(folder)[0].summary) == dumps(complete.summary)
+    assert lines(folder) == lines(complete.folder)
+    assert not (folder / "checkpoints").exists()
 
 
-def test_a_lost_checkpoint_is_trained_again(whole, tmp_path):
-    stop, (complete, monitor) = Stop(), whole
-    watcher = Watcher(at=int(0.6 * monitor.total), call=lambda: stop.limit(-1e9))
-    look(tmp_path / "run", spec("healthy"), monitor=watcher, stop=stop)
-    (path,) = (tmp_path / "run" / "checkpoints").glob("*.safetensors")
-    path.unlink()
-    watcher = Watcher()
-    assert dumps(resume(tmp_path / "run", monitor=watcher).summary) == dumps(complete.summary)
+@pytest.mark.parametrize(
+    ("share", "kept"),
+    [
+        # A part is 8 samples of 236, an evaluation 22. The last two parts that ended are kept, and
+        # the end of the first training: it may have to be evaluated again.
+        (0.2, ["before-3", "before-4"]),
+        (0.6, ["before-7", "search-4", "search-5"]),
+        (0.8, ["after-2", "after-3", "before-7"]),
+    ],
+)
+def test_only_checkpoints_that_may_be_needed_are_kept(whole, tmp_path, share, kept):
+    at = int(share * whole[1].total)
+    look(tmp_path / "run", spec("healthy"), at=at)
+    assert checkpoints(tmp_path / "run") == kept
+
+
+@pytest.mark.parametrize("lost", ["the last", "all", "damaged"])
+def test_a_lost_checkpoint_is_trained_again(whole, tmp_path, lost):
+    (complete, monitor), folder = whole, tmp_path / "run"
+    look(folder, spec("healthy"), at=int(0.8 * monitor.total))
+    paths = sorted((folder / "checkpoints").glob("after-*.pt"))
+    for path in paths if lost == "all" else paths[-1:]:
+        path.write_bytes(path.read_bytes()[:-9]) if lost == "damaged" else path.unlink()
+    outcome, watcher = go_on(folder)
+    assert dumps(outcome.summary) == dumps(complete.summary)
+    # It would say so if a part that is trained again gave other numbers.
     assert watcher.lines == []
-    assert without_ends(tmp_path / "run") == without_ends(complete.folder)
+    assert watcher.done == watcher.total
+    assert lines(folder) == lines(complete.folder)
 
 
+def test_two_workers_record_the_same_lines_as_one(whole, tmp_path):
+    complete, _ = whole
+    outcome = look(tmp_path / "run", spec("healthy"), workers=2)
+    assert lines(tmp_path / "run") == lines(complete.folder)
+    assert dumps(outcome.summary) == dumps(complete.summary)
+    began = [part.phase for part in parts_of(tmp_path / "run")]
+    assert began == ["before"] * 8 + ["search"] * 8 + ["after"] * 8
+
+
+def test_what_two_workers_began_one_ends(whole, tmp_path):
+    """One chain was ahead of the record, and its results wait in files for their turn."""
+    (complete, monitor), folder = whole, tmp_path / "run"
+    look(folder, spec("healthy"), at=int(0.2 * monitor.total))
+    assert [part.phase for part in parts_of(folder)] == ["before"] * 5
+    (folder / "pending").mkdir()
+    for part in parts_of(complete.folder, "search")[:2]:
+        path = folder / "pending" / f"part-search-{part.part}.json"
+        path.write_text(dumps(replace(part, time={"seconds": 1e6}).as_dict()))
+    outcome, watcher = go_on(folder)
+    assert dumps(outcome.summary) == dumps(complete.summary)
+    assert lines(folder) == lines(complete.folder)
+    assert watcher.lines == []
+    # They were taken from there, not run again.
+    search = parts_of(folder, "search")
+    assert [part.part for part in search if part.time == {"seconds": 1e6}] == [0, 1]
+    assert not (folder / "pending").exists()
+
+
+KILLED = """
+from pathlib import Path
+from tests.unit.studies.inspect.runs import look, tiny
+look(Path({folder!r}), tiny("slow"))
+"""
+
+
+@pytest.mark.slow
 def test_killed_and_resumed_to_the_same_numbers(tmp_path):
-    """SIGKILL from outside, in the middle of training; the whole run is made by the same hands."""
-    command = [sys.executable, "-m", "steadygrad", "inspect"]
-    task = [tiny("slow"), "--steps", "16", "--budget", "10m", "--device", "cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    """SIGKILL from outside, in the middle of training."""
     folder = tmp_path / "run"
-    with subprocess.Popen(
-        [*command, *task, "--out", str(folder)], env=environment, stderr=subprocess.DEVNULL
-    ) as process:
-        wait_for(lambda: lines(folder) >= 4)
+    code = f"import torch; torch.set_num_threads(1)\n{KILLED.format(folder=str(folder))}"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:
+        wait_for(lambda: recorded(folder) >= 4)
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
-    assert lines(folder) < 1 + 24
-    assert not (folder / "summary.json").exists()
-    resume(folder, monitor=Watcher())
-    look(tmp_path / "whole", tiny("slow"), steps=16)
-    assert without_ends(folder) == without_ends(tmp_path / "whole")
+    assert recorded(folder) < 1 + 24
+    assert read_run(folder).summary is None
+    go_on(folder)
+    look(tmp_path / "whole", tiny("slow"))
+    assert lines(folder) == lines(tmp_path / "whole")
 
 
-def lines(folder):
+def recorded(folder):
     record = folder / "record.jsonl"
     return record.read_text().count("\n") if record.exists() else 0
 
 
-def wait_for(ready, seconds=60):
+def wait_for(ready, seconds=120):
     until = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < until
         time.sleep(0.02)
-
-
-def test_a_record_of_another_study_is_refused(tmp_path):
-    study(tmp_path / "run", stop=halted(), monitor=Watcher())
-    with pytest.raises(InputError, match=r"record of `steadygrad inspect`. Found 'advise'"):
-        resume(tmp_path / "run", monitor=Watcher())
-
-
-def halted():
-    """Ends as soon as there is a record."""
-    stop = Stop()
-    limit = stop.limit
-    stop.limit = lambda seconds: limit(-1e9)
-    return stop

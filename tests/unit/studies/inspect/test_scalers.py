@@ -58,17 +58,17 @@ def test_whose_overflow_moves_what(net):
     assert scaler.get_scales() == {"": 2.0**8, "0": 1.0, "1": 2.0**4}
     # A layer with a scale of its own backs off alone.
     before = step(scaler, net, spoilt=1)
-    scalers.follow_one_scale(scaler, scaler.culprits(), before, own={"1"})
+    scalers.follow_one_scale(scaler, scaler.culprits(), before, layer_scales={"1"})
     assert scaler.get_scales() == {"": 2.0**8, "0": 1.0, "1": 2.0**3}
     # What no scale prevents moves none.
     for spoilt, name in ((1, "1"), (0, "0")):
         before = step(scaler, net, spoilt)
         culprits = scaler.culprits()
         assert culprits == [name]
-        scalers.follow_one_scale(scaler, culprits, before, own={"1"}, hopeless=culprits)
+        scalers.follow_one_scale(scaler, culprits, before, layer_scales={"1"}, nonfinite=culprits)
         assert scaler.get_scales() == {"": 2.0**8, "0": 1.0, "1": 2.0**3}
     assert scaler.state_dict()["layers"][""]["growth_tracker"] == 1
     # The others' overflow does.
     before = step(scaler, net, spoilt=0)
-    scalers.follow_one_scale(scaler, ["0", "1"], before, own={"1"}, hopeless=["1"])
+    scalers.follow_one_scale(scaler, ["0", "1"], before, layer_scales={"1"}, nonfinite=["1"])
     assert scaler.get_scales() == {"": 2.0**7, "0": 1.0, "1": 2.0**3}

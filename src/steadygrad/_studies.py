@@ -1,0 +1,10 @@
+"""The list of all studies. It loads nothing, so that ``steadygrad --help`` needs no extra."""
+
+__all__ = ["STUDIES"]
+
+# Name and question of each study. A study named x is the command `steadygrad x`; its settings and
+# events are in ``record.schema.x``, its experiment in ``studies.x``, its page in ``report.x``.
+STUDIES = {
+    "advise": "Which batch size to train at: measured by training, with the noise scale beside it.",
+    "inspect": "Where float16 gradients underflow or overflow, and which loss scales prevent it.",
+}

@@ -1,0 +1,145 @@
+"""Typed lines of a record: the base classes, and their conversion from plain values."""
+
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+__all__ = [
+    "Count",
+    "End",
+    "Event",
+    "Header",
+    "Key",
+    "Positive",
+    "PositiveFloat",
+    "Runtime",
+    "TaskInfo",
+    "convert",
+]
+
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Positive = Annotated[int, Meta(ge=1, lt=1 << 62)]
+PositiveFloat = Annotated[float, Meta(gt=0, lt=1e300)]
+Key = tuple[str | int, ...]
+"""The name of an event's kind, and the values that tell it from others of its kind."""
+
+T = TypeVar("T")
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """One line of a record: the result of one trial, or the end of a study.
+
+    Attributes:
+        time: Facts that may differ between two runs with the same settings, such as seconds.
+    """
+
+    key_fields: ClassVar[tuple[str, ...]] = ()
+
+    time: dict[str, Any] = {}
+
+    @property
+    def key(self) -> Key:
+        """The event's name and its key fields."""
+        name = str(self.__struct_config__.tag)
+        return (name, *(getattr(self, field) for field in self.key_fields))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as :func:`steadygrad.record.dumps` takes them."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return fields
+
+
+class End(Event, frozen=True, tag="end"):
+    """The end of a study, or of one attempt at it."""
+
+    status: str
+
+
+class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Description of what a study trains.
+
+    Attributes:
+        spec: The text that names the task: a built-in name or ``path/file.py:make_task``.
+        parameters: Trainable numbers in the model.
+        train_size: Training samples.
+        valid_size: Validation samples.
+        optimizer: Name of the optimizer's class.
+        beta2: Decay of the second moment; None for optimizers without one.
+        weight_decay: Weight decay of the first parameter group; None without one.
+
+    The other fields are those of :class:`steadygrad.tasks.Task`.
+    """
+
+    spec: str
+    name: str
+    sample: str
+    batch_size: Positive
+    lr: PositiveFloat
+    lr_rule: str
+    parameters: Count
+    train_size: Positive
+    valid_size: Positive
+    optimizer: str = ""
+    beta2: float | None = None
+    weight_decay: float | None = None
+    tokens_per_sample: Positive | None = None
+    warmup_samples: Count = 0
+    lr_decay: str = "none"
+    provenance: dict[str, str] = {}
+
+
+class Runtime(msgspec.Struct, frozen=True, kw_only=True):
+    """How trials are run, as far as their numbers depend on it.
+
+    Attributes:
+        device: ``"cpu"``, ``"cuda"`` or ``"mps"``.
+        dtype: Name of the type that training computes in.
+        world_size: Processes that share every batch.
+        sharding: ``"none"``, ``"ddp"`` or ``"fsdp2"``.
+        threads: Threads of each trial.
+        micro_batch_size: Most samples in one forward pass.
+        workers: Trials at a time that the plan reckons with.
+    """
+
+    device: str
+    dtype: str
+    world_size: Positive
+    sharding: str
+    threads: Positive
+    micro_batch_size: Positive
+    workers: Positive
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="run"):
+    """First line of a record. Each study's header adds its ``settings`` and its ``plan``.
+
+    Attributes:
+        schema: Version of the record's format.
+        study: Name of the study.
+        task: What it trains.
+        runtime: How trials are run.
+        environment: Versions and hardware.
+        time: When the run was created.
+    """
+
+    schema: Positive
+    study: str
+    task: TaskInfo
+    runtime: Runtime
+    environment: dict[str, Any]
+    time: dict[str, Any] = {}
+
+
+def convert(value: Any, kind: Any, *, strict: bool = True) -> Any:
+    """Converts plain values to typed ones.
+
+    Args:
+        value: What :func:`steadygrad.record.loads` returned.
+        kind: A type, or a union of events.
+        strict: False also reads numbers and flags from texts, as a command line has them.
+
+    Raises:
+        msgspec.ValidationError: If a field is missing, of another type or out of bounds.
+    """
+    return msgspec.convert(value, kind, strict=strict)

@@ -1,0 +1,223 @@
+"""Reads a run's folder."""
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from steadygrad.record._events import Event, Header, convert
+from steadygrad.record._files import RECORD, SUMMARY, RecordError, wrong_line
+from steadygrad.record._json import dumps, loads
+from steadygrad.record._words import shown
+from steadygrad.record.schema import Schema, schema_of
+
+__all__ = ["SCHEMA", "Run", "checked_line", "read_record", "read_run", "strip_times"]
+
+SCHEMA = 2
+BROKEN = object()
+"""Stands for a line that is not JSON, or whose checksum is wrong."""
+
+E = TypeVar("E", bound=Event)
+
+
+def checked_line(fields: Mapping[str, Any]) -> bytes:
+    """One line of a record with the CRC-32 of its text as its last field, and a newline."""
+    text = dumps(fields)[:-1].encode()
+    return b'%s, "crc": "%08x"}\n' % (text, zlib.crc32(text))
+
+
+def strip_times(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Drops ``time``, in which all that may differ between equal runs lies, and the checksum."""
+    return {key: value for key, value in event.items() if key not in ("time", "crc")}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A record as it was read.
+
+    Attributes:
+        folder: Folder of the run.
+        header: First line; its class is the study's own.
+        events: All other whole lines of known kinds, in the order in which they were written.
+        summary: Content of ``summary.json``; None when there is none yet.
+        truncated: Whether a broken last line was dropped.
+    """
+
+    folder: Path
+    header: Any
+    events: list[Event]
+    summary: dict[str, Any] | None
+    truncated: bool
+
+    def select(self, kind: type[E]) -> list[E]:
+        """The events of one class, in order."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def read_run(folder: Path) -> Run:
+    """Reads a run's record, and its summary when there is one.
+
+    A broken last line, left by a process that was killed while writing it, is dropped.
+
+    Args:
+        folder: The run's folder.
+
+    Raises:
+        RecordError: If there is no record, its schema or its study is not known, a line before the
+            last one is damaged, or a line does not hold what its kind must.
+    """
+    folder = Path(folder)
+    header, events, whole, size = read_record(folder)
+    return Run(folder, header, events, _read_summary(folder), truncated=whole < size)
+
+
+def read_record(folder: Path) -> tuple[Header, list[Event], int, int]:
+    """The header, the events, and the bytes: those of whole lines, and all."""
+    path = folder / RECORD
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise RecordError(
+            f"Expected the folder of a run, with a {RECORD} in it. Found none in {str(folder)!r}. "
+            "Remedy: pass the folder that --out named."
+        ) from None
+    except OSError as error:
+        raise RecordError(
+            f"Cannot read {str(path)!r}: {error.strerror}. Remedy: make it a readable file."
+        ) from error
+    lines = data.split(b"\n")[:-1]
+    parsed = [_parse_line(line) for line in lines]
+    # A kill or a full disk damages the end only.
+    if len(parsed) > 1 and parsed[-1] is BROKEN:
+        parsed.pop()
+    header, schema = _header(folder, parsed[0] if parsed else BROKEN)
+    numbered = enumerate(parsed[1:], start=2)
+    events = [_event(folder, number, entry, header, schema) for number, entry in numbered]
+    whole = sum(len(line) + 1 for line in lines[: len(parsed)])
+    return header, [event for event in events if event is not None], whole, len(data)
+
+
+def _parse_line(line: bytes) -> Any:
+    text, mark, crc = line.rpartition(b', "crc": "')
+    try:
+        if not mark or crc != b'%08x"}' % zlib.crc32(text):
+            # A header of another version still says which version that is.
+            return _foreign_header(line)
+        return loads(text + b"}")
+    except (ValueError, RecursionError):
+        return BROKEN
+
+
+def _foreign_header(line: bytes) -> Any:
+    found = json.loads(line)
+    foreign = isinstance(found, dict) and found.get("event") == "run"
+    known = foreign and found.get("schema") == SCHEMA
+    return found if foreign and not known else BROKEN
+
+
+def _header(folder: Path, entry: Any) -> tuple[Header, Schema]:
+    path = folder / RECORD
+    version = entry.get("schema") if isinstance(entry, dict) else None
+    if not isinstance(entry, dict) or entry.get("event") != "run" or type(version) is not int:
+        raise RecordError(
+            f"Expected the header of a run in line 1 of {str(path)!r}. Found a damaged or "
+            "foreign line. Remedy: restore the file from a copy, or start a new run."
+        )
+    _check_version(path, version)
+    study = entry.get("study")
+    schema = schema_of(study) if isinstance(study, str) else None
+    if schema is None:
+        raise RecordError(
+            f"Expected the record of a known study. Found `study = {shown(study)}` "
+            f"in {str(path)!r}. Remedy: use the steadygrad that wrote it, or a newer one."
+        )
+    return _typed(folder, 1, entry, schema.header), schema
+
+
+def _check_version(path: Path, version: int) -> None:
+    if version == SCHEMA:
+        return
+    age, remedy = (
+        ("a newer", "pip install -U steadygrad")
+        if version > SCHEMA
+        else ("an older", "run the study again, or use the steadygrad that wrote it")
+    )
+    raise RecordError(
+        f"{str(path)!r} was written by {age} steadygrad: schema {version}, this one reads "
+        f"{SCHEMA}. Remedy: {remedy}."
+    )
+
+
+def _event(folder: Path, number: int, entry: Any, header: Header, schema: Schema) -> Event | None:
+    if entry is BROKEN:
+        raise RecordError(
+            f"Line {number} of {str(folder / RECORD)!r} is damaged, and it is not the last: the "
+            "file was changed. Remedy: restore it from a copy, or start a new run."
+        )
+    name = entry.get("event") if isinstance(entry, dict) else None
+    if not isinstance(name, str):
+        raise RecordError(
+            wrong_line(folder, number, "an object that names its 'event'", shown(entry))
+        )
+    if name not in schema.names:
+        return None
+    event: Event = _typed(folder, number, entry, schema.events)
+    wrong = schema.check(header, event)
+    if wrong:
+        raise RecordError(wrong_line(folder, number, *wrong))
+    return event
+
+
+def _typed(folder: Path, number: int, entry: Any, kind: Any) -> Any:
+    try:
+        return convert(entry, kind)
+    except msgspec.ValidationError as error:
+        text, _, place = str(error).partition(" - at `$")
+        place = place.rstrip("`").lstrip(".")
+        expected, _, found = text.removeprefix("Expected ").partition(", got ")
+        where = f" in {place!r}" if place else ""
+        found = found.replace("`", "") or shown(_value_at(entry, place))
+        expected = expected.replace("`", "") + where
+        raise RecordError(wrong_line(folder, number, expected, found)) from None
+
+
+def _value_at(entry: Any, place: str) -> Any:
+    """What lies at a path such as ``plan.points[0]``."""
+    for part in re.findall(r"[^.\[\]]+", place):
+        try:
+            entry = entry[int(part) if isinstance(entry, list) else part]
+        except (KeyError, ValueError, IndexError, TypeError):
+            break
+    return entry
+
+
+def _read_summary(folder: Path) -> dict[str, Any] | None:
+    path = folder / SUMMARY
+    try:
+        summary = loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError):
+        summary = None
+    if not _is_summary(summary):
+        raise RecordError(
+            f"Expected a summary in {str(path)!r}. Found something else, or a file that cannot be "
+            "read. Remedy: delete it; --resume writes it again."
+        )
+    _check_version(path, summary["schema"])
+    found: dict[str, Any] = summary
+    return found
+
+
+def _is_summary(found: Any) -> bool:
+    """Whether it has what every study's summary has: its other fields are the study's own."""
+    if not isinstance(found, dict) or type(found.get("schema")) is not int:
+        return False
+    words = found.get("words", [])
+    texts = [found.get("status", ""), *(words if isinstance(words, list) else [None])]
+    return all(isinstance(text, str) for text in texts)

@@ -1,0 +1,212 @@
+"""Types of an ``advise`` record."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from steadygrad.record._events import Count, End, Event, Positive, PositiveFloat
+from steadygrad.record._events import Header as CommonHeader
+from steadygrad.record.schema.common import CommonSettings
+
+__all__ = [
+    "EVENTS",
+    "Branch",
+    "Header",
+    "Noise",
+    "Plan",
+    "Point",
+    "Scratch",
+    "Settings",
+    "Stage",
+    "check",
+]
+
+Curve = tuple[tuple[Count, float], ...]
+"""Pairs of samples seen and validation loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(CommonSettings):
+    """Settings of ``steadygrad advise``."""
+
+    tolerance: Annotated[
+        float,
+        Meta(
+            ge=0.01, le=1, description="Extra samples that are acceptable, as a fraction: 0.01 to 1"
+        ),
+    ] = 0.2
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16", "float64"],
+        Meta(description="Type to compute in; bfloat16 and float16 by autocast."),
+    ] = "float32"
+    keep_half_life: Annotated[
+        bool,
+        Meta(
+            description="Keep the half-life of Adam's second moment and of the weight decay in "
+            "samples, whatever the batch size."
+        ),
+    ] = False
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Amounts of work, fixed before the first trial.
+
+    Attributes:
+        batch_size: The task's own batch size, in samples.
+        points: Samples seen by the main trajectory at each point of training.
+        branch_samples: Samples of each branch from each point.
+        multiples: Batch sizes of the branches from each point, as multiples of ``batch_size``.
+        noise_steps: Measurements of the noise scale at each point.
+        repeats: Data orders of each branch, and seeds of each run from scratch.
+        rates: Whether the smallest batch is trained from scratch at other learning rates.
+        candidates: Most batch sizes to train from scratch; 0: the advice is not checked.
+        samples_per_second: Training speed of one trial that the plan reckons with.
+        work: Cost of all trials, in samples.
+        span: Cost of the longest chain of trials with ``workers`` of them at a time, in samples.
+    """
+
+    batch_size: Positive
+    points: tuple[Positive, ...]
+    branch_samples: tuple[Positive, ...]
+    multiples: tuple[tuple[Positive, ...], ...]
+    noise_steps: tuple[Positive, ...]
+    repeats: Positive
+    rates: bool
+    candidates: Count
+    samples_per_second: PositiveFloat
+    work: Positive
+    span: Positive
+
+    @property
+    def length(self) -> int:
+        """Samples of the main trajectory, and of each run from scratch."""
+        return self.points[-1]
+
+
+class Header(CommonHeader, frozen=True, kw_only=True, tag="run"):
+    """First line of an ``advise`` record."""
+
+    settings: Settings
+    plan: Plan
+
+
+class Point(Event, frozen=True, tag="point"):
+    """The main trajectory has reached a point of training.
+
+    Attributes:
+        point: Number of the point.
+        samples: Samples seen.
+        steps: Optimizer steps taken.
+        valid_loss: Validation loss.
+        curve: Validation losses since the point before, this one included.
+        training: Samples seen and mean training loss of stretches since the point before.
+    """
+
+    key_fields = ("point",)
+
+    point: Count
+    samples: Positive
+    steps: Count
+    valid_loss: float
+    curve: Curve
+    training: Curve
+
+
+class Noise(Event, frozen=True, tag="noise"):
+    """Gradient noise scale at a point; the fields are those of ``NoiseEstimate``."""
+
+    key_fields = ("point",)
+
+    point: Count
+    value: float
+    low: float
+    high: float
+    grad_sq_norm: float
+    noise_trace: float
+    resolved: bool
+    measurements: Count
+    effective: float
+    samples: Count
+
+
+class Branch(Event, frozen=True, tag="branch"):
+    """One branch: training on from a point with another batch size.
+
+    Attributes:
+        point: Number of the point.
+        repeat: Number of the data order.
+        batch_size: In samples.
+        lr: Learning rate.
+        steps: Optimizer steps.
+        samples: Samples that ``loss`` stands for.
+        loss: Mean validation loss near the branch's end; infinite if it diverged.
+        curve: Validation losses of the smallest batch on the way.
+    """
+
+    key_fields = ("point", "repeat", "batch_size")
+
+    point: Count
+    repeat: Count
+    batch_size: Positive
+    lr: PositiveFloat
+    steps: Count
+    samples: Positive
+    loss: float
+    curve: Curve
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """One stretch of a batch-size schedule.
+
+    Attributes:
+        from_samples: Samples seen when it begins.
+        batch_size: In samples.
+        lr: Learning rate.
+    """
+
+    from_samples: Count
+    batch_size: Positive
+    lr: PositiveFloat
+
+
+class Scratch(Event, frozen=True, tag="scratch"):
+    """One run from scratch.
+
+    Attributes:
+        purpose: ``"constant"`` for one batch size, ``"schedule"`` for a growing one.
+        repeat: Number of the seed; repeat 0 of the smallest batch is the main trajectory.
+        batch_size: Of the last stage, in samples.
+        rate: Learning rate over the one that the task's rule gives for the batch size.
+        stages: Batch sizes and learning rates.
+        warmup_samples: Samples over which the learning rate rises from the task's own.
+        steps: Optimizer steps.
+        samples: Samples that ``loss`` stands for.
+        loss: Mean validation loss near the end; infinite if the run diverged.
+        curve: Validation losses on the way.
+    """
+
+    key_fields = ("purpose", "repeat", "batch_size", "rate")
+
+    purpose: Literal["constant", "schedule"]
+    repeat: Count
+    batch_size: Positive
+    rate: PositiveFloat
+    stages: tuple[Stage, ...]
+    warmup_samples: Count
+    steps: Count
+    samples: Positive
+    loss: float
+    curve: Curve
+
+
+EVENTS = Point | Noise | Branch | Scratch | End
+
+
+def check(header: Header, event: Any) -> tuple[str, str] | None:
+    """Says what is wrong where an event is about a point that the plan does not have."""
+    points, point = len(header.plan.points), getattr(event, "point", 0)
+    if point < points:
+        return None
+    return f"'point' to be below {points}, the number of points planned", str(point)

@@ -1,0 +1,157 @@
+"""Types of an ``inspect`` record."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from steadygrad.record._events import Count, End, Event, Positive
+from steadygrad.record._events import Header as CommonHeader
+from steadygrad.record.schema.common import CommonSettings
+
+__all__ = [
+    "AFTER",
+    "BEFORE",
+    "EVENTS",
+    "KINDS",
+    "PARTS",
+    "PHASES",
+    "SEARCH",
+    "Header",
+    "Histogram",
+    "Part",
+    "Phase",
+    "Plan",
+    "Settings",
+    "check",
+    "layer_title",
+]
+
+BEFORE, SEARCH, AFTER = "before", "search", "after"
+PHASES = (BEFORE, SEARCH, AFTER)
+# Parts of a phase. The second half of them counts, when the phase's scales have settled.
+PARTS = 8
+KINDS = ("activations", "weights")
+# What every page and sentence calls the layer whose name is empty.
+OUTSIDE = "the rest of the model"
+
+PhaseName = Literal["before", "search", "after"]
+Number = Annotated[int, Meta(ge=-1 << 62, lt=1 << 62)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(CommonSettings):
+    """Settings of ``steadygrad inspect``."""
+
+    steps: Annotated[
+        int,
+        Meta(
+            ge=16,
+            le=1 << 40,
+            description="Optimizer steps with one loss scale; as many find scales, and as many "
+            "try those proposed.",
+        ),
+    ] = 200
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Amounts of work, fixed before the first trial.
+
+    Attributes:
+        batch_size: The task's, in samples.
+        steps: Optimizer steps of each phase.
+        layers: Names of the layers that can have a scale of their own.
+        work: Cost of all trials, in samples.
+    """
+
+    batch_size: Positive
+    steps: Positive
+    layers: tuple[str, ...]
+    work: Positive
+
+
+class Header(CommonHeader, frozen=True, kw_only=True, tag="run"):
+    """First line of an ``inspect`` record."""
+
+    settings: Settings
+    plan: Plan
+
+
+class Histogram(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of exponents.
+
+    Attributes:
+        zero: Zeros.
+        low: Exponent of the first count.
+        counts: Values of each exponent from ``low`` on.
+        over: Values that are not finite.
+    """
+
+    zero: Count
+    low: Number
+    counts: tuple[Count, ...]
+    over: Count
+
+
+Layers = dict[str, Histogram]
+
+
+class Part(Event, frozen=True, tag="part"):
+    """An eighth of a phase.
+
+    Attributes:
+        phase: Name of the phase.
+        part: Number of the part.
+        steps: Steps of the phase so far.
+        samples: Samples of the phase so far.
+        loss: Mean training loss.
+        scales: Base-2 logarithm of each layer's scale at the end; "" is the loss.
+        skipped: Steps left out because something was not finite.
+        overflows: Steps in which a layer was not finite.
+        at_any_scale: Those of them in which it was not finite whatever the scale.
+        overflowed_at: Base-2 logarithm of the smallest scale at which a layer overflowed.
+        activations: Exponents of the gradients at each layer's output.
+        weights: Exponents of the gradients of each layer's weights.
+        plain: The same as they would be without scales, in the phase that finds scales.
+        largest: Largest exponent without scales, by kind and layer.
+    """
+
+    key_fields = ("phase", "part")
+
+    phase: PhaseName
+    part: Annotated[int, Meta(ge=0, lt=PARTS)]
+    steps: Count
+    samples: Count
+    loss: float
+    scales: dict[str, float]
+    skipped: Count
+    overflows: dict[str, Count]
+    at_any_scale: dict[str, Count]
+    overflowed_at: dict[str, float]
+    activations: Layers
+    weights: Layers
+    plain: dict[str, Layers]
+    largest: dict[str, dict[str, float]]
+
+
+class Phase(Event, frozen=True, tag="phase"):
+    """Validation loss at the end of a phase."""
+
+    key_fields = ("phase",)
+
+    phase: PhaseName
+    valid_loss: float
+
+
+EVENTS = Part | Phase | End
+
+
+def layer_title(name: str) -> str:
+    """A layer as it is shown; the empty name stands for all that lies outside of the layers."""
+    return name or OUTSIDE
+
+
+def check(header: Header, event: Any) -> tuple[str, str] | None:
+    """Every event of a known kind fits every plan."""
+    return None

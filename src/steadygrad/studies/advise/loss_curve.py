@@ -1,0 +1,95 @@
+"""Smooth, falling loss curves, many at a time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from steadygrad.studies.statistics import Floats
+
+__all__ = ["LossCurve", "LossCurveFit"]
+
+POWERS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    r"""Falling curves :math:`L(s) = a - c\,(1 - (1 + s/s_0)^{-p}) / p`, one for each draw.
+
+    With :math:`p = 0` this is :math:`a - c \ln(1 + s/s_0)`: language modelling. A large ``p`` comes
+    near an exponential approach to a floor, a large :math:`s_0` near a straight line.
+
+    Attributes:
+        start: :math:`a`, shape ``(*)``.
+        fall: :math:`c`; not positive where the loss did not fall.
+        scale: :math:`s_0`, in samples.
+        power: :math:`p`.
+    """
+
+    start: Floats
+    fall: Floats
+    scale: Floats
+    power: Floats
+
+    def __call__(self, samples: float) -> Floats:
+        """The losses after ``samples``."""
+        progress = _progress(np.asarray(samples), self.scale, self.power)
+        return np.asarray(self.start - self.fall * progress)
+
+    def samples_at(self, losses: Floats) -> Floats:
+        """Samples after which each curve has a loss; infinite where it never has.
+
+        Args:
+            losses: Shape ``(*, K)``.
+        """
+        start, fall, scale, power = (
+            np.asarray(value)[..., None]
+            for value in (self.start, self.fall, self.scale, self.power)
+        )
+        with np.errstate(all="ignore"):
+            progress = (start - losses) / fall
+            rest = 1 - power * progress
+            bent = scale * (np.maximum(rest, 0.0) ** (-1 / np.where(power > 0, power, 1.0)) - 1)
+            found = np.where(power > 0, bent, scale * np.expm1(np.minimum(progress, 700.0)))
+        return np.where((fall > 0) & (rest > 0) & ~np.isnan(found), found, np.inf)
+
+
+def _progress(samples: Floats, scale: Floats, power: Floats) -> Floats:
+    logarithm = np.log1p(samples / scale)
+    safe = np.where(power > 0, power, 1.0)
+    return np.where(power > 0, -np.expm1(-safe * logarithm) / safe, logarithm)
+
+
+class LossCurveFit:
+    """Least-squares fits through losses at the same places.
+
+    Every shape on a grid is a straight line in its own progress.
+
+    Args:
+        samples: Places of the losses, in samples, shape ``(M,)``.
+    """
+
+    def __init__(self, samples: Sequence[float]) -> None:
+        places = np.asarray(samples, dtype=float)
+        steps = 2.0 ** (np.arange(-8, 9) / 2)
+        self._scale = np.tile(places.max() * steps, len(POWERS))
+        self._power = np.repeat(POWERS, len(steps))
+        progress = _progress(places, self._scale[:, None], self._power[:, None])
+        self._mean = progress.mean(1)
+        centred = progress - self._mean[:, None]
+        self._spread = (centred**2).sum(1)
+        self._weights = centred / np.maximum(self._spread, 1e-300)[:, None]
+
+    def __call__(self, losses: Floats) -> LossCurve:
+        """The curves with the least squared error.
+
+        Args:
+            losses: Shape ``(*, M)``.
+        """
+        mean = losses.mean(-1)
+        slopes = (losses - mean[..., None]) @ self._weights.T
+        # The best line explains most of the squares.
+        best = (slopes**2 * self._spread).argmax(-1)
+        slope = np.take_along_axis(slopes, best[..., None], -1)[..., 0]
+        start = mean - slope * self._mean[best]
+        return LossCurve(start, -slope, self._scale[best], self._power[best])

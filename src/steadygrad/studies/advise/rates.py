@@ -1,0 +1,86 @@
+"""Verdict on the task's learning rate, from runs of the smallest batch at other rates."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from steadygrad.record.schema.advise import Plan, Point, Scratch
+from steadygrad.studies.advise.check import Baseline, averaged_end
+from steadygrad.studies.advise.trials import END_FRACTIONS
+from steadygrad.studies.journal import Journal
+
+__all__ = ["RateVerdict", "judge_rate"]
+
+# Another rate is better if it saves so large a part of the samples, by so many standard errors.
+WORTH = 0.1
+SURE = 2.0
+
+
+@dataclass(frozen=True)
+class RateVerdict:
+    """Whether the task's learning rate suits a run of this length.
+
+    Attributes:
+        verdict: ``"low"``, ``"high"``, ``"fits"``, or ``""`` where it was not asked.
+        losses: Final losses from scratch by rate relative to the task's own, that one included.
+        overheads: Extra samples that each rate needs, as a fraction; negative where it needs fewer.
+    """
+
+    verdict: str = ""
+    losses: Mapping[float, float] | None = None
+    overheads: Mapping[float, float] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for a summary."""
+        losses = {f"{rate:g}": value for rate, value in (self.losses or {}).items()}
+        overheads = {f"{rate:g}": value for rate, value in (self.overheads or {}).items()}
+        return {"verdict": self.verdict, "losses": losses, "overheads": overheads}
+
+
+def judge_rate(
+    plan: Plan, journal: Journal, variance: float, *, decays: bool = False
+) -> RateVerdict:
+    """Judges the task's learning rate for a run as long as the main trajectory.
+
+    Args:
+        plan: The plan.
+        journal: The events.
+        variance: Variance of one branch's final loss.
+        decays: Whether the task's rate decays; the main trajectory then cannot be compared.
+    """
+    curve = _own_curve(plan, journal, decays=decays)
+    runs = {
+        run.rate: run
+        for run in journal.select(Scratch)
+        if run.purpose == "constant" and run.batch_size == plan.batch_size and run.rate != 1
+    }
+    if curve is None or not runs:
+        return RateVerdict()
+    own = curve[-1][1]
+    places, values = (np.array(column, dtype=float) for column in zip(*curve, strict=True))
+    base = Baseline((0,), places, values[:, None], variance)
+    overheads = {rate: base.overhead(run.loss - own, run.samples) for rate, run in runs.items()}
+    losses = {1.0: own, **{rate: run.loss for rate, run in runs.items()}}
+    # Two runs, each with the noise of one.
+    least = SURE * math.sqrt(2 * variance)
+    better = [
+        rate
+        for rate, run in runs.items()
+        if own - run.loss > least and -overheads[rate] / (1 + overheads[rate]) > WORTH
+    ]
+    best = min(better, key=lambda rate: losses[rate], default=1.0)
+    verdict = "low" if best > 1 else "high" if best < 1 else "fits"
+    return RateVerdict(verdict, dict(sorted(losses.items())), dict(sorted(overheads.items())))
+
+
+def _own_curve(plan: Plan, journal: Journal, *, decays: bool) -> Sequence[tuple[int, float]] | None:
+    """Losses at the task's own rate over a run as long as the main trajectory."""
+    if not decays:
+        main = journal.get(Point, len(plan.points) - 1)
+        return None if main is None else averaged_end(main.curve)
+    run = journal.get(Scratch, "constant", 0, plan.batch_size, 1.0)
+    whole = run is not None and run.samples >= END_FRACTIONS[0] * plan.length
+    return run.curve if run is not None and whole else None

@@ -1,0 +1,82 @@
+"""The study behind ``steadygrad advise``."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from steadygrad.record import Event, Key, plural
+from steadygrad.record.schema.advise import Header, Plan, Settings
+from steadygrad.studies.advise.plan import make_plan
+from steadygrad.studies.advise.recommend import Chooser
+from steadygrad.studies.advise.summary import summarize
+from steadygrad.studies.advise.trials import Decisions, make_trials, run_job
+from steadygrad.studies.journal import Journal
+from steadygrad.studies.study import Job, Study, Trial, Workplace
+from steadygrad.studies.trainer import Trainer
+from steadygrad.tasks import Task
+
+__all__ = ["Advise"]
+
+
+class Advise(Study):
+    """Which batch size: the noise scale, and sample overheads measured by training."""
+
+    name = "advise"
+    header: Header
+
+    @classmethod
+    def make_plan(cls, settings: Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
+        """The longest training whose measurements fit the budget."""
+        task = trainer.task
+        # A task's own evaluation is done whole on every rank.
+        valid = len(task.valid) * (trainer.context.size if task.evaluate else 1)
+        return make_plan(
+            settings.budget,
+            speed,
+            batch_size=task.batch_size,
+            train_size=len(task.train),
+            workers=workers,
+            trials_of=partial(
+                make_trials,
+                valid_size=valid,
+                decide=Decisions(),
+                decays=task.lr_decay != "none",
+            ),
+        )
+
+    @classmethod
+    def largest_batch(cls, plan: Plan, task: Task) -> int:
+        """Samples of the largest branch."""
+        return max(row[-1] for row in plan.multiples) * plan.batch_size
+
+    def trials(self) -> Sequence[Trial]:
+        """Trials in the order of training, then the runs from scratch."""
+        task = self.header.task
+        decays = task.lr_decay != "none"
+        return make_trials(self.plan, task.valid_size, Chooser(self.header), decays=decays)
+
+    def run(self, job: Job, place: Workplace) -> Event:
+        """Runs one trial."""
+        return run_job(job, self.plan, place)
+
+    def milestones(self) -> Mapping[str, Key]:
+        """Each point of training, and the check from scratch."""
+        trials = self.trials()
+        found: dict[str, Key] = {}
+        for trial in trials:
+            if trial.key[0] in ("point", "noise", "branch", "middle"):
+                samples = self.plan.points[int(trial.key[1])]
+                found[f"{samples:,} {plural(self.header.task.sample)}"] = trial.key
+        if self.plan.candidates:
+            found["the check from scratch"] = trials[-1].key
+        return found
+
+    def summarize(self, journal: Journal, status: str) -> dict[str, Any]:
+        """The recommendation and what it rests on."""
+        return summarize(self.header, journal, status)
+
+    def too_little(self, summary: Mapping[str, Any]) -> str | None:
+        """Without one measured point there is no advice."""
+        if any(point["critical"] for point in summary["points"]):
+            return None
+        return "The budget was over before the first point of training was measured"

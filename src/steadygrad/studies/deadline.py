@@ -1,0 +1,99 @@
+"""The end of a study before its work is done: the budget is over, or a signal came."""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["BUDGET", "REASONS", "Deadline", "StudyInterrupted", "WorkerDeadline"]
+
+BUDGET = 0
+# In order of precedence: a signal is reported even when the budget is over as well.
+REASONS = (signal.SIGTERM, signal.SIGINT, BUDGET)
+
+
+class StudyInterrupted(Exception):
+    """Ends the trial in hand.
+
+    Attributes:
+        reason: ``BUDGET``, or the signal's number.
+    """
+
+    def __init__(self, reason: int) -> None:
+        super().__init__(f"stopped: {reason}")
+        self.reason = reason
+
+
+class Deadline:
+    """Remembers that the study should end; the training loop asks between optimizer steps.
+
+    Args:
+        began: Reading of the clock from which the budget counts. Default: now.
+        clock: Seconds that only ever grow.
+    """
+
+    def __init__(
+        self, began: float | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._began = clock() if began is None else began
+        self._deadline = math.inf
+        self._signal = 0
+
+    def limit(self, seconds: float) -> None:
+        """Sets the budget. Before that there is none."""
+        self._deadline = self._began + seconds
+
+    def left(self) -> float:
+        """Seconds of the budget that are left; infinite before there is one."""
+        return self._deadline - self._clock()
+
+    @property
+    def flags(self) -> list[float]:
+        """1.0 for each of ``REASONS`` that holds."""
+        late = self.left() <= 0
+        return [float(self._signal == reason if reason else late) for reason in REASONS]
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Handles SIGINT and SIGTERM meanwhile; the second one of a kind ends the process."""
+        # Python lets only the main thread handle signals.
+        in_main = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGINT, signal.SIGTERM) if in_main else ()
+        before = {number: signal.signal(number, self._handle) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, default)
+
+
+class WorkerDeadline(Deadline):
+    """The deadline of a worker process: a file that the coordinator writes.
+
+    Args:
+        path: The file.
+        interval: Seconds between two looks, as a network's file system is slow to ask.
+    """
+
+    def __init__(self, path: Path, interval: float = 0.25) -> None:
+        super().__init__()
+        self._path, self._interval = path, interval
+        self._next, self._over = 0.0, False
+
+    @property
+    def flags(self) -> list[float]:
+        """1.0 for the budget once the file is there."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next, self._over = now + self._interval, self._path.exists()
+        return [0.0, 0.0, float(self._over)]

@@ -1,0 +1,142 @@
+"""The processes that share one model: their agreement on batches, clocks and errors.
+
+Every rank runs the same trials on its slice of every batch. Only rank 0 reads the clock, writes
+and prints; it tells the others.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad._checks import InputError, launched
+from steadygrad.sharding import World, gather_json, join_processes, leave_processes, shard_model
+from steadygrad.studies.deadline import REASONS, Deadline, StudyInterrupted
+
+__all__ = ["DistributedContext", "is_rank_zero"]
+
+T = TypeVar("T")
+
+# Seconds for the backend's threads to come to rest.
+PAUSE = 0.25
+
+
+def is_rank_zero() -> bool:
+    """Whether this process writes and prints, before it has joined the others."""
+    return launched()[0] == 0
+
+
+class DistributedContext:
+    """This process among those that share one model.
+
+    Args:
+        deadline: Asked at every poll.
+        rank: Number of this process.
+        size: Number of processes.
+        device: This process's device.
+        sharding: ``"ddp"`` keeps the whole model on every rank, ``"fsdp2"`` a shard of it.
+    """
+
+    def __init__(
+        self,
+        deadline: Deadline,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        device: str | torch.device = "cpu",
+        sharding: str = "ddp",
+    ) -> None:
+        self.deadline = deadline
+        self.rank = rank
+        self.size = size
+        self.device = torch.device(device)
+        self.sharding = sharding if size > 1 else "none"
+        self._world = World("ddp" if size > 1 else "single", size=size)
+
+    @classmethod
+    def join(
+        cls, deadline: Deadline, device: torch.device, sharding: str = "ddp"
+    ) -> "DistributedContext":
+        """Joins the processes that ``torchrun`` started; alone without it."""
+        rank, size, device = join_processes(device)
+        return cls(deadline, rank=rank, size=size, device=device, sharding=sharding)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes and prints."""
+        return self.rank == 0
+
+    def leave(self) -> None:
+        """Ends the process group. No barrier: a rank that failed is not waited for."""
+        if self.size > 1:
+            # Ending the group waits, with Python's lock held, for the backend's threads; those
+            # may need the lock to let go of the last exchange's tensors.
+            time.sleep(PAUSE)
+            leave_processes()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Makes the backward pass average gradients over all ranks, and shards the model."""
+        if self.sharding == "none":
+            return model
+        if self.sharding == "fsdp2":
+            shard_model(model)
+            return model
+        devices = [self.device.index] if self.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(model, device_ids=devices)
+
+    def share(self, indices: Tensor) -> Tensor:
+        """This rank's equal slice of a global batch."""
+        return indices.view(self.size, -1)[self.rank]
+
+    def poll(self, values: Sequence[float] = ()) -> list[float]:
+        """Averages numbers over the ranks, and ends them all when one has to stop.
+
+        Raises:
+            StudyInterrupted: On every rank, if the budget is over by rank 0's clock, or a signal
+                came.
+        """
+        flags, averages = self.deadline.flags, list(values)
+        if self.size > 1:
+            if not self.is_main:
+                flags[-1] = 0.0
+            packed = torch.tensor([*flags, *averages], dtype=torch.float64, device=self.device)
+            found = self._world.sum(packed).tolist()
+            flags, averages = found[: len(flags)], [v / self.size for v in found[len(flags) :]]
+        for reason, flag in zip(REASONS, flags, strict=True):
+            if flag:
+                raise StudyInterrupted(int(reason))
+        return averages
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Adds up numbers over the ranks."""
+        if self.size == 1:
+            return list(values)
+        packed = torch.tensor(values, dtype=torch.float64, device=self.device)
+        found: list[float] = self._world.sum(packed).tolist()
+        return found
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Does something on every rank; fails on all of them if it fails on one.
+
+        Raises:
+            InputError: The first rank's that had one.
+        """
+        result, error = None, None
+        try:
+            result = work()
+        except InputError as found:
+            error = found
+        failed = next((text for text in self.gather(str(error) if error else None) if text), None)
+        if failed is not None:
+            raise error or InputError(failed)
+        return result  # type: ignore[return-value]
+
+    def on_main(self, work: Callable[[], T]) -> T | None:
+        """Does something on rank 0 only; None on the others, and an error is everybody's."""
+        return self.together(lambda: work() if self.is_main else None)
+
+    def gather(self, value: T) -> list[T]:
+        """One JSON-like value from each rank, in order."""
+        return gather_json(value, self._world, self.device)

@@ -1,0 +1,210 @@
+"""Runs trials one after the other, or side by side; results are recorded in one order either way.
+
+The seam to other machines is ``concurrent.futures.Executor``: any executor whose workers share
+the run's folder can run trials.
+"""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import Any
+
+from steadygrad._checks import InputError
+from steadygrad.record import Key
+from steadygrad.studies.study import Trial
+from steadygrad.studies.worker import begin_worker, run_job
+from steadygrad.tasks.guard import reason
+
+__all__ = ["Pool", "WorkersLost", "dask_pool", "makespan", "process_pool", "tails"]
+
+
+# Seconds that a cluster's client gets to say goodbye.
+CLOSING = 5.0
+
+
+class WorkersLost(InputError):
+    """Workers died again and again, or cannot be reached."""
+
+
+class Pool:
+    """Worker processes that run jobs.
+
+    Args:
+        make: Makes an executor; called again after its workers broke.
+        workers: Jobs at a time.
+        survives: From an executor's error to whether a new executor may go on.
+        kill: Ends an executor, with its workers in mid-trial.
+        leave: Called once there will be no other executor. Default: nothing.
+
+    Attributes:
+        workers: Jobs at a time.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Executor],
+        workers: int,
+        *,
+        survives: Callable[[BaseException], bool],
+        kill: Callable[[Any], None],
+        leave: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.workers = workers
+        self._make, self._survives, self._kill, self._leave = make, survives, kill, leave
+        self._executor = make()
+
+    def submit(self, folder: str, job: str) -> "Future[str]":
+        """Hands a job to a worker; the result is that of ``worker.run_job``."""
+        try:
+            with _signals_later():
+                return self._executor.submit(run_job, folder, job)
+        # An executor that broke while nothing ran says so here.
+        except Exception as error:
+            future: Future[str] = Future()
+            future.set_exception(error)
+            return future
+
+    def renew(self, error: BaseException) -> None:
+        """Makes the pool usable again after a worker died.
+
+        Raises:
+            WorkersLost: If that cannot be done.
+        """
+        if not self._survives(error):
+            raise WorkersLost(
+                "The workers should stay reachable, and run without an error of their own. Found "
+                f"{reason(error)}. Remedy: start the cluster again, then --resume; --debug shows "
+                "the traceback."
+            ) from error
+        with suppress(Exception):
+            self._kill(self._executor)
+        self._executor = self._make()
+
+    def close(self) -> None:
+        """Ends the workers, those in mid-trial included; calling it again does nothing."""
+        with suppress(Exception):
+            self._kill(self._executor)
+        with suppress(Exception):
+            self._leave()
+
+
+@contextmanager
+def _signals_later() -> Iterator[None]:
+    """Delivers signals only afterwards; a process that is started meanwhile never gets them.
+
+    A worker would otherwise die of Ctrl-C before it can leave that to the coordinator.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def process_pool(workers: int, devices: Sequence[int] = ()) -> Pool:
+    """Worker processes on this machine.
+
+    Args:
+        workers: Number of processes.
+        devices: Numbers of CUDA devices, one for each process. Default: no device of its own.
+    """
+    context = multiprocessing.get_context("spawn")
+
+    def make() -> Executor:
+        queue = context.SimpleQueue() if devices else None
+        for worker in range(workers):
+            if queue is not None:
+                queue.put(devices[worker % len(devices)])
+        return ProcessPoolExecutor(workers, context, begin_worker, (os.getpid(), queue))
+
+    def kill(executor: Any) -> None:
+        for process in list((getattr(executor, "_processes", None) or {}).values()):
+            process.kill()
+        executor.shutdown(wait=False, cancel_futures=True)
+
+    return Pool(make, workers, survives=lambda e: isinstance(e, BrokenProcessPool), kill=kill)
+
+
+def dask_pool(address: str) -> Pool:
+    """The workers of a Dask cluster.
+
+    Args:
+        address: The scheduler's, as ``host:port``.
+
+    Raises:
+        InputError: If Dask is not installed, nothing answers, or there is no worker.
+    """
+    try:
+        # Its types are not annotated.
+        Client: Any = import_module("distributed").Client
+    except ModuleNotFoundError as error:
+        raise InputError(
+            "--dask needs the package distributed. Found none. "
+            'Remedy: pip install "steadygrad[dask]".'
+        ) from error
+    try:
+        client = Client(address, timeout="10s", set_as_default=False)
+        # A worker's threads share torch's generator: they take turns.
+        workers = len(client.nthreads())
+    except (OSError, TimeoutError, ValueError) as error:
+        raise InputError(
+            f"A Dask scheduler should answer at {address!r}. Found {type(error).__name__}. "
+            "Remedy: start one with `dask scheduler`, and workers with `dask worker ADDRESS`."
+        ) from error
+    if not workers:
+        client.close()
+        raise InputError(
+            f"The Dask scheduler at {address!r} should have workers. Found none. "
+            "Remedy: `dask worker ADDRESS --nthreads 1` on each machine."
+        )
+
+    def survives(error: BaseException) -> bool:
+        # A lost scheduler cancels everything; a killed worker ends its own trial only.
+        return type(error).__name__ == "KilledWorker" and client.status == "running"
+
+    return Pool(
+        lambda: client.get_executor(pure=False),
+        workers,
+        survives=survives,
+        kill=lambda executor: executor.shutdown(wait=False),
+        leave=lambda: client.close(timeout=CLOSING),
+    )
+
+
+def tails(trials: Sequence[Trial]) -> dict[Key, int]:
+    """Cost of the longest chain that each trial begins, itself included, in samples."""
+    costs = {trial.key: trial.cost for trial in trials}
+    found = dict(costs)
+    for trial in reversed(trials):
+        for key in trial.needs:
+            found[key] = max(found[key], costs[key] + found[trial.key])
+    return found
+
+
+def makespan(trials: Sequence[Trial], workers: int) -> int:
+    """Time until all trials are done with so many workers, in samples of work.
+
+    A free worker takes the ready trial that begins the longest chain, as the coordinator does.
+    """
+    chains = tails(trials)
+    waiting = sorted(trials, key=lambda trial: -chains[trial.key])
+    ends: dict[Key, int] = {}
+    running: list[tuple[int, Key]] = []
+    now = 0
+    while waiting or running:
+        for trial in list(waiting):
+            if len(running) < workers and all(ends.get(k, now + 1) <= now for k in trial.needs):
+                running.append((now + trial.cost, trial.key))
+                waiting.remove(trial)
+        now = min(end for end, _ in running)
+        ends.update({key: end for end, key in running if end <= now})
+        running = [pair for pair in running if pair[0] > now]
+    return now

@@ -1,0 +1,156 @@
+"""Histograms of exponents, from the steps of training into a record and back."""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad.formulas.exponents import (
+    BINS,
+    LOWEST,
+    NONFINITE_BIN,
+    largest_exponents,
+    shares,
+)
+from steadygrad.record.schema.inspect import KINDS, Histogram
+from steadygrad.scale import MeasuredExponents
+
+__all__ = ["ExponentHistograms", "add_up", "float16_shares", "lost_at"]
+
+
+class ExponentHistograms:
+    """Adds up the exponents of all steps of a part.
+
+    Of a skipped step only the values that are not finite are counted: in the layers before the
+    overflow the gradients are not those of the batch.
+
+    Args:
+        names: Names of the layers, the loss first.
+        unscaled: Whether to count the gradients without their scales as well.
+    """
+
+    def __init__(self, names: Sequence[str], *, unscaled: bool = False) -> None:
+        self._names, self._keeps_unscaled = list(names), unscaled
+        self._counts = torch.zeros(2, len(self._names), BINS, dtype=torch.float64)
+        self._unscaled = torch.zeros_like(self._counts)
+        self._largest = torch.full((2, len(self._names)), -torch.inf)
+        self._overflows = dict.fromkeys(self._names, 0)
+        self._nonfinite = dict.fromkeys(self._names, 0)
+        self._overflowed_at: dict[str, float] = {}
+        self._skipped = 0
+
+    def add(
+        self,
+        measured: MeasuredExponents,
+        culprits: Collection[str],
+        nonfinite: Collection[str] = (),
+    ) -> None:
+        """Counts a step.
+
+        Args:
+            measured: Exponents of the step's gradients.
+            culprits: Layers in which a gradient was not finite.
+            nonfinite: Those of them in which it is not finite at any scale.
+        """
+        counts = torch.stack([measured.activations, measured.weights]).cpu()
+        scales = measured.scales.cpu().log2()
+        for name in culprits:
+            self._overflows[name] += 1
+            self._nonfinite[name] += name in nonfinite
+            if name not in nonfinite:
+                scale = scales[self._names.index(name)].item()
+                self._overflowed_at[name] = min(scale, self._overflowed_at.get(name, scale))
+        if culprits:
+            self._skipped += 1
+            self._counts[..., NONFINITE_BIN] += counts[..., NONFINITE_BIN]
+            return
+        self._counts += counts
+        if self._keeps_unscaled:
+            self._unscaled += _moved(counts, -scales)
+        largest = largest_exponents(counts.flatten(0, 1)).view_as(self._largest) - scales
+        self._largest = torch.maximum(self._largest, largest)
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a :class:`Part`; layers without any value of a kind are left out."""
+        found: dict[str, Any] = {
+            "skipped": self._skipped,
+            "overflows": {name: n for name, n in self._overflows.items() if n},
+            "at_any_scale": {name: n for name, n in self._nonfinite.items() if n},
+            "overflowed_at": self._overflowed_at,
+            "largest": {},
+            "plain": {},
+        }
+        numbers = KINDS, self._counts, self._unscaled, self._largest.tolist()
+        for kind, rows, unscaled, largest in zip(*numbers, strict=True):
+            seen = [(i, name) for i, name in enumerate(self._names) if rows[i].any()]
+            there = [(i, name) for i, name in seen if unscaled[i].any()]
+            found[kind] = {name: _histogram(rows[i]) for i, name in seen}
+            found["plain"][kind] = {name: _histogram(unscaled[i]) for i, name in there}
+            found["largest"][kind] = {name: largest[i] for i, name in seen}
+        return found
+
+
+def _moved(counts: Tensor, log2_scales: Tensor) -> Tensor:
+    """Counts of the values multiplied by the layers' scales, however large or small they get."""
+    place = torch.arange(BINS) + log2_scales.round().to(torch.int64)[:, None]
+    place = place.clamp(1, NONFINITE_BIN - 1)
+    # Zeros stay zero, and values that are not finite stay so.
+    place[:, 0], place[:, NONFINITE_BIN] = 0, NONFINITE_BIN
+    return torch.zeros_like(counts).scatter_add_(2, place.expand(len(counts), -1, -1), counts)
+
+
+def _histogram(row: Tensor) -> Histogram:
+    counts = [round(count) for count in row.tolist()]
+    finite = counts[1:NONFINITE_BIN]
+    places = [place for place, count in enumerate(finite) if count]
+    first, last = (places[0], places[-1] + 1) if places else (0, 0)
+    return Histogram(
+        zero=counts[0],
+        low=LOWEST + first,
+        counts=tuple(finite[first:last]),
+        over=counts[NONFINITE_BIN],
+    )
+
+
+def add_up(histograms: Iterable[Histogram]) -> Tensor:
+    """The sum of recorded histograms, with shape ``(BINS)``."""
+    total = torch.zeros(BINS, dtype=torch.float64)
+    for found in histograms:
+        total[0] += found.zero
+        total[NONFINITE_BIN] += found.over
+        first = found.low - LOWEST + 1
+        counts = torch.tensor(found.counts, dtype=torch.float64)
+        total[first : first + len(counts)] += counts
+    return total
+
+
+def float16_shares(histogram: Tensor) -> dict[str, float] | None:
+    """What became of scaled values in float16; None if there were none.
+
+    Args:
+        histogram: With shape ``(BINS)``.
+
+    Returns:
+        ``zero`` (those that were flushed to zero included), ``subnormal`` and ``overflow``, as
+        shares of all values.
+    """
+    if not histogram.any():
+        return None
+    found = shares(histogram[None], 0.0)
+    return {
+        "zero": (found.zero + found.flushed).item(),
+        "subnormal": found.subnormal.item(),
+        "overflow": found.overflow.item(),
+    }
+
+
+def lost_at(histogram: Tensor, log2_scale: float) -> float:
+    """How many values other than zero a scale makes zero or subnormal.
+
+    Args:
+        histogram: With shape ``(BINS)``.
+        log2_scale: Base-2 logarithm of the scale.
+    """
+    found = shares(histogram[None], log2_scale)
+    return ((found.flushed + found.subnormal) * histogram.sum()).item()

@@ -1,0 +1,378 @@
+"""A study from its first check to its summary, however it ends."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from steadygrad._checks import InputError, launched
+from steadygrad.record import (
+    SCHEMA,
+    Header,
+    RecordError,
+    Run,
+    Runtime,
+    RunWriter,
+    convert,
+    environment,
+    read_run,
+)
+from steadygrad.record.schema.common import FREE
+from steadygrad.studies.calibration import Calibration, calibrate, resolve_device
+from steadygrad.studies.compatibility import changes
+from steadygrad.studies.coordinator import Monitor, Pending, run_parallel, run_serial
+from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
+from steadygrad.studies.description import accelerator, describe_task
+from steadygrad.studies.distributed import DistributedContext, is_rank_zero
+from steadygrad.studies.executor import Pool, dask_pool, process_pool
+from steadygrad.studies.journal import Journal
+from steadygrad.studies.study import Study, study_class, study_of
+from steadygrad.studies.trainer import Trainer
+from steadygrad.studies.worker import Worker, load_recorded_task
+from steadygrad.tasks import load_task
+
+__all__ = ["Outcome", "StudyFailed", "resume", "start"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """End of a study.
+
+    Attributes:
+        folder: The run's folder.
+        summary: Content of ``summary.json``.
+        too_little: What is missing where the study says nothing at all; None otherwise.
+        stopped_by: The signal that ended it; 0 otherwise.
+        is_main: Whether this process wrote the record.
+    """
+
+    folder: Path
+    summary: dict[str, Any]
+    too_little: str | None = None
+    stopped_by: int = 0
+    is_main: bool = True
+
+
+class StudyFailed(InputError):
+    """Training failed after the record was begun; the results until then are kept.
+
+    The reason is the ``__cause__``.
+
+    Attributes:
+        folder: The run's folder, with a summary.
+        is_main: Whether this process wrote it.
+    """
+
+    def __init__(self, message: str, folder: Path, *, is_main: bool) -> None:
+        super().__init__(message)
+        self.folder, self.is_main = folder, is_main
+
+
+def start(
+    name: str, settings: Any, folder: Path, *, deadline: Deadline | None = None, monitor: Monitor
+) -> Outcome:
+    """Runs a study in a new folder.
+
+    Args:
+        name: Name of the study.
+        settings: The study's settings.
+        folder: Absent or empty.
+        deadline: Ends the study early. Default: when the budget, from now on, is over.
+        monitor: Watches.
+
+    Raises:
+        InputError: For anything that cannot be used; the record is not begun.
+        StudyFailed: If training diverges, or the task's code raises, later on.
+    """
+    kind = study_class(name)
+    settings = checked_settings(kind, settings)
+    deadline = deadline or Deadline()
+    device = resolve_device(settings.device)
+    context = DistributedContext.join(deadline, device, settings.sharding)
+    pool: Pool | None = None
+    try:
+        trainer = _trainer(
+            kind, settings, context, context.together(lambda: load_task(settings.task))
+        )
+        trainer.try_once()
+        pool = _cluster(settings, context)
+        found = calibrate(settings, trainer, pool.workers if pool else 0)
+        plan = kind.make_plan(settings, trainer, speed=found.speed, workers=found.workers)
+        trainer.fit_micro_batch(kind.largest_batch(plan, trainer.task))
+        trainer.restart()
+        header = _header(kind, settings, trainer, found, plan)
+        writer = context.on_main(lambda: RunWriter.create(folder, header))
+        deadline.limit(settings.budget)
+        pool = pool or _local_pool(found.workers, header)
+        return _Session(folder, kind(header), trainer, writer, monitor).run(pool, deadline, [])
+    finally:
+        if pool is not None:
+            pool.close()
+        context.leave()
+
+
+def resume(
+    folder: Path,
+    given: Mapping[str, Any] | None = None,
+    *,
+    name: str = "",
+    deadline: Deadline | None = None,
+    monitor: Monitor,
+) -> Outcome:
+    """Goes on with a run that was killed or stopped, to the numbers it would have had.
+
+    Settings and plan are those of the record; the budget's clock starts again.
+
+    Args:
+        folder: The run's folder.
+        given: Settings that a user names again; only ``FREE`` ones may differ from the record.
+        name: Name of the study that the record must be of. Default: any.
+        deadline: As for :func:`start`.
+        monitor: Watches.
+
+    Raises:
+        InputError: If the record cannot be read, or the settings, the task's data, or the number
+            of processes have changed.
+        StudyFailed: If training diverges, or the task's code raises, later on.
+    """
+    recorded = read_run(folder)
+    header, given = recorded.header, dict(given or {})
+    if name and header.study != name:
+        raise InputError(
+            f"Expected a record of `steadygrad {name}`. Found one of `steadygrad "
+            f"{header.study}` in {str(folder)!r}. Remedy: steadygrad {header.study} --resume."
+        )
+    settings = _agreed(header, given)
+    done = _completed(recorded, "budget" in given, monitor)
+    if done is not None:
+        return done
+    deadline, runtime = deadline or Deadline(), header.runtime
+    device = resolve_device(runtime.device)
+    torch.set_num_threads(runtime.threads)
+    context = DistributedContext.join(deadline, device, settings.sharding)
+    pool: Pool | None = None
+    try:
+        study = study_of(header)
+        task = context.together(lambda: load_recorded_task(header))
+        trainer = _trainer(type(study), settings, context, task, runtime.micro_batch_size)
+        for warning in changes(header, trainer):
+            monitor.say(warning)
+        # Read on every rank before one of them writes.
+        context.gather(None)
+        pool = _cluster(settings, context)
+        writer = context.on_main(lambda: RunWriter.resume(folder))
+        deadline.limit(settings.budget)
+        pool = pool or _local_pool(settings.workers or _as_before(header), header)
+        session = _Session(folder, study, trainer, writer, monitor)
+        return session.run(pool, deadline, recorded.events)
+    finally:
+        if pool is not None:
+            pool.close()
+        context.leave()
+
+
+def checked_settings(kind: type[Study], settings: Any) -> Any:
+    """Checks settings that were made in Python as those of the command line are.
+
+    Raises:
+        InputError: If one is of another type or out of bounds.
+    """
+    schema = kind.schema().settings
+    if not isinstance(settings, schema):
+        raise InputError(
+            f"Expected {schema.__module__}.{schema.__name__}. Found {type(settings).__name__}. "
+            f"Remedy: the settings of {kind.name}."
+        )
+    try:
+        return convert(asdict(settings), schema)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{error}. Found {settings}. Remedy: another value.") from None
+
+
+def _agreed(header: Header, given: Mapping[str, Any]) -> Any:
+    """The record's settings, with those that may change as they are given now."""
+    settings = header.settings  # type: ignore[attr-defined]
+    for name, value in given.items():
+        recorded = getattr(settings, name)
+        same = value == recorded or (name == "device" and value == header.runtime.device)
+        if not same and name not in FREE:
+            flag = "TASK" if name == "task" else f"--{name.replace('_', '-')}"
+            raise InputError(
+                f"--resume takes {name} = {recorded!r} from the record. Found {value!r}. "
+                f"Remedy: leave {flag} away, or start a new run with --out."
+            )
+    free = {"dask": "", **{name: value for name, value in given.items() if name in FREE}}
+    return replace(settings, **free)
+
+
+def _completed(recorded: Run, more_time: bool, monitor: Monitor) -> Outcome | None:
+    """The outcome of a run that is complete already; None for one that can go on.
+
+    Asked before the ranks join: a complete run needs neither its device nor the others.
+    """
+    if recorded.summary is None or recorded.summary.get("status") != "complete":
+        return None
+    if is_rank_zero() and more_time:
+        monitor.say("this run is complete: its plan has nothing left for more time to do.")
+    # From the record: the file may have been changed, or be of an older steadygrad.
+    study = study_of(recorded.header)
+    summary = _summary(study, Journal(events=recorded.events), "complete")
+    return Outcome(recorded.folder, summary, is_main=is_rank_zero())
+
+
+def _summary(study: Study, journal: Journal, status: str) -> dict[str, Any]:
+    common = {"schema": SCHEMA, "study": study.name, "status": status}
+    return common | study.summarize(journal, status)
+
+
+def _trainer(
+    kind: type[Study],
+    settings: Any,
+    context: DistributedContext,
+    task: Any,
+    micro_batch_size: int | None = None,
+) -> Trainer:
+    return Trainer(
+        task,
+        seed=settings.seed,
+        dtype=kind.dtype(settings),
+        context=context,
+        micro_batch_size=micro_batch_size,
+        keep_half_life=getattr(settings, "keep_half_life", False),
+        scaling=kind.scaling(),
+    )
+
+
+def _header(
+    kind: type[Study], settings: Any, trainer: Trainer, found: Calibration, plan: Any
+) -> Header:
+    context = trainer.context
+    header: Header = kind.schema().header(
+        schema=SCHEMA,
+        study=kind.name,
+        task=describe_task(trainer, settings.task),
+        settings=settings,
+        plan=plan,
+        runtime=Runtime(
+            device=context.device.type,
+            dtype=kind.dtype(settings),
+            world_size=context.size,
+            sharding=context.sharding,
+            threads=torch.get_num_threads(),
+            micro_batch_size=trainer.micro_batch_size,
+            workers=found.workers,
+        ),
+        environment=environment(accelerator(context.device)),
+        time={
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "folder": os.getcwd(),
+        },
+    )
+    return header
+
+
+def _cluster(settings: Any, context: DistributedContext) -> Pool | None:
+    """The cluster that the settings name; None where they name none."""
+    if settings.dask and context.size > 1:
+        raise InputError(
+            f"--dask runs each trial in one process. Found {context.size} processes. "
+            "Remedy: no torchrun, or no --dask."
+        )
+    return dask_pool(settings.dask) if settings.dask else None
+
+
+def _as_before(header: Header) -> int:
+    """As many workers as the plan reckons with, where this machine has the cores for them."""
+    cores, runtime = int(environment()["cores"]), header.runtime
+    if runtime.device != "cpu":
+        return runtime.workers
+    return min(runtime.workers, max(1, cores // runtime.threads))
+
+
+def _local_pool(workers: int, header: Header) -> Pool | None:
+    """Worker processes of this machine; None where trials run in this process."""
+    if workers < 2 or launched()[1] > 1:
+        return None
+    cuda = header.runtime.device == "cuda"
+    return process_pool(workers, range(torch.cuda.device_count()) if cuda else ())
+
+
+@dataclass
+class _Session:
+    """A study while it runs.
+
+    Attributes:
+        folder: The run's folder.
+        study: The study.
+        trainer: Trains, where trials run in this process.
+        writer: Writes the record; None on the ranks that do not write.
+        monitor: Watches.
+    """
+
+    folder: Path
+    study: Study
+    trainer: Trainer
+    writer: RunWriter | None
+    monitor: Monitor
+
+    def run(self, pool: Pool | None, deadline: Deadline, events: list[Any]) -> Outcome:
+        """Runs all trials, and writes the summary however that ends."""
+        journal, pending = Journal(self.writer, events), Pending(self.study, self.folder)
+        is_main = self.trainer.context.is_main
+        worker = Worker(self.study, self.folder, self.trainer)
+        self._begin(journal, pending)
+        try:
+            status, reason = "complete", 0
+            try:
+                if pool is None:
+                    run_serial(self.study, journal, worker, pending, self.monitor)
+                else:
+                    arguments = pool, self.folder, pending, deadline, self.monitor
+                    run_parallel(self.study, journal, *arguments)
+            except StudyInterrupted as stopped:
+                reason = stopped.reason
+                status = "budget" if reason == BUDGET else "interrupted"
+            summary = self._write(journal, pending, status)
+            if status == "complete":
+                worker.checkpoints.remove()
+        except RecordError:
+            raise
+        except InputError as error:
+            self._write(journal, pending, "failed")
+            raise StudyFailed(str(error), self.folder, is_main=is_main) from error
+        finally:
+            if self.writer is not None:
+                self.writer.close()
+        too_little = self.study.too_little(summary) if status == "budget" else None
+        return Outcome(self.folder, summary, too_little, reason, is_main)
+
+    def _begin(self, journal: Journal, pending: Pending) -> None:
+        trials = self.study.trials()
+        known = Journal(events=[*journal.events(), *pending])
+        done, ends, total = 0, {}, 0
+        for trial in trials:
+            total += trial.cost
+            ends[trial.key] = total
+            done += trial.cost if trial.key in known else 0
+        milestones = {name: ends[key] for name, key in self.study.milestones().items()}
+        self.monitor.begin(total, done, milestones)
+
+    def _write(self, journal: Journal, pending: Pending, status: str) -> dict[str, Any]:
+        known = Journal(events=[*journal.events(), *pending])
+        summary = _summary(self.study, known, status)
+        if self.writer is None:
+            return summary
+        if journal.differing:
+            self.monitor.say(
+                f"{journal.differing} numbers differ from those recorded: the machine or its "
+                "libraries are not the same."
+            )
+        # In this order: a summary that says "complete" is the last thing that can be missing.
+        journal.end(status, budget_seconds=self.study.header.settings.budget)
+        self.writer.write_summary(summary)
+        return summary

@@ -1,0 +1,178 @@
+"""A study is settings, a plan, trials, a summary and a page; this is its base class.
+
+A trial is a pure function of the task, the seed and the state at its point of training, so that
+trials can run in any order, in any process, and again after a crash.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, ClassVar, get_args
+
+from steadygrad._checks import InputError
+from steadygrad.record import Event, Header, Key
+from steadygrad.record.schema import STUDIES, Schema, schema_of
+from steadygrad.studies.checkpoint import Checkpoints
+from steadygrad.studies.journal import Journal
+from steadygrad.studies.trainer import Scaling, Trainer
+from steadygrad.tasks import Task
+
+__all__ = ["Advance", "Job", "Study", "Trial", "Workplace", "study_class", "study_of"]
+
+Job = Mapping[str, Any]
+"""What a worker runs, as plain values: the event's name, its key fields, and parameters."""
+
+Advance = Callable[[int, str], None]
+"""Told how many samples of work are done, as they are done, and on what."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One piece of work.
+
+    Attributes:
+        key: Name of the trial, unique in its study.
+        cost: Samples of work that the plan reckons with.
+        job: From the journal to what is to be done; None where nothing is. It may read only what
+            the trials in ``needs`` have recorded.
+        what: What progress calls it.
+        needs: Keys of the trials that must be done before.
+    """
+
+    key: Key
+    cost: int
+    job: Callable[[Journal], Job | None]
+    what: str = ""
+    needs: tuple[Key, ...] = ()
+
+
+@dataclass
+class Workplace:
+    """What a job is run with.
+
+    Attributes:
+        trainer: Trains.
+        checkpoints: Keeps states of training.
+        advance: Told of progress.
+        repeated: Events of trials that were run again because a checkpoint was lost.
+    """
+
+    trainer: Trainer
+    checkpoints: Checkpoints
+    advance: Advance
+    repeated: list[Event] = field(default_factory=list)
+
+
+class Study(ABC):
+    """An experiment behind a command.
+
+    Args:
+        header: First line of the record, with the study's own settings and plan.
+
+    Attributes:
+        name: Name of the command, and of the study's folders.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, header: Any) -> None:
+        self.header = header
+        self.plan = header.plan
+
+    @classmethod
+    def schema(cls) -> Schema:
+        """The types of the study's record."""
+        found = schema_of(cls.name)
+        assert found is not None
+        return found
+
+    @classmethod
+    def dtype(cls, settings: Any) -> str:
+        """Type that training computes in."""
+        return str(settings.dtype)
+
+    @classmethod
+    def scaling(cls) -> Scaling | None:
+        """Maker of the gradient scaler; None for torch's."""
+        return None
+
+    @classmethod
+    @abstractmethod
+    def make_plan(cls, settings: Any, trainer: Trainer, *, speed: float, workers: int) -> Any:
+        """Chooses the amounts of work.
+
+        Args:
+            settings: The study's settings.
+            trainer: For the task and the model.
+            speed: Samples a second of one trial.
+            workers: Trials at a time.
+
+        Raises:
+            InputError: If the budget is too small for any answer.
+        """
+
+    @classmethod
+    def largest_batch(cls, plan: Any, task: Task) -> int:
+        """Samples of the largest batch that the study may train on."""
+        return task.batch_size
+
+    @abstractmethod
+    def trials(self) -> Sequence[Trial]:
+        """All trials, in the order in which their results are recorded."""
+
+    @abstractmethod
+    def run(self, job: Job, place: Workplace) -> Event:
+        """Does one job.
+
+        Raises:
+            StudyInterrupted: When the study has to stop.
+            InputError: If training diverges where it must not, or the task's code raises.
+        """
+
+    @abstractmethod
+    def milestones(self) -> Mapping[str, Key]:
+        """Names of what a user waits for, and the last trial of each."""
+
+    @abstractmethod
+    def summarize(self, journal: Journal, status: str) -> dict[str, Any]:
+        """Says what the recorded events mean; a pure function.
+
+        Args:
+            journal: The events.
+            status: ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
+
+        Returns:
+            The content of ``summary.json``.
+        """
+
+    def too_little(self, summary: Mapping[str, Any]) -> str | None:
+        """What is missing where a study says nothing at all; None where it says something."""
+        return None
+
+    def key_of(self, job: Job) -> Key:
+        """The key of the event that a job gives."""
+        schema = self.schema()
+        kinds = get_args(schema.events)
+        kind = next(k for k in kinds if k.__struct_config__.tag == job["event"])
+        return (job["event"], *(job[name] for name in kind.key_fields))
+
+
+def study_class(name: str) -> type[Study]:
+    """The class of a study.
+
+    Raises:
+        InputError: If there is no such study.
+    """
+    if name not in STUDIES:
+        raise InputError(
+            f"Expected a study: {', '.join(STUDIES)}. Found {name!r}. Remedy: one of these."
+        )
+    module = import_module(f"steadygrad.studies.{name}")
+    found: type[Study] = module.STUDY
+    return found
+
+
+def study_of(header: Header) -> Study:
+    """The study that a header begins."""
+    return study_class(header.study)(header)

@@ -1,0 +1,161 @@
+"""Runs jobs: in this process, or in a worker process that knows only the run's folder.
+
+Only texts cross the border between processes. A worker reads the header from the run's folder and
+makes the task and the model itself.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from steadygrad._checks import InputError
+from steadygrad.record import Event, Header, dumps, loads, read_run
+from steadygrad.studies.checkpoint import Checkpoints
+from steadygrad.studies.deadline import StudyInterrupted, WorkerDeadline
+from steadygrad.studies.distributed import DistributedContext
+from steadygrad.studies.study import Advance, Job, Study, Workplace, study_of
+from steadygrad.studies.trainer import Diverged, Trainer
+from steadygrad.tasks import Task, TaskError, is_out_of_memory, load_task
+
+__all__ = ["ERRORS", "STOP_FILE", "Worker", "begin_worker", "load_recorded_task", "run_job"]
+
+# The coordinator writes it when its workers have to stop.
+STOP_FILE = "stop"
+RECORD = "record.jsonl"
+
+
+class Worker:
+    """Runs the jobs of one run.
+
+    Args:
+        study: The study.
+        folder: The run's folder.
+        trainer: Trains.
+    """
+
+    def __init__(self, study: Study, folder: Path, trainer: Trainer) -> None:
+        self.study, self.trainer = study, trainer
+        self.checkpoints = Checkpoints(folder)
+        self._micro_batch_size = trainer.micro_batch_size
+
+    def run(self, job: Job, advance: Advance) -> tuple[Event, list[Event]]:
+        """Does one job, with smaller micro-batches where memory runs out.
+
+        Returns:
+            The event, and those of earlier trials that had to be repeated for it.
+        """
+        began, trainer = time.monotonic(), self.trainer
+        # What an earlier job ran out of memory with must not show in the numbers of this one.
+        trainer.micro_batch_size = self._micro_batch_size
+        while True:
+            place = Workplace(trainer, self.checkpoints, advance)
+            try:
+                event = self.study.run(job, place)
+            except TaskError as error:
+                smaller = is_out_of_memory(error) and trainer.context.size == 1
+                if not smaller or trainer.micro_batch_size == 1:
+                    raise
+                trainer.free_memory()
+                trainer.micro_batch_size = max(1, trainer.micro_batch_size // 2)
+                continue
+            seconds = {"seconds": round(time.monotonic() - began, 3)}
+            return _timed(event, seconds), place.repeated
+
+
+def _timed(event: Event, facts: Mapping[str, Any]) -> Event:
+    return msgspec.structs.replace(event, time={**event.time, **facts})
+
+
+def load_recorded_task(header: Header) -> Task:
+    """The task of a record; its file is looked for where the run was started, too."""
+    spec = header.task.spec
+    there = Path(str(header.time.get("folder", "."))) / spec
+    return load_task(str(there) if ".py:" in spec and not _file_of(spec).exists() else spec)
+
+
+def _file_of(spec: str) -> Path:
+    return Path(spec.rpartition(":")[0])
+
+
+_current: tuple[tuple[str, bytes], Worker] | None = None
+_lock = threading.Lock()
+
+
+def begin_worker(parent: int, devices: Any = None) -> None:
+    """Prepares a worker process: it leaves signals to the coordinator, and ends with it.
+
+    Args:
+        parent: The coordinator's process number.
+        devices: Queue of numbers of CUDA devices, one for each worker. Default: none.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # What a task prints must not mix with the coordinator's output.
+    os.dup2(2, 1)
+    if devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(devices.get())
+
+    def watch() -> None:
+        # A coordinator that was killed leaves its workers waiting for jobs for ever.
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def run_job(folder: str, text: str) -> str:
+    """Does one job in a worker process.
+
+    Args:
+        folder: The run's folder, on a file system that this process shares.
+        text: The job, as JSON.
+
+    Returns:
+        JSON with ``event`` and ``repeated``, or with ``error`` and its ``kind``.
+    """
+    try:
+        with _lock:  # a cluster's worker may have several threads, and torch's seed is global
+            event, repeated = _worker(folder).run(loads(text), lambda samples, what: None)
+    except StudyInterrupted:
+        return dumps({"kind": "interrupted", "error": "stopped"})
+    except InputError as error:
+        kind = next((k for k, c in ERRORS.items() if type(error) is c), "input")
+        return dumps({"kind": kind, "error": str(error)})
+    return dumps({"event": event.as_dict(), "repeated": [e.as_dict() for e in repeated]})
+
+
+ERRORS: dict[str, type[InputError]] = {"diverged": Diverged, "task": TaskError, "input": InputError}
+
+
+def _worker(folder: str) -> Worker:
+    """This process's worker for a run, made once."""
+    global _current
+    path = Path(folder)
+    # A cluster's workers outlive a run, and another one may be in its folder.
+    with open(path / RECORD, "rb") as file:
+        place = folder, file.readline()
+    if _current is None or _current[0] != place:
+        header = read_run(path).header
+        runtime = header.runtime
+        torch.set_num_threads(runtime.threads)
+        study = study_of(header)
+        context = DistributedContext(WorkerDeadline(path / STOP_FILE), device=runtime.device)
+        trainer = Trainer(
+            load_recorded_task(header),
+            seed=header.settings.seed,
+            dtype=runtime.dtype,
+            context=context,
+            micro_batch_size=runtime.micro_batch_size,
+            keep_half_life=getattr(header.settings, "keep_half_life", False),
+            scaling=study.scaling(),
+        )
+        _current = place, Worker(study, path, trainer)
+    return _current[1]

@@ -1,0 +1,251 @@
+"""What may go wrong around the program: one line, exit code 2, and no result is lost."""
+
+import json
+import os
+import shutil
+import textwrap
+
+import pytest
+
+from steadygrad.cli import main
+from steadygrad.record import read_run
+from tests.unit.cli.conftest import PLAIN
+from tests.unit.cli.quick import run_program, tiny
+
+RUN = "RUN"
+PRINTED = {
+    "overview": ["--help"],
+    "version": ["--version"],
+    "help": ["advise", "--help"],
+    "words": ["advise", "--resume", RUN],
+    "json": ["advise", "--resume", RUN, "--json"],
+    "page": ["report", RUN],
+}
+
+
+def closed_pipe():
+    """The writing end of a pipe that nobody reads any more."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return open(writing, "wb")
+
+
+SINKS = {
+    "Broken pipe": closed_pipe,
+    "No space left on device": lambda: open("/dev/full", "wb"),  # noqa: SIM115
+}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("reason", SINKS)
+@pytest.mark.parametrize("case", PRINTED)
+def test_standard_output_that_takes_nothing(case, reason, folder):
+    arguments = [str(folder) if word == RUN else word for word in PRINTED[case]]
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with SINKS[reason]() as sink:
+        code, _, err = run_program(*arguments, module="steadygrad", stdout=sink)
+    line = f"steadygrad: Expected standard output to take what is printed. Found {reason}. Remedy: "
+    assert code == 2
+    assert err.splitlines()[-1].startswith(line)
+    assert "Traceback" not in err
+    assert "Exception ignored" not in err
+    # Only --json prints more than this line.
+    assert err.count("\n") == 1 or case == "json"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+
+
+def test_closed_standard_output_is_no_error(folder):
+    arguments = ["report", str(folder)]
+    code, _, err = run_program(*arguments, module="steadygrad", preexec_fn=lambda: os.close(1))
+    assert (code, err) == (0, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_progress_that_nobody_can_read_ends_no_study(tmp_path):
+    with open("/dev/full", "wb") as sink:
+        arguments = ["advise", tiny(), *PLAIN, "--out", str(tmp_path / "run"), "--json"]
+        code, out, _ = run_program(*arguments, stderr=sink)
+    assert code == 0
+    assert json.loads(out)["status"] == "complete"
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK"])
+@pytest.mark.parametrize("command", [["--version"], ["report", "x"], ["advise"]], ids=" ".join)
+def test_an_environment_that_no_launcher_makes(name, command, refused, monkeypatch):
+    monkeypatch.setenv(name, "abc")
+    message = f"The environment variable {name} should be a whole number, as torchrun sets it."
+    assert f"{message} Found 'abc'. Remedy: unset {name}" in refused(*command)
+
+
+def test_a_rank_alone_swallows_no_message(refused, monkeypatch):
+    """RANK without WORLD_SIZE, as some schedulers leave it: there is one process."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert "Found 'nonsense'" in refused("advise", "nonsense", "--out", "run")
+
+
+def test_a_rank_alone_swallows_no_result(folder, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["advise", "--resume", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "complete"
+
+
+@pytest.mark.parametrize("command", [["advise", "--resume"], ["report"]], ids=" ".join)
+def test_a_deeply_nested_summary(command, folder, refused):
+    (folder / "summary.json").write_text("[" * 10**5)
+    line = refused(*command, str(folder))
+    assert "Expected a summary in" in line
+    assert "Remedy: delete it; --resume writes it again." in line
+
+
+def test_a_deeply_nested_line(folder, refused):
+    lines = (folder / "record.jsonl").read_text().splitlines(keepends=True)
+    (folder / "record.jsonl").write_text("".join([lines[0], "[" * 10**5 + "\n", *lines[2:]]))
+    assert "Line 2 of" in refused("report", str(folder))
+
+
+@pytest.fixture
+def interrupted(tmp_path, monkeypatch):
+    """A run that its budget ended before the second point, in the test's own folder."""
+    from steadygrad.studies.deadline import Deadline
+
+    folder, record = tmp_path / "run", tmp_path / "run" / "record.jsonl"
+
+    def left(deadline):
+        enough = record.exists() and record.read_bytes().count(b'"event": "branch"') >= 6
+        return 0.0 if enough else 100.0
+
+    with monkeypatch.context() as clock:
+        clock.setattr(Deadline, "left", left)
+        assert main(["advise", tiny(), *PLAIN, "--out", str(folder)]) == 0
+    assert (folder / "checkpoints").is_dir()
+    return folder
+
+
+def test_a_file_in_place_of_the_checkpoints(interrupted, refused, capsys):
+    capsys.readouterr()
+    events = len(read_run(interrupted).events)
+    shutil.rmtree(interrupted / "checkpoints")
+    (interrupted / "checkpoints").write_text("mine")
+    line = refused("advise", "--resume", str(interrupted), writes=True)
+    assert "Expected a folder for checkpoints at" in line
+    assert "Remedy: remove what is in its place." in line
+    assert (interrupted / "checkpoints").read_text() == "mine"
+    assert len(read_run(interrupted).events) >= events
+    (interrupted / "checkpoints").unlink()
+    assert main(["advise", "--resume", str(interrupted), "--budget", "1h"]) == 0
+    assert read_run(interrupted).summary["status"] == "complete"
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]], ids=["words", "json"])
+def test_a_page_that_cannot_be_written_costs_no_result(folder, flags, capsys):
+    (folder / "report.html").unlink()
+    (folder / "report.html").mkdir()
+    assert main(["advise", "--resume", str(folder), *flags]) == 2
+    out, err = capsys.readouterr()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert json.loads(out) == summary if flags else summary["words"][0] in " ".join(out.split())
+    assert "Report:" not in out + err
+    line = err.splitlines()[-1]
+    assert line.startswith(f"steadygrad: Cannot write the page {str(folder / 'report.html')!r}: Is")
+    assert line.endswith(f"Remedy: make room for it, then `steadygrad report {folder}`.")
+    assert main(["report", str(folder)]) == 2
+    assert capsys.readouterr() == ("", f"{line}\n")
+    (folder / "report.html").rmdir()
+    assert main(["report", str(folder)]) == 0
+
+
+TASKS = """
+from tests.unit.studies.tiny_task import boom, call_after, losses, make_data, make_task
+
+
+class Halt(BaseException):
+    pass
+
+
+def halt(*arguments):
+    raise Halt("\\x1b[31mred\\nsecond line")
+
+
+def leave(*arguments):
+    raise SystemExit(3)
+
+
+def factory_halts():
+    halt()
+
+
+def factory_leaves():
+    leave()
+
+
+def model_halts():
+    return make_task(make_model=halt)
+
+
+def loss_halts():
+    return make_task(per_sample_loss=halt)
+
+
+def loss_halts_later():
+    return make_task(per_sample_loss=call_after(100, losses, halt))
+
+
+def loss_leaves_later():
+    return make_task(per_sample_loss=call_after(100, losses, leave))
+
+
+def evaluate_halts():
+    return make_task(evaluate=halt)
+
+
+def samples_halt_later():
+    data = make_data(4096, 0)
+    data.batch = call_after(100, data.batch, halt)
+    return make_task(train=data)
+
+
+def odd_names():
+    return make_task(name="ti\\x1b[2Jny\\nline", sample="r\\x1bow")
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    path = tmp_path / "tasks.py"
+    path.write_text(textwrap.dedent(TASKS))
+    return path
+
+
+# What a task raises that no `except Exception` would catch, and what it is called.
+OWN = {
+    "factory_halts": "Halt",
+    "factory_leaves": "SystemExit: 3",
+    "model_halts": "Halt",
+    "loss_halts": "Halt",
+    "loss_halts_later": "Halt",
+    "loss_leaves_later": "SystemExit: 3",
+    "evaluate_halts": "Halt",
+    "samples_halt_later": "Halt",
+}
+
+
+@pytest.mark.parametrize("factory", OWN)
+def test_a_task_s_own_base_exception_is_one_clean_line(factory, tasks, refused):
+    arguments = ["advise", f"{tasks}:{factory}", *PLAIN, "--out", "run"]
+    line = refused(*arguments, writes="later" in factory)
+    assert f"Found {OWN[factory]}" in line
+    assert "\x1b" not in line
+    assert ("\\x1b[31mred" in line) == (OWN[factory] == "Halt")
+
+
+def test_a_task_s_names_cannot_rewrite_the_terminal(tasks, tmp_path, capsys):
+    arguments = ["advise", f"{tasks}:odd_names", *PLAIN, "--out", str(tmp_path / "run")]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out + err
+    assert r"ti\x1b[2Jny\nline" in out
+    assert r"r\x1bows" in " ".join(out.split())
+    # The files keep what the task said.
+    assert read_run(tmp_path / "run").header.task.name == "ti\x1b[2Jny\nline"

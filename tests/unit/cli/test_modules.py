@@ -1,0 +1,63 @@
+"""What the program loads: little for a help text, and no other study's code for a study."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.unit.cli.conftest import PLAIN
+from tests.unit.cli.quick import ROOT, tiny
+
+EXTRAS = {"torch", "numpy", "scipy", "matplotlib", "rich", "msgspec", "sklearn"}
+SCRIPT = """
+import json, sys
+from steadygrad.cli import main
+code = main(sys.argv[1:])
+print("\\n" + json.dumps([code, sorted(sys.modules)]))
+"""
+
+
+def loaded(*arguments):
+    """The modules of the library, and the extras, that a command loads."""
+    command = [sys.executable, "-c", SCRIPT, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    code, modules = json.loads(done.stdout.splitlines()[-1])
+    assert code == 0, done.stderr
+    ours = {name for name in modules if name.split(".")[0] == "steadygrad"}
+    return ours, EXTRAS.intersection(modules)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]], ids=" ".join)
+def test_the_overview_needs_no_extra(arguments):
+    ours, extras = loaded(*arguments)
+    assert extras == set()
+    assert len(ours) <= 6
+
+
+@pytest.mark.parametrize("command", ["advise", "inspect"])
+def test_the_help_of_a_study_needs_its_settings_only(command):
+    ours, extras = loaded(command, "--help")
+    assert extras == {"msgspec"}
+    assert len(ours) <= 20
+
+
+def test_a_page_needs_no_torch(folder):
+    ours, extras = loaded("report", str(folder))
+    assert extras <= {"msgspec", "matplotlib", "numpy"}
+    assert not any(name.startswith("steadygrad.studies") for name in ours)
+
+
+OTHER = {"inspect": "advise", "advise": "inspect"}
+# `advise` measures the noise scale, with 20 modules of its own.
+MOST = {"inspect": 90, "advise": 115}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("study", MOST)
+def test_a_study_loads_few_modules_and_none_of_another(study, tmp_path):
+    fast = {"inspect": ["--steps", "16"], "advise": ["--budget", "2m"]}[study]
+    arguments = [tiny(), *fast, *PLAIN, "--out", str(tmp_path / "run")]
+    ours, _ = loaded(study, *arguments)
+    assert not any(f".{OTHER[study]}" in name for name in ours)
+    assert len(ours) <= MOST[study], sorted(ours)

@@ -1,0 +1,158 @@
+"""Typed events and headers with known truth."""
+
+import math
+import random
+
+from steadygrad.record import SCHEMA, Runtime, TaskInfo
+from steadygrad.record.schema.advise import Branch, Header, Plan, Point, Scratch, Settings, Stage
+from steadygrad.studies.advise.trials import END_FRACTIONS, FRACTIONS, RUN_FRACTIONS
+
+LENGTH = 4096
+SIZES = [8 * 2**i for i in range(7)]
+
+
+def law(samples: float) -> float:
+    return 3 - 0.3 * math.log(1 + samples / 1000)
+
+
+def slowness(size: float, critical: float, base: int = 8) -> float:
+    """Samples that a batch size needs, over those of the smallest: the trade-off."""
+    return (1 + size / critical) / (1 + base / critical)
+
+
+def within_tolerance(critical: float, tolerance: float = 0.2) -> float:
+    """The batch size that needs just the tolerated extra samples."""
+    return (1 + tolerance) * (critical + SIZES[0]) - critical
+
+
+def make_header(points=(1024, 4096), *, task=None, runtime=None, **plan) -> Header:
+    plan = {
+        "batch_size": 8,
+        "points": tuple(points),
+        "branch_samples": (LENGTH,) * len(points),
+        "multiples": (tuple(size // 8 for size in SIZES),) * len(points),
+        "noise_steps": (8,) * len(points),
+        "repeats": 3,
+        "rates": True,
+        "candidates": 3,
+        "samples_per_second": 1000.0,
+        "work": 1,
+        "span": 1,
+        **plan,
+    }
+    return Header(
+        schema=SCHEMA,
+        study="advise",
+        task=TaskInfo(
+            **{
+                "spec": "tiny",
+                "name": "tiny",
+                "sample": "row",
+                "batch_size": 8,
+                "lr": 0.001,
+                "lr_rule": "sqrt",
+                "parameters": 10,
+                "train_size": 100_000,
+                "valid_size": 64,
+                **(task or {}),
+            }
+        ),
+        runtime=Runtime(
+            **{
+                "device": "cpu",
+                "dtype": "float32",
+                "world_size": 1,
+                "sharding": "none",
+                "threads": 1,
+                "micro_batch_size": 512,
+                "workers": 1,
+                **(runtime or {}),
+            }
+        ),
+        environment={},
+        settings=Settings(task="tiny"),
+        plan=Plan(**plan),
+    )
+
+
+def branch(size, repeat, loss, *, curve=None, point=0, samples=LENGTH) -> Branch:
+    return Branch(
+        point=point,
+        repeat=repeat,
+        batch_size=size,
+        lr=0.001,
+        steps=samples // size,
+        samples=samples,
+        loss=loss,
+        curve=tuple(curve or [(samples, loss)]),
+    )
+
+
+def branches(
+    critical: float, *, sigma=0.0, shared=0.0, repeats=3, seed=0, sizes=SIZES, point=0, diverged=()
+) -> list[Branch]:
+    """Branches that obey the trade-off with a critical batch size, and noise of two kinds.
+
+    ``sigma`` is every branch's own; ``shared`` is that of a repeat's data order.
+    """
+    noise, made = random.Random(seed), []
+    for repeat in range(repeats):
+        common = noise.gauss(0, shared) if shared else 0.0
+        for size in sizes:
+            marks = (*FRACTIONS, 1.0) if size == sizes[0] else (1.0,)
+            slower = slowness(size, critical, sizes[0])
+            curve = [
+                (round(part * LENGTH), law(part * LENGTH / slower) + noise.gauss(0, sigma))
+                for part in marks
+            ]
+            # What the last batches of an order do to the loss, they do to all batch sizes.
+            curve[-1] = (LENGTH, curve[-1][1] + common)
+            if size in diverged:
+                curve = [(LENGTH, diverged[size] if isinstance(diverged, dict) else math.inf)]
+            made.append(branch(size, repeat, curve[-1][1], curve=curve, point=point))
+    return made
+
+
+def point(number: int, samples: int, *, losses=law) -> Point:
+    places = [round(samples * part) for part in (*RUN_FRACTIONS, *END_FRACTIONS)]
+    curve = tuple((place, losses(place)) for place in places)
+    return Point(
+        point=number,
+        samples=samples,
+        steps=samples // 8,
+        valid_loss=curve[-1][1],
+        curve=curve,
+        training=((samples, curve[-1][1]),),
+    )
+
+
+def scratch(
+    size: int,
+    repeat: int,
+    samples: int,
+    *,
+    slower=1.0,
+    noise=0.0,
+    rate=1.0,
+    purpose="constant",
+    stages=None,
+) -> Scratch:
+    """A run from scratch that needs ``slower`` times the samples of the smallest batch."""
+    ends = [round(samples * part) for part in END_FRACTIONS]
+    mean = round(sum(ends) / len(ends))
+    loss = sum(law(place / slower) for place in ends) / len(ends) + noise
+    own = size == 8 and rate == 1 and purpose == "constant"
+    way = [round(samples * part) for part in RUN_FRACTIONS] if own else []
+    rows = stages or ((0, size),)
+    return Scratch(
+        purpose=purpose,
+        repeat=repeat,
+        batch_size=size,
+        rate=rate,
+        stages=tuple(Stage(from_samples=s, batch_size=b, lr=0.001) for s, b in rows),
+        warmup_samples=0 if own else 1024,
+        steps=samples // size,
+        samples=mean,
+        loss=loss,
+        curve=(*((place, law(place / slower)) for place in way), (mean, loss)),
+    )

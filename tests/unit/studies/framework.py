@@ -1,0 +1,210 @@
+"""Small runs of ``advise``, and what their tests share.
+
+The plan is made by hand: it has every kind of trial, and trains some hundreds of steps in all.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from steadygrad.record import dumps, read_run, strip_times
+from steadygrad.record.schema.advise import Plan, Settings
+from steadygrad.studies.advise.study import Advise
+from steadygrad.studies.deadline import Deadline
+from steadygrad.studies.distributed import DistributedContext
+from steadygrad.studies.run import resume, start
+from steadygrad.studies.trainer import Trainer
+from tests.unit.studies import tiny_task
+
+TINY = Path(tiny_task.__file__)
+ROOT = Path(__file__).parents[3]
+PLAN = Plan(
+    batch_size=4,
+    points=(64, 256),
+    branch_samples=(96, 192),
+    multiples=((1, 2, 4), (1, 2, 4)),
+    noise_steps=(2, 2),
+    repeats=2,
+    rates=True,
+    candidates=1,
+    samples_per_second=200.0,
+    work=1,
+    span=1,
+)
+
+
+def tiny(factory="make_task"):
+    """How the command line names a factory in ``tiny_task.py``."""
+    return f"{TINY}:{factory}"
+
+
+class Watcher:
+    """A monitor that remembers; ``at`` calls a function when so many samples are done."""
+
+    def __init__(self, at=None, call=None):
+        self.total = self.done = 0
+        self.lines, self.stages, self.points = [], [], {}
+        self._at, self._call = at, call
+
+    def begin(self, total, done, points):
+        self.total, self.done, self.points = total, done, points
+        if self._at == 0:
+            self._call()
+
+    def advance(self, samples, what):
+        before, self.done = self.done, self.done + samples
+        if what and what not in self.stages:
+            self.stages.append(what)
+        if self._at and before < self._at <= self.done:
+            self._call()
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+def make_trainer(task=None, *, seed=0, dtype="float32", **options):
+    """A trainer of the tiny task."""
+    context = DistributedContext(Deadline())
+    task = tiny_task.make_task() if task is None else task
+    return Trainer(task, seed=seed, dtype=dtype, context=context, **options)
+
+
+def begin(folder, factory="make_task", *, at=0, plan=PLAN, **settings):
+    """A run with the hand-made plan, stopped after ``at`` samples of work."""
+    chosen = {"device": "cpu", "threads": 1, "workers": 1, "budget": 1e6, **settings}
+    deadline = Deadline()
+    watcher = Watcher(at, lambda: deadline.limit(-1e9))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Advise, "make_plan", classmethod(lambda *args, **kwargs: plan))
+        patch.setattr("steadygrad.studies.calibration.SECONDS", 0.01)
+        patch.setattr("steadygrad.studies.calibration.WARM_UP_STEPS", 1)
+        settings = Settings(task=tiny(factory), **chosen)
+        return start("advise", settings, folder, deadline=deadline, monitor=watcher), watcher
+
+
+def go_on(folder, **given):
+    """Resumes a run to its end."""
+    watcher = Watcher()
+    return resume(folder, given, monitor=watcher), watcher
+
+
+def part(folder, at, **given):
+    """Resumes a run, and stops it after ``at`` samples of work."""
+    deadline = Deadline()
+    watcher = Watcher(at, lambda: deadline.limit(-1e9))
+    return resume(folder, given, deadline=deadline, monitor=watcher), watcher
+
+
+def copy(folder, to):
+    """A copy of a run's folder."""
+    return Path(shutil.copytree(folder, to))
+
+
+def lines(folder):
+    """A record's events without times and ends, as text, because a NaN is not equal to itself."""
+    events = (event.as_dict() for event in read_run(folder).events)
+    return [dumps(strip_times(event)) for event in events if event["event"] != "end"]
+
+
+def summary(folder):
+    """The summary, as text."""
+    return dumps(read_run(folder).summary)
+
+
+def environment():
+    """What a process needs to import the tests and the library, on one thread."""
+    paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def launch(folder, **given):
+    """Another process that resumes a run; it handles signals as the command does."""
+    code = (
+        "import sys; from pathlib import Path; from tests.unit.studies.framework import main; "
+        f"sys.exit(main(Path({str(folder)!r}), {given!r}))"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment(),
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@contextmanager
+def python(*arguments):
+    """Another Python process, which ends with the block."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments], env=environment(), cwd=ROOT, start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def main(folder, given):
+    """What :func:`launch` runs."""
+    deadline = Deadline()
+    with deadline.signals():
+        outcome = resume(folder, given, deadline=deadline, monitor=Watcher())
+    return 128 + outcome.stopped_by if outcome.stopped_by else 0
+
+
+@contextmanager
+def launched(folder, **given):
+    """As :func:`launch`; at the end nothing of its process group is left."""
+    process = launch(folder, **given)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for(condition, seconds=120.0):
+    """Waits until a condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def recorded(folder):
+    """Whole lines of a record, the header included."""
+    return (folder / "record.jsonl").read_bytes().count(b"\n")
+
+
+def children(pid):
+    """Process numbers of the worker processes of a coordinator."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            number, rest = path.read_text().split(" (", 1)
+            command = (path.parent / "cmdline").read_bytes()
+        except (OSError, ValueError):
+            continue
+        state, parent = rest.rpartition(")")[2].split()[:2]
+        if int(parent) == pid and state != "Z" and b"spawn_main" in command:
+            found.append(int(number))
+    return found
+
+
+def alive(pid):
+    """Whether a process runs."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,288 @@
+"""The arithmetic of the diagnosis, on counts made by hand."""
+
+import math
+
+import pytest
+from msgspec.structs import replace
+
+from steadygrad.record.schema.inspect import Histogram, Part
+from steadygrad.studies.inspect.diagnosis import (
+    HEADROOM,
+    LOSS_HEADROOM,
+    Proposal,
+    diagnose,
+    propose,
+)
+from steadygrad.studies.inspect.explain import explain
+
+
+def counts(low, *numbers, zero=0, over=0):
+    return Histogram(zero=zero, low=low, counts=numbers, over=over)
+
+
+def parts(
+    phase, weights, largest, overflows=None, *, kind="weights", plain=None, settled=8.0, **fields
+):
+    """Eight equal parts of a phase; layers have gradients of one kind only."""
+    other = {"weights": "activations", "activations": "weights"}[kind]
+    same = {
+        "overflows": overflows or {},
+        "at_any_scale": {},
+        "overflowed_at": dict.fromkeys(overflows or {}, 9.0),
+        "scales": {"": settled, **dict.fromkeys(weights, 0.0)},
+        kind: weights,
+        other: {},
+        "largest": {kind: largest, other: {}},
+        "plain": {kind: plain or {}, other: {}},
+        "skipped": 0,
+        **fields,
+    }
+    return [
+        Part(phase=phase, part=part, steps=part + 1, samples=part + 1, loss=1.0, **same)
+        for part in range(8)
+    ]
+
+
+LARGEST = {"early": -18.0, "late": 5.0}
+UNDERFLOWING = [
+    # A scale of 2**8: half of what is in the early layer is zero, a quarter subnormal.
+    *parts("before", {"early": counts(-15, 25, 25, zero=50), "late": counts(10, 100)}, LARGEST),
+    *parts("search", {"early": counts(-3, 100), "late": counts(9, 100)}, LARGEST),
+]
+
+
+def test_an_underflowing_layer_gets_the_room_it_has():
+    diagnosis = diagnose(UNDERFLOWING)
+    assert diagnosis.underflowing == {"early": pytest.approx(0.75)}
+    proposal = propose(UNDERFLOWING)
+    # 15 is the largest exponent that float16 holds.
+    loss, early = 15 - LOSS_HEADROOM - 5, 15 - HEADROOM + 18
+    assert proposal == Proposal(2.0**loss, {"early": 2.0 ** (early - loss)})
+    assert not diagnose([]).fault
+
+
+@pytest.mark.parametrize(("zero", "starved"), [(9, False), (12, True)])
+def test_a_tenth_is_the_bound(zero, starved):
+    """Zeros that are there with a scale for each layer as well do not count."""
+    before = parts("before", {"a": counts(0, 60 - zero, zero=40 + zero)}, {"a": 0.0})
+    search = parts("search", {"a": counts(4, 60, zero=40)}, {"a": 0.0})
+    assert bool(diagnose(before + search).underflowing) is starved
+
+
+def test_without_underflow_an_overflow_is_no_fault():
+    calm = {"a": counts(0, 100)}
+    for settled, proposed in ((9.0, 9), (20.0, 15 - LOSS_HEADROOM)):
+        first = parts("before", calm, {"a": 0.0}, {"a": 1}, settled=settled)
+        both = first + parts("search", calm, {"a": 0.0})
+        assert not diagnose(both).fault
+        assert diagnose(both).limiting == {}
+        assert propose(both) == Proposal(2.0**proposed, {})
+
+
+def test_parts_may_arrive_in_any_order():
+    """Workers end them in another order; the scale that settled is that of the last part."""
+    calm = {"a": counts(0, 100)}
+    first = [
+        replace(event, scales={**event.scales, "": 12.0 - event.part})
+        for event in parts("before", calm, {"a": 0.0})
+    ]
+    both = first + parts("search", calm, {"a": 0.0})
+    assert propose(both[::-1]) == propose(both) == Proposal(2.0**5, {})
+    # Those of the last training, which the proposal is for, do not count.
+    assert propose(both + parts("after", calm, {"a": 14.0})) == propose(both)
+
+
+def test_who_limits_the_scale():
+    before = parts("before", UNDERFLOWING[0].weights, LARGEST, {"late": 2})
+    diagnosis = diagnose(before + UNDERFLOWING[8:])
+    assert diagnosis.limiting == {"late": 16}
+
+
+def test_an_overflow_at_any_scale_is_named():
+    calm, zero = {"a": counts(0, 9)}, {"a": 0.0}
+    before = parts("before", calm, zero, {"a": 2, "b": 1}, at_any_scale={"a": 1})
+    after = parts("after", calm, zero, {"a": 1, "c": 2}, at_any_scale={"a": 1})
+    assert diagnose(before).nonfinite_at_any_scale == {"a": 8}
+    diagnosis = diagnose(before + after)
+    assert diagnosis.nonfinite_at_any_scale == {"a": 8}
+    assert diagnosis.fault
+    # Other overflows with the proposed scales are named, and are no fault.
+    assert diagnosis.overflowed_after == {"c": 16}
+    rare = diagnose(parts("after", calm, zero, {"c": 2}))
+    assert (rare.fault, rare.overflowed_after) == (False, {"c": 16})
+    phases = {"before": {"loss_scale": 8.0, "skipped": 0}}
+    said = explain("complete", phases, rare, Proposal(8.0, {}))
+    assert said[0] == "One loss scale is enough for every layer. It settled at 2^3."
+    assert said[1] == (
+        "The proposed scales overflowed in c (16 steps). Leave dynamic scaling on (the default): "
+        "occasional gradients are far larger than the rest."
+    )
+
+
+def test_what_no_scale_makes_finite_comes_first():
+    before = parts("before", UNDERFLOWING[0].weights, LARGEST, {"x": 3}, at_any_scale={"x": 3})
+    diagnosis = diagnose(before + UNDERFLOWING[8:])
+    assert diagnosis.nonfinite_at_any_scale == {"x": 24}
+    assert (diagnosis.limiting, list(diagnosis.underflowing)) == ({}, ["early"])
+    proposal = propose(before + UNDERFLOWING[8:])
+    said = explain("complete", {"before": {"loss_scale": 256.0}}, diagnosis, proposal)
+    assert said[0].startswith("In x, gradients were not finite in 24 steps whatever the scale.")
+    assert said[1].startswith("No single loss scale fits all layers.")
+
+
+def test_gradients_at_boundaries_count_as_those_of_weights():
+    underflowing = [
+        *parts("before", UNDERFLOWING[0].weights, LARGEST, kind="activations"),
+        *parts("search", UNDERFLOWING[8].weights, LARGEST, kind="activations"),
+    ]
+    assert diagnose(underflowing) == diagnose(UNDERFLOWING)
+    assert propose(underflowing) == propose(UNDERFLOWING)
+
+
+def test_few_values_among_many_zeros():
+    """One in forty is not zero to begin with; at the one scale all of these vanish."""
+    largest = {"table": -30.0, "late": 5.0}
+    before = {"table": counts(0, zero=4000), "late": counts(10, 100)}
+    search = {"table": counts(5, 100, zero=3900), "late": counts(9, 100)}
+    plain = {"table": counts(-34, 100, zero=3900), "late": counts(1, 100)}
+    events = parts("before", before, largest) + parts("search", search, largest, plain=plain)
+    assert diagnose(events).underflowing == {"table": 1.0}
+    # At 2**8 what is at 2**-22 is normal, at 2**-23 it is not.
+    for low, starved in ((-22, False), (-23, True)):
+        plain["table"] = counts(low, 100, zero=3900)
+        events[8:] = parts("search", search, largest, plain=plain)
+        assert bool(diagnose(events).underflowing) is starved
+
+
+def test_zeros_of_convergence():
+    """Twice as many samples have no gradient any more; what there is float16 holds."""
+    before, search = {"a": counts(3, 3, zero=97)}, {"a": counts(3, 6, zero=94)}
+    plain = {"a": counts(-5, 6, zero=94)}
+    calm = parts("before", before, {"a": -5.0}) + parts("search", search, {"a": -5.0}, plain=plain)
+    assert diagnose(calm).underflowing == {}
+    # Nor does what would be lost later, but is there.
+    plain["a"] = counts(-40, 6, zero=94)
+    calm = parts("before", search, {"a": -5.0}) + parts("search", search, {"a": -5.0}, plain=plain)
+    assert diagnose(calm).underflowing == {}
+
+
+def test_one_scale_that_begins_higher_is_enough():
+    """All gradients are small alike, and nothing overflowed."""
+    tiny = {"a": counts(0, zero=100), "b": counts(-23, 100)}
+    plain = {"a": counts(-38, 100), "b": counts(-31, 100)}
+    largest = {"a": -38.0, "b": -31.0}
+    events = parts("before", tiny, largest)
+    events += parts("search", {n: counts(5, 100) for n in tiny}, largest, plain=plain)
+    diagnosis, proposal = diagnose(events), propose(events)
+    assert diagnosis.underflowing == {"a": 1.0, "b": 1.0}
+    assert proposal == Proposal(2.0 ** (15 - LOSS_HEADROOM + 31), {})
+    said = explain("complete", {"before": {"loss_scale": 256.0}}, diagnosis, proposal)
+    assert said[0] == (
+        "One loss scale can be enough, but 2^8 is too small: gradients underflow in a (100%) and "
+        "b (100%)."
+    )
+    assert said[-1] == "Train with torch.amp.GradScaler(init_scale=2.0**44)."
+    # A layer loses half of its values with a scale of its own as well: that says nothing of this.
+    spread = counts(-20, 50, *[0] * 30, 50)
+    search = {"a": counts(5, 100), "b": spread}
+    lost = {"a": tiny["a"], "b": counts(-24, 100)}
+    wide = {"a": plain["a"], "b": counts(-65, 50, *[0] * 30, 50)}
+    events = parts("before", lost, largest) + parts("search", search, largest, plain=wide)
+    assert propose(events) == proposal
+    # Not where there was overflow at such a scale.
+    high = {"b": 44.0}
+    one = [replace(e, overflowed_at=high) if e.phase == "before" else e for e in events]
+    assert list(propose(one).layer_scales) == ["a"]
+    # Nor where another layer has no room for it.
+    plain["b"], largest["b"] = counts(2, 100), 2.0
+    events = parts("before", {**tiny, "b": counts(10, 100)}, largest)
+    events += parts("search", {n: counts(5, 100) for n in tiny}, largest, plain=plain)
+    assert list(propose(events).layer_scales) == ["a"]
+
+
+def test_no_scale_in_sight():
+    """It loses what others do not, but has no more room than they have."""
+    before = {"early": counts(-15, 50, 50), "late": counts(10, 100)}
+    largest = {"early": 4.0, "late": 5.0}
+    events = parts("before", before, largest) + parts("search", UNDERFLOWING[8].weights, largest)
+    proposal = propose(events)
+    assert proposal == Proposal(2.0**8, {})
+    phases = {"before": {"loss_scale": 256.0}}
+    said = explain("complete", phases, diagnose(events), proposal)
+    assert said[0] == (
+        "At 2^8, where the loss scale settled, gradients underflow in early (50%). No scales with "
+        "enough headroom prevent it: the exponents are too widely spread."
+    )
+    assert said[-1] == said[0]
+    # What overflowed is not proposed without a word.
+    overflowed = parts("before", before, largest, {"late": 1}) + events[8:]
+    said = explain("complete", phases, diagnose(overflowed), Proposal(2.0**9, {}))
+    assert said[0].startswith("At 2^8, where the loss scale settled, gradients underflow")
+    assert said[1:] == ["Overflow in late (8 steps) keeps the loss scale from being larger."]
+
+
+@pytest.mark.parametrize(("more", "own"), [(3, False), (4, True)])
+def test_a_scale_of_its_own_is_for_so_much_room(more, own):
+    # Above the loss's scale, which leaves the late layer less headroom.
+    largest = {"early": 5.0 - (HEADROOM - LOSS_HEADROOM) - more, "late": 5.0}
+    before, search = (UNDERFLOWING[i].weights for i in (0, 8))
+    events = parts("before", before, largest) + parts("search", search, largest)
+    assert ("early" in propose(events).layer_scales) is own
+
+
+@pytest.mark.parametrize("name", ["early", ""])
+def test_an_underflowing_layer_with_less_room_than_the_others(name):
+    """It is not raised into overflow: by a scale below one, or by the loss's."""
+    before = {name: counts(-15, 50, 50, zero=100), "late": counts(-2, 100)}
+    search = {name: counts(-3, 100), "late": counts(-2, 100)}
+    largest = {name: 3.0, "late": -10.0}
+    events = parts("before", before, largest, settled=4.0) + parts("search", search, largest)
+    proposal = propose(events)
+    if name:
+        assert proposal == Proposal(2.0**23, {"early": 2.0 ** (15 - HEADROOM - 3 - 23)})
+    else:
+        own = 15 - HEADROOM + 10 - (15 - LOSS_HEADROOM - 3)
+        assert proposal == Proposal(2.0 ** (15 - LOSS_HEADROOM - 3), {"late": 2.0**own})
+
+
+def test_scales_stay_where_float32_holds_them():
+    far = {"early": -300.0, "late": -140.0}
+    before, search = (UNDERFLOWING[i].weights for i in (0, 8))
+    proposal = propose(parts("before", before, far) + parts("search", search, far))
+    assert proposal == Proposal(2.0**100, {"early": 2.0**100, "late": 2.0 ** (151 - 100)})
+
+
+def test_who_overflowed_far_above_does_not_limit_the_scale():
+    overflows = {"late": 1, "once": 2}
+    at = {"late": 8.0 + 2, "once": 8.0 + 3}
+    before = parts("before", UNDERFLOWING[0].weights, LARGEST, overflows, overflowed_at=at)
+    assert diagnose(before + UNDERFLOWING[8:]).limiting == {"late": 8}
+
+
+def test_what_the_proposal_costs():
+    after = parts("after", {"early": counts(-3, 100), "late": counts(-15, 30, 70)}, LARGEST)
+    diagnosis = diagnose(UNDERFLOWING + after)
+    assert diagnosis.regressed == {"late": pytest.approx(0.3)}
+    phases = {"before": {"loss_scale": 8.0}}
+    said = explain("complete", phases, diagnosis, propose(UNDERFLOWING))
+    assert said[1] == (
+        "With the proposed scales, more gradients underflow than with one loss scale in late (30%)."
+    )
+
+
+def test_the_price_is_what_one_scale_did_not_take():
+    """The late layer loses as much with one scale already."""
+    lossy = {"early": counts(-3, 100), "late": counts(-15, 30, 70)}
+    search = parts("search", {name: counts(-3, 100) for name in lossy}, LARGEST)
+    events = parts("before", lossy, LARGEST) + search + parts("after", lossy, LARGEST)
+    assert diagnose(events).regressed == {}
+
+
+def test_a_layer_that_was_never_finite_does_not_decide():
+    broken = parts(
+        "before",
+        {"a": counts(0, 9), "b": counts(0, over=9)},
+        {"a": 0.0, "b": -math.inf},
+        settled=4.0,
+    )
+    assert propose(broken) == Proposal(2.0**4, {})

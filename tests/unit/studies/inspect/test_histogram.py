@@ -1,0 +1,61 @@
+"""Counts, from steps made by hand into fields of a record."""
+
+import pytest
+import torch
+
+from steadygrad.formulas.exponents import exponent_histograms
+from steadygrad.record.schema.inspect import Histogram
+from steadygrad.scale import MeasuredExponents
+from steadygrad.studies.inspect.histogram import ExponentHistograms, add_up, lost_at
+
+NAMES = ["", "a"]
+
+
+def measured(values, scales=(4.0, 8.0)):
+    """The same gradients at the boundaries and in the weights, of the layer ``a`` only."""
+    rows = exponent_histograms([torch.zeros(0), torch.tensor(values)])
+    return MeasuredExponents(rows, rows, torch.tensor(scales))
+
+
+def test_a_skipped_step():
+    histograms = ExponentHistograms(NAMES)
+    histograms.add(measured([0.0, 1.0, 4.0]), [])
+    histograms.add(measured([2.0, torch.inf, torch.nan]), ["a"])
+    fields = histograms.fields()
+    assert fields["skipped"] == 1
+    # Its finite gradients are not those of the batch; what was not finite is counted.
+    expected = Histogram(zero=1, low=0, counts=(1, 0, 1), over=2)
+    assert fields["weights"] == fields["activations"] == {"a": expected}
+    assert fields["largest"]["weights"] == {"a": 2.0 - 3.0}
+
+
+def test_overflows_and_the_least_scale_at_which_they_happened():
+    histograms = ExponentHistograms(NAMES)
+    for scale in (16.0, 8.0, 32.0):
+        histograms.add(measured([torch.inf], (4.0, scale)), ["a"])
+    # One that no scale prevents says nothing of scales.
+    histograms.add(measured([torch.inf], (1.0, 2.0)), ["", "a"], ["a"])
+    fields = histograms.fields()
+    assert fields["overflows"] == {"": 1, "a": 4}
+    assert fields["at_any_scale"] == {"a": 1}
+    assert fields["overflowed_at"] == {"": 0.0, "a": 3.0}
+    assert fields["skipped"] == 4
+
+
+def test_what_gradients_would_be_without_scales():
+    """Step by step: scales move within a part."""
+    histograms = ExponentHistograms(NAMES, unscaled=True)
+    histograms.add(measured([0.0, 8.0, 2.0]), [])
+    histograms.add(measured([0.0, 64.0, 2.0**-148], (1.0, 64.0)), [])
+    fields = histograms.fields()
+    for kind in ("activations", "weights"):
+        found = add_up([fields["plain"][kind]["a"]])
+        # 8/8, 64/64; 2/8; what is beyond float32 stays at its end.
+        places = {0: 2, 1: 1, 1 + 149 - 2: 1, 1 + 149: 2}
+        assert {i: int(n) for i, n in enumerate(found.tolist()) if n} == places
+    assert ExponentHistograms(NAMES).fields()["plain"] == {"activations": {}, "weights": {}}
+
+
+def test_what_a_scale_makes_zero_or_subnormal():
+    (row,) = exponent_histograms([torch.tensor([0.0, 1.0, 2.0**-10, 2.0**-14, torch.inf])])
+    assert [lost_at(row, log2) for log2 in (0, -1, -5, -30)] == pytest.approx([0, 1, 2, 3])

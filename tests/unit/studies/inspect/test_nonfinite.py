@@ -1,0 +1,116 @@
+"""Whether a step is not finite at any scale."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steadygrad.studies.deadline import Deadline
+from steadygrad.studies.distributed import DistributedContext
+from steadygrad.studies.inspect import scalers
+from steadygrad.studies.inspect.nonfinite import nonfinite_at_any_scale, rng_state
+from steadygrad.studies.trainer import Trainer
+from tests.unit.studies.fp16_task import Explode
+from tests.unit.studies.tiny_task import make_task
+
+
+class Moody(nn.Module):
+    """Infinite where a mask that is drawn says so; batches leave their traces."""
+
+    def __init__(self, factor: float, lucky: float):
+        super().__init__()
+        self.norm, self.factor, self.lucky = nn.BatchNorm1d(16), factor, lucky
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.norm(x)
+        hot = torch.rand(len(x), 1) > self.lucky
+        return Explode.apply(z * self.factor, hot)
+
+
+def make_trainer(factor=1.0, lucky=2.0, **options):
+    def model():
+        layers = nn.Linear(8, 16), Moody(factor, lucky), nn.Linear(16, 1)
+        return nn.Sequential(*layers)
+
+    context = DistributedContext(Deadline())
+    task = make_task(make_model=model)
+    trainer = Trainer(
+        task, seed=0, dtype="float16", context=context, scaling=scalers.one_scale, **options
+    )
+    trainer.seed_everything("train")
+    return trainer
+
+
+INDICES = torch.arange(4)
+
+
+def probed(trainer):
+    before = rng_state(trainer)
+    trainer.step(INDICES)
+    return trainer.scaler.culprits(), nonfinite_at_any_scale(trainer, INDICES, before)
+
+
+def test_what_is_only_large_is_finite_then():
+    culprits, found = probed(make_trainer(factor=2.0**6))
+    assert culprits
+    assert found == []
+
+
+@pytest.mark.parametrize("micro_batch_size", [4, 2])
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_infinite_stays_so(seed, micro_batch_size):
+    """With the same random numbers: half of the steps are spared."""
+    trainer = make_trainer(lucky=0.84, micro_batch_size=micro_batch_size)
+    trainer.scaler.update(1.0)
+    torch.manual_seed(seed)
+    culprits, found = probed(trainer)
+    assert found == culprits
+    torch.manual_seed(seed)
+    draws = torch.cat([torch.rand(micro_batch_size, 1) for _ in range(4 // micro_batch_size)])
+    assert culprits == (["1"] if (draws > 0.84).any() else [])
+
+
+def test_it_leaves_no_trace():
+    trainer = make_trainer(lucky=-1.0)
+    trainer.step(INDICES)
+    kept, host = copy.deepcopy(trainer.state(4)), torch.get_rng_state()
+    python, array = random.getstate(), np.random.get_state()[1].tolist()
+    trainer.task.train.batch = drawing(trainer.task.train.batch)
+    assert nonfinite_at_any_scale(trainer, INDICES, rng_state(trainer)) == ["1"]
+    now = trainer.state(4)
+    assert now.scaler == kept.scaler
+    assert torch.equal(torch.get_rng_state(), host)
+    assert random.getstate() == python
+    assert np.random.get_state()[1].tolist() == array
+    assert kept.model.keys() == now.model.keys()
+    assert all(torch.equal(kept.model[name], now.model[name]) for name in kept.model)
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def drawing(batch):
+    """A batch may be augmented by any generator."""
+
+    def drawn(indices):
+        random.random()
+        np.random.random()
+        return batch(indices)
+
+    return drawn
+
+
+def test_a_batch_that_is_augmented_is_the_same_batch():
+    """Its numbers come from Python's and numpy's generators; one that is not finite is rare."""
+    trainer, seen = make_trainer(), []
+    batch = trainer.task.train.batch
+
+    def augmented(indices):
+        seen.append((random.random(), np.random.random()))
+        return batch(indices)
+
+    trainer.task.train.batch = augmented
+    probed(trainer)
+    first, second = seen
+    assert first == second

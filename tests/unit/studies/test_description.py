@@ -1,0 +1,66 @@
+"""The header says what a study ran on."""
+
+from types import SimpleNamespace
+
+import torch
+
+from steadygrad.record import environment, read_run
+from steadygrad.studies.calibration import calibrate
+from steadygrad.studies.deadline import Deadline
+from steadygrad.studies.description import accelerator, describe_task
+from steadygrad.studies.distributed import DistributedContext
+from steadygrad.studies.trainer import Trainer
+from tests.unit.studies.framework import PLAN, begin, make_trainer, tiny
+from tests.unit.studies.tiny_task import make_task
+
+GPU = SimpleNamespace(name="X100", total_memory=2**36)
+
+
+def test_a_gpu_is_named_in_the_header(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: asked.append(d) or GPU)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.version, "hip", None)
+    device = torch.device("cuda", 1)
+    assert accelerator(device) == {"gpu": "X100", "gpu_memory_bytes": 2**36, "cuda": "12.8"}
+    assert asked == [device]
+
+
+def test_the_header_says_what_was_run(tmp_path):
+    begin(tmp_path / "run", workers=2, seed=3)
+    header = read_run(tmp_path / "run").header
+    assert header.environment == environment()
+    assert header.task.parameters == 8 * 16 + 16 + 16 + 1
+    assert (header.task.spec, header.task.optimizer) == (tiny(), "AdamW")
+    assert (header.task.beta2, header.task.weight_decay) == (0.999, 0.01)
+    runtime = header.runtime
+    assert (runtime.device, runtime.dtype, runtime.world_size) == ("cpu", "float32", 1)
+    assert (runtime.sharding, runtime.threads, runtime.workers) == ("none", 1, 2)
+    assert runtime.micro_batch_size == 16  # the largest branch
+    assert (header.settings.seed, header.plan) == (3, PLAN)
+
+
+def test_a_task_without_betas_and_weight_decay():
+    task = make_task(make_optimizer=lambda p, lr: torch.optim.Adagrad(p, lr=lr, weight_decay=0.5))
+    found = describe_task(make_trainer(task), "x")
+    assert (found.beta2, found.weight_decay, found.optimizer) == (None, 0.5, "Adagrad")
+
+
+def test_ranks_keep_the_threads_that_their_launcher_gave_them(monkeypatch):
+    monkeypatch.setattr("steadygrad.studies.calibration._speed", lambda trainer, **o: 8.0)
+    monkeypatch.setattr(
+        "steadygrad.studies.calibration.environment", lambda: {"cores": 8, "memory_bytes": 1 << 40}
+    )
+    settings = SimpleNamespace(workers=0, threads=0, budget=1e3)
+    context = DistributedContext(Deadline(), size=2)
+    monkeypatch.setattr(context, "together", lambda work: work())
+    monkeypatch.setattr(context, "wrap", lambda model: model)
+    trainer = Trainer(make_task(), seed=0, dtype="float32", context=context)
+    torch.set_num_threads(3)
+    assert calibrate(settings, trainer, 0).workers == 1
+    assert torch.get_num_threads() == 3
+    # Alone, one worker has all cores, and each of two has half of them.
+    trainer = make_trainer()
+    for workers, threads in ((1, 8), (2, 4)):
+        found = calibrate(SimpleNamespace(workers=workers, threads=0, budget=1e3), trainer, 0)
+        assert (found.workers, torch.get_num_threads()) == (workers, threads)

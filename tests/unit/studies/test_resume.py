@@ -1,0 +1,270 @@
+"""A run that was stopped or whose files were changed, against one that was not."""
+
+import math
+import shutil
+
+import msgspec
+import pytest
+
+from steadygrad._checks import InputError
+from steadygrad.record import dumps, loads, read_run
+from steadygrad.record._read import checked_line
+from steadygrad.record.schema.advise import Branch
+from steadygrad.studies.run import resume
+from steadygrad.studies.worker import run_job
+from tests.unit.studies.framework import (
+    PLAN,
+    Watcher,
+    begin,
+    copy,
+    go_on,
+    lines,
+    part,
+    summary,
+    tiny,
+)
+
+# Of 7164 samples of work; the second point is reached after about 2300.
+EARLY, MIDDLE, LATE = 400, 3000, 5700
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base") / "run"
+    begin(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(base, tmp_path_factory):
+    folder = copy(base, tmp_path_factory.mktemp("whole") / "run")
+    go_on(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cut(base, tmp_path_factory):
+    """Stopped after the second point."""
+    folder = copy(base, tmp_path_factory.mktemp("cut") / "run")
+    part(folder, MIDDLE)
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
+        "point-0.pt",
+        "point-1.pt",
+    ]
+    return folder
+
+
+def test_the_whole_run(whole):
+    run = read_run(whole)
+    assert run.summary["status"] == "complete"
+    expected = [
+        (i, repeat, 4 * multiple)
+        for i in (0, 1)
+        for repeat in (0, 1)
+        for multiple in PLAN.multiples[i]
+    ]
+    branches = run.select(Branch)
+    planned = [b for b in branches if b.batch_size in (4, 8, 16)]
+    assert [(b.point, b.repeat, b.batch_size) for b in planned] == expected
+    for branch in planned:
+        assert branch.steps == PLAN.branch_samples[branch.point] // branch.batch_size
+        assert branch.lr == pytest.approx(0.001 * math.sqrt(branch.batch_size / 4))
+        assert branch.curve[-1] == (branch.samples, branch.loss)
+    assert sorted(path.name for path in whole.iterdir()) == ["record.jsonl", "summary.json"]
+
+
+@pytest.mark.parametrize("at", [EARLY, LATE])
+def test_stopped_and_resumed_to_the_same_numbers(base, whole, tmp_path, at):
+    folder = copy(base, tmp_path / "run")
+    outcome, watcher = part(folder, at)
+    assert outcome.summary["status"] == "budget"
+    assert at <= watcher.done < watcher.total
+    done = watcher.done
+    outcome, watcher = go_on(folder)
+    assert lines(folder) == lines(whole)
+    assert summary(folder) == summary(whole)
+    assert watcher.done == watcher.total
+    assert watcher.lines == []
+    # Nothing is trained twice but the trial that was stopped in the middle.
+    assert len([stage for stage in watcher.stages if stage.startswith("training")]) == (
+        2 if at == EARLY and done < 64 else 1 if at == EARLY else 0
+    )
+
+
+def test_a_complete_run_is_not_run_again(whole):
+    before = (whole / "record.jsonl").read_bytes()
+    outcome, watcher = go_on(whole, budget=5.0)
+    assert outcome.summary["status"] == "complete"
+    assert (whole / "record.jsonl").read_bytes() == before
+    assert watcher.stages == []
+    assert len(watcher.lines) == 1
+
+
+def test_another_run_of_the_same_seed_has_the_same_record(whole, tmp_path):
+    begin(tmp_path / "again", at=None)
+    assert lines(tmp_path / "again") == lines(whole)
+    begin(tmp_path / "other", seed=1, at=400)
+    assert lines(tmp_path / "other")[0] != lines(whole)[0]
+
+
+# Checkpoints
+
+
+def exchange(folder):
+    shutil.copy(folder / "point-0.pt", folder / "point-1.pt")
+
+
+def swap(folder):
+    (folder / "point-0.pt").rename(folder / "x")
+    (folder / "point-1.pt").rename(folder / "point-0.pt")
+    (folder / "x").rename(folder / "point-1.pt")
+
+
+def edit(folder):
+    path = folder / "point-1.pt"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(folder):
+    path = folder / "point-1.pt"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def empty(folder):
+    for path in folder.iterdir():
+        path.write_bytes(b"")
+
+
+def delete(folder):
+    shutil.rmtree(folder)
+
+
+def folders(folder):
+    for path in list(folder.iterdir()):
+        path.unlink()
+        path.mkdir()
+        (path / "notes.txt").write_text("in the way")
+
+
+def pickle_in_place(folder):
+    import pickle
+
+    for path in folder.iterdir():
+        path.write_bytes(pickle.dumps({"name": path.stem}))
+
+
+@pytest.mark.parametrize(
+    "damage", [exchange, swap, edit, truncate, empty, delete, folders, pickle_in_place]
+)
+def test_a_checkpoint_that_cannot_be_trusted_is_trained_anew(cut, whole, tmp_path, damage):
+    folder = copy(cut, tmp_path / "run")
+    damage(folder / "checkpoints")
+    _, watcher = go_on(folder)
+    assert any(stage.startswith("training to 256") for stage in watcher.stages)
+    assert watcher.lines == []  # the points that were trained again have the recorded numbers
+    assert lines(folder) == lines(whole)
+    assert summary(folder) == summary(whole)
+
+
+def test_checkpoints_that_are_whole_are_not_trained_anew(cut, tmp_path):
+    """Else the test above says nothing."""
+    folder = copy(cut, tmp_path / "run")
+    _, watcher = part(folder, 200)
+    assert not any(stage.startswith("training") for stage in watcher.stages)
+
+
+def test_a_file_in_place_of_all_checkpoints_is_said(cut, tmp_path):
+    folder = copy(cut, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "checkpoints").write_text("mine")
+    with pytest.raises(InputError, match=r"folder for checkpoints.*Remedy: remove what is in its"):
+        go_on(folder)
+    assert read_run(folder).summary["status"] == "failed"
+
+
+# What must not change
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"seed": 1}, "takes seed = 0 from the record. Found 1. Remedy: leave --seed away"),
+        ({"dtype": "float64"}, "takes dtype = 'float32' from the record"),
+        ({"tolerance": 0.5}, "takes tolerance = 0.2"),
+        ({"keep_half_life": True}, "leave --keep-half-life away"),
+        ({"threads": 2}, "takes threads = 1"),
+        ({"sharding": "fsdp2"}, "takes sharding = 'ddp'"),
+        ({"task": "char-lm"}, "leave TASK away"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings_that_differ_are_refused(cut, given, message):
+    before = (cut / "record.jsonl").read_bytes()
+    with pytest.raises(InputError, match=message):
+        go_on(cut, **given)
+    assert (cut / "record.jsonl").read_bytes() == before
+
+
+def change_header(folder, change):
+    path = folder / "record.jsonl"
+    first, rest = path.read_bytes().split(b"\n", 1)
+    header = loads(first)
+    header.pop("crc")
+    change(header)
+    path.write_bytes(checked_line(header) + rest)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda h: h["task"].update(spec=tiny("other_data")), "sha256 = '0000"),
+        (lambda h: h["task"].update(batch_size=8), "batch_size = 8 as in the record. Found 4"),
+        (lambda h: h["task"].update(parameters=7), "parameters = 7 as in the record"),
+        (lambda h: h["task"].update(optimizer="SGD"), "optimizer = 'SGD'"),
+        (lambda h: h["runtime"].update(world_size=2), "world_size = 2 .*torchrun"),
+    ],
+    ids=["data", "batch size", "model", "optimizer", "processes"],
+)
+def test_what_must_not_change(cut, tmp_path, change, message):
+    folder = copy(cut, tmp_path / "run")
+    change_header(folder, change)
+    before = (folder / "record.jsonl").read_bytes()
+    with pytest.raises(InputError, match=message):
+        go_on(folder)
+    assert (folder / "record.jsonl").read_bytes() == before
+
+
+def test_what_may_change_is_told(cut, tmp_path):
+    folder = copy(cut, tmp_path / "run")
+    change_header(folder, lambda h: h["environment"].update(torch="1.0"))
+    _, watcher = part(folder, 1)
+    assert [line.split(" and is ")[0] for line in watcher.lines] == ["torch was 1.0"]
+
+
+def test_a_record_in_use_is_left_alone(cut, tmp_path):
+    from steadygrad.record import RunWriter
+
+    folder = copy(cut, tmp_path / "run")
+    with RunWriter.resume(folder), pytest.raises(InputError, match="in progress in another"):
+        go_on(folder)
+
+
+def test_a_worker_notices_that_another_run_is_in_the_folder(base, tmp_path):
+    """A cluster's workers outlive a run, and folders are used again."""
+    folder, job = copy(base, tmp_path / "run"), {"event": "point", "point": 0}
+    first = loads(run_job(str(folder), dumps(job)))["event"]
+    shutil.rmtree(folder)
+    begin(folder, seed=1)
+    second = loads(run_job(str(folder), dumps(job)))["event"]
+    assert first["valid_loss"] != second["valid_loss"]
+    header = msgspec.structs.asdict(read_run(folder).header)
+    assert header["settings"].seed == 1
+
+
+def test_a_record_of_another_study_is_refused(base):
+    before = (base / "record.jsonl").read_bytes()
+    with pytest.raises(InputError, match=r"record of `steadygrad inspect`\. Found one of `steadyg"):
+        resume(base, name="inspect", monitor=Watcher())
+    assert (base / "record.jsonl").read_bytes() == before
