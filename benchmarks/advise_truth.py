@@ -1,0 +1,226 @@
+"""``steadygrad advise`` where the truth is known: worlds with closed forms, many seeds.
+
+    python benchmarks/advise_truth.py --save
+
+For each world the whole study is run with every seed: plan, trials, candidates, schedule, words.
+Its claims are compared with the expected losses of ``benchmarks.truth.exact``:
+
+- the interval of the critical batch size at every point covers the truth from that point's weights;
+- a point is unresolved only where the truth says so: its loss falls by less than 3 deviations of a
+  single run;
+- the recommended batch's, and the schedule's, true overhead at the stated length;
+- the verdict on the learning rate: "low" or "high" must be worth a tenth of the samples in truth.
+"""
+
+import argparse
+import json
+import math
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from datetime import date
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.side_by_side import hardware, save
+from benchmarks.truth import exact
+from benchmarks.truth.compiled import CompiledTrainer, header_of, run_study, start_at
+from benchmarks.truth.worlds import WORLDS
+
+from steadygrad.formulas.batch_size import learning_rate
+from steadygrad.studies.advise.explain import explain
+from steadygrad.studies.advise.plan import plan_of_length
+from steadygrad.studies.advise.recommend import Evidence
+
+TOLERANCE = 0.2
+# Falls of so many deviations of one run are resolvable with three repeats.
+RESOLVABLE = 3.0
+REPLICAS, POINT_REPLICAS = 512, 128
+
+
+def study(task: tuple[str, int, int]) -> dict:
+    """Runs one study and compares it with the truth."""
+    name, seed, horizon = task
+    world = WORLDS[name]
+    sizes = world.batch_size, 4 * world.horizon
+    header = header_of(world, seed, plan_of_length(horizon, (3, 3), *sizes, speed=1000.0))
+    journal, states = run_study(header, CompiledTrainer(world, seed))
+    found = Evidence(header, journal)
+    points = [point_row(world, found, states, i) for i in found.criticals]
+    return {
+        "world": name,
+        "seed": seed,
+        "length": found.length,
+        "points": points,
+        "checks": [check_row(world, found, run) for run in found.checked],
+        "batch": found.constant,
+        "overhead": overhead_of(world, found, ((0, found.constant),)) if found.constant else None,
+        "schedule": schedule_row(world, found),
+        "rate": rate_row(world, found),
+        "words": explain(found, "complete"),
+    }
+
+
+def point_row(world, found: Evidence, states, i: int) -> dict:
+    critical, start = found.criticals[i], start_at(states, i)
+    length = found.header.plan.branch_samples[i]
+    row = {"samples": found.header.plan.points[i], "resolved": critical.resolved}
+    if not critical.resolved:
+        fall = exact.fall_over_spread(world, start, length)
+        return row | {"resolvable": bool(fall >= RESOLVABLE), "fall": float(fall)}
+    truth = exact.critical_batch(world, start, length, TOLERANCE, replicas=POINT_REPLICAS)
+    above = truth.value > critical.sizes[-1] and math.isinf(critical.high)
+    # A truth that is itself an average over replicas has an error.
+    slack = math.exp(2 * truth.error) if math.isfinite(truth.error) else math.inf
+    covered = above or critical.low / slack <= truth.value <= critical.high * slack
+    safe = truth.overheads.get(critical.safe)
+    return row | {"covered": bool(covered), "known": critical.known, "truth": truth.value} | {
+        "low": critical.low, "high": critical.high, "safe": critical.safe, "safe_overhead": safe
+    }  # fmt: skip
+
+
+def check_row(world, found: Evidence, run) -> dict:
+    truth = overhead_of(world, found, ((0, run.batch_size),))
+    return {"low": run.low, "high": run.high, "overhead": run.overhead, "truth": truth}
+
+
+def schedule_row(world, found: Evidence) -> dict | None:
+    run = found.schedule_check
+    if run is None or not run.within(TOLERANCE):
+        return None
+    return {"overhead": run.overhead, "truth": overhead_of(world, found, found.schedule)}
+
+
+def overhead_of(world, found: Evidence, stages) -> float:
+    """True overhead of a batch size, or of stages, over the run with the advised warm-up."""
+    return true_overhead(world, tuple(stages), found.length, found.warmup_samples)
+
+
+@cache
+def true_overhead(world, stages, length: int, warmup: int, factor: float = 1.0) -> float:
+    """True overhead of a run from scratch; many seeds ask for the same."""
+    batches, rates, at = [], [], 0
+    borders = [*(start for start, _ in stages[1:]), length]
+    for (_, size), border in zip(stages, borders, strict=True):
+        top = factor * learning_rate(1.0, size, world.batch_size, world.rule)
+        while at + size <= border:
+            part = min(1.0, (at + size / 2) / warmup) if warmup else 1.0
+            rates.append(world.lr * (1 + (top - 1) * part))
+            batches.append(size)
+            at += size
+    return exact.steps_overhead(world, np.array(batches), np.array(rates), length, REPLICAS)
+
+
+def rate_row(world, found: Evidence) -> dict:
+    stages = ((0, world.batch_size),)
+    length = found.header.plan.length
+    truth = {factor: true_overhead(world, stages, length, 0, factor) for factor in (0.5, 2.0)}
+    return {"verdict": found.rate.verdict, "truth": truth}
+
+
+def summed(rows: list[dict]) -> list[str]:
+    """A world's row of the table."""
+    points = [p for row in rows for p in row["points"]]
+    resolved = [p for p in points if p["resolved"]]
+    lost = sum(p.get("resolvable", False) for p in points)
+    checks = [c for row in rows for c in row["checks"]]
+    covered = [c["low"] <= c["truth"] <= c["high"] for c in checks]
+    advised = [row["overhead"] for row in rows if row["overhead"] is not None]
+    schedules = [row["schedule"]["truth"] for row in rows if row["schedule"]]
+    verdicts = [row["rate"]["verdict"] or "-" for row in rows]
+    return [
+        rows[0]["world"],
+        str(len(rows)),
+        share([p["covered"] for p in resolved]),
+        f"{lost} of {len(points)}",
+        share(covered),
+        share([value <= 0.25 for value in advised]),
+        quantiles(advised),
+        share([value <= 0.25 for value in schedules]),
+        " ".join(f"{v} {verdicts.count(v)}" for v in sorted(set(verdicts))),
+        share([judged_right(row["rate"]) for row in rows if row["rate"]["verdict"]]),
+    ]
+
+
+def judged_right(rate: dict) -> bool:
+    """Whether a verdict is not contradicted by the truth."""
+    gains = {float(factor): -value / (1 + value) for factor, value in rate["truth"].items()}
+    if rate["verdict"] == "fits":
+        return max(gains.values()) <= 0.25
+    return gains[2.0 if rate["verdict"] == "low" else 0.5] > 0.0
+
+
+def share(flags: list[bool]) -> str:
+    return f"{sum(flags)}/{len(flags)} ({sum(flags) / len(flags):.0%})" if flags else "-"
+
+
+def quantiles(values: list[float]) -> str:
+    if not values:
+        return "-"
+    low, middle, high = np.quantile(np.minimum(values, 3.0), (0.05, 0.5, 0.95))
+    return f"{middle:+.0%} ({low:+.0%} to {high:+.0%})"
+
+
+HEAD = [
+    "world",
+    "seeds",
+    "interval covers truth at points",
+    "unresolved though resolvable",
+    "check's interval covers truth",
+    "advised batch truly <= 25 %",
+    "its true overhead, 5 % to 95 %",
+    "schedule truly <= 25 %",
+    "learning rate",
+    "verdict right",
+]
+
+
+def page(table: list[list[str]], horizon: int) -> str:
+    """The result as a Markdown page."""
+    rows = ["| " + " | ".join(row) + " |" for row in (HEAD, ["---"] * len(HEAD), *table)]
+    return "\n".join(
+        [
+            "# advise where the truth is known",
+            "",
+            (
+                f"`python benchmarks/advise_truth.py --save`, runs of up to {horizon:,} samples, "
+                f"tolerance {TOLERANCE:.0%}; {hardware()}."
+            ),
+            "",
+            *rows,
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=40)
+    parser.add_argument("--worlds", default=",".join(WORLDS))
+    parser.add_argument("--horizon", type=int, default=32768, help="samples of the longest run")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rows", help="file to append every study's row to, as JSON lines")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results")
+    options = parser.parse_args()
+    names = options.worlds.split(",")
+    tasks = [(name, seed, options.horizon) for name in names for seed in range(options.seeds)]
+    found: dict[str, list[dict]] = {name: [] for name in names}
+    table = []
+    with ProcessPoolExecutor(options.workers) as pool:
+        for row in pool.map(study, tasks):
+            found[row["world"]].append(row)
+            if options.rows:
+                with open(options.rows, "a") as file:
+                    file.write(json.dumps(row) + "\n")
+            if len(found[row["world"]]) == options.seeds:
+                table.append(summed(found[row["world"]]))
+                print(" | ".join(table[-1]), flush=True)
+    if options.save:
+        save("advise-truth", page(table, options.horizon), date.today().isoformat())
+
+
+if __name__ == "__main__":
+    main()

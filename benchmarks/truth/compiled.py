@@ -1,0 +1,181 @@
+"""``advise`` on a world, trained by compiled loops in the place of torch's.
+
+The plan, the trials, their order, the statistics and the words are the study's own; only the
+training steps are others, and these are compared with torch's by a test.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from benchmarks.truth.exact import Start
+from benchmarks.truth.worlds import BETAS, EPS, World
+from numba import njit
+
+from steadygrad.formulas.batch_size import learning_rate
+from steadygrad.record import SCHEMA, Runtime, TaskInfo
+from steadygrad.record.schema.advise import Header, Plan, Settings
+from steadygrad.studies.advise.recommend import Chooser
+from steadygrad.studies.advise.trials import make_trials, run_job
+from steadygrad.studies.journal import Journal
+from steadygrad.studies.order import Order, seed_for
+from steadygrad.studies.study import Workplace
+from steadygrad.studies.trainer import Rate
+
+__all__ = ["CompiledTrainer", "header_of", "run_study", "start_at"]
+
+
+@njit(cache=True)
+def _step(weights, first, second, done, rows, h, multiplicative, adam, lr, betas, eps):
+    """One step on a batch of rows, in place."""
+    count, size = rows.shape[0], len(weights)
+    gradient = np.zeros(size)
+    for i in range(count):
+        factor = 1.0
+        if multiplicative:
+            factor = rows[i, size]
+            for j in range(size):
+                factor += rows[i, j] * weights[j]
+        for j in range(size):
+            gradient[j] += factor * rows[i, j]
+    for j in range(size):
+        gradient[j] = gradient[j] / count + (0.0 if multiplicative else h[j] * weights[j])
+    if not adam:
+        for j in range(size):
+            weights[j] -= lr * gradient[j]
+        return
+    rate, root = lr / (1 - betas[0] ** (done + 1)), np.sqrt(1 - betas[1] ** (done + 1))
+    for j in range(size):
+        first[j] = betas[0] * first[j] + (1 - betas[0]) * gradient[j]
+        second[j] = betas[1] * second[j] + (1 - betas[1]) * gradient[j] ** 2
+        weights[j] -= rate * first[j] / (np.sqrt(second[j]) / root + eps)
+
+
+class CompiledTrainer:
+    """Stands in for ``Trainer`` where ``advise`` trains a world.
+
+    Args:
+        world: The world.
+        seed: The study's seed, and that of the data.
+    """
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world, self.seed = world, seed
+        self._table = world.task(seed).train.batch(slice(None)).double().numpy()
+        self.task = SimpleNamespace(
+            batch_size=world.batch_size,
+            train=range(len(self._table)),
+            valid=range(1),
+            lr=world.lr,
+            lr_rule=world.rule,
+        )
+        self.context = SimpleNamespace(gather=lambda value: [value], on_main=lambda work: work())
+        self.restart()
+
+    def restart(self, repeat: int = 0) -> None:
+        torch.manual_seed(seed_for(self.seed, "init", repeat))
+        self.weights = self.world.task_model().weight.detach().double().numpy()
+        self.first, self.second = np.zeros_like(self.weights), np.zeros_like(self.weights)
+        self.steps = 0
+
+    def seed_everything(self, *names: object) -> None:
+        pass
+
+    def state(self, samples: int) -> Any:
+        kept = {name: getattr(self, name).copy() for name in ("weights", "first", "second")}
+        return SimpleNamespace(**kept, steps=self.steps, samples=samples)
+
+    def load(self, state: Any) -> None:
+        for name in ("weights", "first", "second"):
+            setattr(self, name, getattr(state, name).copy())
+        self.steps = state.steps
+
+    def run(self, order: Order, start: int, stop: int, batch_size: int, *, rate=None, seen=None):
+        rate, world = rate or Rate(), self.world
+        count, offset = (stop - start) // batch_size, (start if seen is None else seen) - start
+        indices = order.take(start, count * batch_size).numpy()
+        top = rate.factor * learning_rate(
+            1.0, rate.batch_size or world.batch_size, world.batch_size, world.rule
+        )
+        kinds = world.kind == "regression", world.optimizer == "adam"
+        for number in range(count):
+            reached = start + number * batch_size
+            middle, factor = reached + offset + batch_size / 2, top
+            if middle < rate.warmup_samples:
+                factor = 1 + (top - 1) * middle / rate.warmup_samples
+            rows = self._table[indices[number * batch_size : (number + 1) * batch_size]]
+            state = self.weights, self.first, self.second, self.steps
+            _step(*state, rows, world.curvatures, *kinds, world.lr * factor, BETAS, EPS)
+            self.steps += 1
+            yield reached + batch_size
+
+    def take_losses(self) -> list[float]:
+        return [0.0]  # training losses enter no advice
+
+    def evaluate(self) -> float:
+        with np.errstate(all="ignore"):
+            loss = float(self.world.loss(self.weights))
+        return loss if loss < 1e30 else float("inf")
+
+
+class _States(dict):
+    def save(self, name: str, state: Any) -> None:
+        self[name] = state
+
+    def load(self, name: str, samples: int) -> Any:
+        return self.get(name)
+
+
+def header_of(world: World, seed: int, plan: Plan) -> Header:
+    """The header that the study would write."""
+    return Header(
+        schema=SCHEMA,
+        study="advise",
+        task=TaskInfo(
+            spec=world.name,
+            name=world.name,
+            sample="sample",
+            batch_size=world.batch_size,
+            lr=world.lr,
+            lr_rule=world.rule,
+            parameters=world.size,
+            train_size=4 * world.horizon,
+            valid_size=1,
+        ),
+        runtime=Runtime(
+            device="cpu",
+            dtype="float64",
+            world_size=1,
+            sharding="none",
+            threads=1,
+            micro_batch_size=1 << 20,
+            workers=1,
+        ),
+        environment={},
+        settings=Settings(task=world.name, seed=seed),
+        plan=plan,
+    )
+
+
+def run_study(header: Header, trainer: Any) -> tuple[Journal, dict[str, Any]]:
+    """Runs all trials but the noise scale's.
+
+    Returns:
+        The results, and the states of training at the points.
+    """
+    journal, states = Journal(), _States()
+    place = Workplace(trainer, states, lambda samples, what: None)  # type: ignore[arg-type]
+    for trial in make_trials(header.plan, 1, Chooser(header)):
+        job = trial.job(journal)
+        if job is not None and job["event"] != "noise":
+            journal.add(run_job(job, header.plan, place))
+    return journal, states
+
+
+def start_at(states: dict[str, Any], point: int) -> Start:
+    """Where training was at a point, for the exact formulas."""
+    state = states[f"point-{point}"]
+    if not state.second.any():
+        return Start(state.weights)
+    return Start(state.weights, state.first, state.second, state.steps)

@@ -1,0 +1,198 @@
+"""The worlds of known truth, against training them."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.truth import exact
+from benchmarks.truth.exact import (
+    Start,
+    critical_batch,
+    expected_curve,
+    from_scratch_overhead,
+    overhead,
+    scratch,
+    start_of,
+)
+from benchmarks.truth.worlds import FAMILIES, WORLDS, train
+
+SMALL = {"size": 6, "horizon": 4 * 1024}
+QUADRATIC = replace(FAMILIES["quadratic"], **SMALL, lr=0.05, noise=1.0)
+REGRESSION = replace(FAMILIES["regression"], **SMALL, lr=0.05, noise=0.5, scale=2.0)
+ADAM = replace(FAMILIES["adam"], **SMALL, lr=0.02)
+ADAM_REGRESSION = replace(FAMILIES["adam-regression"], **SMALL, lr=0.02)
+EDGE = replace(FAMILIES["edge"], **SMALL)
+ALL = [QUADRATIC, REGRESSION, ADAM, ADAM_REGRESSION, EDGE]
+
+
+def rate(world, size):
+    power = 1.0 if world.rule == "linear" else 0.5
+    return world.lr * (size / world.batch_size) ** power
+
+
+def simulated(world, size, steps, replicas):
+    """The replicas' curve, where the closed form is what else there is."""
+    batches = np.full(steps, size, dtype=np.int64)
+    rates = np.full(steps, rate(world, size))
+    return exact._curve(world, scratch(world), batches, rates, replicas, simulate=True)
+
+
+@pytest.mark.parametrize("world", ALL, ids=lambda world: world.name)
+@pytest.mark.parametrize("size", [4, 12])
+def test_training_the_task_has_the_expected_loss(world, size):
+    seeds, steps = 30, 30
+    expected = expected_curve(world, scratch(world), size, rate(world, size), steps, replicas=8000)
+    losses = []
+    for seed in range(seeds):
+        task = world.task(seed)
+        for model, _ in train(task, seed, [size * steps], size, rate(world, size)):
+            losses.append(task.evaluate(model, task.valid))
+    error = math.hypot(np.std(losses) / seeds**0.5, expected.error[-1])
+    # Four standard errors: one such test in 16,000 fails by chance, and the seeds are fixed.
+    assert np.mean(losses) == pytest.approx(expected.loss[-1], abs=4 * error)
+    assert error < 0.2 * (expected.loss[0] - expected.loss[-1])
+
+
+@pytest.mark.parametrize("world", ALL, ids=lambda world: world.name)
+def test_a_samples_mean_loss_is_the_expected_one(world):
+    task = world.task(0)
+    torch.manual_seed(0)
+    model = task.make_model()
+    losses = task.per_sample_loss(model, task.train.batch(torch.arange(len(task.train)))).detach()
+    error = float(losses.std()) / len(losses) ** 0.5
+    assert float(losses.mean()) == pytest.approx(task.evaluate(model, task.valid), abs=4 * error)
+
+
+@pytest.mark.parametrize("world", [QUADRATIC, REGRESSION, EDGE], ids=lambda world: world.name)
+def test_the_closed_form_is_what_replicas_do(world):
+    # Batches of 8 are where a regression's features matter most.
+    closed = expected_curve(world, scratch(world), 8, rate(world, 8), 300)
+    drawn = simulated(world, 8, 300, 4000)
+    # Five, because 300 steps are looked at; float32 adds a little.
+    assert np.all(np.abs(drawn.loss - closed.loss) < 5 * drawn.error + 1e-5 * closed.loss)
+    assert drawn.error[-1] < 0.01 * closed.loss[-1]
+
+
+def test_a_regressions_batches_have_their_exact_covariance():
+    # Two weights, two samples and a large rate: every term of the covariance counts.
+    world = replace(REGRESSION, size=2, noise=0.1, lr=0.25)
+    closed = expected_curve(world, scratch(world), 2, 0.5, 2)
+    batches, rates = np.full(2, 2, dtype=np.int64), np.full(2, 0.5)
+    drawn = exact._curve(world, scratch(world), batches, rates, 200_000, simulate=True)
+    assert np.all(np.abs(drawn.loss - closed.loss)[1:] < 4 * drawn.error[1:])
+    assert drawn.error[-1] < 0.02 * closed.loss[-1]
+
+
+@pytest.mark.parametrize("world", [QUADRATIC, ADAM], ids=lambda world: world.name)
+def test_without_noise_a_replica_is_the_task(world):
+    still = replace(world, noise=1e-12)
+    task = still.task(0)
+    begun, ended = (
+        (start_of(model, optimizer), task.evaluate(model, task.valid))
+        for model, optimizer in train(task, 0, [4 * 20, 4 * 50])
+    )
+    curve = expected_curve(still, begun[0], 4, still.lr, 30, replicas=2)
+    assert curve.loss[0] == pytest.approx(begun[1], rel=1e-6)
+    # float32, over 30 steps.
+    assert curve.loss[-1] == pytest.approx(ended[1], rel=1e-4)
+    assert ended[1] < 0.9 * begun[1]
+
+
+def test_adams_curve_is_reproducible_and_knows_its_error():
+    curves = [expected_curve(ADAM, scratch(ADAM), 4, ADAM.lr, 200, replicas=500) for _ in range(2)]
+    assert np.array_equal(curves[0].loss, curves[1].loss)
+    finer = expected_curve(ADAM, scratch(ADAM), 4, ADAM.lr, 200, replicas=20000)
+    error = np.hypot(curves[0].error, finer.error)
+    assert np.all(np.abs(curves[0].loss - finer.loss)[1:] < 5 * error[1:])
+    assert finer.error[-1] == pytest.approx(curves[0].error[-1] / 40**0.5, rel=0.2)
+
+
+@pytest.mark.parametrize("world", [QUADRATIC, EDGE], ids=lambda world: world.name)
+def test_the_edge_of_stability_is_where_the_rate_times_the_curvature_is_two(world):
+    multiple = 2 / (world.lr * world.curvatures.max())
+    below, above = (round(4 * multiple * part) for part in (0.97, 1.03))
+    start = scratch(world)
+    assert expected_curve(world, start, below, rate(world, below), 3000).loss[-1] < 100
+    assert expected_curve(world, start, above, rate(world, above), 3000).loss[-1] > 1e6
+    # Just past it a short branch still ends at a finite loss, and one that counts as diverged.
+    assert math.isfinite(expected_curve(world, start, above, rate(world, above), 20).loss[-1])
+    assert math.isinf(overhead(world, start, above, 3000 * above))
+
+
+@pytest.mark.parametrize("world", [QUADRATIC, REGRESSION], ids=lambda world: world.name)
+def test_the_critical_batch_is_what_trying_every_size_finds(world):
+    start, length = scratch(world), 1024
+    found = critical_batch(world, start, length)
+    raw = {size: overhead(world, start, size, length) for size in range(4, 257)}
+    best = found.best
+    relative = {size: (1 + extra) / (1 + raw[best]) - 1 for size, extra in raw.items()}
+    first = next(size for size in raw if size > best and relative[size] > 0.2)
+    assert first - 1 <= found.value <= first
+    assert found.overheads[best] == 0
+    assert found.overheads[first] == pytest.approx(relative[first])
+    assert found.error == 0
+
+
+def test_replicas_find_adams_critical_batch_within_their_error():
+    coarse, fine = (
+        critical_batch(ADAM, scratch(ADAM), 2048, replicas=replicas) for replicas in (500, 8000)
+    )
+    assert 4 < fine.value < 200
+    assert abs(math.log(coarse.value / fine.value)) < 4 * math.hypot(coarse.error, fine.error)
+
+
+def test_a_schedule_of_one_size_is_that_size_and_warming_up_costs():
+    n, size = QUADRATIC.horizon, 16
+    alone = from_scratch_overhead(QUADRATIC, size, n)
+    lr = rate(QUADRATIC, size)
+    assert from_scratch_overhead(QUADRATIC, [(0, size, lr)], n) == alone
+    assert from_scratch_overhead(QUADRATIC, [(0, size, lr), (n // 2, size, lr)], n) == alone
+    assert from_scratch_overhead(QUADRATIC, 4, n) == pytest.approx(0, abs=1e-9)
+    assert from_scratch_overhead(QUADRATIC, [(0, 4, 0.0)], n) == math.inf
+
+
+def test_stages_and_warm_up_step_by_step():
+    batches, rates = exact._steps([(0, 2, 1.0), (5, 4, 2.0)], 14, 8)
+    assert batches.tolist() == [2, 2, 2, 4, 4]
+    assert rates.tolist() == [2 / 8, 4 / 8, 6 / 8, 2.0, 2.0]
+
+
+def test_floors_do_not_fall_and_tuned_rates_are_between_the_mistuned():
+    floor, late = WORLDS["floor"], WORLDS["late-floor"]
+    n = floor.horizon
+    for world, part, falls in [(floor, 16, False), (late, 16, True), (late, 1, False)]:
+        curve = expected_curve(world, scratch(world), 4, world.lr, n // 2)
+        end = n // part
+        fall = (curve.at(end) - curve.at(2 * end)) / world.noise**2
+        assert (fall > 1e-3) == falls
+    for name in ("quadratic", "regression"):
+        ends = [
+            expected_curve(world, scratch(world), 4, world.lr, n // 4).loss[-1]
+            for world in (WORLDS[f"{name} x0.33"], WORLDS[name], WORLDS[f"{name} x3"])
+        ]
+        assert ends[1] == min(ends)
+
+
+def test_a_start_has_the_optimizers_averages():
+    task = ADAM.task(0)
+    ((model, optimizer),) = train(task, 0, [40])
+    start = start_of(model, optimizer)
+    assert isinstance(start, Start)
+    assert start.steps == 10
+    assert start.weights.shape == start.first.shape == start.second.shape == (6,)
+    assert start_of(task.make_model(), optimizer).first is None
+
+
+def test_noisy_curves_are_read_by_their_trend():
+    samples = np.arange(4001.0)
+    noise = np.random.default_rng(0).normal(size=4001) * 0.01
+    loss, ones = 2 - samples / 4000 + noise, np.ones(4001)
+    noisy = exact.Curve(samples, loss, 0.01 * ones, ones)
+    # The lowest loss so far is about three deviations, 120 samples, ahead.
+    assert noisy.samples_at(1.5) == pytest.approx(2000, abs=20)
+    exactly = exact.Curve(samples, loss - noise, 0 * ones, 0 * ones)
+    assert exactly.samples_at(1.50003) == pytest.approx(1999.88)
+    assert exactly.samples_at(3.0) == 0
+    assert exactly.samples_at(0.5) == math.inf
