@@ -329,7 +329,7 @@ def test_the_layer_without_a_name_is_called_the_same_everywhere(make_run, painte
 
 def printed(summary):
     """The table as a terminal shows it."""
-    console = Console(width=200, file=io.StringIO())
+    console = Console(width=200, file=io.StringIO(), markup=False)
     console.print(table(summary))
     return console.file.getvalue()
 

@@ -78,8 +78,9 @@ def test_a_worker_that_is_killed_in_mid_trial(base, whole, tmp_path):
 
 def test_a_coordinator_that_is_interrupted_then_killed(base, whole, tmp_path):
     folder = copy(base, tmp_path / "run")
+    planned = recorded(folder)
     with launched(folder, workers=2) as process:
-        wait_for(lambda: recorded(folder) >= 4)
+        wait_for(lambda: recorded(folder) > planned)
         workers = children(process.pid)
         # Ctrl-C reaches the whole group of processes.
         os.killpg(process.pid, signal.SIGINT)
@@ -93,7 +94,7 @@ def test_a_coordinator_that_is_interrupted_then_killed(base, whole, tmp_path):
     assert not (folder / "stop").exists()
     before = recorded(folder)
     with launched(folder, workers=2) as process:
-        wait_for(lambda: recorded(folder) >= before + 4 or process.poll() is not None)
+        wait_for(lambda: recorded(folder) > before)
         workers = children(process.pid)
         assert len(workers) == 2
         process.kill()
