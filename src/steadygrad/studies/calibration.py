@@ -121,6 +121,6 @@ def _speed(trainer: Trainer, *, said: bool = True) -> float:
     if not said:
         return measured
     figure = task.samples_per_second if context.device.type == "cpu" else None
-    # A power of two: a machine a little busier than last time makes the same plan.
-    rounded = float(2.0 ** math.floor(math.log2(measured)))
+    # Rounded down to steps of 2**0.5: a machine a little busier than last time makes the same plan.
+    rounded = float(2.0 ** (math.floor(2 * math.log2(measured)) / 2))
     return rounded if figure is None or measured < figure else figure
