@@ -240,7 +240,7 @@ def _metavar(name: str, kind: Any) -> str | None:
 
 
 def _refused(command: str, settings: Any, name: str, value: Any) -> InputError:
-    """The error about a value that is not what its setting must be."""
+    """The error about a value of the wrong type or out of bounds."""
     kind, meta = _hint(settings, name)
     low, high = getattr(meta, "ge", None), getattr(meta, "le", None)
     if get_origin(kind) is Literal:

@@ -1,4 +1,4 @@
-"""How far a study is, and how long it still takes: for a person at a terminal, and for a log."""
+"""Progress of a study and the time left: for a person at a terminal, and for a log."""
 
 import math
 import time

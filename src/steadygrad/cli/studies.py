@@ -21,7 +21,7 @@ __all__ = ["run"]
 
 
 def run(name: str, words: Sequence[str], began: float) -> int:
-    """Runs, or goes on with, a study; writes its page and prints what it found.
+    """Runs or resumes a study, writes its page and prints its findings.
 
     Args:
         name: Name of the study.

@@ -51,7 +51,7 @@ class PresentRatio(NamedTuple):
 
 
 def short_memory(top: Tensor, bottom: Tensor, there: Tensor) -> Tensor:
-    r"""How many successive measurements are worth one, whatever the ratio does meanwhile.
+    r"""Number of successive measurements worth one independent one, also while the ratio drifts.
 
     .. math:: \tau = \frac{1 + \rho}{1 - \rho}, \qquad \rho = \frac{D_2}{D_1} - 1
 

@@ -111,7 +111,7 @@ class BatchSizeSchedule:
 
     @classmethod
     def from_json(cls, text: str) -> "BatchSizeSchedule":
-        """Reads what :meth:`to_json` wrote."""
+        """Reads the text of :meth:`to_json`."""
         try:
             return cls(json.loads(text))
         except json.JSONDecodeError as error:

@@ -57,7 +57,7 @@ class End(Event, frozen=True, tag="end"):
 
 
 class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of what a study trains.
+    """Description of the task that a study trains.
 
     Attributes:
         spec: The text that names the task: a built-in name or ``path/file.py:make_task``.
@@ -90,7 +90,7 @@ class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Runtime(msgspec.Struct, frozen=True, kw_only=True):
-    """How trials are run, as far as their numbers depend on it.
+    """Conditions of the trials on which their numbers depend.
 
     Attributes:
         device: ``"cpu"``, ``"cuda"`` or ``"mps"``.

@@ -187,7 +187,7 @@ def _typed(folder: Path, number: int, entry: Any, kind: Any) -> Any:
 
 
 def _value_at(entry: Any, place: str) -> Any:
-    """What lies at a path such as ``plan.points[0]``."""
+    """The value at a path such as ``plan.points[0]``."""
     for part in re.findall(r"[^.\[\]]+", place):
         try:
             entry = entry[int(part) if isinstance(entry, list) else part]

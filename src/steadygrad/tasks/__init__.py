@@ -5,8 +5,8 @@ from steadygrad.tasks.loading import batches
 from steadygrad.tasks.losses import check_losses, evaluating, mean_loss
 from steadygrad.tasks.memory import is_out_of_memory
 from steadygrad.tasks.registry import BUILT_IN, TaskFactoryError, load_task
-from steadygrad.tasks.samples import Samples, TensorSamples, place, to_device
-from steadygrad.tasks.task import Task, describe
+from steadygrad.tasks.samples import Samples, TensorSamples, to_device
+from steadygrad.tasks.task import Task
 
 __all__ = [
     "BUILT_IN",
@@ -17,12 +17,10 @@ __all__ = [
     "TensorSamples",
     "batches",
     "check_losses",
-    "describe",
     "evaluating",
     "guarded",
     "is_out_of_memory",
     "load_task",
     "mean_loss",
-    "place",
     "to_device",
 ]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from steadygrad._checks import InputError
 
-__all__ = ["Samples", "TensorSamples", "place", "to_device"]
+__all__ = ["Samples", "TensorSamples", "to_device"]
 
 
 @runtime_checkable
@@ -103,9 +103,6 @@ def to_device(batch: Any, model: nn.Module) -> Any:
     """
     like = next(model.parameters(), None)
     return batch if like is None else _to_device(batch, like)
-
-
-place = to_device
 
 
 def _to_device(nest: Any, like: Tensor) -> Any:

@@ -12,7 +12,7 @@ from steadygrad._checks import InputError, check_choice, check_count, check_numb
 from steadygrad.formulas.batch_size import PLAIN_LR_RULES
 from steadygrad.tasks.samples import Samples
 
-__all__ = ["Task", "describe"]
+__all__ = ["Task"]
 
 OPTIMIZER_TAKES = ("parameters", "named_parameters", "model")
 LR_DECAYS = ("none", "linear", "cosine")
@@ -161,28 +161,6 @@ class Task:
             return rise
         progress = min(1.0, (samples_seen - warmup) / (total - warmup)) if total > warmup else 1.0
         return 1 - progress if self.lr_decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
-
-
-def describe(task: Task, model: nn.Module) -> dict[str, Any]:
-    """Describes a task for the header of a run's record.
-
-    Args:
-        task: The task.
-        model: A model that ``task.make_model`` made.
-
-    Returns:
-        ``name``, ``sample``, ``parameters`` (trainable numbers in the model, shared ones counted
-        once), ``train_size`` and ``valid_size`` (samples), ``provenance``: plain JSON values.
-    """
-    trainable = (p.numel() for p in model.parameters() if p.requires_grad)
-    return {
-        "name": task.name,
-        "sample": task.sample,
-        "parameters": sum(trainable),
-        "train_size": len(task.train),
-        "valid_size": len(task.valid),
-        "provenance": dict(task.provenance),
-    }
 
 
 def _check_text(name: str, value: Any) -> None:

@@ -1,5 +1,6 @@
 """The header says what a study ran on."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -64,3 +65,13 @@ def test_ranks_keep_the_threads_that_their_launcher_gave_them(monkeypatch):
     for workers, threads in ((1, 8), (2, 4)):
         found = calibrate(SimpleNamespace(workers=workers, threads=0, budget=1e3), trainer, 0)
         assert (found.workers, torch.get_num_threads()) == (workers, threads)
+
+
+def test_parameters_are_those_that_train_each_counted_once():
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)), torch.nn.Linear(8, 1))
+    model[1].weight = model[0].weight
+    model[2].bias.requires_grad = False
+    task = replace(make_task(), make_model=lambda: model)
+    trainer = Trainer(task, seed=0, dtype="float32", context=DistributedContext(Deadline()))
+    # One shared 8 x 8 weight, two biases of 8, one weight of 8; the frozen bias is left out.
+    assert describe_task(trainer, "spec").parameters == 64 + 8 + 8 + 8

@@ -8,7 +8,7 @@ from torch import nn
 
 import steadygrad
 from steadygrad._checks import InputError
-from steadygrad.tasks import Task, TensorSamples, describe
+from steadygrad.tasks import Task, TensorSamples
 from tests.unit.tasks.tiny import TASK
 
 
@@ -66,21 +66,6 @@ def test_a_bad_field_is_refused_by_name(field, value, found):
 
 def test_the_batch_may_be_all_of_the_data():
     assert replace(TASK, batch_size=10).batch_size == 10
-
-
-def test_describe_counts_what_trains_once():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
-    model[1].weight = model[0].weight
-    model[2].bias.requires_grad = False
-    # One shared 3 x 3 weight, two biases of 3, one 2 x 3 weight; the frozen bias is left out.
-    assert describe(replace(TASK, provenance={"corpus": "ones"}), model) == {
-        "name": "tiny",
-        "sample": "row",
-        "parameters": 9 + 3 + 3 + 6,
-        "train_size": 10,
-        "valid_size": 4,
-        "provenance": {"corpus": "ones"},
-    }
 
 
 def test_the_optimizer_factory_gets_what_it_asks_for():

@@ -35,8 +35,6 @@ END_FRACTIONS = (0.96, 0.98, 1.0)
 # Training losses of a segment of the main trajectory that are recorded, each an average.
 TRAINING_MARKS = 32
 
-Decide = Callable[..., Job | None]
-
 
 class Decisions:
     """Choices that depend on results; the planner, which only counts, makes none."""

@@ -8,6 +8,7 @@ from steadygrad.record import dumps, read_run, strip_times
 from steadygrad.record.schema.inspect import Part, Settings
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.run import resume, start
+from tests.unit.studies.framework import Watcher
 
 STUDIES = Path(__file__).parent.parent
 
@@ -15,33 +16,6 @@ STUDIES = Path(__file__).parent.parent
 def spec(factory):
     """How the command line names a factory in ``fp16_task.py``."""
     return f"{STUDIES / 'fp16_task.py'}:{factory}"
-
-
-def tiny(factory="make_task"):
-    """How the command line names a factory in ``tiny_task.py``."""
-    return f"{STUDIES / 'tiny_task.py'}:{factory}"
-
-
-class Watcher:
-    """A monitor that remembers; ``call`` is called when ``at`` samples are done."""
-
-    def __init__(self, at=None, call=None):
-        self.total = self.done = 0
-        self.lines, self.stages, self.points = [], [], {}
-        self._at, self._call = at, call
-
-    def begin(self, total, done, points):
-        self.total, self.done, self.points = total, done, points
-
-    def advance(self, samples, what):
-        before, self.done = self.done, self.done + samples
-        if what and what not in self.stages:
-            self.stages.append(what)
-        if self._at is not None and before < self._at <= self.done:
-            self._call()
-
-    def say(self, line):
-        self.lines.append(line)
 
 
 def look(folder, task, *, steps=16, at=None, monitor=None, workers=1, **settings):

@@ -10,7 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from steadygrad.record import dumps, read_run
-from tests.unit.studies.inspect.runs import go_on, lines, look, parts_of, spec, tiny
+from tests.unit.studies.framework import tiny
+from tests.unit.studies.inspect.runs import go_on, lines, look, parts_of, spec
 
 ROOT = Path(__file__).parents[4]
 
@@ -90,7 +91,8 @@ def test_what_two_workers_began_one_ends(whole, tmp_path):
 
 KILLED = """
 from pathlib import Path
-from tests.unit.studies.inspect.runs import look, tiny
+from tests.unit.studies.framework import tiny
+from tests.unit.studies.inspect.runs import look
 look(Path({folder!r}), tiny("slow"))
 """
 

@@ -12,7 +12,8 @@ from steadygrad.studies.inspect.diagnosis import Proposal, propose
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.order import main_order, seed_for
 from steadygrad.tasks import load_task
-from tests.unit.studies.inspect.runs import look, parts_of, spec, tiny
+from tests.unit.studies.framework import tiny
+from tests.unit.studies.inspect.runs import look, parts_of, spec
 
 
 @pytest.mark.slow
