@@ -1,9 +1,9 @@
 """Which layers float16 hurts, and which scales prevent it: arithmetic on recorded counts."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +11,7 @@ from steadygrad.formulas.exponents import NONFINITE_BIN, limits
 from steadygrad.record.schema.inspect import AFTER, BEFORE, KINDS, PARTS, PHASES, SEARCH, Part
 from steadygrad.studies.inspect.histogram import add_up, float16_shares, lost_at
 
-__all__ = ["Diagnosis", "Proposal", "diagnose", "in_order", "layers_of", "propose", "shares_of"]
+__all__ = ["Diagnosis", "Proposal", "by_phase", "diagnose", "layers_of", "propose", "shares_of"]
 
 # A layer underflows if more than this share of its gradients is zero or subnormal by the scale.
 UNDERFLOW = 0.1
@@ -31,7 +31,9 @@ WORTH = 4
 # Exponents of all proposed scales lie within plus and minus this.
 MOST = 100
 
-Shares = Mapping[str, Mapping[str, Mapping[str, float] | None]]
+# A layer and a kind.
+Place = tuple[str, str]
+Shares = Mapping[Place, Mapping[str, float]]
 """By layer and kind: see :func:`float16_shares`."""
 
 
@@ -46,10 +48,6 @@ class Proposal:
 
     loss_scale: float
     layer_scales: Mapping[str, float]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {"loss_scale": self.loss_scale, "layer_scales": dict(self.layer_scales)}
 
 
 @dataclass(frozen=True)
@@ -70,12 +68,12 @@ class Diagnosis:
             each layer, too: they may underflow inside the layer.
     """
 
-    underflowing: Mapping[str, float] = field(default_factory=dict)
-    limiting: Mapping[str, int] = field(default_factory=dict)
-    regressed: Mapping[str, float] = field(default_factory=dict)
-    nonfinite_at_any_scale: Mapping[str, int] = field(default_factory=dict)
-    overflowed_after: Mapping[str, int] = field(default_factory=dict)
-    internal_underflow: Mapping[str, float] = field(default_factory=dict)
+    underflowing: Mapping[str, float]
+    limiting: Mapping[str, int]
+    regressed: Mapping[str, float]
+    nonfinite_at_any_scale: Mapping[str, int]
+    overflowed_after: Mapping[str, int]
+    internal_underflow: Mapping[str, float]
 
     @property
     def fault(self) -> bool:
@@ -83,156 +81,29 @@ class Diagnosis:
         return bool(self.underflowing or self.nonfinite_at_any_scale)
 
 
-def in_order(parts: Iterable[Part]) -> list[Part]:
-    """The parts in the order of training, phase by phase."""
-    return sorted(parts, key=lambda part: (PHASES.index(part.phase), part.part))
-
-
-def _of(parts: Sequence[Part], phase: str, settled: bool = False) -> list[Part]:
-    first = PARTS // 2 if settled else 0
-    return [part for part in parts if part.phase == phase and part.part >= first]
-
-
-def layers_of(parts: Sequence[Part]) -> list[str]:
-    """All layers with a gradient, in the order of the model, the loss first."""
-    seen = {name for part in parts for kind in KINDS for name in getattr(part, kind)}
-    return [name for name in (parts[0].scales if parts else ()) if name in seen]
-
-
-def shares_of(parts: Sequence[Part], phase: str) -> Shares:
-    """What became of each layer's gradients in float16 in the second half of a phase."""
-    settled = _of(parts, phase, settled=True)
-    return {
-        name: {
-            kind: float16_shares(
-                add_up(getattr(part, kind)[name] for part in settled if name in getattr(part, kind))
-            )
-            for kind in KINDS
-        }
-        for name in layers_of(settled)
-    }
-
-
-def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for each in counts:
-        for name, count in each.items():
-            found[name] = found.get(name, 0) + count
-    return found
-
-
-def _overflows(parts: Sequence[Part]) -> dict[str, int]:
-    """Steps in which a layer overflowed that a smaller scale would have prevented."""
-    nonfinite = _sum(part.at_any_scale for part in parts)
-    overflows = _sum(part.overflows for part in parts)
-    left = {name: count - nonfinite.get(name, 0) for name, count in overflows.items()}
-    return {name: count for name, count in left.items() if count > 0}
-
-
-def _excess(
-    parts: Sequence[Part], phase: str, than: str
-) -> Iterator[tuple[str, str, float, float]]:
-    """How much more of the gradients is zero or subnormal in one phase than in another.
-
-    Yields:
-        Layer, kind, the share of all values, and the share of those not zero in the other phase.
-    """
-    held, other = shares_of(parts, phase), shares_of(parts, than)
-    for name in held:
-        for kind in KINDS:
-            mine, others = held[name][kind], other.get(name, {}).get(kind)
-            if mine is not None and others is not None:
-                lost = _lost(mine) - _lost(others)
-                yield name, kind, lost, lost / max(LEAST_SHARE, 1.0 - others["zero"])
-
-
-def _large(shares: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """The largest share of each layer, where it counts as underflow."""
-    found: dict[str, float] = {}
-    for name, share in shares:
-        if share > UNDERFLOW:
-            found[name] = max(share, found.get(name, 0.0))
-    return found
-
-
-def _lost(held: Mapping[str, float]) -> float:
-    return held["zero"] + held["subnormal"]
-
-
-def _settled(parts: Sequence[Part]) -> float:
-    """Base-2 logarithm of the one loss scale at the end of the first phase."""
-    before = _of(parts, BEFORE)
-    return before[-1].scales[""] if before else 0.0
-
-
-def _lost_under(parts: Sequence[Part], log2_scale: float) -> dict[tuple[str, str], float]:
-    """What one loss scale takes of the gradients that scales for each layer keep.
-
-    Returns:
-        For each layer and kind the share of values other than zero that become zero or subnormal.
-    """
-    settled = _of(parts, SEARCH, settled=True)
-    found: dict[tuple[str, str], float] = {}
-    for name in layers_of(settled):
-        for kind in KINDS:
-            own = [part for part in settled if name in part.plain[kind]]
-            plain = add_up(part.plain[kind][name] for part in own)
-            # Subnormal with a scale of its own as well: the exponents are spread that widely.
-            held = lost_at(add_up(getattr(part, kind)[name] for part in own), 0.0)
-            there = max(1.0, plain[1:NONFINITE_BIN].sum().item())
-            found[name, kind] = (lost_at(plain, log2_scale) - held) / there
-    return found
-
-
-def _underflowing(parts: Sequence[Part]) -> dict[str, float]:
-    """Share of each layer's gradients that underflows by the one scale, where it is large.
-
-    The larger of two rates. The first is the increase in zero and subnormal values over all
-    values. In a layer whose gradients are mostly exact zeros that is small, so the second is the
-    increase over the nonzero values, but no more than float16 must lose of the measured exponents
-    at that scale: more zeros may also come from convergence.
-    """
-    predicted = _lost_under(parts, _settled(parts))
-    return _large(
-        (name, max(lost, min(relative, predicted.get((name, kind), 0.0))))
-        for name, kind, lost, relative in _excess(parts, BEFORE, SEARCH)
-    )
-
-
-def diagnose(parts: Sequence[Part]) -> Diagnosis:
+def diagnose(parts: Iterable[Part]) -> Diagnosis:
     """Says what float16 does to each layer.
 
     Args:
-        parts: In order; of an unfinished phase, those that are there.
+        parts: In any order; of an unfinished phase, those that are there.
     """
-    underflowing, before, after = _underflowing(parts), _of(parts, BEFORE), _of(parts, AFTER)
-    limit = _settled(parts) + NEAR
+    phases = by_phase(parts)
+    before, after = phases[BEFORE], phases[AFTER]
+    underflowing, limit = _underflowing(before, phases[SEARCH]), _settled_scale(before) + NEAR
     near = {name for part in before for name, at in part.overflowed_at.items() if at <= limit}
+    limiting = {name: count for name, count in _overflows(before).items() if name in near}
     return Diagnosis(
         underflowing=underflowing,
         # If nothing underflows, these only brought the scale down from its start, as they should.
-        limiting={name: count for name, count in _overflows(before).items() if name in near}
-        if underflowing
-        else {},
-        regressed=_large((name, lost) for name, _, lost, _ in _excess(parts, AFTER, BEFORE)),
+        limiting=limiting if underflowing else {},
+        regressed=_large(_excess(shares_of(after), shares_of(before))),
         nonfinite_at_any_scale={
             **_sum(part.at_any_scale for part in after),
             **_sum(part.at_any_scale for part in before),
         },
         overflowed_after=_overflows(after),
-        internal_underflow=_internal_underflow(parts),
+        internal_underflow=_internal_underflow(shares_of(phases[SEARCH])),
     )
-
-
-def _internal_underflow(parts: Sequence[Part]) -> dict[str, float]:
-    found = {}
-    for name, held in shares_of(parts, SEARCH).items():
-        weights, activations = held["weights"], held["activations"]
-        if name and weights is not None and activations is not None:
-            lost = _lost(weights)
-            if lost > WEIGHTS_LOST and _lost(activations) < BOUNDARY_LOST:
-                found[name] = lost
-    return found
 
 
 def propose(parts: Iterable[Part]) -> Proposal:
@@ -246,14 +117,15 @@ def propose(parts: Iterable[Part]) -> Proposal:
         a larger one if that prevents the underflow. Otherwise a loss scale for the layers that do
         not underflow, and scales of their own for layers with more room above it, or less.
     """
-    parts = in_order(part for part in parts if part.phase != AFTER)
-    underflowing, room, settled = _underflowing(parts), _room(parts), _settled(parts)
-    spare = HEADROOM - LOSS_HEADROOM
+    phases = by_phase(parts)
+    before, search = phases[BEFORE], phases[SEARCH]
+    underflowing, room = _underflowing(before, search), _room(before + search)
+    settled, spare = _settled_scale(before), HEADROOM - LOSS_HEADROOM
     one = _bounded(min(room.values(), default=0) + spare)
     if not underflowing:
         # It is larger only where a layer's gradients were never seen to be finite.
         return Proposal(2.0 ** min(one, _bounded(math.floor(settled))), {})
-    if one > settled and _is_enough(parts, underflowing, one):
+    if one > settled and _is_enough(before, search, underflowing, one):
         return Proposal(2.0**one, {})
     # The rest of the model cannot have a scale of its own.
     wide = [log2 for name, log2 in room.items() if not name or name not in underflowing]
@@ -263,25 +135,137 @@ def propose(parts: Iterable[Part]) -> Proposal:
     return Proposal(2.0**loss, {name: 2.0 ** _bounded(log2) for name, log2 in own.items()})
 
 
-def _is_enough(parts: Sequence[Part], underflowing: Mapping[str, float], one: int) -> bool:
+def by_phase(parts: Iterable[Part]) -> dict[str, list[Part]]:
+    """The parts of each phase, in the order of training."""
+    ordered = sorted(parts, key=lambda part: part.part)
+    return {phase: [part for part in ordered if part.phase == phase] for phase in PHASES}
+
+
+def layers_of(parts: Sequence[Part]) -> list[str]:
+    """All layers with a gradient, in the order of the model, the loss first."""
+    seen = {name for part in parts for kind in KINDS for name in getattr(part, kind)}
+    return [name for name in (parts[0].scales if parts else ()) if name in seen]
+
+
+def shares_of(phase: Sequence[Part]) -> Shares:
+    """What became of each layer's gradients in float16 in the second half of a phase."""
+    settled = _second_half(phase)
+    found = {}
+    for name in layers_of(settled):
+        for kind in KINDS:
+            own = [layers[name] for part in settled if name in (layers := getattr(part, kind))]
+            if own:
+                found[name, kind] = float16_shares(add_up(own))
+    return found
+
+
+def _second_half(phase: Sequence[Part]) -> list[Part]:
+    return [part for part in phase if part.part >= PARTS // 2]
+
+
+def _settled_scale(before: Sequence[Part]) -> float:
+    """Base-2 logarithm of the one loss scale at the end of the first phase."""
+    return before[-1].scales[""] if before else 0.0
+
+
+def _sum(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    return sum(map(Counter, counts), Counter())
+
+
+def _overflows(phase: Sequence[Part]) -> Mapping[str, int]:
+    """Steps in which a layer overflowed that a smaller scale would have prevented."""
+    return _sum(part.overflows for part in phase) - _sum(part.at_any_scale for part in phase)
+
+
+def _lost(shares: Shares) -> dict[Place, float]:
+    """Shares that are zero or subnormal."""
+    return {place: held["zero"] + held["subnormal"] for place, held in shares.items()}
+
+
+def _excess(shares: Shares, other: Shares) -> dict[Place, float]:
+    """How much more of the gradients is zero or subnormal in one phase than in another."""
+    lost, less = _lost(shares), _lost(other)
+    return {place: share - less[place] for place, share in lost.items() if place in less}
+
+
+def _large(shares: Mapping[Place, float]) -> dict[str, float]:
+    """The largest share of each layer, where it counts as underflow."""
+    found: dict[str, float] = {}
+    for (name, _), share in shares.items():
+        if share > UNDERFLOW:
+            found[name] = max(share, found.get(name, 0.0))
+    return found
+
+
+def _underflowing(before: Sequence[Part], search: Sequence[Part]) -> dict[str, float]:
+    """Share of each layer's gradients that underflows by the one scale, where it is large.
+
+    The larger of two rates. The first is the increase in zero and subnormal values over all
+    values. In a layer whose gradients are mostly exact zeros that is small, so the second is the
+    increase over the nonzero values, but no more than float16 must lose of the measured exponents
+    at that scale: more zeros may also come from convergence.
+    """
+    own = shares_of(search)
+    shares = _excess(shares_of(before), own)
+    predicted = _lost_under(search, _settled_scale(before))
+    for place, lost in shares.items():
+        relative = lost / max(LEAST_SHARE, 1.0 - own[place]["zero"])
+        shares[place] = max(lost, min(relative, predicted.get(place, 0.0)))
+    return _large(shares)
+
+
+def _lost_under(search: Sequence[Part], log2_scale: float) -> dict[Place, float]:
+    """What one loss scale takes of the gradients that scales for each layer keep.
+
+    Returns:
+        For each layer and kind the share of values other than zero that become zero or subnormal.
+    """
+    settled = _second_half(search)
+    found: dict[Place, float] = {}
+    for name in layers_of(settled):
+        for kind in KINDS:
+            own = [part for part in settled if name in part.plain[kind]]
+            plain = add_up(part.plain[kind][name] for part in own)
+            # Subnormal with a scale of its own as well: the exponents are spread that widely.
+            held = lost_at(add_up(getattr(part, kind)[name] for part in own), 0.0)
+            there = max(1.0, plain[1:NONFINITE_BIN].sum().item())
+            found[name, kind] = (lost_at(plain, log2_scale) - held) / there
+    return found
+
+
+def _internal_underflow(shares: Shares) -> dict[str, float]:
+    lost = _lost(shares)
+    return {
+        name: share
+        for (name, kind), share in lost.items()
+        if name
+        and kind == "weights"
+        and share > WEIGHTS_LOST
+        # What comes to the layer is there.
+        and lost.get((name, "activations"), 1.0) < BOUNDARY_LOST
+    }
+
+
+def _is_enough(
+    before: Sequence[Part], search: Sequence[Part], underflowing: Mapping[str, float], one: int
+) -> bool:
     """Whether one larger scale is known to prevent the underflow."""
-    now = _large((name, share) for (name, _), share in _lost_under(parts, _settled(parts)).items())
-    overflowed = [at for part in _of(parts, BEFORE) for at in part.overflowed_at.values()]
+    predicted = _large(_lost_under(search, _settled_scale(before)))
     return (
-        all(at > one for at in overflowed)
-        and all(name in now for name in underflowing)
-        and max(_lost_under(parts, one).values()) <= UNDERFLOW
+        all(at > one for part in before for at in part.overflowed_at.values())
+        and predicted.keys() >= underflowing.keys()
+        and max(_lost_under(search, one).values()) <= UNDERFLOW
     )
 
 
 def _room(parts: Sequence[Part]) -> dict[str, int]:
     """Base-2 logarithm of the largest scale that leaves each layer its headroom."""
-    _, _, over = limits(torch.float16)
     largest: dict[str, float] = {}
     for part in parts:
-        for kind in KINDS:
-            for name, exponent in part.largest[kind].items():
-                largest[name] = max(largest.get(name, -math.inf), exponent)
+        for layers in part.largest.values():
+            for name, exponent in layers.items():
+                largest[name] = max(exponent, largest.get(name, exponent))
+    _, _, over = limits(torch.float16)
     finite = {name: exponent for name, exponent in largest.items() if math.isfinite(exponent)}
     return {name: int(over - 1 - HEADROOM - exponent) for name, exponent in finite.items()}
 
