@@ -82,11 +82,7 @@ class Diagnosis:
 
 
 def diagnose(parts: Iterable[Part]) -> Diagnosis:
-    """Says what float16 does to each layer.
-
-    Args:
-        parts: In any order; of an unfinished phase, those that are there.
-    """
+    """Says what float16 does to each layer; parts come in any order, and some may be missing."""
     phases = by_phase(parts)
     before, after = phases[BEFORE], phases[AFTER]
     underflowing, limit = _underflowing(before, phases[SEARCH]), _settled_scale(before) + NEAR
@@ -97,10 +93,7 @@ def diagnose(parts: Iterable[Part]) -> Diagnosis:
         # If nothing underflows, these only brought the scale down from its start, as they should.
         limiting=limiting if underflowing else {},
         regressed=_large(_excess(shares_of(after), shares_of(before))),
-        nonfinite_at_any_scale={
-            **_sum(part.at_any_scale for part in after),
-            **_sum(part.at_any_scale for part in before),
-        },
+        nonfinite_at_any_scale={**_total(after, "at_any_scale"), **_total(before, "at_any_scale")},
         overflowed_after=_overflows(after),
         internal_underflow=_internal_underflow(shares_of(phases[SEARCH])),
     )
@@ -109,13 +102,12 @@ def diagnose(parts: Iterable[Part]) -> Diagnosis:
 def propose(parts: Iterable[Part]) -> Proposal:
     """Scales that leave headroom above the largest gradient seen in each layer.
 
+    One scale if that is enough: no larger than the one that settled if nothing underflows, and a
+    larger one if that prevents the underflow. Otherwise a loss scale for the layers that do not
+    underflow, and scales of their own for layers with more room above it, or less.
+
     Args:
         parts: All of the first two phases, in any order; others are ignored.
-
-    Returns:
-        One scale if that is enough: no larger than the one that settled if nothing underflows, and
-        a larger one if that prevents the underflow. Otherwise a loss scale for the layers that do
-        not underflow, and scales of their own for layers with more room above it, or less.
     """
     phases = by_phase(parts)
     before, search = phases[BEFORE], phases[SEARCH]
@@ -149,7 +141,7 @@ def layers_of(parts: Sequence[Part]) -> list[str]:
 
 def shares_of(phase: Sequence[Part]) -> Shares:
     """What became of each layer's gradients in float16 in the second half of a phase."""
-    settled = _second_half(phase)
+    settled = phase[PARTS // 2 :]
     found = {}
     for name in layers_of(settled):
         for kind in KINDS:
@@ -159,22 +151,18 @@ def shares_of(phase: Sequence[Part]) -> Shares:
     return found
 
 
-def _second_half(phase: Sequence[Part]) -> list[Part]:
-    return [part for part in phase if part.part >= PARTS // 2]
-
-
 def _settled_scale(before: Sequence[Part]) -> float:
     """Base-2 logarithm of the one loss scale at the end of the first phase."""
     return before[-1].scales[""] if before else 0.0
 
 
-def _sum(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
-    return sum(map(Counter, counts), Counter())
+def _total(phase: Sequence[Part], field: str) -> Counter[str]:
+    return sum((Counter(getattr(part, field)) for part in phase), Counter())
 
 
 def _overflows(phase: Sequence[Part]) -> Mapping[str, int]:
     """Steps in which a layer overflowed that a smaller scale would have prevented."""
-    return _sum(part.overflows for part in phase) - _sum(part.at_any_scale for part in phase)
+    return _total(phase, "overflows") - _total(phase, "at_any_scale")
 
 
 def _lost(shares: Shares) -> dict[Place, float]:
@@ -215,12 +203,8 @@ def _underflowing(before: Sequence[Part], search: Sequence[Part]) -> dict[str, f
 
 
 def _lost_under(search: Sequence[Part], log2_scale: float) -> dict[Place, float]:
-    """What one loss scale takes of the gradients that scales for each layer keep.
-
-    Returns:
-        For each layer and kind the share of values other than zero that become zero or subnormal.
-    """
-    settled = _second_half(search)
+    """Share of the values other than zero that one loss scale takes, and a layer's own keeps."""
+    settled = search[PARTS // 2 :]
     found: dict[Place, float] = {}
     for name in layers_of(settled):
         for kind in KINDS:
@@ -234,16 +218,12 @@ def _lost_under(search: Sequence[Part], log2_scale: float) -> dict[Place, float]
 
 
 def _internal_underflow(shares: Shares) -> dict[str, float]:
-    lost = _lost(shares)
-    return {
-        name: share
-        for (name, kind), share in lost.items()
-        if name
-        and kind == "weights"
-        and share > WEIGHTS_LOST
-        # What comes to the layer is there.
-        and lost.get((name, "activations"), 1.0) < BOUNDARY_LOST
-    }
+    lost, found = _lost(shares), {}
+    for (name, kind), share in lost.items():
+        arrives = lost.get((name, "activations"), 1.0) < BOUNDARY_LOST
+        if name and kind == "weights" and share > WEIGHTS_LOST and arrives:
+            found[name] = share
+    return found
 
 
 def _is_enough(

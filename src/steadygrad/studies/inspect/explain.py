@@ -22,14 +22,7 @@ def explain(
     diagnosis: Diagnosis,
     proposal: Proposal | None,
 ) -> list[str]:
-    """The findings, the most important first, then what to do.
-
-    Args:
-        status: How the study ended.
-        phases: Rows of the summary, by the phase's name.
-        diagnosis: What float16 does to each layer.
-        proposal: The scales to take; None before they are known.
-    """
+    """The findings, the most important first, then what to do; phases are rows of the summary."""
     said = [ENDINGS[status]] if status in ENDINGS else []
     if proposal is None:
         go_on = "" if status in ("failed", "complete") else " --resume goes on with the study."
@@ -38,6 +31,7 @@ def explain(
     # Whether the remedy is one loss scale that starts higher.
     one_scale = not (proposal.layer_scales or diagnosis.limiting)
     larger = one_scale and proposal.loss_scale > before["loss_scale"]
+    scale = f"2^{math.log2(before['loss_scale']):.0f}"
     said += [
         f"In {layer_title(name)}, gradients were not finite in {_steps(count)} whatever the "
         "scale. Look for the cause in its backward pass, or train it in bfloat16 or float32. "
@@ -46,9 +40,11 @@ def explain(
         for name, count in diagnosis.nonfinite_at_any_scale.items()
     ]
     if diagnosis.underflowing:
-        said += _underflow(_power(before["loss_scale"]), diagnosis, proposal, larger)
+        said += _underflow(scale, diagnosis, proposal, larger)
     elif not diagnosis.fault:
-        said.append(_enough(before, diagnosis))
+        where = "at the boundaries of" if diagnosis.internal_underflow else "for"
+        way = f" after {_steps(before['skipped'])} with an overflow" if before["skipped"] else ""
+        said.append(f"One loss scale is enough {where} every layer. It settled at {scale}{way}.")
     said += _elsewhere(diagnosis)
     first, last = before.get("valid_loss"), after.get("valid_loss")
     if first is not None and last is not None:
@@ -57,13 +53,6 @@ def explain(
             f"{last:.4g} with the proposed scales."
         )
     return said + _remedy(diagnosis, proposal, larger)
-
-
-def _enough(before: Mapping[str, Any], diagnosis: Diagnosis) -> str:
-    where = "at the boundaries of" if diagnosis.internal_underflow else "for"
-    way = f" after {_steps(before['skipped'])} with an overflow" if before["skipped"] else ""
-    settled = f"It settled at {_power(before['loss_scale'])}{way}."
-    return f"One loss scale is enough {where} every layer. {settled}"
 
 
 def _underflow(scale: str, diagnosis: Diagnosis, proposal: Proposal, larger: bool) -> Iterable[str]:
@@ -134,10 +123,6 @@ def _list(parts: Iterable[str]) -> str:
 
 def _steps(count: int) -> str:
     return f"{count} step" if count == 1 else f"{count} steps"
-
-
-def _power(scale: float) -> str:
-    return f"2^{math.log2(scale):.0f}"
 
 
 def _python(scale: float) -> str:

@@ -6,13 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad.formulas.exponents import (
-    BINS,
-    LOWEST,
-    NONFINITE_BIN,
-    largest_exponents,
-    shares,
-)
+from steadygrad.formulas.exponents import BINS, LOWEST, NONFINITE_BIN, largest_exponents, shares
 from steadygrad.record.schema.inspect import KINDS, Histogram
 from steadygrad.scale import MeasuredExponents
 
@@ -46,13 +40,7 @@ class ExponentHistograms:
         culprits: Collection[str],
         nonfinite: Collection[str] = (),
     ) -> None:
-        """Counts a step.
-
-        Args:
-            measured: Exponents of the step's gradients.
-            culprits: Layers in which a gradient was not finite.
-            nonfinite: Those of them in which it is not finite at any scale.
-        """
+        """Counts a step with its culprits, and those of them that are not finite at any scale."""
         counts = torch.stack([measured.activations, measured.weights]).cpu()
         scales = measured.scales.cpu().log2()
         for name in culprits:
@@ -128,14 +116,7 @@ def add_up(histograms: Iterable[Histogram]) -> Tensor:
 
 
 def float16_shares(histogram: Tensor) -> dict[str, float]:
-    """What became of scaled values in float16, as shares of all values.
-
-    Args:
-        histogram: With shape ``(BINS)``.
-
-    Returns:
-        ``zero`` (those that were flushed to zero included), ``subnormal`` and ``overflow``.
-    """
+    """What became of scaled values in float16, as shares of all; the flushed ones are zero."""
     found = shares(histogram[None], 0.0)
     return {
         "zero": (found.zero + found.flushed).item(),

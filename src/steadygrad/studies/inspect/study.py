@@ -22,7 +22,7 @@ from steadygrad.scale.layers import parts_of
 from steadygrad.studies.inspect.diagnosis import by_phase, diagnose, layers_of, propose, shares_of
 from steadygrad.studies.inspect.explain import code, explain
 from steadygrad.studies.inspect.scalers import given_scales
-from steadygrad.studies.inspect.trials import TITLES, make_trials, run_job
+from steadygrad.studies.inspect.trials import TITLES, Runner, make_trials
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.study import Job, Study, Trial, Workplace
 from steadygrad.studies.trainer import Scaling, Trainer
@@ -61,7 +61,8 @@ class Inspect(Study):
 
     def run(self, job: Job, place: Workplace) -> Event:
         """Runs one trial."""
-        return run_job(job, self.plan, place)
+        runner = Runner(job, self.plan, place)
+        return runner.part(job["part"]) if job["event"] == "part" else runner.evaluate()
 
     def milestones(self) -> Mapping[str, Key]:
         """The evaluations with one loss scale and with the proposed scales."""

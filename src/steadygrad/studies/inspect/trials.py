@@ -7,11 +7,13 @@ the proposed scales needs both: the proposal is arithmetic on what they recorded
 
 import math
 import sys
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
-from steadygrad.record import Event, Key
+from steadygrad.record import Key
 from steadygrad.record.schema.inspect import AFTER, BEFORE, PARTS, PHASES, SEARCH, Part, Phase, Plan
 from steadygrad.studies.checkpoint import State
 from steadygrad.studies.inspect import scalers
@@ -22,18 +24,13 @@ from steadygrad.studies.journal import Journal
 from steadygrad.studies.order import main_order
 from steadygrad.studies.study import Job, Trial, Workplace
 
-__all__ = ["TITLES", "make_trials", "run_job"]
+__all__ = ["TITLES", "Runner", "make_trials"]
 
 TITLES = {BEFORE: "one loss scale", SEARCH: "finding scales", AFTER: "the proposed scales"}
 
 
 def make_trials(plan: Plan, valid_size: int) -> list[Trial]:
-    """All trials of a plan, in the order in which they are recorded.
-
-    Args:
-        plan: The plan.
-        valid_size: Samples in one evaluation.
-    """
+    """All trials, in the order in which they are recorded; one evaluates ``valid_size`` samples."""
     found: list[Trial] = []
     measured = tuple(("part", phase, part) for phase in (BEFORE, SEARCH) for part in range(PARTS))
     for phase in PHASES:
@@ -64,22 +61,18 @@ def _evaluation_cost(valid_size: int) -> int:
 
 def _job(key: Key, journal: Journal) -> Job:
     """The job; one that tries the proposed scales carries them."""
-    job = dict(zip(("event", "phase", "part"), key, strict=False))
-    return job if job["phase"] != AFTER else job | vars(propose(journal.select(Part)))
+    job: dict[str, Any] = dict(zip(("event", "phase", "part"), key, strict=False))
+    if job["phase"] == AFTER:
+        job["proposal"] = vars(propose(journal.select(Part)))
+    return job
 
 
-def run_job(job: Job, plan: Plan, place: Workplace) -> Event:
-    """Runs one trial; see :meth:`steadygrad.studies.study.Study.run`."""
-    runner = _Runner(job, plan, place)
-    return runner.part(job["part"]) if job["event"] == "part" else runner.evaluate()
-
-
-class _Runner:
+class Runner:
     """Runs trials of one phase, with the scales of its job."""
 
     def __init__(self, job: Job, plan: Plan, place: Workplace) -> None:
         self.phase, self.plan, self.place, self.trainer = job["phase"], plan, place, place.trainer
-        self.proposal = {name: job[name] for name in ("loss_scale", "layer_scales") if name in job}
+        self.proposal: Mapping[str, Any] = job.get("proposal", {})
 
     def part(self, part: int) -> Part:
         """Trains over a part of the phase, and keeps the state after it."""
@@ -113,11 +106,8 @@ class _Runner:
     def _enter(self, parts: int) -> None:
         """Puts the trainer into the state after so many parts of the phase."""
         state = self._state(parts - 1) if parts else None
-        self.trainer.scaling = (
-            scalers.searched_scales
-            if self.phase == SEARCH
-            else partial(scalers.given_scales, **self.proposal)
-        )
+        given = partial(scalers.given_scales, **self.proposal)
+        self.trainer.scaling = scalers.searched_scales if self.phase == SEARCH else given
         if "torch._dynamo" in sys.modules:
             # A new scaler has new hooks: a compiled model would be compiled once more each time,
             # until the compiler's limit is reached.

@@ -171,7 +171,7 @@ def test_the_last_training_is_told_the_scales_in_its_jobs(whole):
     assert vars(propose(known)) == {k: proposal[k] for k in ("loss_scale", "layer_scales")}
     for trial in Inspect(run.header).trials():
         job = trial.job(journal)
-        scales = {} if trial.key[1] != "after" else vars(propose(known))
+        scales = {} if trial.key[1] != "after" else {"proposal": vars(propose(known))}
         fields = ("event", "phase", "part") if trial.key[0] == "part" else ("event", "phase")
         assert job == dict(zip(fields, trial.key, strict=True)) | scales
 
