@@ -15,8 +15,6 @@ __all__ = ["Diagnosis", "Proposal", "by_phase", "diagnose", "layers_of", "propos
 
 # A layer underflows if more than this share of its gradients is zero or subnormal by the scale.
 UNDERFLOW = 0.1
-# So that nothing is divided by zero.
-LEAST_SHARE = 1e-12
 # Binades kept free between the largest gradient seen and overflow: gradients may grow.
 HEADROOM = 4
 # The same for the loss scale, whose layers have less room.
@@ -31,10 +29,10 @@ WORTH = 4
 # Exponents of all proposed scales lie within plus and minus this.
 MOST = 100
 
-# A layer and a kind.
 Place = tuple[str, str]
+"""A layer and a kind."""
 Shares = Mapping[Place, Mapping[str, float]]
-"""By layer and kind: see :func:`float16_shares`."""
+"""See :func:`float16_shares`."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +50,15 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What float16 does to each layer, by the layer's name.
+    """What float16 does to each layer, by its name; what becomes zero or subnormal is lost.
 
     Attributes:
-        underflowing: Share of the gradients that become zero or subnormal with one loss scale and
-            not with a scale for each layer; see :func:`_underflowing`.
-        limiting: Steps with an overflow, of the layers that keep the one loss scale too low for
-            those that underflow.
-        regressed: Share of the gradients that become zero or subnormal with the proposed scales
-            and not with one loss scale.
+        underflowing: Share of the gradients lost with one loss scale, and not with one a layer.
+        limiting: Steps with an overflow, of layers that keep the loss scale too low for these.
+        regressed: Share of the gradients lost with the proposed scales, and not with one.
         nonfinite_at_any_scale: Steps of one training with gradients that no scale makes finite.
-        overflowed_after: Steps with an overflow that a smaller scale than the proposed one
-            prevents.
-        internal_underflow: Share of the weight gradients that is zero or subnormal with scales for
-            each layer, too: they may underflow inside the layer.
+        overflowed_after: Steps with an overflow that a smaller scale than proposed prevents.
+        internal_underflow: Share of the weight gradients lost at any scale, perhaps inside.
     """
 
     underflowing: Mapping[str, float]
@@ -117,7 +110,13 @@ def propose(parts: Iterable[Part]) -> Proposal:
     if not underflowing:
         # It is larger only where a layer's gradients were never seen to be finite.
         return Proposal(2.0 ** min(one, _bounded(math.floor(settled))), {})
-    if one > settled and _is_enough(before, search, underflowing, one):
+    prevents = (
+        one > settled
+        and all(at > one for part in before for at in part.overflowed_at.values())
+        and _large(_lost_under(search, settled)).keys() >= underflowing.keys()
+        and not _large(_lost_under(search, one))
+    )
+    if prevents:
         return Proposal(2.0**one, {})
     # The rest of the model cannot have a scale of its own.
     wide = [log2 for name, log2 in room.items() if not name or name not in underflowing]
@@ -197,7 +196,7 @@ def _underflowing(before: Sequence[Part], search: Sequence[Part]) -> dict[str, f
     shares = _excess(shares_of(before), own)
     predicted = _lost_under(search, _settled_scale(before))
     for place, lost in shares.items():
-        relative = lost / max(LEAST_SHARE, 1.0 - own[place]["zero"])
+        relative = lost / max(1e-12, 1.0 - own[place]["zero"])
         shares[place] = max(lost, min(relative, predicted.get(place, 0.0)))
     return _large(shares)
 
@@ -224,18 +223,6 @@ def _internal_underflow(shares: Shares) -> dict[str, float]:
         if name and kind == "weights" and share > WEIGHTS_LOST and arrives:
             found[name] = share
     return found
-
-
-def _is_enough(
-    before: Sequence[Part], search: Sequence[Part], underflowing: Mapping[str, float], one: int
-) -> bool:
-    """Whether one larger scale is known to prevent the underflow."""
-    predicted = _large(_lost_under(search, _settled_scale(before)))
-    return (
-        all(at > one for part in before for at in part.overflowed_at.values())
-        and predicted.keys() >= underflowing.keys()
-        and max(_lost_under(search, one).values()) <= UNDERFLOW
-    )
 
 
 def _room(parts: Sequence[Part]) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Histograms of exponents, from the steps of training into a record and back."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,10 +35,7 @@ class ExponentHistograms:
         self._skipped = 0
 
     def add(
-        self,
-        measured: MeasuredExponents,
-        culprits: Collection[str],
-        nonfinite: Collection[str] = (),
+        self, measured: MeasuredExponents, culprits: Sequence[str], nonfinite: Sequence[str] = ()
     ) -> None:
         """Counts a step with its culprits, and those of them that are not finite at any scale."""
         counts = torch.stack([measured.activations, measured.weights]).cpu()
@@ -62,29 +59,24 @@ class ExponentHistograms:
 
     def fields(self) -> dict[str, Any]:
         """The fields of a :class:`Part`; layers without any value of a kind are left out."""
-        largest: dict[str, dict[str, float]] = {}
-        counts, plain = self._by_name(self._counts), self._by_name(self._unscaled)
-        for kind, exponents in zip(KINDS, self._largest.tolist(), strict=True):
-            pairs = zip(self._names, exponents, strict=True)
-            largest[kind] = {name: exponent for name, exponent in pairs if name in counts[kind]}
-        return {
+        found: dict[str, Any] = {
             "skipped": self._skipped,
             "overflows": {name: n for name, n in self._overflows.items() if n},
             "at_any_scale": {name: n for name, n in self._nonfinite.items() if n},
             "overflowed_at": self._overflowed_at,
-            **counts,
-            "plain": plain,
-            "largest": largest,
+            "largest": {},
+            "plain": {},
         }
+        for i, kind in enumerate(KINDS):
+            largest = dict(zip(self._names, self._largest[i].tolist(), strict=True))
+            found[kind] = self._by_name(self._counts[i])
+            found["plain"][kind] = self._by_name(self._unscaled[i])
+            found["largest"][kind] = {name: largest[name] for name in found[kind]}
+        return found
 
-    def _by_name(self, counts: Tensor) -> dict[str, dict[str, Histogram]]:
-        """Recorded histograms by kind and layer."""
-        return {
-            kind: {
-                n: _histogram(row) for n, row in zip(self._names, rows, strict=True) if row.any()
-            }
-            for kind, rows in zip(KINDS, counts, strict=True)
-        }
+    def _by_name(self, counts: Tensor) -> dict[str, Histogram]:
+        rows = zip(self._names, counts, strict=True)
+        return {name: _histogram(row) for name, row in rows if row.any()}
 
 
 def _moved(counts: Tensor, log2_scales: Tensor) -> Tensor:

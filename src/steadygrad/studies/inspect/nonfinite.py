@@ -41,13 +41,10 @@ def nonfinite_at_any_scale(
 ) -> list[str]:
     """Layers whose gradients in a step are not finite whatever the scale.
 
-    Forward and backward pass are repeated with a loss scale of 2**-60 and no layer scales. Weights,
-    buffers, scales and random numbers are afterwards as they were.
-
-    Args:
-        trainer: After the skipped step.
-        indices: Sample numbers of the step's whole batch, shape ``(n,)``.
-        restore_rng: Brings back the random numbers that the step began with.
+    Forward and backward pass of the step that was just skipped are repeated with a loss scale of
+    2**-60 and no layer scales, on the whole batch's sample numbers of shape ``(n,)`` and with the
+    random numbers that ``restore_rng`` brings back. Weights, buffers, scales and random numbers
+    are afterwards as they were.
     """
     scaler, restore_now = trainer.scaler, rng_state(trainer)
     state = scaler.state_dict()

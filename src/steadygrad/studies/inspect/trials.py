@@ -98,9 +98,10 @@ class Runner:
     def evaluate(self) -> Phase:
         """Evaluates the model at the end of the phase."""
         self._enter(PARTS)
-        self.trainer.context.on_main(lambda: self._drop(self.phase, PARTS - 2))
-        loss = self.trainer.evaluate()
-        self.place.advance(_evaluation_cost(len(self.trainer.task.valid)), "")
+        trainer, checkpoints = self.trainer, self.place.checkpoints
+        trainer.context.on_main(lambda: checkpoints.drop(f"{self.phase}-{PARTS - 2}"))
+        loss = trainer.evaluate()
+        self.place.advance(_evaluation_cost(len(trainer.task.valid)), "")
         return Phase(phase=self.phase, valid_loss=loss)
 
     def _enter(self, parts: int) -> None:
@@ -131,13 +132,9 @@ class Runner:
         """Keeps a state, and drops those that no trial needs any more."""
         self.place.checkpoints.save(f"{self.phase}-{part}", state)
         # The one before is needed once more if this part is killed before it is recorded.
-        self._drop(self.phase, part - 2)
-        if self.phase == AFTER:
-            self._drop(SEARCH, *range(PARTS))
-
-    def _drop(self, phase: str, *parts: int) -> None:
-        for part in parts:
-            self.place.checkpoints.drop(f"{phase}-{part}")
+        self.place.checkpoints.drop(f"{self.phase}-{part - 2}")
+        for searched in range(PARTS) if self.phase == AFTER else ():
+            self.place.checkpoints.drop(f"{SEARCH}-{searched}")
 
     def _train(self, first: int, last: int) -> ExponentHistograms:
         """Trains over some steps, counts them, and moves the scales by the rule of the phase."""
