@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 from steadygrad.record import read_run
-from tests.unit.studies.inspect.runs import lines, parts_of
+from tests.unit.studies.framework import lines
+from tests.unit.studies.inspect.runs import parts_of
 
 ROOT = Path(__file__).parents[2]
 STUDY = """
 import sys
 from pathlib import Path
 import torch
-from tests.unit.studies.inspect.runs import go_on, look, spec
+from tests.unit.studies.framework import go_on
+from tests.unit.studies.inspect.runs import look, spec
 torch.set_num_threads(1)
 folder, factory, at = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 if at == "resume":

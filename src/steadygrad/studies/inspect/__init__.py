@@ -1,9 +1,8 @@
 """Where float16 gradients underflow or overflow, layer by layer, and which scales prevent it.
 
-The parts, each by itself: ``trials`` (the pieces of work, and how each is run), ``scalers`` (how
-gradients are scaled in each phase), ``nonfinite`` (whether a smaller scale would have helped),
-``histogram`` (counts of exponents), ``diagnosis`` (which layers are hurt, and which scales to
-take: arithmetic on the counts), ``summary`` and ``explain`` (words).
+``trials`` are the pieces of work, ``scalers`` scale the gradients of each phase, and ``nonfinite``
+says whether a smaller scale would have helped. ``histogram`` counts exponents, ``diagnosis`` is
+arithmetic on the counts (which layers are hurt, which scales to take), ``explain`` its words.
 """
 
 from steadygrad.studies.inspect.study import Inspect

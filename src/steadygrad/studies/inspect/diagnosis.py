@@ -1,9 +1,9 @@
 """Which layers float16 hurts, and which scales prevent it: arithmetic on recorded counts."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,12 +11,10 @@ from steadygrad.formulas.exponents import NONFINITE_BIN, limits
 from steadygrad.record.schema.inspect import AFTER, BEFORE, KINDS, PARTS, PHASES, SEARCH, Part
 from steadygrad.studies.inspect.histogram import add_up, float16_shares, lost_at
 
-__all__ = ["Diagnosis", "Proposal", "diagnose", "in_order", "layers_of", "propose", "shares_of"]
+__all__ = ["Diagnosis", "Proposal", "by_phase", "diagnose", "layers_of", "propose", "shares_of"]
 
 # A layer underflows if more than this share of its gradients is zero or subnormal by the scale.
 UNDERFLOW = 0.1
-# So that nothing is divided by zero.
-LEAST_SHARE = 1e-12
 # Binades kept free between the largest gradient seen and overflow: gradients may grow.
 HEADROOM = 4
 # The same for the loss scale, whose layers have less room.
@@ -31,8 +29,10 @@ WORTH = 4
 # Exponents of all proposed scales lie within plus and minus this.
 MOST = 100
 
-Shares = Mapping[str, Mapping[str, Mapping[str, float] | None]]
-"""By layer and kind: see :func:`float16_shares`."""
+Place = tuple[str, str]
+"""A layer and a kind."""
+Shares = Mapping[Place, Mapping[str, float]]
+"""See :func:`float16_shares`."""
 
 
 @dataclass(frozen=True)
@@ -47,35 +47,26 @@ class Proposal:
     loss_scale: float
     layer_scales: Mapping[str, float]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {"loss_scale": self.loss_scale, "layer_scales": dict(self.layer_scales)}
-
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What float16 does to each layer, by the layer's name.
+    """What float16 does to each layer, by its name; what becomes zero or subnormal is lost.
 
     Attributes:
-        underflowing: Share of the gradients that become zero or subnormal with one loss scale and
-            not with a scale for each layer; see :func:`_underflowing`.
-        limiting: Steps with an overflow, of the layers that keep the one loss scale too low for
-            those that underflow.
-        regressed: Share of the gradients that become zero or subnormal with the proposed scales
-            and not with one loss scale.
+        underflowing: Share of the gradients lost with one loss scale, and not with one a layer.
+        limiting: Steps with an overflow, of layers that keep the loss scale too low for these.
+        regressed: Share of the gradients lost with the proposed scales, and not with one.
         nonfinite_at_any_scale: Steps of one training with gradients that no scale makes finite.
-        overflowed_after: Steps with an overflow that a smaller scale than the proposed one
-            prevents.
-        internal_underflow: Share of the weight gradients that is zero or subnormal with scales for
-            each layer, too: they may underflow inside the layer.
+        overflowed_after: Steps with an overflow that a smaller scale than proposed prevents.
+        internal_underflow: Share of the weight gradients lost at any scale, perhaps inside.
     """
 
-    underflowing: Mapping[str, float] = field(default_factory=dict)
-    limiting: Mapping[str, int] = field(default_factory=dict)
-    regressed: Mapping[str, float] = field(default_factory=dict)
-    nonfinite_at_any_scale: Mapping[str, int] = field(default_factory=dict)
-    overflowed_after: Mapping[str, int] = field(default_factory=dict)
-    internal_underflow: Mapping[str, float] = field(default_factory=dict)
+    underflowing: Mapping[str, float]
+    limiting: Mapping[str, int]
+    regressed: Mapping[str, float]
+    nonfinite_at_any_scale: Mapping[str, int]
+    overflowed_after: Mapping[str, int]
+    internal_underflow: Mapping[str, float]
 
     @property
     def fault(self) -> bool:
@@ -83,14 +74,62 @@ class Diagnosis:
         return bool(self.underflowing or self.nonfinite_at_any_scale)
 
 
-def in_order(parts: Iterable[Part]) -> list[Part]:
-    """The parts in the order of training, phase by phase."""
-    return sorted(parts, key=lambda part: (PHASES.index(part.phase), part.part))
+def diagnose(parts: Iterable[Part]) -> Diagnosis:
+    """Says what float16 does to each layer; parts come in any order, and some may be missing."""
+    phases = by_phase(parts)
+    before, after = phases[BEFORE], phases[AFTER]
+    underflowing, limit = _underflowing(before, phases[SEARCH]), _settled_scale(before) + NEAR
+    near = {name for part in before for name, at in part.overflowed_at.items() if at <= limit}
+    limiting = {name: count for name, count in _overflows(before).items() if name in near}
+    return Diagnosis(
+        underflowing=underflowing,
+        # If nothing underflows, these only brought the scale down from its start, as they should.
+        limiting=limiting if underflowing else {},
+        regressed=_large(_excess(shares_of(after), shares_of(before))),
+        nonfinite_at_any_scale={**_total(after, "at_any_scale"), **_total(before, "at_any_scale")},
+        overflowed_after=_overflows(after),
+        internal_underflow=_internal_underflow(shares_of(phases[SEARCH])),
+    )
 
 
-def _of(parts: Sequence[Part], phase: str, settled: bool = False) -> list[Part]:
-    first = PARTS // 2 if settled else 0
-    return [part for part in parts if part.phase == phase and part.part >= first]
+def propose(parts: Iterable[Part]) -> Proposal:
+    """Scales that leave headroom above the largest gradient seen in each layer.
+
+    One scale if that is enough: no larger than the one that settled if nothing underflows, and a
+    larger one if that prevents the underflow. Otherwise a loss scale for the layers that do not
+    underflow, and scales of their own for layers with more room above it, or less.
+
+    Args:
+        parts: All of the first two phases, in any order; others are ignored.
+    """
+    phases = by_phase(parts)
+    before, search = phases[BEFORE], phases[SEARCH]
+    underflowing, room = _underflowing(before, search), _room(before + search)
+    settled, spare = _settled_scale(before), HEADROOM - LOSS_HEADROOM
+    one = _bounded(min(room.values(), default=0) + spare)
+    if not underflowing:
+        # It is larger only where a layer's gradients were never seen to be finite.
+        return Proposal(2.0 ** min(one, _bounded(math.floor(settled))), {})
+    prevents = (
+        one > settled
+        and all(at > one for part in before for at in part.overflowed_at.values())
+        and _large(_lost_under(search, settled)).keys() >= underflowing.keys()
+        and not _large(_lost_under(search, one))
+    )
+    if prevents:
+        return Proposal(2.0**one, {})
+    # The rest of the model cannot have a scale of its own.
+    wide = [log2 for name, log2 in room.items() if not name or name not in underflowing]
+    loss = _bounded(min(wide or room.values(), default=0) + spare)
+    own = {name: log2 - loss for name, log2 in room.items() if name}
+    own = {name: log2 for name, log2 in own.items() if log2 >= WORTH or log2 < -spare}
+    return Proposal(2.0**loss, {name: 2.0 ** _bounded(log2) for name, log2 in own.items()})
+
+
+def by_phase(parts: Iterable[Part]) -> dict[str, list[Part]]:
+    """The parts of each phase, in the order of training."""
+    ordered = sorted(parts, key=lambda part: part.part)
+    return {phase: [part for part in ordered if part.phase == phase] for phase in PHASES}
 
 
 def layers_of(parts: Sequence[Part]) -> list[str]:
@@ -99,80 +138,73 @@ def layers_of(parts: Sequence[Part]) -> list[str]:
     return [name for name in (parts[0].scales if parts else ()) if name in seen]
 
 
-def shares_of(parts: Sequence[Part], phase: str) -> Shares:
+def shares_of(phase: Sequence[Part]) -> Shares:
     """What became of each layer's gradients in float16 in the second half of a phase."""
-    settled = _of(parts, phase, settled=True)
-    return {
-        name: {
-            kind: float16_shares(
-                add_up(getattr(part, kind)[name] for part in settled if name in getattr(part, kind))
-            )
-            for kind in KINDS
-        }
-        for name in layers_of(settled)
-    }
-
-
-def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for each in counts:
-        for name, count in each.items():
-            found[name] = found.get(name, 0) + count
+    settled = phase[PARTS // 2 :]
+    found = {}
+    for name in layers_of(settled):
+        for kind in KINDS:
+            own = [layers[name] for part in settled if name in (layers := getattr(part, kind))]
+            if own:
+                found[name, kind] = float16_shares(add_up(own))
     return found
 
 
-def _overflows(parts: Sequence[Part]) -> dict[str, int]:
+def _settled_scale(before: Sequence[Part]) -> float:
+    """Base-2 logarithm of the one loss scale at the end of the first phase."""
+    return before[-1].scales[""] if before else 0.0
+
+
+def _total(phase: Sequence[Part], field: str) -> Counter[str]:
+    return sum((Counter(getattr(part, field)) for part in phase), Counter())
+
+
+def _overflows(phase: Sequence[Part]) -> Mapping[str, int]:
     """Steps in which a layer overflowed that a smaller scale would have prevented."""
-    nonfinite = _sum(part.at_any_scale for part in parts)
-    overflows = _sum(part.overflows for part in parts)
-    left = {name: count - nonfinite.get(name, 0) for name, count in overflows.items()}
-    return {name: count for name, count in left.items() if count > 0}
+    return _total(phase, "overflows") - _total(phase, "at_any_scale")
 
 
-def _excess(
-    parts: Sequence[Part], phase: str, than: str
-) -> Iterator[tuple[str, str, float, float]]:
-    """How much more of the gradients is zero or subnormal in one phase than in another.
-
-    Yields:
-        Layer, kind, the share of all values, and the share of those not zero in the other phase.
-    """
-    held, other = shares_of(parts, phase), shares_of(parts, than)
-    for name in held:
-        for kind in KINDS:
-            mine, others = held[name][kind], other.get(name, {}).get(kind)
-            if mine is not None and others is not None:
-                lost = _lost(mine) - _lost(others)
-                yield name, kind, lost, lost / max(LEAST_SHARE, 1.0 - others["zero"])
+def _lost(shares: Shares) -> dict[Place, float]:
+    """Shares that are zero or subnormal."""
+    return {place: held["zero"] + held["subnormal"] for place, held in shares.items()}
 
 
-def _large(shares: Iterable[tuple[str, float]]) -> dict[str, float]:
+def _excess(shares: Shares, other: Shares) -> dict[Place, float]:
+    """How much more of the gradients is zero or subnormal in one phase than in another."""
+    lost, less = _lost(shares), _lost(other)
+    return {place: share - less[place] for place, share in lost.items() if place in less}
+
+
+def _large(shares: Mapping[Place, float]) -> dict[str, float]:
     """The largest share of each layer, where it counts as underflow."""
     found: dict[str, float] = {}
-    for name, share in shares:
+    for (name, _), share in shares.items():
         if share > UNDERFLOW:
             found[name] = max(share, found.get(name, 0.0))
     return found
 
 
-def _lost(held: Mapping[str, float]) -> float:
-    return held["zero"] + held["subnormal"]
+def _underflowing(before: Sequence[Part], search: Sequence[Part]) -> dict[str, float]:
+    """Share of each layer's gradients that underflows by the one scale, where it is large.
 
-
-def _settled(parts: Sequence[Part]) -> float:
-    """Base-2 logarithm of the one loss scale at the end of the first phase."""
-    before = _of(parts, BEFORE)
-    return before[-1].scales[""] if before else 0.0
-
-
-def _lost_under(parts: Sequence[Part], log2_scale: float) -> dict[tuple[str, str], float]:
-    """What one loss scale takes of the gradients that scales for each layer keep.
-
-    Returns:
-        For each layer and kind the share of values other than zero that become zero or subnormal.
+    The larger of two rates. The first is the increase in zero and subnormal values over all
+    values. In a layer whose gradients are mostly exact zeros that is small, so the second is the
+    increase over the nonzero values, but no more than float16 must lose of the measured exponents
+    at that scale: more zeros may also come from convergence.
     """
-    settled = _of(parts, SEARCH, settled=True)
-    found: dict[tuple[str, str], float] = {}
+    own = shares_of(search)
+    shares = _excess(shares_of(before), own)
+    predicted = _lost_under(search, _settled_scale(before))
+    for place, lost in shares.items():
+        relative = lost / max(1e-12, 1.0 - own[place]["zero"])
+        shares[place] = max(lost, min(relative, predicted.get(place, 0.0)))
+    return _large(shares)
+
+
+def _lost_under(search: Sequence[Part], log2_scale: float) -> dict[Place, float]:
+    """Share of the values other than zero that one loss scale takes, and a layer's own keeps."""
+    settled = search[PARTS // 2 :]
+    found: dict[Place, float] = {}
     for name in layers_of(settled):
         for kind in KINDS:
             own = [part for part in settled if name in part.plain[kind]]
@@ -184,104 +216,23 @@ def _lost_under(parts: Sequence[Part], log2_scale: float) -> dict[tuple[str, str
     return found
 
 
-def _underflowing(parts: Sequence[Part]) -> dict[str, float]:
-    """Share of each layer's gradients that underflows by the one scale, where it is large.
-
-    The larger of two rates. The first is the increase in zero and subnormal values over all
-    values. In a layer whose gradients are mostly exact zeros that is small, so the second is the
-    increase over the nonzero values, but no more than float16 must lose of the measured exponents
-    at that scale: more zeros may also come from convergence.
-    """
-    predicted = _lost_under(parts, _settled(parts))
-    return _large(
-        (name, max(lost, min(relative, predicted.get((name, kind), 0.0))))
-        for name, kind, lost, relative in _excess(parts, BEFORE, SEARCH)
-    )
-
-
-def diagnose(parts: Sequence[Part]) -> Diagnosis:
-    """Says what float16 does to each layer.
-
-    Args:
-        parts: In order; of an unfinished phase, those that are there.
-    """
-    underflowing, before, after = _underflowing(parts), _of(parts, BEFORE), _of(parts, AFTER)
-    limit = _settled(parts) + NEAR
-    near = {name for part in before for name, at in part.overflowed_at.items() if at <= limit}
-    return Diagnosis(
-        underflowing=underflowing,
-        # If nothing underflows, these only brought the scale down from its start, as they should.
-        limiting={name: count for name, count in _overflows(before).items() if name in near}
-        if underflowing
-        else {},
-        regressed=_large((name, lost) for name, _, lost, _ in _excess(parts, AFTER, BEFORE)),
-        nonfinite_at_any_scale={
-            **_sum(part.at_any_scale for part in after),
-            **_sum(part.at_any_scale for part in before),
-        },
-        overflowed_after=_overflows(after),
-        internal_underflow=_internal_underflow(parts),
-    )
-
-
-def _internal_underflow(parts: Sequence[Part]) -> dict[str, float]:
-    found = {}
-    for name, held in shares_of(parts, SEARCH).items():
-        weights, activations = held["weights"], held["activations"]
-        if name and weights is not None and activations is not None:
-            lost = _lost(weights)
-            if lost > WEIGHTS_LOST and _lost(activations) < BOUNDARY_LOST:
-                found[name] = lost
+def _internal_underflow(shares: Shares) -> dict[str, float]:
+    lost, found = _lost(shares), {}
+    for (name, kind), share in lost.items():
+        arrives = lost.get((name, "activations"), 1.0) < BOUNDARY_LOST
+        if name and kind == "weights" and share > WEIGHTS_LOST and arrives:
+            found[name] = share
     return found
-
-
-def propose(parts: Iterable[Part]) -> Proposal:
-    """Scales that leave headroom above the largest gradient seen in each layer.
-
-    Args:
-        parts: All of the first two phases, in any order; others are ignored.
-
-    Returns:
-        One scale if that is enough: no larger than the one that settled if nothing underflows, and
-        a larger one if that prevents the underflow. Otherwise a loss scale for the layers that do
-        not underflow, and scales of their own for layers with more room above it, or less.
-    """
-    parts = in_order(part for part in parts if part.phase != AFTER)
-    underflowing, room, settled = _underflowing(parts), _room(parts), _settled(parts)
-    spare = HEADROOM - LOSS_HEADROOM
-    one = _bounded(min(room.values(), default=0) + spare)
-    if not underflowing:
-        # It is larger only where a layer's gradients were never seen to be finite.
-        return Proposal(2.0 ** min(one, _bounded(math.floor(settled))), {})
-    if one > settled and _is_enough(parts, underflowing, one):
-        return Proposal(2.0**one, {})
-    # The rest of the model cannot have a scale of its own.
-    wide = [log2 for name, log2 in room.items() if not name or name not in underflowing]
-    loss = _bounded(min(wide or room.values(), default=0) + spare)
-    own = {name: log2 - loss for name, log2 in room.items() if name}
-    own = {name: log2 for name, log2 in own.items() if log2 >= WORTH or log2 < -spare}
-    return Proposal(2.0**loss, {name: 2.0 ** _bounded(log2) for name, log2 in own.items()})
-
-
-def _is_enough(parts: Sequence[Part], underflowing: Mapping[str, float], one: int) -> bool:
-    """Whether one larger scale is known to prevent the underflow."""
-    now = _large((name, share) for (name, _), share in _lost_under(parts, _settled(parts)).items())
-    overflowed = [at for part in _of(parts, BEFORE) for at in part.overflowed_at.values()]
-    return (
-        all(at > one for at in overflowed)
-        and all(name in now for name in underflowing)
-        and max(_lost_under(parts, one).values()) <= UNDERFLOW
-    )
 
 
 def _room(parts: Sequence[Part]) -> dict[str, int]:
     """Base-2 logarithm of the largest scale that leaves each layer its headroom."""
-    _, _, over = limits(torch.float16)
     largest: dict[str, float] = {}
     for part in parts:
-        for kind in KINDS:
-            for name, exponent in part.largest[kind].items():
-                largest[name] = max(largest.get(name, -math.inf), exponent)
+        for layers in part.largest.values():
+            for name, exponent in layers.items():
+                largest[name] = max(exponent, largest.get(name, exponent))
+    _, _, over = limits(torch.float16)
     finite = {name: exponent for name, exponent in largest.items() if math.isfinite(exponent)}
     return {name: int(over - 1 - HEADROOM - exponent) for name, exponent in finite.items()}
 

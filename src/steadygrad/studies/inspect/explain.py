@@ -14,15 +14,6 @@ ENDINGS = {
     "interrupted": "The study was interrupted before all measurements were made.",
     "failed": "Training failed before all measurements were made.",
 }
-SPREAD = "No scales with enough headroom prevent it: the exponents are too widely spread."
-PRICE = "With the proposed scales, more gradients underflow than with one loss scale in"
-DYNAMIC = (
-    "Leave dynamic scaling on (the default): occasional gradients are far larger than the rest."
-)
-INSIDE = (
-    "Either they really are zero, or they underflow inside the layer, where a boundary scale "
-    "cannot help. In that case, scale smaller parts of the layer, or train it in bfloat16."
-)
 
 
 def explain(
@@ -31,90 +22,73 @@ def explain(
     diagnosis: Diagnosis,
     proposal: Proposal | None,
 ) -> list[str]:
-    """The findings, the most important first, then what to do.
-
-    Args:
-        status: How the study ended.
-        phases: Rows of the summary, by the phase's name.
-        diagnosis: What float16 does to each layer.
-        proposal: The scales to take; None before they are known.
-    """
+    """The findings, the most important first, then what to do; phases are rows of the summary."""
     said = [ENDINGS[status]] if status in ENDINGS else []
     if proposal is None:
         go_on = "" if status in ("failed", "complete") else " --resume goes on with the study."
         return [*said, f"No layer can be judged yet.{go_on}"]
-    before, after = phases[BEFORE], phases.get(AFTER)
+    before, after = phases[BEFORE], phases.get(AFTER, {})
     # Whether the remedy is one loss scale that starts higher.
-    one = diagnosis.underflowing and not (proposal.layer_scales or diagnosis.limiting)
-    larger = bool(one) and proposal.loss_scale > before["loss_scale"]
-    return [
-        *said,
-        *_nonfinite(diagnosis.nonfinite_at_any_scale),
-        *([] if diagnosis.fault else [_enough(before, diagnosis)]),
-        *(_underflow(before, diagnosis, proposal, larger) if diagnosis.underflowing else []),
-        *_elsewhere(diagnosis),
-        *_losses(before, after),
-        *_remedy(diagnosis, proposal, larger),
-    ]
-
-
-def _nonfinite(layers: Mapping[str, int]) -> list[str]:
-    return [
+    one_scale = not (proposal.layer_scales or diagnosis.limiting)
+    larger = one_scale and proposal.loss_scale > before["loss_scale"]
+    scale = f"2^{math.log2(before['loss_scale']):.0f}"
+    said += [
         f"In {layer_title(name)}, gradients were not finite in {_steps(count)} whatever the "
         "scale. Look for the cause in its backward pass, or train it in bfloat16 or float32. "
         "These steps did not move the scales here; torch.amp.GradScaler halves its scale at "
         "each of them."
-        for name, count in layers.items()
+        for name, count in diagnosis.nonfinite_at_any_scale.items()
     ]
+    if diagnosis.underflowing:
+        said += _underflow(scale, diagnosis, proposal, larger)
+    elif not diagnosis.fault:
+        where = "at the boundaries of" if diagnosis.internal_underflow else "for"
+        way = f" after {_steps(before['skipped'])} with an overflow" if before["skipped"] else ""
+        said.append(f"One loss scale is enough {where} every layer. It settled at {scale}{way}.")
+    said += _elsewhere(diagnosis)
+    first, last = before.get("valid_loss"), after.get("valid_loss")
+    if first is not None and last is not None:
+        said.append(
+            f"Validation loss after {_steps(after['steps'])}: {first:.4g} with one loss scale, "
+            f"{last:.4g} with the proposed scales."
+        )
+    return said + _remedy(diagnosis, proposal, larger)
 
 
-def _enough(before: Mapping[str, Any], diagnosis: Diagnosis) -> str:
-    where = "at the boundaries of" if diagnosis.internal_underflow else "for"
-    skipped = before["skipped"]
-    way = f" after {_steps(skipped)} with an overflow" if skipped else ""
-    settled = f"It settled at {_power(before['loss_scale'])}{way}."
-    return f"One loss scale is enough {where} every layer. {settled}"
-
-
-def _underflow(
-    before: Mapping[str, Any], diagnosis: Diagnosis, proposal: Proposal, larger: bool
-) -> list[str]:
-    scale = _power(before["loss_scale"])
+def _underflow(scale: str, diagnosis: Diagnosis, proposal: Proposal, larger: bool) -> Iterable[str]:
     said = f"gradients underflow in {_shares(diagnosis.underflowing)}."
     if larger:
-        lines = [f"One loss scale can be enough, but {scale} is too small: {said}"]
+        yield f"One loss scale can be enough, but {scale} is too small: {said}"
     elif proposal.layer_scales:
-        lines = [f"No single loss scale fits all layers. At {scale}, where it settled, {said}"]
+        yield f"No single loss scale fits all layers. At {scale}, where it settled, {said}"
     else:
-        lines = [f"At {scale}, where the loss scale settled, {said} {SPREAD}"]
+        yield (
+            f"At {scale}, where the loss scale settled, {said} No scales with enough headroom "
+            "prevent it: the exponents are too widely spread."
+        )
     if diagnosis.limiting:
         limiting = _counts(diagnosis.limiting)
-        lines.append(f"Overflow in {limiting} keeps the loss scale from being larger.")
+        yield f"Overflow in {limiting} keeps the loss scale from being larger."
     if diagnosis.regressed:
-        lines.append(f"{PRICE} {_shares(diagnosis.regressed)}.")
-    return lines
+        yield (
+            "With the proposed scales, more gradients underflow than with one loss scale in "
+            f"{_shares(diagnosis.regressed)}."
+        )
 
 
-def _elsewhere(diagnosis: Diagnosis) -> list[str]:
-    lines = []
+def _elsewhere(diagnosis: Diagnosis) -> Iterable[str]:
     if diagnosis.overflowed_after:
-        lines.append(
-            f"The proposed scales overflowed in {_counts(diagnosis.overflowed_after)}. {DYNAMIC}"
+        yield (
+            f"The proposed scales overflowed in {_counts(diagnosis.overflowed_after)}. Leave "
+            "dynamic scaling on (the default): occasional gradients are far larger than the rest."
         )
     if diagnosis.internal_underflow:
-        lines.append(
+        yield (
             f"Whatever the scale, over {WEIGHTS_LOST:.0%} of the weight gradients are zero or "
-            f"subnormal in {_shares(diagnosis.internal_underflow)}. {INSIDE}"
+            f"subnormal in {_shares(diagnosis.internal_underflow)}. Either they really are zero, "
+            "or they underflow inside the layer, where a boundary scale cannot help. In that "
+            "case, scale smaller parts of the layer, or train it in bfloat16."
         )
-    return lines
-
-
-def _losses(before: Mapping[str, Any], after: Mapping[str, Any] | None) -> list[str]:
-    first, last = before.get("valid_loss"), (after or {}).get("valid_loss")
-    if after is None or first is None or last is None:
-        return []
-    losses = f"{first:.4g} with one loss scale, {last:.4g} with the proposed scales"
-    return [f"Validation loss after {_steps(after['steps'])}: {losses}."]
 
 
 def _remedy(diagnosis: Diagnosis, proposal: Proposal, larger: bool) -> list[str]:
@@ -142,19 +116,15 @@ def _counts(layers: Mapping[str, int]) -> str:
     return _list(f"{layer_title(name)} ({_steps(count)})" for name, count in layers.items())
 
 
-def _python(scale: float) -> str:
-    exponent = round(math.log2(scale))
-    return f"2.0**{exponent}" if exponent >= 0 else f"2.0**({exponent})"
-
-
-def _power(scale: float) -> str:
-    return f"2^{round(math.log2(scale))}"
+def _list(parts: Iterable[str]) -> str:
+    *others, last = parts
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _steps(count: int) -> str:
     return f"{count} step" if count == 1 else f"{count} steps"
 
 
-def _list(parts: Iterable[str]) -> str:
-    *others, last = list(parts)
-    return f"{', '.join(others)} and {last}" if others else last
+def _python(scale: float) -> str:
+    exponent = round(math.log2(scale))
+    return f"2.0**{exponent}" if exponent >= 0 else f"2.0**({exponent})"

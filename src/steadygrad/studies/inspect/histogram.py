@@ -1,18 +1,12 @@
 """Histograms of exponents, from the steps of training into a record and back."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from steadygrad.formulas.exponents import (
-    BINS,
-    LOWEST,
-    NONFINITE_BIN,
-    largest_exponents,
-    shares,
-)
+from steadygrad.formulas.exponents import BINS, LOWEST, NONFINITE_BIN, largest_exponents, shares
 from steadygrad.record.schema.inspect import KINDS, Histogram
 from steadygrad.scale import MeasuredExponents
 
@@ -32,33 +26,25 @@ class ExponentHistograms:
 
     def __init__(self, names: Sequence[str], *, unscaled: bool = False) -> None:
         self._names, self._keeps_unscaled = list(names), unscaled
-        self._counts = torch.zeros(2, len(self._names), BINS, dtype=torch.float64)
+        self._counts = torch.zeros(len(KINDS), len(names), BINS, dtype=torch.float64)
         self._unscaled = torch.zeros_like(self._counts)
-        self._largest = torch.full((2, len(self._names)), -torch.inf)
-        self._overflows = dict.fromkeys(self._names, 0)
-        self._nonfinite = dict.fromkeys(self._names, 0)
+        self._largest = torch.full(self._counts.shape[:2], -torch.inf)
+        self._overflows = dict.fromkeys(names, 0)
+        self._nonfinite = dict.fromkeys(names, 0)
         self._overflowed_at: dict[str, float] = {}
         self._skipped = 0
 
     def add(
-        self,
-        measured: MeasuredExponents,
-        culprits: Collection[str],
-        nonfinite: Collection[str] = (),
+        self, measured: MeasuredExponents, culprits: Sequence[str], nonfinite: Sequence[str] = ()
     ) -> None:
-        """Counts a step.
-
-        Args:
-            measured: Exponents of the step's gradients.
-            culprits: Layers in which a gradient was not finite.
-            nonfinite: Those of them in which it is not finite at any scale.
-        """
+        """Counts a step with its culprits, and those of them that are not finite at any scale."""
         counts = torch.stack([measured.activations, measured.weights]).cpu()
         scales = measured.scales.cpu().log2()
         for name in culprits:
             self._overflows[name] += 1
-            self._nonfinite[name] += name in nonfinite
-            if name not in nonfinite:
+            if name in nonfinite:
+                self._nonfinite[name] += 1
+            else:
                 scale = scales[self._names.index(name)].item()
                 self._overflowed_at[name] = min(scale, self._overflowed_at.get(name, scale))
         if culprits:
@@ -81,14 +67,16 @@ class ExponentHistograms:
             "largest": {},
             "plain": {},
         }
-        numbers = KINDS, self._counts, self._unscaled, self._largest.tolist()
-        for kind, rows, unscaled, largest in zip(*numbers, strict=True):
-            seen = [(i, name) for i, name in enumerate(self._names) if rows[i].any()]
-            there = [(i, name) for i, name in seen if unscaled[i].any()]
-            found[kind] = {name: _histogram(rows[i]) for i, name in seen}
-            found["plain"][kind] = {name: _histogram(unscaled[i]) for i, name in there}
-            found["largest"][kind] = {name: largest[i] for i, name in seen}
+        for i, kind in enumerate(KINDS):
+            largest = dict(zip(self._names, self._largest[i].tolist(), strict=True))
+            found[kind] = self._by_name(self._counts[i])
+            found["plain"][kind] = self._by_name(self._unscaled[i])
+            found["largest"][kind] = {name: largest[name] for name in found[kind]}
         return found
+
+    def _by_name(self, counts: Tensor) -> dict[str, Histogram]:
+        rows = zip(self._names, counts, strict=True)
+        return {name: _histogram(row) for name, row in rows if row.any()}
 
 
 def _moved(counts: Tensor, log2_scales: Tensor) -> Tensor:
@@ -101,42 +89,26 @@ def _moved(counts: Tensor, log2_scales: Tensor) -> Tensor:
 
 
 def _histogram(row: Tensor) -> Histogram:
-    counts = [round(count) for count in row.tolist()]
-    finite = counts[1:NONFINITE_BIN]
+    zero, *finite, over = (round(count) for count in row.tolist())
     places = [place for place, count in enumerate(finite) if count]
     first, last = (places[0], places[-1] + 1) if places else (0, 0)
-    return Histogram(
-        zero=counts[0],
-        low=LOWEST + first,
-        counts=tuple(finite[first:last]),
-        over=counts[NONFINITE_BIN],
-    )
+    counts = tuple(finite[first:last])
+    return Histogram(zero=zero, low=LOWEST + first, counts=counts, over=over)
 
 
 def add_up(histograms: Iterable[Histogram]) -> Tensor:
     """The sum of recorded histograms, with shape ``(BINS)``."""
     total = torch.zeros(BINS, dtype=torch.float64)
     for found in histograms:
-        total[0] += found.zero
-        total[NONFINITE_BIN] += found.over
         first = found.low - LOWEST + 1
-        counts = torch.tensor(found.counts, dtype=torch.float64)
-        total[first : first + len(counts)] += counts
+        total[0] += found.zero
+        total[first : first + len(found.counts)] += torch.tensor(found.counts, dtype=total.dtype)
+        total[NONFINITE_BIN] += found.over
     return total
 
 
-def float16_shares(histogram: Tensor) -> dict[str, float] | None:
-    """What became of scaled values in float16; None if there were none.
-
-    Args:
-        histogram: With shape ``(BINS)``.
-
-    Returns:
-        ``zero`` (those that were flushed to zero included), ``subnormal`` and ``overflow``, as
-        shares of all values.
-    """
-    if not histogram.any():
-        return None
+def float16_shares(histogram: Tensor) -> dict[str, float]:
+    """What became of scaled values in float16, as shares of all; the flushed ones are zero."""
     found = shares(histogram[None], 0.0)
     return {
         "zero": (found.zero + found.flushed).item(),
@@ -146,11 +118,6 @@ def float16_shares(histogram: Tensor) -> dict[str, float] | None:
 
 
 def lost_at(histogram: Tensor, log2_scale: float) -> float:
-    """How many values other than zero a scale makes zero or subnormal.
-
-    Args:
-        histogram: With shape ``(BINS)``.
-        log2_scale: Base-2 logarithm of the scale.
-    """
+    """How many values other than zero a scale, by its base-2 logarithm, makes zero or subnormal."""
     found = shares(histogram[None], log2_scale)
     return ((found.flushed + found.subnormal) * histogram.sum()).item()

@@ -3,7 +3,7 @@
 import random
 import sys
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,19 +19,19 @@ PROBE_SCALE = 2.0**-60
 def rng_state(trainer: Trainer) -> Callable[[], None]:
     """Remembers the states of all random generators; a call of what it returns restores them."""
     device, numpy = trainer.context.device, sys.modules.get("numpy")
-    restore: list[tuple[Callable[[Any], Any], Any]] = [
-        (torch.set_rng_state, torch.get_rng_state()),
-        (random.setstate, random.getstate()),
+    restore: list[Callable[[], object]] = [
+        partial(torch.set_rng_state, torch.get_rng_state()),
+        partial(random.setstate, random.getstate()),
     ]
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        restore.append((module.set_rng_state, module.get_rng_state()))
+        restore.append(partial(module.set_rng_state, module.get_rng_state()))
     if numpy is not None:
-        restore.append((numpy.random.set_state, numpy.random.get_state()))
+        restore.append(partial(numpy.random.set_state, numpy.random.get_state()))
 
     def again() -> None:
-        for setter, state in restore:
-            setter(state)
+        for one in restore:
+            one()
 
     return again
 
@@ -41,13 +41,10 @@ def nonfinite_at_any_scale(
 ) -> list[str]:
     """Layers whose gradients in a step are not finite whatever the scale.
 
-    Forward and backward pass are repeated with a loss scale of 2**-60 and no layer scales. Weights,
-    buffers, scales and random numbers are afterwards as they were.
-
-    Args:
-        trainer: After the skipped step.
-        indices: Sample numbers of the step's whole batch, shape ``(n,)``.
-        restore_rng: Brings back the random numbers that the step began with.
+    Forward and backward pass of the step that was just skipped are repeated with a loss scale of
+    2**-60 and no layer scales, on the whole batch's sample numbers of shape ``(n,)`` and with the
+    random numbers that ``restore_rng`` brings back. Weights, buffers, scales and random numbers
+    are afterwards as they were.
     """
     scaler, restore_now = trainer.scaler, rng_state(trainer)
     state = scaler.state_dict()

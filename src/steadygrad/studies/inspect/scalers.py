@@ -8,7 +8,7 @@ from torch import nn
 from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler
 from steadygrad.scale.layers import parts_of
 
-__all__ = ["follow_one_scale", "one_scale", "proposed_scales", "searched_scales"]
+__all__ = ["FIRST_SCALE", "follow_one_scale", "given_scales", "searched_scales"]
 
 # As torch.amp.GradScaler begins, and as it moves.
 FIRST_SCALE, BACKOFF, INTERVAL = 2.0**16, 0.5, 2000
@@ -16,16 +16,26 @@ FIRST_SCALE, BACKOFF, INTERVAL = 2.0**16, 0.5, 2000
 LEAST_SCALE = 2.0**-100
 
 
-def one_scale(model: nn.Module) -> LayerwiseGradScaler:
-    """One loss scale, as ``torch.amp.GradScaler`` has it; layers are measured only.
+def given_scales(
+    model: nn.Module, loss_scale: float = FIRST_SCALE, layer_scales: Mapping[str, float] = {}
+) -> LayerwiseGradScaler:
+    """A loss scale, and scales of some layers; the other layers are measured only.
 
-    Call :func:`follow_one_scale` after each update.
+    Call :func:`follow_one_scale` after each update: without layer scales the loss scale then moves
+    as that of ``torch.amp.GradScaler``.
     """
-    fixed = LayerScale(1.0, growth_factor=1.0, backoff_factor=1.0)
-    layers = dict.fromkeys(parts_of(model), fixed)
+    measured = LayerScale(1.0, growth_factor=1.0, backoff_factor=1.0)
+    layers = {name: layer_scales.get(name, measured) for name in parts_of(model)}
     scaler = LayerwiseGradScaler(
-        model, layers, growth_interval=INTERVAL, backoff_factor=BACKOFF, init_scale=FIRST_SCALE
+        model, layers, growth_interval=INTERVAL, backoff_factor=BACKOFF, init_scale=loss_scale
     )
+    scaler.measure()
+    return scaler
+
+
+def searched_scales(model: nn.Module) -> LayerwiseGradScaler:
+    """A scale for each layer that starts at 1 and follows the measured gradients."""
+    scaler = LayerwiseGradScaler(model, AutoScale(scale=1.0, every=1))
     scaler.measure()
     return scaler
 
@@ -49,40 +59,12 @@ def follow_one_scale(
         layer_scales: Layers that have a scale of their own, and back off by themselves.
         nonfinite: Culprits that are not finite at any scale.
     """
-    if not culprits:
-        return
     state = scaler.state_dict()
     layers, old = state["layers"], before["layers"]
     # A step that no scale saves does not count for the loss scale's growth either.
     for name in ("", *nonfinite) if nonfinite else ():
         layers[name].update({key: old[name][key] for key in ("scale", "growth_tracker")})
-    if any(name not in layer_scales and name not in nonfinite for name in culprits):
+    if not {*culprits} <= {*layer_scales, *nonfinite}:
         scale = max(LEAST_SCALE, old[""]["scale"] * BACKOFF)
         layers[""].update(scale=scale, growth_tracker=0)
     scaler.load_state_dict(state)
-
-
-def searched_scales(model: nn.Module) -> LayerwiseGradScaler:
-    """A scale for each layer that starts at 1 and follows the measured gradients."""
-    scaler = LayerwiseGradScaler(model, AutoScale(scale=1.0, every=1))
-    scaler.measure()
-    return scaler
-
-
-def proposed_scales(
-    model: nn.Module, loss_scale: float, layer_scales: Mapping[str, float]
-) -> LayerwiseGradScaler:
-    """The proposed scales; the other layers are measured as well.
-
-    Args:
-        model: The model.
-        loss_scale: Scale of the loss.
-        layer_scales: Scales of the layers that have one of their own.
-    """
-    measured = LayerScale(1.0, growth_factor=1.0, backoff_factor=1.0)
-    layers = {name: layer_scales.get(name, measured) for name in parts_of(model)}
-    scaler = LayerwiseGradScaler(
-        model, layers, growth_interval=INTERVAL, backoff_factor=BACKOFF, init_scale=loss_scale
-    )
-    scaler.measure()
-    return scaler

@@ -6,11 +6,23 @@ from typing import Any
 import msgspec
 
 from steadygrad.record import Event, Key
-from steadygrad.record.schema.inspect import AFTER, BEFORE, Header, Plan, Settings
+from steadygrad.record.schema.inspect import (
+    AFTER,
+    BEFORE,
+    KINDS,
+    PARTS,
+    SEARCH,
+    Header,
+    Part,
+    Phase,
+    Plan,
+    Settings,
+)
 from steadygrad.scale.layers import parts_of
-from steadygrad.studies.inspect.scalers import one_scale
-from steadygrad.studies.inspect.summary import summarize
-from steadygrad.studies.inspect.trials import TITLES, make_trials, run_job
+from steadygrad.studies.inspect.diagnosis import by_phase, diagnose, layers_of, propose, shares_of
+from steadygrad.studies.inspect.explain import code, explain
+from steadygrad.studies.inspect.scalers import given_scales
+from steadygrad.studies.inspect.trials import TITLES, Runner, make_trials
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.study import Job, Study, Trial, Workplace
 from steadygrad.studies.trainer import Scaling, Trainer
@@ -32,7 +44,7 @@ class Inspect(Study):
     @classmethod
     def scaling(cls) -> Scaling:
         """One loss scale, with which the study begins."""
-        return one_scale
+        return given_scales
 
     @classmethod
     def make_plan(cls, settings: Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
@@ -49,15 +61,34 @@ class Inspect(Study):
 
     def run(self, job: Job, place: Workplace) -> Event:
         """Runs one trial."""
-        return run_job(job, self.plan, place)
+        runner = Runner(job, self.plan, place)
+        return runner.part(job["part"]) if job["event"] == "part" else runner.evaluate()
 
     def milestones(self) -> Mapping[str, Key]:
         """The evaluations with one loss scale and with the proposed scales."""
         return {TITLES[phase]: ("phase", phase) for phase in (BEFORE, AFTER)}
 
     def summarize(self, journal: Journal, status: str) -> dict[str, Any]:
-        """The diagnosis and the proposal."""
-        return summarize(self.header, journal, status)
+        """The diagnosis and the proposal; none before two phases can be compared."""
+        parts = journal.select(Part)
+        phases = by_phase(parts)
+        compared = len(phases[BEFORE]) == len(phases[SEARCH]) == PARTS
+        diagnosis = diagnose(parts if compared else [])
+        proposal = propose(parts) if compared else None
+        rows = {
+            phase: _phase(phases[phase], journal.get(Phase, phase))
+            for phase in (BEFORE, AFTER)
+            if phases[phase]
+        }
+        return {
+            "task": self.header.task.name,
+            "sample": self.header.task.sample,
+            "words": explain(status, rows, diagnosis, proposal),
+            "diagnosis": {"fault": diagnosis.fault, **vars(diagnosis)},
+            "proposal": proposal and {**vars(proposal), "code": code(proposal)},
+            "phases": rows,
+            "layers": _layers(phases),
+        }
 
     def too_little(self, summary: Mapping[str, Any]) -> str | None:
         """Without a proposal there is nothing to compare, and no diagnosis."""
@@ -66,3 +97,26 @@ class Inspect(Study):
         # A part that is cut short is not kept: as much time again would come no further.
         early = "" if summary["phases"] else ", nor was an eighth of the first training done"
         return f"The budget was over before scales were found{early}: nothing is said of the layers"
+
+
+def _phase(parts: Sequence[Part], end: Phase | None) -> dict[str, Any]:
+    return {
+        "steps": parts[-1].steps,
+        "skipped": sum(part.skipped for part in parts),
+        "loss": parts[-1].loss,
+        "loss_scale": 2.0 ** parts[-1].scales[""],
+        "valid_loss": end.valid_loss if end else None,
+        "whole": len(parts) == PARTS,
+    }
+
+
+def _layers(phases: Mapping[str, Sequence[Part]]) -> list[dict[str, Any]]:
+    names = layers_of([part for parts in phases.values() for part in parts])
+    rows: list[dict[str, Any]] = [{"name": name} for name in names]
+    for phase in (BEFORE, AFTER):
+        shares = shares_of(phases[phase])
+        for row, name in zip(rows, names, strict=True):
+            held = {kind: shares.get((name, kind)) for kind in KINDS}
+            overflows = sum(part.overflows.get(name, 0) for part in phases[phase])
+            row[phase] = {**(held if any(held.values()) else {}), "overflows": overflows}
+    return rows

@@ -7,14 +7,13 @@ the proposed scales needs both: the proposal is arithmetic on what they recorded
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from steadygrad.record import Event, Key
+from steadygrad.record import Key
 from steadygrad.record.schema.inspect import AFTER, BEFORE, PARTS, PHASES, SEARCH, Part, Phase, Plan
 from steadygrad.studies.checkpoint import State
 from steadygrad.studies.inspect import scalers
@@ -24,38 +23,29 @@ from steadygrad.studies.inspect.nonfinite import nonfinite_at_any_scale, rng_sta
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.order import main_order
 from steadygrad.studies.study import Job, Trial, Workplace
-from steadygrad.studies.trainer import Scaling, Trainer
 
-__all__ = ["TITLES", "make_trials", "run_job"]
+__all__ = ["TITLES", "Runner", "make_trials"]
 
 TITLES = {BEFORE: "one loss scale", SEARCH: "finding scales", AFTER: "the proposed scales"}
-# Evaluating a sample is its forward pass: about a third of training on it.
-EVALUATION_COST = 1 / 3
 
 
 def make_trials(plan: Plan, valid_size: int) -> list[Trial]:
-    """All trials of a plan, in the order in which they are recorded.
-
-    Args:
-        plan: The plan.
-        valid_size: Samples in one evaluation.
-    """
+    """All trials, in the order in which they are recorded; one evaluates ``valid_size`` samples."""
     found: list[Trial] = []
-    measured: tuple[Key, ...] = ()
+    measured = tuple(("part", phase, part) for phase in (BEFORE, SEARCH) for part in range(PARTS))
     for phase in PHASES:
-        first = needs = measured if phase == AFTER else ()
+        first: tuple[Key, ...] = measured if phase == AFTER else ()
+        needs = first
         for part in range(PARTS):
             key: Key = ("part", phase, part)
             start, stop = _steps(plan, part)
-            job = partial(_job, {"event": "part", "phase": phase, "part": part})
             cost = (stop - start) * plan.batch_size
-            found.append(Trial(key, cost, job, TITLES[phase], needs))
+            found.append(Trial(key, cost, partial(_job, key), TITLES[phase], needs))
             needs = (*first, key)
-            measured = (*measured, key)
         if phase != SEARCH:
-            job = partial(_job, {"event": "phase", "phase": phase})
-            cost = _evaluation(valid_size)
-            found.append(Trial(("phase", phase), cost, job, f"evaluating {TITLES[phase]}", needs))
+            key, cost = ("phase", phase), _evaluation_cost(valid_size)
+            what = f"evaluating {TITLES[phase]}"
+            found.append(Trial(key, cost, partial(_job, key), what, needs))
     return found
 
 
@@ -64,62 +54,71 @@ def _steps(plan: Plan, part: int) -> tuple[int, int]:
     return plan.steps * part // PARTS, plan.steps * (part + 1) // PARTS
 
 
-def _evaluation(valid_size: int) -> int:
-    return math.ceil(valid_size * EVALUATION_COST)
+def _evaluation_cost(valid_size: int) -> int:
+    # Evaluating a sample is its forward pass: about a third of training on it.
+    return math.ceil(valid_size / 3)
 
 
-def _job(job: Job, journal: Journal) -> Job:
+def _job(key: Key, journal: Journal) -> Job:
     """The job; one that tries the proposed scales carries them."""
-    if job["phase"] != AFTER:
-        return job
-    return {**job, **propose(journal.select(Part)).as_dict()}
+    job: dict[str, Any] = dict(zip(("event", "phase", "part"), key, strict=False))
+    if job["phase"] == AFTER:
+        job["proposal"] = vars(propose(journal.select(Part)))
+    return job
 
 
-def run_job(job: Job, plan: Plan, place: Workplace) -> Event:
-    """Runs one trial; see :meth:`steadygrad.studies.study.Study.run`."""
-    runner = _Runner(job, plan, place)
-    return runner.part(job["part"]) if job["event"] == "part" else runner.evaluate()
-
-
-class _Runner:
+class Runner:
     """Runs trials of one phase, with the scales of its job."""
 
     def __init__(self, job: Job, plan: Plan, place: Workplace) -> None:
-        self.phase: Any = job["phase"]
-        self.loss_scale: float = job.get("loss_scale", 1.0)
-        self.layer_scales: Mapping[str, float] = job.get("layer_scales", {})
-        self.plan, self.place = plan, place
-        self.trainer: Trainer = place.trainer
+        self.phase, self.plan, self.place, self.trainer = job["phase"], plan, place, place.trainer
+        self.proposal: Mapping[str, Any] = job.get("proposal", {})
 
     def part(self, part: int) -> Part:
         """Trains over a part of the phase, and keeps the state after it."""
         trainer, (first, last) = self.trainer, _steps(self.plan, part)
-        self._enter(self.state(part - 1) if part else None)
+        self._enter(part)
         # Phases see the same data and the same random numbers.
         trainer.seed_everything("train", part)
         histograms = self._train(first, last)
         losses, samples = trainer.take_losses(), last * self.plan.batch_size
-        self._keep(part, trainer.state(samples))
-        scales = trainer.scaler.get_scales()
+        state = trainer.state(samples)
+        # The other ranks go on, and may read the file, when it is written.
+        trainer.context.on_main(lambda: self._keep(part, state))
         return Part(
             phase=self.phase,
             part=part,
             steps=last,
             samples=samples,
             loss=math.fsum(losses) / len(losses),
-            scales={name: math.log2(scale) for name, scale in scales.items()},
+            scales={name: math.log2(scale) for name, scale in trainer.scaler.get_scales().items()},
             **histograms.fields(),
         )
 
     def evaluate(self) -> Phase:
         """Evaluates the model at the end of the phase."""
-        self._enter(self.state(PARTS - 1))
-        self.trainer.context.on_main(lambda: self._drop(self.phase, PARTS - 2))
-        loss = self.trainer.evaluate()
-        self.place.advance(_evaluation(len(self.trainer.task.valid)), "")
+        self._enter(PARTS)
+        trainer, checkpoints = self.trainer, self.place.checkpoints
+        trainer.context.on_main(lambda: checkpoints.drop(f"{self.phase}-{PARTS - 2}"))
+        loss = trainer.evaluate()
+        self.place.advance(_evaluation_cost(len(trainer.task.valid)), "")
         return Phase(phase=self.phase, valid_loss=loss)
 
-    def state(self, part: int) -> State:
+    def _enter(self, parts: int) -> None:
+        """Puts the trainer into the state after so many parts of the phase."""
+        state = self._state(parts - 1) if parts else None
+        given = partial(scalers.given_scales, **self.proposal)
+        self.trainer.scaling = scalers.searched_scales if self.phase == SEARCH else given
+        if "torch._dynamo" in sys.modules:
+            # A new scaler has new hooks: a compiled model would be compiled once more each time,
+            # until the compiler's limit is reached.
+            torch.compiler.reset()
+        if state is None:
+            self.trainer.restart()
+        else:
+            self.trainer.load(state)
+
+    def _state(self, part: int) -> State:
         """The state after a part: read, or trained again."""
         samples = _steps(self.plan, part)[1] * self.plan.batch_size
         found = self.place.checkpoints.load(f"{self.phase}-{part}", samples)
@@ -131,62 +130,28 @@ class _Runner:
 
     def _keep(self, part: int, state: State) -> None:
         """Keeps a state, and drops those that no trial needs any more."""
-
-        def keep() -> None:
-            self.place.checkpoints.save(f"{self.phase}-{part}", state)
-            # The one before is needed once more if this part is killed before it is recorded.
-            self._drop(self.phase, part - 2)
-            if self.phase == AFTER:
-                self._drop(SEARCH, *range(PARTS))
-
-        # The other ranks go on, and may read the file, when it is written.
-        self.trainer.context.on_main(keep)
-
-    def _drop(self, phase: str, *parts: int) -> None:
-        for part in parts:
-            self.place.checkpoints.drop(f"{phase}-{part}")
-
-    def _enter(self, state: State | None) -> None:
-        """Puts the trainer where the phase begins, or into a state of it."""
-        makers: dict[str, Scaling] = {
-            BEFORE: scalers.one_scale,
-            SEARCH: scalers.searched_scales,
-            AFTER: lambda m: scalers.proposed_scales(m, self.loss_scale, self.layer_scales),
-        }
-        self.trainer.scaling = makers[self.phase]
-        if "torch._dynamo" in sys.modules:
-            # A new scaler has new hooks: a compiled model would be compiled once more each time,
-            # until the compiler's limit is reached.
-            torch.compiler.reset()
-        if state is None:
-            self.trainer.restart()
-        else:
-            self.trainer.load(state)
+        self.place.checkpoints.save(f"{self.phase}-{part}", state)
+        # The one before is needed once more if this part is killed before it is recorded.
+        self.place.checkpoints.drop(f"{self.phase}-{part - 2}")
+        for searched in range(PARTS) if self.phase == AFTER else ():
+            self.place.checkpoints.drop(f"{SEARCH}-{searched}")
 
     def _train(self, first: int, last: int) -> ExponentHistograms:
-        trainer, size = self.trainer, self.plan.batch_size
+        """Trains over some steps, counts them, and moves the scales by the rule of the phase."""
+        trainer, size, searching = self.trainer, self.plan.batch_size, self.phase == SEARCH
         order = main_order(len(trainer.task.train), trainer.seed)
-        names = list(trainer.scaler.get_scales())
-        histograms = ExponentHistograms(names, unscaled=self.phase == SEARCH)
-        before = trainer.scaler.state_dict(), rng_state(trainer)
+        histograms = ExponentHistograms([*trainer.scaler.get_scales()], unscaled=searching)
+        before, restore_rng = trainer.scaler.state_dict(), rng_state(trainer)
         for end in trainer.run(order, first * size, last * size, size):
-            self._observe_step(histograms, order.take(end - size, size), *before)
-            before = trainer.scaler.state_dict(), rng_state(trainer)
+            scaler, nonfinite = trainer.scaler, list[str]()
+            culprits, measured = scaler.culprits(), scaler.measured
+            if culprits and not searching:
+                indices = order.take(end - size, size)
+                found = nonfinite_at_any_scale(trainer, indices, restore_rng)
+                nonfinite = [name for name in culprits if name in found]
+                own = self.proposal.get("layer_scales", {})
+                scalers.follow_one_scale(scaler, culprits, before, own, nonfinite)
+            histograms.add(measured, culprits, nonfinite)
+            before, restore_rng = scaler.state_dict(), rng_state(trainer)
             self.place.advance(size, TITLES[self.phase])
         return histograms
-
-    def _observe_step(
-        self,
-        histograms: ExponentHistograms,
-        indices: Tensor,
-        scaler_state: Mapping[str, Any],
-        restore_rng: Callable[[], None],
-    ) -> None:
-        """Counts a step, and moves the scales by the rule of the phase."""
-        scaler, layers = self.trainer.scaler, self.layer_scales
-        culprits, measured, nonfinite = scaler.culprits(), scaler.measured, list[str]()
-        if self.phase != SEARCH and culprits:
-            found = nonfinite_at_any_scale(self.trainer, indices, restore_rng)
-            nonfinite = [name for name in culprits if name in found]
-            scalers.follow_one_scale(scaler, culprits, scaler_state, layers, nonfinite)
-        histograms.add(measured, culprits, nonfinite)

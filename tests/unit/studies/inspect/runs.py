@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from steadygrad.record import dumps, read_run, strip_times
+from steadygrad.record import read_run
 from steadygrad.record.schema.inspect import Part, Settings
 from steadygrad.studies.deadline import Deadline
-from steadygrad.studies.run import resume, start
+from steadygrad.studies.run import start
 from tests.unit.studies.framework import Watcher
 
 STUDIES = Path(__file__).parent.parent
@@ -31,19 +31,7 @@ def look(folder, task, *, steps=16, at=None, monitor=None, workers=1, **settings
         return start("inspect", settings, folder, deadline=deadline, monitor=monitor)
 
 
-def go_on(folder, **given):
-    """Resumes a run to its end."""
-    watcher = Watcher()
-    return resume(folder, given, monitor=watcher), watcher
-
-
 def parts_of(folder, phase=None):
     """The recorded parts, of one phase or of all."""
     found = read_run(folder).select(Part)
     return [part for part in found if phase in (None, part.phase)]
-
-
-def lines(folder):
-    """A record without its header, times and ends, as text: a NaN is not equal to itself."""
-    events = (event.as_dict() for event in read_run(folder).events)
-    return [dumps(strip_times(event)) for event in events if event["event"] != "end"]

@@ -38,7 +38,7 @@ def make_trainer(factor=1.0, lucky=2.0, **options):
     context = DistributedContext(Deadline())
     task = make_task(make_model=model)
     trainer = Trainer(
-        task, seed=0, dtype="float16", context=context, scaling=scalers.one_scale, **options
+        task, seed=0, dtype="float16", context=context, scaling=scalers.given_scales, **options
     )
     trainer.seed_everything("train")
     return trainer

@@ -3,15 +3,14 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from steadygrad.record import dumps, read_run
-from tests.unit.studies.framework import tiny
-from tests.unit.studies.inspect.runs import go_on, lines, look, parts_of, spec
+from tests.unit.studies.framework import go_on, lines, tiny, wait_for
+from tests.unit.studies.inspect.runs import look, parts_of, spec
 
 ROOT = Path(__file__).parents[4]
 
@@ -116,10 +115,3 @@ def test_killed_and_resumed_to_the_same_numbers(tmp_path):
 def recorded(folder):
     record = folder / "record.jsonl"
     return record.read_text().count("\n") if record.exists() else 0
-
-
-def wait_for(ready, seconds=120):
-    until = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < until
-        time.sleep(0.02)

@@ -168,10 +168,10 @@ def test_the_last_training_is_told_the_scales_in_its_jobs(whole):
     # In the order in which workers may have ended them.
     journal = Journal(events=known[::-1])
     proposal = outcome.summary["proposal"]
-    assert propose(known).as_dict() == {k: proposal[k] for k in ("loss_scale", "layer_scales")}
+    assert vars(propose(known)) == {k: proposal[k] for k in ("loss_scale", "layer_scales")}
     for trial in Inspect(run.header).trials():
         job = trial.job(journal)
-        scales = {} if trial.key[1] != "after" else propose(known).as_dict()
+        scales = {} if trial.key[1] != "after" else {"proposal": vars(propose(known))}
         fields = ("event", "phase", "part") if trial.key[0] == "part" else ("event", "phase")
         assert job == dict(zip(fields, trial.key, strict=True)) | scales
 

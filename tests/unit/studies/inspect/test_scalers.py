@@ -30,7 +30,7 @@ def step(scaler, model, spoilt=None):
 
 def test_one_scale_moves_as_torch_s(net):
     """Its growth begins anew after an overflow, in whichever layer that was."""
-    ours = scalers.one_scale(net)
+    ours = scalers.given_scales(net)
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=INTERVAL)
     copy = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     seen = []
@@ -44,9 +44,8 @@ def test_one_scale_moves_as_torch_s(net):
     assert [one for one, _ in seen] == [2.0**16] * 4 + [2.0**15] * 6 + [2.0**16] * 4
 
 
-def test_it_has_a_floor(net, monkeypatch):
-    monkeypatch.setattr(scalers, "FIRST_SCALE", 2 * scalers.LEAST_SCALE)
-    scaler = scalers.one_scale(net)
+def test_it_has_a_floor(net):
+    scaler = scalers.given_scales(net, 2 * scalers.LEAST_SCALE)
     for _ in range(3):
         before = step(scaler, net, spoilt=1)
         scalers.follow_one_scale(scaler, scaler.culprits(), before)
@@ -54,7 +53,7 @@ def test_it_has_a_floor(net, monkeypatch):
 
 
 def test_whose_overflow_moves_what(net):
-    scaler = scalers.proposed_scales(net, 2.0**8, {"1": 2.0**4})
+    scaler = scalers.given_scales(net, 2.0**8, {"1": 2.0**4})
     assert scaler.get_scales() == {"": 2.0**8, "0": 1.0, "1": 2.0**4}
     # A layer with a scale of its own backs off alone.
     before = step(scaler, net, spoilt=1)
