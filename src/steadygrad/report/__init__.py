@@ -32,7 +32,15 @@ def render(run: Run) -> str:
             f"Expected the record of a known study ({listed}). Found `study = {study!r}` in "
             f"{str(run.folder)!r}. Remedy: use the steadygrad that wrote it, or a newer one."
         )
-    page: str = import_module(f"steadygrad.report.{study}").page(run)
+    try:
+        page: str = import_module(f"steadygrad.report.{study}").page(run)
+    except ImportError as error:
+        if str(error.name).partition(".")[0] != "matplotlib":
+            raise
+        raise InputError(
+            "A report needs matplotlib, which is not installed. "
+            'Remedy: pip install "steadygrad[cli]"'
+        ) from error
     return page
 
 

@@ -1,46 +1,41 @@
 """Matplotlib figures as inline SVG that follows the page: its colours, its fonts, its width."""
 
 import io
+import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from steadygrad._checks import InputError
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+
 from steadygrad.report.numbers import short, size
 from steadygrad.report.page import Html, clean, el, escape
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 __all__ = [
     "Painter",
-    "batch_axis",
     "chart",
+    "cross",
     "dots",
     "label",
     "label_lines",
+    "octaves_axis",
     "panel",
     "samples_axis",
 ]
 
-Painter = Callable[["Figure", bool], None]
+Painter = Callable[[Figure, bool], None]
 
 # Matplotlib wants real colours. Each of these stands for one of the page's CSS variables, which
 # differ between light, dark and print.
-INK, MUTED, GRID, PAPER = "#010101", "#010102", "#010103", "#010104"
-CRITICAL, NOISE, SCHEDULE, BAND = "#010105", "#010106", "#010107", "#010108"
-VARIABLES = {
-    INK: "ink",
-    MUTED: "muted",
-    GRID: "grid",
-    PAPER: "paper",
-    CRITICAL: "critical",
-    NOISE: "noise",
-    SCHEDULE: "schedule",
-    BAND: "band",
-}
+NAMES = ("ink", "muted", "grid", "paper", "critical", "noise", "schedule", "band")
+VARIABLES = {f"#0101{number:02}": name for number, name in enumerate(NAMES, start=1)}
+INK, MUTED, GRID, PAPER, CRITICAL, NOISE, SCHEDULE, BAND = VARIABLES
+
+# What captions call the mark of a run that diverged.
+CROSS = el("span.noise", "cross")
 
 WIDE, NARROW, PANEL = 800, 380, 240
 
@@ -102,14 +97,6 @@ def panel(name: str, description: str, paint: Painter, *, height: int = 200) -> 
 def _svg(
     name: str, description: str, paint: Painter, size: tuple[float, float], *, narrow: bool
 ) -> Html:
-    try:
-        from matplotlib import style
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError(
-            "A report needs matplotlib, which is not installed. "
-            'Remedy: pip install "steadygrad[cli]"'
-        ) from error
     out = io.StringIO()
     with style.context(["default", STYLE]), warnings.catch_warnings():
         # The browser has fonts that Matplotlib lacks: a missing glyph here is none there.
@@ -151,48 +138,46 @@ def label(text: str) -> str:
 
 
 def dots(
-    axes: "Axes", x: float, ys: Sequence[float], colour: str = CRITICAL, *, size: float = 8
+    axes: Axes, x: float, ys: Sequence[float], colour: str = CRITICAL, *, size: float = 8
 ) -> None:
     """Draws dots above one place, each with a rim that parts it from its neighbours."""
     axes.plot([x] * len(ys), ys, "o", color=colour, mec=PAPER, mew=size / 7, ms=size, zorder=4)
 
 
-def samples_axis(axes: "Axes", low: float, high: float, sample: str, *, narrow: bool) -> None:
-    """Makes x a logarithmic axis of samples seen, with readable ticks."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+def cross(axes: Axes, x: float) -> None:
+    """Marks a run that diverged, at the upper edge."""
+    where = axes.get_xaxis_transform()
+    axes.plot([x], [0.95], "x", color=NOISE, mew=2, ms=7.5, transform=where, zorder=3)
 
+
+def samples_axis(axes: Axes, low: float, high: float, sample: str, *, narrow: bool) -> None:
+    """Makes x a logarithmic axis of samples seen, with readable ticks."""
     decades = len(str(int(high / low)))
-    subs: Sequence[float] = (1, 2, 5) if decades <= (2 if narrow else 3) else (1,)
     axes.set_xscale("log")
     axes.set_xlim(low, high)
-    axes.xaxis.set_major_locator(LogLocator(subs=subs))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axes.xaxis.set_major_locator(LogLocator(subs=[1, 2, 5] if decades <= 3 - narrow else [1]))
+    axes.xaxis.set_major_formatter(lambda value, _: short(value))
+    axes.minorticks_off()
     axes.set_xlabel(f"{label(sample)} seen")
 
 
-def batch_axis(axes: "Axes", which: str, sizes: Sequence[float], most: int) -> None:
-    """Makes an axis of batch sizes: base-2 logarithm, ticks where batch sizes are.
-
-    Args:
-        axes: Where.
-        which: ``"x"`` or ``"y"``.
-        sizes: Batch sizes, ascending.
-        most: The most ticks there is room for.
-    """
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
+def octaves_axis(
+    axes: Axes,
+    which: str,
+    ticks: Sequence[float],
+    *,
+    most: int = 8,
+    text: Callable[[float], str] = size,
+) -> None:
+    """Makes an axis, ``"x"`` or ``"y"``, a base-2 logarithm with at most so many of the ticks."""
     getattr(axes, f"set_{which}scale")("log", base=2)
     axis = getattr(axes, f"{which}axis")
-    every = max(1, -(-len(sizes) // most))
-    axis.set_major_locator(FixedLocator(list(sizes[::every])))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
+    axis.set_ticks(ticks[:: math.ceil(len(ticks) / most)])
+    axis.set_major_formatter(lambda value, _: text(value))
+    axes.minorticks_off()
 
 
-def label_lines(
-    axes: "Axes", labels: Sequence[tuple[float, float, str, str]], *, gap: float
-) -> None:
+def label_lines(axes: Axes, labels: Sequence[tuple[float, float, str, str]], *, gap: float) -> None:
     """Writes names beside the right ends of lines, moved apart where they would touch.
 
     Args:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
-__all__ = ["Html", "clean", "document", "el", "escape", "figure", "join", "section", "table"]
+__all__ = ["Html", "clean", "document", "el", "escape", "figure", "fill", "section", "table"]
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
@@ -31,9 +31,9 @@ def escape(text: str) -> Html:
     return text if isinstance(text, Html) else Html(html.escape(clean(text)))
 
 
-def join(parts: Iterable[str]) -> Html:
-    """Escapes each part and puts them one after another."""
-    return Html("".join(escape(part) for part in parts))
+def fill(text: str, **parts: str) -> Html:
+    """Puts parts where the text has their ``{name}``; escapes the text and each part."""
+    return Html(escape(text).format_map({name: escape(part) for name, part in parts.items()}))
 
 
 def el(tag: str, *children: Child, **attributes: str | None) -> Html:
@@ -52,8 +52,8 @@ def el(tag: str, *children: Child, **attributes: str | None) -> Html:
         for key, value in attributes.items()
         if value is not None
     )
-    content = join(
-        part
+    content = "".join(
+        escape(part)
         for child in children
         if child is not None
         for part in ([child] if isinstance(child, str) else child)
@@ -79,10 +79,9 @@ def table(
 
     heading = el("thead", el("tr", cells("th", head)))
     body = el("tbody", (el("tr", cells("td", row)) for row in rows))
-    label = re.sub(r"<[^>]*>", "", caption) if isinstance(caption, Html) else caption
     inner = el("table", el("caption", caption), heading, body)
     # A box that scrolls has to be reachable by keyboard.
-    return el("div.scroll", inner, tabindex="0", role="region", aria_label=label)
+    return el("div.scroll", inner, tabindex="0", role="region", aria_label=caption)
 
 
 def figure(content: Html, *caption: str) -> Html:

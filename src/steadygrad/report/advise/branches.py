@@ -2,23 +2,35 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from steadygrad.report import charts
-from steadygrad.report.advise import words
 from steadygrad.report.advise.data import Advice, Point
-from steadygrad.report.advise.scratch import draw_lost
-from steadygrad.report.charts import CRITICAL, INK
+from steadygrad.report.charts import BAND, CRITICAL, INK
 from steadygrad.report.numbers import show
-from steadygrad.report.page import Html, el, figure, section
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from steadygrad.report.page import Html, el, figure, fill, section
 
 __all__ = ["how_measured", "learning_rate"]
 
 Losses = Mapping[float, Sequence[float]]
+
+BRANCHES = (
+    "Validation loss at the end of branches that leave one checkpoint and see the same number of "
+    "{samples}. Dots are repeats, each with its own data order; the line is their mean. Dashed: "
+    "the loss that a batch with {tolerance} sample overhead reaches. Shaded: from the largest "
+    "batch size within it to the smallest beyond. A {cross} marks a batch size that diverged."
+)
+# By the verdict of the summary.
+RATES = {
+    "fits": "The task's learning rate {lr} fits.",
+    "low": "The task's learning rate {lr} looks too low. Until it is tuned, every batch size here "
+    "is an upper bound.",
+    "high": "The task's learning rate {lr} looks too high. Until it is tuned, every batch size "
+    "here is an upper bound.",
+}
 
 
 def how_measured(advice: Advice) -> Html | None:
@@ -28,76 +40,65 @@ def how_measured(advice: Advice) -> Html | None:
         for index, point in enumerate(advice.points)
         if point.branches
     ]
-    if not panels:
-        return None
-    chart = figure(el("div.panels", panels), *words.branches(advice))
-    return section("How it was measured", chart)
+    caption = fill(BRANCHES, samples=advice.samples, tolerance=advice.tolerance, cross=charts.CROSS)
+    drawn = figure(el("div.panels", panels), caption)
+    return section("How it was measured", drawn) if panels else None
 
 
 def _branch_panel(name: str, point: Point, advice: Advice) -> Html:
-    losses: Losses = {each: [branch.loss for branch in point.of(each)] for each in point.sizes}
+    losses: Losses = {
+        size: [branch.loss for branch in runs] for size, runs in point.branches.items()
+    }
     critical = point.critical
 
-    def paint(figure: "Figure", _: bool) -> None:
+    def paint(figure: Figure, _: bool) -> None:
         axes = figure.subplots()
-        charts.batch_axis(axes, "x", point.sizes, 6)
-        left, right = point.sizes[0] / 1.4, point.sizes[-1] * 1.4
-        axes.set_xlim(left, right)
+        charts.octaves_axis(axes, "x", list(losses), most=6)
         _draw_losses(axes, losses, point.diverged)
-        if critical and point.resolved:
+        if point.resolved:
             axes.axhline(critical["level"], color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
-            end = min(critical["beyond"], right)
-            axes.axvspan(critical["within"], end, color=charts.BAND, zorder=0, linewidth=0)
+            end = min(critical["beyond"], axes.get_xlim()[1])
+            axes.axvspan(critical["within"], end, color=BAND, zorder=0, linewidth=0)
         axes.set_xlabel("batch size")
 
-    title = f"after {show(point.samples)} {advice.samples}"
-    if critical and not point.resolved:
-        title += ": not resolved"
+    unresolved = ": not resolved" if critical and not point.resolved else ""
+    title = f"after {show(point.samples)} {advice.samples}{unresolved}"
     spoken = f"Validation loss at the end of each branch over its batch size, {title}."
     return el("div", el("h3", title), charts.panel(name, spoken, paint))
 
 
-def _draw_losses(axes: "Axes", losses: Losses, diverged: float = math.inf) -> None:
+def _draw_losses(axes: Axes, losses: Losses, diverged: float = math.inf) -> None:
     """Dots, a line through their means, and crosses for what diverged."""
-    from matplotlib.ticker import MaxNLocator
-
+    axes.set_xlim(min(losses) / 1.4, max(losses) * 1.4)
+    means = {}
     for place, some in losses.items():
         if place >= diverged or not all(map(math.isfinite, some)):
-            draw_lost(axes, place)
+            charts.cross(axes, place)
         else:
             charts.dots(axes, place, some, size=6)
-    kept = {x: y for x, y in losses.items() if x < diverged and all(map(math.isfinite, y))}
-    means = [sum(some) / len(some) for some in kept.values()]
-    axes.plot(list(kept), means, color=CRITICAL, linewidth=1.4, zorder=1.5)
+            means[place] = sum(some) / len(some)
+    axes.plot(list(means), list(means.values()), color=CRITICAL, linewidth=1.4, zorder=1.5)
     axes.yaxis.set_major_locator(MaxNLocator(4))
 
 
 def learning_rate(advice: Advice) -> Html | None:
     """The smallest batch at half, once and twice the task's learning rate."""
-    losses = advice.rate.get("losses")
+    own = advice.task.lr
+    losses = {float(rate) * own: [loss] for rate, loss in advice.rate.get("losses", {}).items()}
     if not losses:
         return None
-    rates = {float(rate) * advice.task.lr: value for rate, value in losses.items()}
+
+    def paint(figure: Figure, _: bool) -> None:
+        axes = figure.subplots()
+        charts.octaves_axis(axes, "x", sorted(losses), text=show)
+        _draw_losses(axes, dict(sorted(losses.items())))
+        axes.set_xlabel("learning rate")
+
+    spoken = "Validation loss over learning rate, from scratch."
     caption = (
         f"Validation loss of batch {show(advice.base)} after {show(advice.header.plan.length)} "
         f"{advice.samples} from scratch, at half, once and twice the task's learning rate."
     )
-    said = words.RATES.get(str(advice.rate.get("verdict")))
-    verdict = el("p", said.format(lr=show(advice.task.lr))) if said else None
-    return section("Learning rate", verdict, figure(_rate_panel(rates), caption))
-
-
-def _rate_panel(rates: Mapping[float, float]) -> Html:
-    def paint(figure: "Figure", _: bool) -> None:
-        from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-        axes = figure.subplots()
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(FixedLocator(list(rates)))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show(value)))
-        axes.set_xlim(min(rates) / 1.4, max(rates) * 1.4)
-        _draw_losses(axes, {rate: [loss] for rate, loss in sorted(rates.items())})
-        axes.set_xlabel("learning rate")
-
-    return charts.panel("rate", "Validation loss over learning rate, from scratch.", paint)
+    said = RATES.get(advice.rate["verdict"])
+    verdict = el("p", said.format(lr=show(own))) if said else None
+    return section("Learning rate", verdict, figure(charts.panel("rate", spoken, paint), caption))

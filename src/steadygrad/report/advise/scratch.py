@@ -1,23 +1,36 @@
 """Section of the ``advise`` page on runs from scratch."""
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from steadygrad.report import charts
-from steadygrad.report.advise import words
-from steadygrad.report.advise.data import Advice, Curve, percent, percent_interval
-from steadygrad.report.charts import CRITICAL, INK, MUTED, NOISE, SCHEDULE
-from steadygrad.report.numbers import loss, show, size
-from steadygrad.report.page import Html, figure, section, table
+from steadygrad.report.advise.data import Advice, Curve
+from steadygrad.report.charts import CRITICAL, INK, MUTED, SCHEDULE
+from steadygrad.report.numbers import loss, percent, percent_interval, show, size
+from steadygrad.report.page import Html, el, figure, fill, section, table
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+__all__ = ["scratch"]
 
-__all__ = ["draw_lost", "scratch"]
-
-SCHEDULE_NAME = "growing"
+GROWING = "growing"
+CAPTION = (
+    "Left: validation loss of batch {base} from scratch, each seed and their mean. Right: the "
+    "final loss of every seed ({dots}), averaged over the end of the run. Dashed: the mean of a "
+    "larger batch. It meets the curve where batch {base} was as good. The rest of the curve is the "
+    "sample overhead. A {cross} marks a run that diverged."
+)
+HEAD = (
+    "batch size",
+    "learning rate",
+    "steps",
+    "seeds",
+    "final loss",
+    "sample overhead",
+    "95% interval",
+    "verdict",
+)
 
 
 def scratch(advice: Advice) -> Html | None:
@@ -25,19 +38,13 @@ def scratch(advice: Advice) -> Html | None:
     curves = advice.baseline()
     if not curves or not advice.length:
         return None
-    chart = figure(_chart(advice, curves), *words.scratch(advice))
-    return section("Trained from scratch", chart, _table(advice, curves))
-
-
-def _finals(advice: Advice, curves: list[Curve]) -> dict[str, list[float]]:
-    """Final losses of every seed, by batch size."""
-    found = {size(advice.base): [curve[-1][1] for curve in curves]}
-    kept = [run for run in advice.scratch if run.rate == 1]
-    for each in sorted({run.batch_size for run in kept if run.purpose == "constant"}):
-        if each != advice.base:
-            found[size(each)] = [run.loss for run in advice.runs("constant", each)]
-    grown = [run.loss for run in kept if run.purpose == "schedule"]
-    return {**found, SCHEDULE_NAME: grown} if grown else found
+    dots = el("span.critical", "dots")
+    caption = fill(CAPTION, base=show(advice.base), dots=dots, cross=charts.CROSS)
+    drawn = figure(_chart(advice, curves), caption)
+    rows = list(_rows(advice, curves))
+    title = f"{show(advice.length)} {advice.samples} from scratch"
+    compared = table(title, HEAD, rows) if len(rows) > 1 else None
+    return section("Trained from scratch", drawn, compared)
 
 
 def _mean(curves: list[Curve]) -> Curve:
@@ -46,9 +53,15 @@ def _mean(curves: list[Curve]) -> Curve:
 
 
 def _chart(advice: Advice, curves: list[Curve]) -> Html:
-    finals = _finals(advice, curves)
+    # Final losses of every seed, by batch size.
+    finals = {size(advice.base): [curve[-1][1] for curve in curves]}
+    for run in advice.runs("constant"):
+        if run.batch_size != advice.base:
+            finals.setdefault(size(run.batch_size), []).append(run.loss)
+    for run in advice.runs("schedule"):
+        finals.setdefault(GROWING, []).append(run.loss)
 
-    def paint(figure: "Figure", narrow: bool) -> None:
+    def paint(figure: Figure, narrow: bool) -> None:
         ratios = [1.3, 1] if narrow else [2.2, 1]
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=ratios)
         for curve in curves:
@@ -61,53 +74,42 @@ def _chart(advice: Advice, curves: list[Curve]) -> Html:
             if math.isfinite(row["loss"]):
                 for axes in (left, right):
                     axes.axhline(row["loss"], color=CRITICAL, lw=1, ls=(0, (4, 3)), zorder=1)
-        _draw_finals(right, finals)
+        for place, losses in enumerate(finals.values()):
+            known = [each for each in losses if math.isfinite(each)]
+            charts.dots(right, place, known, CRITICAL if place else INK, size=7)
+            if len(known) < len(losses):
+                charts.cross(right, place)
+        right.set_xlim(-0.6, len(finals) - 0.4)
+        right.set_xticks(range(len(finals)), list(finals), color=MUTED)
+        right.set_xlabel("batch size")
 
     names = ", ".join(finals)
     spoken = f"Validation loss of batch {show(advice.base)}, and final losses of batch {names}."
     return charts.chart("scratch", spoken, paint, height=300)
 
 
-def _draw_finals(axes: "Axes", finals: Mapping[str, list[float]]) -> None:
-    for place, losses in enumerate(finals.values()):
-        known = [each for each in losses if math.isfinite(each)]
-        charts.dots(axes, place, known, CRITICAL if place else INK, size=7)
-        if len(known) < len(losses):
-            draw_lost(axes, place)
-    axes.set_xlim(-0.6, len(finals) - 0.4)
-    axes.set_xticks(range(len(finals)), list(finals), color=MUTED)
-    axes.set_xlabel("batch size")
-
-
-def draw_lost(axes: "Axes", place: float) -> None:
-    """Marks a run that diverged, at the upper edge."""
-    where = axes.get_xaxis_transform()
-    axes.plot([place], [0.95], "x", color=NOISE, mew=2, ms=7.5, transform=where, zorder=3)
-
-
-def _trained(advice: Advice) -> list[tuple[str, Mapping[str, Any], bool]]:
+def _trained(advice: Advice) -> Iterable[tuple[str, Mapping[str, Any], bool]]:
     """Name, row and verdict of what the summary compares with the smallest batch."""
-    # The advice is the largest batch size below all that cost too much.
-    size = advice.batch_size or 0
-    rows = [(show(r["batch_size"]), r, r["batch_size"] <= size) for r in advice.checked]
-    check = advice.schedule.get("check")
-    return [*rows, (SCHEDULE_NAME, check, advice.schedule["advised"])] if check else rows
+    for row in advice.checked:
+        # The advice is the largest batch size below all that cost too much.
+        yield show(row["batch_size"]), row, row["batch_size"] <= (advice.batch_size or 0)
+    if check := advice.schedule.get("check"):
+        yield GROWING, check, advice.schedule["advised"]
 
 
-def _table(advice: Advice, curves: list[Curve]) -> Html | None:
+def _rows(advice: Advice, curves: list[Curve]) -> Iterable[list[str]]:
     own = [show(advice.base), show(advice.task.lr), show(advice.steps(advice.base))]
-    rows = [[*own, show(len(curves)), loss(_mean(curves)[-1][1]), "–", "–", "the reference"]]
+    yield [*own, show(len(curves)), loss(_mean(curves)[-1][1]), "–", "–", "the reference"]
     for name, row, within in _trained(advice):
-        growing, cost = "to " * (len(row["stages"]) > 1), percent(row["overhead"])
+        rate = show(row["stages"][-1]["lr"])
         verdict = f"{'' if within else 'not '}within {advice.tolerance}"
-        rows.append(
-            [
-                *(name, growing + show(row["stages"][-1]["lr"]), show(row["steps"])),
-                *(show(row["seeds"]), loss(row["loss"]), cost),
-                percent_interval(row["low"], row["high"]),
-                "diverged" if math.isinf(row["loss"]) else verdict,
-            ]
-        )
-    head = ["batch size", "learning rate", "steps", "seeds", "final loss", "sample overhead"]
-    title = f"{show(advice.length)} {advice.samples} from scratch"
-    return table(title, [*head, "95% interval", "verdict"], rows) if len(rows) > 1 else None
+        yield [
+            name,
+            f"to {rate}" if len(row["stages"]) > 1 else rate,
+            show(row["steps"]),
+            show(row["seeds"]),
+            loss(row["loss"]),
+            percent(row["overhead"]),
+            percent_interval(row["low"], row["high"]),
+            "diverged" if math.isinf(row["loss"]) else verdict,
+        ]

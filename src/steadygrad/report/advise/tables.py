@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from steadygrad.record.schema.advise import Branch
-from steadygrad.report.advise.data import Advice, Point, percent
-from steadygrad.report.numbers import interval, loss, show
+from steadygrad.report.advise.data import Advice, Point
+from steadygrad.report.numbers import interval, loss, percent, show
 from steadygrad.report.page import Html, table
 
 __all__ = ["tables"]
@@ -33,21 +32,26 @@ def _listing(title: str, rows: Iterable[Any], columns: Mapping[str, Callable[[An
 
 def _critical(advice: Advice) -> Html:
     def limit(point: Point) -> str:
-        if point.critical is None:
+        if not point.critical:
             return "not measured"
-        return show(point.told("value")) if point.resolved else "not resolved"
+        return show(point.critical["value"]) if point.resolved else "not resolved"
+
+    def told(name: str) -> Callable[[Point], str]:
+        return lambda point: show(point.critical.get(name))
 
     columns = {
         advice.samples: lambda p: show(p.samples),
         "steps": lambda p: show(p.reached.steps),
         "validation loss": lambda p: loss(p.reached.valid_loss),
         "limit": limit,
-        "95% interval": lambda p: interval(p.told("low"), p.told("high")) if p.resolved else "–",
-        "within": lambda p: show(p.told("within")),
-        "beyond": lambda p: show(p.told("beyond")),
-        "diverged": lambda p: show(p.told("diverged")),
-        "tolerated loss": lambda p: loss(p.told("level")),
-        "fall / s.e.": lambda p: show(p.told("fall"), 2),
+        "95% interval": lambda p: (
+            interval(p.critical["low"], p.critical["high"]) if p.resolved else "–"
+        ),
+        "within": told("within"),
+        "beyond": told("beyond"),
+        "diverged": told("diverged"),
+        "tolerated loss": lambda p: loss(p.critical.get("level")),
+        "fall / s.e.": lambda p: show(p.critical.get("fall"), 2),
     }
     return _listing("Critical batch size", advice.points, columns)
 
@@ -81,15 +85,10 @@ def _scratch(advice: Advice) -> Html:
         "final loss": lambda r: loss(r.loss),
         "averaged at": lambda r: show(r.samples),
     }
-    runs = sorted(advice.scratch, key=lambda r: (r.purpose, r.batch_size, r.rate, r.repeat))
-    return _listing("Runs from scratch", runs, columns)
+    return _listing("Runs from scratch", advice.scratch, columns)
 
 
 def _branches(advice: Advice) -> Html:
-    runs: dict[tuple[int, int], list[Branch]] = {}
-    for point in advice.points:
-        for branch in point.branches:
-            runs.setdefault((point.samples, branch.batch_size), []).append(branch)
     columns = {
         advice.samples: lambda row: show(row[0]),
         "batch size": lambda row: show(row[1][0].batch_size),
@@ -97,7 +96,8 @@ def _branches(advice: Advice) -> Html:
         "steps": lambda row: show(row[1][0].steps),
         "losses": lambda row: ", ".join(loss(branch.loss) for branch in row[1]),
     }
-    return _listing("Branches", [(key[0], row) for key, row in sorted(runs.items())], columns)
+    rows = [(p.samples, runs) for p in advice.points for runs in p.branches.values()]
+    return _listing("Branches", rows, columns)
 
 
 def _rates(advice: Advice) -> Html:
