@@ -8,7 +8,11 @@ from typing import Any, TextIO
 
 from steadygrad._checks import InputError, launched
 
-__all__ = ["cleaned", "complain", "emit", "note", "printable", "rendered"]
+__all__ = ["PLAIN", "cleaned", "complain", "emit", "note", "printable", "rendered"]
+
+
+# Of rich's console. No markup: a task may have any name.
+PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
 
 
 def printable(text: str) -> str:
@@ -76,14 +80,7 @@ def rendered(*parts: Any, stream: TextIO | None) -> str:
     from rich.console import Console
 
     buffer, terminal = io.StringIO(), stream is not None and stream.isatty()
-    # No markup: a task may have any name.
-    console = Console(
-        file=buffer,
-        force_terminal=terminal or None,
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
+    console = Console(file=buffer, force_terminal=terminal or None, **PLAIN)
     for part in parts:
         console.print(part)
     return buffer.getvalue().rstrip("\n")

@@ -5,6 +5,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -152,11 +153,7 @@ def chosen(study: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def settings_class(study: str) -> Any:
     """The dataclass of a study's settings."""
-    from steadygrad.record.schema import schema_of
-
-    schema = schema_of(study)
-    assert schema is not None
-    return schema.settings
+    return import_module(f"steadygrad.record.schema.{study}").Settings
 
 
 def _settings(study: str) -> dict[str, tuple[Any, Any, Any]]:
@@ -193,8 +190,9 @@ def _expected(name: str, kind: Any, meta: Any) -> str:
     number = "an integer" if kind is int else "a number"
     if meta.ge is None:
         return number
-    near = meta.le is not None and meta.le < FAR
-    return f"{number} from {meta.ge} to {meta.le}" if near else f"{number} of at least {meta.ge}"
+    if meta.le is None or meta.le >= FAR:
+        return f"{number} of at least {meta.ge}"
+    return f"{number} from {meta.ge} to {meta.le}"
 
 
 def parse_budget(text: str) -> float:

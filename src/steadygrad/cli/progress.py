@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from steadygrad.cli.console import note, printable
+from steadygrad.cli.console import PLAIN, note, printable
 
 __all__ = ["BarMonitor", "LineMonitor", "Monitor", "duration", "make_monitor"]
 
@@ -31,12 +31,7 @@ def duration(seconds: float) -> str:
 
 
 class Monitor:
-    """Knows how far a study is and says nothing, as on all ranks but the first.
-
-    Args:
-        budget_left: Seconds of the budget that are left.
-        clock: Seconds that only ever grow.
-    """
+    """Knows how far a study is and says nothing, as on all ranks but the first."""
 
     def __init__(self, budget_left: Clock, clock: Clock = time.monotonic) -> None:
         self._budget_left, self._clock = budget_left, clock
@@ -157,7 +152,7 @@ class BarMonitor(Monitor):
 @contextmanager
 def make_monitor(is_main: bool, budget_left: Clock) -> Iterator[Monitor]:
     """A bar in a terminal, plain lines elsewhere, silence on all ranks but the first."""
-    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    console = Console(stderr=True, **PLAIN)
     if not is_main or not console.is_terminal:
         yield (LineMonitor if is_main else Monitor)(budget_left)
         return

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout, suppress
 from datetime import datetime
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,23 +14,15 @@ from steadygrad.cli.console import cleaned, emit, note, printable, rendered
 from steadygrad.cli.options import chosen, folder_of, settings_class
 
 if TYPE_CHECKING:
-    from steadygrad.studies.coordinator import Monitor
-    from steadygrad.studies.deadline import Deadline
     from steadygrad.studies.run import Outcome
 
 __all__ = ["run"]
 
 
 def run(name: str, values: Mapping[str, Any], began: float) -> int:
-    """Runs or resumes a study, writes its page and prints its findings.
+    """Runs or resumes a study, writes its page, prints its findings and gives the exit code.
 
-    Args:
-        name: Name of the study.
-        values: What the command line names, by option.
-        began: Reading of ``time.monotonic()`` from which the budget counts.
-
-    Returns:
-        The exit code: 0, or 128 plus the number of the signal that ended it.
+    The budget counts from ``began``, a reading of ``time.monotonic()``.
     """
     given = chosen(name, values)
     folders = {key: folder_of(f"--{key}", values[key]) for key in ("out", "resume") & values.keys()}
@@ -39,13 +32,13 @@ def run(name: str, values: Mapping[str, Any], began: float) -> int:
     from steadygrad.studies.deadline import Deadline, StudyInterrupted
     from steadygrad.studies.run import StudyFailed
 
-    deadline = Deadline(began)
+    study, deadline = _study(name, given, folders), Deadline(began)
     with deadline.signals():
         try:
             monitoring = make_monitor(launched()[0] == 0, deadline.left)
             # What the task prints must not mix with --json.
             with monitoring as monitor, redirect_stdout(sys.stderr):
-                outcome = _study(name, given, folders, deadline, monitor)
+                outcome = study(deadline=deadline, monitor=monitor)
         except StudyFailed as failed:
             if failed.is_main:
                 # Why the study failed matters more than why its page did.
@@ -63,26 +56,21 @@ def run(name: str, values: Mapping[str, Any], began: float) -> int:
 
 
 def _study(
-    name: str,
-    given: Mapping[str, Any],
-    folders: Mapping[str, Path],
-    deadline: "Deadline",
-    monitor: "Monitor",
-) -> "Outcome":
+    name: str, given: Mapping[str, Any], folders: Mapping[str, Path]
+) -> "Callable[..., Outcome]":
+    """Begins a run or goes on with one; a deadline and a monitor are still to be given."""
     from steadygrad.studies.run import resume, start
 
-    out = folders.get("out")
-    if "resume" not in folders:
+    out, folder = folders.get("out"), folders.get("resume")
+    if folder is None:
         out = out or Path(f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
-        settings = settings_class(name)(**given)
-        return start(name, settings, out, deadline=deadline, monitor=monitor)
-    folder = folders["resume"]
+        return partial(start, name, settings_class(name)(**given), out)
     if out is not None and out.resolve() != folder.resolve():
         raise InputError(
             f"--resume goes on in its own folder. Found --out {str(out)!r} as well. "
             "Remedy: leave --out away."
         )
-    return resume(folder, given, name=name, deadline=deadline, monitor=monitor)
+    return partial(resume, folder, given, name=name)
 
 
 def _report(name: str, outcome: "Outcome", write: Callable[[Path], Path], *, json: bool) -> None:

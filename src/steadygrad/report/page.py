@@ -31,9 +31,9 @@ def escape(text: str) -> Html:
     return text if isinstance(text, Html) else Html(html.escape(clean(text)))
 
 
-def fill(text: str, **parts: str) -> Html:
-    """Puts parts where the text has their ``{name}``; escapes the text and each part."""
-    return Html(escape(text).format_map({name: escape(part) for name, part in parts.items()}))
+def fill(markup: str, **parts: str) -> Html:
+    """Puts escaped parts where a piece of markup, which is not escaped, has their ``{name}``."""
+    return Html(markup.format_map({name: escape(part) for name, part in parts.items()}))
 
 
 def el(tag: str, *children: Child, **attributes: str | None) -> Html:
@@ -66,11 +66,7 @@ def table(
 ) -> Html:
     """Writes a table that scrolls inside its own box when it is wider than the page.
 
-    Args:
-        caption: What the table shows.
-        head: One title per column.
-        rows: Cells, as many as titles.
-        text_columns: How many columns from the left hold words; the others are numbers.
+    Numbers stand on the right, but for so many ``text_columns`` from the left.
     """
     kinds = ["" if column < text_columns else ".number" for column in range(len(head))]
 

@@ -374,12 +374,6 @@ def test_unresolved_noise_is_said_in_words(make_run: Any):
     assert "at least 41; too few measurements to tell" in page
 
 
-def test_unknown_study(whole_run: Run):
-    header = replace(whole_run.header, study="guess")
-    with pytest.raises(InputError, match=r"'advise', 'inspect'.*study = 'guess'.*Remedy"):
-        render(Run(whole_run.folder, header, [], None, False))
-
-
 @pytest.mark.parametrize("study", ["advise", "inspect"])
 def test_missing_matplotlib_names_the_extra(
     whole_run: Run, monkeypatch: pytest.MonkeyPatch, study: str

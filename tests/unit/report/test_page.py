@@ -22,9 +22,9 @@ def test_children_may_be_iterables_or_absent():
     assert el("ul", (el("li", text) for text in "a<"), None) == "<ul><li>a</li><li>&lt;</li></ul>"
 
 
-def test_a_text_is_filled_with_parts_and_all_is_escaped():
-    found = fill("{what} < {name}", what=el("b", "It"), name="<{what}>")
-    assert found == "<b>It</b> &lt; &lt;{what}&gt;"
+def test_parts_that_fill_markup_are_escaped():
+    found = fill("<i>{what}</i> is {name}", what=el("b", "It"), name="<{what}>")
+    assert found == "<i><b>It</b></i> is &lt;{what}&gt;"
     assert isinstance(found, Html)
 
 

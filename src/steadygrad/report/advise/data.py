@@ -15,13 +15,7 @@ Curve = Sequence[tuple[float, float]]
 
 
 class Point:
-    """One point of training at which the study measured.
-
-    Args:
-        reached: Its event.
-        run: The record.
-        row: Its row in the summary; empty without one.
-    """
+    """One point of training at which the study measured, with its row of the summary or none."""
 
     def __init__(self, reached: Reached, run: Run, row: Mapping[str, Any]) -> None:
         self.reached, self.samples = reached, reached.samples
@@ -30,7 +24,7 @@ class Point:
         self.noise = next(noises, None)
         # By batch size, ascending, one for each repeat.
         self.branches: dict[int, list[Branch]] = {}
-        own = (branch for branch in run.select(Branch) if branch.point == reached.point)
+        own = [branch for branch in run.select(Branch) if branch.point == reached.point]
         for branch in sorted(own, key=lambda branch: (branch.batch_size, branch.repeat)):
             self.branches.setdefault(branch.batch_size, []).append(branch)
         # The summary's critical batch size; empty where it was not measured.
@@ -39,11 +33,7 @@ class Point:
         self.resolved = bool(self.critical and row.get("resolved"))
         # The smallest batch size that diverged; infinite if none did.
         told = self.critical["diverged"] if self.resolved else None
-        lost = [
-            size
-            for size, runs in self.branches.items()
-            if any(math.isinf(branch.loss) for branch in runs)
-        ]
+        lost = [branch.batch_size for branch in own if math.isinf(branch.loss)]
         self.diverged = min([told or math.inf, *lost])
 
 

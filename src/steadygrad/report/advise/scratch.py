@@ -1,36 +1,36 @@
 """Section of the ``advise`` page on runs from scratch."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from steadygrad.report import charts
 from steadygrad.report.advise.data import Advice, Curve
+from steadygrad.report.advise.tables import listing
 from steadygrad.report.charts import CRITICAL, INK, MUTED, SCHEDULE
 from steadygrad.report.numbers import loss, percent, percent_interval, show, size
-from steadygrad.report.page import Html, el, figure, fill, section, table
+from steadygrad.report.page import Html, el, figure, fill, section
 
-__all__ = ["scratch"]
+__all__ = ["learning_rate", "scratch"]
 
 GROWING = "growing"
 CAPTION = (
     "Left: validation loss of batch {base} from scratch, each seed and their mean. Right: the "
-    "final loss of every seed ({dots}), averaged over the end of the run. Dashed: the mean of a "
-    "larger batch. It meets the curve where batch {base} was as good. The rest of the curve is the "
-    "sample overhead. A {cross} marks a run that diverged."
+    'final loss of every seed (<span class="critical">dots</span>), averaged over the end of the '
+    "run. Dashed: the mean of a larger batch. It meets the curve where batch {base} was as good. "
+    'The rest of the curve is the sample overhead. A <span class="noise">cross</span> marks a run '
+    "that diverged."
 )
-HEAD = (
-    "batch size",
-    "learning rate",
-    "steps",
-    "seeds",
-    "final loss",
-    "sample overhead",
-    "95% interval",
-    "verdict",
-)
+# By the verdict of the summary.
+RATES = {
+    "fits": "The task's learning rate {lr} fits.",
+    "low": "The task's learning rate {lr} looks too low. Until it is tuned, every batch size here "
+    "is an upper bound.",
+    "high": "The task's learning rate {lr} looks too high. Until it is tuned, every batch size "
+    "here is an upper bound.",
+}
 
 
 def scratch(advice: Advice) -> Html | None:
@@ -38,13 +38,8 @@ def scratch(advice: Advice) -> Html | None:
     curves = advice.baseline()
     if not curves or not advice.length:
         return None
-    dots = el("span.critical", "dots")
-    caption = fill(CAPTION, base=show(advice.base), dots=dots, cross=charts.CROSS)
-    drawn = figure(_chart(advice, curves), caption)
-    rows = list(_rows(advice, curves))
-    title = f"{show(advice.length)} {advice.samples} from scratch"
-    compared = table(title, HEAD, rows) if len(rows) > 1 else None
-    return section("Trained from scratch", drawn, compared)
+    drawn = figure(_chart(advice, curves), fill(CAPTION, base=show(advice.base)))
+    return section("Trained from scratch", drawn, _compared(advice, curves))
 
 
 def _mean(curves: list[Curve]) -> Curve:
@@ -70,7 +65,7 @@ def _chart(advice: Advice, curves: list[Curve]) -> Html:
         left.plot(*zip(*mean, strict=True), color=INK, linewidth=1.8)
         charts.samples_axis(left, mean[0][0] / 1.04, advice.length, advice.samples, narrow=narrow)
         left.set_ylabel("validation loss")
-        for _, row, _ in _trained(advice):
+        for row in _trained(advice):
             if math.isfinite(row["loss"]):
                 for axes in (left, right):
                     axes.axhline(row["loss"], color=CRITICAL, lw=1, ls=(0, (4, 3)), zorder=1)
@@ -88,28 +83,68 @@ def _chart(advice: Advice, curves: list[Curve]) -> Html:
     return charts.chart("scratch", spoken, paint, height=300)
 
 
-def _trained(advice: Advice) -> Iterable[tuple[str, Mapping[str, Any], bool]]:
-    """Name, row and verdict of what the summary compares with the smallest batch."""
+def _trained(advice: Advice) -> list[dict[str, Any]]:
+    """What the summary compares with the smallest batch, with a name and a verdict."""
+    rows = []
     for row in advice.checked:
         # The advice is the largest batch size below all that cost too much.
-        yield show(row["batch_size"]), row, row["batch_size"] <= (advice.batch_size or 0)
+        within = row["batch_size"] <= (advice.batch_size or 0)
+        rows.append({**row, "name": show(row["batch_size"]), "within": within})
     if check := advice.schedule.get("check"):
-        yield GROWING, check, advice.schedule["advised"]
+        rows.append({**check, "name": GROWING, "within": advice.schedule["advised"]})
+    return rows
 
 
-def _rows(advice: Advice, curves: list[Curve]) -> Iterable[list[str]]:
-    own = [show(advice.base), show(advice.task.lr), show(advice.steps(advice.base))]
-    yield [*own, show(len(curves)), loss(_mean(curves)[-1][1]), "–", "–", "the reference"]
-    for name, row, within in _trained(advice):
-        rate = show(row["stages"][-1]["lr"])
-        verdict = f"{'' if within else 'not '}within {advice.tolerance}"
-        yield [
-            name,
-            f"to {rate}" if len(row["stages"]) > 1 else rate,
-            show(row["steps"]),
-            show(row["seeds"]),
-            loss(row["loss"]),
-            percent(row["overhead"]),
-            percent_interval(row["low"], row["high"]),
-            "diverged" if math.isinf(row["loss"]) else verdict,
-        ]
+def _compared(advice: Advice, curves: list[Curve]) -> Html | None:
+    def rate(row: Mapping[str, Any]) -> str:
+        *others, last = row["stages"]
+        return f"to {show(last['lr'])}" if others else show(last["lr"])
+
+    def verdict(row: Mapping[str, Any]) -> str:
+        if "within" not in row:
+            return "the reference"
+        within = f"{'' if row['within'] else 'not '}within {advice.tolerance}"
+        return "diverged" if math.isinf(row["loss"]) else within
+
+    reference = {
+        "name": show(advice.base),
+        "stages": [{"lr": advice.task.lr}],
+        "steps": advice.steps(advice.base),
+        "seeds": len(curves),
+        "loss": _mean(curves)[-1][1],
+    }
+    columns = {
+        "batch size": lambda row: row["name"],
+        "learning rate": rate,
+        "steps": lambda row: show(row["steps"]),
+        "seeds": lambda row: show(row["seeds"]),
+        "final loss": lambda row: loss(row["loss"]),
+        "sample overhead": lambda row: percent(row.get("overhead")),
+        "95% interval": lambda row: percent_interval(row.get("low"), row.get("high")),
+        "verdict": verdict,
+    }
+    rows, title = _trained(advice), f"{show(advice.length)} {advice.samples} from scratch"
+    return listing(title, [reference, *rows], columns) if rows else None
+
+
+def learning_rate(advice: Advice) -> Html | None:
+    """The smallest batch at half, once and twice the task's learning rate."""
+    own = advice.task.lr
+    losses = {float(rate) * own: [loss] for rate, loss in advice.rate.get("losses", {}).items()}
+    if not losses:
+        return None
+
+    def paint(figure: Figure, _: bool) -> None:
+        axes = figure.subplots()
+        charts.octaves_axis(axes, "x", sorted(losses), show)
+        charts.losses(axes, dict(sorted(losses.items())))
+        axes.set_xlabel("learning rate")
+
+    spoken = "Validation loss over learning rate, from scratch."
+    caption = (
+        f"Validation loss of batch {show(advice.base)} after {show(advice.header.plan.length)} "
+        f"{advice.samples} from scratch, at half, once and twice the task's learning rate."
+    )
+    said = RATES.get(advice.rate["verdict"])
+    verdict = el("p", said.format(lr=show(own))) if said else None
+    return section("Learning rate", verdict, figure(charts.panel("rate", spoken, paint), caption))

@@ -19,11 +19,7 @@ HEAD = (
 
 
 def table(summary: Mapping[str, Any]) -> Table | None:
-    """One row for each point of training; None where no point was reached.
-
-    Args:
-        summary: The content of ``summary.json``.
-    """
+    """One row for each point of training in ``summary.json``; None where none was reached."""
     if not summary["points"]:
         return None
     title = f"{summary['task']}: batch sizes in units of one {summary['sample']}"

@@ -12,17 +12,25 @@ from steadygrad.report.charts import BAND, CRITICAL, INK, MUTED, NOISE, SCHEDULE
 from steadygrad.report.numbers import percent, percent_interval, show
 from steadygrad.report.page import Html, el, figure, fill, section, table
 
-__all__ = ["over_training", "the_run"]
+__all__ = ["how_measured", "over_training", "the_run"]
 
 SIZES = (
-    "The {critical} is the largest batch that costs at most {tolerance} more {samples} over the "
-    "branch that follows. Block: from the largest batch size tried that stayed within to the "
-    "smallest that did not. Dot: the limit by interpolation. Thin line: its 95% interval; a "
-    "triangle says that it goes on. A {cross} marks the smallest batch size that diverged."
+    'The <span class="critical">critical batch size</span> is the largest batch that costs at most '
+    "{tolerance} more {samples} over the branch that follows. Block: from the largest batch size "
+    "tried that stayed within to the smallest that did not. Dot: the limit by interpolation. Thin "
+    'line: its 95% interval; a triangle says that it goes on. A <span class="noise">cross</span> '
+    "marks the smallest batch size that diverged."
+)
+BRANCHES = (
+    "Validation loss at the end of branches that leave one checkpoint and see the same number of "
+    "{samples}. Dots are repeats, each with its own data order; the line is their mean. Dashed: "
+    "the loss that a batch with {tolerance} sample overhead reaches. Shaded: from the largest "
+    'batch size within it to the smallest beyond. A <span class="noise">cross</span> marks a '
+    "batch size that diverged."
 )
 RUN = (
-    "Training loss (grey) and validation loss (dark) of batch {base}. {circles}: the points at "
-    "which the study measured."
+    "Training loss (grey) and validation loss (dark) of batch {base}. "
+    '<span class="critical">Circles</span>: the points at which the study measured.'
 )
 
 
@@ -35,9 +43,8 @@ def over_training(advice: Advice) -> Html | None:
         caption += " Grey: the growing batch below."
     elif advice.batch_size:
         caption += " Grey: the fixed batch size for a run from scratch."
-    parts = {"tolerance": advice.tolerance, "samples": advice.samples, "cross": charts.CROSS}
-    critical = el("span.critical", "critical batch size")
-    drawn = figure(_sizes_chart(advice), fill(caption, critical=critical, **parts))
+    said = fill(caption, tolerance=advice.tolerance, samples=advice.samples)
+    drawn = figure(_sizes_chart(advice), said)
     schedule = _schedule(advice) if advice.schedule else None
     return section("The batch size that pays, over training", drawn, schedule)
 
@@ -70,11 +77,11 @@ def _known(advice: Advice) -> Iterable[str]:
     yield f"It takes {show(schedule['steps'])} steps."
     if warmup := schedule["warmup_samples"]:
         yield f"Its learning rate is warmed up over the first {show(warmup)} {advice.samples}."
+    others = "trainers"
     if advice.task.tokens_per_sample:
         yield "OLMo-core's callback raises the learning rate by the square root of the growth."
-        yield "With the other trainers, set the learning rates of the table yourself."
-    else:
-        yield "With the trainers, set the learning rates of the table yourself."
+        others = "other trainers"
+    yield f"With the {others}, set the learning rates of the table yourself."
 
 
 def _forms(advice: Advice) -> Iterable[tuple[str, str]]:
@@ -135,9 +142,8 @@ def _draw_point(axes: Axes, point: Point) -> None:
 def _draw_schedule(axes: Axes, advice: Advice, left: float, right: float) -> None:
     fixed = [{"from_samples": 0, "batch_size": advice.batch_size or math.nan}]
     stages = advice.schedule.get("stages", fixed)
-    starts = [max(stage["from_samples"], left) for stage in stages]
-    sizes = [stage["batch_size"] for stage in stages]
-    xs, ys = [*starts, right], [*sizes, sizes[-1]]
+    xs = [*(max(stage["from_samples"], left) for stage in stages), right]
+    ys = [stage["batch_size"] for stage in (*stages, stages[-1])]
     axes.step(xs, ys, where="post", color=SCHEDULE, linewidth=5, alpha=0.45, zorder=1)
 
 
@@ -151,6 +157,38 @@ def _bounds(advice: Advice) -> tuple[float, float]:
         found += [*point.branches, point.diverged]
     logs = [math.log2(value) for value in found if 0 < value < math.inf]
     return min(logs) - 0.6, max(logs) + 0.8
+
+
+def how_measured(advice: Advice) -> Html | None:
+    """Losses of the branches over batch size, point by point."""
+    panels = [
+        _branch_panel(f"branches{index}", point, advice)
+        for index, point in enumerate(advice.points)
+        if point.branches
+    ]
+    caption = fill(BRANCHES, samples=advice.samples, tolerance=advice.tolerance)
+    drawn = figure(el("div.panels", panels), caption)
+    return section("How it was measured", drawn) if panels else None
+
+
+def _branch_panel(name: str, point: Point, advice: Advice) -> Html:
+    losses = {size: [branch.loss for branch in runs] for size, runs in point.branches.items()}
+    critical = point.critical
+
+    def paint(figure: Figure, _: bool) -> None:
+        axes = figure.subplots()
+        charts.octaves_axis(axes, "x", list(losses))
+        charts.losses(axes, losses, point.diverged)
+        if point.resolved:
+            axes.axhline(critical["level"], color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
+            end = min(critical["beyond"], axes.get_xlim()[1])
+            axes.axvspan(critical["within"], end, color=BAND, zorder=0, linewidth=0)
+        axes.set_xlabel("batch size")
+
+    unresolved = ": not resolved" if critical and not point.resolved else ""
+    title = f"after {show(point.samples)} {advice.samples}{unresolved}"
+    spoken = f"Validation loss at the end of each branch over its batch size, {title}."
+    return el("div", el("h3", title), charts.panel(name, spoken, paint))
 
 
 def the_run(advice: Advice) -> Html | None:
@@ -180,8 +218,5 @@ def the_run(advice: Advice) -> Html | None:
         caption += (
             " Shaded: the validation loss no longer falls, and nothing is known of that time."
         )
-    circles = el("span.critical", "Circles")
     drawn = charts.chart("training", spoken, paint, height=280)
-    return section(
-        "The run itself", figure(drawn, fill(caption, base=show(advice.base), circles=circles))
-    )
+    return section("The run itself", figure(drawn, fill(caption, base=show(advice.base))))

@@ -16,13 +16,7 @@ TITLES = {BEFORE: "one loss scale", AFTER: "the proposed scales"}
 
 @dataclass(frozen=True)
 class Histogram:
-    """Shares of a layer's scaled gradients by binary exponent.
-
-    Attributes:
-        zero: Share of zeros.
-        over: Share of values that were not finite.
-        exponents: Shares of the others, by exponent.
-    """
+    """Shares of a layer's scaled gradients: zeros, not finite, the others by binary exponent."""
 
     zero: float
     over: float

@@ -11,11 +11,7 @@ __all__ = ["table"]
 
 
 def table(summary: Mapping[str, Any]) -> Table | None:
-    """One row for each layer; None where no gradient was counted.
-
-    Args:
-        summary: The content of ``summary.json``.
-    """
+    """One row for each layer in ``summary.json``; None where no gradient was counted."""
     if not summary["layers"]:
         return None
     columns = [Column(name, justify="right") for name in ("zero", "subnormal", "overflowed")]
