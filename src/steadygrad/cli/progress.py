@@ -130,10 +130,8 @@ class LineMonitor(Monitor):
 class BarMonitor(Monitor):
     """Draws a bar with the time left; ``progress`` shows the field ``left`` of its task."""
 
-    def __init__(
-        self, progress: Progress, budget_left: Clock, clock: Clock = time.monotonic
-    ) -> None:
-        super().__init__(budget_left, clock)
+    def __init__(self, progress: Progress, *clocks: Clock) -> None:
+        super().__init__(*clocks)
         self._progress = progress
         self._task = progress.add_task("preparing", total=None, left="")
 

@@ -15,18 +15,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from steadygrad.report.numbers import short, size
 from steadygrad.report.page import Html, clean, el, escape
 
-__all__ = [
-    "Painter",
-    "chart",
-    "cross",
-    "dots",
-    "label",
-    "label_lines",
-    "losses",
-    "octaves_axis",
-    "panel",
-    "samples_axis",
-]
+__all__ = ["chart", "cross", "dots", "label", "losses", "octaves_axis", "panel", "samples_axis"]
 
 Painter = Callable[[Figure, bool], None]
 
@@ -175,28 +164,3 @@ def octaves_axis(
     axis.set_ticks(ticks[:: math.ceil(len(ticks) / most)])
     axis.set_major_formatter(lambda value, _: text(value))
     axes.minorticks_off()
-
-
-def label_lines(axes: Axes, labels: Sequence[tuple[float, float, str, str]], gap: float) -> None:
-    """Writes names beside the right ends of lines, at least ``gap`` points apart.
-
-    The limits are already set; a label is ``(x, y, name, colour)``, its place in data units.
-    """
-    labels = sorted(labels, key=lambda each: each[1])
-    heights = [axes.transData.transform(each[:2])[1] * 72 / axes.figure.dpi for each in labels]
-    placed = list(heights)
-    for _ in range(20):
-        for upper in range(1, len(placed)):
-            overlap = max(0.0, gap - (placed[upper] - placed[upper - 1]))
-            placed[upper - 1] -= overlap / 2
-            placed[upper] += overlap / 2
-    for (x, y, name, colour), height, spot in zip(labels, heights, placed, strict=True):
-        axes.annotate(
-            name,
-            (x, y),
-            xytext=(9, spot - height),
-            textcoords="offset points",
-            va="center",
-            color=colour,
-            annotation_clip=False,
-        )

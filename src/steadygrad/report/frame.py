@@ -11,9 +11,8 @@ from steadygrad.report.page import Html, el, section
 
 __all__ = ["Figure", "limits", "opening", "provenance"]
 
+# Name, value and detail of a key figure.
 Figure = tuple[str, str, str]
-"""Name, value and detail of a key figure."""
-
 PARTS = ("task", "settings", "plan", "runtime", "environment")
 
 

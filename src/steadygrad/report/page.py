@@ -64,10 +64,7 @@ def el(tag: str, *children: Child, **attributes: str | None) -> Html:
 def table(
     caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns: int = 0
 ) -> Html:
-    """Writes a table that scrolls inside its own box when it is wider than the page.
-
-    Numbers stand on the right, but for so many ``text_columns`` from the left.
-    """
+    """Writes a table in a box that scrolls; the ``text_columns`` on the left hold no numbers."""
     kinds = ["" if column < text_columns else ".number" for column in range(len(head))]
 
     def cells(tag: str, row: Sequence[str]) -> Iterable[Html]:

@@ -30,9 +30,14 @@ def page(run: Run) -> str:
     advice = Advice(run)
     title = _headline(advice)
     numbers = tables(advice)
+    done, planned = len(advice.points), len(advice.header.plan.points)
+    partial = (
+        "The record has no summary: the study is still going, or it was killed. "
+        f"It has reached {done} of {planned} planned points of training."
+    )
     return document(
         f"{advice.task.name}: {title}",
-        opening(run, title, _figures(advice), _missing(advice)),
+        opening(run, title, _figures(advice), [] if advice.status else [partial]),
         scratch(advice),
         over_training(advice),
         how_measured(advice),
@@ -52,14 +57,6 @@ def _headline(advice: Advice) -> str:
         return f"No batch size for {advice.task.name} yet."
     count = advice.task.sample if size == 1 else advice.samples
     return f"Train {advice.task.name} at {show(size)} {count} per step."
-
-
-def _missing(advice: Advice) -> Iterable[str]:
-    """What a partial record lacks beyond what its words say."""
-    if not advice.status:
-        done, planned = len(advice.points), len(advice.header.plan.points)
-        yield "The record has no summary: the study is still going, or it was killed."
-        yield f"It has reached {done} of {planned} planned points of training."
 
 
 def _figures(advice: Advice) -> Iterable[Figure]:

@@ -84,7 +84,7 @@ def _chart(advice: Advice, curves: list[Curve]) -> Html:
 
 
 def _trained(advice: Advice) -> list[dict[str, Any]]:
-    """What the summary compares with the smallest batch, with a name and a verdict."""
+    """Rows of the summary on what was trained, each with its name and whether it is within."""
     rows = []
     for row in advice.checked:
         # The advice is the largest batch size below all that cost too much.
