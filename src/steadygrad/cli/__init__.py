@@ -7,14 +7,15 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 from steadygrad import __version__
 from steadygrad._checks import InputError, launched
 from steadygrad._studies import STUDIES
-from steadygrad.cli.console import complain, emit
-from steadygrad.cli.options import overview, unknown_command
+from steadygrad.cli.console import complain, emit, printable
+from steadygrad.cli.options import folder_of, near, options_of, overview
 
 __all__ = ["main"]
 
@@ -56,17 +57,25 @@ def _run(arguments: list[str], began: float) -> int:
     if "--version" in arguments or command in HELP:
         emit(f"steadygrad {__version__}" if "--version" in arguments else overview())
         return 0
-    if command not in (*STUDIES, "report"):
-        raise unknown_command(arguments)
+    commands = (*STUDIES, "report")
+    if command not in commands:
+        raise InputError(
+            f"Expected a command: {', '.join(commands[:-1])} or {commands[-1]}. "
+            f"Found {repr(command) if arguments else 'none'}. "
+            f"Remedy: {near(command, commands, 'steadygrad ')}steadygrad --help."
+        )
     needed = REPORT_EXTRAS if command == "report" else STUDY_EXTRAS
     _check_extras(("msgspec",) if any(word in HELP for word in words) else needed)
+    options = options_of(command)
+    values = options.read(words)
+    if "help" in values:
+        emit(options.help())
+        return 0
     if command == "report":
-        from steadygrad.cli import report
-
-        return report.run(words)
+        return _report(values)
     from steadygrad.cli import studies
 
-    return studies.run(command, words, began)
+    return studies.run(command, values, began)
 
 
 def _check_extras(names: Sequence[str]) -> None:
@@ -76,3 +85,18 @@ def _check_extras(names: Sequence[str]) -> None:
             f"This command needs {', '.join(names)}. Found no {', '.join(missing)}. "
             'Remedy: pip install "steadygrad[cli]".'
         )
+
+
+def _report(values: Mapping[str, Any]) -> int:
+    """Draws the page of a run again, and prints its path."""
+    if "run" not in values:
+        raise InputError(
+            "Expected the folder of a run. Found none. Remedy: steadygrad report runs/mine."
+        )
+    folder = folder_of("RUN", values["run"])
+    if folder.name == "record.jsonl" and folder.is_file():
+        folder = folder.parent
+    from steadygrad.report import write
+
+    emit(printable(str(write(folder))))
+    return 0

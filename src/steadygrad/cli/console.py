@@ -3,16 +3,16 @@
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TextIO
+from contextlib import suppress
+from typing import Any, TextIO
 
 from steadygrad._checks import InputError, launched
 
-if TYPE_CHECKING:
-    from steadygrad.cli.progress import Monitor
+__all__ = ["PLAIN", "cleaned", "complain", "emit", "note", "printable", "rendered"]
 
-__all__ = ["cleaned", "complain", "emit", "make_monitor", "note", "printable", "rendered"]
+
+# Of rich's console. No markup: a task may have any name.
+PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
 
 
 def printable(text: str) -> str:
@@ -32,11 +32,7 @@ def cleaned(value: Any) -> Any:
 
 
 def emit(text: str) -> None:
-    """Writes to standard output.
-
-    Raises:
-        InputError: If it is closed or full.
-    """
+    """Writes to standard output; an ``InputError`` says that it is closed or full."""
     try:
         _write(text, sys.stdout)
     except OSError as error:
@@ -84,28 +80,7 @@ def rendered(*parts: Any, stream: TextIO | None) -> str:
     from rich.console import Console
 
     buffer, terminal = io.StringIO(), stream is not None and stream.isatty()
-    # No markup: a task may have any name.
-    plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
-    console = Console(file=buffer, force_terminal=terminal or None, **plain)
+    console = Console(file=buffer, force_terminal=terminal or None, **PLAIN)
     for part in parts:
         console.print(part)
     return buffer.getvalue().rstrip("\n")
-
-
-@contextmanager
-def make_monitor(is_main: bool, budget_left: Callable[[], float]) -> "Iterator[Monitor]":
-    """A bar in a terminal, plain lines elsewhere, silence on all ranks but the first."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-    from steadygrad.cli.progress import BarMonitor, LineMonitor, Monitor
-
-    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
-    if not is_main or not console.is_terminal:
-        yield (LineMonitor if is_main else Monitor)(budget_left)
-        return
-    what = TextColumn("{task.description:<40}", markup=False)
-    left = TextColumn("{task.fields[left]}", markup=False)
-    columns = what, BarColumn(), TaskProgressColumn(), left
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield BarMonitor(progress, budget_left)

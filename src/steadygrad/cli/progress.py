@@ -2,13 +2,15 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
-from rich.progress import Progress
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from steadygrad.cli.console import note, printable
+from steadygrad.cli.console import PLAIN, note, printable
 
-__all__ = ["BarMonitor", "LineMonitor", "Monitor", "duration"]
+__all__ = ["BarMonitor", "LineMonitor", "Monitor", "duration", "make_monitor"]
 
 Clock = Callable[[], float]
 
@@ -22,40 +24,39 @@ def duration(seconds: float) -> str:
     """A time as people say it: ``45s``, ``3m20s``, ``1h05m``; ``?`` for NaN."""
     if math.isnan(seconds):
         return "?"
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02}s"
-    return f"{whole // 3600}h{whole // 60 % 60:02}m"
+    minutes, whole = divmod(max(0, round(seconds)), 60)
+    if minutes < 60:
+        return f"{minutes}m{whole:02}s" if minutes else f"{whole}s"
+    return f"{minutes // 60}h{minutes % 60:02}m"
 
 
 class Monitor:
-    """Knows how far a study is and says nothing, as on all ranks but the first.
-
-    Args:
-        budget_left: Seconds of the budget that are left.
-        clock: Seconds that only ever grow.
-    """
+    """Knows how far a study is and says nothing, as on all ranks but the first."""
 
     def __init__(self, budget_left: Clock, clock: Clock = time.monotonic) -> None:
         self._budget_left, self._clock = budget_left, clock
-        Monitor.begin(self, 1, 0, {})
 
     def begin(self, total: int, done: int, points: Mapping[str, int]) -> None:
         """Starts the clock; ``done`` of the work was done before."""
         self._total, self._done, self._first, self._points = total, done, done, points
         self._began, self._warned = self._clock(), False
+        self._show_begin()
 
     def advance(self, samples: int, what: str) -> None:
         """Counts work that was done; says once which points the budget will cut."""
         self._done += samples
-        warning = self._warning()
-        if warning:
+        if warning := self._warning():
             self.say(warning)
+        self._show(samples, printable(what))
 
     def say(self, line: str) -> None:
         """Takes a line for the user."""
+
+    def _show_begin(self) -> None:
+        pass
+
+    def _show(self, samples: int, what: str) -> None:
+        pass
 
     @property
     def elapsed(self) -> float:
@@ -107,23 +108,19 @@ class LineMonitor(Monitor):
     between the twentieths are 30 in the first ten minutes, and about 100 in a day.
     """
 
-    _what, _twentieth, _printed = "", 0, 0.0
+    _what = ""
 
-    def begin(self, total: int, done: int, points: Mapping[str, int]) -> None:
-        """Starts the clock."""
-        super().begin(total, done, points)
+    def _show_begin(self) -> None:
         self._twentieth, self._printed = int(20 * self.part), 0.0
-        note(f"{total:,} samples of work, {done:,} of them done")
+        note(f"{self._total:,} samples of work, {self._done:,} of them done")
 
-    def advance(self, samples: int, what: str) -> None:
-        """Prints how far the study is, when it is time to."""
-        super().advance(samples, what)
+    def _show(self, samples: int, what: str) -> None:
         self._what = what or self._what
         twentieth, elapsed = int(20 * self.part), self.elapsed
         if twentieth == self._twentieth and elapsed - self._printed < max(20.0, elapsed / 30):
             return
         self._twentieth, self._printed = twentieth, elapsed
-        note(f"{self.part:4.0%}  {duration(self.left()):>6} left  {printable(self._what)}")
+        note(f"{self.part:4.0%}  {duration(self.left()):>6} left  {self._what}")
 
     def say(self, line: str) -> None:
         """Prints the line."""
@@ -131,33 +128,34 @@ class LineMonitor(Monitor):
 
 
 class BarMonitor(Monitor):
-    """Draws a progress bar with the time left.
+    """Draws a bar with the time left; ``progress`` shows the field ``left`` of its task."""
 
-    Args:
-        progress: Shows the field ``left`` of its task.
-        budget_left: Seconds of the budget that are left.
-        clock: Seconds that only ever grow.
-    """
-
-    def __init__(
-        self, progress: Progress, budget_left: Clock, clock: Clock = time.monotonic
-    ) -> None:
-        super().__init__(budget_left, clock)
+    def __init__(self, progress: Progress, *clocks: Clock) -> None:
+        super().__init__(*clocks)
         self._progress = progress
         self._task = progress.add_task("preparing", total=None, left="")
 
-    def begin(self, total: int, done: int, points: Mapping[str, int]) -> None:
-        """Starts the bar."""
-        super().begin(total, done, points)
-        self._progress.reset(self._task, total=total, completed=done)
+    def _show_begin(self) -> None:
+        self._progress.reset(self._task, total=self._total, completed=self._done)
 
-    def advance(self, samples: int, what: str) -> None:
-        """Moves the bar."""
-        super().advance(samples, what)
-        what, left = printable(what), self.left()
-        shown = "" if math.isnan(left) else f"{duration(left)} left"
-        self._progress.update(self._task, advance=samples, description=what or None, left=shown)
+    def _show(self, samples: int, what: str) -> None:
+        left = "" if math.isnan(self.left()) else f"{duration(self.left())} left"
+        self._progress.update(self._task, advance=samples, description=what or None, left=left)
 
     def say(self, line: str) -> None:
         """Prints the line above the bar."""
         self._progress.console.print(f"steadygrad: {printable(line)}", markup=False)
+
+
+@contextmanager
+def make_monitor(is_main: bool, budget_left: Clock) -> Iterator[Monitor]:
+    """A bar in a terminal, plain lines elsewhere, silence on all ranks but the first."""
+    console = Console(stderr=True, **PLAIN)
+    if not is_main or not console.is_terminal:
+        yield (LineMonitor if is_main else Monitor)(budget_left)
+        return
+    what = TextColumn("{task.description:<40}", markup=False)
+    left = TextColumn("{task.fields[left]}", markup=False)
+    columns = what, BarColumn(), TaskProgressColumn(), left
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield BarMonitor(progress, budget_left)

@@ -1,58 +1,44 @@
 """The command of every study: run or resume it, write its page, print what it found."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout, suppress
 from datetime import datetime
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from steadygrad._checks import InputError, launched
-from steadygrad.cli.console import cleaned, emit, make_monitor, note, printable, rendered
-from steadygrad.cli.options import chosen, folder_of, study_options
+from steadygrad.cli.console import cleaned, emit, note, printable, rendered
+from steadygrad.cli.options import chosen, folder_of, settings_class
 
 if TYPE_CHECKING:
-    from steadygrad.studies.coordinator import Monitor
-    from steadygrad.studies.deadline import Deadline
     from steadygrad.studies.run import Outcome
 
 __all__ = ["run"]
 
 
-def run(name: str, words: Sequence[str], began: float) -> int:
-    """Runs or resumes a study, writes its page and prints its findings.
+def run(name: str, values: Mapping[str, Any], began: float) -> int:
+    """Runs or resumes a study, writes its page, prints its findings and gives the exit code.
 
-    Args:
-        name: Name of the study.
-        words: Arguments after the command.
-        began: Reading of ``time.monotonic()`` from which the budget counts.
-
-    Returns:
-        The exit code: 0, or 128 plus the number of the signal that ended it.
-
-    Raises:
-        InputError: For anything that cannot be used, and where the study has nothing to say.
+    The budget counts from ``began``, a reading of ``time.monotonic()``.
     """
-    options = study_options(name)
-    values = options.read(words)
-    if "help" in values:
-        emit(options.help())
-        return 0
     given = chosen(name, values)
     folders = {key: folder_of(f"--{key}", values[key]) for key in ("out", "resume") & values.keys()}
 
+    from steadygrad.cli.progress import make_monitor
     from steadygrad.report import write
     from steadygrad.studies.deadline import Deadline, StudyInterrupted
     from steadygrad.studies.run import StudyFailed
 
-    deadline = Deadline(began)
+    study, deadline = _study(name, given, folders), Deadline(began)
     with deadline.signals():
         try:
             monitoring = make_monitor(launched()[0] == 0, deadline.left)
             # What the task prints must not mix with --json.
             with monitoring as monitor, redirect_stdout(sys.stderr):
-                outcome = _study(name, given, folders, deadline, monitor)
+                outcome = study(deadline=deadline, monitor=monitor)
         except StudyFailed as failed:
             if failed.is_main:
                 # Why the study failed matters more than why its page did.
@@ -70,37 +56,30 @@ def run(name: str, words: Sequence[str], began: float) -> int:
 
 
 def _study(
-    name: str,
-    given: Mapping[str, Any],
-    folders: Mapping[str, Path],
-    deadline: "Deadline",
-    monitor: "Monitor",
-) -> "Outcome":
-    from steadygrad.record.schema import schema_of
+    name: str, given: Mapping[str, Any], folders: Mapping[str, Path]
+) -> "Callable[..., Outcome]":
+    """Begins a run or goes on with one; a deadline and a monitor are still to be given."""
     from steadygrad.studies.run import resume, start
 
-    out = folders.get("out")
-    if "resume" not in folders:
-        schema = schema_of(name)
-        assert schema is not None
-        folder = out or Path(f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
-        return start(name, schema.settings(**given), folder, deadline=deadline, monitor=monitor)
-    folder = folders["resume"]
+    out, folder = folders.get("out"), folders.get("resume")
+    if folder is None:
+        out = out or Path(f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
+        return partial(start, name, settings_class(name)(**given), out)
     if out is not None and out.resolve() != folder.resolve():
         raise InputError(
             f"--resume goes on in its own folder. Found --out {str(out)!r} as well. "
             "Remedy: leave --out away."
         )
-    return resume(folder, given, name=name, deadline=deadline, monitor=monitor)
+    return partial(resume, folder, given, name=name)
 
 
-def _report(name: str, outcome: "Outcome", write: Any, *, json: bool) -> None:
+def _report(name: str, outcome: "Outcome", write: Callable[[Path], Path], *, json: bool) -> None:
     """Writes the page, and prints the table and the words."""
     from steadygrad.record import dumps
 
-    page, failed = None, None
+    page, failed = "", None
     try:
-        page = write(outcome.folder)
+        page = f"\n\nReport: {printable(str(write(outcome.folder)))}"
     except InputError as error:
         failed = error
     if outcome.too_little:
@@ -110,15 +89,13 @@ def _report(name: str, outcome: "Outcome", write: Any, *, json: bool) -> None:
         )
     summary = cleaned(outcome.summary)
     table = import_module(f"steadygrad.report.{name}.terminal").table(summary)
-    parts = [*([table] if table is not None else []), *summary["words"]]
-    text = rendered(*parts, stream=sys.stderr if json else sys.stdout)
-    if page is not None:
-        text += f"\n\nReport: {printable(str(page))}"
+    parts = [table, *summary["words"]] if table else summary["words"]
+    text = rendered(*parts, stream=sys.stderr if json else sys.stdout) + page
     if json:
         note(text)
         emit(dumps(outcome.summary, indent=2))
     else:
         emit(text)
-    if failed is not None:
+    if failed:
         # The results stand, in the folder and above.
         raise failed

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from steadygrad._checks import InputError
 from steadygrad.record import Run, read_run, write_report
-from steadygrad.record.schema import STUDIES
 
 __all__ = ["render", "write"]
 
@@ -23,16 +22,17 @@ def render(run: Run) -> str:
         The whole HTML page.
 
     Raises:
-        InputError: If no report exists for the run's study, or Matplotlib is not installed.
+        InputError: If Matplotlib is not installed.
     """
-    study = run.header.study
-    if study not in STUDIES:
-        listed = ", ".join(repr(name) for name in STUDIES)
+    try:
+        page: str = import_module(f"steadygrad.report.{run.header.study}").page(run)
+    except ImportError as error:
+        if str(error.name).partition(".")[0] != "matplotlib":
+            raise
         raise InputError(
-            f"Expected the record of a known study ({listed}). Found `study = {study!r}` in "
-            f"{str(run.folder)!r}. Remedy: use the steadygrad that wrote it, or a newer one."
-        )
-    page: str = import_module(f"steadygrad.report.{study}").page(run)
+            "A report needs matplotlib, which is not installed. "
+            'Remedy: pip install "steadygrad[cli]"'
+        ) from error
     return page
 
 

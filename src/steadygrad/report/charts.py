@@ -1,46 +1,29 @@
 """Matplotlib figures as inline SVG that follows the page: its colours, its fonts, its width."""
 
 import io
+import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from steadygrad._checks import InputError
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator
+
 from steadygrad.report.numbers import short, size
 from steadygrad.report.page import Html, clean, el, escape
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+__all__ = ["chart", "cross", "dots", "label", "losses", "octaves_axis", "panel", "samples_axis"]
 
-__all__ = [
-    "Painter",
-    "batch_axis",
-    "chart",
-    "dots",
-    "label",
-    "label_lines",
-    "panel",
-    "samples_axis",
-]
-
-Painter = Callable[["Figure", bool], None]
+Painter = Callable[[Figure, bool], None]
 
 # Matplotlib wants real colours. Each of these stands for one of the page's CSS variables, which
 # differ between light, dark and print.
-INK, MUTED, GRID, PAPER = "#010101", "#010102", "#010103", "#010104"
-CRITICAL, NOISE, SCHEDULE, BAND = "#010105", "#010106", "#010107", "#010108"
-VARIABLES = {
-    INK: "ink",
-    MUTED: "muted",
-    GRID: "grid",
-    PAPER: "paper",
-    CRITICAL: "critical",
-    NOISE: "noise",
-    SCHEDULE: "schedule",
-    BAND: "band",
-}
+NAMES = ("ink", "muted", "grid", "paper", "critical", "noise", "schedule", "band")
+VARIABLES = {f"#0101{number:02}": name for number, name in enumerate(NAMES, start=1)}
+INK, MUTED, GRID, PAPER, CRITICAL, NOISE, SCHEDULE, BAND = VARIABLES
 
 WIDE, NARROW, PANEL = 800, 380, 240
 
@@ -60,9 +43,6 @@ STYLE = {
     "font.size": 11.5,
     "grid.color": GRID,
     "grid.linewidth": 1.0,
-    "legend.borderaxespad": 0.0,
-    "legend.frameon": False,
-    "legend.handlelength": 1.4,
     "lines.solid_capstyle": "round",
     "svg.fonttype": "none",
     "svg.hashsalt": "steadygrad",
@@ -71,12 +51,10 @@ STYLE = {
     "xtick.color": GRID,
     "xtick.labelcolor": MUTED,
     "xtick.labelsize": 10.5,
-    "xtick.minor.bottom": False,
     "ytick.color": GRID,
     "ytick.labelcolor": MUTED,
     "ytick.labelsize": 10.5,
     "ytick.left": False,
-    "ytick.minor.left": False,
 }
 
 
@@ -87,35 +65,25 @@ def chart(name: str, description: str, paint: Painter, *, height: int = 320) -> 
         name: Prefix of all ids in the drawing; one page uses each name once.
         description: What a reader who cannot see the chart is told.
         paint: Draws into an empty figure; its second argument says whether it is the narrow one.
-        height: Of the wide drawing, in units of which the page is 800 wide.
+        height: Of the wide drawing, where the page is 800 wide.
     """
-    wide = _svg(name + "-w", description, paint, (WIDE, height), narrow=False)
-    narrow = _svg(name + "-n", description, paint, (NARROW, max(height * 0.9, 250)), narrow=True)
+    wide = _svg(name + "-w", description, paint, (WIDE, height))
+    narrow = _svg(name + "-n", description, paint, (NARROW, max(height * 0.9, 250)))
     return el("div.chart", el("div.wide", wide), el("div.narrow", narrow))
 
 
 def panel(name: str, description: str, paint: Painter, *, height: int = 200) -> Html:
     """Draws one of several small charts that stand side by side."""
-    return el("div.chart", _svg(name, description, paint, (PANEL, height), narrow=True))
+    return el("div.chart", _svg(name, description, paint, (PANEL, height)))
 
 
-def _svg(
-    name: str, description: str, paint: Painter, size: tuple[float, float], *, narrow: bool
-) -> Html:
-    try:
-        from matplotlib import style
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError(
-            "A report needs matplotlib, which is not installed. "
-            'Remedy: pip install "steadygrad[cli]"'
-        ) from error
+def _svg(name: str, description: str, paint: Painter, size: tuple[float, float]) -> Html:
     out = io.StringIO()
     with style.context(["default", STYLE]), warnings.catch_warnings():
         # The browser has fonts that Matplotlib lacks: a missing glyph here is none there.
         warnings.filterwarnings("ignore", message=r"Glyph \d+")
         drawing = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
-        paint(drawing, narrow)
+        paint(drawing, size[0] < WIDE)
         drawing.savefig(out, format="svg", transparent=True)
     return _adopt(out.getvalue(), name, description, size)
 
@@ -133,9 +101,7 @@ def _adopt(svg: str, name: str, description: str, size: tuple[float, float]) -> 
 
 
 def _adopt_tag(tag: str, name: str) -> str:
-    tag = re.sub(r'\bid="', f'id="{name}-', tag)
-    tag = re.sub(r"url\(#", f"url(#{name}-", tag)
-    tag = re.sub(r'xlink:href="#', f'href="#{name}-', tag)
+    tag = re.sub(r'(\bid="|url\(#|\bhref="#)', rf"\g<1>{name}-", tag.replace("xlink:href", "href"))
     tag = re.sub(r"font-family:[^;\"]*(&quot;|')?[^;\"]*;?", "", tag)
     return re.sub(
         r"#0101[0-9a-f]{2}\b",
@@ -151,73 +117,50 @@ def label(text: str) -> str:
 
 
 def dots(
-    axes: "Axes", x: float, ys: Sequence[float], colour: str = CRITICAL, *, size: float = 8
+    axes: Axes, x: float, ys: Sequence[float], colour: str = CRITICAL, *, size: float = 8
 ) -> None:
     """Draws dots above one place, each with a rim that parts it from its neighbours."""
     axes.plot([x] * len(ys), ys, "o", color=colour, mec=PAPER, mew=size / 7, ms=size, zorder=4)
 
 
-def samples_axis(axes: "Axes", low: float, high: float, sample: str, *, narrow: bool) -> None:
-    """Makes x a logarithmic axis of samples seen, with readable ticks."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+def cross(axes: Axes, x: float) -> None:
+    """Marks a run that diverged, at the upper edge."""
+    where = axes.get_xaxis_transform()
+    axes.plot([x], [0.95], "x", color=NOISE, mew=2, ms=7.5, transform=where, zorder=3)
 
+
+def losses(axes: Axes, found: Mapping[Any, Sequence[float]], diverged: float = math.inf) -> None:
+    """Draws losses by place: dots, a line through their means, and crosses for what diverged."""
+    axes.set_xlim(min(found) / 1.4, max(found) * 1.4)
+    means = {}
+    for place, some in found.items():
+        if place >= diverged or not all(map(math.isfinite, some)):
+            cross(axes, place)
+        else:
+            dots(axes, place, some, size=6)
+            means[place] = sum(some) / len(some)
+    axes.plot(list(means), list(means.values()), color=CRITICAL, linewidth=1.4, zorder=1.5)
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+
+
+def samples_axis(axes: Axes, low: float, high: float, sample: str, *, narrow: bool) -> None:
+    """Makes x a logarithmic axis of samples seen, with readable ticks."""
     decades = len(str(int(high / low)))
-    subs: Sequence[float] = (1, 2, 5) if decades <= (2 if narrow else 3) else (1,)
     axes.set_xscale("log")
     axes.set_xlim(low, high)
-    axes.xaxis.set_major_locator(LogLocator(subs=subs))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axes.xaxis.set_major_locator(LogLocator(subs=[1, 2, 5] if decades <= 3 - narrow else [1]))
+    axes.xaxis.set_major_formatter(lambda value, _: short(value))
+    axes.minorticks_off()
     axes.set_xlabel(f"{label(sample)} seen")
 
 
-def batch_axis(axes: "Axes", which: str, sizes: Sequence[float], most: int) -> None:
-    """Makes an axis of batch sizes: base-2 logarithm, ticks where batch sizes are.
-
-    Args:
-        axes: Where.
-        which: ``"x"`` or ``"y"``.
-        sizes: Batch sizes, ascending.
-        most: The most ticks there is room for.
-    """
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
+def octaves_axis(
+    axes: Axes, which: str, ticks: Sequence[float], text: Callable[[float], str] = size
+) -> None:
+    """Makes an axis, ``"x"`` or ``"y"``, a base-2 logarithm with the ticks it has room for."""
+    most = {"x": 6, "y": 8}[which]
     getattr(axes, f"set_{which}scale")("log", base=2)
     axis = getattr(axes, f"{which}axis")
-    every = max(1, -(-len(sizes) // most))
-    axis.set_major_locator(FixedLocator(list(sizes[::every])))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
-
-
-def label_lines(
-    axes: "Axes", labels: Sequence[tuple[float, float, str, str]], *, gap: float
-) -> None:
-    """Writes names beside the right ends of lines, moved apart where they would touch.
-
-    Args:
-        axes: With its limits already set.
-        labels: ``(x, y, name, colour)`` in data units.
-        gap: Least distance of two names, in points.
-    """
-    to_points = 72 / axes.figure.dpi
-    spots = [axes.transData.transform((x, y))[1] * to_points for x, y, _, _ in labels]
-    order = sorted(range(len(labels)), key=spots.__getitem__)
-    placed = [spots[index] for index in order]
-    for _ in range(20):
-        for lower in range(len(placed) - 1):
-            overlap = gap - (placed[lower + 1] - placed[lower])
-            if overlap > 0:
-                placed[lower] -= overlap / 2
-                placed[lower + 1] += overlap / 2
-    for index, spot in zip(order, placed, strict=True):
-        x, y, name, colour = labels[index]
-        axes.annotate(
-            name,
-            (x, y),
-            xytext=(9, spot - spots[index]),
-            textcoords="offset points",
-            va="center",
-            color=colour,
-            annotation_clip=False,
-        )
+    axis.set_ticks(ticks[:: math.ceil(len(ticks) / most)])
+    axis.set_major_formatter(lambda value, _: text(value))
+    axes.minorticks_off()

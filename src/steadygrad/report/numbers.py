@@ -3,14 +3,10 @@
 import math
 from typing import Any
 
-__all__ = ["interval", "loss", "number", "short", "show", "size"]
+__all__ = ["interval", "loss", "percent", "percent_interval", "short", "show", "size"]
 
-
-def number(value: Any) -> float:
-    """The value as a float, or NaN when it is absent or no number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return math.nan
-    return float(value)
+# From this overhead on it is only known that it is large.
+MOST = 3.0
 
 
 def show(value: Any, digits: int = 3) -> str:
@@ -20,29 +16,26 @@ def show(value: Any, digits: int = 3) -> str:
     """
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if value is None or (isinstance(value, float) and math.isnan(value)):
+    if value is None:
         return "–"
     if isinstance(value, int):
         return f"{value:,}".replace("-", "−")
     if not isinstance(value, float):
         return str(value)
-    if math.isinf(value):
-        return "∞" if value > 0 else "−∞"
+    if not math.isfinite(value):
+        return {math.inf: "∞", -math.inf: "−∞"}.get(value, "–")
     if value and not 1e-3 <= abs(value) < 1e7:
         mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        if "." in mantissa:
-            mantissa = mantissa.rstrip("0").rstrip(".")
-        return f"{mantissa}e{int(exponent)}".replace("-", "−")
+        return f"{float(mantissa):g}e{int(exponent)}".replace("-", "−")
     decimals = digits if not value else max(0, digits - 1 - math.floor(math.log10(abs(value))))
     text = f"{value:,.{decimals}f}"
     return (text.rstrip("0").rstrip(".") if "." in text else text).replace("-", "−")
 
 
-def loss(value: Any) -> str:
+def loss(value: float | None) -> str:
     """Writes a loss with four decimals, so that columns of losses can be compared."""
-    figure = number(value)
-    if math.isfinite(figure) and 0.1 <= abs(figure) < 1e4:
-        return f"{figure:.4f}".replace("-", "−")
+    if value is not None and 0.1 <= abs(value) < 1e4:
+        return f"{value:.4f}".replace("-", "−")
     return show(value, digits=4)
 
 
@@ -59,11 +52,22 @@ def size(value: float) -> str:
     return f"{value:.0f}" if 100 <= value < 10_000 else short(value)
 
 
-def interval(low: Any, high: Any, digits: int = 3) -> str:
+def interval(low: float | None, high: float | None) -> str:
     """Writes an interval; one without an upper end as ``≥ low``."""
-    left, right = number(low), number(high)
-    if math.isnan(left) or math.isnan(right):
+    if low is None or high is None or math.isnan(low) or math.isnan(high):
         return "–"
-    if math.isinf(right) and left > 0:
-        return f"≥ {show(left, digits)}"
-    return f"{show(left, digits)} – {show(right, digits)}"
+    return f"≥ {show(low)}" if high == math.inf and low > 0 else f"{show(low)} – {show(high)}"
+
+
+def percent(fraction: float | None) -> str:
+    """Writes a fraction as a percentage, such as a sample overhead."""
+    if fraction is None or math.isnan(fraction):
+        return "–"
+    return "300% or more" if fraction >= MOST else f"{show(round(100 * fraction))}%"
+
+
+def percent_interval(low: float | None, high: float | None) -> str:
+    """Writes an interval of fractions."""
+    if low is None or high is None:
+        return "–"
+    return percent(low) if low >= MOST else f"{percent(low)} to {percent(high)}"

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
-__all__ = ["Html", "clean", "document", "el", "escape", "figure", "join", "section", "table"]
+__all__ = ["Html", "clean", "document", "el", "escape", "figure", "fill", "section", "table"]
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
@@ -31,9 +31,9 @@ def escape(text: str) -> Html:
     return text if isinstance(text, Html) else Html(html.escape(clean(text)))
 
 
-def join(parts: Iterable[str]) -> Html:
-    """Escapes each part and puts them one after another."""
-    return Html("".join(escape(part) for part in parts))
+def fill(markup: str, **parts: str) -> Html:
+    """Puts escaped parts where a piece of markup, which is not escaped, has their ``{name}``."""
+    return Html(markup.format_map({name: escape(part) for name, part in parts.items()}))
 
 
 def el(tag: str, *children: Child, **attributes: str | None) -> Html:
@@ -52,8 +52,8 @@ def el(tag: str, *children: Child, **attributes: str | None) -> Html:
         for key, value in attributes.items()
         if value is not None
     )
-    content = join(
-        part
+    content = "".join(
+        escape(part)
         for child in children
         if child is not None
         for part in ([child] if isinstance(child, str) else child)
@@ -64,14 +64,7 @@ def el(tag: str, *children: Child, **attributes: str | None) -> Html:
 def table(
     caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns: int = 0
 ) -> Html:
-    """Writes a table that scrolls inside its own box when it is wider than the page.
-
-    Args:
-        caption: What the table shows.
-        head: One title per column.
-        rows: Cells, as many as titles.
-        text_columns: How many columns from the left hold words; the others are numbers.
-    """
+    """Writes a table in a box that scrolls; the ``text_columns`` on the left hold no numbers."""
     kinds = ["" if column < text_columns else ".number" for column in range(len(head))]
 
     def cells(tag: str, row: Sequence[str]) -> Iterable[Html]:
@@ -79,10 +72,9 @@ def table(
 
     heading = el("thead", el("tr", cells("th", head)))
     body = el("tbody", (el("tr", cells("td", row)) for row in rows))
-    label = re.sub(r"<[^>]*>", "", caption) if isinstance(caption, Html) else caption
     inner = el("table", el("caption", caption), heading, body)
     # A box that scrolls has to be reachable by keyboard.
-    return el("div.scroll", inner, tabindex="0", role="region", aria_label=label)
+    return el("div.scroll", inner, tabindex="0", role="region", aria_label=caption)
 
 
 def figure(content: Html, *caption: str) -> Html:

@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from steadygrad.cli.console import cleaned, complain, emit, make_monitor, note, printable, rendered
-from steadygrad.cli.progress import BarMonitor, LineMonitor, Monitor
+from steadygrad.cli.console import cleaned, complain, emit, note, printable, rendered
+from steadygrad.cli.progress import BarMonitor, LineMonitor, Monitor, make_monitor
 from steadygrad.report.advise.terminal import table
 
 CRITICAL = {"within": 32, "beyond": 64.0, "value": 40.2, "low": 30.0, "high": 70.0}

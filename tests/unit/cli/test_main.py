@@ -7,7 +7,7 @@ import pytest
 
 import steadygrad.cli
 from steadygrad._checks import InputError
-from steadygrad.cli import main, report
+from steadygrad.cli import main
 from steadygrad.record import End, read_run
 from steadygrad.record.schema.advise import Branch
 from tests.unit.cli.conftest import PLAIN
@@ -235,10 +235,10 @@ def test_a_page_needs_no_extra_of_the_studies(monkeypatch, refused):
 
 
 def test_a_message_of_several_lines_is_printed_as_one(monkeypatch, refused):
-    def run(words):
+    def write(folder):
         raise InputError("expected one\n  thing, found another")
 
-    monkeypatch.setattr(report, "run", run)
+    monkeypatch.setattr("steadygrad.report.write", write)
     assert refused("report", "run") == "steadygrad: expected one thing, found another"
 
 

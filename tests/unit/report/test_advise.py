@@ -1,7 +1,9 @@
 """The page of an `advise` run, from whole, partial and hostile records."""
 
+import dataclasses
 import math
 import re
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -16,7 +18,7 @@ from steadygrad.record import Event, Run, read_run
 from steadygrad.record.schema.advise import Branch, Noise, Point, Scratch
 from steadygrad.report import render, write
 from steadygrad.report.advise import training
-from steadygrad.report.advise.data import gather, percent, percent_interval
+from steadygrad.report.advise.data import Advice
 from tests.unit.report.conftest import loss_at
 
 NASTY = "<script>document.title='x'</script><img src=x onerror=alert(1)>\x00$a_b$"
@@ -146,7 +148,7 @@ def test_a_batch_size_above_the_advice_was_not_within_the_tolerance(whole_page: 
 
 
 def test_the_reference_curves_share_their_places(whole_run: Run):
-    own, other = gather(whole_run).baseline()
+    own, other = Advice(whole_run).baseline()
     assert [place for place, _ in own] == [place for place, _ in other]
     assert own[0] == (7376, pytest.approx(loss_at(7376)))  # 0.3 of the run, in whole batches
     assert own[-1][1] == pytest.approx(sum(loss_at(x) for x in (23_600, 24_088, 24_576)) / 3)
@@ -160,7 +162,7 @@ def test_a_recorded_seed_0_is_the_reference_instead_of_the_trajectory(make_run: 
         return [*events, replace(other, repeat=0, loss=other.loss - 0.1, curve=curve)]
 
     run = make_run(edit=decays, task={"lr_decay": "linear"})
-    first, second = gather(run).baseline()
+    first, second = Advice(run).baseline()
     differences = [b[1] - a[1] for a, b in zip(first, second, strict=True)]
     assert differences == pytest.approx([0.1] * len(second))
     assert "main trajectory and the branches leave the decay out" in Reader(render(run)).text
@@ -208,7 +210,7 @@ def test_an_unresolved_point_is_shaded_and_said(make_run: Any, whole_page: str):
     row = rows_of(page, "Critical batch size")[2]
     assert row[3:5] == ["not resolved", "–"]
     # It did not diverge: all its losses are drawn.
-    assert gather(run).points[2].diverged == math.inf
+    assert Advice(run).points[2].diverged == math.inf
 
 
 def test_the_bracket_the_interval_and_the_limit_are_drawn(make_run: Any):
@@ -218,7 +220,7 @@ def test_the_bracket_the_interval_and_the_limit_are_drawn(make_run: Any):
 
     axes = Figure().subplots()
     axes.set_ylim(4, 400)
-    training._draw_point(axes, gather(make_run(summary=change)).points[1])
+    training._draw_point(axes, Advice(make_run(summary=change)).points[1])
     bracket, interval, *triangles, limit = [line.get_ydata() for line in axes.lines]
     assert list(bracket) == [32, 400]
     assert list(interval) == [4, 400]
@@ -372,23 +374,27 @@ def test_unresolved_noise_is_said_in_words(make_run: Any):
     assert "at least 41; too few measurements to tell" in page
 
 
-def test_percentages():
-    assert [percent(x) for x in (0.154, -0.02, 3.0, math.inf, None, math.nan)] == [
-        "15%",
-        "−2%",
-        "300% or more",
-        "300% or more",
-        "–",
-        "–",
-    ]
-    assert percent_interval(0.1, 3.5) == "10% to 300% or more"
-    assert percent_interval(None, None) == "–"
+@pytest.mark.parametrize("study", ["advise", "inspect"])
+def test_missing_matplotlib_names_the_extra(
+    whole_run: Run, monkeypatch: pytest.MonkeyPatch, study: str
+):
+    loaded = ("matplotlib", "steadygrad.report.advise", "steadygrad.report.inspect")
+    for name in [*sys.modules]:
+        if name.startswith((*loaded, "steadygrad.report.charts")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run = dataclasses.replace(whole_run, header=replace(whole_run.header, study=study))
+    with pytest.raises(InputError, match=r'pip install "steadygrad\[cli\]"') as error:
+        render(run)
+    assert "\n" not in str(error.value)
 
 
-def test_unknown_study(whole_run: Run):
-    header = replace(whole_run.header, study="guess")
-    with pytest.raises(InputError, match=r"'advise', 'inspect'.*study = 'guess'.*Remedy"):
-        render(Run(whole_run.folder, header, [], None, False))
+def test_another_module_that_is_missing_is_not_called_matplotlib(
+    whole_run: Run, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "steadygrad.report.advise", None)
+    with pytest.raises(ImportError, match=r"steadygrad\.report\.advise"):
+        render(whole_run)
 
 
 @pytest.mark.usefixtures("no_charts")

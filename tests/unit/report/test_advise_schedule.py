@@ -11,7 +11,7 @@ from steadygrad.noise import BatchSizeSchedule
 from steadygrad.record import Run
 from steadygrad.report import render
 from steadygrad.report.advise import training
-from steadygrad.report.advise.data import gather
+from steadygrad.report.advise.data import Advice
 from tests.unit.report.conftest import STAGES
 
 pytestmark = pytest.mark.usefixtures("no_charts")
@@ -164,13 +164,13 @@ def test_without_a_schedule_the_fixed_batch_size_is_drawn(make_run: Any):
     assert "A growing batch</caption>" not in page
     assert "Grey: the fixed batch size for a run from scratch." in page
     axes = Figure().subplots()
-    training._draw_schedule(axes, gather(run), 200.0, 30_000.0)
+    training._draw_schedule(axes, Advice(run), 200.0, 30_000.0)
     assert axes.lines[0].get_xydata().tolist() == [[200, 16], [30_000, 16]]
 
 
 def test_the_schedule_is_drawn_as_a_staircase(whole_run: Run):
     axes = Figure().subplots()
-    training._draw_schedule(axes, gather(whole_run), 200.0, 30_000.0)
+    training._draw_schedule(axes, Advice(whole_run), 200.0, 30_000.0)
     (line,) = axes.lines
     expected = [[200, 16], [384, 32], [1536, 64], [30_000, 64]]
     assert line.get_xydata().tolist() == expected

@@ -19,7 +19,7 @@ from steadygrad.record.schema.inspect import AFTER, BEFORE, OUTSIDE, Part
 from steadygrad.report import charts as common
 from steadygrad.report import render
 from steadygrad.report.inspect import charts
-from steadygrad.report.inspect.data import TITLES, Histogram, gather
+from steadygrad.report.inspect.data import TITLES, Histogram, Inspection
 from steadygrad.report.inspect.terminal import table
 from tests.unit.report.test_browser import (
     DARK,
@@ -162,7 +162,7 @@ def test_the_tables_say_what_the_record_says(make_run):
 
 def test_what_is_drawn_is_what_was_counted(make_run):
     """Shares of the second half of a phase, by exponent."""
-    found = gather(make_run())
+    found = Inspection(make_run())
     early = found.histograms[BEFORE]["weights"]["early"]
     assert (early.zero, early.over) == (0.6, 0.0)
     assert early.exponents == {-20: 0.1, -19: 0.2, -18: 0.1}
@@ -176,8 +176,8 @@ def test_what_is_drawn_is_what_was_counted(make_run):
 def test_each_cell_stands_at_its_exponent(make_run):
     from steadygrad.report.inspect.charts import LEAST, NOT_FINITE, OVER, ZERO, _cells
 
-    found = gather(make_run())
-    cells = dict(_cells(found.histograms[BEFORE]["weights"]["early"]))
+    found = Inspection(make_run())
+    cells = _cells(found.histograms[BEFORE]["weights"]["early"])
     ends = {ZERO: 0.6, NOT_FINITE: 0.0, LEAST - 2: 0, OVER + 2: 0}
     assert cells == {**ends, -20: 0.1, -19: 0.2, -18: 0.1}
     # The axis is float16's: its least subnormal number, and twice its largest power of two.
@@ -214,7 +214,7 @@ def boxes(axes):
 
 
 def test_the_map_shows_what_was_counted(make_run, painted):
-    figure = painted(charts.heat, gather(make_run()), "weights")
+    figure = painted(charts.heat, Inspection(make_run()), "weights")
     before, after = figure.axes
     assert [axes.get_title(loc="left") for axes in (before, after)] == list(TITLES.values())
     long = "…" + LAYERS[2][-23:]
@@ -236,13 +236,13 @@ def test_the_map_shows_what_was_counted(make_run, painted):
 
 
 def test_the_more_values_the_stronger_a_cell(make_run, painted):
-    drawn = boxes(painted(charts.heat, gather(make_run()), "weights").axes[0])
+    drawn = boxes(painted(charts.heat, Inspection(make_run()), "weights").axes[0])
     early = {x: alpha for (name, x, _), alpha in drawn.items() if name == "early"}
     assert 0.1 < early[-20] == early[-18] < early[-19] < early[charts.ZERO] == 1.0
 
 
 def test_the_dashed_lines_are_float16_s_limits(make_run, painted):
-    for axes in painted(charts.heat, gather(make_run()), "weights").axes:
+    for axes in painted(charts.heat, Inspection(make_run()), "weights").axes:
         normal, least, over = limits(torch.float16)
         assert (normal, least, over) == (charts.NORMAL, charts.LEAST, charts.OVER)
         # From half of the least number on values are rounded to it.
@@ -250,7 +250,7 @@ def test_the_dashed_lines_are_float16_s_limits(make_run, painted):
 
 
 def test_one_infinity_among_a_million_values_is_drawn(make_run, painted):
-    found = gather(make_run())
+    found = Inspection(make_run())
     many = Histogram(1e-6, 1e-6, {0: 1 - 4e-6, -20: 1e-6, 17: 1e-6})
     found.histograms[BEFORE]["weights"]["late"] = many
     drawn = boxes(painted(charts.heat, found, "weights").axes[0])
@@ -258,7 +258,7 @@ def test_one_infinity_among_a_million_values_is_drawn(make_run, painted):
 
 
 def test_the_curves_are_the_losses(make_run, painted):
-    (axes,) = painted(charts.training, gather(make_run())).axes
+    (axes,) = painted(charts.training, Inspection(make_run())).axes
     curves = {line.get_color(): list(line.get_ydata()) for line in axes.lines}
     assert curves[common.SCHEDULE] == [2.0 / n for n in range(1, 9)]
     assert curves[common.CRITICAL] == [1.0 / n for n in range(1, 9)]
@@ -322,7 +322,7 @@ def test_the_layer_without_a_name_is_called_the_same_everywhere(make_run, painte
     text = words_of(render(run))
     assert f"with one loss scale, gradients underflow in {OUTSIDE}." in text
     assert f"{OUTSIDE} {row} {row} 8 steps" in text
-    (axes, _) = painted(charts.heat, gather(run), "weights").axes
+    (axes, _) = painted(charts.heat, Inspection(run), "weights").axes
     assert axes.get_yticklabels()[0].get_text() == OUTSIDE
     assert OUTSIDE in printed(summary)
 

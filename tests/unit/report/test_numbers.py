@@ -4,7 +4,15 @@ import math
 
 import pytest
 
-from steadygrad.report.numbers import interval, loss, number, short, show, size
+from steadygrad.report.numbers import (
+    interval,
+    loss,
+    percent,
+    percent_interval,
+    short,
+    show,
+    size,
+)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +44,17 @@ def test_show(value: object, text: str):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(1.7, "1.7000"), (2.26849, "2.2685"), (1.2e-5, "1.2e−5"), (0.01234, "0.01234"), ("x", "x")],
+    [
+        (1.7, "1.7000"),
+        (-2.5, "−2.5000"),
+        (math.nan, "–"),
+        (math.inf, "∞"),
+        (2, "2.0000"),
+        (2.26849, "2.2685"),
+        (1.2e-5, "1.2e−5"),
+        (0.01234, "0.01234"),
+        (None, "–"),
+    ],
 )
 def test_loss(value: object, text: str):
     assert loss(value) == text
@@ -61,6 +79,7 @@ def test_size(value: float, text: str):
     [
         (48, 128, "48 – 128"),
         (41.0, math.inf, "≥ 41"),
+        (0.0, math.inf, "0 – ∞"),
         (-math.inf, math.inf, "−∞ – ∞"),
         (math.nan, 3.0, "–"),
         (None, 3.0, "–"),
@@ -70,7 +89,14 @@ def test_interval(low: object, high: object, text: str):
     assert interval(low, high) == text
 
 
-@pytest.mark.parametrize("value", [None, "12", True, [1.0]])
-def test_what_is_no_number_is_nan(value: object):
-    assert math.isnan(number(value))
-    assert number(3) == 3.0
+def test_percentages():
+    assert [percent(x) for x in (0.154, -0.02, 3.0, math.inf, None, math.nan)] == [
+        "15%",
+        "−2%",
+        "300% or more",
+        "300% or more",
+        "–",
+        "–",
+    ]
+    assert percent_interval(0.1, 3.5) == "10% to 300% or more"
+    assert percent_interval(None, None) == "–"

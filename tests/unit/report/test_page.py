@@ -2,7 +2,7 @@
 
 import pytest
 
-from steadygrad.report.page import Html, clean, document, el, escape, join, table
+from steadygrad.report.page import Html, clean, document, el, escape, fill, table
 
 NASTY = "<script>alert('x')</script> & \"quotes\""
 
@@ -22,9 +22,10 @@ def test_children_may_be_iterables_or_absent():
     assert el("ul", (el("li", text) for text in "a<"), None) == "<ul><li>a</li><li>&lt;</li></ul>"
 
 
-def test_joining_loses_no_escape():
-    assert join(["<", Html("<br>")]) == "&lt;<br>"
-    assert isinstance(join([]), Html)
+def test_parts_that_fill_markup_are_escaped():
+    found = fill("<i>{what}</i> is {name}", what=el("b", "It"), name="<{what}>")
+    assert found == "<i><b>It</b></i> is &lt;{what}&gt;"
+    assert isinstance(found, Html)
 
 
 @pytest.mark.parametrize("character", ["\x00", "\x08", "\x1b", "\x85", "\ud800", "\uffff"])

@@ -1,16 +1,16 @@
 """The page of an ``advise`` run: which batch size, why, and how sure."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from steadygrad.record import Run
-from steadygrad.report.advise import branches, training, words
-from steadygrad.report.advise.data import Advice, gather, percent, percent_interval
-from steadygrad.report.advise.scratch import scratch
+from steadygrad.record.schema.advise import Noise
+from steadygrad.report.advise.data import Advice
+from steadygrad.report.advise.scratch import learning_rate, scratch
 from steadygrad.report.advise.tables import tables
-from steadygrad.report.numbers import interval, show
-from steadygrad.report.page import Html, document, el, section
-from steadygrad.report.provenance import provenance
+from steadygrad.report.advise.training import how_measured, over_training, the_run
+from steadygrad.report.frame import Figure, limits, opening, provenance
+from steadygrad.report.numbers import interval, percent, percent_interval, show
+from steadygrad.report.page import document, section
 
 __all__ = ["page"]
 
@@ -18,92 +18,133 @@ BASES = {
     "trained": "trained from scratch over",
     "predicted": "predicted from branches and not trained, for",
 }
+RULES = {
+    "sqrt": "grows with the square root of the batch size",
+    "linear": "grows in proportion to the batch size",
+    "constant": "stays the same at every batch size",
+}
 
 
 def page(run: Run) -> str:
     """Draws the page; see :func:`steadygrad.report.render`."""
-    advice = gather(run)
-    title = words.headline(advice)
-    numbers = list(tables(advice))
+    advice = Advice(run)
+    title = _headline(advice)
+    numbers = tables(advice)
+    done, planned = len(advice.points), len(advice.header.plan.points)
+    partial = (
+        "The record has no summary: the study is still going, or it was killed. "
+        f"It has reached {done} of {planned} planned points of training."
+    )
     return document(
         f"{advice.task.name}: {title}",
-        _opening(advice, title),
+        opening(run, title, _figures(advice), [] if advice.status else [partial]),
         scratch(advice),
-        training.over_training(advice),
-        branches.how_measured(advice),
-        branches.learning_rate(advice),
-        training.the_run(advice),
-        section("What this cannot tell you", words.limits(advice)),
+        over_training(advice),
+        how_measured(advice),
+        learning_rate(advice),
+        the_run(advice),
+        limits(_what_it_cannot_tell(advice)),
         section("Every number", numbers) if numbers else None,
         provenance(run.header),
     )
 
 
-def _opening(advice: Advice, title: str) -> Html:
-    header = advice.header
-    parts = ["advise", f"seed {header.settings.seed}", str(header.time.get("created", ""))[:10]]
-    kicker = el("p.kicker", el("b", "steadygrad"), " · " + " · ".join(p for p in parts if p))
-    sentences, missing = advice.words, words.missing(advice)
-    figures = [
-        el("div", el("dt", name), el("dd.value", value), el("dd.detail", detail))
-        for name, value, detail in _figures(advice)
-    ]
-    return el(
-        "header",
-        kicker,
-        el("h1", title),
-        [el("p.lede", sentences[0])] if sentences else None,
-        el("ul.said", (el("li", said) for said in sentences[1:])) if sentences[1:] else None,
-        el("dl.figures", figures) if figures else None,
-        el("div.note", el("p", missing), role="note") if missing else None,
-    )
-
-
-Figure = tuple[str, str, str]
+def _headline(advice: Advice) -> str:
+    size = advice.batch_size
+    if size is None:
+        if advice.status == "complete":
+            return f"This study finds no batch size for {advice.task.name}."
+        return f"No batch size for {advice.task.name} yet."
+    count = advice.task.sample if size == 1 else advice.samples
+    return f"Train {advice.task.name} at {show(size)} {count} per step."
 
 
 def _figures(advice: Advice) -> Iterable[Figure]:
-    """Name, value and detail of each key figure."""
-    found, size = advice.recommendation, advice.batch_size
-    if size is not None:
-        basis = f"{BASES[found['basis']]} {show(advice.length)} {advice.samples}"
-        yield "Batch size", show(size), basis
-        warmup = found["warmup_samples"]
-        first = f"the first {show(warmup)} {advice.samples}"
-        start = f"warmed up from {show(advice.task.lr)} over {first}"
-        yield "Learning rate", show(found["lr"]), start if warmup else "the task's own"
-    if size is not None and size != advice.base and found["overhead"] is not None:
-        yield from _costs(advice, size)
-    if found.get("half_life") is not None:
-        yield _half_life(advice, found["half_life"])
-    yield from _noise(advice)
+    if advice.batch_size is not None:
+        yield from _recommended(advice, advice.batch_size)
+    noises = [point.noise for point in advice.points if point.noise]
+    if noises:
+        yield _noise(noises[-1])
 
 
-def _costs(advice: Advice, size: int) -> Iterable[Figure]:
-    found, steps, own = advice.recommendation, advice.steps(size), advice.steps(advice.base)
-    span = percent_interval(found["low"], found["high"])
-    detail = f"more {advice.samples} than batch {show(advice.base)}; 95% interval {span}"
-    yield "Sample overhead", percent(found["overhead"]), detail
-    if steps and own:
-        yield "Steps", show(steps), f"instead of {show(own)} at batch {show(advice.base)}"
+def _recommended(advice: Advice, size: int) -> Iterable[Figure]:
+    found, base, samples = advice.recommendation, show(advice.base), advice.samples
+    yield "Batch size", show(size), f"{BASES[found['basis']]} {show(advice.length)} {samples}"
+    origin = "the task's own"
+    if found["warmup_samples"]:
+        first = f"the first {show(found['warmup_samples'])} {samples}"
+        origin = f"warmed up from {show(advice.task.lr)} over {first}"
+    yield "Learning rate", show(found["lr"]), origin
+    if size != advice.base and found["overhead"] is not None:
+        span = f"95% interval {percent_interval(found['low'], found['high'])}"
+        detail = f"more {samples} than batch {base}; {span}"
+        yield "Sample overhead", percent(found["overhead"]), detail
+        steps, own = advice.steps(size), advice.steps(advice.base)
+        if steps and own:
+            yield "Steps", show(steps), f"instead of {show(own)} at batch {base}"
+    half_life, tokens = found.get("half_life"), advice.task.tokens_per_sample
+    if half_life is not None:
+        also = f", {show(half_life * tokens)} tokens" if tokens else ""
+        kept = advice.header.settings.keep_half_life
+        detail = f"{samples}{also}, {'kept from the task' if kept else 'at this batch size'}"
+        yield "Half-life of Adam's second moment", show(round(half_life)), detail
 
 
-def _half_life(advice: Advice, samples: float) -> Figure:
-    tokens = advice.task.tokens_per_sample
-    also = f", {show(samples * tokens)} tokens" if tokens else ""
-    kept = "kept from the task" if advice.header.settings.keep_half_life else "at this batch size"
-    name, unit = "Half-life of Adam's second moment", f"{advice.samples}{also}, {kept}"
-    return name, show(round(samples)), unit
+def _noise(noise: Noise) -> Figure:
+    if noise.resolved:
+        span = f"95% interval {interval(noise.low, noise.high)}"
+        return "Gradient noise scale", show(noise.value), f"{span}; no advice on a batch size"
+    bound = f"at least {show(noise.low)}; " if noise.low > 0 else ""
+    return "Gradient noise scale", "unresolved", f"{bound}too few measurements to tell"
 
 
-def _noise(advice: Advice) -> Iterable[Figure]:
-    events: list[Any] = [point.noise for point in advice.points if point.noise]
-    if not events:
-        return
-    last = events[-1]
-    if not last.resolved:
-        bound = f"at least {show(last.low)}; " if last.low > 0 else ""
-        yield "Gradient noise scale", "unresolved", f"{bound}too few measurements to tell"
-        return
-    span = f"95% interval {interval(last.low, last.high)}"
-    yield "Gradient noise scale", show(last.value), f"{span}; no advice on a batch size"
+def _what_it_cannot_tell(advice: Advice) -> dict[str, str]:
+    """Subjects, and what is to be said of each; nothing where that is empty."""
+    task, base = advice.task, show(advice.base)
+    rule = RULES.get(task.lr_rule, f"follows the rule {task.lr_rule!r}")
+    return {
+        "Other learning rates.": (
+            f"The learning rate {rule}, from {show(task.lr)} at batch {base}. "
+            "No batch size was tuned by itself."
+        ),
+        "Other learning-rate schedules.": _decay(advice),
+        "Other optimizer settings.": _optimizer(advice),
+        "Other seeds.": (
+            f"The branches stand on seed {show(advice.header.settings.seed)} and its checkpoints. "
+            f"Runs from scratch have {show(advice.header.plan.repeats)} seeds."
+        ),
+        "What was not trained.": _predicted(advice),
+        "Your clock.": (
+            "Fewer steps save time only while a larger step takes little longer on your hardware. "
+            f"Batch sizes below {base} were not tried."
+        ),
+    }
+
+
+def _decay(advice: Advice) -> str:
+    warmup, decay = advice.task.warmup_samples, advice.task.lr_decay
+    first = f"warms up over {show(warmup)} {advice.samples}" if warmup else "has no warm-up"
+    if decay == "none":
+        return f"The task's learning rate {first} and is constant then. A decay was not tried."
+    return (
+        f"The task's learning rate {first} and has a {decay} decay. Runs from scratch have it; the "
+        "main trajectory and the branches leave the decay out."
+    )
+
+
+def _optimizer(advice: Advice) -> str:
+    values = {"beta2": advice.task.beta2, "weight decay": advice.task.weight_decay}
+    named = " and ".join(f"{name} ({show(value)})" for name, value in values.items() if value)
+    if not named:
+        return ""
+    if advice.header.settings.keep_half_life:
+        return f"The half-lives of {named} stayed the same in samples."
+    return f"At every batch size, {named} stayed as in the task."
+
+
+def _predicted(advice: Advice) -> str:
+    found = {"fixed batch size": advice.recommendation, "growing batch": advice.schedule}
+    names = [name for name, advised in found.items() if advised.get("basis") == "predicted"]
+    predicted = [f"The {name} is predicted from branches." for name in names]
+    short = "Branches are short: they show what a batch size costs soon after a checkpoint."
+    return " ".join([*predicted, short])

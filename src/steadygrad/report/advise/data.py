@@ -2,134 +2,71 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from steadygrad.record import Run, TaskInfo, plural
-from steadygrad.record.schema import advise as record
-from steadygrad.report.numbers import show
+from steadygrad.record import Run, plural
+from steadygrad.record.schema.advise import Branch, Header, Noise, Scratch
+from steadygrad.record.schema.advise import Point as Reached
+from steadygrad.report.numbers import percent
 
-__all__ = ["Advice", "Point", "gather", "percent", "percent_interval"]
+__all__ = ["Advice", "Curve", "Point"]
 
 Curve = Sequence[tuple[float, float]]
 
-# From this overhead on it is only known that it is large.
-MOST = 3.0
 
-
-@dataclass(frozen=True)
 class Point:
-    """One point of training at which the study measured.
+    """One point of training at which the study measured, with its row of the summary or none."""
 
-    Attributes:
-        reached: The event; its ``samples`` is the place.
-        branch_samples: Samples of each branch from here.
-        noise: Gradient noise scale, if measured.
-        critical: Critical batch size of the summary, if measured.
-        resolved: Whether the smallest batch's loss fell enough for it to be known.
-        branches: Branches from there.
-    """
-
-    reached: record.Point
-    branch_samples: int
-    noise: record.Noise | None
-    critical: Mapping[str, Any] | None
-    resolved: bool
-    branches: Sequence[record.Branch]
-
-    @property
-    def samples(self) -> int:
-        """Samples seen until here."""
-        return self.reached.samples
-
-    def told(self, name: str) -> Any:
-        """A number of the summary's critical batch size; None if there is none."""
-        return self.critical[name] if self.critical else None
-
-    @property
-    def sizes(self) -> list[int]:
-        """Batch sizes of the branches, ascending."""
-        return sorted({branch.batch_size for branch in self.branches})
-
-    def of(self, batch_size: int) -> list[record.Branch]:
-        """The branches of one batch size."""
-        return [branch for branch in self.branches if branch.batch_size == batch_size]
-
-    @property
-    def diverged(self) -> float:
-        """Smallest batch size that diverged; infinite if none did."""
-        lost = [branch.batch_size for branch in self.branches if math.isinf(branch.loss)]
-        told = self.told("diverged") if self.resolved else None
-        return min([told or math.inf, *lost])
+    def __init__(self, reached: Reached, run: Run, row: Mapping[str, Any]) -> None:
+        self.reached, self.samples = reached, reached.samples
+        self.branch_samples: int = run.header.plan.branch_samples[reached.point]
+        noises = (event for event in run.select(Noise) if event.point == reached.point)
+        self.noise = next(noises, None)
+        # By batch size, ascending, one for each repeat.
+        self.branches: dict[int, list[Branch]] = {}
+        own = [branch for branch in run.select(Branch) if branch.point == reached.point]
+        for branch in sorted(own, key=lambda branch: (branch.batch_size, branch.repeat)):
+            self.branches.setdefault(branch.batch_size, []).append(branch)
+        # The summary's critical batch size; empty where it was not measured.
+        self.critical: Mapping[str, Any] = row.get("critical") or {}
+        # Whether the smallest batch's loss fell enough for it to be known.
+        self.resolved = bool(self.critical and row.get("resolved"))
+        # The smallest batch size that diverged; infinite if none did.
+        told = self.critical["diverged"] if self.resolved else None
+        lost = [branch.batch_size for branch in own if math.isinf(branch.loss)]
+        self.diverged = min([told or math.inf, *lost])
 
 
-@dataclass(frozen=True)
 class Advice:
-    """The whole record of an ``advise`` run.
+    """The whole record of an ``advise`` run. What a missing summary would hold is empty."""
 
-    Attributes:
-        header: First line of the record.
-        words: The findings in sentences.
-        points: In the order of training.
-        scratch: Runs from scratch.
-        recommendation: Fixed batch size of the summary; empty without one.
-        schedule: Growing batch of the summary; empty without one.
-        rate: Verdict on the learning rate of the summary; empty without one.
-        checked: Batch sizes of the summary that were trained from scratch.
-        status: How the study ended, or its last attempt did; empty without a summary.
-        truncated: Whether a broken last line was dropped.
-    """
+    def __init__(self, run: Run) -> None:
+        summary, header = run.summary or {}, run.header
+        self.header: Header = header
+        self.task, self.base = self.header.task, self.header.plan.batch_size
+        self.samples = plural(self.task.sample)
+        self.tolerance = percent(self.header.settings.tolerance)
+        # Of a study that goes on the summary is older than the events.
+        rows = {row["samples"]: row for row in summary.get("points", ())}
+        reached = sorted(run.select(Reached), key=lambda event: event.point)
+        self.points = [Point(event, run, rows.get(event.samples, {})) for event in reached]
+        self.scratch = sorted(
+            run.select(Scratch), key=lambda r: (r.purpose, r.batch_size, r.rate, r.repeat)
+        )
+        # How the study ended, or its last attempt did.
+        self.status: str = summary.get("status", "")
+        self.recommendation: Mapping[str, Any] = summary.get("recommendation") or {}
+        self.batch_size: int | None = self.recommendation.get("batch_size")
+        # Samples of the runs from scratch; 0 where none is planned yet.
+        self.length: int = self.recommendation.get("samples") or 0
+        self.schedule: Mapping[str, Any] = summary.get("schedule") or {}
+        self.rate: Mapping[str, Any] = summary.get("rate") or {}
+        self.checked: Sequence[Mapping[str, Any]] = summary.get("checked", ())
 
-    header: record.Header
-    words: Sequence[str]
-    points: Sequence[Point]
-    scratch: Sequence[record.Scratch]
-    recommendation: Mapping[str, Any]
-    schedule: Mapping[str, Any]
-    rate: Mapping[str, Any]
-    checked: Sequence[Mapping[str, Any]]
-    status: str
-    truncated: bool
-
-    @property
-    def task(self) -> TaskInfo:
-        """What was trained."""
-        return self.header.task
-
-    @property
-    def base(self) -> int:
-        """The smallest batch size, the task's own."""
-        return self.header.plan.batch_size
-
-    @property
-    def samples(self) -> str:
-        """What several samples are called."""
-        return plural(self.task.sample)
-
-    @property
-    def tolerance(self) -> str:
-        """Extra samples that are acceptable."""
-        return percent(self.header.settings.tolerance)
-
-    @property
-    def batch_size(self) -> int | None:
-        """The recommended batch size."""
-        size: int | None = self.recommendation.get("batch_size")
-        return size
-
-    @property
-    def length(self) -> int:
-        """Samples of the runs from scratch; 0 where none is planned yet."""
-        return self.recommendation.get("samples") or 0
-
-    def runs(self, purpose: str, batch_size: int) -> list[record.Scratch]:
-        """Runs from scratch at the rule's learning rate, by seed."""
-        found = [
-            run
-            for run in self.scratch
-            if (run.purpose, run.batch_size, run.rate) == (purpose, batch_size, 1)
-        ]
-        return sorted(found, key=lambda run: run.repeat)
+    def runs(self, purpose: str, batch_size: int | None = None) -> list[Scratch]:
+        """Runs from scratch at the rule's learning rate, by batch size and seed."""
+        kept = (run for run in self.scratch if (run.purpose, run.rate) == (purpose, 1))
+        return [run for run in kept if batch_size in (None, run.batch_size)]
 
     def baseline(self) -> list[Curve]:
         """Curves of the smallest batch from scratch, one for each seed; they share their places.
@@ -141,7 +78,7 @@ class Advice:
         curves: list[Curve] = [run.curve for run in runs]
         if not runs or runs[0].repeat == 0:
             return curves
-        ways, end = [place for place, _ in curves[0][:-1]], curves[0][-1][0]
+        *ways, end = (place for place, _ in curves[0])
         reached = (point.reached for point in self.points if point.samples <= self.length)
         main: dict[float, float] = {x: y for event in reached for x, y in event.curve}
         last = [y for x, y in main.items() if x > max(ways, default=0)]
@@ -151,60 +88,7 @@ class Advice:
 
     def steps(self, batch_size: int) -> int | None:
         """Optimizer steps of a run from scratch, as recorded."""
-        runs = self.runs("constant", batch_size)
-        main = [p.reached.steps for p in self.points if p.samples == self.length]
-        found = [run.steps for run in runs] or (main if batch_size == self.base else [])
+        found = [run.steps for run in self.runs("constant", batch_size)]
+        if batch_size == self.base:
+            found += [p.reached.steps for p in self.points if p.samples == self.length]
         return found[0] if found else None
-
-
-def gather(run: Run) -> Advice:
-    """Sorts a record. Without a summary, what it would hold is empty."""
-    summary = run.summary or {}
-    return Advice(
-        header=run.header,
-        words=summary.get("words", ()),
-        points=_points(run, {row["samples"]: row for row in summary.get("points", ())}),
-        scratch=run.select(record.Scratch),
-        recommendation=summary.get("recommendation") or {},
-        schedule=summary.get("schedule") or {},
-        rate=summary.get("rate") or {},
-        checked=summary.get("checked", ()),
-        status=summary.get("status", ""),
-        truncated=run.truncated,
-    )
-
-
-def _points(run: Run, rows: Mapping[int, Mapping[str, Any]]) -> list[Point]:
-    reached = sorted(run.select(record.Point), key=lambda event: event.point)
-    noises = {event.point: event for event in run.select(record.Noise)}
-    branches = sorted(run.select(record.Branch), key=lambda b: (b.batch_size, b.repeat))
-    found = []
-    for event in reached:
-        # Of a study that goes on the summary is older than the events.
-        row = rows.get(event.samples, {})
-        own = [branch for branch in branches if branch.point == event.point]
-        found.append(
-            Point(
-                event,
-                run.header.plan.branch_samples[event.point],
-                noises.get(event.point),
-                row.get("critical"),
-                bool(row.get("resolved")),
-                own,
-            )
-        )
-    return found
-
-
-def percent(fraction: float | None) -> str:
-    """Writes a fraction as a percentage, such as a sample overhead."""
-    if fraction is None or math.isnan(fraction):
-        return "–"
-    return "300% or more" if fraction >= MOST else f"{show(round(100 * fraction))}%"
-
-
-def percent_interval(low: float | None, high: float | None) -> str:
-    """Writes an interval of fractions."""
-    if low is None or high is None:
-        return "–"
-    return percent(low) if low >= MOST else f"{percent(low)} to {percent(high)}"

@@ -2,22 +2,35 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from steadygrad.report import charts
-from steadygrad.report.advise import words
-from steadygrad.report.advise.data import Advice, Curve, percent, percent_interval
-from steadygrad.report.charts import CRITICAL, INK, MUTED, NOISE, SCHEDULE
-from steadygrad.report.numbers import loss, show, size
-from steadygrad.report.page import Html, figure, section, table
+from steadygrad.report.advise.data import Advice, Curve
+from steadygrad.report.advise.tables import listing
+from steadygrad.report.charts import CRITICAL, INK, MUTED, SCHEDULE
+from steadygrad.report.numbers import loss, percent, percent_interval, show, size
+from steadygrad.report.page import Html, el, figure, fill, section
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+__all__ = ["learning_rate", "scratch"]
 
-__all__ = ["draw_lost", "scratch"]
-
-SCHEDULE_NAME = "growing"
+GROWING = "growing"
+CAPTION = (
+    "Left: validation loss of batch {base} from scratch, each seed and their mean. Right: the "
+    'final loss of every seed (<span class="critical">dots</span>), averaged over the end of the '
+    "run. Dashed: the mean of a larger batch. It meets the curve where batch {base} was as good. "
+    'The rest of the curve is the sample overhead. A <span class="noise">cross</span> marks a run '
+    "that diverged."
+)
+# By the verdict of the summary.
+RATES = {
+    "fits": "The task's learning rate {lr} fits.",
+    "low": "The task's learning rate {lr} looks too low. Until it is tuned, every batch size here "
+    "is an upper bound.",
+    "high": "The task's learning rate {lr} looks too high. Until it is tuned, every batch size "
+    "here is an upper bound.",
+}
 
 
 def scratch(advice: Advice) -> Html | None:
@@ -25,19 +38,8 @@ def scratch(advice: Advice) -> Html | None:
     curves = advice.baseline()
     if not curves or not advice.length:
         return None
-    chart = figure(_chart(advice, curves), *words.scratch(advice))
-    return section("Trained from scratch", chart, _table(advice, curves))
-
-
-def _finals(advice: Advice, curves: list[Curve]) -> dict[str, list[float]]:
-    """Final losses of every seed, by batch size."""
-    found = {size(advice.base): [curve[-1][1] for curve in curves]}
-    kept = [run for run in advice.scratch if run.rate == 1]
-    for each in sorted({run.batch_size for run in kept if run.purpose == "constant"}):
-        if each != advice.base:
-            found[size(each)] = [run.loss for run in advice.runs("constant", each)]
-    grown = [run.loss for run in kept if run.purpose == "schedule"]
-    return {**found, SCHEDULE_NAME: grown} if grown else found
+    drawn = figure(_chart(advice, curves), fill(CAPTION, base=show(advice.base)))
+    return section("Trained from scratch", drawn, _compared(advice, curves))
 
 
 def _mean(curves: list[Curve]) -> Curve:
@@ -46,9 +48,15 @@ def _mean(curves: list[Curve]) -> Curve:
 
 
 def _chart(advice: Advice, curves: list[Curve]) -> Html:
-    finals = _finals(advice, curves)
+    # Final losses of every seed, by batch size.
+    finals = {size(advice.base): [curve[-1][1] for curve in curves]}
+    for run in advice.runs("constant"):
+        if run.batch_size != advice.base:
+            finals.setdefault(size(run.batch_size), []).append(run.loss)
+    for run in advice.runs("schedule"):
+        finals.setdefault(GROWING, []).append(run.loss)
 
-    def paint(figure: "Figure", narrow: bool) -> None:
+    def paint(figure: Figure, narrow: bool) -> None:
         ratios = [1.3, 1] if narrow else [2.2, 1]
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=ratios)
         for curve in curves:
@@ -57,57 +65,86 @@ def _chart(advice: Advice, curves: list[Curve]) -> Html:
         left.plot(*zip(*mean, strict=True), color=INK, linewidth=1.8)
         charts.samples_axis(left, mean[0][0] / 1.04, advice.length, advice.samples, narrow=narrow)
         left.set_ylabel("validation loss")
-        for _, row, _ in _trained(advice):
+        for row in _trained(advice):
             if math.isfinite(row["loss"]):
                 for axes in (left, right):
                     axes.axhline(row["loss"], color=CRITICAL, lw=1, ls=(0, (4, 3)), zorder=1)
-        _draw_finals(right, finals)
+        for place, losses in enumerate(finals.values()):
+            known = [each for each in losses if math.isfinite(each)]
+            charts.dots(right, place, known, CRITICAL if place else INK, size=7)
+            if len(known) < len(losses):
+                charts.cross(right, place)
+        right.set_xlim(-0.6, len(finals) - 0.4)
+        right.set_xticks(range(len(finals)), list(finals), color=MUTED)
+        right.set_xlabel("batch size")
 
     names = ", ".join(finals)
     spoken = f"Validation loss of batch {show(advice.base)}, and final losses of batch {names}."
     return charts.chart("scratch", spoken, paint, height=300)
 
 
-def _draw_finals(axes: "Axes", finals: Mapping[str, list[float]]) -> None:
-    for place, losses in enumerate(finals.values()):
-        known = [each for each in losses if math.isfinite(each)]
-        charts.dots(axes, place, known, CRITICAL if place else INK, size=7)
-        if len(known) < len(losses):
-            draw_lost(axes, place)
-    axes.set_xlim(-0.6, len(finals) - 0.4)
-    axes.set_xticks(range(len(finals)), list(finals), color=MUTED)
-    axes.set_xlabel("batch size")
+def _trained(advice: Advice) -> list[dict[str, Any]]:
+    """Rows of the summary on what was trained, each with its name and whether it is within."""
+    rows = []
+    for row in advice.checked:
+        # The advice is the largest batch size below all that cost too much.
+        within = row["batch_size"] <= (advice.batch_size or 0)
+        rows.append({**row, "name": show(row["batch_size"]), "within": within})
+    if check := advice.schedule.get("check"):
+        rows.append({**check, "name": GROWING, "within": advice.schedule["advised"]})
+    return rows
 
 
-def draw_lost(axes: "Axes", place: float) -> None:
-    """Marks a run that diverged, at the upper edge."""
-    where = axes.get_xaxis_transform()
-    axes.plot([place], [0.95], "x", color=NOISE, mew=2, ms=7.5, transform=where, zorder=3)
+def _compared(advice: Advice, curves: list[Curve]) -> Html | None:
+    def rate(row: Mapping[str, Any]) -> str:
+        *others, last = row["stages"]
+        return f"to {show(last['lr'])}" if others else show(last["lr"])
+
+    def verdict(row: Mapping[str, Any]) -> str:
+        if "within" not in row:
+            return "the reference"
+        within = f"{'' if row['within'] else 'not '}within {advice.tolerance}"
+        return "diverged" if math.isinf(row["loss"]) else within
+
+    reference = {
+        "name": show(advice.base),
+        "stages": [{"lr": advice.task.lr}],
+        "steps": advice.steps(advice.base),
+        "seeds": len(curves),
+        "loss": _mean(curves)[-1][1],
+    }
+    columns = {
+        "batch size": lambda row: row["name"],
+        "learning rate": rate,
+        "steps": lambda row: show(row["steps"]),
+        "seeds": lambda row: show(row["seeds"]),
+        "final loss": lambda row: loss(row["loss"]),
+        "sample overhead": lambda row: percent(row.get("overhead")),
+        "95% interval": lambda row: percent_interval(row.get("low"), row.get("high")),
+        "verdict": verdict,
+    }
+    rows, title = _trained(advice), f"{show(advice.length)} {advice.samples} from scratch"
+    return listing(title, [reference, *rows], columns) if rows else None
 
 
-def _trained(advice: Advice) -> list[tuple[str, Mapping[str, Any], bool]]:
-    """Name, row and verdict of what the summary compares with the smallest batch."""
-    # The advice is the largest batch size below all that cost too much.
-    size = advice.batch_size or 0
-    rows = [(show(r["batch_size"]), r, r["batch_size"] <= size) for r in advice.checked]
-    check = advice.schedule.get("check")
-    return [*rows, (SCHEDULE_NAME, check, advice.schedule["advised"])] if check else rows
+def learning_rate(advice: Advice) -> Html | None:
+    """The smallest batch at half, once and twice the task's learning rate."""
+    own = advice.task.lr
+    losses = {float(rate) * own: [loss] for rate, loss in advice.rate.get("losses", {}).items()}
+    if not losses:
+        return None
 
+    def paint(figure: Figure, _: bool) -> None:
+        axes = figure.subplots()
+        charts.octaves_axis(axes, "x", sorted(losses), show)
+        charts.losses(axes, dict(sorted(losses.items())))
+        axes.set_xlabel("learning rate")
 
-def _table(advice: Advice, curves: list[Curve]) -> Html | None:
-    own = [show(advice.base), show(advice.task.lr), show(advice.steps(advice.base))]
-    rows = [[*own, show(len(curves)), loss(_mean(curves)[-1][1]), "–", "–", "the reference"]]
-    for name, row, within in _trained(advice):
-        growing, cost = "to " * (len(row["stages"]) > 1), percent(row["overhead"])
-        verdict = f"{'' if within else 'not '}within {advice.tolerance}"
-        rows.append(
-            [
-                *(name, growing + show(row["stages"][-1]["lr"]), show(row["steps"])),
-                *(show(row["seeds"]), loss(row["loss"]), cost),
-                percent_interval(row["low"], row["high"]),
-                "diverged" if math.isinf(row["loss"]) else verdict,
-            ]
-        )
-    head = ["batch size", "learning rate", "steps", "seeds", "final loss", "sample overhead"]
-    title = f"{show(advice.length)} {advice.samples} from scratch"
-    return table(title, [*head, "95% interval", "verdict"], rows) if len(rows) > 1 else None
+    spoken = "Validation loss over learning rate, from scratch."
+    caption = (
+        f"Validation loss of batch {show(advice.base)} after {show(advice.header.plan.length)} "
+        f"{advice.samples} from scratch, at half, once and twice the task's learning rate."
+    )
+    said = RATES.get(advice.rate["verdict"])
+    verdict = el("p", said.format(lr=show(own))) if said else None
+    return section("Learning rate", verdict, figure(charts.panel("rate", spoken, paint), caption))

@@ -1,58 +1,53 @@
 """The tables of the ``advise`` report: every number of the record."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from steadygrad.record.schema.advise import Branch
-from steadygrad.report.advise.data import Advice, Point, percent
-from steadygrad.report.numbers import interval, loss, show
+from steadygrad.report.advise.data import Advice, Point
+from steadygrad.report.numbers import interval, loss, percent, show
 from steadygrad.report.page import Html, table
 
-__all__ = ["tables"]
+__all__ = ["listing", "tables"]
 
 
-def tables(advice: Advice) -> Iterable[Html]:
-    """Writes a table for each kind of measurement that the record holds."""
-    if advice.points:
-        yield _critical(advice)
-        yield _noise(advice)
-    if any(point.critical for point in advice.points):
-        yield _overhead(advice)
-    if advice.scratch:
-        yield _scratch(advice)
-    if any(point.branches for point in advice.points):
-        yield _branches(advice)
-    if advice.rate.get("verdict"):
-        yield _rates(advice)
+def tables(advice: Advice) -> list[Html]:
+    """A table for each kind of measurement that the record holds."""
+    kinds = (_critical, _noise, _overhead, _scratch, _branches, _rates)
+    return [found for kind in kinds if (found := kind(advice))]
 
 
-def _listing(title: str, rows: Iterable[Any], columns: Mapping[str, Callable[[Any], str]]) -> Html:
+def listing(
+    title: str, rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]]
+) -> Html | None:
+    """A table with a column for each title; None without rows."""
     cells = ([cell(row) for cell in columns.values()] for row in rows)
-    return table(title, list(columns), cells)
+    return table(title, list(columns), cells) if rows else None
 
 
-def _critical(advice: Advice) -> Html:
+def _critical(advice: Advice) -> Html | None:
     def limit(point: Point) -> str:
-        if point.critical is None:
+        if not point.critical:
             return "not measured"
-        return show(point.told("value")) if point.resolved else "not resolved"
+        return show(point.critical["value"]) if point.resolved else "not resolved"
 
     columns = {
         advice.samples: lambda p: show(p.samples),
         "steps": lambda p: show(p.reached.steps),
         "validation loss": lambda p: loss(p.reached.valid_loss),
         "limit": limit,
-        "95% interval": lambda p: interval(p.told("low"), p.told("high")) if p.resolved else "–",
-        "within": lambda p: show(p.told("within")),
-        "beyond": lambda p: show(p.told("beyond")),
-        "diverged": lambda p: show(p.told("diverged")),
-        "tolerated loss": lambda p: loss(p.told("level")),
-        "fall / s.e.": lambda p: show(p.told("fall"), 2),
+        "95% interval": lambda p: (
+            interval(p.critical["low"], p.critical["high"]) if p.resolved else "–"
+        ),
+        "within": lambda p: show(p.critical.get("within")),
+        "beyond": lambda p: show(p.critical.get("beyond")),
+        "diverged": lambda p: show(p.critical.get("diverged")),
+        "tolerated loss": lambda p: loss(p.critical.get("level")),
+        "fall / s.e.": lambda p: show(p.critical.get("fall"), 2),
     }
-    return _listing("Critical batch size", advice.points, columns)
+    return listing("Critical batch size", advice.points, columns)
 
 
-def _noise(advice: Advice) -> Html:
+def _noise(advice: Advice) -> Html | None:
     columns = {
         advice.samples: lambda p: show(p.samples),
         "noise scale": lambda p: show(p.noise.value) if p.noise.resolved else "unresolved",
@@ -61,18 +56,19 @@ def _noise(advice: Advice) -> Html:
         "tr Σ": lambda p: show(p.noise.noise_trace),
         "measurements": lambda p: show(p.noise.measurements),
     }
-    return _listing("Gradient noise scale", (p for p in advice.points if p.noise), columns)
+    return listing("Gradient noise scale", [p for p in advice.points if p.noise], columns)
 
 
-def _overhead(advice: Advice) -> Html:
+def _overhead(advice: Advice) -> Html | None:
     overheads = {p.samples: p.critical["overhead"] for p in advice.points if p.critical}
     sizes = sorted({size for row in overheads.values() for size in row}, key=int)
     head = [advice.samples, *(f"batch {show(int(size))}" for size in sizes)]
     rows = [[show(at), *(percent(row.get(s)) for s in sizes)] for at, row in overheads.items()]
-    return table("Sample overhead of branches, against the best batch size", head, rows)
+    title = "Sample overhead of branches, against the best batch size"
+    return table(title, head, rows) if rows else None
 
 
-def _scratch(advice: Advice) -> Html:
+def _scratch(advice: Advice) -> Html | None:
     columns = {
         "batch size": lambda r: " → ".join(show(stage.batch_size) for stage in r.stages),
         "learning rate": lambda r: " → ".join(show(stage.lr) for stage in r.stages),
@@ -81,15 +77,10 @@ def _scratch(advice: Advice) -> Html:
         "final loss": lambda r: loss(r.loss),
         "averaged at": lambda r: show(r.samples),
     }
-    runs = sorted(advice.scratch, key=lambda r: (r.purpose, r.batch_size, r.rate, r.repeat))
-    return _listing("Runs from scratch", runs, columns)
+    return listing("Runs from scratch", advice.scratch, columns)
 
 
-def _branches(advice: Advice) -> Html:
-    runs: dict[tuple[int, int], list[Branch]] = {}
-    for point in advice.points:
-        for branch in point.branches:
-            runs.setdefault((point.samples, branch.batch_size), []).append(branch)
+def _branches(advice: Advice) -> Html | None:
     columns = {
         advice.samples: lambda row: show(row[0]),
         "batch size": lambda row: show(row[1][0].batch_size),
@@ -97,15 +88,16 @@ def _branches(advice: Advice) -> Html:
         "steps": lambda row: show(row[1][0].steps),
         "losses": lambda row: ", ".join(loss(branch.loss) for branch in row[1]),
     }
-    return _listing("Branches", [(key[0], row) for key, row in sorted(runs.items())], columns)
+    rows = [(p.samples, runs) for p in advice.points for runs in p.branches.values()]
+    return listing("Branches", rows, columns)
 
 
-def _rates(advice: Advice) -> Html:
+def _rates(advice: Advice) -> Html | None:
     found = advice.rate
     columns = {
         "learning rate": lambda rate: show(float(rate) * advice.task.lr),
         "validation loss": lambda rate: loss(found["losses"][rate]),
         "sample overhead": lambda rate: percent(found["overheads"].get(rate, 0.0)),
     }
-    rates = sorted(found["losses"], key=float)
-    return _listing("The smallest batch from scratch at other learning rates", rates, columns)
+    rates = sorted(found["losses"], key=float) if found.get("verdict") else []
+    return listing("The smallest batch from scratch at other learning rates", rates, columns)

@@ -5,40 +5,55 @@ from math import log2
 
 from steadygrad.record import Run
 from steadygrad.record.schema.inspect import BEFORE, KINDS, layer_title
+from steadygrad.report.frame import Figure, limits, opening, provenance
 from steadygrad.report.inspect import charts
-from steadygrad.report.inspect.data import TITLES, Inspection, gather
+from steadygrad.report.inspect.data import TITLES, Inspection
 from steadygrad.report.numbers import loss, show
 from steadygrad.report.page import Html, document, el, figure, section, table
-from steadygrad.report.provenance import provenance
 
 __all__ = ["page"]
+
+SHARES = ("zero", "subnormal", "overflow")
+WHATS = {
+    "activations": "Gradients at the layers' boundaries. ",
+    "weights": "Gradients of the layers' weights. ",
+}
+READING = (
+    "Each row is a layer. A cell is stronger if more of the layer's values have its exponent. "
+    "Between the second and the third dashed line float16 keeps all digits. Values to the left "
+    "lose digits, and left of the first line they become zero. Values right of the third line "
+    "overflow. The outermost columns count zeros and infinities. Orange values are lost. The "
+    "second half of the steps is shown; the tables also count the overflows by which a scale "
+    "comes down at first."
+)
 
 
 def page(run: Run) -> str:
     """Draws the page; see :func:`steadygrad.report.render`."""
-    found = gather(run)
+    found = Inspection(run)
     title = _headline(found)
+    # How a study ended is said by its words.
+    ends = "The record has no end: the run was stopped, or is still going."
     return document(
         title,
-        _opening(found, title, run.truncated),
+        opening(run, title, _figures(found), [] if found.finished else [ends]),
         _heat(found),
         _training(found),
-        _numbers(found),
-        section("What this cannot tell you", _limits(found)),
+        section("Every number", _tables(found)) if found.rows else None,
+        limits(_what_it_cannot_tell(found)),
         provenance(run.header),
     )
 
 
 def _headline(found: Inspection) -> str:
-    underflowing = found.names("underflowing")
-    nonfinite = found.names("nonfinite_at_any_scale")
     if not found.proposal:
         return f"No result for {found.name} in float16 yet: the run is not complete."
-    said = [f"gradients are not finite at any scale in {_list(nonfinite)}"] if nonfinite else []
-    if underflowing:
+    said = []
+    if nonfinite := found.names("nonfinite_at_any_scale"):
+        said.append(f"gradients are not finite at any scale in {_list(nonfinite)}")
+    if underflowing := found.names("underflowing"):
         said.append(_underflow(found, underflowing))
-    together = "; ".join(said) or "one loss scale is enough"
-    return f"{found.name}: {together}."
+    return f"{found.name}: {'; '.join(said) or 'one loss scale is enough'}."
 
 
 def _underflow(found: Inspection, layers: list[str]) -> str:
@@ -58,58 +73,20 @@ def _list(layers: list[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _opening(found: Inspection, title: str, truncated: bool) -> Html:
-    created = str(found.header.time.get("created", ""))[:10]
-    parts = ["inspect", f"seed {found.header.settings.seed}", created]
-    kicker = el("p.kicker", el("b", "steadygrad"), " · " + " · ".join(p for p in parts if p))
-    # How a study ended is said by its words.
-    ends = "The record has no end: the run was stopped, or is still going."
-    notes = [] if found.finished else [ends]
-    if truncated:
-        notes.append("A broken last line of the record was left out.")
-    return el(
-        "header",
-        kicker,
-        el("h1", title),
-        [el("p.lede", found.words[0])] if found.words else None,
-        el("ul.said", (el("li", said) for said in found.words[1:])) if found.words[1:] else None,
-        _key_figures(found),
-        el("div.note", el("p", " ".join(notes)), role="note") if notes else None,
-    )
-
-
-def _key_figures(found: Inspection) -> Html | None:
-    entries = []
+def _figures(found: Inspection) -> Iterable[Figure]:
     for phase, row in found.phases.items():
+        scales, steps = TITLES[phase], show(row["steps"])
         if row["valid_loss"] is not None:
-            steps = f"after {show(row['steps'])} steps with {TITLES[phase]}"
-            entries.append(("Validation loss", loss(row["valid_loss"]), steps))
-        skipped = f"{show(row['skipped'])} of {show(row['steps'])}"
-        entries.append(("Skipped steps", skipped, f"with {TITLES[phase]}, for an overflow"))
-    figures = (
-        el("div", el("dt", name), el("dd.value", value), el("dd.detail", detail))
-        for name, value, detail in entries
-    )
-    return el("dl.figures", figures) if entries else None
+            yield "Validation loss", loss(row["valid_loss"]), f"after {steps} steps with {scales}"
+        skipped = f"{show(row['skipped'])} of {steps}"
+        yield "Skipped steps", skipped, f"with {scales}, for an overflow"
 
 
 def _heat(found: Inspection) -> Html | None:
-    reading = (
-        "Each row is a layer. A cell is stronger if more of the layer's values have its exponent. "
-        "Between the second and the third dashed line float16 keeps all digits. Values to the left "
-        "lose digits, and left of the first line they become zero. Values right of the third line "
-        "overflow. The outermost columns count zeros and infinities. Orange values are lost. The "
-        "second half of the steps is shown; the tables also count the overflows by which a scale "
-        "comes down at first."
-    )
-    whats = {
-        "activations": "Gradients at the layers' boundaries. ",
-        "weights": "Gradients of the layers' weights. ",
-    }
     drawn = [
-        figure(charts.heat(found, kind), el("b", whats[kind]), reading if i == 0 else "")
-        for i, kind in enumerate(KINDS)
-        if any(found.histograms[phase][kind] for phase in TITLES)
+        figure(charts.heat(found, kind), el("b", WHATS[kind]), READING if kind == KINDS[0] else "")
+        for kind in KINDS
+        if any(held[kind] for held in found.histograms.values())
     ]
     more = len(found.layers) - charts.MOST_LAYERS
     cut = el("p.more", f"{more} more layers are in the table below.") if more > 0 else None
@@ -125,31 +102,19 @@ def _training(found: Inspection) -> Html | None:
     return section("Before and after", figure(charts.training(found), caption))
 
 
-def _numbers(found: Inspection) -> Html | None:
-    if not found.rows:
-        return None
-    tables = [_shares(found, phase) for phase in found.phases]
-    return section("Every number", tables, _scales(found))
-
-
-def _shares(found: Inspection, phase: str) -> Html:
-    head = ["layer", "zero", "subnormal", "overflow"]
-    head += ["weights: zero", "subnormal", "overflow", "overflowed in"]
-    rows = []
-    for name, row in found.rows.items():
-        cells = [layer_title(name)]
-        for kind in KINDS:
-            shares = row[phase].get(kind) or {}
-            cells += [_percent(shares.get(share)) for share in ("zero", "subnormal", "overflow")]
-        rows.append([*cells, f"{show(row[phase]['overflows'])} steps"])
-    title = f"Shares of gradients with {TITLES[phase]}: at boundaries, and of weights"
-    return table(title, head, rows, text_columns=1)
-
-
-def _scales(found: Inspection) -> Iterable[Html]:
+def _tables(found: Inspection) -> Iterable[Html]:
+    head = ["layer", *SHARES, "weights: zero", *SHARES[1:], "overflowed in"]
+    for phase in found.phases:
+        rows = []
+        for row in found.rows:
+            shares = [(row[phase].get(kind) or {}).get(share) for kind in KINDS for share in SHARES]
+            overflows = f"{show(row[phase]['overflows'])} steps"
+            rows.append([layer_title(row["name"]), *map(_percent, shares), overflows])
+        title = f"Shares of gradients with {TITLES[phase]}: at boundaries, and of weights"
+        yield table(title, head, rows, text_columns=1)
     if found.proposal:
-        rows = [["the loss", _power(found.proposal["loss_scale"])]]
-        rows += [[name, _power(scale)] for name, scale in found.proposal["layer_scales"].items()]
+        scales = {"the loss": found.proposal["loss_scale"], **found.proposal["layer_scales"]}
+        rows = [[name, _power(scale)] for name, scale in scales.items()]
         yield table("Proposed scales", ["scale of", "value"], rows, text_columns=1)
 
 
@@ -161,11 +126,11 @@ def _percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.2f}%"
 
 
-def _limits(found: Inspection) -> Html:
-    items = {
+def _what_it_cannot_tell(found: Inspection) -> dict[str, str]:
+    return {
         "Later training.": (
-            f"The result holds for the first {show(found.header.settings.steps)} steps. Gradients "
-            'change in size as training goes on; LayerwiseGradScaler\'s "auto" follows them.'
+            f"The result holds for the first {show(found.steps)} steps. Gradients change in size "
+            'as training goes on; LayerwiseGradScaler\'s "auto" follows them.'
         ),
         "Other hardware.": "Kernels differ in what they add up in float16 and what in float32.",
         "Inside a layer.": (
@@ -177,5 +142,3 @@ def _limits(found: Inspection) -> Html:
             "Underflow does no harm by itself: compare the losses before and after."
         ),
     }
-    listed = (el("li", el("b", lead), " " + rest) for lead, rest in items.items())
-    return el("div.note.limits", el("ul", listed))

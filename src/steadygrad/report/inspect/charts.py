@@ -1,8 +1,11 @@
 """Charts of the ``inspect`` report."""
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
 
 from steadygrad.record.schema.inspect import AFTER, BEFORE, layer_title
 from steadygrad.report import charts
@@ -10,11 +13,7 @@ from steadygrad.report.charts import CRITICAL, INK, MUTED, NOISE, SCHEDULE
 from steadygrad.report.inspect.data import TITLES, Histogram, Inspection
 from steadygrad.report.page import Html, clean
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-__all__ = ["MOST_LAYERS", "heat", "training"]
+__all__ = ["MOST_LAYERS", "heat", "label_lines", "training"]
 
 # float16: exponents of its least subnormal number, its least normal one, and the first too large.
 LEAST, NORMAL, OVER = -24, -14, 16
@@ -27,65 +26,58 @@ FAINTEST = 1e-4
 
 def heat(found: Inspection, kind: str) -> Html:
     """Shares of each layer's gradients by exponent, with one loss scale and the proposed scales."""
-    layers = [n for n in found.layers if any(n in found.histograms[p][kind] for p in TITLES)]
+    drawn = {phase: held[kind] for phase, held in found.histograms.items() if held[kind]}
+    layers = [name for name in found.layers if any(name in held for held in drawn.values())]
     layers = layers[:MOST_LAYERS]
-    phases = [phase for phase in TITLES if found.histograms[phase][kind]]
 
-    def paint(figure: "Figure", narrow: bool) -> None:
-        panels = figure.subplots(len(phases), 1, sharex=True, squeeze=False)[:, 0]
-        for axes, phase in zip(panels, phases, strict=True):
-            own = found.histograms[phase][kind]
-            _paint_rows(axes, [own.get(name) for name in layers])
-            _dress(axes, [_name(name, narrow) for name in layers], TITLES[phase])
+    def paint(figure: Figure, narrow: bool) -> None:
+        panels = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (phase, held) in zip(panels, drawn.items(), strict=True):
+            _paint_rows(axes, [held.get(name) for name in layers])
+            _dress(axes, [_short_title(name, 13 if narrow else 24) for name in layers])
+            axes.set_title(TITLES[phase], loc="left", fontsize=11.5, color=INK)
         panels[-1].set_xlabel("binary exponent of the gradient in float16")
 
-    words = f"Exponents of the gradients of {kind}, layer by layer, with {_both(phases)}."
-    height = 90 + len(phases) * (50 + 21 * len(layers))
+    words = f"Exponents of the gradients of {kind}, layer by layer, with {_both(drawn)}."
+    height = 90 + len(drawn) * (50 + 21 * len(layers))
     return charts.chart(f"heat-{kind}", words, paint, height=height)
 
 
-def _both(phases: Sequence[str]) -> str:
+def _both(phases: Iterable[str]) -> str:
     return " and with ".join(TITLES[phase] for phase in phases)
 
 
-def _name(name: str, narrow: bool) -> str:
+def _short_title(name: str, most: int) -> str:
     text = clean(layer_title(name))
-    most = 13 if narrow else 24
     # Names of layers differ at their ends.
     return text if len(text) <= most else "…" + text[1 - most :]
 
 
-def _paint_rows(axes: "Axes", rows: Sequence[Histogram | None]) -> None:
-    from matplotlib.collections import PolyCollection
-
+def _paint_rows(axes: Axes, rows: Sequence[Histogram | None]) -> None:
     for colour in (CRITICAL, NOISE):
         boxes, alphas = [], []
         for y, row in enumerate(rows):
-            for x, share in _cells(row):
+            for x, share in _cells(row).items() if row else ():
                 # One infinity is enough to leave a step out.
-                drawn = share >= FAINTEST or (x >= OVER and share > 0)
-                if (NORMAL <= x < OVER) == (colour == CRITICAL) and drawn:
-                    boxes.append(
-                        [(x, y - 0.42), (x + 1, y - 0.42), (x + 1, y + 0.42), (x, y + 0.42)]
-                    )
+                visible = share >= FAINTEST or (x >= OVER and share > 0)
+                if visible and (NORMAL <= x < OVER) == (colour == CRITICAL):
+                    low, high = y - 0.42, y + 0.42
+                    boxes.append([(x, low), (x + 1, low), (x + 1, high), (x, high)])
                     alphas.append(_strength(share))
         if boxes:
             cells = PolyCollection(boxes, facecolors=colour, alpha=alphas, linewidths=0)
             axes.add_collection(cells)
 
 
-def _cells(row: Histogram | None) -> Iterator[tuple[float, float]]:
-    """Left edges of columns, and shares."""
-    if row is None:
-        return
-    yield ZERO, row.zero
-    yield NOT_FINITE, row.over
+def _cells(row: Histogram) -> Mapping[int, float]:
+    """Shares by the left edges of their columns."""
     # What lies beyond the axis is gathered at its ends: it has been flushed, or has overflowed.
-    flushed = sum(share for e, share in row.exponents.items() if e < LEAST - 1)
-    yield LEAST - 2, flushed
-    beyond = sum(share for e, share in row.exponents.items() if e > OVER + 1)
-    yield OVER + 2, beyond
-    yield from ((e, s) for e, s in row.exponents.items() if LEAST - 1 <= e <= OVER + 1)
+    least, most = LEAST - 2, OVER + 2
+    shares = {ZERO: row.zero, NOT_FINITE: row.over, least: 0.0, most: 0.0}
+    for exponent, share in row.exponents.items():
+        column = min(max(exponent, least), most)
+        shares[column] = shares.get(column, 0.0) + share
+    return shares
 
 
 def _strength(share: float) -> float:
@@ -93,38 +85,60 @@ def _strength(share: float) -> float:
     return min(1.0, 0.12 + 0.88 * math.sqrt(min(1.0, share / 0.3)))
 
 
-def _dress(axes: "Axes", names: Sequence[str], title: str) -> None:
+def _dress(axes: Axes, names: Sequence[str]) -> None:
     axes.set_xlim(ZERO - 0.5, NOT_FINITE + 1.5)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(visible=False)
     axes.set_yticks(range(len(names)), names)
-    ticks = [ZERO + 0.5, LEAST, NORMAL, -5, 5, OVER, NOT_FINITE + 0.5]
-    words = ["0", *(f"{int(t)}".replace("-", "−") for t in ticks[1:-1]), "∞"]
-    axes.set_xticks(ticks, words)
+    exponents = [LEAST, NORMAL, -5, 5, OVER]
+    words = ["0", *(f"{exponent}".replace("-", "−") for exponent in exponents), "∞"]
+    axes.set_xticks([ZERO + 0.5, *exponents, NOT_FINITE + 0.5], words)
     axes.tick_params(axis="x", labelbottom=True)
     for x in (LEAST - 1, NORMAL, OVER):
         axes.axvline(x, color=MUTED, linewidth=1.0, linestyle=(0, (3, 2)))
-    axes.set_title(title, loc="left", fontsize=11.5, color=INK)
 
 
 def training(found: Inspection) -> Html:
     """Training loss over steps, with one loss scale and with the proposed scales."""
 
-    def paint(figure: "Figure", narrow: bool) -> None:
+    def paint(figure: Figure, narrow: bool) -> None:
         axes = figure.subplots()
         labels, last = [], 1.0
         for phase, colour in ((BEFORE, SCHEDULE), (AFTER, CRITICAL)):
             curve = [(x, y) for x, y in found.losses[phase] if math.isfinite(y)]
             if curve:
-                xs, ys = zip(*curve, strict=True)
-                axes.plot(xs, ys, color=colour, linewidth=2, marker="o", ms=4)
-                labels.append((xs[-1], ys[-1], TITLES[phase], colour))
-                last = max(last, xs[-1])
+                axes.plot(*zip(*curve, strict=True), color=colour, linewidth=2, marker="o", ms=4)
+                labels.append((*curve[-1], TITLES[phase], colour))
+                last = max(last, curve[-1][0])
         axes.set_xlim(0, last * (1.75 if narrow else 1.3))
         axes.set_xlabel("steps")
         axes.set_ylabel("loss")
         figure.canvas.draw()
-        charts.label_lines(axes, labels, gap=14)
+        label_lines(axes, labels, gap=14)
 
-    words = f"Training loss of {found.name} over steps, with {_both(list(TITLES))}."
+    words = f"Training loss of {found.name} over steps, with {_both(TITLES)}."
     return charts.chart("training", words, paint, height=260)
+
+
+def label_lines(axes: Axes, labels: Sequence[tuple[float, float, str, str]], gap: float) -> None:
+    """Writes names beside the right ends of lines, at least ``gap`` points apart.
+
+    The limits are already set; a label is ``(x, y, name, colour)``, its place in data units.
+    """
+    labels = sorted(labels, key=lambda label: label[1])
+    heights = [axes.transData.transform(label[:2])[1] * 72 / axes.figure.dpi for label in labels]
+    placed = list(heights)
+    for upper in range(1, len(placed)):
+        overlap = max(0.0, gap - (placed[upper] - placed[upper - 1]))
+        placed[upper - 1] -= overlap / 2
+        placed[upper] += overlap / 2
+    for (x, y, name, colour), height, spot in zip(labels, heights, placed, strict=True):
+        axes.annotate(
+            name,
+            (x, y),
+            xytext=(9, spot - height),
+            textcoords="offset points",
+            va="center",
+            color=colour,
+            annotation_clip=False,
+        )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from steadygrad.record.schema.inspect import AFTER, BEFORE, KINDS, layer_title
 
@@ -11,16 +11,12 @@ __all__ = ["table"]
 
 
 def table(summary: Mapping[str, Any]) -> Table | None:
-    """One row for each layer; None where no gradient was counted.
-
-    Args:
-        summary: The content of ``summary.json``.
-    """
+    """One row for each layer in ``summary.json``; None where no gradient was counted."""
     if not summary["layers"]:
         return None
-    found = Table(title=f"{summary['task']}: gradients in float16, one loss scale / proposed")
-    for heading in ("layer", "zero", "subnormal", "overflowed"):
-        found.add_column(heading, justify="left" if heading == "layer" else "right")
+    columns = [Column(name, justify="right") for name in ("zero", "subnormal", "overflowed")]
+    title = f"{summary['task']}: gradients in float16, one loss scale / proposed"
+    found = Table("layer", *columns, title=title)
     for layer in summary["layers"]:
         cells = [_both(layer, share) for share in ("zero", "subnormal")]
         overflowed = " / ".join(f"{layer[phase]['overflows']}" for phase in (BEFORE, AFTER))
