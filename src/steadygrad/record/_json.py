@@ -39,10 +39,7 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
 
     Args:
         value: Nest of mappings, lists, tuples, strings, numbers, booleans and ``None``.
-        indent: Spaces for each level; ``None`` writes one line.
-
-    Returns:
-        The text, in ASCII, without a final newline.
+        indent: Spaces for each level; ``None`` writes one line. The text is ASCII.
 
     Raises:
         TypeError: If ``value`` holds anything else, such as a tensor.

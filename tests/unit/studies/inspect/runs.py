@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from steadygrad.record import dumps, read_run, strip_times
+from steadygrad.record import dumps, read_run
 from steadygrad.record.schema.inspect import Part, Settings
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.run import resume, start
+from tests.unit.record.helpers import strip_times
 from tests.unit.studies.framework import Watcher
 
 STUDIES = Path(__file__).parent.parent
