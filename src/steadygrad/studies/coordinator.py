@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from steadygrad.record import Event, Key, RecordError, convert, dumps, loads, replace_file
-from steadygrad.studies.deadline import REASONS, Deadline, StudyInterrupted
+from steadygrad.studies.deadline import Deadline, stop_if
 from steadygrad.studies.executor import Pool, WorkersLost, tails
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.study import Job, Study, Trial
@@ -20,7 +20,6 @@ __all__ = ["Monitor", "Pending", "run_parallel", "run_serial"]
 ATTEMPTS = 3
 # Seconds that running trials get to notice that the study has to stop.
 GRACE = 10.0
-PENDING = "pending"
 
 
 class Monitor(Protocol):
@@ -53,7 +52,7 @@ class Pending:
     """
 
     def __init__(self, study: Study, folder: Path) -> None:
-        self._folder = folder / PENDING
+        self._folder = folder / "pending"
         self._events: dict[Key, Event] = {}
         for path in sorted(self._folder.glob("*.json")):
             with suppress(ValueError, OSError, RecursionError):
@@ -66,6 +65,10 @@ class Pending:
     def __contains__(self, key: Key) -> bool:
         return key in self._events
 
+    def and_recorded(self, journal: Journal) -> Journal:
+        """All results so far: those recorded, and those that wait."""
+        return Journal(events=[*journal.events(), *self])
+
     def put(self, event: Event, *, durable: bool = True) -> None:
         """Keeps a result."""
         self._events[event.key] = event
@@ -73,15 +76,13 @@ class Pending:
             self._folder.mkdir(exist_ok=True)
             replace_file(self._path(event.key), dumps(event.as_dict()).encode())
 
-    def take(self, key: Key) -> Event | None:
-        """The result with this key, which is to be recorded now."""
-        return self._events.pop(key, None)
-
-    def forget(self, key: Key) -> None:
-        """Deletes the file of a result that is recorded."""
-        self._path(key).unlink(missing_ok=True)
-        with suppress(OSError):
-            self._folder.rmdir()
+    def record(self, key: Key, journal: Journal) -> None:
+        """Records the result with this key, if it waits, and then deletes its file."""
+        if key in self._events:
+            journal.add(self._events.pop(key))
+            self._path(key).unlink(missing_ok=True)
+            with suppress(OSError):
+                self._folder.rmdir()
 
     def _path(self, key: Key) -> Path:
         return self._folder / f"{'-'.join(map(str, key))}.json"
@@ -95,21 +96,19 @@ def run_serial(
     counted = {trial.key for trial in trials if trial.key in journal or trial.key in pending}
     for trial in trials:
         job, told = trial.job(journal), 0
-        key = None if job is None else study.key_of(job)
 
         def advance(samples: int, what: str) -> None:
             nonlocal told
             told += samples
             monitor.advance(samples, what)
 
-        if job is not None and key is not None and key not in journal:
-            event = pending.take(key)
-            if event is None:
+        if job is not None and (key := study.key_of(job)) not in journal:
+            if key not in pending:
                 event, repeated = worker.run(job, advance)
                 for each in repeated:
                     journal.add(each)
-            journal.add(event)
-            pending.forget(key)
+                pending.put(event, durable=False)
+            pending.record(key, journal)
         if trial.key not in counted:
             monitor.advance(trial.cost - told, "")
 
@@ -122,36 +121,32 @@ class _Running:
     attempts: int = 1
 
 
-@dataclass
 class _Coordinator:
-    """State of a study whose trials run side by side.
+    """State of a study whose trials run side by side; see :func:`run_parallel`."""
 
-    Attributes:
-        jobs: Jobs of the trials whose needs are met; None where there is nothing to do.
-        done: Keys of trials whose result is there, or that have nothing to do.
-        running: Jobs that workers have.
-        recorded: How many trials, from the first on, are recorded.
-        counted: Keys of trials whose cost the monitor knows to be done.
-    """
-
-    study: Study
-    journal: Journal
-    pool: Pool
-    folder: Path
-    pending: Pending
-    monitor: Monitor
-    jobs: dict[Key, Job | None] = field(default_factory=dict)
-    done: set[Key] = field(default_factory=set)
-    running: "dict[Future[str], _Running]" = field(default_factory=dict)
-    recorded: int = 0
-    counted: set[Key] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.trials = list(self.study.trials())
+    def __init__(
+        self,
+        study: Study,
+        journal: Journal,
+        pool: Pool,
+        folder: Path,
+        pending: Pending,
+        monitor: Monitor,
+    ) -> None:
+        self.study, self.journal, self.pool = study, journal, pool
+        self.folder, self.pending, self.monitor = folder, pending, monitor
+        self.trials = list(study.trials())
         chains = tails(self.trials)
         self.by_urgency = sorted(self.trials, key=lambda trial: -chains[trial.key])
-        self.view = Journal(events=[*self.journal.events(), *self.pending])
+        self.view = pending.and_recorded(journal)
+        # Jobs of the trials whose needs are met; None where there is nothing to do.
+        self.jobs: dict[Key, Job | None] = {}
+        # Trials whose result is there, or that have nothing to do.
+        self.done: set[Key] = set()
+        # Trials whose cost the monitor knows to be done.
         self.counted = {trial.key for trial in self.trials if trial.key in self.view}
+        self.running: dict[Future[str], _Running] = {}
+        self.unrecorded = list(self.trials)
 
     def settle(self) -> None:
         """Finds the trials that are done, and records those that no earlier one holds up."""
@@ -164,22 +159,15 @@ class _Coordinator:
             if job is None or self.study.key_of(job) in self.view:
                 self.done.add(trial.key)
                 self._count(trial, "")
-        while self.recorded < len(self.trials) and self.trials[self.recorded].key in self.done:
-            self._record(self.jobs[self.trials[self.recorded].key])
-            self.recorded += 1
+        while self.unrecorded and self.unrecorded[0].key in self.done:
+            job = self.jobs[self.unrecorded.pop(0).key]
+            if job is not None:
+                self.pending.record(self.study.key_of(job), self.journal)
 
     def _count(self, trial: Trial, what: str) -> None:
         if trial.key not in self.counted:
             self.counted.add(trial.key)
             self.monitor.advance(trial.cost, what)
-
-    def _record(self, job: Job | None) -> None:
-        if job is not None:
-            key = self.study.key_of(job)
-            event = self.pending.take(key)
-            if event is not None:
-                self.journal.add(event)
-                self.pending.forget(key)
 
     def submit(self) -> None:
         """Gives free workers the ready trials that begin the longest chains."""
@@ -201,9 +189,9 @@ class _Coordinator:
         future = self.pool.submit(str(self.folder.resolve()), dumps(entry.job))
         self.running[future] = entry
 
-    def collect(self, timeout: float) -> None:
+    def collect(self) -> None:
         """Takes the results of trials that have ended."""
-        wait(self.running, timeout, FIRST_COMPLETED)
+        wait(self.running, 0.2, FIRST_COMPLETED)
         broken: BaseException | None = None
         for future in [future for future in self.running if future.done()]:
             error = CancelledError() if future.cancelled() else future.exception()
@@ -227,7 +215,8 @@ class _Coordinator:
                     "Remedy: fewer --workers if memory is short, or --workers 1 to see the error."
                 ) from error
             self.monitor.say(f"a worker died: {name} is tried again.")
-            self._start(replace(entry, attempts=entry.attempts + 1))
+            entry.attempts += 1
+            self._start(entry)
 
     def _take(self, entry: _Running, text: str) -> None:
         found = loads(text)
@@ -292,9 +281,7 @@ def run_parallel(
         coordinator.settle()
         while len(coordinator.done) < len(coordinator.trials):
             coordinator.submit()
-            coordinator.collect(timeout=0.2)
-            for reason, flag in zip(REASONS, deadline.flags, strict=True):
-                if flag:
-                    raise StudyInterrupted(int(reason))
+            coordinator.collect()
+            stop_if(deadline.flags)
     finally:
         coordinator.stop()

@@ -1,24 +1,18 @@
-"""Facts for a record's header that only torch knows."""
+"""Facts for a record's header that only torch knows, and their comparison with a record's."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from steadygrad.record import TaskInfo
+from steadygrad._checks import InputError
+from steadygrad.record import Header, TaskInfo, environment
+from steadygrad.studies.trainer import Trainer
 
-if TYPE_CHECKING:
-    from steadygrad.studies.trainer import Trainer
-
-__all__ = ["accelerator", "describe_task"]
+__all__ = ["accelerator", "changes", "describe_task"]
 
 
-def describe_task(trainer: "Trainer", spec: str) -> TaskInfo:
-    """Describes a trainer's task, its model and its optimizer.
-
-    Args:
-        trainer: The trainer.
-        spec: The text that names the task.
-    """
+def describe_task(trainer: Trainer, spec: str) -> TaskInfo:
+    """Describes a trainer's task, its model and its optimizer; ``spec`` names the task."""
     task, group = trainer.task, trainer.optimizer.param_groups[0]
     betas = group.get("betas")
     return TaskInfo(
@@ -44,9 +38,6 @@ def describe_task(trainer: "Trainer", spec: str) -> TaskInfo:
 def accelerator(device: torch.device) -> dict[str, Any]:
     """Describes the GPU that a study runs on; empty where it runs on none.
 
-    Args:
-        device: This process's device.
-
     Returns:
         ``gpu`` (its name), ``gpu_memory_bytes``, and ``cuda``, the version that torch was built
         with, or ``hip`` in its place.
@@ -56,3 +47,38 @@ def accelerator(device: torch.device) -> dict[str, Any]:
     found = torch.cuda.get_device_properties(device)
     library = {"hip": torch.version.hip} if torch.version.hip else {"cuda": torch.version.cuda}
     return {"gpu": found.name, "gpu_memory_bytes": found.total_memory, **library}
+
+
+def changes(header: Header, trainer: Trainer) -> list[str]:
+    """Warnings about what may change the last digits when a run goes on.
+
+    Raises:
+        InputError: If the study cannot go on to the same numbers at all.
+    """
+    then, now = header.task, describe_task(trainer, header.task.spec)
+    for name in then.__struct_fields__:
+        _check_same(name, getattr(then, name), getattr(now, name), "the task as it was")
+    world = header.runtime.world_size, trainer.context.size
+    _check_same("world_size", *world, "torchrun --nproc-per-node as before")
+    before, after = header.environment, environment()
+    facts = {
+        "torch": (before.get("torch"), after["torch"]),
+        "the number of threads": (header.runtime.threads, torch.get_num_threads()),
+        "the processor": (before.get("cpu"), after["cpu"]),
+    }
+    return [
+        f"{what} was {old} and is {new}: the numbers may differ in the last digits."
+        for what, (old, new) in facts.items()
+        if old != new
+    ]
+
+
+def _check_same(name: str, then: Any, now: Any, remedy: str) -> None:
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in {**then, **now}:
+            _check_same(key, then.get(key), now.get(key), remedy)
+    elif then != now:
+        raise InputError(
+            f"Expected {name} = {then!r} as in the record. Found {now!r}. "
+            f"Remedy: {remedy}, or a new run with --out."
+        )

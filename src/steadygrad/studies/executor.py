@@ -1,4 +1,4 @@
-"""Runs trials one after the other, or side by side; results are recorded in one order either way.
+"""Workers that run trials side by side, and how long that takes.
 
 The seam to other machines is ``concurrent.futures.Executor``: any executor whose workers share
 the run's folder can run trials.
@@ -40,9 +40,6 @@ class Pool:
         survives: From an executor's error to whether a new executor may go on.
         kill: Ends an executor, with its workers in mid-trial.
         leave: Called once there will be no other executor. Default: nothing.
-
-    Attributes:
-        workers: Jobs at a time.
     """
 
     def __init__(
@@ -110,12 +107,7 @@ def _signals_later() -> Iterator[None]:
 
 
 def process_pool(workers: int, devices: Sequence[int] = ()) -> Pool:
-    """Worker processes on this machine.
-
-    Args:
-        workers: Number of processes.
-        devices: Numbers of CUDA devices, one for each process. Default: no device of its own.
-    """
+    """Worker processes on this machine, in turn on each of ``devices``, numbers of CUDA devices."""
     context = multiprocessing.get_context("spawn")
 
     def make() -> Executor:
@@ -134,10 +126,7 @@ def process_pool(workers: int, devices: Sequence[int] = ()) -> Pool:
 
 
 def dask_pool(address: str) -> Pool:
-    """The workers of a Dask cluster.
-
-    Args:
-        address: The scheduler's, as ``host:port``.
+    """The workers of the Dask cluster whose scheduler is at ``address``, as ``host:port``.
 
     Raises:
         InputError: If Dask is not installed, nothing answers, or there is no worker.
@@ -196,15 +185,14 @@ def makespan(trials: Sequence[Trial], workers: int) -> int:
     """
     chains = tails(trials)
     waiting = sorted(trials, key=lambda trial: -chains[trial.key])
-    ends: dict[Key, int] = {}
-    running: list[tuple[int, Key]] = []
+    done: set[Key] = set()
+    ends: dict[Key, int] = {}  # of those that run
     now = 0
-    while waiting or running:
-        for trial in list(waiting):
-            if len(running) < workers and all(ends.get(k, now + 1) <= now for k in trial.needs):
-                running.append((now + trial.cost, trial.key))
-                waiting.remove(trial)
-        now = min(end for end, _ in running)
-        ends.update({key: end for end, key in running if end <= now})
-        running = [pair for pair in running if pair[0] > now]
+    while waiting or ends:
+        ready = [trial for trial in waiting if done.issuperset(trial.needs)]
+        ends |= {trial.key: now + trial.cost for trial in ready[: workers - len(ends)]}
+        waiting = [trial for trial in waiting if trial.key not in ends]
+        now = min(ends.values())
+        done |= {key for key, end in ends.items() if end == now}
+        ends = {key: end for key, end in ends.items() if end > now}
     return now

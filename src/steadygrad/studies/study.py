@@ -14,6 +14,7 @@ from steadygrad._checks import InputError
 from steadygrad.record import Event, Header, Key
 from steadygrad.record.schema import STUDIES, Schema, schema_of
 from steadygrad.studies.checkpoint import Checkpoints
+from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.trainer import Scaling, Trainer
 from steadygrad.tasks import Task
@@ -52,9 +53,6 @@ class Workplace:
     """What a job is run with.
 
     Attributes:
-        trainer: Trains.
-        checkpoints: Keeps states of training.
-        advance: Told of progress.
         repeated: Events of trials that were run again because a checkpoint was lost.
     """
 
@@ -98,6 +96,25 @@ class Study(ABC):
         return None
 
     @classmethod
+    def make_trainer(
+        cls,
+        task: Task,
+        settings: Any,
+        context: DistributedContext,
+        micro_batch_size: int | None = None,
+    ) -> Trainer:
+        """A trainer of a task, as the study trains it."""
+        return Trainer(
+            task,
+            seed=settings.seed,
+            dtype=cls.dtype(settings),
+            context=context,
+            micro_batch_size=micro_batch_size,
+            keep_half_life=getattr(settings, "keep_half_life", False),
+            scaling=cls.scaling(),
+        )
+
+    @classmethod
     @abstractmethod
     def make_plan(cls, settings: Any, trainer: Trainer, *, speed: float, workers: int) -> Any:
         """Chooses the amounts of work.
@@ -136,14 +153,11 @@ class Study(ABC):
 
     @abstractmethod
     def summarize(self, journal: Journal, status: str) -> dict[str, Any]:
-        """Says what the recorded events mean; a pure function.
+        """The content of ``summary.json``: a pure function of the recorded events.
 
         Args:
             journal: The events.
             status: ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
-
-        Returns:
-            The content of ``summary.json``.
         """
 
     def too_little(self, summary: Mapping[str, Any]) -> str | None:
@@ -152,8 +166,7 @@ class Study(ABC):
 
     def key_of(self, job: Job) -> Key:
         """The key of the event that a job gives."""
-        schema = self.schema()
-        kinds = get_args(schema.events)
+        kinds = get_args(self.schema().events)
         kind = next(k for k in kinds if k.__struct_config__.tag == job["event"])
         return (job["event"], *(job[name] for name in kind.key_fields))
 
@@ -168,8 +181,7 @@ def study_class(name: str) -> type[Study]:
         raise InputError(
             f"Expected a study: {', '.join(STUDIES)}. Found {name!r}. Remedy: one of these."
         )
-    module = import_module(f"steadygrad.studies.{name}")
-    found: type[Study] = module.STUDY
+    found: type[Study] = import_module(f"steadygrad.studies.{name}").STUDY
     return found
 
 
