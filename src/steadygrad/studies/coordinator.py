@@ -1,20 +1,20 @@
 """Hands trials to workers and records their results in the order of the trials."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from steadygrad.record import Event, Key, RecordError, convert, dumps, loads, replace_file
+from steadygrad.record import Key, RecordError, convert, dumps, loads, replace_file
 from steadygrad.studies.deadline import Deadline, stop_if
 from steadygrad.studies.executor import Pool, WorkersLost, tails
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.study import Job, Study, Trial
 from steadygrad.studies.worker import ERRORS, STOP_FILE, Worker
 
-__all__ = ["Monitor", "Pending", "run_parallel", "run_serial"]
+__all__ = ["Monitor", "run_parallel", "run_serial"]
 
 # A trial whose worker died is given to another worker so many times.
 ATTEMPTS = 3
@@ -41,59 +41,10 @@ class Monitor(Protocol):
         """A line for the user, such as a warning."""
 
 
-class Pending:
-    """Results that cannot be recorded yet because an earlier trial is not done.
-
-    Each is a file, so that an interrupted study loses none of them.
-
-    Args:
-        study: The study.
-        folder: The run's folder.
-    """
-
-    def __init__(self, study: Study, folder: Path) -> None:
-        self._folder = folder / "pending"
-        self._events: dict[Key, Event] = {}
-        for path in sorted(self._folder.glob("*.json")):
-            with suppress(ValueError, OSError, RecursionError):
-                event = convert(loads(path.read_bytes()), study.schema().events)
-                self._events[event.key] = event
-
-    def __iter__(self) -> Iterator[Event]:
-        return iter(self._events.values())
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._events
-
-    def and_recorded(self, journal: Journal) -> Journal:
-        """All results so far: those recorded, and those that wait."""
-        return Journal(events=[*journal.events(), *self])
-
-    def put(self, event: Event, *, durable: bool = True) -> None:
-        """Keeps a result."""
-        self._events[event.key] = event
-        if durable:
-            self._folder.mkdir(exist_ok=True)
-            replace_file(self._path(event.key), dumps(event.as_dict()).encode())
-
-    def record(self, key: Key, journal: Journal) -> None:
-        """Records the result with this key, if it waits, and then deletes its file."""
-        if key in self._events:
-            journal.add(self._events.pop(key))
-            self._path(key).unlink(missing_ok=True)
-            with suppress(OSError):
-                self._folder.rmdir()
-
-    def _path(self, key: Key) -> Path:
-        return self._folder / f"{'-'.join(map(str, key))}.json"
-
-
-def run_serial(
-    study: Study, journal: Journal, worker: Worker, pending: Pending, monitor: Monitor
-) -> None:
+def run_serial(study: Study, journal: Journal, worker: Worker, monitor: Monitor) -> None:
     """Runs all trials that are not recorded yet in this process, in their order."""
     trials = study.trials()
-    counted = {trial.key for trial in trials if trial.key in journal or trial.key in pending}
+    counted = {trial.key for trial in trials if trial.key in journal}
     for trial in trials:
         job, told = trial.job(journal), 0
 
@@ -102,13 +53,13 @@ def run_serial(
             told += samples
             monitor.advance(samples, what)
 
-        if job is not None and (key := study.key_of(job)) not in journal:
-            if key not in pending:
+        if job is not None:
+            key = study.key_of(job)
+            if key not in journal:
                 event, repeated = worker.run(job, advance)
-                for each in repeated:
+                for each in [*repeated, event]:
                     journal.add(each)
-                pending.put(event, durable=False)
-            pending.record(key, journal)
+            journal.record(key)
         if trial.key not in counted:
             monitor.advance(trial.cost - told, "")
 
@@ -130,21 +81,19 @@ class _Coordinator:
         journal: Journal,
         pool: Pool,
         folder: Path,
-        pending: Pending,
         monitor: Monitor,
     ) -> None:
         self.study, self.journal, self.pool = study, journal, pool
-        self.folder, self.pending, self.monitor = folder, pending, monitor
+        self.folder, self.monitor = folder, monitor
         self.trials = list(study.trials())
         chains = tails(self.trials)
         self.by_urgency = sorted(self.trials, key=lambda trial: -chains[trial.key])
-        self.view = pending.and_recorded(journal)
         # Jobs of the trials whose needs are met; None where there is nothing to do.
         self.jobs: dict[Key, Job | None] = {}
         # Trials whose result is there, or that have nothing to do.
         self.done: set[Key] = set()
         # Trials whose cost the monitor knows to be done.
-        self.counted = {trial.key for trial in self.trials if trial.key in self.view}
+        self.counted = {trial.key for trial in self.trials if trial.key in journal}
         self.running: dict[Future[str], _Running] = {}
         self.unrecorded = list(self.trials)
 
@@ -154,15 +103,15 @@ class _Coordinator:
             if trial.key in self.done or not self.done.issuperset(trial.needs):
                 continue
             if trial.key not in self.jobs:
-                self.jobs[trial.key] = trial.job(self.view)
+                self.jobs[trial.key] = trial.job(self.journal)
             job = self.jobs[trial.key]
-            if job is None or self.study.key_of(job) in self.view:
+            if job is None or self.study.key_of(job) in self.journal:
                 self.done.add(trial.key)
                 self._count(trial, "")
         while self.unrecorded and self.unrecorded[0].key in self.done:
             job = self.jobs[self.unrecorded.pop(0).key]
             if job is not None:
-                self.pending.record(self.study.key_of(job), self.journal)
+                self.journal.record(self.study.key_of(job))
 
     def _count(self, trial: Trial, what: str) -> None:
         if trial.key not in self.counted:
@@ -225,19 +174,13 @@ class _Coordinator:
                 return
             raise ERRORS[found["kind"]](found["error"])
         kinds = self.study.schema().events
-        before = self.view.differing
-        for repeated in found["repeated"]:
-            # Into the view: in the record it may not be its turn yet.
-            self.view.add(convert(repeated, kinds))
-        self.journal.differing += self.view.differing - before
         event = convert(found["event"], kinds)
-        self.view.add(event)
+        for result in [*(convert(repeated, kinds) for repeated in found["repeated"]), event]:
+            self.journal.keep(result)
         self._count(entry.trial, entry.trial.what)
         # Recorded at once, unless an earlier trial is still running.
-        self.pending.put(event, durable=False)
         self.settle()
-        if event.key not in self.journal:
-            self.pending.put(event)
+        self.journal.save(event.key)
 
     def stop(self) -> None:
         """Lets running trials notice the end, keeps what is finished, and ends the workers."""
@@ -256,7 +199,6 @@ def run_parallel(
     journal: Journal,
     pool: Pool,
     folder: Path,
-    pending: Pending,
     deadline: Deadline,
     monitor: Monitor,
 ) -> None:
@@ -267,7 +209,6 @@ def run_parallel(
         journal: Takes the results, in the order of the trials.
         pool: The workers; closed at the end.
         folder: The run's folder, which all workers share.
-        pending: Results of an earlier attempt that are not recorded yet.
         deadline: Asked five times a second.
         monitor: Watches.
 
@@ -275,7 +216,7 @@ def run_parallel(
         StudyInterrupted: When the study has to stop.
         InputError: If a trial fails, or workers are lost.
     """
-    coordinator = _Coordinator(study, journal, pool, folder, pending, monitor)
+    coordinator = _Coordinator(study, journal, pool, folder, monitor)
     (folder / STOP_FILE).unlink(missing_ok=True)
     try:
         coordinator.settle()

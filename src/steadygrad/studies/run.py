@@ -26,7 +26,7 @@ from steadygrad.record import (
 )
 from steadygrad.record.schema.common import FREE
 from steadygrad.studies.calibration import calibrate, resolve_device
-from steadygrad.studies.coordinator import Monitor, Pending, run_parallel, run_serial
+from steadygrad.studies.coordinator import Monitor, run_parallel, run_serial
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
 from steadygrad.studies.description import accelerator, changes, describe_task
 from steadygrad.studies.distributed import DistributedContext
@@ -294,18 +294,18 @@ class _Session:
     def run(self, pool: Pool | None, deadline: Deadline) -> Outcome:
         """Runs all trials, and writes the summary however that ends."""
         study, is_main = self.study, self.trainer.context.is_main
-        self.journal = Journal(self.writer, self.events)
-        self.pending = Pending(study, self.folder)
+        kinds = study.schema().events
+        self.journal = Journal(self.writer, self.events, self.folder / "pending", kinds)
         worker = Worker(study, self.folder, self.trainer)
         self._begin()
         status, reason = "complete", 0
         try:
             try:
                 if pool is None:
-                    run_serial(study, self.journal, worker, self.pending, self.monitor)
+                    run_serial(study, self.journal, worker, self.monitor)
                 else:
-                    places = pool, self.folder, self.pending
-                    run_parallel(study, self.journal, *places, deadline, self.monitor)
+                    places = pool, self.folder, deadline
+                    run_parallel(study, self.journal, *places, self.monitor)
             except StudyInterrupted as stopped:
                 reason = stopped.reason
                 status = "budget" if reason == BUDGET else "interrupted"
@@ -324,17 +324,16 @@ class _Session:
         return Outcome(self.folder, summary, too_little, reason, is_main)
 
     def _begin(self) -> None:
-        known = self.pending.and_recorded(self.journal)
         done, ends, total = 0, {}, 0
         for trial in self.study.trials():
             total += trial.cost
             ends[trial.key] = total
-            done += trial.cost if trial.key in known else 0
+            done += trial.cost if trial.key in self.journal else 0
         milestones = {name: ends[key] for name, key in self.study.milestones().items()}
         self.monitor.begin(total, done, milestones)
 
     def _write(self, status: str) -> dict[str, Any]:
-        summary = _summary(self.study, self.pending.and_recorded(self.journal), status)
+        summary = _summary(self.study, self.journal, status)
         if self.writer is None:
             return summary
         if self.journal.differing:
