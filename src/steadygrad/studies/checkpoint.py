@@ -27,8 +27,6 @@ class State:
     """All that training goes on from: nests of tensors and plain values, on the host.
 
     Attributes:
-        model: The model's ``state_dict``.
-        optimizer: The optimizer's ``state_dict``.
         scaler: The gradient scaler's ``state_dict``; empty unless training in float16.
         samples: Samples seen.
         steps: Optimizer steps taken.
@@ -69,11 +67,7 @@ def on_host(nest: Any) -> Any:
 
 
 class Checkpoints:
-    """The checkpoints of one run: one file each, with its name and its SHA-256.
-
-    Args:
-        folder: The run's folder.
-    """
+    """The checkpoints of the run in ``folder``: one file each, with its name and its SHA-256."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "checkpoints"
@@ -101,15 +95,7 @@ class Checkpoints:
             part.unlink(missing_ok=True)
 
     def load(self, name: str, samples: int) -> State | None:
-        """Reads a checkpoint.
-
-        Args:
-            name: Its name.
-            samples: Samples that training must have seen there.
-
-        Returns:
-            The state; None if the file is missing, damaged, or of another moment of training.
-        """
+        """Reads a checkpoint; None if it is missing, damaged, or not after so many samples."""
         if self._last is not None and self._last[0] == name:
             return self._last[1]
         try:

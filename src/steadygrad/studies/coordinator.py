@@ -26,13 +26,7 @@ class Monitor(Protocol):
     """Watches a study on rank 0."""
 
     def begin(self, total: int, done: int, points: Mapping[str, int]) -> None:
-        """Told once, before the work.
-
-        Args:
-            total: Samples of work in all.
-            done: How many of them an earlier attempt has done.
-            points: Work done at each milestone, by its name.
-        """
+        """Told once: the samples of work in all, those done before, and those at each milestone."""
 
     def advance(self, samples: int, what: str) -> None:
         """Told as work is done, and on what."""
@@ -202,15 +196,9 @@ def run_parallel(
     deadline: Deadline,
     monitor: Monitor,
 ) -> None:
-    """Runs all trials that are not recorded yet on workers.
+    """Runs all trials that are not recorded yet on workers, who share ``folder``, the run's.
 
-    Args:
-        study: The study.
-        journal: Takes the results, in the order of the trials.
-        pool: The workers; closed at the end.
-        folder: The run's folder, which all workers share.
-        deadline: Asked five times a second.
-        monitor: Watches.
+    The pool is closed at the end.
 
     Raises:
         StudyInterrupted: When the study has to stop.

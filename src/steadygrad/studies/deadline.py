@@ -17,11 +17,7 @@ REASONS = (signal.SIGTERM, signal.SIGINT, BUDGET)
 
 
 class StudyInterrupted(Exception):
-    """Ends the trial in hand.
-
-    Attributes:
-        reason: ``BUDGET``, or the signal's number.
-    """
+    """Ends the trial in hand; ``reason`` is ``BUDGET``, or the signal's number."""
 
     def __init__(self, reason: int) -> None:
         super().__init__(f"stopped: {reason}")
@@ -29,11 +25,7 @@ class StudyInterrupted(Exception):
 
 
 def stop_if(flags: Sequence[float]) -> None:
-    """Ends the trial in hand if one of a deadline's ``flags`` is not zero.
-
-    Raises:
-        StudyInterrupted: With the first reason that holds.
-    """
+    """Raises :class:`StudyInterrupted` if one of a deadline's ``flags`` is not zero."""
     for reason, flag in zip(REASONS, flags, strict=True):
         if flag:
             raise StudyInterrupted(int(reason))

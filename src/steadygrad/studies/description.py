@@ -1,5 +1,6 @@
 """Facts for a record's header that only torch knows, and their comparison with a record's."""
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -15,23 +16,17 @@ def describe_task(trainer: Trainer, spec: str) -> TaskInfo:
     """Describes a trainer's task, its model and its optimizer; ``spec`` names the task."""
     task, group = trainer.task, trainer.optimizer.param_groups[0]
     betas = group.get("betas")
+    common = {field.name for field in fields(task)} & {*TaskInfo.__struct_fields__}
+    values = {name: getattr(task, name) for name in common}
     return TaskInfo(
+        **{**values, "provenance": dict(task.provenance)},
         spec=spec,
-        name=task.name,
-        sample=task.sample,
-        batch_size=task.batch_size,
-        lr=task.lr,
-        lr_rule=task.lr_rule,
         parameters=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
         train_size=len(task.train),
         valid_size=len(task.valid),
         optimizer=type(trainer.optimizer).__name__,
         beta2=float(betas[1]) if isinstance(betas, (tuple, list)) and len(betas) > 1 else None,
         weight_decay=float(group["weight_decay"]) if "weight_decay" in group else None,
-        tokens_per_sample=task.tokens_per_sample,
-        warmup_samples=task.warmup_samples,
-        lr_decay=task.lr_decay,
-        provenance=dict(task.provenance),
     )
 
 

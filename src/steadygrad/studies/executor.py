@@ -67,11 +67,7 @@ class Pool:
             return future
 
     def renew(self, error: BaseException) -> None:
-        """Makes the pool usable again after a worker died.
-
-        Raises:
-            WorkersLost: If that cannot be done.
-        """
+        """Makes the pool usable again after a worker died, or raises :class:`WorkersLost`."""
         if not self._survives(error):
             raise WorkersLost(
                 "The workers should stay reachable, and run without an error of their own. Found "

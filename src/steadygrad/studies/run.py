@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,6 @@ class Outcome:
     """End of a study.
 
     Attributes:
-        folder: The run's folder.
         summary: Content of ``summary.json``.
         too_little: What is missing where the study says nothing at all; None otherwise.
         stopped_by: The signal that ended it; 0 otherwise.
@@ -62,11 +62,7 @@ class Outcome:
 class StudyFailed(InputError):
     """Training failed after the record was begun; the results until then are kept.
 
-    The reason is the ``__cause__``.
-
-    Attributes:
-        folder: The run's folder, with a summary.
-        is_main: Whether this process wrote it.
+    The reason is the ``__cause__``; ``is_main`` says whether this process wrote ``folder``.
     """
 
     def __init__(self, message: str, folder: Path, *, is_main: bool) -> None:
@@ -77,12 +73,12 @@ class StudyFailed(InputError):
 def start(
     name: str, settings: Any, folder: Path, *, deadline: Deadline | None = None, monitor: Monitor
 ) -> Outcome:
-    """Runs a study in a new folder.
+    """Runs a study in a folder that is absent or empty.
 
     Args:
         name: Name of the study.
         settings: The study's settings.
-        folder: Absent or empty.
+        folder: Of the run.
         deadline: Ends the study early. Default: when the budget, from now on, is over.
         monitor: Watches.
 
@@ -324,13 +320,11 @@ class _Session:
         return Outcome(self.folder, summary, too_little, reason, is_main)
 
     def _begin(self) -> None:
-        done, ends, total = 0, {}, 0
-        for trial in self.study.trials():
-            total += trial.cost
-            ends[trial.key] = total
-            done += trial.cost if trial.key in self.journal else 0
+        costs = {trial.key: trial.cost for trial in self.study.trials()}
+        ends = dict(zip(costs, accumulate(costs.values()), strict=True))
+        done = sum(cost for key, cost in costs.items() if key in self.journal)
         milestones = {name: ends[key] for name, key in self.study.milestones().items()}
-        self.monitor.begin(total, done, milestones)
+        self.monitor.begin(sum(costs.values()), done, milestones)
 
     def _write(self, status: str) -> dict[str, Any]:
         summary = _summary(self.study, self.journal, status)

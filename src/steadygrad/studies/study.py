@@ -63,13 +63,10 @@ class Workplace:
 
 
 class Study(ABC):
-    """An experiment behind a command.
+    """An experiment behind a command, whose name is ``name``.
 
     Args:
         header: First line of the record, with the study's own settings and plan.
-
-    Attributes:
-        name: Name of the command, and of the study's folders.
     """
 
     name: ClassVar[str]
@@ -153,11 +150,9 @@ class Study(ABC):
 
     @abstractmethod
     def summarize(self, journal: Journal, status: str) -> dict[str, Any]:
-        """The content of ``summary.json``: a pure function of the recorded events.
+        """The content of ``summary.json``: a pure function of the events and the status.
 
-        Args:
-            journal: The events.
-            status: ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
+        The status is ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
         """
 
     def too_little(self, summary: Mapping[str, Any]) -> str | None:

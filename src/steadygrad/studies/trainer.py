@@ -3,42 +3,24 @@
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from steadygrad._checks import InputError
 from steadygrad.studies.checkpoint import State, on_host
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.learning_rate import Rate, RateSetter
-from steadygrad.studies.order import Order, generators_kept, seed_everything
-from steadygrad.tasks import (
-    Samples,
-    Task,
-    TaskError,
-    batches,
-    check_losses,
-    evaluating,
-    guarded,
-    is_out_of_memory,
-    mean_loss,
-    to_device,
-)
-
-if TYPE_CHECKING:
-    from steadygrad.noise import NoiseScale
+from steadygrad.studies.model import TaskModel
+from steadygrad.studies.order import Order
+from steadygrad.tasks import Task, TaskError, batches, check_losses, guarded, is_out_of_memory
 
 __all__ = ["Diverged", "Rate", "Scaling", "Trainer"]
 
 # Steps between two looks at the losses where a look makes an accelerator wait.
 LOOK_EVERY = 16
-# Most samples in one forward pass of an evaluation.
-EVALUATION_SIZE = 128
 
 Scaling = Callable[[nn.Module], Any]
 
@@ -47,7 +29,7 @@ class Diverged(InputError):
     """The training or validation loss is not finite."""
 
 
-class Trainer:
+class Trainer(TaskModel):
     """A model that can be put into any state and trained from there.
 
     Args:
@@ -81,37 +63,10 @@ class Trainer:
         keep_half_life: bool = False,
         scaling: Scaling | None = None,
     ) -> None:
-        if task.batch_size % context.size:
-            raise InputError(
-                f"The batch size should be a multiple of the {context.size} processes. Found "
-                f"batch_size = {task.batch_size}. Remedy: another --nproc-per-node."
-            )
-        self.task, self.seed, self.context, self.scaling = task, seed, context, scaling
-        self.micro_batch_size = micro_batch_size or task.micro_batch_size or len(task.train)
-        self.dtype: torch.dtype = getattr(torch, dtype)
-        self.scaler: Any = None
-        self._keep_half_life = keep_half_life
+        super().__init__(task, seed, dtype, context, micro_batch_size)
+        self.scaling, self._keep_half_life = scaling, keep_half_life
         self._look_every = 1 if context.device.type == "cpu" else LOOK_EVERY
-        self.seed_everything("init", 0)
-        self.model = context.together(self._make_model)
-        self.wrapped = context.wrap(self.model)
         context.together(self._begin)
-
-    def _make_model(self) -> nn.Module:
-        with guarded("Task.make_model"):
-            model: Any = self.task.make_model()
-        if not isinstance(model, nn.Module):
-            raise TaskError(
-                f"Task.make_model should return a torch.nn.Module. Found {type(model).__name__}. "
-                "Remedy: end the function with `return model`."
-            )
-        if any(is_lazy(p) for p in model.parameters()):
-            raise TaskError(
-                "Task.make_model should return a model whose parameters have shapes. Found lazy "
-                "ones. Remedy: run one batch through the model before it is returned."
-            )
-        dtype = torch.float64 if self.dtype is torch.float64 else None
-        return model.to(self.context.device, dtype)
 
     def _begin(self, state: State | None = None) -> None:
         """Begins with a new optimizer, or goes on with that of a state."""
@@ -140,10 +95,6 @@ class Trainer:
     def _torch_scaler(self, model: nn.Module) -> torch.amp.GradScaler:
         enabled = self.dtype is torch.float16
         return torch.amp.GradScaler(self.context.device.type, enabled=enabled)
-
-    def seed_everything(self, *names: object) -> None:
-        """Seeds Python's, numpy's and torch's generators for one trial."""
-        seed_everything(self.seed, *names)
 
     def restart(self, repeat: int = 0) -> None:
         """Goes back to a freshly initialised model; each repeat has weights of its own."""
@@ -230,56 +181,6 @@ class Trainer:
             self.free_memory()
         return True
 
-    def free_memory(self) -> None:
-        """Gives cached memory back to the device."""
-        self.model.zero_grad()
-        if self.context.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _batch(self, indices: Tensor) -> Any:
-        with guarded("Task.train.batch"):
-            return to_device(self.task.train.batch(indices), self.model)
-
-    def _autocast(self) -> torch.autocast:
-        enabled = self.dtype in (torch.float16, torch.bfloat16)
-        dtype = self.dtype if enabled else None
-        return torch.autocast(self.context.device.type, dtype=dtype, enabled=enabled)
-
-    def losses(self, batch: Any, count: int) -> Tensor:
-        """Per-sample losses of a batch on this rank, with shape ``(count,)``."""
-        with guarded("Task.per_sample_loss"), self._autocast():
-            losses: Any = self.task.per_sample_loss(self.wrapped, batch)
-        # Only checks that cost no wait for the device.
-        if not isinstance(losses, Tensor) or losses.shape != (count,):
-            check_losses(losses, count)
-        return losses  # type: ignore[no-any-return]
-
-    def backward(
-        self, indices: Tensor, ready: Iterator[Any] | None = None, *, exchange: bool = True
-    ) -> Tensor:
-        """Adds a global batch's gradients to ``.grad``, times the loss scale; takes no step.
-
-        Args:
-            indices: Sample numbers of the whole batch, shape ``(n,)``.
-            ready: Batches for this rank's micro-batches, in order. Default: made here.
-            exchange: Whether the ranks average their gradients.
-
-        Returns:
-            The mean loss of this rank's samples, shape ``()``.
-        """
-        share = self.context.share(indices)
-        micros = torch.split(share, self.micro_batch_size)
-        parts = []
-        for number, micro in enumerate(micros, start=1):
-            batch = self._batch(micro) if ready is None else to_device(next(ready), self.model)
-            # Ranks exchange gradients only with the last micro-batch of a step.
-            with self.context.averaging(self.wrapped, exchange and number == len(micros)):
-                loss = self.losses(batch, len(micro)).mean() * (len(micro) / len(share))
-                with guarded("The backward pass of Task.per_sample_loss"):
-                    self.scaler.scale(loss).backward()
-            parts.append(loss.detach())
-        return sum(parts[1:], parts[0])
-
     def step(self, indices: Tensor, ready: Iterator[Any] | None = None) -> None:
         """One optimizer step on a global batch; nothing here waits for an accelerator."""
         self._losses.append(self.backward(indices, ready))
@@ -356,80 +257,6 @@ class Trainer:
         return iter(batches(self.task.train, micros, device, workers))
 
     def evaluate(self) -> float:
-        """The task's own evaluation, or the mean loss over its validation samples."""
+        """The validation loss, after a look at the losses so far."""
         self.look()
-        with generators_kept(self.context.device), self._autocast(), torch.no_grad():
-            self.seed_everything("evaluate")
-            if self.task.evaluate is not None:
-                with guarded("Task.evaluate"), evaluating(self.model):
-                    return float(self.task.evaluate(self.model, self.task.valid))
-            # What cannot be shared equally is evaluated on every rank: a sharded model needs as
-            # many forward passes of each.
-            count, world = len(self.task.valid), self.context.size
-            shared, rest = torch.arange(count).split([count - count % world, count % world])
-            (total,) = self.context.sum([self._summed(self.context.share(shared))])
-            return (total + self._summed(rest)) / count
-
-    def _summed(self, indices: Tensor) -> float:
-        """The sum of the losses of some validation samples."""
-        if not len(indices):
-            return 0.0
-        size, samples = min(self.micro_batch_size, EVALUATION_SIZE), _Some(self.task.valid, indices)
-        with guarded("Task.per_sample_loss on Task.valid"):
-            mean = mean_loss(self.task, self.model, samples, micro_batch_size=size)
-        return mean * len(indices)
-
-    @contextmanager
-    def noise_scale(self) -> Iterator["NoiseScale"]:
-        """An estimator that averages all measurements; its hooks are gone afterwards."""
-        # Here, because only `advise` measures it.
-        from steadygrad.noise import NoiseScale
-
-        # The weights stand still while they are measured.
-        noise = NoiseScale(self.wrapped, decay=1.0, drift=False)
-        try:
-            yield noise
-        finally:
-            noise.remove()
-
-    def measure(self, noise: "NoiseScale", order: Order, steps: int, parts: int) -> Iterator[int]:
-        """Measures gradients at fixed weights, on samples from the start of an order.
-
-        Args:
-            noise: The estimator.
-            order: The order.
-            steps: Measurements, each on ``parts`` batches of the task's size.
-            parts: See ``steps``.
-
-        Yields:
-            After each measurement, the samples used so far.
-        """
-        world, scale = self.context.size, self.scaler.get_scale()
-        size = min(self.task.batch_size // world, self.micro_batch_size)
-        count = self.task.batch_size * parts // (size * world)
-        per_step = count * size * world
-        for step in range(steps):
-            self.look()
-            indices = order.take(step * per_step, per_step)
-            for micro in torch.split(self.context.share(indices), size):
-                with noise.microbatch(size, loss_scale=scale):
-                    loss = self.losses(self._batch(micro), size).mean()
-                    with guarded("The backward pass of Task.per_sample_loss"):
-                        (loss * (scale / count)).backward()
-            noise.step()
-            self.model.zero_grad()
-            yield (step + 1) * per_step
-
-
-@dataclass
-class _Some:
-    """Some of a task's samples."""
-
-    samples: Samples
-    indices: Tensor
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def batch(self, indices: Tensor) -> Any:
-        return self.samples.batch(self.indices[indices])
+        return self.validation_loss()

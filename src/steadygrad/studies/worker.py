@@ -33,13 +33,7 @@ ERRORS: dict[str, type[InputError]] = {"diverged": Diverged, "task": TaskError, 
 
 
 class Worker:
-    """Runs the jobs of one run.
-
-    Args:
-        study: The study.
-        folder: The run's folder.
-        trainer: Trains.
-    """
+    """Runs the jobs of the run in ``folder``."""
 
     def __init__(self, study: Study, folder: Path, trainer: Trainer) -> None:
         self.study, self.trainer = study, trainer
@@ -79,7 +73,7 @@ def load_recorded_task(header: Header) -> Task:
 
 
 def begin_worker(parent: int, devices: Any = None) -> None:
-    """Prepares a worker process: it leaves signals to the coordinator, and ends with it.
+    """Prepares a worker process: it leaves signals to its coordinator, and ends with it.
 
     Args:
         parent: The coordinator's process number.
@@ -105,14 +99,10 @@ _lock = threading.Lock()
 
 
 def run_job(folder: str, text: str) -> str:
-    """Does one job in a worker process.
+    """Does one job in a worker process that shares the run's folder.
 
-    Args:
-        folder: The run's folder, on a file system that this process shares.
-        text: The job, as JSON.
-
-    Returns:
-        JSON with ``event`` and ``repeated``, or with ``error`` and its ``kind``.
+    The job is JSON; so is the result, with ``event`` and ``repeated`` or with ``error`` and
+    ``kind``.
     """
     try:
         with _lock:  # a cluster's worker may have several threads, and torch's seed is global
