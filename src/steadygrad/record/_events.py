@@ -28,8 +28,7 @@ Key = tuple[str | int, ...]
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     """One line of a record: the result of one trial, or the end of a study.
 
-    Attributes:
-        time: Facts that may differ between two runs with the same settings, such as seconds.
+    ``time`` holds what may differ between two runs with the same settings, such as seconds.
     """
 
     key_fields: ClassVar[tuple[str, ...]] = ()

@@ -14,7 +14,7 @@ from steadygrad.studies.journal import Journal
 from steadygrad.studies.study import Job, Study, Trial
 from steadygrad.studies.worker import ERRORS, STOP_FILE, Worker
 
-__all__ = ["Monitor", "run_parallel", "run_serial"]
+__all__ = ["Coordinator", "Monitor", "run_serial"]
 
 # A trial whose worker died is given to another worker so many times.
 ATTEMPTS = 3
@@ -66,8 +66,17 @@ class _Running:
     attempts: int = 1
 
 
-class _Coordinator:
-    """State of a study whose trials run side by side; see :func:`run_parallel`."""
+class Coordinator:
+    """Runs the trials of a study side by side.
+
+    Args:
+        study: The study.
+        journal: Takes the results, in the order of the trials.
+        pool: The workers; closed at the end.
+        folder: The run's folder, which all workers share.
+        deadline: Asked five times a second.
+        monitor: Watches.
+    """
 
     def __init__(
         self,
@@ -75,10 +84,11 @@ class _Coordinator:
         journal: Journal,
         pool: Pool,
         folder: Path,
+        deadline: Deadline,
         monitor: Monitor,
     ) -> None:
         self.study, self.journal, self.pool = study, journal, pool
-        self.folder, self.monitor = folder, monitor
+        self.folder, self.deadline, self.monitor = folder, deadline, monitor
         self.trials = list(study.trials())
         chains = tails(self.trials)
         self.by_urgency = sorted(self.trials, key=lambda trial: -chains[trial.key])
@@ -91,7 +101,24 @@ class _Coordinator:
         self.running: dict[Future[str], _Running] = {}
         self.unrecorded = list(self.trials)
 
-    def settle(self) -> None:
+    def run(self) -> None:
+        """Runs all trials that are not recorded yet.
+
+        Raises:
+            StudyInterrupted: When the study has to stop.
+            InputError: If a trial fails, or workers are lost.
+        """
+        (self.folder / STOP_FILE).unlink(missing_ok=True)
+        try:
+            self._settle()
+            while len(self.done) < len(self.trials):
+                self._submit()
+                self._collect()
+                stop_if(self.deadline.flags)
+        finally:
+            self._stop()
+
+    def _settle(self) -> None:
         """Finds the trials that are done, and records those that no earlier one holds up."""
         for trial in self.trials:
             if trial.key in self.done or not self.done.issuperset(trial.needs):
@@ -112,7 +139,7 @@ class _Coordinator:
             self.counted.add(trial.key)
             self.monitor.advance(trial.cost, what)
 
-    def submit(self) -> None:
+    def _submit(self) -> None:
         """Gives free workers the ready trials that begin the longest chains."""
         busy = {entry.key for entry in self.running.values()}
         for trial in self.by_urgency:
@@ -132,7 +159,7 @@ class _Coordinator:
         future = self.pool.submit(str(self.folder.resolve()), dumps(entry.job))
         self.running[future] = entry
 
-    def collect(self) -> None:
+    def _collect(self) -> None:
         """Takes the results of trials that have ended."""
         wait(self.running, 0.2, FIRST_COMPLETED)
         broken: BaseException | None = None
@@ -173,10 +200,10 @@ class _Coordinator:
             self.journal.keep(result)
         self._count(entry.trial, entry.trial.what)
         # Recorded at once, unless an earlier trial is still running.
-        self.settle()
+        self._settle()
         self.journal.save(event.key)
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Lets running trials notice the end, keeps what is finished, and ends the workers."""
         with suppress(RecordError):
             replace_file(self.folder / STOP_FILE, b"")
@@ -186,31 +213,3 @@ class _Coordinator:
                     self._take(self.running.pop(future), future.result())
         self.pool.close()
         (self.folder / STOP_FILE).unlink(missing_ok=True)
-
-
-def run_parallel(
-    study: Study,
-    journal: Journal,
-    pool: Pool,
-    folder: Path,
-    deadline: Deadline,
-    monitor: Monitor,
-) -> None:
-    """Runs all trials that are not recorded yet on workers, who share ``folder``, the run's.
-
-    The pool is closed at the end.
-
-    Raises:
-        StudyInterrupted: When the study has to stop.
-        InputError: If a trial fails, or workers are lost.
-    """
-    coordinator = _Coordinator(study, journal, pool, folder, monitor)
-    (folder / STOP_FILE).unlink(missing_ok=True)
-    try:
-        coordinator.settle()
-        while len(coordinator.done) < len(coordinator.trials):
-            coordinator.submit()
-            coordinator.collect()
-            stop_if(deadline.flags)
-    finally:
-        coordinator.stop()

@@ -23,10 +23,6 @@ from steadygrad.tasks.guard import reason
 __all__ = ["Pool", "WorkersLost", "dask_pool", "makespan", "process_pool", "tails"]
 
 
-# Seconds that a cluster's client gets to say goodbye.
-CLOSING = 5.0
-
-
 class WorkersLost(InputError):
     """Workers died again and again, or cannot be reached."""
 
@@ -160,7 +156,7 @@ def dask_pool(address: str) -> Pool:
         workers,
         survives=survives,
         kill=lambda executor: executor.shutdown(wait=False),
-        leave=lambda: client.close(timeout=CLOSING),
+        leave=lambda: client.close(timeout=5.0),
     )
 
 

@@ -9,14 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Order",
-    "branch_order",
-    "generators_kept",
-    "main_order",
-    "seed_everything",
-    "seed_for",
-]
+__all__ = ["Order", "branch_order", "generators_kept", "main_order", "seed_everything", "seed_for"]
 
 
 def seed_for(seed: int, *names: object) -> int:
@@ -91,13 +84,7 @@ def branch_order(size: int, seed: int, *, seen: int, stream: str) -> Order:
     """An order that starts with the samples the main trajectory has not yet seen in its epoch.
 
     Training on samples already seen would lower the loss by memory, and measuring the gradient on
-    them would find less noise than there is.
-
-    Args:
-        size: Number of samples.
-        seed: The study's seed.
-        seen: Samples the main trajectory has seen.
-        stream: Name of this order.
+    them would find less noise than there is. ``seen`` is how many samples it has seen.
     """
     number, offset = divmod(seen, size)
     rest = main_order(size, seed).epoch(number)[offset:]

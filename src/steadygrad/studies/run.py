@@ -27,7 +27,7 @@ from steadygrad.record import (
 )
 from steadygrad.record.schema.common import FREE
 from steadygrad.studies.calibration import calibrate, resolve_device
-from steadygrad.studies.coordinator import Monitor, run_parallel, run_serial
+from steadygrad.studies.coordinator import Coordinator, Monitor, run_serial
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
 from steadygrad.studies.description import accelerator, changes, describe_task
 from steadygrad.studies.distributed import DistributedContext
@@ -91,7 +91,8 @@ def start(
     deadline = deadline or Deadline()
     device = resolve_device(settings.device)
     with ExitStack() as stack:
-        context = _join(stack, deadline, device, settings)
+        context = DistributedContext.join(deadline, device, settings.sharding)
+        stack.callback(context.leave)
         task = context.together(lambda: load_task(settings.task))
         trainer = kind.make_trainer(task, settings, context)
         trainer.try_once()
@@ -146,7 +147,8 @@ def resume(
     device = resolve_device(runtime.device)
     torch.set_num_threads(runtime.threads)
     with ExitStack() as stack:
-        context = _join(stack, deadline, device, settings)
+        context = DistributedContext.join(deadline, device, settings.sharding)
+        stack.callback(context.leave)
         study = study_of(header)
         task = context.together(lambda: load_recorded_task(header))
         trainer = study.make_trainer(task, settings, context, runtime.micro_batch_size)
@@ -238,14 +240,6 @@ def _header(kind: type[Study], settings: Any, trainer: Trainer, workers: int, pl
     return header
 
 
-def _join(
-    stack: ExitStack, deadline: Deadline, device: torch.device, settings: Any
-) -> DistributedContext:
-    context = DistributedContext.join(deadline, device, settings.sharding)
-    stack.callback(context.leave)
-    return context
-
-
 def _cluster(stack: ExitStack, settings: Any, context: DistributedContext) -> Pool | None:
     """The cluster that the settings name; None where they name none."""
     if not settings.dask:
@@ -301,7 +295,7 @@ class _Session:
                     run_serial(study, self.journal, worker, self.monitor)
                 else:
                     places = pool, self.folder, deadline
-                    run_parallel(study, self.journal, *places, self.monitor)
+                    Coordinator(study, self.journal, *places, self.monitor).run()
             except StudyInterrupted as stopped:
                 reason = stopped.reason
                 status = "budget" if reason == BUDGET else "interrupted"

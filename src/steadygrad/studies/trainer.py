@@ -154,22 +154,19 @@ class Trainer(TaskModel):
         """
         context = self.context
 
-        def one_of_each_rank() -> None:
-            indices = torch.arange(self.micro_batch_size * context.size) % len(self.task.train)
+        def fits() -> bool:
+            size, exchange = self.micro_batch_size, context.sharding == "fsdp2"
+            indices = torch.arange(size * context.size) % len(self.task.train)
             # Without an exchange: a rank without memory would leave the others waiting.
-            self.backward(indices, exchange=context.sharding == "fsdp2")
+            return self._fits(lambda: self.backward(indices, exchange=exchange), size)
 
         most = self.task.micro_batch_size or largest
         self.micro_batch_size = min(most, -(-largest // context.size))
         # All ranks take the size that fits on each of them.
-        while not all(
-            context.gather(
-                context.together(lambda: self._fits(one_of_each_rank, self.micro_batch_size))
-            )
-        ):
+        while not all(context.gather(context.together(fits))):
             self.micro_batch_size //= 2
 
-    def _fits(self, work: Callable[[], None], size: int) -> bool:
+    def _fits(self, work: Callable[[], object], size: int) -> bool:
         """Whether something with so many samples at a time fits into this rank's memory."""
         try:
             work()

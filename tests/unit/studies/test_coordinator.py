@@ -10,7 +10,7 @@ from steadygrad._checks import InputError
 from steadygrad.record import dumps, loads
 from steadygrad.record.schema.advise import Point
 from steadygrad.studies import coordinator
-from steadygrad.studies.coordinator import run_parallel, run_serial
+from steadygrad.studies.coordinator import Coordinator, run_serial
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
 from steadygrad.studies.executor import Pool, WorkersLost
 from steadygrad.studies.journal import Journal
@@ -149,14 +149,14 @@ class Setting:
 
     def run(self, monkeypatch):
         monkeypatch.setattr(coordinator, "wait", self.executor.wait)
-        run_parallel(
+        Coordinator(
             self.study,
             self.journal,
             self.pool,
             self.folder,
             self.deadline,
             self.monitor,
-        )
+        ).run()
         return self.writer.keys
 
 
