@@ -1,15 +1,18 @@
 """Facts for a record's header that only torch knows, and their comparison with a record's."""
 
+import os
 from dataclasses import fields
+from datetime import datetime, timezone
 from typing import Any
 
 import torch
 
 from steadygrad._checks import InputError
-from steadygrad.record import Header, TaskInfo, environment
+from steadygrad.record import SCHEMA, Header, Runtime, TaskInfo, environment
+from steadygrad.studies.study import Study
 from steadygrad.studies.trainer import Trainer
 
-__all__ = ["accelerator", "changes", "describe_task"]
+__all__ = ["accelerator", "changes", "describe_task", "make_header"]
 
 
 def describe_task(trainer: Trainer, spec: str) -> TaskInfo:
@@ -42,6 +45,35 @@ def accelerator(device: torch.device) -> dict[str, Any]:
     found = torch.cuda.get_device_properties(device)
     library = {"hip": torch.version.hip} if torch.version.hip else {"cuda": torch.version.cuda}
     return {"gpu": found.name, "gpu_memory_bytes": found.total_memory, **library}
+
+
+def make_header(
+    kind: type[Study], settings: Any, trainer: Trainer, workers: int, plan: Any
+) -> Header:
+    """The first line of a new record; ``workers`` is what the plan reckons with."""
+    context = trainer.context
+    header: Header = kind.schema().header(
+        schema=SCHEMA,
+        study=kind.name,
+        task=describe_task(trainer, settings.task),
+        settings=settings,
+        plan=plan,
+        runtime=Runtime(
+            device=context.device.type,
+            dtype=kind.dtype(settings),
+            world_size=context.size,
+            sharding=context.sharding,
+            threads=torch.get_num_threads(),
+            micro_batch_size=trainer.micro_batch_size,
+            workers=workers,
+        ),
+        environment=environment(accelerator(context.device)),
+        time={
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "folder": os.getcwd(),
+        },
+    )
+    return header
 
 
 def changes(header: Header, trainer: Trainer) -> list[str]:

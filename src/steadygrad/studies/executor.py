@@ -99,7 +99,7 @@ def _signals_later() -> Iterator[None]:
 
 
 def process_pool(workers: int, devices: Sequence[int] = ()) -> Pool:
-    """Worker processes on this machine, in turn on each of ``devices``, numbers of CUDA devices."""
+    """Worker processes on this machine, each on one of ``devices``: numbers of CUDA devices."""
     context = multiprocessing.get_context("spawn")
 
     def make() -> Executor:

@@ -1,10 +1,8 @@
 """A study from its first check to its summary, however it ends."""
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from steadygrad.record import (
     Header,
     RecordError,
     Run,
-    Runtime,
     RunWriter,
     convert,
     environment,
@@ -29,7 +26,7 @@ from steadygrad.record.schema.common import FREE
 from steadygrad.studies.calibration import calibrate, resolve_device
 from steadygrad.studies.coordinator import Coordinator, Monitor, run_serial
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
-from steadygrad.studies.description import accelerator, changes, describe_task
+from steadygrad.studies.description import changes, make_header
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.executor import Pool, dask_pool, process_pool
 from steadygrad.studies.journal import Journal
@@ -78,7 +75,7 @@ def start(
     Args:
         name: Name of the study.
         settings: The study's settings.
-        folder: Of the run.
+        folder: The run's folder.
         deadline: Ends the study early. Default: when the budget, from now on, is over.
         monitor: Watches.
 
@@ -101,7 +98,7 @@ def start(
         plan = kind.make_plan(settings, trainer, speed=speed, workers=workers)
         trainer.fit_micro_batch(kind.largest_batch(plan, task))
         trainer.restart()
-        header = _header(kind, settings, trainer, workers, plan)
+        header = make_header(kind, settings, trainer, workers, plan)
         writer = context.on_main(lambda: RunWriter.create(folder, header))
         deadline.limit(settings.budget)
         session = _Session(folder, kind(header), trainer, writer, monitor)
@@ -160,8 +157,7 @@ def resume(
         writer = context.on_main(lambda: RunWriter.resume(folder))
         deadline.limit(settings.budget)
         session = _Session(folder, study, trainer, writer, monitor, recorded.events)
-        workers = settings.workers or _as_before(header)
-        return session.run(cluster or _local_pool(workers, header), deadline)
+        return session.run(cluster or _local_pool(settings.workers, header), deadline)
 
 
 def _checked(kind: type[Study], settings: Any) -> Any:
@@ -214,32 +210,6 @@ def _summary(study: Study, journal: Journal, status: str) -> dict[str, Any]:
     return common | study.summarize(journal, status)
 
 
-def _header(kind: type[Study], settings: Any, trainer: Trainer, workers: int, plan: Any) -> Header:
-    context = trainer.context
-    header: Header = kind.schema().header(
-        schema=SCHEMA,
-        study=kind.name,
-        task=describe_task(trainer, settings.task),
-        settings=settings,
-        plan=plan,
-        runtime=Runtime(
-            device=context.device.type,
-            dtype=kind.dtype(settings),
-            world_size=context.size,
-            sharding=context.sharding,
-            threads=torch.get_num_threads(),
-            micro_batch_size=trainer.micro_batch_size,
-            workers=workers,
-        ),
-        environment=environment(accelerator(context.device)),
-        time={
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "folder": os.getcwd(),
-        },
-    )
-    return header
-
-
 def _cluster(stack: ExitStack, settings: Any, context: DistributedContext) -> Pool | None:
     """The cluster that the settings name; None where they name none."""
     if not settings.dask:
@@ -254,19 +224,18 @@ def _cluster(stack: ExitStack, settings: Any, context: DistributedContext) -> Po
     return pool
 
 
-def _as_before(header: Header) -> int:
-    """As many workers as the plan reckons with, where this machine has the cores for them."""
-    runtime = header.runtime
-    if runtime.device != "cpu":
-        return runtime.workers
-    return min(runtime.workers, max(1, int(environment()["cores"]) // runtime.threads))
-
-
 def _local_pool(workers: int, header: Header) -> Pool | None:
-    """Worker processes of this machine; None where trials run in this process."""
+    """Worker processes of this machine; None where trials run in this process.
+
+    Default: as many as the plan reckons with, where this machine has the cores for them.
+    """
+    runtime = header.runtime
+    if not workers:
+        enough = max(1, int(environment()["cores"]) // runtime.threads)
+        workers = min(runtime.workers, enough) if runtime.device == "cpu" else runtime.workers
     if workers < 2 or launched()[1] > 1:
         return None
-    cuda = header.runtime.device == "cuda"
+    cuda = runtime.device == "cuda"
     return process_pool(workers, range(torch.cuda.device_count()) if cuda else ())
 
 
@@ -284,8 +253,8 @@ class _Session:
     def run(self, pool: Pool | None, deadline: Deadline) -> Outcome:
         """Runs all trials, and writes the summary however that ends."""
         study, is_main = self.study, self.trainer.context.is_main
-        kinds = study.schema().events
-        self.journal = Journal(self.writer, self.events, self.folder / "pending", kinds)
+        waiting = self.folder / "pending"
+        self.journal = Journal(self.writer, self.events, waiting, study.schema().events)
         worker = Worker(study, self.folder, self.trainer)
         self._begin()
         status, reason = "complete", 0
@@ -294,8 +263,8 @@ class _Session:
                 if pool is None:
                     run_serial(study, self.journal, worker, self.monitor)
                 else:
-                    places = pool, self.folder, deadline
-                    Coordinator(study, self.journal, *places, self.monitor).run()
+                    shared = study, self.journal, pool, self.folder
+                    Coordinator(*shared, deadline, self.monitor).run()
             except StudyInterrupted as stopped:
                 reason = stopped.reason
                 status = "budget" if reason == BUDGET else "interrupted"

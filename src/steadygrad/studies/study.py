@@ -33,7 +33,7 @@ class Trial:
     """One piece of work.
 
     Attributes:
-        key: Name of the trial, unique in its study.
+        key: Unique in its study.
         cost: Samples of work that the plan reckons with.
         job: From the journal to what is to be done; None where nothing is. It may read only what
             the trials in ``needs`` have recorded.

@@ -66,6 +66,8 @@ def test_ranks_keep_the_threads_that_their_launcher_gave_them(monkeypatch):
         settings = SimpleNamespace(workers=workers, threads=0, budget=1e3)
         assert calibrate(settings, trainer, 0)[1] == workers
         assert torch.get_num_threads() == threads
+    # Where only the threads are said, so many workers as there are cores for.
+    assert calibrate(SimpleNamespace(workers=0, threads=2, budget=1e3), trainer, 0) == (8.0, 4)
 
 
 def test_parameters_are_those_that_train_each_counted_once():
