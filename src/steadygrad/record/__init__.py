@@ -6,20 +6,13 @@ returns, so a killed process leaves at most one broken line, the last, and reade
 each line holds is typed in ``schema``. This package imports no torch.
 """
 
+from msgspec import convert
+
 from steadygrad.record._environment import environment
-from steadygrad.record._events import (
-    End,
-    Event,
-    Header,
-    Key,
-    Runtime,
-    TaskInfo,
-    convert,
-)
+from steadygrad.record._events import End, Event, Header, Key, Runtime, TaskInfo, plural
 from steadygrad.record._files import RecordError, replace_file, write_report
 from steadygrad.record._json import dumps, loads
-from steadygrad.record._read import SCHEMA, Run, read_run, strip_times
-from steadygrad.record._words import plural
+from steadygrad.record._read import SCHEMA, Run, read_run
 from steadygrad.record._write import RunWriter
 
 __all__ = [
@@ -40,6 +33,5 @@ __all__ = [
     "plural",
     "read_run",
     "replace_file",
-    "strip_times",
     "write_report",
 ]

@@ -25,20 +25,24 @@ def environment(accelerator: Mapping[str, Any] | None = None) -> dict[str, Any]:
         ``platform``, ``cpu`` (its name), ``cores`` (those this process may use) and
         ``memory_bytes`` (the machine's; ``None`` when unknown), then what ``accelerator`` holds.
     """
-    try:
-        torch_version: str | None = version("torch")
-    except PackageNotFoundError:
-        torch_version = None
-    return {
+    found = {
         "python": platform.python_version(),
         "steadygrad": __version__,
-        "torch": torch_version,
+        "torch": None,
         "platform": platform.platform(),
         "cpu": _cpu_name(),
-        "cores": _cores(),
-        "memory_bytes": _memory(),
+        "cores": os.cpu_count() or 1,
+        "memory_bytes": None,
         **(accelerator or {}),
     }
+    with suppress(PackageNotFoundError):
+        found["torch"] = version("torch")
+    with suppress(AttributeError):  # absent on macOS and Windows
+        found["cores"] = len(os.sched_getaffinity(0))
+    # Windows has no sysconf, and some systems not these names.
+    with suppress(AttributeError, ValueError, OSError):
+        found["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return found
 
 
 def _cpu_name() -> str:
@@ -47,15 +51,3 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine() or "unknown"
-
-
-def _cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)  # absent on macOS and Windows
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
-def _memory() -> int | None:
-    # Windows has no sysconf, and some systems not these names.
-    with suppress(AttributeError, ValueError, OSError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None

@@ -1,6 +1,6 @@
-"""Typed lines of a record: the base classes, and their conversion from plain values."""
+"""Typed lines of a record: the base classes."""
 
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -15,7 +15,7 @@ __all__ = [
     "PositiveFloat",
     "Runtime",
     "TaskInfo",
-    "convert",
+    "plural",
 ]
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -24,14 +24,11 @@ PositiveFloat = Annotated[float, Meta(gt=0, lt=1e300)]
 Key = tuple[str | int, ...]
 """The name of an event's kind, and the values that tell it from others of its kind."""
 
-T = TypeVar("T")
-
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     """One line of a record: the result of one trial, or the end of a study.
 
-    Attributes:
-        time: Facts that may differ between two runs with the same settings, such as seconds.
+    ``time`` holds what may differ between two runs with the same settings, such as seconds.
     """
 
     key_fields: ClassVar[tuple[str, ...]] = ()
@@ -62,11 +59,9 @@ class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         spec: The text that names the task: a built-in name or ``path/file.py:make_task``.
         parameters: Trainable numbers in the model.
-        train_size: Training samples.
-        valid_size: Validation samples.
         optimizer: Name of the optimizer's class.
         beta2: Decay of the second moment; None for optimizers without one.
-        weight_decay: Weight decay of the first parameter group; None without one.
+        weight_decay: Of the first parameter group; None without one.
 
     The other fields are those of :class:`steadygrad.tasks.Task`.
     """
@@ -116,11 +111,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
 
     Attributes:
         schema: Version of the record's format.
-        study: Name of the study.
-        task: What it trains.
-        runtime: How trials are run.
-        environment: Versions and hardware.
-        time: When the run was created.
+        environment: Versions and hardware, of :func:`steadygrad.record.environment`.
+        time: When and where the run was created.
     """
 
     schema: Positive
@@ -131,15 +123,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
     time: dict[str, Any] = {}
 
 
-def convert(value: Any, kind: Any, *, strict: bool = True) -> Any:
-    """Converts plain values to typed ones.
-
-    Args:
-        value: What :func:`steadygrad.record.loads` returned.
-        kind: A type, or a union of events.
-        strict: False also reads numbers and flags from texts, as a command line has them.
-
-    Raises:
-        msgspec.ValidationError: If a field is missing, of another type or out of bounds.
-    """
-    return msgspec.convert(value, kind, strict=strict)
+def plural(word: str) -> str:
+    """The plural of an ordinary English noun, such as a sample's name."""
+    if word.endswith(("s", "x", "z", "ch", "sh")):
+        return word + "es"
+    if word.endswith("y") and word[-2:-1] not in tuple("aeiou"):
+        return word[:-1] + "ies"
+    return word + "s"

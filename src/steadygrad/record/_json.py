@@ -8,7 +8,6 @@ from typing import Any
 
 __all__ = ["dumps", "loads"]
 
-_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _LOOKS_NON_FINITE = re.compile(r"\\*(nan|inf|-inf)")
 
 
@@ -18,7 +17,7 @@ def _encode(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_encode(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+        return str(value)
     if isinstance(value, str) and _LOOKS_NON_FINITE.fullmatch(value):
         return "\\" + value  # a text that says "nan" stays a text
     return value
@@ -30,22 +29,17 @@ def _decode(value: Any) -> Any:
     if isinstance(value, list):
         return [_decode(item) for item in value]
     if isinstance(value, str) and _LOOKS_NON_FINITE.fullmatch(value):
-        return _NON_FINITE[value] if value in _NON_FINITE else value[1:]
+        return value[1:] if value.startswith("\\") else float(value)
     return value
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
     """Writes strict JSON, with non-finite floats as the strings ``"nan"``, ``"inf"``, ``"-inf"``.
 
-    Args:
-        value: Nest of mappings, lists, tuples, strings, numbers, booleans and ``None``.
-        indent: Spaces for each level; ``None`` writes one line.
-
-    Returns:
-        The text, in ASCII, without a final newline.
+    The text is ASCII, and one line unless ``indent`` says the spaces for each level.
 
     Raises:
-        TypeError: If ``value`` holds anything else, such as a tensor.
+        TypeError: If ``value`` holds what JSON cannot, such as a tensor.
     """
     return json.dumps(_encode(value), indent=indent, allow_nan=False)
 

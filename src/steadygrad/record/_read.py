@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from steadygrad.record._events import Event, Header, convert
-from steadygrad.record._files import RECORD, SUMMARY, RecordError, wrong_line
+from steadygrad.record._events import Event, Header
+from steadygrad.record._files import RECORD, SUMMARY, RecordError
 from steadygrad.record._json import dumps, loads
-from steadygrad.record._words import shown
 from steadygrad.record.schema import Schema, schema_of
 
-__all__ = ["SCHEMA", "Run", "checked_line", "read_record", "read_run", "strip_times"]
+__all__ = ["SCHEMA", "Run", "checked_line", "read_record", "read_run"]
 
 SCHEMA = 2
 BROKEN = object()
@@ -29,11 +28,6 @@ def checked_line(fields: Mapping[str, Any]) -> bytes:
     """One line of a record with the CRC-32 of its text as its last field, and a newline."""
     text = dumps(fields)[:-1].encode()
     return b'%s, "crc": "%08x"}\n' % (text, zlib.crc32(text))
-
-
-def strip_times(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops ``time``, in which all that may differ between equal runs lies, and the checksum."""
-    return {key: value for key, value in event.items() if key not in ("time", "crc")}
 
 
 @dataclass(frozen=True)
@@ -64,9 +58,6 @@ def read_run(folder: Path) -> Run:
 
     A broken last line, left by a process that was killed while writing it, is dropped.
 
-    Args:
-        folder: The run's folder.
-
     Raises:
         RecordError: If there is no record, its schema or its study is not known, a line before the
             last one is damaged, or a line does not hold what its kind must.
@@ -95,9 +86,9 @@ def read_record(folder: Path) -> tuple[Header, list[Event], int, int]:
     # A kill or a full disk damages the end only.
     if len(parsed) > 1 and parsed[-1] is BROKEN:
         parsed.pop()
-    header, schema = _header(folder, parsed[0] if parsed else BROKEN)
+    header, schema = _header(path, parsed[0] if parsed else BROKEN)
     numbered = enumerate(parsed[1:], start=2)
-    events = [_event(folder, number, entry, header, schema) for number, entry in numbered]
+    events = [_event(path, number, entry, header, schema) for number, entry in numbered]
     whole = sum(len(line) + 1 for line in lines[: len(parsed)])
     return header, [event for event in events if event is not None], whole, len(data)
 
@@ -105,38 +96,29 @@ def read_record(folder: Path) -> tuple[Header, list[Event], int, int]:
 def _parse_line(line: bytes) -> Any:
     text, mark, crc = line.rpartition(b', "crc": "')
     try:
-        if not mark or crc != b'%08x"}' % zlib.crc32(text):
-            # A header of another version still says which version that is.
-            return _foreign_header(line)
-        return loads(text + b"}")
+        if mark and crc == b'%08x"}' % zlib.crc32(text):
+            return loads(text + b"}")
+        found = json.loads(line)
     except (ValueError, RecursionError):
         return BROKEN
-
-
-def _foreign_header(line: bytes) -> Any:
-    found = json.loads(line)
+    # A header of another version still says which version that is.
     foreign = isinstance(found, dict) and found.get("event") == "run"
-    known = foreign and found.get("schema") == SCHEMA
-    return found if foreign and not known else BROKEN
+    return found if foreign and found.get("schema") != SCHEMA else BROKEN
 
 
-def _header(folder: Path, entry: Any) -> tuple[Header, Schema]:
-    path = folder / RECORD
+def _header(path: Path, entry: Any) -> tuple[Header, Schema]:
     version = entry.get("schema") if isinstance(entry, dict) else None
     if not isinstance(entry, dict) or entry.get("event") != "run" or type(version) is not int:
-        raise RecordError(
-            f"Expected the header of a run in line 1 of {str(path)!r}. Found a damaged or "
-            "foreign line. Remedy: restore the file from a copy, or start a new run."
-        )
+        raise _wrong(path, 1, "the header of a run", "a damaged or foreign line")
     _check_version(path, version)
     study = entry.get("study")
     schema = schema_of(study) if isinstance(study, str) else None
     if schema is None:
         raise RecordError(
-            f"Expected the record of a known study. Found `study = {shown(study)}` "
+            f"Expected the record of a known study. Found `study = {_shown(study)}` "
             f"in {str(path)!r}. Remedy: use the steadygrad that wrote it, or a newer one."
         )
-    return _typed(folder, 1, entry, schema.header), schema
+    return _typed(path, 1, entry, schema.header), schema
 
 
 def _check_version(path: Path, version: int) -> None:
@@ -153,37 +135,34 @@ def _check_version(path: Path, version: int) -> None:
     )
 
 
-def _event(folder: Path, number: int, entry: Any, header: Header, schema: Schema) -> Event | None:
+def _event(path: Path, number: int, entry: Any, header: Header, schema: Schema) -> Event | None:
     if entry is BROKEN:
         raise RecordError(
-            f"Line {number} of {str(folder / RECORD)!r} is damaged, and it is not the last: the "
-            "file was changed. Remedy: restore it from a copy, or start a new run."
+            f"Line {number} of {str(path)!r} is damaged, and it is not the last: the file was "
+            "changed. Remedy: restore it from a copy, or start a new run."
         )
     name = entry.get("event") if isinstance(entry, dict) else None
     if not isinstance(name, str):
-        raise RecordError(
-            wrong_line(folder, number, "an object that names its 'event'", shown(entry))
-        )
+        raise _wrong(path, number, "an object that names its 'event'", _shown(entry))
     if name not in schema.names:
         return None
-    event: Event = _typed(folder, number, entry, schema.events)
+    event: Event = _typed(path, number, entry, schema.events)
     wrong = schema.check(header, event)
     if wrong:
-        raise RecordError(wrong_line(folder, number, *wrong))
+        raise _wrong(path, number, *wrong)
     return event
 
 
-def _typed(folder: Path, number: int, entry: Any, kind: Any) -> Any:
+def _typed(path: Path, number: int, entry: Any, kind: Any) -> Any:
     try:
-        return convert(entry, kind)
+        return msgspec.convert(entry, kind)
     except msgspec.ValidationError as error:
         text, _, place = str(error).partition(" - at `$")
         place = place.rstrip("`").lstrip(".")
         expected, _, found = text.removeprefix("Expected ").partition(", got ")
         where = f" in {place!r}" if place else ""
-        found = found.replace("`", "") or shown(_value_at(entry, place))
-        expected = expected.replace("`", "") + where
-        raise RecordError(wrong_line(folder, number, expected, found)) from None
+        found = found.replace("`", "") or _shown(_value_at(entry, place))
+        raise _wrong(path, number, expected.replace("`", "") + where, found) from None
 
 
 def _value_at(entry: Any, place: str) -> Any:
@@ -196,28 +175,37 @@ def _value_at(entry: Any, place: str) -> Any:
     return entry
 
 
+def _wrong(path: Path, number: int, expected: str, found: str) -> RecordError:
+    return RecordError(
+        f"Expected {expected} in line {number} of {str(path)!r}. Found {found}. "
+        "Remedy: restore the file from a copy, or start a new run."
+    )
+
+
+def _shown(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:56]} ..."
+
+
+class _Summary(msgspec.Struct):
+    """What every study's summary has: its other fields are the study's own."""
+
+    schema: int
+    status: str = ""
+    words: list[str] = []
+
+
 def _read_summary(folder: Path) -> dict[str, Any] | None:
     path = folder / SUMMARY
     try:
-        summary = loads(path.read_bytes())
+        summary: dict[str, Any] = loads(path.read_bytes())
+        version = msgspec.convert(summary, _Summary).schema
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError):
-        summary = None
-    if not _is_summary(summary):
         raise RecordError(
             f"Expected a summary in {str(path)!r}. Found something else, or a file that cannot be "
             "read. Remedy: delete it; --resume writes it again."
-        )
-    _check_version(path, summary["schema"])
-    found: dict[str, Any] = summary
-    return found
-
-
-def _is_summary(found: Any) -> bool:
-    """Whether it has what every study's summary has: its other fields are the study's own."""
-    if not isinstance(found, dict) or type(found.get("schema")) is not int:
-        return False
-    words = found.get("words", [])
-    texts = [found.get("status", ""), *(words if isinstance(words, list) else [None])]
-    return all(isinstance(text, str) for text in texts)
+        ) from None
+    _check_version(path, version)
+    return summary

@@ -5,42 +5,17 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import msgspec
 
 from steadygrad._checks import InputError
 from steadygrad.record._events import Event, Header
-from steadygrad.record._files import (
-    RECORD,
-    SUMMARY,
-    RecordError,
-    cannot_write,
-    make_empty_folder,
-    remove_folders,
-    replace_file,
-    write_beside,
-)
+from steadygrad.record._files import RECORD, SUMMARY, RecordError, replace_file, writing
 from steadygrad.record._json import dumps
 from steadygrad.record._read import checked_line, read_record
 
 __all__ = ["RunWriter"]
-
-
-def _lock(file: IO[bytes], folder: Path) -> None:
-    """Keeps a second process out for as long as the file is open; a kill lets go of it."""
-    if sys.platform == "win32":  # It has no such lock: two processes are not kept apart there.
-        return
-    import fcntl
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise RecordError(
-            f"Expected a run that nobody is writing. Found {str(folder)!r} in progress in another "
-            "process. Remedy: wait for it or stop it, then --resume."
-        ) from error
 
 
 class RunWriter:
@@ -62,6 +37,9 @@ class RunWriter:
         except BaseException:
             self._file.close()
             raise
+        self._cut()
+
+    def _cut(self) -> None:
         self._file.truncate(self._end)
         self._file.seek(self._end)
 
@@ -76,15 +54,21 @@ class RunWriter:
         Raises:
             InputError: If the folder is not empty or cannot be written. Nothing is written then.
         """
-        folder = Path(folder)
+        folder, absent = Path(folder), list[Path]()
         data = checked_line(msgspec.to_builtins(header))
-        made = make_empty_folder(folder)
         try:
-            write_beside(folder / RECORD, data)
-            return cls(folder)
-        except OSError as error:
-            remove_folders(made)
-            raise InputError(cannot_write(folder, error)) from error
+            with writing(folder):
+                absent += [path for path in (folder, *folder.parents) if not path.exists()]
+                if absent:
+                    folder.mkdir(parents=True)
+                _check_empty(folder)
+                replace_file(folder / RECORD, data)
+                return cls(folder)
+        except InputError:
+            for path in absent:
+                with suppress(OSError):
+                    path.rmdir()
+            raise
 
     @classmethod
     def resume(cls, folder: Path) -> "RunWriter":
@@ -96,10 +80,8 @@ class RunWriter:
         """
         folder = Path(folder)
         read_record(folder)
-        try:
+        with writing(folder):
             return cls(folder)
-        except OSError as error:
-            raise RecordError(cannot_write(folder, error)) from error
 
     def append(self, event: Event) -> None:
         """Appends one line; it is on the disk when this returns.
@@ -108,16 +90,16 @@ class RunWriter:
             RecordError: If the disk does not take it. The record then ends with the line before.
         """
         data = checked_line(event.as_dict())
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[self._file.write(view) :]
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            with suppress(OSError):
-                self._file.truncate(self._end)
-                self._file.seek(self._end)
-            raise RecordError(cannot_write(self.folder, error)) from error
+        with writing(self.folder):
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[self._file.write(view) :]
+                os.fsync(self._file.fileno())
+            except OSError:
+                with suppress(OSError):
+                    self._cut()
+                raise
         self._end += len(data)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -131,10 +113,30 @@ class RunWriter:
     def __enter__(self) -> "RunWriter":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _check_empty(folder: Path) -> None:
+    found = next(folder.iterdir(), None)
+    if found is not None:
+        go_on = " or go on with that run by --resume" if (folder / RECORD).exists() else ""
+        raise InputError(
+            f"Expected an absent or empty folder. Found {str(folder)!r} with {found.name!r} in "
+            f"it. Remedy: name another folder with --out{go_on}."
+        )
+
+
+def _lock(file: IO[bytes], folder: Path) -> None:
+    """Keeps a second process out for as long as the file is open; a kill lets go of it."""
+    if sys.platform == "win32":  # It has no such lock: two processes are not kept apart there.
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise RecordError(
+            f"Expected a run that nobody is writing. Found {str(folder)!r} in progress in another "
+            "process. Remedy: wait for it or stop it, then --resume."
+        ) from error

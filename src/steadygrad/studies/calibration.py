@@ -2,7 +2,6 @@
 
 import math
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from steadygrad.record import environment
 from steadygrad.studies.order import Order
 from steadygrad.studies.trainer import Trainer
 
-__all__ = ["Calibration", "calibrate", "resolve_device"]
+__all__ = ["calibrate", "resolve_device"]
 
 WARM_UP_STEPS = 4
 SECONDS = 0.3
@@ -24,24 +23,8 @@ MOST_WORKERS = 16
 WORKER_BYTES = 1 << 30
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """Speed and number of workers.
-
-    Attributes:
-        speed: Samples a second of one trial.
-        workers: Trials at a time.
-    """
-
-    speed: float
-    workers: int
-
-
 def resolve_device(name: str) -> torch.device:
-    """The device that a setting stands for here.
-
-    Args:
-        name: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"mps"``.
+    """The device that a setting stands for here: auto prefers CUDA, then the CPU.
 
     Raises:
         InputError: If the device is not there.
@@ -56,7 +39,7 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def calibrate(settings: Any, trainer: Trainer, cluster: int) -> Calibration:
+def calibrate(settings: Any, trainer: Trainer, cluster: int) -> tuple[float, int]:
     """Chooses workers and threads, and measures the speed of a trial; sets the threads.
 
     On a CPU the speed is the task's own figure, unless the machine is slower than that.
@@ -65,30 +48,43 @@ def calibrate(settings: Any, trainer: Trainer, cluster: int) -> Calibration:
         settings: The study's settings.
         trainer: Freshly started; it is so again afterwards.
         cluster: Workers of a cluster; 0 for this machine's.
+
+    Returns:
+        Samples a second of one trial, and trials at a time.
     """
-    alone = trainer.context.size == 1
-    if trainer.context.device.type != "cpu":
-        devices = torch.cuda.device_count() if trainer.context.device.type == "cuda" else 1
-        workers = cluster or settings.workers or devices if alone else 1
-        return Calibration(_speed(trainer), workers)
-    cores = int(environment()["cores"])
-    workers = cluster or (settings.workers if alone else 1)
-    if workers or settings.threads:
+    workers = _choose_workers(settings, trainer, cluster)
+    measured, figure = _measured_speed(trainer), None
+    if trainer.context.device.type == "cpu":
+        figure = trainer.task.samples_per_second
+    if figure is not None and measured >= figure:
+        return figure, workers
+    # Rounded down to steps of 2**0.5: a machine a little busier than last time makes the same plan.
+    return 2.0 ** (math.floor(2 * math.log2(measured)) / 2), workers
+
+
+def _choose_workers(settings: Any, trainer: Trainer, cluster: int) -> int:
+    device, alone = trainer.context.device.type, trainer.context.size == 1
+    asked = (cluster or settings.workers) if alone else 1
+    if device != "cpu":
+        return asked or (torch.cuda.device_count() if device == "cuda" else 1)
+    cores, threads = int(environment()["cores"]), torch.get_num_threads()
+    if asked or settings.threads:
+        if settings.threads:
+            threads = settings.threads
         # Ranks have the threads that their launcher gave them: they share the cores.
-        own = max(1, cores // (1 if cluster else workers)) if alone else torch.get_num_threads()
-        threads = settings.threads or own
+        elif alone:
+            threads = cores if cluster else max(1, cores // asked)
         torch.set_num_threads(threads)
-        return Calibration(_speed(trainer), workers or max(1, cores // threads))
-    whole = _speed(trainer, said=False)
+        return asked or max(1, cores // threads)
+    whole = _measured_speed(trainer)
     if settings.budget < LEAST_BUDGET or cores == 1:
-        return Calibration(_speed(trainer), 1)
-    threads = torch.get_num_threads()
+        return 1
     torch.set_num_threads(1)
     workers = min(cores, MOST_WORKERS, _fitting(trainer))
-    if workers > 1 and _speed(trainer, said=False) * workers > WORTH * whole:
-        return Calibration(_speed(trainer), workers)
+    if workers > 1 and _measured_speed(trainer) * workers > WORTH * whole:
+        return workers
     torch.set_num_threads(threads)
-    return Calibration(_speed(trainer), 1)
+    return 1
 
 
 def _fitting(trainer: Trainer) -> int:
@@ -98,13 +94,8 @@ def _fitting(trainer: Trainer) -> int:
     return max(1, int(memory // 2 // (WORKER_BYTES + 8 * weights)))
 
 
-def _speed(trainer: Trainer, *, said: bool = True) -> float:
-    """Samples a second: the task's own figure, or the measured one where that is lower.
-
-    Args:
-        trainer: The trainer.
-        said: False: the measured speed itself.
-    """
+def _measured_speed(trainer: Trainer) -> float:
+    """Samples a second; the same on every rank."""
     task, context = trainer.task, trainer.context
     steps = trainer.run(Order(len(task.train), trainer.seed, "speed"), 0, 1 << 40, task.batch_size)
     for _ in range(WARM_UP_STEPS):
@@ -118,9 +109,4 @@ def _speed(trainer: Trainer, *, said: bool = True) -> float:
     trainer.look()
     measured: float = context.gather(seen / (time.monotonic() - began))[0]
     trainer.restart()
-    if not said:
-        return measured
-    figure = task.samples_per_second if context.device.type == "cpu" else None
-    # Rounded down to steps of 2**0.5: a machine a little busier than last time makes the same plan.
-    rounded = float(2.0 ** (math.floor(2 * math.log2(measured)) / 2))
-    return rounded if figure is None or measured < figure else figure
+    return measured

@@ -4,23 +4,22 @@ import copy
 import hashlib
 import io
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from steadygrad._checks import InputError
 from steadygrad.record import replace_file
-from steadygrad.sharding import load_model_state, load_optimizer_state, whole_states
+from steadygrad.tasks.guard import reason
 
-if TYPE_CHECKING:
-    from steadygrad.studies.trainer import Trainer
-
-__all__ = ["Checkpoints", "State", "full_state", "load_full_state"]
+__all__ = ["Checkpoints", "State", "on_host"]
 
 
 @dataclass
@@ -28,8 +27,6 @@ class State:
     """All that training goes on from: nests of tensors and plain values, on the host.
 
     Attributes:
-        model: The model's ``state_dict``.
-        optimizer: The optimizer's ``state_dict``.
         scaler: The gradient scaler's ``state_dict``; empty unless training in float16.
         samples: Samples seen.
         steps: Optimizer steps taken.
@@ -38,19 +35,8 @@ class State:
     model: dict[str, Any]
     optimizer: dict[str, Any]
     scaler: dict[str, Any]
-    samples: int = 0
-    steps: int = 0
-
-    @classmethod
-    def of(cls, trainer: "Trainer", samples: int) -> "State":
-        """Copies the state of a trainer; whole tensors, also of a sharded model."""
-        if trainer.context.sharding == "fsdp2":
-            # Every rank needs the whole of it: the file is written by one and read by all.
-            model, optimizer = whole_states(trainer.model, trainer.optimizer)
-        else:
-            model, optimizer = trainer.model.state_dict(), trainer.optimizer.state_dict()
-        model, optimizer, scaler = map(_on_host, (model, optimizer, trainer.scaler.state_dict()))
-        return cls(model, optimizer, scaler, samples, trainer.steps)
+    samples: int
+    steps: int
 
     def check(self) -> None:
         """Checks that the state can be written and read again.
@@ -63,55 +49,25 @@ class State:
         except Exception as error:
             raise InputError(
                 "The optimizer's state should hold tensors, numbers and strings. Found "
-                f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}. "
+                f"{reason(error)[:200]}. "
                 "Remedy: an optimizer whose state_dict can be saved and read without pickle."
             ) from error
 
 
-def full_state(model: nn.Module) -> dict[str, Any]:
-    """The ``state_dict`` of a model that is not sharded, on the host."""
-    found: dict[str, Any] = _on_host(model.state_dict())
-    return found
-
-
-def load_full_state(trainer: "Trainer", state: State, *, model_only: bool = False) -> None:
-    """Puts a trainer's model, or its optimizer and scaler, into a state.
-
-    Args:
-        trainer: The trainer.
-        state: The state; it is not changed.
-        model_only: The model, instead of the optimizer and the scaler.
-    """
-    if not model_only:
-        trainer.scaler.load_state_dict(copy.deepcopy(state.scaler))
-    sharded = trainer.context.sharding == "fsdp2"
-    if model_only and sharded:
-        load_model_state(trainer.model, state.model)
-    elif model_only:
-        trainer.model.load_state_dict(state.model)
-    elif sharded:
-        load_optimizer_state(trainer.model, trainer.optimizer, state.optimizer)
-    else:
-        trainer.optimizer.load_state_dict(copy.deepcopy(state.optimizer))
-
-
-def _on_host(nest: Any) -> Any:
+def on_host(nest: Any) -> Any:
+    """A copy of a nest of dictionaries, lists and tensors in the host's memory."""
     if isinstance(nest, Tensor):
         # A copy of its own: the step that follows changes the original in place.
         return nest.detach().to("cpu", copy=True)
     if isinstance(nest, dict):
-        return {key: _on_host(item) for key, item in nest.items()}
+        return {key: on_host(item) for key, item in nest.items()}
     if isinstance(nest, (list, tuple)):
-        return type(nest)(_on_host(item) for item in nest)
+        return type(nest)(on_host(item) for item in nest)
     return copy.deepcopy(nest)
 
 
 class Checkpoints:
-    """The checkpoints of one run: one file each, with its name and its SHA-256.
-
-    Args:
-        folder: The run's folder.
-    """
+    """The checkpoints of the run in ``folder``: one file each, with its name and its SHA-256."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "checkpoints"
@@ -124,39 +80,22 @@ class Checkpoints:
             InputError: If it cannot be written.
         """
         self._last = name, state
-        if not self._folder.is_dir():
-            try:
-                self._folder.mkdir(exist_ok=True)
-            except OSError as error:
-                raise InputError(
-                    f"Expected a folder for checkpoints at {str(self._folder)!r}. Found "
-                    f"{error.strerror}. Remedy: remove what is in its place."
-                ) from error
         path = self._path(name)
         # Two workers that miss the same checkpoint may write it at the same time.
         part = path.with_name(f"{name}-{uuid4().hex}")
+        with _nothing_in_place("a folder for checkpoints", self._folder):
+            self._folder.mkdir(exist_ok=True)
         replace_file(part, _pack(state, name))
         try:
-            if path.is_dir():
-                rmtree(path)
-            os.replace(part, path)
-        except OSError as error:
+            with _nothing_in_place("a checkpoint", path):
+                if path.is_dir():
+                    rmtree(path)
+                os.replace(part, path)
+        finally:
             part.unlink(missing_ok=True)
-            raise InputError(
-                f"Expected a checkpoint at {str(path)!r}. Found {error.strerror}. "
-                "Remedy: remove what is in its place."
-            ) from error
 
     def load(self, name: str, samples: int) -> State | None:
-        """Reads a checkpoint.
-
-        Args:
-            name: Its name.
-            samples: Samples that training must have seen there.
-
-        Returns:
-            The state; None if the file is missing, damaged, or of another moment of training.
-        """
+        """Reads a checkpoint; None if it is missing, damaged, or not after so many samples."""
         if self._last is not None and self._last[0] == name:
             return self._last[1]
         try:
@@ -178,6 +117,17 @@ class Checkpoints:
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.pt"
+
+
+@contextmanager
+def _nothing_in_place(what: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"Expected {what} at {str(path)!r}. Found {error.strerror}. "
+            "Remedy: remove what is in its place."
+        ) from error
 
 
 def _pack(state: State, name: str) -> bytes:

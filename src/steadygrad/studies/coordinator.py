@@ -1,39 +1,32 @@
 """Hands trials to workers and records their results in the order of the trials."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from steadygrad.record import Event, Key, RecordError, convert, dumps, loads, replace_file
-from steadygrad.studies.deadline import REASONS, Deadline, StudyInterrupted
+from steadygrad.record import Key, RecordError, convert, dumps, loads, replace_file
+from steadygrad.studies.deadline import Deadline, stop_if
 from steadygrad.studies.executor import Pool, WorkersLost, tails
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.study import Job, Study, Trial
 from steadygrad.studies.worker import ERRORS, STOP_FILE, Worker
 
-__all__ = ["Monitor", "Pending", "run_parallel", "run_serial"]
+__all__ = ["Coordinator", "Monitor", "run_serial"]
 
 # A trial whose worker died is given to another worker so many times.
 ATTEMPTS = 3
 # Seconds that running trials get to notice that the study has to stop.
 GRACE = 10.0
-PENDING = "pending"
 
 
 class Monitor(Protocol):
     """Watches a study on rank 0."""
 
     def begin(self, total: int, done: int, points: Mapping[str, int]) -> None:
-        """Told once, before the work.
-
-        Args:
-            total: Samples of work in all.
-            done: How many of them an earlier attempt has done.
-            points: Work done at each milestone, by its name.
-        """
+        """Told once: the samples of work in all, those done before, and those at each milestone."""
 
     def advance(self, samples: int, what: str) -> None:
         """Told as work is done, and on what."""
@@ -42,74 +35,25 @@ class Monitor(Protocol):
         """A line for the user, such as a warning."""
 
 
-class Pending:
-    """Results that cannot be recorded yet because an earlier trial is not done.
-
-    Each is a file, so that an interrupted study loses none of them.
-
-    Args:
-        study: The study.
-        folder: The run's folder.
-    """
-
-    def __init__(self, study: Study, folder: Path) -> None:
-        self._folder = folder / PENDING
-        self._events: dict[Key, Event] = {}
-        for path in sorted(self._folder.glob("*.json")):
-            with suppress(ValueError, OSError, RecursionError):
-                event = convert(loads(path.read_bytes()), study.schema().events)
-                self._events[event.key] = event
-
-    def __iter__(self) -> Iterator[Event]:
-        return iter(self._events.values())
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._events
-
-    def put(self, event: Event, *, durable: bool = True) -> None:
-        """Keeps a result."""
-        self._events[event.key] = event
-        if durable:
-            self._folder.mkdir(exist_ok=True)
-            replace_file(self._path(event.key), dumps(event.as_dict()).encode())
-
-    def take(self, key: Key) -> Event | None:
-        """The result with this key, which is to be recorded now."""
-        return self._events.pop(key, None)
-
-    def forget(self, key: Key) -> None:
-        """Deletes the file of a result that is recorded."""
-        self._path(key).unlink(missing_ok=True)
-        with suppress(OSError):
-            self._folder.rmdir()
-
-    def _path(self, key: Key) -> Path:
-        return self._folder / f"{'-'.join(map(str, key))}.json"
-
-
-def run_serial(
-    study: Study, journal: Journal, worker: Worker, pending: Pending, monitor: Monitor
-) -> None:
+def run_serial(study: Study, journal: Journal, worker: Worker, monitor: Monitor) -> None:
     """Runs all trials that are not recorded yet in this process, in their order."""
     trials = study.trials()
-    counted = {trial.key for trial in trials if trial.key in journal or trial.key in pending}
+    counted = {trial.key for trial in trials if trial.key in journal}
     for trial in trials:
         job, told = trial.job(journal), 0
-        key = None if job is None else study.key_of(job)
 
         def advance(samples: int, what: str) -> None:
             nonlocal told
             told += samples
             monitor.advance(samples, what)
 
-        if job is not None and key is not None and key not in journal:
-            event = pending.take(key)
-            if event is None:
+        if job is not None:
+            key = study.key_of(job)
+            if key not in journal:
                 event, repeated = worker.run(job, advance)
-                for each in repeated:
+                for each in [*repeated, event]:
                     journal.add(each)
-            journal.add(event)
-            pending.forget(key)
+            journal.record(key)
         if trial.key not in counted:
             monitor.advance(trial.cost - told, "")
 
@@ -122,66 +66,80 @@ class _Running:
     attempts: int = 1
 
 
-@dataclass
-class _Coordinator:
-    """State of a study whose trials run side by side.
+class Coordinator:
+    """Runs the trials of a study side by side.
 
-    Attributes:
-        jobs: Jobs of the trials whose needs are met; None where there is nothing to do.
-        done: Keys of trials whose result is there, or that have nothing to do.
-        running: Jobs that workers have.
-        recorded: How many trials, from the first on, are recorded.
-        counted: Keys of trials whose cost the monitor knows to be done.
+    Args:
+        study: The study.
+        journal: Takes the results, in the order of the trials.
+        pool: The workers; closed at the end.
+        folder: The run's folder, which all workers share.
+        deadline: Asked five times a second.
+        monitor: Watches.
     """
 
-    study: Study
-    journal: Journal
-    pool: Pool
-    folder: Path
-    pending: Pending
-    monitor: Monitor
-    jobs: dict[Key, Job | None] = field(default_factory=dict)
-    done: set[Key] = field(default_factory=set)
-    running: "dict[Future[str], _Running]" = field(default_factory=dict)
-    recorded: int = 0
-    counted: set[Key] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.trials = list(self.study.trials())
+    def __init__(
+        self,
+        study: Study,
+        journal: Journal,
+        pool: Pool,
+        folder: Path,
+        deadline: Deadline,
+        monitor: Monitor,
+    ) -> None:
+        self.study, self.journal, self.pool = study, journal, pool
+        self.folder, self.deadline, self.monitor = folder, deadline, monitor
+        self.trials = list(study.trials())
         chains = tails(self.trials)
         self.by_urgency = sorted(self.trials, key=lambda trial: -chains[trial.key])
-        self.view = Journal(events=[*self.journal.events(), *self.pending])
-        self.counted = {trial.key for trial in self.trials if trial.key in self.view}
+        # Jobs of the trials whose needs are met; None where there is nothing to do.
+        self.jobs: dict[Key, Job | None] = {}
+        # Trials whose result is there, or that have nothing to do.
+        self.done: set[Key] = set()
+        # Trials whose cost the monitor knows to be done.
+        self.counted = {trial.key for trial in self.trials if trial.key in journal}
+        self.running: dict[Future[str], _Running] = {}
+        self.unrecorded = list(self.trials)
 
-    def settle(self) -> None:
+    def run(self) -> None:
+        """Runs all trials that are not recorded yet.
+
+        Raises:
+            StudyInterrupted: When the study has to stop.
+            InputError: If a trial fails, or workers are lost.
+        """
+        (self.folder / STOP_FILE).unlink(missing_ok=True)
+        try:
+            self._settle()
+            while len(self.done) < len(self.trials):
+                self._submit()
+                self._collect()
+                stop_if(self.deadline.flags)
+        finally:
+            self._stop()
+
+    def _settle(self) -> None:
         """Finds the trials that are done, and records those that no earlier one holds up."""
         for trial in self.trials:
             if trial.key in self.done or not self.done.issuperset(trial.needs):
                 continue
             if trial.key not in self.jobs:
-                self.jobs[trial.key] = trial.job(self.view)
+                self.jobs[trial.key] = trial.job(self.journal)
             job = self.jobs[trial.key]
-            if job is None or self.study.key_of(job) in self.view:
+            if job is None or self.study.key_of(job) in self.journal:
                 self.done.add(trial.key)
                 self._count(trial, "")
-        while self.recorded < len(self.trials) and self.trials[self.recorded].key in self.done:
-            self._record(self.jobs[self.trials[self.recorded].key])
-            self.recorded += 1
+        while self.unrecorded and self.unrecorded[0].key in self.done:
+            job = self.jobs[self.unrecorded.pop(0).key]
+            if job is not None:
+                self.journal.record(self.study.key_of(job))
 
     def _count(self, trial: Trial, what: str) -> None:
         if trial.key not in self.counted:
             self.counted.add(trial.key)
             self.monitor.advance(trial.cost, what)
 
-    def _record(self, job: Job | None) -> None:
-        if job is not None:
-            key = self.study.key_of(job)
-            event = self.pending.take(key)
-            if event is not None:
-                self.journal.add(event)
-                self.pending.forget(key)
-
-    def submit(self) -> None:
+    def _submit(self) -> None:
         """Gives free workers the ready trials that begin the longest chains."""
         busy = {entry.key for entry in self.running.values()}
         for trial in self.by_urgency:
@@ -201,9 +159,9 @@ class _Coordinator:
         future = self.pool.submit(str(self.folder.resolve()), dumps(entry.job))
         self.running[future] = entry
 
-    def collect(self, timeout: float) -> None:
+    def _collect(self) -> None:
         """Takes the results of trials that have ended."""
-        wait(self.running, timeout, FIRST_COMPLETED)
+        wait(self.running, 0.2, FIRST_COMPLETED)
         broken: BaseException | None = None
         for future in [future for future in self.running if future.done()]:
             error = CancelledError() if future.cancelled() else future.exception()
@@ -227,7 +185,8 @@ class _Coordinator:
                     "Remedy: fewer --workers if memory is short, or --workers 1 to see the error."
                 ) from error
             self.monitor.say(f"a worker died: {name} is tried again.")
-            self._start(replace(entry, attempts=entry.attempts + 1))
+            entry.attempts += 1
+            self._start(entry)
 
     def _take(self, entry: _Running, text: str) -> None:
         found = loads(text)
@@ -236,21 +195,15 @@ class _Coordinator:
                 return
             raise ERRORS[found["kind"]](found["error"])
         kinds = self.study.schema().events
-        before = self.view.differing
-        for repeated in found["repeated"]:
-            # Into the view: in the record it may not be its turn yet.
-            self.view.add(convert(repeated, kinds))
-        self.journal.differing += self.view.differing - before
         event = convert(found["event"], kinds)
-        self.view.add(event)
+        for result in [*(convert(repeated, kinds) for repeated in found["repeated"]), event]:
+            self.journal.keep(result)
         self._count(entry.trial, entry.trial.what)
         # Recorded at once, unless an earlier trial is still running.
-        self.pending.put(event, durable=False)
-        self.settle()
-        if event.key not in self.journal:
-            self.pending.put(event)
+        self._settle()
+        self.journal.save(event.key)
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Lets running trials notice the end, keeps what is finished, and ends the workers."""
         with suppress(RecordError):
             replace_file(self.folder / STOP_FILE, b"")
@@ -260,41 +213,3 @@ class _Coordinator:
                     self._take(self.running.pop(future), future.result())
         self.pool.close()
         (self.folder / STOP_FILE).unlink(missing_ok=True)
-
-
-def run_parallel(
-    study: Study,
-    journal: Journal,
-    pool: Pool,
-    folder: Path,
-    pending: Pending,
-    deadline: Deadline,
-    monitor: Monitor,
-) -> None:
-    """Runs all trials that are not recorded yet on workers.
-
-    Args:
-        study: The study.
-        journal: Takes the results, in the order of the trials.
-        pool: The workers; closed at the end.
-        folder: The run's folder, which all workers share.
-        pending: Results of an earlier attempt that are not recorded yet.
-        deadline: Asked five times a second.
-        monitor: Watches.
-
-    Raises:
-        StudyInterrupted: When the study has to stop.
-        InputError: If a trial fails, or workers are lost.
-    """
-    coordinator = _Coordinator(study, journal, pool, folder, pending, monitor)
-    (folder / STOP_FILE).unlink(missing_ok=True)
-    try:
-        coordinator.settle()
-        while len(coordinator.done) < len(coordinator.trials):
-            coordinator.submit()
-            coordinator.collect(timeout=0.2)
-            for reason, flag in zip(REASONS, deadline.flags, strict=True):
-                if flag:
-                    raise StudyInterrupted(int(reason))
-    finally:
-        coordinator.stop()

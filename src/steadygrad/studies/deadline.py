@@ -4,12 +4,12 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["BUDGET", "REASONS", "Deadline", "StudyInterrupted", "WorkerDeadline"]
+__all__ = ["BUDGET", "Deadline", "StudyInterrupted", "WorkerDeadline", "stop_if"]
 
 BUDGET = 0
 # In order of precedence: a signal is reported even when the budget is over as well.
@@ -17,15 +17,18 @@ REASONS = (signal.SIGTERM, signal.SIGINT, BUDGET)
 
 
 class StudyInterrupted(Exception):
-    """Ends the trial in hand.
-
-    Attributes:
-        reason: ``BUDGET``, or the signal's number.
-    """
+    """Ends the trial in hand; ``reason`` is ``BUDGET``, or the signal's number."""
 
     def __init__(self, reason: int) -> None:
         super().__init__(f"stopped: {reason}")
         self.reason = reason
+
+
+def stop_if(flags: Sequence[float]) -> None:
+    """Raises :class:`StudyInterrupted` if one of a deadline's ``flags`` is not zero."""
+    for reason, flag in zip(REASONS, flags, strict=True):
+        if flag:
+            raise StudyInterrupted(int(reason))
 
 
 class Deadline:
@@ -78,22 +81,19 @@ class Deadline:
 
 
 class WorkerDeadline(Deadline):
-    """The deadline of a worker process: a file that the coordinator writes.
+    """The deadline of a worker process: a file that the coordinator writes."""
 
-    Args:
-        path: The file.
-        interval: Seconds between two looks, as a network's file system is slow to ask.
-    """
+    # Seconds between two looks, as a network's file system is slow to ask.
+    INTERVAL = 0.25
 
-    def __init__(self, path: Path, interval: float = 0.25) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
-        self._path, self._interval = path, interval
-        self._next, self._over = 0.0, False
+        self._path, self._next, self._over = path, 0.0, False
 
     @property
     def flags(self) -> list[float]:
         """1.0 for the budget once the file is there."""
         now = time.monotonic()
         if now >= self._next:
-            self._next, self._over = now + self._interval, self._path.exists()
+            self._next, self._over = now + self.INTERVAL, self._path.exists()
         return [0.0, 0.0, float(self._over)]

@@ -1,51 +1,40 @@
-"""Facts for a record's header that only torch knows."""
+"""Facts for a record's header that only torch knows, and their comparison with a record's."""
 
-from typing import TYPE_CHECKING, Any
+import os
+from dataclasses import fields
+from datetime import datetime, timezone
+from typing import Any
 
 import torch
 
-from steadygrad.record import TaskInfo
+from steadygrad._checks import InputError
+from steadygrad.record import SCHEMA, Header, Runtime, TaskInfo, environment
+from steadygrad.studies.study import Study
+from steadygrad.studies.trainer import Trainer
 
-if TYPE_CHECKING:
-    from steadygrad.studies.trainer import Trainer
-
-__all__ = ["accelerator", "describe_task"]
+__all__ = ["accelerator", "changes", "describe_task", "make_header"]
 
 
-def describe_task(trainer: "Trainer", spec: str) -> TaskInfo:
-    """Describes a trainer's task, its model and its optimizer.
-
-    Args:
-        trainer: The trainer.
-        spec: The text that names the task.
-    """
+def describe_task(trainer: Trainer, spec: str) -> TaskInfo:
+    """Describes a trainer's task, its model and its optimizer; ``spec`` names the task."""
     task, group = trainer.task, trainer.optimizer.param_groups[0]
     betas = group.get("betas")
+    common = {field.name for field in fields(task)} & {*TaskInfo.__struct_fields__}
+    values = {name: getattr(task, name) for name in common}
     return TaskInfo(
+        **{**values, "provenance": dict(task.provenance)},
         spec=spec,
-        name=task.name,
-        sample=task.sample,
-        batch_size=task.batch_size,
-        lr=task.lr,
-        lr_rule=task.lr_rule,
         parameters=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
         train_size=len(task.train),
         valid_size=len(task.valid),
         optimizer=type(trainer.optimizer).__name__,
         beta2=float(betas[1]) if isinstance(betas, (tuple, list)) and len(betas) > 1 else None,
         weight_decay=float(group["weight_decay"]) if "weight_decay" in group else None,
-        tokens_per_sample=task.tokens_per_sample,
-        warmup_samples=task.warmup_samples,
-        lr_decay=task.lr_decay,
-        provenance=dict(task.provenance),
     )
 
 
 def accelerator(device: torch.device) -> dict[str, Any]:
     """Describes the GPU that a study runs on; empty where it runs on none.
-
-    Args:
-        device: This process's device.
 
     Returns:
         ``gpu`` (its name), ``gpu_memory_bytes``, and ``cuda``, the version that torch was built
@@ -56,3 +45,67 @@ def accelerator(device: torch.device) -> dict[str, Any]:
     found = torch.cuda.get_device_properties(device)
     library = {"hip": torch.version.hip} if torch.version.hip else {"cuda": torch.version.cuda}
     return {"gpu": found.name, "gpu_memory_bytes": found.total_memory, **library}
+
+
+def make_header(
+    kind: type[Study], settings: Any, trainer: Trainer, workers: int, plan: Any
+) -> Header:
+    """The first line of a new record; ``workers`` is what the plan reckons with."""
+    context = trainer.context
+    header: Header = kind.schema().header(
+        schema=SCHEMA,
+        study=kind.name,
+        task=describe_task(trainer, settings.task),
+        settings=settings,
+        plan=plan,
+        runtime=Runtime(
+            device=context.device.type,
+            dtype=kind.dtype(settings),
+            world_size=context.size,
+            sharding=context.sharding,
+            threads=torch.get_num_threads(),
+            micro_batch_size=trainer.micro_batch_size,
+            workers=workers,
+        ),
+        environment=environment(accelerator(context.device)),
+        time={
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "folder": os.getcwd(),
+        },
+    )
+    return header
+
+
+def changes(header: Header, trainer: Trainer) -> list[str]:
+    """Warnings about what may change the last digits when a run goes on.
+
+    Raises:
+        InputError: If the study cannot go on to the same numbers at all.
+    """
+    then, now = header.task, describe_task(trainer, header.task.spec)
+    for name in then.__struct_fields__:
+        _check_same(name, getattr(then, name), getattr(now, name), "the task as it was")
+    world = header.runtime.world_size, trainer.context.size
+    _check_same("world_size", *world, "torchrun --nproc-per-node as before")
+    before, after = header.environment, environment()
+    facts = {
+        "torch": (before.get("torch"), after["torch"]),
+        "the number of threads": (header.runtime.threads, torch.get_num_threads()),
+        "the processor": (before.get("cpu"), after["cpu"]),
+    }
+    return [
+        f"{what} was {old} and is {new}: the numbers may differ in the last digits."
+        for what, (old, new) in facts.items()
+        if old != new
+    ]
+
+
+def _check_same(name: str, then: Any, now: Any, remedy: str) -> None:
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in {**then, **now}:
+            _check_same(key, then.get(key), now.get(key), remedy)
+    elif then != now:
+        raise InputError(
+            f"Expected {name} = {then!r} as in the record. Found {now!r}. "
+            f"Remedy: {remedy}, or a new run with --out."
+        )

@@ -1,31 +1,38 @@
-"""The processes that share one model: their agreement on batches, clocks and errors.
+"""The processes that share one model: their agreement on batches, clocks, states and errors.
 
 Every rank runs the same trials on its slice of every batch. Only rank 0 reads the clock, writes
 and prints; it tells the others.
 """
 
+import copy
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from steadygrad._checks import InputError, launched
-from steadygrad.sharding import World, gather_json, join_processes, leave_processes, shard_model
-from steadygrad.studies.deadline import REASONS, Deadline, StudyInterrupted
+from steadygrad._checks import InputError
+from steadygrad.sharding import (
+    World,
+    gather_json,
+    join_processes,
+    leave_processes,
+    load_model_state,
+    load_optimizer_state,
+    shard_model,
+    whole_states,
+)
+from steadygrad.studies.deadline import Deadline, stop_if
 
-__all__ = ["DistributedContext", "is_rank_zero"]
+__all__ = ["DistributedContext"]
 
 T = TypeVar("T")
 
 # Seconds for the backend's threads to come to rest.
 PAUSE = 0.25
-
-
-def is_rank_zero() -> bool:
-    """Whether this process writes and prints, before it has joined the others."""
-    return launched()[0] == 0
 
 
 class DistributedContext:
@@ -49,8 +56,7 @@ class DistributedContext:
         sharding: str = "ddp",
     ) -> None:
         self.deadline = deadline
-        self.rank = rank
-        self.size = size
+        self.rank, self.size = rank, size
         self.device = torch.device(device)
         self.sharding = sharding if size > 1 else "none"
         self._world = World("ddp" if size > 1 else "single", size=size)
@@ -78,17 +84,47 @@ class DistributedContext:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Makes the backward pass average gradients over all ranks, and shards the model."""
-        if self.sharding == "none":
-            return model
+        if self.sharding == "ddp":
+            devices = [self.device.index] if self.device.type == "cuda" else None
+            return nn.parallel.DistributedDataParallel(model, device_ids=devices)
         if self.sharding == "fsdp2":
             shard_model(model)
-            return model
-        devices = [self.device.index] if self.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(model, device_ids=devices)
+        return model
+
+    @contextmanager
+    def averaging(self, wrapped: Any, enabled: bool) -> Iterator[None]:
+        """Whether a backward pass of a wrapped model exchanges gradients."""
+        if self.sharding == "fsdp2":
+            wrapped.set_requires_gradient_sync(enabled)
+        alone = self.sharding == "ddp" and not enabled
+        with wrapped.no_sync() if alone else nullcontext():
+            yield
+
+    def states(
+        self, model: nn.Module, optimizer: Optimizer
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """State dicts with whole tensors on every rank: one writes the file, and all read it."""
+        if self.sharding == "fsdp2":
+            return whole_states(model, optimizer)
+        return model.state_dict(), optimizer.state_dict()
+
+    def load_model(self, model: nn.Module, state: dict[str, Any]) -> None:
+        """Loads a state dict with whole tensors."""
+        if self.sharding == "fsdp2":
+            load_model_state(model, state)
+        else:
+            model.load_state_dict(state)
+
+    def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Loads a state dict with whole tensors; the state is not changed, now or later."""
+        if self.sharding == "fsdp2":
+            load_optimizer_state(model, optimizer, state)
+        else:
+            optimizer.load_state_dict(copy.deepcopy(state))
 
     def share(self, indices: Tensor) -> Tensor:
         """This rank's equal slice of a global batch."""
-        return indices.view(self.size, -1)[self.rank]
+        return indices.view(self.size, len(indices) // self.size)[self.rank]
 
     def poll(self, values: Sequence[float] = ()) -> list[float]:
         """Averages numbers over the ranks, and ends them all when one has to stop.
@@ -97,17 +133,12 @@ class DistributedContext:
             StudyInterrupted: On every rank, if the budget is over by rank 0's clock, or a signal
                 came.
         """
-        flags, averages = self.deadline.flags, list(values)
-        if self.size > 1:
-            if not self.is_main:
-                flags[-1] = 0.0
-            packed = torch.tensor([*flags, *averages], dtype=torch.float64, device=self.device)
-            found = self._world.sum(packed).tolist()
-            flags, averages = found[: len(flags)], [v / self.size for v in found[len(flags) :]]
-        for reason, flag in zip(REASONS, flags, strict=True):
-            if flag:
-                raise StudyInterrupted(int(reason))
-        return averages
+        flags = self.deadline.flags
+        if not self.is_main:
+            flags[-1] = 0.0
+        found = self.sum([*flags, *values])
+        stop_if(found[: len(flags)])
+        return [value / self.size for value in found[len(flags) :]]
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Adds up numbers over the ranks."""

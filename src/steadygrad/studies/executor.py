@@ -1,4 +1,4 @@
-"""Runs trials one after the other, or side by side; results are recorded in one order either way.
+"""Workers that run trials side by side, and how long that takes.
 
 The seam to other machines is ``concurrent.futures.Executor``: any executor whose workers share
 the run's folder can run trials.
@@ -23,10 +23,6 @@ from steadygrad.tasks.guard import reason
 __all__ = ["Pool", "WorkersLost", "dask_pool", "makespan", "process_pool", "tails"]
 
 
-# Seconds that a cluster's client gets to say goodbye.
-CLOSING = 5.0
-
-
 class WorkersLost(InputError):
     """Workers died again and again, or cannot be reached."""
 
@@ -40,9 +36,6 @@ class Pool:
         survives: From an executor's error to whether a new executor may go on.
         kill: Ends an executor, with its workers in mid-trial.
         leave: Called once there will be no other executor. Default: nothing.
-
-    Attributes:
-        workers: Jobs at a time.
     """
 
     def __init__(
@@ -70,11 +63,7 @@ class Pool:
             return future
 
     def renew(self, error: BaseException) -> None:
-        """Makes the pool usable again after a worker died.
-
-        Raises:
-            WorkersLost: If that cannot be done.
-        """
+        """Makes the pool usable again after a worker died, or raises :class:`WorkersLost`."""
         if not self._survives(error):
             raise WorkersLost(
                 "The workers should stay reachable, and run without an error of their own. Found "
@@ -110,12 +99,7 @@ def _signals_later() -> Iterator[None]:
 
 
 def process_pool(workers: int, devices: Sequence[int] = ()) -> Pool:
-    """Worker processes on this machine.
-
-    Args:
-        workers: Number of processes.
-        devices: Numbers of CUDA devices, one for each process. Default: no device of its own.
-    """
+    """Worker processes on this machine, each on one of ``devices``: numbers of CUDA devices."""
     context = multiprocessing.get_context("spawn")
 
     def make() -> Executor:
@@ -134,10 +118,7 @@ def process_pool(workers: int, devices: Sequence[int] = ()) -> Pool:
 
 
 def dask_pool(address: str) -> Pool:
-    """The workers of a Dask cluster.
-
-    Args:
-        address: The scheduler's, as ``host:port``.
+    """The workers of the Dask cluster whose scheduler is at ``address``, as ``host:port``.
 
     Raises:
         InputError: If Dask is not installed, nothing answers, or there is no worker.
@@ -175,7 +156,7 @@ def dask_pool(address: str) -> Pool:
         workers,
         survives=survives,
         kill=lambda executor: executor.shutdown(wait=False),
-        leave=lambda: client.close(timeout=CLOSING),
+        leave=lambda: client.close(timeout=5.0),
     )
 
 
@@ -196,15 +177,14 @@ def makespan(trials: Sequence[Trial], workers: int) -> int:
     """
     chains = tails(trials)
     waiting = sorted(trials, key=lambda trial: -chains[trial.key])
-    ends: dict[Key, int] = {}
-    running: list[tuple[int, Key]] = []
+    done: set[Key] = set()
+    ends: dict[Key, int] = {}  # of those that run
     now = 0
-    while waiting or running:
-        for trial in list(waiting):
-            if len(running) < workers and all(ends.get(k, now + 1) <= now for k in trial.needs):
-                running.append((now + trial.cost, trial.key))
-                waiting.remove(trial)
-        now = min(end for end, _ in running)
-        ends.update({key: end for end, key in running if end <= now})
-        running = [pair for pair in running if pair[0] > now]
+    while waiting or ends:
+        ready = [trial for trial in waiting if done.issuperset(trial.needs)]
+        ends |= {trial.key: now + trial.cost for trial in ready[: workers - len(ends)]}
+        waiting = [trial for trial in waiting if trial.key not in ends]
+        now = min(ends.values())
+        done |= {key for key, end in ends.items() if end == now}
+        ends = {key: end for key, end in ends.items() if end > now}
     return now

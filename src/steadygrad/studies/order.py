@@ -1,17 +1,41 @@
-"""Seeds and data orders: pure functions of the study's seed and of names."""
+"""Seeds, random generators and data orders: pure functions of the study's seed and of names."""
 
 import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Order", "branch_order", "main_order", "seed_for"]
+__all__ = ["Order", "branch_order", "generators_kept", "main_order", "seed_everything", "seed_for"]
 
 
 def seed_for(seed: int, *names: object) -> int:
     """A seed for one trial: the same on every machine, unrelated to its neighbours'."""
     text = "/".join(str(name) for name in ("steadygrad", seed, *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def seed_everything(seed: int, *names: object) -> None:
+    """Seeds Python's, numpy's and torch's generators with :func:`seed_for`."""
+    seed = seed_for(seed, *names)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Puts Python's, numpy's and torch's generators back into their states."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 class Order:
@@ -25,20 +49,17 @@ class Order:
     """
 
     def __init__(self, size: int, seed: int, stream: str, head: Tensor | None = None) -> None:
-        self.size = size
-        self._seed = seed
-        self._stream = stream
+        self.size, self._seed, self._stream = size, seed, stream
         self._head = torch.empty(0, dtype=torch.int64) if head is None else head
         self._epoch: tuple[int, Tensor] | None = None
 
     def take(self, start: int, count: int) -> Tensor:
         """The sample numbers at positions ``start`` to ``start + count``, shape ``(count,)``."""
-        parts = []
+        parts = [torch.empty(0, dtype=torch.int64)]
         while count > 0:
-            part = self._from(start)[:count]
-            parts.append(part)
-            start, count = start + len(part), count - len(part)
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+            parts.append(self._from(start)[:count])
+            start, count = start + len(parts[-1]), count - len(parts[-1])
+        return torch.cat(parts)
 
     def epoch(self, number: int) -> Tensor:
         """The permutation of one epoch, with shape ``(size,)``."""
@@ -63,13 +84,7 @@ def branch_order(size: int, seed: int, *, seen: int, stream: str) -> Order:
     """An order that starts with the samples the main trajectory has not yet seen in its epoch.
 
     Training on samples already seen would lower the loss by memory, and measuring the gradient on
-    them would find less noise than there is.
-
-    Args:
-        size: Number of samples.
-        seed: The study's seed.
-        seen: Samples the main trajectory has seen.
-        stream: Name of this order.
+    them would find less noise than there is. ``seen`` is how many samples it has seen.
     """
     number, offset = divmod(seen, size)
     rest = main_order(size, seed).epoch(number)[offset:]

@@ -1,9 +1,9 @@
 """A study from its first check to its summary, however it ends."""
 
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,21 @@ import torch
 from steadygrad._checks import InputError, launched
 from steadygrad.record import (
     SCHEMA,
+    Event,
     Header,
     RecordError,
     Run,
-    Runtime,
     RunWriter,
     convert,
     environment,
     read_run,
 )
 from steadygrad.record.schema.common import FREE
-from steadygrad.studies.calibration import Calibration, calibrate, resolve_device
-from steadygrad.studies.compatibility import changes
-from steadygrad.studies.coordinator import Monitor, Pending, run_parallel, run_serial
+from steadygrad.studies.calibration import calibrate, resolve_device
+from steadygrad.studies.coordinator import Coordinator, Monitor, run_serial
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
-from steadygrad.studies.description import accelerator, describe_task
-from steadygrad.studies.distributed import DistributedContext, is_rank_zero
+from steadygrad.studies.description import changes, make_header
+from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.executor import Pool, dask_pool, process_pool
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.study import Study, study_class, study_of
@@ -44,7 +43,6 @@ class Outcome:
     """End of a study.
 
     Attributes:
-        folder: The run's folder.
         summary: Content of ``summary.json``.
         too_little: What is missing where the study says nothing at all; None otherwise.
         stopped_by: The signal that ended it; 0 otherwise.
@@ -61,11 +59,7 @@ class Outcome:
 class StudyFailed(InputError):
     """Training failed after the record was begun; the results until then are kept.
 
-    The reason is the ``__cause__``.
-
-    Attributes:
-        folder: The run's folder, with a summary.
-        is_main: Whether this process wrote it.
+    The reason is the ``__cause__``; ``is_main`` says whether this process wrote ``folder``.
     """
 
     def __init__(self, message: str, folder: Path, *, is_main: bool) -> None:
@@ -76,12 +70,12 @@ class StudyFailed(InputError):
 def start(
     name: str, settings: Any, folder: Path, *, deadline: Deadline | None = None, monitor: Monitor
 ) -> Outcome:
-    """Runs a study in a new folder.
+    """Runs a study in a folder that is absent or empty.
 
     Args:
         name: Name of the study.
         settings: The study's settings.
-        folder: Absent or empty.
+        folder: The run's folder.
         deadline: Ends the study early. Default: when the budget, from now on, is over.
         monitor: Watches.
 
@@ -90,30 +84,25 @@ def start(
         StudyFailed: If training diverges, or the task's code raises, later on.
     """
     kind = study_class(name)
-    settings = checked_settings(kind, settings)
+    settings = _checked(kind, settings)
     deadline = deadline or Deadline()
     device = resolve_device(settings.device)
-    context = DistributedContext.join(deadline, device, settings.sharding)
-    pool: Pool | None = None
-    try:
-        trainer = _trainer(
-            kind, settings, context, context.together(lambda: load_task(settings.task))
-        )
+    with ExitStack() as stack:
+        context = DistributedContext.join(deadline, device, settings.sharding)
+        stack.callback(context.leave)
+        task = context.together(lambda: load_task(settings.task))
+        trainer = kind.make_trainer(task, settings, context)
         trainer.try_once()
-        pool = _cluster(settings, context)
-        found = calibrate(settings, trainer, pool.workers if pool else 0)
-        plan = kind.make_plan(settings, trainer, speed=found.speed, workers=found.workers)
-        trainer.fit_micro_batch(kind.largest_batch(plan, trainer.task))
+        cluster = _cluster(stack, settings, context)
+        speed, workers = calibrate(settings, trainer, cluster.workers if cluster else 0)
+        plan = kind.make_plan(settings, trainer, speed=speed, workers=workers)
+        trainer.fit_micro_batch(kind.largest_batch(plan, task))
         trainer.restart()
-        header = _header(kind, settings, trainer, found, plan)
+        header = make_header(kind, settings, trainer, workers, plan)
         writer = context.on_main(lambda: RunWriter.create(folder, header))
         deadline.limit(settings.budget)
-        pool = pool or _local_pool(found.workers, header)
-        return _Session(folder, kind(header), trainer, writer, monitor).run(pool, deadline, [])
-    finally:
-        if pool is not None:
-            pool.close()
-        context.leave()
+        session = _Session(folder, kind(header), trainer, writer, monitor)
+        return session.run(cluster or _local_pool(workers, header), deadline)
 
 
 def resume(
@@ -154,34 +143,25 @@ def resume(
     deadline, runtime = deadline or Deadline(), header.runtime
     device = resolve_device(runtime.device)
     torch.set_num_threads(runtime.threads)
-    context = DistributedContext.join(deadline, device, settings.sharding)
-    pool: Pool | None = None
-    try:
+    with ExitStack() as stack:
+        context = DistributedContext.join(deadline, device, settings.sharding)
+        stack.callback(context.leave)
         study = study_of(header)
         task = context.together(lambda: load_recorded_task(header))
-        trainer = _trainer(type(study), settings, context, task, runtime.micro_batch_size)
+        trainer = study.make_trainer(task, settings, context, runtime.micro_batch_size)
         for warning in changes(header, trainer):
             monitor.say(warning)
         # Read on every rank before one of them writes.
         context.gather(None)
-        pool = _cluster(settings, context)
+        cluster = _cluster(stack, settings, context)
         writer = context.on_main(lambda: RunWriter.resume(folder))
         deadline.limit(settings.budget)
-        pool = pool or _local_pool(settings.workers or _as_before(header), header)
-        session = _Session(folder, study, trainer, writer, monitor)
-        return session.run(pool, deadline, recorded.events)
-    finally:
-        if pool is not None:
-            pool.close()
-        context.leave()
+        session = _Session(folder, study, trainer, writer, monitor, recorded.events)
+        return session.run(cluster or _local_pool(settings.workers, header), deadline)
 
 
-def checked_settings(kind: type[Study], settings: Any) -> Any:
-    """Checks settings that were made in Python as those of the command line are.
-
-    Raises:
-        InputError: If one is of another type or out of bounds.
-    """
+def _checked(kind: type[Study], settings: Any) -> Any:
+    """Checks settings that were made in Python as those of the command line are."""
     schema = kind.schema().settings
     if not isinstance(settings, schema):
         raise InputError(
@@ -194,11 +174,10 @@ def checked_settings(kind: type[Study], settings: Any) -> Any:
         raise InputError(f"{error}. Found {settings}. Remedy: another value.") from None
 
 
-def _agreed(header: Header, given: Mapping[str, Any]) -> Any:
+def _agreed(header: Any, given: Mapping[str, Any]) -> Any:
     """The record's settings, with those that may change as they are given now."""
-    settings = header.settings  # type: ignore[attr-defined]
     for name, value in given.items():
-        recorded = getattr(settings, name)
+        recorded = getattr(header.settings, name)
         same = value == recorded or (name == "device" and value == header.runtime.device)
         if not same and name not in FREE:
             flag = "TASK" if name == "task" else f"--{name.replace('_', '-')}"
@@ -207,7 +186,7 @@ def _agreed(header: Header, given: Mapping[str, Any]) -> Any:
                 f"Remedy: leave {flag} away, or start a new run with --out."
             )
     free = {"dask": "", **{name: value for name, value in given.items() if name in FREE}}
-    return replace(settings, **free)
+    return replace(header.settings, **free)
 
 
 def _completed(recorded: Run, more_time: bool, monitor: Monitor) -> Outcome | None:
@@ -217,12 +196,13 @@ def _completed(recorded: Run, more_time: bool, monitor: Monitor) -> Outcome | No
     """
     if recorded.summary is None or recorded.summary.get("status") != "complete":
         return None
-    if is_rank_zero() and more_time:
+    is_main = launched()[0] == 0
+    if is_main and more_time:
         monitor.say("this run is complete: its plan has nothing left for more time to do.")
     # From the record: the file may have been changed, or be of an older steadygrad.
     study = study_of(recorded.header)
     summary = _summary(study, Journal(events=recorded.events), "complete")
-    return Outcome(recorded.folder, summary, is_main=is_rank_zero())
+    return Outcome(recorded.folder, summary, is_main=is_main)
 
 
 def _summary(study: Study, journal: Journal, status: str) -> dict[str, Any]:
@@ -230,149 +210,95 @@ def _summary(study: Study, journal: Journal, status: str) -> dict[str, Any]:
     return common | study.summarize(journal, status)
 
 
-def _trainer(
-    kind: type[Study],
-    settings: Any,
-    context: DistributedContext,
-    task: Any,
-    micro_batch_size: int | None = None,
-) -> Trainer:
-    return Trainer(
-        task,
-        seed=settings.seed,
-        dtype=kind.dtype(settings),
-        context=context,
-        micro_batch_size=micro_batch_size,
-        keep_half_life=getattr(settings, "keep_half_life", False),
-        scaling=kind.scaling(),
-    )
-
-
-def _header(
-    kind: type[Study], settings: Any, trainer: Trainer, found: Calibration, plan: Any
-) -> Header:
-    context = trainer.context
-    header: Header = kind.schema().header(
-        schema=SCHEMA,
-        study=kind.name,
-        task=describe_task(trainer, settings.task),
-        settings=settings,
-        plan=plan,
-        runtime=Runtime(
-            device=context.device.type,
-            dtype=kind.dtype(settings),
-            world_size=context.size,
-            sharding=context.sharding,
-            threads=torch.get_num_threads(),
-            micro_batch_size=trainer.micro_batch_size,
-            workers=found.workers,
-        ),
-        environment=environment(accelerator(context.device)),
-        time={
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "folder": os.getcwd(),
-        },
-    )
-    return header
-
-
-def _cluster(settings: Any, context: DistributedContext) -> Pool | None:
+def _cluster(stack: ExitStack, settings: Any, context: DistributedContext) -> Pool | None:
     """The cluster that the settings name; None where they name none."""
-    if settings.dask and context.size > 1:
+    if not settings.dask:
+        return None
+    if context.size > 1:
         raise InputError(
             f"--dask runs each trial in one process. Found {context.size} processes. "
             "Remedy: no torchrun, or no --dask."
         )
-    return dask_pool(settings.dask) if settings.dask else None
-
-
-def _as_before(header: Header) -> int:
-    """As many workers as the plan reckons with, where this machine has the cores for them."""
-    cores, runtime = int(environment()["cores"]), header.runtime
-    if runtime.device != "cpu":
-        return runtime.workers
-    return min(runtime.workers, max(1, cores // runtime.threads))
+    pool = dask_pool(settings.dask)
+    stack.callback(pool.close)
+    return pool
 
 
 def _local_pool(workers: int, header: Header) -> Pool | None:
-    """Worker processes of this machine; None where trials run in this process."""
+    """Worker processes of this machine; None where trials run in this process.
+
+    Default: as many as the plan reckons with, where this machine has the cores for them.
+    """
+    runtime = header.runtime
+    if not workers:
+        enough = max(1, int(environment()["cores"]) // runtime.threads)
+        workers = min(runtime.workers, enough) if runtime.device == "cpu" else runtime.workers
     if workers < 2 or launched()[1] > 1:
         return None
-    cuda = header.runtime.device == "cuda"
+    cuda = runtime.device == "cuda"
     return process_pool(workers, range(torch.cuda.device_count()) if cuda else ())
 
 
 @dataclass
 class _Session:
-    """A study while it runs.
-
-    Attributes:
-        folder: The run's folder.
-        study: The study.
-        trainer: Trains, where trials run in this process.
-        writer: Writes the record; None on the ranks that do not write.
-        monitor: Watches.
-    """
+    """A study while it runs; ``writer`` is None on the ranks that do not write."""
 
     folder: Path
     study: Study
     trainer: Trainer
     writer: RunWriter | None
     monitor: Monitor
+    events: Sequence[Event] = ()
 
-    def run(self, pool: Pool | None, deadline: Deadline, events: list[Any]) -> Outcome:
+    def run(self, pool: Pool | None, deadline: Deadline) -> Outcome:
         """Runs all trials, and writes the summary however that ends."""
-        journal, pending = Journal(self.writer, events), Pending(self.study, self.folder)
-        is_main = self.trainer.context.is_main
-        worker = Worker(self.study, self.folder, self.trainer)
-        self._begin(journal, pending)
+        study, is_main = self.study, self.trainer.context.is_main
+        waiting = self.folder / "pending"
+        self.journal = Journal(self.writer, self.events, waiting, study.schema().events)
+        worker = Worker(study, self.folder, self.trainer)
+        self._begin()
+        status, reason = "complete", 0
         try:
-            status, reason = "complete", 0
             try:
                 if pool is None:
-                    run_serial(self.study, journal, worker, pending, self.monitor)
+                    run_serial(study, self.journal, worker, self.monitor)
                 else:
-                    arguments = pool, self.folder, pending, deadline, self.monitor
-                    run_parallel(self.study, journal, *arguments)
+                    shared = study, self.journal, pool, self.folder
+                    Coordinator(*shared, deadline, self.monitor).run()
             except StudyInterrupted as stopped:
                 reason = stopped.reason
                 status = "budget" if reason == BUDGET else "interrupted"
-            summary = self._write(journal, pending, status)
+            summary = self._write(status)
             if status == "complete":
                 worker.checkpoints.remove()
         except RecordError:
             raise
         except InputError as error:
-            self._write(journal, pending, "failed")
+            self._write("failed")
             raise StudyFailed(str(error), self.folder, is_main=is_main) from error
         finally:
             if self.writer is not None:
                 self.writer.close()
-        too_little = self.study.too_little(summary) if status == "budget" else None
+        too_little = study.too_little(summary) if status == "budget" else None
         return Outcome(self.folder, summary, too_little, reason, is_main)
 
-    def _begin(self, journal: Journal, pending: Pending) -> None:
-        trials = self.study.trials()
-        known = Journal(events=[*journal.events(), *pending])
-        done, ends, total = 0, {}, 0
-        for trial in trials:
-            total += trial.cost
-            ends[trial.key] = total
-            done += trial.cost if trial.key in known else 0
+    def _begin(self) -> None:
+        costs = {trial.key: trial.cost for trial in self.study.trials()}
+        ends = dict(zip(costs, accumulate(costs.values()), strict=True))
+        done = sum(cost for key, cost in costs.items() if key in self.journal)
         milestones = {name: ends[key] for name, key in self.study.milestones().items()}
-        self.monitor.begin(total, done, milestones)
+        self.monitor.begin(sum(costs.values()), done, milestones)
 
-    def _write(self, journal: Journal, pending: Pending, status: str) -> dict[str, Any]:
-        known = Journal(events=[*journal.events(), *pending])
-        summary = _summary(self.study, known, status)
+    def _write(self, status: str) -> dict[str, Any]:
+        summary = _summary(self.study, self.journal, status)
         if self.writer is None:
             return summary
-        if journal.differing:
+        if self.journal.differing:
             self.monitor.say(
-                f"{journal.differing} numbers differ from those recorded: the machine or its "
+                f"{self.journal.differing} numbers differ from those recorded: the machine or its "
                 "libraries are not the same."
             )
         # In this order: a summary that says "complete" is the last thing that can be missing.
-        journal.end(status, budget_seconds=self.study.header.settings.budget)
+        self.journal.end(status, budget_seconds=self.study.header.settings.budget)
         self.writer.write_summary(summary)
         return summary

@@ -13,7 +13,7 @@ Floats = NDArray[np.float64]
 def isotonic(values: Floats) -> Floats:
     r"""The nearest non-decreasing rows, by the min-max formula.
 
-    .. math:: \\hat y_k = \\max_{i \\le k} \\min_{j \\ge k} \\mathrm{mean}(y_i, \\ldots, y_j)
+    .. math:: \hat y_k = \max_{i \le k} \min_{j \ge k} \mathrm{mean}(y_i, \ldots, y_j)
 
     Args:
         values: Rows of values, shape ``(*, K)``.
@@ -33,18 +33,11 @@ def isotonic(values: Floats) -> Floats:
 
 
 def unimodal(values: Floats) -> Floats:
-    """The nearest rows that rise to one mode and then fall.
-
-    Args:
-        values: Rows of values, shape ``(*, K)``.
-    """
-    count = values.shape[-1]
-    fits = [
-        np.concatenate(
-            [isotonic(values[..., :split]), isotonic(values[..., : split - 1 : -1])[..., ::-1]], -1
-        )
-        for split in range(1, count + 1)
-    ]
+    """The nearest rows that rise to one mode and then fall, with shape ``(*, K)``."""
+    fits = []
+    for split in range(1, values.shape[-1] + 1):
+        fall = isotonic(values[..., : split - 1 : -1])[..., ::-1]
+        fits.append(np.concatenate([isotonic(values[..., :split]), fall], -1))
     stack = np.stack(fits)
     best = ((stack - values) ** 2).sum(-1).argmin(0)
     found: Floats = np.take_along_axis(stack, best[None, ..., None], 0)[0]

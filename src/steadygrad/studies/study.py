@@ -14,6 +14,7 @@ from steadygrad._checks import InputError
 from steadygrad.record import Event, Header, Key
 from steadygrad.record.schema import STUDIES, Schema, schema_of
 from steadygrad.studies.checkpoint import Checkpoints
+from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.trainer import Scaling, Trainer
 from steadygrad.tasks import Task
@@ -32,7 +33,7 @@ class Trial:
     """One piece of work.
 
     Attributes:
-        key: Name of the trial, unique in its study.
+        key: Unique in its study.
         cost: Samples of work that the plan reckons with.
         job: From the journal to what is to be done; None where nothing is. It may read only what
             the trials in ``needs`` have recorded.
@@ -52,9 +53,6 @@ class Workplace:
     """What a job is run with.
 
     Attributes:
-        trainer: Trains.
-        checkpoints: Keeps states of training.
-        advance: Told of progress.
         repeated: Events of trials that were run again because a checkpoint was lost.
     """
 
@@ -65,13 +63,10 @@ class Workplace:
 
 
 class Study(ABC):
-    """An experiment behind a command.
+    """An experiment behind a command, whose name is ``name``.
 
     Args:
         header: First line of the record, with the study's own settings and plan.
-
-    Attributes:
-        name: Name of the command, and of the study's folders.
     """
 
     name: ClassVar[str]
@@ -96,6 +91,25 @@ class Study(ABC):
     def scaling(cls) -> Scaling | None:
         """Maker of the gradient scaler; None for torch's."""
         return None
+
+    @classmethod
+    def make_trainer(
+        cls,
+        task: Task,
+        settings: Any,
+        context: DistributedContext,
+        micro_batch_size: int | None = None,
+    ) -> Trainer:
+        """A trainer of a task, as the study trains it."""
+        return Trainer(
+            task,
+            seed=settings.seed,
+            dtype=cls.dtype(settings),
+            context=context,
+            micro_batch_size=micro_batch_size,
+            keep_half_life=getattr(settings, "keep_half_life", False),
+            scaling=cls.scaling(),
+        )
 
     @classmethod
     @abstractmethod
@@ -136,14 +150,9 @@ class Study(ABC):
 
     @abstractmethod
     def summarize(self, journal: Journal, status: str) -> dict[str, Any]:
-        """Says what the recorded events mean; a pure function.
+        """The content of ``summary.json``: a pure function of the events and the status.
 
-        Args:
-            journal: The events.
-            status: ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
-
-        Returns:
-            The content of ``summary.json``.
+        The status is ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
         """
 
     def too_little(self, summary: Mapping[str, Any]) -> str | None:
@@ -152,8 +161,7 @@ class Study(ABC):
 
     def key_of(self, job: Job) -> Key:
         """The key of the event that a job gives."""
-        schema = self.schema()
-        kinds = get_args(schema.events)
+        kinds = get_args(self.schema().events)
         kind = next(k for k in kinds if k.__struct_config__.tag == job["event"])
         return (job["event"], *(job[name] for name in kind.key_fields))
 
@@ -168,8 +176,7 @@ def study_class(name: str) -> type[Study]:
         raise InputError(
             f"Expected a study: {', '.join(STUDIES)}. Found {name!r}. Remedy: one of these."
         )
-    module = import_module(f"steadygrad.studies.{name}")
-    found: type[Study] = module.STUDY
+    found: type[Study] = import_module(f"steadygrad.studies.{name}").STUDY
     return found
 
 

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,12 @@ __all__ = ["ERRORS", "STOP_FILE", "Worker", "begin_worker", "load_recorded_task"
 
 # The coordinator writes it when its workers have to stop.
 STOP_FILE = "stop"
-RECORD = "record.jsonl"
+# Errors of a job that keep their class on the way to the coordinator.
+ERRORS: dict[str, type[InputError]] = {"diverged": Diverged, "task": TaskError, "input": InputError}
 
 
 class Worker:
-    """Runs the jobs of one run.
-
-    Args:
-        study: The study.
-        folder: The run's folder.
-        trainer: Trains.
-    """
+    """Runs the jobs of the run in ``folder``."""
 
     def __init__(self, study: Study, folder: Path, trainer: Trainer) -> None:
         self.study, self.trainer = study, trainer
@@ -58,38 +53,27 @@ class Worker:
             place = Workplace(trainer, self.checkpoints, advance)
             try:
                 event = self.study.run(job, place)
+                break
             except TaskError as error:
                 smaller = is_out_of_memory(error) and trainer.context.size == 1
                 if not smaller or trainer.micro_batch_size == 1:
                     raise
-                trainer.free_memory()
-                trainer.micro_batch_size = max(1, trainer.micro_batch_size // 2)
-                continue
-            seconds = {"seconds": round(time.monotonic() - began, 3)}
-            return _timed(event, seconds), place.repeated
-
-
-def _timed(event: Event, facts: Mapping[str, Any]) -> Event:
-    return msgspec.structs.replace(event, time={**event.time, **facts})
+            trainer.free_memory()
+            trainer.micro_batch_size //= 2
+        seconds = {"seconds": round(time.monotonic() - began, 3)}
+        return msgspec.structs.replace(event, time=event.time | seconds), place.repeated
 
 
 def load_recorded_task(header: Header) -> Task:
     """The task of a record; its file is looked for where the run was started, too."""
     spec = header.task.spec
-    there = Path(str(header.time.get("folder", "."))) / spec
-    return load_task(str(there) if ".py:" in spec and not _file_of(spec).exists() else spec)
-
-
-def _file_of(spec: str) -> Path:
-    return Path(spec.rpartition(":")[0])
-
-
-_current: tuple[tuple[str, bytes], Worker] | None = None
-_lock = threading.Lock()
+    if ".py:" in spec and not Path(spec.rpartition(":")[0]).exists():
+        spec = str(Path(str(header.time.get("folder", "."))) / spec)
+    return load_task(spec)
 
 
 def begin_worker(parent: int, devices: Any = None) -> None:
-    """Prepares a worker process: it leaves signals to the coordinator, and ends with it.
+    """Prepares a worker process: it leaves signals to its coordinator, and ends with it.
 
     Args:
         parent: The coordinator's process number.
@@ -111,19 +95,21 @@ def begin_worker(parent: int, devices: Any = None) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+_lock = threading.Lock()
+
+
 def run_job(folder: str, text: str) -> str:
-    """Does one job in a worker process.
+    """Does one job in a worker process that shares the run's folder.
 
-    Args:
-        folder: The run's folder, on a file system that this process shares.
-        text: The job, as JSON.
-
-    Returns:
-        JSON with ``event`` and ``repeated``, or with ``error`` and its ``kind``.
+    The job is JSON; so is the result, with ``event`` and ``repeated`` or with ``error`` and
+    ``kind``.
     """
     try:
         with _lock:  # a cluster's worker may have several threads, and torch's seed is global
-            event, repeated = _worker(folder).run(loads(text), lambda samples, what: None)
+            # A cluster's workers outlive a run, and another one may be in its folder.
+            with open(Path(folder) / "record.jsonl", "rb") as file:
+                worker = _worker(folder, file.readline())
+            event, repeated = worker.run(loads(text), lambda samples, what: None)
     except StudyInterrupted:
         return dumps({"kind": "interrupted", "error": "stopped"})
     except InputError as error:
@@ -132,30 +118,15 @@ def run_job(folder: str, text: str) -> str:
     return dumps({"event": event.as_dict(), "repeated": [e.as_dict() for e in repeated]})
 
 
-ERRORS: dict[str, type[InputError]] = {"diverged": Diverged, "task": TaskError, "input": InputError}
-
-
-def _worker(folder: str) -> Worker:
+@lru_cache(maxsize=1)
+def _worker(folder: str, first_line: bytes) -> Worker:
     """This process's worker for a run, made once."""
-    global _current
     path = Path(folder)
-    # A cluster's workers outlive a run, and another one may be in its folder.
-    with open(path / RECORD, "rb") as file:
-        place = folder, file.readline()
-    if _current is None or _current[0] != place:
-        header = read_run(path).header
-        runtime = header.runtime
-        torch.set_num_threads(runtime.threads)
-        study = study_of(header)
-        context = DistributedContext(WorkerDeadline(path / STOP_FILE), device=runtime.device)
-        trainer = Trainer(
-            load_recorded_task(header),
-            seed=header.settings.seed,
-            dtype=runtime.dtype,
-            context=context,
-            micro_batch_size=runtime.micro_batch_size,
-            keep_half_life=getattr(header.settings, "keep_half_life", False),
-            scaling=study.scaling(),
-        )
-        _current = place, Worker(study, path, trainer)
-    return _current[1]
+    header = read_run(path).header
+    runtime = header.runtime
+    torch.set_num_threads(runtime.threads)
+    study = study_of(header)
+    context = DistributedContext(WorkerDeadline(path / STOP_FILE), device=runtime.device)
+    task = load_recorded_task(header)
+    trainer = study.make_trainer(task, header.settings, context, runtime.micro_batch_size)
+    return Worker(study, path, trainer)

@@ -6,9 +6,10 @@ import time
 
 import pytest
 
-from steadygrad.record import End, dumps, read_run, strip_times
+from steadygrad.record import End, dumps, read_run
 from tests.unit.cli.conftest import PLAIN
 from tests.unit.cli.quick import program, tiny
+from tests.unit.record.helpers import strip_times
 
 
 def lines(folder):

@@ -130,5 +130,10 @@ def assert_one_line(error: pytest.ExceptionInfo[InputError], *parts: str) -> Non
         assert part in text, text
 
 
+def strip_times(event: dict[str, Any]) -> dict[str, Any]:
+    """Drops ``time``, in which all that may differ between equal runs lies."""
+    return {name: value for name, value in event.items() if name != "time"}
+
+
 def no_space(*_: object) -> None:
     raise OSError(28, "No space left on device")

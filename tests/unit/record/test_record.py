@@ -17,7 +17,6 @@ from steadygrad.record import (
     loads,
     plural,
     replace_file,
-    strip_times,
     write_report,
 )
 from tests.unit.record.helpers import assert_one_line, no_space
@@ -78,12 +77,6 @@ def test_a_page_that_cannot_be_written_says_how_to_draw_it_again(tmp_path: Path)
         write_report(tmp_path, "page")
     assert_one_line(error, "The results are kept. Remedy: ", f"`steadygrad report {tmp_path}`.")
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
-
-
-def test_strip_times_drops_only_the_time_and_the_checksum():
-    event = {"event": "point", "loss": 1.0, "time": {"seconds": 3.1}, "times": 2, "crc": "0"}
-    assert strip_times(event) == {"event": "point", "loss": 1.0, "times": 2}
-    assert "time" in event
 
 
 def test_environment_names_versions_and_hardware():

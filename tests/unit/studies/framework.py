@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from steadygrad.record import dumps, read_run, strip_times
+from steadygrad.record import dumps, read_run
 from steadygrad.record.schema.advise import Plan, Settings
 from steadygrad.studies.advise.study import Advise
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.run import resume, start
 from steadygrad.studies.trainer import Trainer
+from tests.unit.record.helpers import strip_times
 from tests.unit.studies import tiny_task
 
 TINY = Path(tiny_task.__file__)

@@ -10,7 +10,7 @@ from steadygrad._checks import InputError
 from steadygrad.record import dumps, loads
 from steadygrad.record.schema.advise import Point
 from steadygrad.studies import coordinator
-from steadygrad.studies.coordinator import Pending, run_parallel, run_serial
+from steadygrad.studies.coordinator import Coordinator, run_serial
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
 from steadygrad.studies.executor import Pool, WorkersLost
 from steadygrad.studies.journal import Journal
@@ -117,6 +117,11 @@ def failing(kind):
     return fault
 
 
+def journal(folder, writer=None, events=()):
+    """The journal of a toy, with the results that wait in a folder."""
+    return Journal(writer, events, folder / "pending", Toy.schema().events)
+
+
 class Setting:
     """A study, its executor and what was recorded."""
 
@@ -124,7 +129,7 @@ class Setting:
         self.folder, self.study = folder, Toy(trials)
         self.executor, self.writer = Shuffled(seed), Recorder()
         self.made = self.left = 0
-        self.journal = Journal(self.writer, events)
+        self.journal = journal(folder, self.writer, events)
         self.monitor = monitor or Watcher()
         self.deadline = Deadline()
         self.pool = Pool(
@@ -144,15 +149,14 @@ class Setting:
 
     def run(self, monkeypatch):
         monkeypatch.setattr(coordinator, "wait", self.executor.wait)
-        run_parallel(
+        Coordinator(
             self.study,
             self.journal,
             self.pool,
             self.folder,
-            Pending(self.study, self.folder),
             self.deadline,
             self.monitor,
-        )
+        ).run()
         return self.writer.keys
 
 
@@ -233,7 +237,7 @@ def test_adaptive_trials_are_recorded_where_they_stand(tmp_path, monkeypatch, se
     assert setting.executor.ran.count(20) == 1
     assert setting.monitor.done == 61
     serial = Recorder()
-    run_serial(setting.study, Journal(serial), InProcess(), Pending(Toy([]), tmp_path), Watcher())
+    run_serial(setting.study, Journal(serial), InProcess(), Watcher())
     assert serial.events == setting.writer.events
 
 
@@ -259,7 +263,7 @@ def test_results_that_wait_survive_an_interruption(tmp_path, monkeypatch, seed, 
         first.run(monkeypatch)
     assert stopped.value.reason == BUDGET
     done = set(first.executor.ran)
-    waiting = {(e.key) for e in Pending(first.study, tmp_path)}
+    waiting = {e.key for e in journal(tmp_path).events()}
     # What ran is recorded or waits, and what is recorded has no gap.
     assert first.writer.keys == KEYS[: len(first.writer.keys)]
     assert {("point", n) for n in done} == set(first.writer.keys) | waiting
@@ -269,8 +273,7 @@ def test_results_that_wait_survive_an_interruption(tmp_path, monkeypatch, seed, 
         second.run(monkeypatch)
         assert set(second.executor.ran) == set(range(8)) - done
     else:
-        pending = Pending(second.study, tmp_path)
-        run_serial(second.study, second.journal, InProcess(), pending, second.monitor)
+        run_serial(second.study, second.journal, InProcess(), second.monitor)
     assert first.writer.keys + second.writer.keys == KEYS
     assert second.monitor.done == 80 - 10 * len(done)
     assert list(tmp_path.iterdir()) == []
@@ -286,14 +289,15 @@ def test_waiting_results_exist_in_these_interruptions(tmp_path, monkeypatch):
         setting.monitor = interrupted(setting)
         with pytest.raises(StudyInterrupted):
             setting.run(monkeypatch)
-        found += len(list(Pending(setting.study, folder)))
+        found += len(journal(folder).events())
     assert found > 3
 
 
 @pytest.mark.parametrize("damage", [b"", b'{"event": "point"', b"[1]", b'{"event": "point"}'])
 def test_a_damaged_waiting_result_is_run_again(tmp_path, monkeypatch, damage):
-    pending = Pending(Toy([]), tmp_path)
-    pending.put(event(6, 6.0))
+    kept = journal(tmp_path)
+    kept.keep(event(6, 6.0))
+    kept.save(("point", 6))
     (path,) = (tmp_path / "pending").iterdir()
     path.write_bytes(damage)
     setting = Setting(graph(), tmp_path)
@@ -311,8 +315,7 @@ def test_what_was_recorded_is_not_run_again_and_adaptive_trials_count_as_done(
         if way == "parallel":
             assert again.run(monkeypatch) == []
         else:
-            pending = Pending(again.study, tmp_path)
-            run_serial(again.study, again.journal, InProcess(), pending, again.monitor)
+            run_serial(again.study, again.journal, InProcess(), again.monitor)
         assert again.executor.ran == []
         assert again.writer.keys == []
         # The four plain ones were counted before; the choices are known only now.

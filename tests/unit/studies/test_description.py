@@ -48,7 +48,7 @@ def test_a_task_without_betas_and_weight_decay():
 
 
 def test_ranks_keep_the_threads_that_their_launcher_gave_them(monkeypatch):
-    monkeypatch.setattr("steadygrad.studies.calibration._speed", lambda trainer, **o: 8.0)
+    monkeypatch.setattr("steadygrad.studies.calibration._measured_speed", lambda trainer: 8.0)
     monkeypatch.setattr(
         "steadygrad.studies.calibration.environment", lambda: {"cores": 8, "memory_bytes": 1 << 40}
     )
@@ -58,13 +58,16 @@ def test_ranks_keep_the_threads_that_their_launcher_gave_them(monkeypatch):
     monkeypatch.setattr(context, "wrap", lambda model: model)
     trainer = Trainer(make_task(), seed=0, dtype="float32", context=context)
     torch.set_num_threads(3)
-    assert calibrate(settings, trainer, 0).workers == 1
+    assert calibrate(settings, trainer, 0)[1] == 1
     assert torch.get_num_threads() == 3
     # Alone, one worker has all cores, and each of two has half of them.
     trainer = make_trainer()
     for workers, threads in ((1, 8), (2, 4)):
-        found = calibrate(SimpleNamespace(workers=workers, threads=0, budget=1e3), trainer, 0)
-        assert (found.workers, torch.get_num_threads()) == (workers, threads)
+        settings = SimpleNamespace(workers=workers, threads=0, budget=1e3)
+        assert calibrate(settings, trainer, 0)[1] == workers
+        assert torch.get_num_threads() == threads
+    # Where only the threads are said, so many workers as there are cores for.
+    assert calibrate(SimpleNamespace(workers=0, threads=2, budget=1e3), trainer, 0) == (8.0, 4)
 
 
 def test_parameters_are_those_that_train_each_counted_once():

@@ -40,7 +40,7 @@ def weights(trainer):
 
 def gradients(trainer, indices):
     trainer.model.zero_grad()
-    loss = trainer._accumulate(indices)
+    loss = trainer.backward(indices)
     return float(loss), [parameter.grad.clone() for parameter in trainer.model.parameters()]
 
 
@@ -148,7 +148,7 @@ def test_memory_that_runs_out_in_a_job_changes_this_job_only(tmp_path):
     class Hungry:
         def run(self, job, place):
             sizes.append(place.trainer.micro_batch_size)
-            place.trainer._accumulate(torch.arange(job["samples"]))
+            place.trainer.backward(torch.arange(job["samples"]))
             return tiny_event()
 
     trainer = make_trainer(tiny_task.out_of_memory(), micro_batch_size=64)

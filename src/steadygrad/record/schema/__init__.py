@@ -21,7 +21,7 @@ class Schema:
     Attributes:
         header: Class of the first line.
         events: Union of the classes of all other lines.
-        names: Names of the events.
+        names: Of the events.
         settings: Dataclass of what a user chooses; it is the command line as well.
         check: ``(header, event)`` to None, or to what was expected and found where an event does
             not fit the plan.

@@ -54,7 +54,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Amounts of work, fixed before the first trial.
 
     Attributes:
-        batch_size: The task's own batch size, in samples.
+        batch_size: The task's own, in samples.
         points: Samples seen by the main trajectory at each point of training.
         branch_samples: Samples of each branch from each point.
         multiples: Batch sizes of the branches from each point, as multiples of ``batch_size``.
@@ -96,10 +96,6 @@ class Point(Event, frozen=True, tag="point"):
     """The main trajectory has reached a point of training.
 
     Attributes:
-        point: Number of the point.
-        samples: Samples seen.
-        steps: Optimizer steps taken.
-        valid_loss: Validation loss.
         curve: Validation losses since the point before, this one included.
         training: Samples seen and mean training loss of stretches since the point before.
     """
@@ -135,11 +131,7 @@ class Branch(Event, frozen=True, tag="branch"):
     """One branch: training on from a point with another batch size.
 
     Attributes:
-        point: Number of the point.
         repeat: Number of the data order.
-        batch_size: In samples.
-        lr: Learning rate.
-        steps: Optimizer steps.
         samples: Samples that ``loss`` stands for.
         loss: Mean validation loss near the branch's end; infinite if it diverged.
         curve: Validation losses of the smallest batch on the way.
@@ -158,13 +150,7 @@ class Branch(Event, frozen=True, tag="branch"):
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """One stretch of a batch-size schedule.
-
-    Attributes:
-        from_samples: Samples seen when it begins.
-        batch_size: In samples.
-        lr: Learning rate.
-    """
+    """One stretch of a batch-size schedule, from so many samples on."""
 
     from_samples: Count
     batch_size: Positive
@@ -179,12 +165,9 @@ class Scratch(Event, frozen=True, tag="scratch"):
         repeat: Number of the seed; repeat 0 of the smallest batch is the main trajectory.
         batch_size: Of the last stage, in samples.
         rate: Learning rate over the one that the task's rule gives for the batch size.
-        stages: Batch sizes and learning rates.
         warmup_samples: Samples over which the learning rate rises from the task's own.
-        steps: Optimizer steps.
         samples: Samples that ``loss`` stands for.
         loss: Mean validation loss near the end; infinite if the run diverged.
-        curve: Validation losses on the way.
     """
 
     key_fields = ("purpose", "repeat", "batch_size", "rate")

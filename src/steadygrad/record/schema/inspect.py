@@ -82,7 +82,6 @@ class Histogram(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of exponents.
 
     Attributes:
-        zero: Zeros.
         low: Exponent of the first count.
         counts: Values of each exponent from ``low`` on.
         over: Values that are not finite.
@@ -101,8 +100,6 @@ class Part(Event, frozen=True, tag="part"):
     """An eighth of a phase.
 
     Attributes:
-        phase: Name of the phase.
-        part: Number of the part.
         steps: Steps of the phase so far.
         samples: Samples of the phase so far.
         loss: Mean training loss.

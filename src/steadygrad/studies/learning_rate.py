@@ -1,0 +1,89 @@
+"""Learning rates relative to a task's own."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from steadygrad.formulas.batch_size import learning_rate
+from steadygrad.tasks import Task
+
+__all__ = ["Rate", "RateSetter"]
+
+# Samples of a run whose learning rate does not decay.
+ENDLESS = 1 << 62
+# Options of the optimizer that follow the batch size.
+OPTIONS = ("lr", "betas", "weight_decay")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A learning rate relative to the task's own.
+
+    Attributes:
+        batch_size: Batch size that the task's rule scales the rate to; None: the task's own.
+        factor: What the scaled rate is multiplied by.
+        warmup_samples: Samples over which the rate rises from the task's own.
+        total: Samples of the whole run, for a task whose rate decays; 0: it does not.
+    """
+
+    batch_size: int | None = None
+    factor: float = 1.0
+    warmup_samples: int = 0
+    total: int = 0
+
+
+class RateSetter:
+    """Sets an optimizer's learning rate.
+
+    Args:
+        optimizer: As the task made it: a state that is loaded later has the options of its moment.
+        task: The task.
+        keep_half_life: Whether Adam's second moment and the weight decay keep their half-life in
+            samples at every batch size.
+    """
+
+    def __init__(self, optimizer: Optimizer, task: Task, keep_half_life: bool) -> None:
+        self._optimizer, self._task, self._keep_half_life = optimizer, task, keep_half_life
+        self._options = [
+            {name: copy.deepcopy(group[name]) for name in OPTIONS if name in group}
+            for group in optimizer.param_groups
+        ]
+
+    def __call__(self, rate: Rate, seen: float = 0) -> None:
+        """Sets a learning rate, after ``seen`` samples of the run."""
+        task = self._task
+        size = rate.batch_size or task.batch_size
+        factor = rate.factor * learning_rate(1.0, size, task.batch_size, task.lr_rule)
+        if seen < rate.warmup_samples:
+            factor = 1.0 + (factor - 1.0) * seen / rate.warmup_samples
+        course = task.lr_factor(seen, rate.total or ENDLESS)
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+            lr = options["lr"] * factor * course
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+            if self._keep_half_life and size != task.batch_size:
+                _keep_half_life(group, options, size / task.batch_size, factor)
+
+
+def _keep_half_life(
+    group: dict[str, Any], options: dict[str, Any], multiple: float, factor: float
+) -> None:
+    r"""Keeps the half-life of Adam's second moment and of the weight decay in samples.
+
+    A step of ``multiple`` times the batch forgets as much as ``multiple`` steps:
+    :math:`\beta_2^k`, and :math:`(1 - \eta\lambda)^k \approx 1 - (f\eta)(\lambda k / f)`.
+
+    References:
+        | Small Batch Size Training for Language Models (Marek et al., 2025)
+        | https://arxiv.org/abs/2507.07101
+    """
+    if "betas" in options:
+        beta1, beta2 = options["betas"]
+        group["betas"] = (beta1, beta2**multiple)
+    if "weight_decay" in options and factor > 0:
+        group["weight_decay"] = options["weight_decay"] * multiple / factor
