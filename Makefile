@@ -49,6 +49,7 @@ bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/result
 	$(BIN)/python benchmarks/advise_vs_sweep.py --task digits-classifier --budget 1m --save
 	$(BIN)/python benchmarks/advise_vs_sweep.py --save
 	$(BIN)/python benchmarks/advise_truth.py --save
+	$(BIN)/python benchmarks/advise_real.py --save
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

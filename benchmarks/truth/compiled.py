@@ -16,8 +16,9 @@ from numba import njit
 from steadygrad.formulas.batch_size import learning_rate
 from steadygrad.record import SCHEMA, Runtime, TaskInfo
 from steadygrad.record.schema.advise import Header, Plan, Settings
-from steadygrad.studies.advise.recommend import Chooser
-from steadygrad.studies.advise.trials import make_trials, run_job
+from steadygrad.studies.advise.decisions import Chooser
+from steadygrad.studies.advise.runner import run_job
+from steadygrad.studies.advise.trials import make_trials
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.order import Order, seed_for
 from steadygrad.studies.study import Workplace

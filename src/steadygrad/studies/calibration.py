@@ -58,8 +58,8 @@ def calibrate(settings: Any, trainer: Trainer, cluster: int) -> tuple[float, int
         figure = trainer.task.samples_per_second
     if figure is not None and measured >= figure:
         return figure, workers
-    # Rounded down to steps of 2**0.5: a machine a little busier than last time makes the same plan.
-    return 2.0 ** (math.floor(2 * math.log2(measured)) / 2), workers
+    # Rounded down to a quarter power of two: a slightly busier machine makes the same plan.
+    return 2.0 ** (math.floor(4 * math.log2(measured)) / 4), workers
 
 
 def _choose_workers(settings: Any, trainer: Trainer, cluster: int) -> int:

@@ -67,10 +67,15 @@ def on_host(nest: Any) -> Any:
 
 
 class Checkpoints:
-    """The checkpoints of the run in ``folder``: one file each, with its name and its SHA-256."""
+    """The checkpoints of a run: one file each, with the run, its name and its SHA-256.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder / "checkpoints"
+    Args:
+        folder: The run's folder.
+        run: What tells the run from others: another run's checkpoint is none of this one's.
+    """
+
+    def __init__(self, folder: Path, run: str = "") -> None:
+        self._folder, self._run = folder / "checkpoints", run
         self._last: tuple[str, State] | None = None
 
     def save(self, name: str, state: State) -> None:
@@ -85,7 +90,7 @@ class Checkpoints:
         part = path.with_name(f"{name}-{uuid4().hex}")
         with _nothing_in_place("a folder for checkpoints", self._folder):
             self._folder.mkdir(exist_ok=True)
-        replace_file(part, _pack(state, name))
+        replace_file(part, _pack(state, f"{name} {self._run}"))
         try:
             with _nothing_in_place("a checkpoint", path):
                 if path.is_dir():
@@ -95,14 +100,14 @@ class Checkpoints:
             part.unlink(missing_ok=True)
 
     def load(self, name: str, samples: int) -> State | None:
-        """Reads a checkpoint; None if it is missing, damaged, or not after so many samples."""
+        """Reads a checkpoint; None if it is missing, damaged, another run's or at other samples."""
         if self._last is not None and self._last[0] == name:
             return self._last[1]
         try:
             found, state = _unpack(self._path(name).read_bytes())
         except Exception:  # whatever a damaged file makes torch raise
             return None
-        if found != name or state.samples != samples:
+        if found != f"{name} {self._run}" or state.samples != samples:
             return None
         self._last = name, state
         return state

@@ -85,7 +85,7 @@ class Variances:
 
 
 # Degrees of freedom that the mean variance of all rows counts for beside a row's own.
-PRIOR_FREEDOM = 4.0
+PRIOR_FREEDOM = 1.0
 
 
 def residual_variances(table: Floats) -> Variances:

@@ -37,7 +37,7 @@ class Worker:
 
     def __init__(self, study: Study, folder: Path, trainer: Trainer) -> None:
         self.study, self.trainer = study, trainer
-        self.checkpoints = Checkpoints(folder)
+        self.checkpoints = Checkpoints(folder, dumps(msgspec.to_builtins(study.header)))
         self._micro_batch_size = trainer.micro_batch_size
 
     def run(self, job: Job, advance: Advance) -> tuple[Event, list[Event]]:

@@ -16,7 +16,7 @@ from steadygrad.studies.trainer import Trainer
 @pytest.mark.parametrize("name", ["quadratic", "adam-regression"])
 def test_every_trial_gives_the_losses_of_torch(name):
     world = replace(WORLDS[name], size=8, horizon=1024)
-    plan = plan_of_length(1024, (2, 2), 4, 4096, speed=1000.0)
+    plan = plan_of_length(1024, (2, 2, 2), 4, 4096, speed=1000.0)
     header = header_of(world, 3, plan)
     context = DistributedContext(Deadline())
     trainer = Trainer(world.task(3), seed=3, dtype="float32", context=context)

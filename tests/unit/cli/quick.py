@@ -28,6 +28,7 @@ PLAN = changed(
     multiples=((1, 2, 4), (1, 2, 4)),
     noise_steps=(2, 2),
     rates=False,
+    seeds=0,
     candidates=0,
 )
 

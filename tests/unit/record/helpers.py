@@ -45,6 +45,7 @@ PLAN = Plan(
     noise_steps=(8, 8),
     repeats=2,
     rates=True,
+    seeds=2,
     candidates=1,
     samples_per_second=100.0,
     work=4096,

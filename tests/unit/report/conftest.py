@@ -5,6 +5,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -25,14 +26,15 @@ from steadygrad.record.schema.advise import (
 from steadygrad.report import charts, render
 from steadygrad.report.page import Html
 from steadygrad.studies.advise.summary import summarize
+from steadygrad.studies.advise.trials import end_marks, run_marks
 from steadygrad.studies.journal import Journal
 
 POINTS = (384, 1_536, 6_144, 24_576)
 LENGTHS = (1_024, 1_024, 3_072, 12_288)
 MULTIPLES = (1, 2, 4, 8, 16, 32)
 BATCH, RATE = 8, 1e-3
-# A batch of B needs (B + T) / (8 + T) times the samples of 8: at 20%, B is 31.6 to 149.6.
-TRUTH = (110.0, 260.0, 480.0, 700.0)
+# A batch of B needs (B + T) / (8 + T) times the samples of 8: at 20%, B is 35.6 to 149.6.
+TRUTH = (130.0, 300.0, 480.0, 700.0)
 FRACTIONS = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 STAGES = ((0, 16), (384, 32), (1_536, 64))
 # Sample overhead of the runs from scratch, by their last batch size.
@@ -74,6 +76,7 @@ PLAN = Plan(
     noise_steps=(24,) * 4,
     repeats=2,
     rates=True,
+    seeds=2,
     candidates=2,
     samples_per_second=700.0,
     work=400_000,
@@ -97,15 +100,13 @@ def loss_at(samples: float) -> float:
 
 def point_event(index: int, noise: random.Random) -> Point:
     start, stop = (0, *POINTS)[index : index + 2]
-    marks = sorted({math.ceil(stop * f / BATCH) * BATCH for f in (0.3, *FRACTIONS[1:])})
-    ends = [math.ceil(stop * f / BATCH) * BATCH for f in (0.96, 0.98, 1.0)]
     seen = range(start + 80, stop + 1, 80)
     return Point(
         point=index,
         samples=stop,
         steps=stop // BATCH,
         valid_loss=loss_at(stop),
-        curve=tuple((at, loss_at(at)) for at in (*marks, *ends) if at > start),
+        curve=tuple((at, loss_at(at)) for at in run_marks(stop, BATCH, first=start)),
         training=tuple((at, loss_at(at) + noise.gauss(0, 0.05)) for at in seen),
     )
 
@@ -153,9 +154,9 @@ def scratch_event(
     size = stages[-1][1]
     length = POINTS[-1]
     slower = 1 + (OVERHEADS[size] if rate == 1 else 0.3)
-    parts = (0.3, *FRACTIONS[1:]) if (size, rate) == (BATCH, 1.0) else ()
-    marks = [math.ceil(length * f / BATCH) * BATCH for f in parts]
-    curve = [(at, loss_at(at / slower) + shift) for at in (*marks, round(0.98 * length))]
+    ends = end_marks(length, BATCH)
+    way = [at for at in run_marks(length, BATCH) if at < ends[0]] if size == BATCH else []
+    curve = [(at, loss_at(at / slower) + shift) for at in (*way, round(fmean(ends)))]
     return Scratch(
         purpose=purpose,
         repeat=repeat,
@@ -182,7 +183,7 @@ def events(points: int = len(POINTS)) -> Iterator[Event]:
         for repeat in range(2):
             shift = noise.gauss(0, 0.003)
             for k in MULTIPLES:
-                each = shift + noise.gauss(0, 0.001)
+                each = shift + noise.gauss(0, 0.0005)
                 yield branch_event(index, repeat, k * BATCH, each)
     if points == len(POINTS):
         for rate in (0.5, 2.0):

@@ -34,6 +34,7 @@ PLAN = Plan(
     noise_steps=(2, 2),
     repeats=2,
     rates=True,
+    seeds=2,
     candidates=1,
     samples_per_second=200.0,
     work=1,

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from steadygrad.record import environment, read_run
@@ -68,6 +69,26 @@ def test_ranks_keep_the_threads_that_their_launcher_gave_them(monkeypatch):
         assert torch.get_num_threads() == threads
     # Where only the threads are said, so many workers as there are cores for.
     assert calibrate(SimpleNamespace(workers=0, threads=2, budget=1e3), trainer, 0) == (8.0, 4)
+
+
+@pytest.mark.parametrize(
+    ("figure", "measured", "speed"),
+    [
+        (200.0, 201.0, 200.0),
+        (200.0, 180.0, 2**7.25),
+        (200.0, 129.0, 2**7),
+        (None, 9.4, 2**3),
+        (None, 9.6, 2**3.25),
+        (None, 0.9, 2**-0.25),
+    ],
+)
+def test_a_measured_speed_is_rounded_down_and_a_task_figure_is_kept(
+    monkeypatch, figure, measured, speed
+):
+    monkeypatch.setattr("steadygrad.studies.calibration._measured_speed", lambda trainer: measured)
+    trainer = make_trainer(make_task(samples_per_second=figure))
+    settings = SimpleNamespace(workers=1, threads=1, budget=1e3)
+    assert calibrate(settings, trainer, 0) == (pytest.approx(speed), 1)
 
 
 def test_parameters_are_those_that_train_each_counted_once():

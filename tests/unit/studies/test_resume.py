@@ -24,8 +24,8 @@ from tests.unit.studies.framework import (
     tiny,
 )
 
-# Of 7164 samples of work; the second point is reached after about 2300.
-EARLY, MIDDLE, LATE = 400, 3000, 5700
+# Of 7846 samples of work; the second point is reached after about 2400.
+EARLY, MIDDLE, LATE = 400, 3000, 6300
 
 
 @pytest.fixture(scope="module")

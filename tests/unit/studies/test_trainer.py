@@ -146,6 +146,8 @@ def test_memory_that_runs_out_in_a_job_changes_this_job_only(tmp_path):
     sizes = []
 
     class Hungry:
+        header = None
+
         def run(self, job, place):
             sizes.append(place.trainer.micro_batch_size)
             place.trainer.backward(torch.arange(job["samples"]))
@@ -403,8 +405,10 @@ def test_a_checkpoint_keeps_every_bit(tmp_path, dtype):
     one, two = make_trainer(dtype=dtype), make_trainer(dtype=dtype)
     order = main_order(4096, 0)
     list(one.run(order, 0, 80, 4))
-    Checkpoints(tmp_path).save("here", one.state(80))
-    two.load(Checkpoints(tmp_path).load("here", 80))
+    Checkpoints(tmp_path, "mine").save("here", one.state(80))
+    assert Checkpoints(tmp_path, "mine").load("here", 81) is None
+    assert Checkpoints(tmp_path, "another").load("here", 80) is None
+    two.load(Checkpoints(tmp_path, "mine").load("here", 80))
     assert two.scaler.get_scale() == one.scaler.get_scale()
     rest = []
     for trainer in (one, two):

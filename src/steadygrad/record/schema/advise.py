@@ -59,9 +59,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         branch_samples: Samples of each branch from each point.
         multiples: Batch sizes of the branches from each point, as multiples of ``batch_size``.
         noise_steps: Measurements of the noise scale at each point.
-        repeats: Data orders of each branch, and seeds of each run from scratch.
+        repeats: Data orders of each branch.
         rates: Whether the smallest batch is trained from scratch at other learning rates.
-        candidates: Most batch sizes to train from scratch; 0: the advice is not checked.
+        seeds: Runs from scratch with each batch size; 0: the advice is not checked.
+        candidates: Most batch sizes to train from scratch.
         samples_per_second: Training speed of one trial that the plan reckons with.
         work: Cost of all trials, in samples.
         span: Cost of the longest chain of trials with ``workers`` of them at a time, in samples.
@@ -74,6 +75,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     noise_steps: tuple[Positive, ...]
     repeats: Positive
     rates: bool
+    seeds: Count
     candidates: Count
     samples_per_second: PositiveFloat
     work: Positive

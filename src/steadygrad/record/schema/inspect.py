@@ -150,5 +150,9 @@ def layer_title(name: str) -> str:
 
 
 def check(header: Header, event: Any) -> tuple[str, str] | None:
-    """Every event of a known kind fits every plan."""
+    """Says what is wrong where a part counts a layer's gradients without scales only."""
+    for kind in KINDS if isinstance(event, Part) else ():
+        alone = event.plain.get(kind, {}).keys() - getattr(event, kind).keys()
+        if alone:
+            return f"the layers of 'plain' to be among those of {kind!r}", f"{min(alone)!r}"
     return None

@@ -111,7 +111,7 @@ def _what_it_cannot_tell(advice: Advice) -> dict[str, str]:
         "Other optimizer settings.": _optimizer(advice),
         "Other seeds.": (
             f"The branches stand on seed {show(advice.header.settings.seed)} and its checkpoints. "
-            f"Runs from scratch have {show(advice.header.plan.repeats)} seeds."
+            f"Runs from scratch have {show(advice.header.plan.seeds)} seeds."
         ),
         "What was not trained.": _predicted(advice),
         "Your clock.": (

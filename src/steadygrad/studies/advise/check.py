@@ -3,21 +3,18 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from steadygrad.record.schema.advise import Plan, Point, Scratch
+from steadygrad.record.schema.advise import Plan, Point, Scratch, Stage
 from steadygrad.studies.advise.critical import CAP, REACH
 from steadygrad.studies.advise.loss_curve import LossCurveFit
-from steadygrad.studies.advise.trials import END_FRACTIONS
+from steadygrad.studies.advise.trials import RUN_ENDS
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.statistics import Floats, quantile
 
 __all__ = ["Baseline", "Checked", "averaged_end", "baseline_of", "checked_runs"]
 
-# Degrees of freedom that the branches' variance counts for beside the runs' own.
-PRIOR_FREEDOM = 4.0
 DRAWS = 800
 # A batch size is within the tolerance if its overhead is surely below so many tolerances.
 MARGIN = 1.25
@@ -31,13 +28,11 @@ class Baseline:
         seeds: Numbers of the seeds, ascending.
         places: Samples of the curve's losses, shape ``(M,)``; the last one stands for the end.
         losses: Losses there by seed, shape ``(M, seeds)``.
-        variance: Variance of one run's final loss that the branches suggest.
     """
 
     seeds: tuple[int, ...]
     places: Floats
     losses: Floats
-    variance: float
 
     @property
     def samples(self) -> int:
@@ -73,8 +68,10 @@ class Baseline:
         if not np.isfinite(differences).all():
             return CAP, CAP, CAP
         generator = np.random.default_rng(len(differences))
-        drawn = differences.mean() + _errors(differences, 2 * self.variance, generator)
         count, seeds = self.losses.shape
+        # A few seeds tell little of their spread: Student's distribution.
+        spread = differences.std(ddof=1) / math.sqrt(len(differences))
+        drawn = differences.mean() + spread * generator.standard_t(len(differences) - 1, DRAWS)
         residuals = self.losses - self.losses.mean(1, keepdims=True)
         # What a seed adds to all of its losses moves the curve, but not its slope.
         residuals = residuals - residuals.mean(0, keepdims=True)
@@ -83,15 +80,6 @@ class Baseline:
         noise = generator.normal(size=(DRAWS, count)) * np.sqrt(scale)
         found = self.overheads(self.losses.mean(1) + noise, drawn, samples)
         return quantile(found, 0.025), quantile(found, 0.975), quantile(found, 0.9)
-
-
-def _errors(differences: Floats, prior: float, generator: np.random.Generator) -> Floats:
-    """Errors of a mean difference; its variance is shrunk to a prior, and redrawn."""
-    count = len(differences)
-    freedom = count - 1 + PRIOR_FREEDOM
-    squares = ((differences - differences.mean()) ** 2).sum() + PRIOR_FREEDOM * prior
-    variance = squares / generator.chisquare(freedom, DRAWS)
-    return np.asarray(generator.normal(size=DRAWS) * np.sqrt(variance / count))
 
 
 @dataclass(frozen=True)
@@ -112,7 +100,7 @@ class Checked:
     """
 
     batch_size: int
-    stages: tuple[tuple[int, int, float], ...]
+    stages: tuple[Stage, ...]
     warmup_samples: int
     steps: int
     seeds: int
@@ -131,32 +119,14 @@ class Checked:
         """Whether its overhead is within the tolerance, and surely not far beyond."""
         return self.overhead <= tolerance and self.upper <= MARGIN * tolerance
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for a summary."""
-        names = (
-            "batch_size",
-            "warmup_samples",
-            "steps",
-            "seeds",
-            "loss",
-            "overhead",
-            "low",
-            "high",
-        )
-        stages = [
-            {"from_samples": start, "batch_size": size, "lr": lr} for start, size, lr in self.stages
-        ]
-        return {**{name: getattr(self, name) for name in names}, "stages": stages}
 
-
-def baseline_of(plan: Plan, journal: Journal, point: int, variance: float) -> Baseline | None:
+def baseline_of(plan: Plan, journal: Journal, point: int) -> Baseline | None:
     """The smallest batch's runs from scratch; None where fewer than two are there.
 
     Args:
         plan: The plan.
         journal: The events.
         point: Point of training at which the runs end.
-        variance: Variance of one branch's final loss.
     """
     runs = {
         run.repeat: list(run.curve)
@@ -171,41 +141,39 @@ def baseline_of(plan: Plan, journal: Journal, point: int, variance: float) -> Ba
     seeds = tuple(sorted(runs))
     columns = [[loss for _, loss in runs[seed]] for seed in seeds]
     places = np.array([place for place, _ in runs[seeds[0]]], dtype=float)
-    return Baseline(seeds, places, np.array(columns).T, variance)
+    return Baseline(seeds, places, np.array(columns).T)
 
 
 def averaged_end(curve: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """A curve whose last losses are one, their average, as other runs' final losses are."""
-    count = len(END_FRACTIONS)
-    places, losses = zip(*curve[-count:], strict=True)
-    return [*curve[:-count], (round(sum(places) / count), math.fsum(losses) / count)]
+    places, losses = zip(*curve[-RUN_ENDS:], strict=True)
+    mean = round(sum(places) / RUN_ENDS), math.fsum(losses) / RUN_ENDS
+    return [*curve[:-RUN_ENDS], mean]
 
 
-def checked_runs(
-    base: Baseline, journal: Journal, plan: Plan, purpose: str = "constant"
-) -> list[Checked]:
+def checked_runs(base: Baseline, journal: Journal, plan: Plan, purpose: str) -> list[Checked]:
     """All other batch sizes that were trained from scratch with every seed, ascending."""
     found: dict[int, list[Scratch]] = {}
     for run in journal.select(Scratch):
-        same = run.purpose == purpose and run.rate == 1
-        if same and (purpose == "schedule" or run.batch_size != plan.batch_size):
+        if run.purpose == purpose and run.rate == 1:
             found.setdefault(run.batch_size, []).append(run)
-    whole = {size: runs for size, runs in found.items() if len(runs) == plan.repeats}
-    return [_checked(base, whole[size]) for size in sorted(whole)]
+    if purpose == "constant":
+        found.pop(plan.batch_size, None)
+    return [_checked(base, found[size]) for size in sorted(found) if len(found[size]) == plan.seeds]
 
 
 def _checked(base: Baseline, runs: Sequence[Scratch]) -> Checked:
     finals = dict(zip(base.seeds, base.losses[-1], strict=True))
-    paired = [run for run in runs if run.repeat in finals]
-    differences = np.array([run.loss - finals[run.repeat] for run in paired])
-    samples, first = round(sum(run.samples for run in runs) / len(runs)), runs[0]
+    differences = np.array([run.loss - finals[run.repeat] for run in runs if run.repeat in finals])
+    # All of them end after the same samples.
+    samples, first = runs[0].samples, runs[0]
     low, high, upper = base.interval(differences, samples)
     return Checked(
         batch_size=first.batch_size,
-        stages=tuple((s.from_samples, s.batch_size, s.lr) for s in first.stages),
+        stages=first.stages,
         warmup_samples=first.warmup_samples,
         steps=first.steps,
-        seeds=len(paired),
+        seeds=len(differences),
         loss=float(np.mean([run.loss for run in runs])),
         overhead=base.overhead(float(differences.mean()), samples),
         low=low,

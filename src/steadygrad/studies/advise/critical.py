@@ -45,7 +45,8 @@ class Critical:
     Attributes:
         sizes: Batch sizes tried, ascending.
         overhead: Extra samples of each, as a fraction of what the best needs; 3 stands for more.
-        diverged: Smallest batch size that diverged; None if none did.
+        diverged: Smallest batch size that diverged; None if none did. Where the loss is flat, only
+            a loss that is not finite counts.
         within: Largest batch size that was trained within the tolerance.
         beyond: Smallest one that was not; infinite if all were.
         value: Largest batch size within the tolerance by interpolation, in samples; NaN when the
@@ -54,7 +55,6 @@ class Critical:
         high: Upper end, at least ``beyond``.
         fall: Fall of the smallest batch's loss over the branch, in standard errors.
         level: Validation loss that a batch size within the tolerance reaches.
-        variance: Variance of one branch's loss beside the effect of its data order.
         spread: Standard deviation of one branch's loss, that effect included.
         gain: Samples saved by the best batch size against the smallest, as a fraction.
     """
@@ -69,7 +69,6 @@ class Critical:
     high: float
     fall: float
     level: float
-    variance: float
     spread: float
     gain: float
 
@@ -93,14 +92,21 @@ class Critical:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a summary."""
-        names = ("within", "beyond", "value", "low", "high", "diverged", "level", "fall", "safe")
-        fields = {name: getattr(self, name) for name in names}
-        pairs = zip(self.sizes, self.overhead, strict=True)
-        return {
-            **fields,
-            "known": self.known,
-            "overhead": {str(size): extra for size, extra in pairs},
-        }
+        names = [
+            "within",
+            "beyond",
+            "value",
+            "low",
+            "high",
+            "diverged",
+            "level",
+            "fall",
+            "safe",
+            "known",
+        ]
+        pairs = zip(map(str, self.sizes), self.overhead, strict=True)
+        fields = {name: getattr(self, name) for name in [*names, "level", "fall"]}
+        return fields | {"overhead": dict(pairs)}
 
 
 def find_critical(
@@ -125,8 +131,7 @@ def find_critical(
     if table is None:
         return None
     generator = np.random.default_rng(seed)
-    stable = table.stable
-    sizes = table.sizes
+    sizes, stable = table.sizes, table.stable
     variances = residual_variances(table.losses[:stable])
     curve, drawn = table.curves(variances, generator)
     errors = variances.draw(generator, DRAWS, table.repeats)
@@ -144,7 +149,7 @@ def find_critical(
     return Critical(
         sizes=sizes,
         overhead=tuple(overhead.tolist()),
-        diverged=None if stable == len(sizes) else sizes[stable],
+        diverged=next(iter(sizes[stable if resolved else table.finite :]), None),
         within=within,
         beyond=beyond,
         value=min(crossing(sizes, overhead, tolerance, stable), sizes[-1])
@@ -154,7 +159,6 @@ def find_critical(
         high=max(quantile(values, 0.975), beyond) if resolved else math.inf,
         fall=fall,
         level=float(table.means[0] + curve(table.length / (1 + tolerance)) - curve(table.length)),
-        variance=variances.pooled,
         spread=math.sqrt(variances.pooled + variances.common),
         gain=float(gain),
     )
@@ -223,11 +227,17 @@ class _Table:
         return means
 
     @property
+    def finite(self) -> int:
+        """How many sizes, from the smallest on, ended with finite losses."""
+        bad = ~np.isfinite(self.means)
+        return int(bad.argmax()) if bad.any() else len(self.sizes)
+
+    @property
     def stable(self) -> int:
         """How many sizes, from the smallest on, did not diverge.
 
         A size diverged if it ends above the smallest batch's loss at a quarter of the branch, by
-        more than the noise of that loss: where the loss is flat, nothing diverges by chance.
+        more than the noise of that loss.
         """
         noise = math.sqrt(float(self.curve.var(1, ddof=1).mean()) / self.repeats)
         bad = ~(self.means <= self.curve[0].mean() + LEAST_FALL * noise)
@@ -275,8 +285,11 @@ def _fall(curve: LossCurve, drawn: LossCurve, table: _Table) -> float:
     fall = float(curve(first) - curve(table.length))
     low, high = np.quantile(drawn(first) - drawn(table.length), (0.16, 0.84))
     # Not the standard deviation: a few draws of an unknown variance are very wide.
-    error = float(high - low) / 2
-    return fall / error if error > 0 else math.copysign(math.inf, fall)
+    own = (table.curve[0] - table.curve[-1]).std(ddof=1) / math.sqrt(table.repeats)
+    error = max(float(high - low) / 2, float(own))
+    if error > 0:
+        return fall / error
+    return math.copysign(math.inf, fall) if fall else 0.0
 
 
 def _bracket(sizes: Sequence[int], overhead: Floats, tolerance: float) -> tuple[int, float]:

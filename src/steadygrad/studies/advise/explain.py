@@ -65,8 +65,10 @@ class _Words:
                 return f"{text} Batch {failed.batch_size:,} was tried too: {self.cost(failed)}."
             return f"{text} No larger batch was trained from scratch."
         if failed is not None:
+            known = failed.overhead > self.tolerance
+            more = "Batch" if known else "Whether a larger one is as good is not known: batch"
             return (
-                f"From scratch over {length}: stay at the task's own batch {self.base:,}. Batch "
+                f"From scratch over {length}: stay at the task's own batch {self.base:,}. {more} "
                 f"{failed.batch_size:,}, trained from scratch, needed {self.cost(failed)}."
             )
         if size == self.base:

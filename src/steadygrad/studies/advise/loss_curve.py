@@ -9,7 +9,7 @@ from steadygrad.studies.statistics import Floats
 
 __all__ = ["LossCurve", "LossCurveFit"]
 
-POWERS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
+POWERS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class LossCurveFit:
 
     def __init__(self, samples: Sequence[float]) -> None:
         places = np.asarray(samples, dtype=float)
-        steps = 2.0 ** (np.arange(-8, 9) / 2)
+        steps = 2.0 ** (np.arange(-8, 13) / 2)
         self._scale = np.tile(places.max() * steps, len(POWERS))
         self._power = np.repeat(POWERS, len(steps))
         progress = _progress(places, self._scale[:, None], self._power[:, None])

@@ -8,15 +8,24 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import msgspec
+
 from steadygrad._checks import InputError
 from steadygrad.record.schema.advise import Plan
 from steadygrad.studies.executor import makespan
 from steadygrad.studies.study import Trial
 
-__all__ = ["EVALUATION_COST", "MICRO_BATCHES", "make_plan", "plan_of_length"]
+__all__ = [
+    "END_STEP",
+    "EVALUATION_COST",
+    "MICRO_BATCHES",
+    "end_unit",
+    "make_plan",
+    "plan_of_length",
+]
 
-# The nominal machine is never quite free; evaluation and the report also take time.
-SHARE_OF_BUDGET = 0.65
+# The machine is never quite free, and the report also takes time.
+SHARE_OF_BUDGET = 0.85
 # Loading torch and the data, and drawing the report, in seconds; and starting workers.
 START_UP, START_UP_WORKERS = 4.0, 12.0
 MICRO_BATCHES = 8
@@ -26,9 +35,22 @@ MAX_POINTS = 4
 MIN_STEPS = 16
 # Evaluating a sample is its forward pass: about a third of training on it.
 EVALUATION_COST = 1 / 3
-# Repeats and candidates, the best first; a check needs two points to predict a candidate from.
-LEVELS = ((3, 3), (3, 2), (2, 2), (3, 0), (2, 0))
+# Most samples between two evaluations at the end of a run, as a part of the run.
+END_STEP = 0.02
+# Least number of points, then repeats of the branches, seeds and batch sizes from scratch; the best
+# first. A check needs two points to predict a candidate from.
+LEVELS = (
+    (3, (3, 4, 3)),
+    (3, (3, 4, 2)),
+    (3, (3, 3, 2)),
+    (2, (3, 4, 2)),
+    (2, (3, 3, 2)),
+    (2, (3, 3, 1)),
+    (2, (3, 0, 0)),
+    (1, (2, 0, 0)),
+)
 
+Level = tuple[int, int, int]
 TrialsOf = Callable[[Plan], Sequence[Trial]]
 
 
@@ -60,21 +82,20 @@ def make_plan(
     start_up = START_UP_WORKERS if workers > 1 else START_UP
     span = SHARE_OF_BUDGET * max(0.0, budget - start_up) * speed
 
-    def priced(horizon: int, level: tuple[int, int]) -> Plan:
+    def priced(horizon: int, level: Level) -> Plan:
         plan = plan_of_length(horizon, level, batch_size, train_size, speed=speed)
         trials = trials_of(plan)
         work = sum(trial.cost for trial in trials)
-        return _replace(plan, work=work, span=makespan(trials, workers))
+        return msgspec.structs.replace(plan, work=work, span=makespan(trials, workers))
 
     horizons = [
         batch_size * quarter << doubling for doubling in range(4, 40) for quarter in QUARTERS
     ]
-    for level in LEVELS:
+    for points, level in LEVELS:
         plan = _longest(horizons, partial(priced, level=level), span)
-        points = 0 if plan is None else len(plan.points)
-        if plan is not None and points >= (2 if level != LEVELS[-1] else 1):
+        if plan is not None and len(plan.points) >= points:
             return plan
-    least = priced(horizons[0], LEVELS[-1])
+    least = priced(horizons[0], LEVELS[-1][1])
     if len(least.multiples[-1]) < 3:
         raise InputError(
             f"Expected at least {4 * batch_size} training samples, for branches at 4 times the "
@@ -106,27 +127,20 @@ def _longest(horizons: Sequence[int], priced: Callable[[int], Plan], span: float
     return found
 
 
-def _replace(plan: Plan, **fields: int) -> Plan:
-    import msgspec
-
-    return msgspec.structs.replace(plan, **fields)
-
-
-def plan_of_length(
-    horizon: int, level: tuple[int, int], size: int, train_size: int, *, speed: float
-) -> Plan:
+def plan_of_length(horizon: int, level: Level, size: int, train_size: int, *, speed: float) -> Plan:
     """The plan whose last point is at a number of samples; it is not priced yet.
 
     Args:
         horizon: Samples of the main trajectory.
-        level: Repeats, and candidates to train from scratch.
+        level: Repeats, seeds, and candidates to train from scratch.
         size: The task's batch size.
         train_size: Training samples.
         speed: Samples a second of one trial.
     """
     seen: list[int] = []
     while horizon >= 64 * size and len(seen) < MAX_POINTS:
-        seen.insert(0, horizon)
+        unit = end_unit(horizon, size)
+        seen.insert(0, math.ceil(horizon / unit) * unit)
         horizon = horizon // 4 // size * size
     # A single point has no room for 8 multiples in the smallest plans.
     floor = 128 * size if len(seen) > 1 else 64 * size
@@ -136,7 +150,7 @@ def plan_of_length(
         _whole_batches(length, ladder[-1] * size)
         for length, ladder in zip(lengths, ladders, strict=True)
     ]
-    repeats, candidates = level
+    repeats, seeds, candidates = level if len(seen) > 1 else (level[0], 0, 0)
     return Plan(
         batch_size=size,
         points=tuple(seen),
@@ -145,11 +159,24 @@ def plan_of_length(
         noise_steps=tuple(_noise_steps(length, size, train_size) for length in branches),
         repeats=repeats,
         rates=len(seen) > 1,
-        candidates=candidates if len(seen) > 1 else 0,
+        seeds=seeds,
+        candidates=candidates,
         samples_per_second=speed,
         work=1,
         span=1,
     )
+
+
+def end_unit(samples: int, size: int) -> int:
+    """Samples between two evaluations at the end of a run; every point is a multiple of it.
+
+    It is a multiple of as many batch sizes as possible: two runs with the same seed have then seen
+    the same data, whose noise cancels in the difference of their losses.
+    """
+    unit = size
+    while (longer := 3 * size if unit == size else 2 * unit) <= END_STEP * samples:
+        unit = longer
+    return unit
 
 
 def _ladder(length: int, size: int, train_size: int) -> tuple[int, ...]:

@@ -9,14 +9,17 @@ import numpy as np
 
 from steadygrad.record.schema.advise import Plan, Point, Scratch
 from steadygrad.studies.advise.check import Baseline, averaged_end
-from steadygrad.studies.advise.trials import END_FRACTIONS
+from steadygrad.studies.advise.plan import END_STEP
+from steadygrad.studies.advise.trials import RUN_ENDS
 from steadygrad.studies.journal import Journal
+from steadygrad.studies.statistics import Floats
 
 __all__ = ["RateVerdict", "judge_rate"]
 
-# Another rate is better if it saves so large a part of the samples, by so many standard errors.
+# Another rate is better if its loss is lower at each of so many evaluations, the last ones of the
+# run and from 60 % of it on, and if it saves so large a part of the samples.
+LATE = 5
 WORTH = 0.1
-SURE = 2.0
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,15 @@ class RateVerdict:
         return {"verdict": self.verdict, "losses": losses, "overheads": overheads}
 
 
-def judge_rate(
-    plan: Plan, journal: Journal, variance: float, *, decays: bool = False
-) -> RateVerdict:
+def judge_rate(plan: Plan, journal: Journal, *, decays: bool = False) -> RateVerdict:
     """Judges the task's learning rate for a run as long as the main trajectory.
+
+    The runs are compared over their last 40 %: at its end alone, the noise of two single runs hides
+    a rate that is three times too high.
 
     Args:
         plan: The plan.
         journal: The events.
-        variance: Variance of one branch's final loss.
         decays: Whether the task's rate decays; the main trajectory then cannot be compared.
     """
     curve = _own_curve(plan, journal, decays=decays)
@@ -59,21 +62,26 @@ def judge_rate(
     }
     if curve is None or not runs:
         return RateVerdict()
-    own = curve[-1][1]
     places, values = (np.array(column, dtype=float) for column in zip(*curve, strict=True))
-    base = Baseline((0,), places, values[:, None], variance)
-    overheads = {rate: base.overhead(run.loss - own, run.samples) for rate, run in runs.items()}
-    losses = {1.0: own, **{rate: run.loss for rate, run in runs.items()}}
-    # Two runs, each with the noise of one.
-    least = SURE * math.sqrt(2 * variance)
+    base = Baseline((0,), places, values[:, None])
+    late = {rate: _late(run) - values[-LATE:] for rate, run in runs.items()}
+    overheads = {rate: base.overhead(float(d.mean()), base.samples) for rate, d in late.items()}
+    losses = {1.0: float(values[-1]), **{rate: run.loss for rate, run in runs.items()}}
     better = [
         rate
-        for rate, run in runs.items()
-        if own - run.loss > least and -overheads[rate] / (1 + overheads[rate]) > WORTH
+        for rate, difference in late.items()
+        if (difference < 0).all() and -overheads[rate] / (1 + overheads[rate]) > WORTH
     ]
-    best = min(better, key=lambda rate: losses[rate], default=1.0)
+    best = min(better, key=lambda rate: overheads[rate], default=1.0)
     verdict = "low" if best > 1 else "high" if best < 1 else "fits"
     return RateVerdict(verdict, dict(sorted(losses.items())), dict(sorted(overheads.items())))
+
+
+def _late(run: Scratch) -> Floats:
+    """Losses over the last part of a run; infinite if it diverged."""
+    if not math.isfinite(run.loss):
+        return np.full(LATE, math.inf)
+    return np.array([loss for _, loss in run.curve[-LATE:]])
 
 
 def _own_curve(plan: Plan, journal: Journal, *, decays: bool) -> Sequence[tuple[int, float]] | None:
@@ -82,5 +90,5 @@ def _own_curve(plan: Plan, journal: Journal, *, decays: bool) -> Sequence[tuple[
         main = journal.get(Point, len(plan.points) - 1)
         return None if main is None else averaged_end(main.curve)
     run = journal.get(Scratch, "constant", 0, plan.batch_size, 1.0)
-    whole = run is not None and run.samples >= END_FRACTIONS[0] * plan.length
+    whole = run is not None and run.samples >= (1 - RUN_ENDS * END_STEP) * plan.length
     return run.curve if run is not None and whole else None

@@ -4,8 +4,10 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from steadygrad.formulas.batch_size import learning_rate
-from steadygrad.record.schema.advise import Branch, Header, Noise, Point, Scratch
+from steadygrad.record.schema.advise import Branch, Header, Noise, Point
 from steadygrad.studies.advise.check import (
     Baseline,
     Checked,
@@ -16,12 +18,10 @@ from steadygrad.studies.advise.check import (
 from steadygrad.studies.advise.critical import LEAST_FALL, Critical, find_critical
 from steadygrad.studies.advise.overhead import MeasuredPoint, predict
 from steadygrad.studies.advise.rates import RateVerdict, judge_rate
-from steadygrad.studies.advise.trials import Decisions, scratch_job
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.order import seed_for
-from steadygrad.studies.study import Job
 
-__all__ = ["Chooser", "Evidence", "Stages", "candidates_up_to"]
+__all__ = ["Evidence", "Stages", "candidates_up_to"]
 
 Stages = tuple[tuple[int, int], ...]
 """Beginnings, in samples seen, and batch sizes."""
@@ -102,14 +102,13 @@ class Evidence:
     def end(self) -> int | None:
         """Number of the point at which runs from scratch end.
 
-        It is the last one at which the second half of the run still lowered the loss by three
-        standard deviations of a single run.
+        It is the last one at which the loss still falls; see :func:`_still_falls`.
         """
         falling = [
             point.point
             for point in self.points
             if point.point in self.criticals
-            and _late_fall(point) >= LEAST_FALL * self.criticals[point.point].spread
+            and _still_falls(point, self.criticals[point.point].spread)
         ]
         return falling[-1] if falling and self.measured else None
 
@@ -135,8 +134,7 @@ class Evidence:
         """Runs of the smallest batch from scratch."""
         if self.end is None:
             return None
-        variance = self.criticals[self.end].variance
-        return baseline_of(self.header.plan, self.journal, self.end, variance)
+        return baseline_of(self.header.plan, self.journal, self.end)
 
     @cached_property
     def checked(self) -> list[Checked]:
@@ -223,8 +221,7 @@ class Evidence:
         if last not in self.criticals:
             return RateVerdict()
         decays = self.header.task.lr_decay != "none"
-        variance = self.criticals[last].variance
-        return judge_rate(self.header.plan, self.journal, variance, decays=decays)
+        return judge_rate(self.header.plan, self.journal, decays=decays)
 
     @property
     def noise(self) -> Noise | None:
@@ -280,11 +277,20 @@ class Evidence:
         return min([max(ceilings, default=0), *stable])
 
 
-def _late_fall(point: Point) -> float:
-    """Fall of the main trajectory's validation loss over the second half of the run so far."""
-    curve = averaged_end(point.curve)
-    half = [loss for samples, loss in curve if samples >= point.samples / 2]
-    return half[0] - curve[-1][1]
+def _still_falls(point: Point, spread: float) -> bool:
+    """Whether the validation loss still falls at a point of the main trajectory.
+
+    Over the second half of the run so far it must fall by three standard deviations of a single
+    run, and its slope over the logarithm of the samples by three standard errors.
+    """
+    curve = [(x, y) for x, y in averaged_end(point.curve) if x >= point.samples / 2]
+    places, losses = (np.array(column, dtype=float) for column in zip(*curve, strict=True))
+    progress = np.log(places) - np.log(places).mean()
+    slope = progress @ losses / (progress @ progress)
+    residuals = losses - losses.mean() - slope * progress
+    error = math.sqrt(residuals @ residuals / (len(curve) - 2) / (progress @ progress))
+    fall = losses[0] - losses[-1]
+    return bool(fall > LEAST_FALL * spread and -slope > LEAST_FALL * error)
 
 
 def _power_of_two(size: float, base: int) -> int:
@@ -292,103 +298,3 @@ def _power_of_two(size: float, base: int) -> int:
     while 2 * found * ALMOST <= size:
         found *= 2
     return found
-
-
-class Chooser(Decisions):
-    """Decides what the adaptive trials train.
-
-    Args:
-        header: The record's.
-    """
-
-    def __init__(self, header: Header) -> None:
-        self.header = header
-        self._jobs: dict[tuple[str, int], Job | None] = {}
-
-    def middle(self, journal: Journal, point: int, repeat: int) -> Job | None:
-        """The size in the middle between the largest tolerable one and the next."""
-        if ("middle", point) not in self._jobs:
-            found = Evidence(self.header, _plain(journal, self.header)).critical(point)
-            self._jobs["middle", point] = _middle(found, point, self.header)
-        return _with(self._jobs["middle", point], repeat)
-
-    def baseline(self, journal: Journal, repeat: int) -> Job | None:
-        """The smallest batch, over the run's length."""
-        evidence = Evidence(self.header, journal)
-        if evidence.length == 0:
-            return None
-        return scratch_job("constant", repeat, self.header.plan.batch_size, evidence.length)
-
-    def candidate(self, journal: Journal, number: int, repeat: int) -> Job | None:
-        """The next batch size that the evidence suggests."""
-        if ("candidate", number) not in self._jobs:
-            evidence = Evidence(self.header, _before(journal, self._sizes(number)))
-            size = evidence.next_candidate()
-            warmup, length = evidence.warmup_samples, evidence.length
-            self._jobs["candidate", number] = (
-                None
-                if size is None
-                else scratch_job("constant", 0, size, length, warmup_samples=warmup)
-            )
-        return _with(self._jobs["candidate", number], repeat)
-
-    def _sizes(self, number: int) -> set[int]:
-        """Batch sizes of the candidates before one, and the smallest."""
-        jobs = (self._jobs.get(("candidate", n)) for n in range(number))
-        sizes = {int(job["batch_size"]) for job in jobs if job is not None}
-        return sizes | {self.header.plan.batch_size}
-
-    def schedule(self, journal: Journal, repeat: int) -> Job | None:
-        """The growing batch that the evidence suggests."""
-        if ("schedule", 0) not in self._jobs:
-            evidence = Evidence(self.header, journal)
-            stages, warmup = evidence.schedule, evidence.warmup_samples
-            self._jobs["schedule", 0] = (
-                scratch_job(
-                    "schedule",
-                    0,
-                    stages[-1][1],
-                    evidence.length,
-                    warmup_samples=warmup,
-                    stages=stages,
-                )
-                if stages and evidence.baseline is not None
-                else None
-            )
-        return _with(self._jobs["schedule", 0], repeat)
-
-
-def _with(job: Job | None, repeat: int) -> Job | None:
-    return None if job is None else {**job, "repeat": repeat}
-
-
-def _middle(found: Critical | None, point: int, header: Header) -> Job | None:
-    if found is None or not found.resolved or found.beyond == float("inf"):
-        return None
-    size = (found.within + int(found.beyond)) // 2
-    whole = 2 * size == found.within + found.beyond
-    if not whole or size % header.runtime.world_size or found.beyond != 2 * found.within:
-        return None
-    return {"event": "branch", "point": point, "repeat": 0, "batch_size": size}
-
-
-def _plain(journal: Journal, header: Header) -> Journal:
-    """A journal with the ladder's branches only, which a decision about the middle may read."""
-    multiples = header.plan.multiples
-    ladder = {
-        (i, multiple * header.plan.batch_size)
-        for i, row in enumerate(multiples)
-        for multiple in row
-    }
-    return Journal(events=[b for b in journal.select(Branch) if (b.point, b.batch_size) in ladder])
-
-
-def _before(journal: Journal, sizes: set[int]) -> Journal:
-    """A journal without the runs from scratch that later trials have recorded."""
-    kept = (
-        event
-        for event in journal.events()
-        if not isinstance(event, Scratch)
-        or (event.purpose == "constant" and event.batch_size in sizes)
-    )
-    return Journal(events=kept)

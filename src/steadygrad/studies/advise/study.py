@@ -6,10 +6,11 @@ from typing import Any
 
 from steadygrad.record import Event, Key, plural
 from steadygrad.record.schema.advise import Header, Plan, Settings
+from steadygrad.studies.advise.decisions import Chooser
 from steadygrad.studies.advise.plan import make_plan
-from steadygrad.studies.advise.recommend import Chooser
+from steadygrad.studies.advise.runner import run_job
 from steadygrad.studies.advise.summary import summarize
-from steadygrad.studies.advise.trials import Decisions, make_trials, run_job
+from steadygrad.studies.advise.trials import make_trials
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.study import Job, Study, Trial, Workplace
 from steadygrad.studies.trainer import Trainer
@@ -39,7 +40,7 @@ class Advise(Study):
             trials_of=partial(
                 make_trials,
                 valid_size=valid,
-                decide=Decisions(),
+                decide=lambda key, journal: None,
                 decays=task.lr_decay != "none",
             ),
         )

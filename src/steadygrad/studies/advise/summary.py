@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 
 from steadygrad.noise.schedule import BatchSizeSchedule
-from steadygrad.record.schema.advise import Header, Noise
+from steadygrad.record.schema.advise import Header, Noise, Point
+from steadygrad.studies.advise.check import Checked
 from steadygrad.studies.advise.explain import explain
 from steadygrad.studies.advise.recommend import Evidence
 from steadygrad.studies.journal import Journal
@@ -27,7 +28,6 @@ def summarize(header: Header, journal: Journal, status: str) -> dict[str, Any]:
         batch size was measured.
     """
     evidence = Evidence(header, journal)
-    noises = {event.point: event for event in journal.select(Noise)}
     return {
         "task": header.task.name,
         "sample": header.task.sample,
@@ -36,28 +36,29 @@ def summarize(header: Header, journal: Journal, status: str) -> dict[str, Any]:
         "schedule": _schedule(evidence),
         "going_on": _going_on(evidence),
         "rate": evidence.rate.as_dict(),
-        "checked": [run.as_dict() for run in evidence.checked],
-        "points": [
-            {
-                "samples": event.samples,
-                "valid_loss": event.valid_loss,
-                "noise": _noise(noises.get(event.point)),
-                "critical": evidence.criticals[event.point].as_dict()
-                if event.point in evidence.criticals
-                else None,
-                "resolved": event.point in evidence.criticals
-                and evidence.criticals[event.point].resolved,
-            }
-            for event in evidence.points
-        ],
+        "checked": [_checked(evidence, run) for run in evidence.checked],
+        "points": [_point(evidence, event) for event in evidence.points],
     }
 
 
-def _noise(event: Noise | None) -> dict[str, Any] | None:
-    if event is None:
-        return None
-    fields = msgspec.to_builtins(event)
-    return {name: value for name, value in fields.items() if name not in ("event", "time", "point")}
+def _checked(evidence: Evidence, run: Checked) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(run)
+    return fields | {"within": run.within(evidence.header.settings.tolerance)}
+
+
+def _point(evidence: Evidence, event: Point) -> dict[str, Any]:
+    critical = evidence.criticals.get(event.point)
+    noise = evidence.journal.get(Noise, event.point)
+    fields = {} if noise is None else msgspec.to_builtins(noise)
+    for name in ("event", "time", "point"):
+        fields.pop(name, None)
+    return {
+        "samples": event.samples,
+        "valid_loss": event.valid_loss,
+        "noise": fields or None,
+        "critical": critical and critical.as_dict(),
+        "resolved": critical is not None and critical.resolved,
+    }
 
 
 def _recommendation(evidence: Evidence) -> dict[str, Any]:
@@ -102,7 +103,6 @@ def _schedule(evidence: Evidence) -> dict[str, Any] | None:
         for start, size in stages
     ]
     run, tokens = evidence.schedule_check, evidence.header.task.tokens_per_sample
-    within = run is not None and run.within(evidence.header.settings.tolerance)
     return {
         "stages": rows,
         "steps": evidence.steps(stages),
@@ -110,8 +110,8 @@ def _schedule(evidence: Evidence) -> dict[str, Any] | None:
         if stages[0][1] > evidence.header.plan.batch_size
         else 0,
         "basis": "predicted" if run is None else "trained",
-        "advised": within,
-        "check": run.as_dict() if run else None,
+        "advised": run is not None and run.within(evidence.header.settings.tolerance),
+        "check": run and _checked(evidence, run),
         "megatron": BatchSizeSchedule(rows).to_megatron(tokens) if tokens else "",
     }
 

@@ -5,7 +5,7 @@ import random
 
 from steadygrad.record import SCHEMA, Runtime, TaskInfo
 from steadygrad.record.schema.advise import Branch, Header, Plan, Point, Scratch, Settings, Stage
-from steadygrad.studies.advise.trials import END_FRACTIONS, FRACTIONS, RUN_FRACTIONS
+from steadygrad.studies.advise.trials import FRACTIONS, end_marks, run_marks
 
 LENGTH = 4096
 SIZES = [8 * 2**i for i in range(7)]
@@ -33,6 +33,7 @@ def make_header(points=(1024, 4096), *, task=None, runtime=None, **plan) -> Head
         "multiples": (tuple(size // 8 for size in SIZES),) * len(points),
         "noise_steps": (8,) * len(points),
         "repeats": 3,
+        "seeds": 3,
         "rates": True,
         "candidates": 3,
         "samples_per_second": 1000.0,
@@ -114,8 +115,7 @@ def branches(
 
 
 def point(number: int, samples: int, *, losses=law) -> Point:
-    places = [round(samples * part) for part in (*RUN_FRACTIONS, *END_FRACTIONS)]
-    curve = tuple((place, losses(place)) for place in places)
+    curve = tuple((place, losses(place)) for place in run_marks(samples, SIZES[0]))
     return Point(
         point=number,
         samples=samples,
@@ -138,11 +138,11 @@ def scratch(
     stages=None,
 ) -> Scratch:
     """A run from scratch that needs ``slower`` times the samples of the smallest batch."""
-    ends = [round(samples * part) for part in END_FRACTIONS]
+    ends = end_marks(samples, SIZES[0])
     mean = round(sum(ends) / len(ends))
     loss = sum(law(place / slower) for place in ends) / len(ends) + noise
-    own = size == 8 and rate == 1 and purpose == "constant"
-    way = [round(samples * part) for part in RUN_FRACTIONS] if own else []
+    base = size == SIZES[0] and purpose == "constant"
+    way = [mark for mark in run_marks(samples, SIZES[0]) if mark < ends[0]] if base else []
     rows = stages or ((0, size),)
     return Scratch(
         purpose=purpose,
@@ -150,7 +150,7 @@ def scratch(
         batch_size=size,
         rate=rate,
         stages=tuple(Stage(from_samples=s, batch_size=b, lr=0.001) for s, b in rows),
-        warmup_samples=0 if own else 1024,
+        warmup_samples=0 if base else 1024,
         steps=samples // size,
         samples=mean,
         loss=loss,

@@ -12,6 +12,7 @@ from tests.unit.studies.advise.events import (
     SIZES,
     branch,
     branches,
+    law,
     slowness,
     within_tolerance,
 )
@@ -86,7 +87,7 @@ def test_a_diverged_size_is_a_ceiling_and_widens_nothing(good, end):
     assert found.high == SIZES[good]
     if quiet is not None:
         # The variance of what diverged is not pooled with the others'.
-        assert found.variance == pytest.approx(quiet.variance, rel=1e-9)
+        assert found.spread == pytest.approx(quiet.spread, rel=1e-9)
 
 
 def test_one_repeat_that_blows_up_is_a_divergence():
@@ -167,6 +168,53 @@ def test_a_loss_that_does_not_fall_gives_no_number():
     assert math.isnan(found.value)
     assert (found.low, found.high) == (0.0, math.inf)
     assert found.safe == SIZES[0]
+
+
+@pytest.mark.parametrize("loss", [2.0, 2.3, 0.1, 1 / 3])
+def test_a_constant_loss_does_not_fall(loss):
+    """A metric of few samples may be the same number all along."""
+    flat = [
+        branch(b.batch_size, b.repeat, loss, curve=[(s, loss) for s, _ in b.curve])
+        for b in branches(250.0)
+    ]
+    assert not find_critical(flat, 0.2).resolved
+
+
+@pytest.mark.parametrize(("end", "diverged"), [(9.0, None), (1e9, None), (math.inf, SIZES[3])])
+def test_where_the_loss_is_flat_only_what_is_not_finite_has_diverged(end, diverged):
+    """A level loss has no quarter of the branch to end above but by its noise."""
+    flat = []
+    for b in branches(250.0):
+        bad = b.batch_size == SIZES[3] and b.repeat == 1
+        curve = [(s, 2.0 + s * 1e-6) for s, _ in b.curve]
+        flat.append(branch(b.batch_size, b.repeat, end if bad else curve[-1][1], curve=curve))
+    found = find_critical(flat, 0.2)
+    assert not found.resolved
+    assert found.diverged == diverged
+    # The same ends beyond a branch that falls: both have diverged.
+    falling = [
+        branch(b.batch_size, b.repeat, end) if (b.batch_size, b.repeat) == (SIZES[3], 1) else b
+        for b in branches(250.0)
+    ]
+    assert find_critical(falling, 0.2).diverged == SIZES[3]
+
+
+def test_the_falls_error_is_at_least_that_over_repeats():
+    """Repeats that start at different losses, and whose curves are smooth else."""
+    starts = {0: -0.2, 1: 0.0, 2: 0.2}
+    made = []
+    for b in branches(250.0):
+        curve = list(b.curve)
+        if len(curve) > 1:
+            curve[0] = (curve[0][0], curve[0][1] + starts[b.repeat])
+        made.append(branch(b.batch_size, b.repeat, b.loss, curve=curve))
+    found, smooth = find_critical(made, 0.2), find_critical(branches(250.0), 0.2)
+    assert smooth.fall > 1e3
+    fall = law(LENGTH / 4) - law(LENGTH)
+    # The standard deviation of the starts is 0.2; the curve through the means is the same.
+    assert found.fall == pytest.approx(fall / (0.2 / math.sqrt(3)), rel=0.01)
+    assert found.fall < 3
+    assert not found.resolved
 
 
 def test_a_loss_that_only_wavers_measures_nothing():

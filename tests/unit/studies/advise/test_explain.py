@@ -8,7 +8,8 @@ import pytest
 
 from steadygrad.record import End, dumps
 from steadygrad.record.schema.advise import Noise
-from steadygrad.studies.advise.recommend import Chooser, Evidence
+from steadygrad.studies.advise.decisions import Chooser
+from steadygrad.studies.advise.recommend import Evidence
 from steadygrad.studies.advise.summary import summarize
 from steadygrad.studies.journal import Journal
 from tests.unit.studies.advise.events import branches, make_header, point, scratch, slowness
@@ -64,15 +65,15 @@ def with_runs(header, events, draw):
         slower = 10 ** draw.uniform(-0.4, 0.4)
         events.append(scratch(8, 0, header.plan.length, rate=rate, slower=slower))
     for repeat in (1, 2) if header.plan.candidates else ():
-        job = chooser.baseline(Journal(events=events), repeat)
+        job = chooser(("baseline", repeat), Journal(events=events))
         if job:
             noise = draw.gauss(0, 0.01)
             events.append(scratch(8, repeat, job["samples"], noise=noise))
     sigma = 10 ** draw.uniform(-4, -1)
-    makers = [lambda j, r, n=n: chooser.candidate(j, n, r) for n in range(header.plan.candidates)]
-    for maker in [*makers, chooser.schedule] if makers else ():
+    names = [("candidate", number) for number in range(header.plan.candidates)]
+    for name in [*names, ("schedule",)] if names else ():
         found = Journal(events=events)
-        for job in [maker(found, repeat) for repeat in range(3)]:
+        for job in [chooser((*name, repeat), found) for repeat in range(3)]:
             if job is not None and draw.random() < 0.97:
                 lost = math.inf if draw.random() < 0.05 else draw.gauss(0, sigma)
                 size = job["batch_size"]

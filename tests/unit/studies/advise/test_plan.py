@@ -6,17 +6,23 @@ import pytest
 
 from steadygrad._checks import InputError
 from steadygrad.studies.advise.plan import (
+    END_STEP,
     MIN_STEPS,
     SHARE_OF_BUDGET,
     START_UP,
     START_UP_WORKERS,
+    end_unit,
     make_plan,
 )
-from steadygrad.studies.advise.trials import END_FRACTIONS, Decisions, make_trials, run_marks
+from steadygrad.studies.advise.trials import RUN_ENDS, end_marks, make_trials, run_marks
+
+
+def undecided(key, journal):
+    """Before anything is recorded no trial that depends on results has a job."""
 
 
 def plan_of(budget, speed=1000.0, *, size=8, train=180_000, valid=256, workers=1):
-    trials = partial(make_trials, valid_size=valid, decide=Decisions())
+    trials = partial(make_trials, valid_size=valid, decide=undecided)
     sizes = {"batch_size": size, "train_size": train, "workers": workers}
     return make_plan(budget, speed, trials_of=trials, **sizes)
 
@@ -25,7 +31,7 @@ def test_five_minutes_of_the_language_model():
     """What `make advise` needs: three points, several repeats, a check from scratch."""
     plan = plan_of(300, workers=2)
     assert len(plan.points) == 3
-    assert (plan.repeats, plan.candidates, plan.rates) == (3, 3, True)
+    assert (plan.repeats, plan.seeds, plan.candidates, plan.rates) == (3, 4, 3, True)
     assert plan.length >= 8_000
     assert plan.multiples[-1][-1] >= 32
 
@@ -35,7 +41,7 @@ def test_five_minutes_of_the_language_model():
 @pytest.mark.parametrize("workers", [1, 2, 8])
 def test_a_plan_fits_its_budget_and_its_own_rules(budget, size, workers):
     plan = plan_of(budget, size=size, workers=workers)
-    trials = make_trials(plan, 256, Decisions())
+    trials = make_trials(plan, 256, undecided)
     assert plan.work == sum(trial.cost for trial in trials)
     start_up = START_UP if workers == 1 else START_UP_WORKERS
     assert plan.work / workers <= plan.span <= SHARE_OF_BUDGET * (budget - start_up) * 1000
@@ -43,7 +49,7 @@ def test_a_plan_fits_its_budget_and_its_own_rules(budget, size, workers):
     for samples, length, ladder in zip(
         plan.points, plan.branch_samples, plan.multiples, strict=True
     ):
-        assert samples % size == 0
+        assert samples % end_unit(samples, size) == 0
         assert ladder == tuple(2**i for i in range(len(ladder)))
         assert length // (ladder[-1] * size) >= MIN_STEPS - 4
         # A size in the middle between two of the ladder divides the branch, too.
@@ -56,7 +62,7 @@ def test_a_plan_fits_its_budget_and_its_own_rules(budget, size, workers):
 def test_every_trial_has_its_own_key_and_needs_earlier_ones():
     plan = plan_of(300, workers=2)
     seen = set()
-    for trial in make_trials(plan, 256, Decisions()):
+    for trial in make_trials(plan, 256, undecided):
         assert trial.key not in seen
         assert seen.issuperset(trial.needs)
         assert trial.cost > 0
@@ -77,15 +83,12 @@ def test_every_trial_has_its_own_key_and_needs_earlier_ones():
 def test_a_decaying_rate_needs_one_more_run_of_the_smallest_batch():
     plan = plan_of(300)
     plain, decaying = (
-        [
-            t.key
-            for t in make_trials(plan, 256, Decisions(), decays=decays)
-            if t.key[0] == "baseline"
-        ]
+        [t.key for t in make_trials(plan, 256, undecided, decays=decays) if t.key[0] == "baseline"]
         for decays in (False, True)
     )
-    assert plain == [("baseline", 1), ("baseline", 2)]
-    assert decaying == [("baseline", 0), ("baseline", 1), ("baseline", 2)]
+    assert plain == [("baseline", seed) for seed in range(1, plan.seeds)]
+    assert decaying == [("baseline", 0), *plain]
+    assert len(plain) >= 2
 
 
 def test_more_time_and_more_workers_buy_a_longer_study():
@@ -96,10 +99,32 @@ def test_more_time_and_more_workers_buy_a_longer_study():
     assert ends[0] < ends[1] < ends[2]
 
 
-def test_the_trajectory_is_evaluated_at_the_end_as_often_as_other_runs():
-    marks = run_marks(4096, 8, first=1024)
-    assert marks[0] > 1024
-    assert marks[-len(END_FRACTIONS) :] == (3936, 4016, 4096)
+@pytest.mark.parametrize("size", [1, 8, 12])
+@pytest.mark.parametrize("budget", [25, 300, 7200])
+def test_runs_end_with_evaluations_that_many_batch_sizes_reach(budget, size):
+    start = 0
+    for samples in plan_of(budget, size=size).points:
+        unit, ends = end_unit(samples, size), end_marks(samples, size)
+        # One batch, or three of them doubled: 1.5, 2, 3, 4, 6, ... times the smallest divide it.
+        assert unit == size or (unit % (3 * size), (unit // (3 * size)).bit_count()) == (0, 1)
+        assert unit <= END_STEP * samples or unit == size
+        assert (2 if unit > size else 3) * unit > END_STEP * samples
+        assert ends == [samples - back * unit for back in (4, 3, 2, 1, 0)]
+        # The main trajectory is evaluated there, too, and the point itself is its last mark.
+        marks = run_marks(samples, size, first=start)
+        assert marks[-RUN_ENDS:] == ends
+        assert start < marks[0] < marks[-RUN_ENDS]
+        assert marks == sorted(set(marks))
+        assert all(mark % size == 0 for mark in marks)
+        start = samples
+
+
+def test_a_check_has_as_many_seeds_and_candidates_as_fit():
+    plans = [plan_of(budget) for budget in range(15, 600)]
+    found = {(plan.repeats, plan.seeds, plan.candidates) for plan in plans}
+    assert found == {(2, 0, 0), (3, 0, 0), (3, 3, 1), (3, 3, 2), (3, 4, 2), (3, 4, 3)}
+    # Three points come before a fourth seed, and both before a third candidate.
+    assert all(len(plan.points) >= 3 for plan in plans if plan.candidates == 3)
 
 
 def test_no_batch_is_larger_than_the_data():

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 
 from steadygrad.studies.advise.rates import judge_rate
@@ -11,14 +12,14 @@ from tests.unit.studies.advise.events import make_header, point, scratch
 LENGTH = 4096
 
 
-def verdict(variance=1e-6, **slower):
+def verdict(**slower):
     """Judges runs at half and twice the rate that need so many times the samples."""
     rates = {"half": 0.5, "twice": 2.0}
     runs = [
         scratch(8, 0, LENGTH, rate=rates[name], slower=factor) for name, factor in slower.items()
     ]
     events = [point(0, 1024), point(1, LENGTH), *runs]
-    return judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events), variance)
+    return judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events))
 
 
 @pytest.mark.parametrize(
@@ -37,10 +38,34 @@ def test_the_better_rate_by_more_than_a_tenth_of_the_samples(half, twice, expect
     assert verdict(half=half, twice=twice).verdict == expected
 
 
-def test_a_difference_within_the_noise_is_none():
-    assert verdict(variance=1e-6, half=1.5, twice=0.8).verdict == "low"
-    # Its loss is lower by 0.054: less than two deviations of a difference of two runs.
-    assert verdict(variance=0.03**2, half=1.5, twice=0.8).verdict == "fits"
+def changed(place, by):
+    """A verdict on twice the rate, whose run has one loss of its curve changed."""
+    run = scratch(8, 0, LENGTH, rate=2.0, slower=0.6)
+    curve = list(run.curve)
+    curve[place] = (curve[place][0], curve[place][1] + by)
+    run = msgspec.structs.replace(run, curve=tuple(curve), loss=curve[-1][1])
+    events = [point(0, 1024), point(1, LENGTH), run]
+    return judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events))
+
+
+@pytest.mark.parametrize("place", [-5, -4, -3, -2, -1])
+def test_a_better_rate_is_better_at_each_of_the_last_five_evaluations(place):
+    found = changed(place, 0.2)
+    # It would save more than a tenth of the samples all the same.
+    assert found.overheads[2.0] < -0.15
+    assert found.verdict == "fits"
+    assert changed(place, 0.0).verdict == changed(place, -0.2).verdict == "low"
+
+
+def test_what_was_before_does_not_count():
+    assert changed(-6, 1.0).verdict == "low"
+
+
+@pytest.mark.parametrize(("slower", "expected"), [(0.93, "fits"), (0.88, "low")])
+def test_a_better_rate_saves_more_than_a_tenth_of_the_samples(slower, expected):
+    found = verdict(twice=slower)
+    assert (-found.overheads[2.0] / (1 + found.overheads[2.0]) > 0.1) == (expected == "low")
+    assert found.verdict == expected
 
 
 def test_losses_and_overheads_are_kept():
@@ -53,12 +78,25 @@ def test_losses_and_overheads_are_kept():
     assert found.as_dict()["losses"].keys() == {"0.5", "1", "2"}
 
 
-def test_a_rate_that_diverges_is_not_better():
-    runs = [scratch(8, 0, LENGTH, rate=2.0, noise=math.inf)]
-    events = [point(0, 1024), point(1, LENGTH), *runs]
-    found = judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events), 1e-6)
-    assert found.verdict == "fits"
-    assert math.isinf(found.losses[2.0])
+@pytest.mark.parametrize("slower", [0.3, 1.5])
+def test_a_rate_that_diverges_is_not_better(slower):
+    """A diverged run has one loss, infinite, or losses that were low until then."""
+    lost = scratch(8, 0, LENGTH, rate=2.0, slower=slower, noise=math.inf)
+    for run in (lost, msgspec.structs.replace(lost, curve=((LENGTH, math.inf),))):
+        events = [point(0, 1024), point(1, LENGTH), run]
+        found = judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events))
+        assert found.verdict == "fits"
+        assert math.isinf(found.losses[2.0])
+
+
+def test_a_decaying_rate_is_compared_with_a_run_that_decays():
+    header, twice = make_header((1024, LENGTH)), scratch(8, 0, LENGTH, rate=2.0, slower=0.6)
+    # The main trajectory leaves the decay out.
+    events = [point(0, 1024), point(1, LENGTH, losses=lambda s: 9.0), twice]
+    assert judge_rate(header.plan, Journal(events=events), decays=True).verdict == ""
+    for length, expected in ((1024, ""), (LENGTH, "low")):
+        found = Journal(events=[*events, scratch(8, 0, length)])
+        assert judge_rate(header.plan, found, decays=True).verdict == expected
 
 
 def test_without_runs_there_is_no_verdict():

@@ -3,12 +3,17 @@
 import math
 from itertools import pairwise
 
+import msgspec
 import pytest
 
-from steadygrad.studies.advise.recommend import Chooser, Evidence, candidates_up_to
+from steadygrad.studies.advise.decisions import Chooser
+from steadygrad.studies.advise.recommend import Evidence, candidates_up_to
+from steadygrad.studies.advise.trials import RUN_ENDS, end_marks, run_marks
 from steadygrad.studies.journal import Journal
 from tests.unit.studies.advise.events import (
+    SIZES,
     branches,
+    law,
     make_header,
     point,
     scratch,
@@ -62,6 +67,68 @@ def test_critical_batch_sizes_of_every_point():
     assert found == pytest.approx(truth, rel=0.1)
     assert evidence.end == evidence.last == 1
     assert evidence.length == POINTS[-1]
+
+
+def evidence_of(losses, points=POINTS, sigma=0.001, shared=0.0):
+    """Evidence of a main trajectory with given losses, and of branches that all fall."""
+    events = [point(i, samples, losses=losses) for i, samples in enumerate(points)]
+    for i in range(len(points)):
+        events += branches(1e5, sigma=sigma, shared=shared, seed=i, point=i)
+    return Evidence(make_header(points), Journal(events=events))
+
+
+def second_half(samples, fall, wave=0.0):
+    """Losses that fall by so much, at a steady rate over the logarithm, and waver."""
+    marks = run_marks(samples, SIZES[0])
+
+    def losses(place):
+        part = math.log(place / (samples / 2)) / math.log(end / (samples / 2))
+        sign = (-1) ** marks.index(place) if place < end_marks(samples, SIZES[0])[0] else 0
+        return 2 - fall * part + wave * sign
+
+    end = sum(end_marks(samples, SIZES[0])) / RUN_ENDS
+    return losses
+
+
+@pytest.mark.parametrize(("deviations", "falls"), [(0.0, False), (2.9, False), (3.1, True)])
+@pytest.mark.parametrize("shared", [0.0, 0.005])
+def test_the_loss_still_falls_by_three_deviations_of_a_run(deviations, falls, shared):
+    samples = 4096
+    spread = evidence_of(law, (samples,), shared=shared).criticals[0].spread
+    # A repeat's own data order counts: a single run has it, too.
+    assert spread == pytest.approx(math.hypot(0.001, shared), rel=0.6)
+    found = evidence_of(second_half(samples, deviations * spread), (samples,), shared=shared)
+    assert found.end == (0 if falls else None)
+    assert found.length == (samples if falls else 0)
+
+
+@pytest.mark.parametrize(("wave", "falls"), [(0.0, True), (0.004, True), (0.01, False)])
+def test_the_loss_still_falls_by_three_standard_errors_of_its_slope(wave, falls):
+    """The first loss of the second half is high by chance, and the last an average."""
+    found = evidence_of(second_half(4096, 0.03, wave), (4096,))
+    assert 3 * found.criticals[0].spread < 0.03
+    assert found.end == (0 if falls else None)
+
+
+def test_runs_end_at_the_last_point_where_the_loss_falls():
+    points = (1024, 4096, 16384)
+    # The whole run up to a point falls, its second half does not.
+    ends = [evidence_of(lambda s, stop=stop: law(min(s, stop)), points).end for stop in points]
+    assert ends == [0, 1, 2]
+    assert evidence_of(lambda s: law(min(s, 400)), points).end is None
+    # A level stretch between two falls ends nothing.
+    assert evidence_of(lambda s: law(s if s > 4096 else min(s, 1024)), points).end == 2
+
+
+def test_runs_do_not_end_where_the_loss_is_constant():
+    """The error rate of few samples may be the same number all along, without any spread."""
+    falling = [point(0, 1024), *branches(120.0, sigma=0.0005, point=0)]
+    level = [msgspec.structs.replace(b, loss=0.5) for b in branches(120.0, point=1)]
+    level = [msgspec.structs.replace(b, curve=tuple((s, 0.5) for s, _ in b.curve)) for b in level]
+    events = [*falling, point(1, 4096, losses=lambda s: 0.5), *level]
+    evidence = Evidence(make_header(POINTS), Journal(events=events))
+    assert evidence.criticals[1].spread == 0.0
+    assert (evidence.end, evidence.last) == (0, 0)
 
 
 def test_a_prediction_is_called_one_until_it_is_trained():
@@ -119,7 +186,7 @@ def search(critical, candidates=3, journal_of=journal, **header):
     head = make_header(POINTS, candidates=candidates, **header)
     chooser, events, sizes = Chooser(head), list(journal_of(*base_runs()).events()), []
     for number in range(candidates):
-        job = chooser.candidate(Journal(events=events), number, 0)
+        job = chooser(("candidate", number, 0), Journal(events=events))
         if job is not None:
             sizes.append(job["batch_size"])
             events += runs(job["batch_size"], critical)
@@ -146,27 +213,6 @@ def test_no_candidate_above_what_diverged_in_branches():
     assert max(sizes) == 32
     assert evidence.constant == 32
     assert all(size <= 32 for _, size in evidence.schedule)
-
-
-def test_decisions_are_the_same_when_later_results_are_there_already():
-    head = make_header(POINTS)
-    first, events = Chooser(head), list(journal(*base_runs()).events())
-    early = [first.candidate(Journal(events=events), 0, 0)]
-    events += runs(early[0]["batch_size"], 60.0)
-    early.append(first.candidate(Journal(events=events), 1, 0))
-    events += runs(early[1]["batch_size"], 60.0)
-    again = Chooser(head)
-    full = Journal(events=events)
-    assert [again.candidate(full, n, 0) for n in (0, 1)] == early
-    assert again.candidate(full, 0, 2) == {**early[0], "repeat": 2}
-
-
-def test_a_middle_size_is_trained_where_the_bracket_is_known():
-    chooser = Chooser(make_header(POINTS))
-    job = chooser.middle(journal(), 1, 2)
-    # 89.6 is the truth.
-    assert job == {"event": "branch", "point": 1, "repeat": 2, "batch_size": 96}
-    assert Chooser(make_header(POINTS)).middle(journal(critical=(1e5, 1e5)), 1, 0) is None
 
 
 def test_a_schedule_is_never_above_what_was_trained_from_there_on():
@@ -203,4 +249,4 @@ def test_nothing_is_recommended_where_the_loss_does_not_fall():
     assert evidence.length == 0
     assert evidence.constant is None
     assert evidence.schedule == ()
-    assert Chooser(make_header(POINTS)).baseline(Journal(events=[*flat, *level]), 1) is None
+    assert Chooser(make_header(POINTS))(("baseline", 1), evidence.journal) is None

@@ -5,7 +5,7 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from steadygrad.record.schema.inspect import Histogram, Part
+from steadygrad.record.schema.inspect import Histogram, Part, check
 from steadygrad.studies.inspect.diagnosis import (
     HEADROOM,
     LOSS_HEADROOM,
@@ -49,6 +49,13 @@ UNDERFLOWING = [
     *parts("before", {"early": counts(-15, 25, 25, zero=50), "late": counts(10, 100)}, LARGEST),
     *parts("search", {"early": counts(-3, 100), "late": counts(9, 100)}, LARGEST),
 ]
+
+
+def test_a_layer_counted_without_scales_only_is_refused():
+    fine, *_ = parts("search", {"a": counts(0, 1)}, {"a": 0.0}, plain={"a": counts(0, 1)})
+    assert check(None, fine) is None
+    odd, *_ = parts("search", {"a": counts(0, 1)}, {"a": 0.0}, plain={"b": counts(0, 1)})
+    assert check(None, odd) == ("the layers of 'plain' to be among those of 'weights'", "'b'")
 
 
 def test_an_underflowing_layer_gets_the_room_it_has():

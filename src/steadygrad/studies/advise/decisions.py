@@ -1,0 +1,82 @@
+"""Decisions between trials: what the adaptive trials of ``advise`` train."""
+
+import math
+
+from steadygrad.record import Event, Key
+from steadygrad.record.schema.advise import Branch, Header, Scratch
+from steadygrad.studies.advise.recommend import Evidence
+from steadygrad.studies.advise.trials import scratch_job
+from steadygrad.studies.journal import Journal
+from steadygrad.studies.study import Job
+
+__all__ = ["Chooser"]
+
+
+class Chooser:
+    """Makes the jobs that depend on results; all repeats of a trial follow one decision.
+
+    Each decision is made from what the trials that it needs have recorded, whatever else is
+    there already: a resumed study decides as before.
+
+    Args:
+        header: The record's.
+    """
+
+    def __init__(self, header: Header) -> None:
+        self.header, self.plan = header, header.plan
+        self._jobs: dict[Key, Job | None] = {}
+
+    def __call__(self, key: Key, journal: Journal) -> Job | None:
+        """The job of a trial; None where there is nothing to do."""
+        *name, repeat = key
+        found = self._jobs.get(tuple(name))
+        if tuple(name) not in self._jobs:
+            found = getattr(self, f"_{name[0]}")(journal, *name[1:])
+            self._jobs[tuple(name)] = found
+        return None if found is None else {**found, "repeat": repeat}
+
+    def _middle(self, journal: Journal, point: int) -> Job | None:
+        """A branch in the middle between the largest tolerable size and the next one."""
+        ladder = {multiple * self.plan.batch_size for multiple in self.plan.multiples[point]}
+        kept = [b for b in journal.select(Branch) if b.batch_size in ladder]
+        found = Evidence(self.header, Journal(events=kept)).critical(point)
+        if found is None or not found.resolved or math.isinf(found.beyond):
+            return None
+        size, odd = divmod(found.within + int(found.beyond), 2)
+        if odd or size % self.header.runtime.world_size or found.beyond != 2 * found.within:
+            return None
+        return {"event": "branch", "point": point, "batch_size": size}
+
+    def _baseline(self, journal: Journal) -> Job | None:
+        """The smallest batch, over the run's length."""
+        length = Evidence(self.header, journal).length
+        return scratch_job("constant", self.plan.batch_size, length) if length else None
+
+    def _candidate(self, journal: Journal, number: int) -> Job | None:
+        """The next batch size that the evidence suggests."""
+        evidence = self._before(journal, number)
+        size, warmup = evidence.next_candidate(), evidence.warmup_samples
+        if size is None:
+            return None
+        return scratch_job("constant", size, evidence.length, warmup_samples=warmup)
+
+    def _schedule(self, journal: Journal) -> Job | None:
+        """The growing batch, where it takes fewer steps than the recommended one."""
+        evidence = self._before(journal, self.plan.candidates)
+        stages = evidence.schedule
+        if not stages or evidence.baseline is None:
+            return None
+        warmup, last = evidence.warmup_samples, stages[-1][1]
+        return scratch_job("schedule", last, evidence.length, warmup_samples=warmup, stages=stages)
+
+    def _before(self, journal: Journal, candidates: int) -> Evidence:
+        """The evidence without runs from scratch that later trials have recorded."""
+        jobs = (self._jobs.get(("candidate", number)) for number in range(candidates))
+        sizes = {self.plan.batch_size, *(int(job["batch_size"]) for job in jobs if job)}
+
+        def early(event: Event) -> bool:
+            if not isinstance(event, Scratch):
+                return True
+            return event.purpose == "constant" and event.batch_size in sizes
+
+        return Evidence(self.header, Journal(events=filter(early, journal.events())))

@@ -1,0 +1,223 @@
+"""How each trial of ``advise`` is run."""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from steadygrad.formulas.batch_size import learning_rate
+from steadygrad.record import Event
+from steadygrad.record.schema.advise import Branch, Noise, Plan, Point, Scratch, Stage
+from steadygrad.studies.advise.plan import EVALUATION_COST, MICRO_BATCHES
+from steadygrad.studies.advise.trials import END_MARKS, FRACTIONS, end_marks, run_marks
+from steadygrad.studies.checkpoint import State
+from steadygrad.studies.order import Order, branch_order, main_order
+from steadygrad.studies.study import Job, Workplace
+from steadygrad.studies.trainer import Diverged, Rate
+
+__all__ = ["run_job"]
+
+# Training losses of a segment of the main trajectory that are recorded, each an average.
+TRAINING_MARKS = 32
+
+Curve = list[tuple[int, float]]
+
+
+def run_job(job: Job, plan: Plan, place: Workplace) -> Event:
+    """Runs one trial; see :meth:`steadygrad.studies.study.Study.run`."""
+    fields = {name: value for name, value in job.items() if name != "event"}
+    event: Event = getattr(_Runner(plan, place), str(job["event"]))(**fields)
+    return event
+
+
+class _Runner:
+    def __init__(self, plan: Plan, place: Workplace) -> None:
+        self.plan, self.place = plan, place
+        self.trainer, self.task = place.trainer, place.trainer.task
+
+    def point(self, point: int) -> Point:
+        """Trains the main trajectory from the point before to a point, and keeps its state."""
+        trainer, stop = self.trainer, self.plan.points[point]
+        start = self.plan.points[point - 1] if point else 0
+        if point:
+            trainer.load(self.state(point - 1))
+        else:
+            trainer.restart()
+        trainer.seed_everything("train", point)
+        stride = max(1, math.ceil((stop - start) / self.task.batch_size / TRAINING_MARKS))
+        training = []
+
+        def steps() -> Iterator[int]:
+            order = main_order(len(self.task.train), trainer.seed)
+            way = trainer.run(order, start, stop, self.task.batch_size)
+            for number, seen in enumerate(way, start=1):
+                if number % stride == 0 or seen == stop:
+                    losses = trainer.take_losses()
+                    training.append((seen, math.fsum(losses) / len(losses)))
+                yield seen
+
+        marks = run_marks(stop, self.task.batch_size, start)
+        curve = self._curve(steps(), start, marks, f"training to {stop:,} samples", own=True)
+        state = trainer.state(stop)
+        # The others go on once the file is there.
+        trainer.context.on_main(lambda: self.place.checkpoints.save(f"point-{point}", state))
+        return Point(
+            point=point,
+            samples=stop,
+            steps=trainer.steps,
+            valid_loss=curve[-1][1],
+            curve=tuple(curve),
+            training=tuple(training),
+        )
+
+    def state(self, point: int) -> State:
+        """The state at a point: read, or trained again."""
+        name, samples = f"point-{point}", self.plan.points[point]
+        found = self.place.checkpoints.load(name, samples)
+        # On every rank or on none: training again takes all of them.
+        missing = self.trainer.context.gather(found is None)
+        if found is None or any(missing):
+            self.place.repeated.append(self.point(point))
+            return self.trainer.state(samples)
+        return found
+
+    def noise(self, point: int) -> Noise:
+        """Measures the gradient noise scale at a point."""
+        trainer, what = self.trainer, f"noise scale at {self.plan.points[point]:,} samples"
+        trainer.load(self.state(point))
+        trainer.seed_everything("noise", point)
+        order, used = self._order(point, "noise"), 0
+        with trainer.noise_scale() as noise:
+            steps = self.plan.noise_steps[point]
+            for samples in trainer.measure(noise, order, steps, MICRO_BATCHES):
+                self.place.advance(samples - used, what)
+                used = samples
+            found = noise.estimate().as_dict()
+        trainer.look()
+        names = set(Noise.__struct_fields__) - {"point", "samples", "time"}
+        return Noise(point=point, samples=used, **{name: found[name] for name in names})
+
+    def branch(self, point: int, repeat: int, batch_size: int) -> Branch:
+        """Trains on from a point with a batch size."""
+        trainer, base, length = self.trainer, self.task.batch_size, self.plan.branch_samples[point]
+        trainer.load(self.state(point))
+        # The same name for all batch sizes: they see the same data and the same random numbers.
+        trainer.seed_everything("branch", point, repeat)
+        first, seen = trainer.steps, self.plan.points[point]
+        unit, own = self.plan.multiples[point][-1] * base, batch_size == base
+        ends = [length - unit * back for back in reversed(range(min(END_MARKS, length // unit)))]
+        way = [round(part * length / base) * base for part in FRACTIONS] if own else []
+        order, rate = self._order(point, f"branch-{repeat}"), Rate(batch_size)
+        steps = trainer.run(order, 0, length, batch_size, rate=rate, seen=seen)
+        what = f"branch of {batch_size:,} at {seen:,}"
+        curve = self._averaged(steps, length, ends, way, what, own=own)
+        return Branch(
+            point=point,
+            repeat=repeat,
+            batch_size=batch_size,
+            lr=self._lr(batch_size, 1.0),
+            steps=trainer.steps - first,
+            samples=curve[-1][0],
+            loss=curve[-1][1],
+            curve=tuple(curve),
+        )
+
+    def scratch(
+        self,
+        purpose: Any,
+        repeat: int,
+        batch_size: int,
+        rate: float,
+        samples: int,
+        warmup_samples: int,
+        stages: list[list[int]],
+    ) -> Scratch:
+        """Trains from scratch, with one batch size or with a growing one."""
+        trainer, base = self.trainer, self.task.batch_size
+        trainer.restart(repeat)
+        trainer.seed_everything("run", repeat)
+
+        def steps() -> Iterator[int]:
+            at, order = 0, main_order(len(self.task.train), trainer.seed, repeat)
+            borders = [*(start for start, _ in stages[1:]), samples]
+            for (_, size), border in zip(stages, borders, strict=True):
+                chosen = Rate(size, rate, warmup_samples, self.plan.length)
+                # A stage ends with its last whole batch; the next one begins there.
+                for seen in trainer.run(order, at, border, size, rate=chosen):
+                    at = seen
+                    yield at
+
+        # Only the smallest batch's curve is compared as a whole, also with that of another rate.
+        way = run_marks(samples, base) if batch_size == base else []
+        ends, what = end_marks(samples, base), f"{batch_size:,} from scratch"
+        own = batch_size == base and rate == 1
+        curve = self._averaged(steps(), samples, ends, way, what, own=own)
+        return Scratch(
+            purpose=purpose,
+            repeat=repeat,
+            batch_size=batch_size,
+            rate=rate,
+            stages=tuple(
+                Stage(from_samples=start, batch_size=size, lr=self._lr(size, rate))
+                for start, size in stages
+            ),
+            warmup_samples=warmup_samples,
+            steps=trainer.steps,
+            samples=curve[-1][0],
+            loss=curve[-1][1],
+            curve=tuple(curve),
+        )
+
+    def _averaged(
+        self,
+        steps: Iterable[int],
+        length: int,
+        ends: list[int],
+        way: list[int],
+        what: str,
+        *,
+        own: bool,
+    ) -> Curve:
+        """Losses on the way, the last one being the average over the end marks."""
+        try:
+            marks = [*(mark for mark in way if mark < ends[0]), *ends]
+            curve = self._curve(steps, 0, marks, what, own=own)
+        except Diverged:
+            # With the task's own settings this is an error; otherwise it is a result.
+            if own:
+                raise
+            return [(length, math.inf)]
+        # Large batches may end before the first end mark.
+        last = [spot for spot in curve if spot[0] >= ends[0]] or curve[-1:]
+        places, losses = zip(*last, strict=True)
+        mean = round(sum(places) / len(places)), math.fsum(losses) / len(losses)
+        return [*curve[: -len(last)], mean]
+
+    def _curve(
+        self, steps: Iterable[int], start: int, marks: Iterable[int], what: str, *, own: bool
+    ) -> Curve:
+        """Trains, and evaluates once after each mark is reached."""
+        found, left, at = [], sorted(set(marks)), start
+        for seen in steps:
+            self.place.advance(seen - at, what)
+            at = seen
+            if left and at >= left[0]:
+                found.append((at, self._evaluate(own=own)))
+                left = [mark for mark in left if mark > at]
+        return [*found, (at, self._evaluate(own=own))] if left else found
+
+    def _evaluate(self, *, own: bool) -> float:
+        loss = self.trainer.evaluate()
+        if own and not math.isfinite(loss):
+            raise Diverged(
+                f"The validation loss should stay finite. Found {loss} after {self.trainer.steps} "
+                f"steps. Remedy: a lower Task.lr than {self.task.lr:g}."
+            )
+        self.place.advance(math.ceil(len(self.task.valid) * EVALUATION_COST), "")
+        return loss
+
+    def _lr(self, size: int, rate: float) -> float:
+        return rate * learning_rate(self.task.lr, size, self.task.batch_size, self.task.lr_rule)
+
+    def _order(self, point: int, kind: str) -> Order:
+        seen, size = self.plan.points[point], len(self.task.train)
+        return branch_order(size, self.trainer.seed, seen=seen, stream=f"{kind}-{point}")

@@ -1,0 +1,125 @@
+"""Intervals of runs from scratch, over seeds."""
+
+import math
+
+import numpy as np
+import pytest
+
+from steadygrad.studies.advise.check import (
+    MARGIN,
+    Baseline,
+    Checked,
+    averaged_end,
+    baseline_of,
+    checked_runs,
+)
+from steadygrad.studies.advise.critical import CAP
+from steadygrad.studies.advise.trials import RUN_ENDS, end_marks, run_marks
+from steadygrad.studies.journal import Journal
+from tests.unit.studies.advise.events import law, make_header, point, scratch
+
+SAMPLES = 4096
+PLACES = np.array([mark for mark in run_marks(SAMPLES, 8) if mark < 0.92 * SAMPLES] + [4000.0])
+
+
+def baseline(seeds):
+    """The smallest batch with so many seeds that all have the same losses."""
+    losses = np.array([law(place) for place in PLACES])
+    return Baseline(tuple(range(seeds)), PLACES, np.tile(losses[:, None], seeds))
+
+
+def difference(overhead):
+    """How far above the smallest batch's loss a run ends that needs so many more samples."""
+    return law(PLACES[-1] / (1 + overhead)) - law(PLACES[-1])
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_the_interval_covers_the_truth_whatever_the_spread(seeds):
+    base, draw, count = baseline(seeds), np.random.default_rng(seeds), 300
+    truth, covered, below = 0.3, 0, 0
+    for _ in range(count):
+        # Small against the mean: an overhead is nearly linear in the loss there.
+        found = base.interval(draw.normal(difference(truth), 0.005, seeds), int(PLACES[-1]))
+        covered += found[0] <= truth <= found[1]
+        below += truth <= found[2]
+    # 95 % and 90 % nominal, 1.3 % and 1.7 % the error of 300, and the draws have their own.
+    # With a normal's quantiles two seeds cover 70 %, three 81 %, and five 88 %.
+    assert 0.92 <= covered / count <= 0.985
+    assert 0.85 <= below / count <= 0.95
+
+
+def test_the_interval_is_as_wide_as_students():
+    """Ends at two and at four degrees of freedom, at 97.5 %: 4.303 and 2.776."""
+    for seeds, quantile in ((3, 4.303), (5, 2.776)):
+        spread = np.linspace(-1, 1, seeds)
+        found = baseline(seeds).interval(difference(0.3) + 0.002 * spread, int(PLACES[-1]))
+        half = 0.002 * quantile * spread.std(ddof=1) / math.sqrt(seeds)
+        ends = [
+            baseline(seeds).overhead(difference(0.3) + x, int(PLACES[-1])) for x in (-half, half)
+        ]
+        # 800 draws know so rare a quantile to about a tenth.
+        assert found[1] - found[0] == pytest.approx(ends[1] - ends[0], rel=0.2)
+
+
+def test_equal_differences_are_sure():
+    found = baseline(3).interval(np.full(3, difference(0.3)), int(PLACES[-1]))
+    assert found == pytest.approx((0.3, 0.3, 0.3), abs=0.005)
+    assert found[1] - found[0] < 1e-9
+
+
+def test_what_a_seed_adds_to_all_of_its_losses_is_no_noise():
+    seeds = baseline(3)
+    shifted = Baseline(seeds.seeds, PLACES, seeds.losses + np.array([-0.2, 0.0, 0.2]))
+    differences = np.full(3, difference(0.3))
+    given = differences, int(PLACES[-1])
+    assert shifted.interval(*given) == pytest.approx(seeds.interval(*given), abs=1e-9)
+    noise = np.random.default_rng(0).normal(0, 0.01, seeds.losses.shape)
+    noisy = Baseline(seeds.seeds, PLACES, seeds.losses + noise).interval(*given)
+    assert noisy[1] - noisy[0] > 0.01
+
+
+def test_one_diverged_run_is_no_interval():
+    assert baseline(3).interval(np.array([0.0, math.inf, 0.0]), 4000) == (CAP, CAP, CAP)
+
+
+def checked(overhead, upper):
+    fields = {"stages": (), "warmup_samples": 0, "steps": 1, "seeds": 3, "loss": 1.0}
+    return Checked(16, overhead=overhead, low=0.0, high=1.0, upper=upper, **fields)
+
+
+def test_within_the_tolerance_and_surely_not_far_beyond():
+    assert checked(0.2, MARGIN * 0.2).within(0.2)
+    assert not checked(0.21, 0.2).within(0.2)
+    assert not checked(0.1, MARGIN * 0.2 + 0.001).within(0.2)
+
+
+def test_seed_0_of_the_smallest_batch_is_the_main_trajectory():
+    plan, other = make_header((1024, SAMPLES)).plan, scratch(8, 1, SAMPLES)
+    trajectory = point(1, SAMPLES, losses=lambda s: law(s) + 0.1)
+    found = baseline_of(plan, Journal(events=[trajectory, other]), 1)
+    assert found.seeds == (0, 1)
+    assert found.losses[:, 0] - found.losses[:, 1] == pytest.approx([0.1] * len(found.places))
+    # A run of seed 0 itself, where the rate decays, takes its place.
+    decayed = scratch(8, 0, SAMPLES)
+    again = baseline_of(plan, Journal(events=[trajectory, other, decayed]), 1)
+    assert again.losses[:, 0].tolist() == [loss for _, loss in decayed.curve]
+    assert baseline_of(plan, Journal(events=[trajectory]), 1) is None
+
+
+def test_the_end_of_a_curve_is_the_mean_of_its_last_evaluations():
+    curve = point(0, SAMPLES).curve
+    ends = end_marks(SAMPLES, 8)
+    found = averaged_end(curve)
+    assert found[:-1] == list(curve[:-RUN_ENDS])
+    assert found[-1] == (sum(ends) / 5, pytest.approx(sum(map(law, ends)) / 5))
+
+
+def test_whole_batch_sizes_alone_are_checked():
+    plan = make_header((1024, SAMPLES)).plan
+    runs = [scratch(size, seed, SAMPLES) for size in (24, 16) for seed in range(3)]
+    others = [scratch(8, 1, SAMPLES), scratch(8, 0, SAMPLES, rate=2.0), scratch(32, 0, SAMPLES)]
+    grown = scratch(64, 0, SAMPLES, purpose="schedule", stages=[(0, 16), (1024, 64)])
+    found = Journal(events=[*runs, *others, grown])
+    sizes = [run.batch_size for run in checked_runs(baseline(3), found, plan, "constant")]
+    assert sizes == [16, 24]
+    assert checked_runs(baseline(3), found, plan, "schedule") == []

@@ -1,0 +1,116 @@
+"""The trials that depend on results: one decision for all repeats, and the same after a resume."""
+
+import random
+
+import pytest
+
+from steadygrad.studies.advise.decisions import Chooser
+from steadygrad.studies.advise.recommend import Evidence
+from steadygrad.studies.advise.trials import make_trials
+from steadygrad.studies.journal import Journal
+from tests.unit.studies.advise.events import (
+    branch,
+    branches,
+    law,
+    make_header,
+    point,
+    scratch,
+    slowness,
+)
+
+POINTS = (1024, 4096)
+HEADER = make_header(POINTS)
+
+
+def measured(critical=(120.0, 400.0)):
+    """Points and the branches of the ladder."""
+    found = []
+    for i, samples in enumerate(POINTS):
+        found.append(point(i, samples))
+        found += branches(critical[i], sigma=0.0005, seed=i, point=i)
+    return found
+
+
+def done(job, critical, draw):
+    """The event of a job, with noise of its own."""
+    size, noise = job["batch_size"], draw.gauss(0, 0.001)
+    if job["event"] == "branch":
+        loss = law(4096 / slowness(size, critical)) + noise
+        return branch(size, job["repeat"], loss, point=job["point"])
+    return scratch(
+        size,
+        job["repeat"],
+        job["samples"],
+        slower=slowness(size, critical),
+        noise=noise,
+        purpose=job["purpose"],
+        stages=job["stages"],
+    )
+
+
+def studied(critical):
+    """Events of a whole study, and the jobs of its trials."""
+    draw, jobs, chooser = random.Random(0), {}, Chooser(HEADER)
+    events = measured()
+    for trial in make_trials(HEADER.plan, 64, chooser):
+        job = trial.job(Journal(events=events))
+        jobs[trial.key] = job
+        if job is not None and trial.key[0] in ("middle", "baseline", "candidate", "schedule"):
+            events.append(done(job, critical, draw))
+    return events, jobs
+
+
+@pytest.mark.parametrize("critical", [12.0, 60.0, 100.0, 400.0, 1e5])
+def test_a_study_with_all_results_there_decides_as_it_did_before_them(critical):
+    events, jobs = studied(critical)
+    assert {key[0] for key, job in jobs.items() if job} >= {"middle", "baseline", "candidate"}
+    again, full = Chooser(HEADER), Journal(events=events)
+    assert {t.key: t.job(full) for t in make_trials(HEADER.plan, 64, again)} == jobs
+
+
+def test_those_decisions_depend_on_what_is_there():
+    """A guard on the test above: with all results, the first candidate would be another."""
+    events, jobs = studied(100.0)
+    sizes = [jobs["candidate", number, 0]["batch_size"] for number in (0, 1)]
+    assert sizes[0] < sizes[1]
+    assert jobs["schedule", 0] is not None
+    assert Evidence(HEADER, Journal(events=events)).next_candidate() != sizes[0]
+
+
+@pytest.mark.parametrize("name", [("middle", 1), ("baseline",), ("candidate", 0), ("schedule",)])
+def test_all_repeats_follow_one_decision(name, monkeypatch):
+    """The results of the first repeats are there when the job of the next is asked for."""
+    made, method = [], getattr(Chooser, f"_{name[0]}")
+
+    def counted(*arguments):
+        made.append(arguments)
+        return method(*arguments)
+
+    monkeypatch.setattr(Chooser, f"_{name[0]}", counted)
+    draw, chooser = random.Random(0), Chooser(HEADER)
+    events, jobs = [*measured(), *(scratch(8, seed, 4096) for seed in (1, 2))], []
+    for repeat in range(3):
+        jobs.append(chooser((*name, repeat), Journal(events=events)))
+        # It costs so much that another decision would be another one.
+        events.append(done(jobs[-1], 1.0, draw))
+    assert jobs == [{**jobs[0], "repeat": repeat} for repeat in range(3)]
+    assert len(made) == 1
+
+
+def test_a_lost_repeat_is_decided_as_the_others_were():
+    events, jobs = studied(100.0)
+    kept = [e for e in events if e.key[:4] != ("scratch", "constant", 1, 12)]
+    assert len(kept) == len(events) - 1
+    found = Chooser(HEADER)(("candidate", 0, 1), Journal(events=kept))
+    assert found == jobs["candidate", 0, 1]
+
+
+def test_a_middle_size_is_trained_where_the_bracket_is_known():
+    # 89.6 is the truth.
+    job = Chooser(HEADER)(("middle", 1, 2), Journal(events=measured()))
+    assert job == {"event": "branch", "point": 1, "repeat": 2, "batch_size": 96}
+    every = Journal(events=measured((1e5, 1e5)))
+    assert Chooser(HEADER)(("middle", 1, 0), every) is None
+    # 96 samples are no whole shares of 64 processes.
+    shared = make_header(POINTS, runtime={"world_size": 64})
+    assert Chooser(shared)(("middle", 1, 0), Journal(events=measured())) is None

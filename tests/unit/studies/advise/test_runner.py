@@ -1,0 +1,112 @@
+"""How the trials are run: where runs are evaluated, and what their losses stand for."""
+
+import math
+
+import pytest
+
+from steadygrad.record.schema.advise import Plan
+from steadygrad.studies.advise.check import averaged_end
+from steadygrad.studies.advise.runner import run_job
+from steadygrad.studies.advise.trials import END_MARKS, FRACTIONS, end_marks, scratch_job
+from steadygrad.studies.checkpoint import Checkpoints
+from steadygrad.studies.study import Workplace
+from tests.unit.studies.framework import PLAN, make_trainer
+from tests.unit.studies.tiny_task import diverging_branches, without_dropout
+
+
+@pytest.fixture
+def place(tmp_path):
+    """Where jobs of a task without random numbers are run, in float64."""
+    trainer = make_trainer(without_dropout(), dtype="float64")
+    return Workplace(trainer, Checkpoints(tmp_path), lambda samples, what: None)
+
+
+def plan(length) -> Plan:
+    fields = {name: getattr(PLAN, name) for name in PLAN.__struct_fields__}
+    return Plan(**{**fields, "points": (length // 4, length)})
+
+
+def evaluated(place, monkeypatch):
+    """Numbers of steps after which the trainer was evaluated, and the losses there."""
+    found, evaluate = [], place.trainer.evaluate
+
+    def watched():
+        found.append((place.trainer.steps, evaluate()))
+        return found[-1][1]
+
+    monkeypatch.setattr(place.trainer, "evaluate", watched)
+    return found
+
+
+@pytest.mark.parametrize("length", [64, 256, 1200])
+def test_the_smallest_batch_from_scratch_is_the_main_trajectory(place, length):
+    """With its seed: as many evaluations at the same places, the last ones averaged."""
+    job = scratch_job("constant", 4, length)
+    run = run_job(job, plan(length), place)
+    whole = plan(length)
+    first = run_job({"event": "point", "point": 0}, whole, place)
+    second = run_job({"event": "point", "point": 1}, whole, place)
+    assert first.curve[-1] == (length // 4, first.valid_loss)
+    assert second.curve[-1] == (length, second.valid_loss)
+    curve = averaged_end(second.curve)
+    assert [at for at, _ in run.curve] == [at for at, _ in curve]
+    assert [loss for _, loss in run.curve] == pytest.approx([loss for _, loss in curve])
+    assert (run.samples, run.loss) == run.curve[-1]
+
+
+@pytest.mark.parametrize("length", [64, 256, 1200])
+def test_way_marks_come_before_the_end_marks(place, monkeypatch, length):
+    found = evaluated(place, monkeypatch)
+    run = run_job(scratch_job("constant", 4, length), plan(length), place)
+    ends = end_marks(length, 4)
+    assert all(at < ends[0] for at, _ in run.curve[:-1])
+    assert [4 * steps for steps, _ in found] == [at for at, _ in run.curve[:-1]] + ends
+    assert run.samples == sum(ends) / len(ends)
+    assert run.loss == math.fsum(loss for _, loss in found[-len(ends) :]) / len(ends)
+
+
+@pytest.mark.parametrize(("size", "steps"), [(100, 2), (200, 1), (256, 1), (60, 4), (12, 21)])
+def test_every_batch_size_has_a_loss(place, monkeypatch, size, steps):
+    """256 samples are evaluated from 240 on; batches of 100 and of 200 end before."""
+    found = evaluated(place, monkeypatch)
+    run = run_job(scratch_job("constant", size, 256), plan(256), place)
+    assert run.steps == steps == place.trainer.steps
+    assert math.isfinite(run.loss)
+    assert run.curve == ((run.samples, run.loss),)
+    last = [number for number, _ in found]
+    assert run.samples == round(size * sum(last) / len(last))
+    late = {number for number in range(1, steps + 1) if size * number >= 240}
+    assert set(last) == (late or {steps})
+
+
+def test_a_schedule_is_averaged_over_the_same_end(place, monkeypatch):
+    found = evaluated(place, monkeypatch)
+    stages = ((0, 4), (64, 16))
+    job = scratch_job("schedule", 16, 1200, warmup_samples=64, stages=stages)
+    run = run_job(job, plan(1200), place)
+    steps = 16 + (1200 - 64) // 16
+    assert run.steps == steps
+    assert len(found) == len(end_marks(1200, 4)) == 5
+    assert [stage.from_samples for stage in run.stages] == [0, 64]
+    assert [stage.lr for stage in run.stages] == pytest.approx([0.001, 0.002])
+
+
+def test_branches_are_evaluated_at_the_largest_batchs_last_steps(place, monkeypatch):
+    whole = plan(256)
+    run_job({"event": "point", "point": 0}, whole, place)
+    for size in (4, 8, 16):
+        found = evaluated(place, monkeypatch)
+        job = {"event": "branch", "point": 0, "repeat": 1, "batch_size": size}
+        run = run_job(job, whole, place)
+        assert run.samples == 80 == (64 + 80 + 96) / END_MARKS
+        assert run.loss == math.fsum(loss for _, loss in found[-END_MARKS:]) / END_MARKS
+        way = [at for at in (round(24 * part) * 4 for part in FRACTIONS) if at < 64]
+        assert [at for at, _ in run.curve] == [*(way if size == 4 else []), 80]
+        monkeypatch.undo()
+
+
+def test_a_run_that_diverges_has_one_loss(tmp_path):
+    trainer = make_trainer(diverging_branches())
+    place = Workplace(trainer, Checkpoints(tmp_path), lambda samples, what: None)
+    run = run_job(scratch_job("constant", 64, 1024), plan(1024), place)
+    assert (run.loss, run.curve) == (math.inf, ((1024, math.inf),))
