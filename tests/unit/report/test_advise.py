@@ -360,7 +360,7 @@ def test_a_whole_run_that_finds_nothing(make_run: Any):
     def all_flat(events: list[Event]) -> list[Event]:
         for point in range(4):
             events = flat(point)(events)
-        return events
+        return [event for event in events if not isinstance(event, Scratch)]
 
     text = Reader(render(make_run(edit=all_flat))).text
     assert "This study finds no batch size for char-lm." in text
@@ -407,3 +407,12 @@ def test_write_replaces_the_page(make_run: Any):
     (folder / "report.html").write_text("old")
     write(folder)
     assert (folder / "report.html").read_text(encoding="utf-8") == page
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_the_title_says_where_no_larger_batch_is_known(make_run: Any):
+    run = make_run()
+    found = {**run.summary["recommendation"], "batch_size": 8, "known": False}
+    unknown = dataclasses.replace(run, summary={**run.summary, "recommendation": found})
+    text = Reader(render(unknown)).text
+    assert "Stay at 8 sequences per step: no more is known to be as good." in text

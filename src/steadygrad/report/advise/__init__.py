@@ -56,6 +56,8 @@ def _headline(advice: Advice) -> str:
             return f"This study finds no batch size for {advice.task.name}."
         return f"No batch size for {advice.task.name} yet."
     count = advice.task.sample if size == 1 else advice.samples
+    if not advice.recommendation["known"] and advice.recommendation["basis"] == "trained":
+        return f"Stay at {show(size)} {count} per step: no more is known to be as good."
     return f"Train {advice.task.name} at {show(size)} {count} per step."
 
 

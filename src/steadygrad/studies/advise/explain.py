@@ -65,8 +65,9 @@ class _Words:
                 return f"{text} Batch {failed.batch_size:,} was tried too: {self.cost(failed)}."
             return f"{text} No larger batch was trained from scratch."
         if failed is not None:
-            known = failed.overhead > self.tolerance
-            more = "Batch" if known else "Whether a larger one is as good is not known: batch"
+            more = (
+                "Batch" if evidence.known else "Whether a larger one is as good is not known: batch"
+            )
             return (
                 f"From scratch over {length}: stay at the task's own batch {self.base:,}. {more} "
                 f"{failed.batch_size:,}, trained from scratch, needed {self.cost(failed)}."
@@ -198,8 +199,8 @@ class _Words:
         if flat:
             where = ", ".join(f"{self.header.plan.points[i]:,}" for i in flat)
             parts.append(
-                f"After {where} {self.samples} the validation loss no longer falls by three "
-                f"standard errors: nothing is said of that time{self._epochs(flat[0])}."
+                f"Branches from {where} {self.samples} lower the validation loss by less than "
+                f"three standard errors{self._epochs(flat[0])}: they say nothing."
             )
         if evidence.checked:
             parts.append(f"Runs from scratch: {evidence.checked[0].seeds} seeds.")

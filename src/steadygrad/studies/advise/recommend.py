@@ -110,7 +110,7 @@ class Evidence:
             if point.point in self.criticals
             and _still_falls(point, self.criticals[point.point].spread)
         ]
-        return falling[-1] if falling and self.measured else None
+        return falling[-1] if falling else None
 
     @property
     def length(self) -> int:
@@ -119,8 +119,8 @@ class Evidence:
 
     @cached_property
     def predicted(self) -> int | None:
-        """Batch size that the branches suggest for a run from scratch; trained in branches."""
-        if self.end is None:
+        """Batch size that the branches suggest for a run from scratch; None if none is resolved."""
+        if self.end is None or not self.measured:
             return None
         value = predict(self.measured, self.length, self.header.settings.tolerance)
         return self.rungs(value)[-1]
@@ -173,6 +173,14 @@ class Evidence:
             return None
         trained = {size for point in self.measured for size in point.critical.sizes}
         return max(size for size in trained if size <= self.predicted)
+
+    @property
+    def known(self) -> bool:
+        """Whether the recommended batch size passed, or the next larger one surely did not."""
+        failed = self.failed
+        return self.passed is not None or (
+            failed is not None and failed.low > self.header.settings.tolerance
+        )
 
     @property
     def warmup_samples(self) -> int:
@@ -242,10 +250,10 @@ class Evidence:
         """
         base, tolerance = self.header.plan.batch_size, self.header.settings.tolerance
         top = min(self._ceiling, self.header.task.train_size)
-        if self.predicted is None:
+        if self.end is None:
             return None
         if not self.checked:
-            return max(self.predicted, *self.rungs(top)[:2]) if top > base else None
+            return max(self.predicted or base, *self.rungs(top)[:2]) if top > base else None
         good, bad = self.passed, self.failed
         if bad is not None and good is not None:
             slope = (bad.overhead - good.overhead) / (bad.batch_size - good.batch_size)

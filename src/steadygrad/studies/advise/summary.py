@@ -66,7 +66,7 @@ def _recommendation(evidence: Evidence) -> dict[str, Any]:
     size, base = evidence.constant, evidence.header.plan.batch_size
     if size is None:
         names = ("batch_size", "lr", "warmup_samples", "samples", "overhead", "low", "high")
-        return {**dict.fromkeys(names), "basis": "none", "half_life": None}
+        return {**dict.fromkeys(names), "basis": "none", "known": False, "half_life": None}
     run, trained = evidence.passed, bool(evidence.checked)
     own = size == base
     zero = 0.0 if own else None
@@ -79,6 +79,7 @@ def _recommendation(evidence: Evidence) -> dict[str, Any]:
         "low": run.low if run else zero,
         "high": run.high if run else zero,
         "basis": "trained" if trained else "predicted",
+        "known": evidence.known,
         "half_life": half_life(evidence, size),
     }
 

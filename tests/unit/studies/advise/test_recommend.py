@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from steadygrad.studies.advise.decisions import Chooser
+from steadygrad.studies.advise.explain import explain
 from steadygrad.studies.advise.recommend import Evidence, candidates_up_to
 from steadygrad.studies.advise.trials import RUN_ENDS, end_marks, run_marks
 from steadygrad.studies.journal import Journal
@@ -250,3 +251,26 @@ def test_nothing_is_recommended_where_the_loss_does_not_fall():
     assert evidence.constant is None
     assert evidence.schedule == ()
     assert Chooser(make_header(POINTS))(("baseline", 1), evidence.journal) is None
+
+
+def test_where_no_branch_tells_runs_from_scratch_begin_next_to_the_smallest_batch():
+    falling = [
+        point(i, samples, losses=lambda s: 20 - 2 * math.log(s)) for i, samples in enumerate(POINTS)
+    ]
+    level = [b for i in (0, 1) for b in branches(1e5, sigma=0.2, seed=i, point=i)]
+    evidence = Evidence(make_header(POINTS), Journal(events=[*falling, *level]))
+    assert not any(critical.resolved for critical in evidence.criticals.values())
+    assert (evidence.end, evidence.predicted, evidence.constant) == (1, None, None)
+    assert evidence.next_candidate() == 12
+
+
+@pytest.mark.parametrize(("slower", "known"), [((1.0, 1.2, 1.7), False), ((1.5, 1.51, 1.52), True)])
+def test_a_batch_that_may_be_tolerable_is_not_known(slower, known):
+    tried = [scratch(12, seed, POINTS[-1], slower=s) for seed, s in enumerate(slower)]
+    evidence = Evidence(make_header(POINTS), journal(*base_runs(), *tried))
+    (run,) = evidence.checked
+    assert not run.within(0.2)
+    assert (run.low > 0.2) == known
+    assert (evidence.constant, evidence.known) == (8, known)
+    first = explain(evidence, "complete")[0]
+    assert ("Whether a larger one is as good is not known" in first) == (not known)
