@@ -191,5 +191,7 @@ def test_a_rank_that_dies_does_not_hang_the_other(tmp_path):
     with pytest.raises((mp.ProcessExitedException, mp.ProcessRaisedException)):
         join(context)
     assert time.monotonic() - began < 90  # a minute is the exchange's limit
-    assert not (tmp_path / "b" / "result-0.json").exists()
+    # The launcher's signal may reach the rank that is left before it misses the other one.
+    result = tmp_path / "b" / "result-0.json"
+    assert not result.exists() or json.loads(result.read_text()) == signal.SIGTERM
     assert read_run(folder).header.runtime.world_size == 2
