@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from steadygrad.cli.console import PLAIN, note, printable
+from steadygrad.record import listed
 
 __all__ = ["BarMonitor", "LineMonitor", "Monitor", "duration", "make_monitor"]
 
@@ -92,12 +93,10 @@ class Monitor:
         if not cut:
             return None
         self._warned = True
-        *others, last = cut
-        names = f"{', '.join(others)} and {last}" if others else last
         return (
             f"at the speed so far the work takes {duration(needed)} more and the budget ends in "
-            f"{duration(budget)}: what is measured after {names} will be cut short or left out. "
-            "Remedy: let it end, then go on by --resume RUN --budget TIME."
+            f"{duration(budget)}: what is measured after {listed(cut)} will be cut short or left "
+            "out. Remedy: let it end, then go on by --resume RUN --budget TIME."
         )
 
 

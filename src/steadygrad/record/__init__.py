@@ -9,7 +9,7 @@ each line holds is typed in ``schema``. This package imports no torch.
 from msgspec import convert
 
 from steadygrad.record._environment import environment
-from steadygrad.record._events import End, Event, Header, Key, Runtime, TaskInfo, plural
+from steadygrad.record._events import End, Event, Header, Key, Runtime, TaskInfo, listed, plural
 from steadygrad.record._files import RecordError, replace_file, write_report
 from steadygrad.record._json import dumps, loads
 from steadygrad.record._read import SCHEMA, Run, read_run
@@ -29,6 +29,7 @@ __all__ = [
     "convert",
     "dumps",
     "environment",
+    "listed",
     "loads",
     "plural",
     "read_run",

@@ -1,5 +1,6 @@
 """Typed lines of a record: the base classes."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -15,6 +16,7 @@ __all__ = [
     "PositiveFloat",
     "Runtime",
     "TaskInfo",
+    "listed",
     "plural",
 ]
 
@@ -130,3 +132,9 @@ def plural(word: str) -> str:
     if word.endswith("y") and word[-2:-1] not in tuple("aeiou"):
         return word[:-1] + "ies"
     return word + "s"
+
+
+def listed(parts: Iterable[str]) -> str:
+    """Texts as a sentence lists them: ``a, b and c``; at least one."""
+    *others, last = parts
+    return f"{', '.join(others)} and {last}" if others else last

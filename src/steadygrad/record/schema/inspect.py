@@ -1,5 +1,6 @@
 """Types of an ``inspect`` record."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,7 @@ __all__ = [
     "Settings",
     "check",
     "layer_title",
+    "layers_of",
 ]
 
 BEFORE, SEARCH, AFTER = "before", "search", "after"
@@ -147,6 +149,12 @@ EVENTS = Part | Phase | End
 def layer_title(name: str) -> str:
     """A layer as it is shown; the empty name stands for all that lies outside of the layers."""
     return name or OUTSIDE
+
+
+def layers_of(parts: Sequence[Part]) -> list[str]:
+    """All layers with a gradient, in the order of the model, the loss first."""
+    seen = {name for part in parts for kind in KINDS for name in getattr(part, kind)}
+    return [name for name in (parts[0].scales if parts else ()) if name in seen]
 
 
 def check(header: Header, event: Any) -> tuple[str, str] | None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from math import log2
 
-from steadygrad.record import Run
+from steadygrad.record import Run, listed
 from steadygrad.record.schema.inspect import BEFORE, KINDS, layer_title
 from steadygrad.report.frame import Figure, limits, opening, provenance
 from steadygrad.report.inspect import charts
@@ -67,10 +67,7 @@ def _underflow(found: Inspection, layers: list[str]) -> str:
 
 def _list(layers: list[str]) -> str:
     names = [layer_title(name) for name in layers]
-    if len(names) > 4:
-        return f"{', '.join(names[:3])} and {len(names) - 3} more layers"
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
+    return listed([*names[:3], f"{len(names) - 3} more layers"] if len(names) > 4 else names)
 
 
 def _figures(found: Inspection) -> Iterable[Figure]:

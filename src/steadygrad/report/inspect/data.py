@@ -7,7 +7,7 @@ from typing import Any
 
 from steadygrad.record import End, Run
 from steadygrad.record.schema import inspect as schema
-from steadygrad.record.schema.inspect import AFTER, BEFORE, KINDS, PARTS, Part
+from steadygrad.record.schema.inspect import AFTER, BEFORE, KINDS, PARTS, Part, layers_of
 
 __all__ = ["TITLES", "Histogram", "Inspection"]
 
@@ -31,8 +31,7 @@ class Inspection:
         self.name: str = run.header.task.name
         self.steps: int = run.header.settings.steps
         # Names in the order of the model; the loss has an empty one.
-        seen = {name for part in parts for kind in KINDS for name in getattr(part, kind)}
-        self.layers = [name for name in (parts[0].scales if parts else ()) if name in seen]
+        self.layers = layers_of(parts)
         # Of the second half of a phase, by phase, kind and layer.
         self.histograms = {phase: _histograms(parts, phase) for phase in TITLES}
         # Steps and loss, by phase.

@@ -8,10 +8,19 @@ from dataclasses import dataclass
 import torch
 
 from steadygrad.formulas.exponents import NONFINITE_BIN, limits
-from steadygrad.record.schema.inspect import AFTER, BEFORE, KINDS, PARTS, PHASES, SEARCH, Part
+from steadygrad.record.schema.inspect import (
+    AFTER,
+    BEFORE,
+    KINDS,
+    PARTS,
+    PHASES,
+    SEARCH,
+    Part,
+    layers_of,
+)
 from steadygrad.studies.inspect.histogram import add_up, float16_shares, lost_at
 
-__all__ = ["Diagnosis", "Proposal", "by_phase", "diagnose", "layers_of", "propose", "shares_of"]
+__all__ = ["Diagnosis", "Proposal", "by_phase", "diagnose", "propose", "shares_of"]
 
 # A layer underflows if more than this share of its gradients is zero or subnormal by the scale.
 UNDERFLOW = 0.1
@@ -130,12 +139,6 @@ def by_phase(parts: Iterable[Part]) -> dict[str, list[Part]]:
     """The parts of each phase, in the order of training."""
     ordered = sorted(parts, key=lambda part: part.part)
     return {phase: [part for part in ordered if part.phase == phase] for phase in PHASES}
-
-
-def layers_of(parts: Sequence[Part]) -> list[str]:
-    """All layers with a gradient, in the order of the model, the loss first."""
-    seen = {name for part in parts for kind in KINDS for name in getattr(part, kind)}
-    return [name for name in (parts[0].scales if parts else ()) if name in seen]
 
 
 def shares_of(phase: Sequence[Part]) -> Shares:

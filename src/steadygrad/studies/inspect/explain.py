@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from steadygrad.record import listed
 from steadygrad.record.schema.inspect import AFTER, BEFORE, layer_title
 from steadygrad.studies.inspect.diagnosis import WEIGHTS_LOST, Diagnosis, Proposal
 
@@ -109,16 +110,11 @@ def code(proposal: Proposal) -> str:
 
 def _shares(layers: Mapping[str, float]) -> str:
     worst = sorted(layers.items(), key=lambda pair: -pair[1])
-    return _list(f"{layer_title(name)} ({share:.0%})" for name, share in worst)
+    return listed(f"{layer_title(name)} ({share:.0%})" for name, share in worst)
 
 
 def _counts(layers: Mapping[str, int]) -> str:
-    return _list(f"{layer_title(name)} ({_steps(count)})" for name, count in layers.items())
-
-
-def _list(parts: Iterable[str]) -> str:
-    *others, last = parts
-    return f"{', '.join(others)} and {last}" if others else last
+    return listed(f"{layer_title(name)} ({_steps(count)})" for name, count in layers.items())
 
 
 def _steps(count: int) -> str:

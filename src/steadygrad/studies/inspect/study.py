@@ -17,9 +17,10 @@ from steadygrad.record.schema.inspect import (
     Phase,
     Plan,
     Settings,
+    layers_of,
 )
 from steadygrad.scale.layers import parts_of
-from steadygrad.studies.inspect.diagnosis import by_phase, diagnose, layers_of, propose, shares_of
+from steadygrad.studies.inspect.diagnosis import by_phase, diagnose, propose, shares_of
 from steadygrad.studies.inspect.explain import code, explain
 from steadygrad.studies.inspect.scalers import given_scales
 from steadygrad.studies.inspect.trials import TITLES, Runner, make_trials
