@@ -2,14 +2,22 @@
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Order", "branch_order", "generators_kept", "main_order", "seed_everything", "seed_for"]
+__all__ = [
+    "Order",
+    "branch_order",
+    "generators",
+    "generators_kept",
+    "main_order",
+    "seed_everything",
+    "seed_for",
+]
 
 
 def seed_for(seed: int, *names: object) -> int:
@@ -26,16 +34,32 @@ def seed_everything(seed: int, *names: object) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
 
-@contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
-    """Puts Python's, numpy's and torch's generators back into their states."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
+def generators(device: torch.device) -> Callable[[], None]:
+    """Remembers Python's, numpy's and torch's generators; a call of the result restores them."""
+    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    # Only CUDA's functions take a device.
+    place = (device,) if device.type == "cuda" else ()
+    own = module and module.get_rng_state(*place)
+
+    def restore() -> None:
         random.setstate(python)
         np.random.set_state(numpy)
+        torch.set_rng_state(host)
+        if module is not None:
+            module.set_rng_state(own, *place)
+
+    return restore
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Puts the generators back into their states afterwards."""
+    restore = generators(device)
+    try:
+        yield
+    finally:
+        restore()
 
 
 class Order:

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Floats", "Variances", "isotonic", "quantile", "residual_variances", "unimodal"]
+__all__ = [
+    "Floats",
+    "Variances",
+    "isotonic",
+    "quantile",
+    "redraw",
+    "residual_variances",
+    "unimodal",
+]
 
 Floats = NDArray[np.float64]
 
@@ -53,6 +61,23 @@ def quantile(values: Floats, part: float) -> float:
     if part > 0.5:
         return float(ordered[-1 - int((1 - part) * len(ordered) + 1e-9)])
     return float(ordered[int(part * len(ordered) + 1e-9)])
+
+
+def redraw(means: Floats, residuals: Floats, generator: np.random.Generator, count: int) -> Floats:
+    """Mean curves as they might have come out, shape ``(count, M)``.
+
+    All places have one variance, which is redrawn as well: a scaled inverse chi-square.
+
+    Args:
+        means: Means over the repeats, shape ``(M,)``.
+        residuals: What they leave, shape ``(m, repeats)``.
+        generator: The source of randomness.
+        count: Number of draws.
+    """
+    repeats = residuals.shape[1]
+    freedom = max(1, (len(means) - 1) * (repeats - 1))
+    scale = (residuals**2).sum() / generator.chisquare(freedom, (count, 1)) / repeats
+    return np.asarray(means + generator.normal(size=(count, len(means))) * np.sqrt(scale))
 
 
 @dataclass(frozen=True)

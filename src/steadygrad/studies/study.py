@@ -4,6 +4,7 @@ A trial is a pure function of the task, the seed and the state at its point of t
 trials can run in any order, in any process, and again after a crash.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +14,22 @@ from typing import Any, ClassVar, get_args
 from steadygrad._checks import InputError
 from steadygrad.record import Event, Header, Key
 from steadygrad.record.schema import STUDIES, Schema, schema_of
-from steadygrad.studies.checkpoint import Checkpoints
+from steadygrad.studies.checkpoint import Checkpoints, State
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.trainer import Scaling, Trainer
 from steadygrad.tasks import Task
 
-__all__ = ["Advance", "Job", "Study", "Trial", "Workplace", "study_class", "study_of"]
+__all__ = [
+    "Advance",
+    "Job",
+    "Study",
+    "Trial",
+    "Workplace",
+    "evaluation_cost",
+    "study_class",
+    "study_of",
+]
 
 Job = Mapping[str, Any]
 """What a worker runs, as plain values: the event's name, its key fields, and parameters."""
@@ -60,6 +70,32 @@ class Workplace:
     checkpoints: Checkpoints
     advance: Advance
     repeated: list[Event] = field(default_factory=list)
+
+    def state(self, name: str, samples: int, again: Callable[[], Event]) -> State:
+        """A state of training: read, or trained again by the trial that leaves it.
+
+        Args:
+            name: The checkpoint's.
+            samples: Samples seen there.
+            again: Runs the trial.
+        """
+        found = self.checkpoints.load(name, samples)
+        # On every rank or on none: training again takes all of them.
+        if all(self.trainer.context.gather(found is not None)) and found is not None:
+            return found
+        self.repeated.append(again())
+        return self.trainer.state(samples)
+
+    def evaluate(self) -> float:
+        """The validation loss; its cost counts as work that is done."""
+        loss = self.trainer.evaluate()
+        self.advance(evaluation_cost(len(self.trainer.task.valid)), "")
+        return loss
+
+
+def evaluation_cost(samples: int) -> int:
+    """Samples of work in an evaluation: a forward pass is about a third of training."""
+    return math.ceil(samples / 3)
 
 
 class Study(ABC):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from steadygrad.record.schema.advise import Branch
 from steadygrad.studies.advise.loss_curve import LossCurve, LossCurveFit
@@ -21,6 +22,7 @@ from steadygrad.studies.statistics import (
     Floats,
     Variances,
     quantile,
+    redraw,
     residual_variances,
     unimodal,
 )
@@ -55,8 +57,7 @@ class Critical:
         high: Upper end, at least ``beyond``.
         fall: Fall of the smallest batch's loss over the branch, in standard errors.
         level: Validation loss that a batch size within the tolerance reaches.
-        spread: Standard deviation of one branch's loss, that effect included.
-        gain: Samples saved by the best batch size against the smallest, as a fraction.
+        spread: Standard deviation of one branch's loss, its data order included.
     """
 
     sizes: tuple[int, ...]
@@ -70,7 +71,6 @@ class Critical:
     fall: float
     level: float
     spread: float
-    gain: float
 
     @property
     def resolved(self) -> bool:
@@ -83,30 +83,23 @@ class Critical:
         return self.resolved and (math.isinf(self.beyond) or self.high <= WIDE * max(1.0, self.low))
 
     @property
+    def ceiling(self) -> float:
+        """Largest batch size tried below one that diverged; infinite where none did."""
+        return max(s for s in self.sizes if s < self.diverged) if self.diverged else math.inf
+
+    @property
     def safe(self) -> int:
         """Largest batch size tried that is within the tolerance, also at the interval's end."""
         if self.known:
             return self.within
-        least = [size for size in self.sizes if size <= max(self.low, self.sizes[0])]
-        return least[-1] if self.resolved else self.sizes[0]
+        return max(size for size in self.sizes if size <= max(self.low, self.sizes[0]))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a summary."""
-        names = [
-            "within",
-            "beyond",
-            "value",
-            "low",
-            "high",
-            "diverged",
-            "level",
-            "fall",
-            "safe",
-            "known",
-        ]
-        pairs = zip(map(str, self.sizes), self.overhead, strict=True)
-        fields = {name: getattr(self, name) for name in [*names, "level", "fall"]}
-        return fields | {"overhead": dict(pairs)}
+        names = ("within", "beyond", "value", "low", "high", "diverged", "level", "fall")
+        fields = {name: getattr(self, name) for name in names}
+        overhead = dict(zip(map(str, self.sizes), self.overhead, strict=True))
+        return {**fields, "safe": self.safe, "known": self.known, "overhead": overhead}
 
 
 def find_critical(
@@ -131,43 +124,35 @@ def find_critical(
     if table is None:
         return None
     generator = np.random.default_rng(seed)
-    sizes, stable = table.sizes, table.stable
+    sizes, means, stable = table.sizes, table.means, table.stable
     variances = residual_variances(table.losses[:stable])
-    curve, drawn = table.curves(variances, generator)
+    curve, redrawn, ends = table.curves(variances, generator)
     errors = variances.draw(generator, DRAWS, table.repeats)
-    errors[:, 0] = drawn.end
-    overhead = np.full(len(sizes), CAP)
-    overhead[:stable], gain = _overheads(curve, table.means[None, :stable], table, 0)
-    redrawn = np.full((DRAWS, len(sizes)), CAP)
-    means = table.means[:stable] + errors
-    redrawn[:, :stable], _ = _overheads(drawn.curve, means, table, slice(None))
-    fall = _fall(curve, drawn.curve, table)
-    within, beyond = _bracket(sizes, overhead, tolerance)
-    values = np.array([crossing(sizes, row, tolerance, stable) for row in redrawn])
-    values = _undecided(values, table, generator)
+    errors[:, 0] = ends
+    overhead = table.overheads(curve, means[:stable])
+    fall = table.fall(curve, redrawn)
+    values = crossing(sizes, table.overheads(redrawn, means[:stable] + errors), tolerance, stable)
+    if stable < len(sizes):
+        # Where it lies between the last stable size and the one that diverged is not known.
+        spread = generator.uniform(sizes[stable - 1], sizes[stable], DRAWS)
+        values = np.where(values >= sizes[stable - 1], spread, values)
+    count = int((overhead <= tolerance).sum())
+    within, beyond = sizes[count - 1], float((*sizes, math.inf)[count])
+    value = min(float(crossing(sizes, overhead, tolerance, stable)), sizes[-1])
     resolved = fall >= LEAST_FALL
     return Critical(
         sizes=sizes,
         overhead=tuple(overhead.tolist()),
-        diverged=next(iter(sizes[stable if resolved else table.finite :]), None),
+        diverged=next(iter(sizes[stable if resolved else _leading(np.isfinite(means)) :]), None),
         within=within,
         beyond=beyond,
-        value=min(crossing(sizes, overhead, tolerance, stable), sizes[-1])
-        if resolved
-        else math.nan,
+        value=value if resolved else math.nan,
         low=min(quantile(values, 0.025), within) if resolved else 0.0,
         high=max(quantile(values, 0.975), beyond) if resolved else math.inf,
         fall=fall,
-        level=float(table.means[0] + curve(table.length / (1 + tolerance)) - curve(table.length)),
+        level=float(means[0] + curve(table.length / (1 + tolerance)) - curve(table.length)),
         spread=math.sqrt(variances.pooled + variances.common),
-        gain=float(gain),
     )
-
-
-@dataclass(frozen=True)
-class _Draws:
-    curve: LossCurve
-    end: Floats
 
 
 @dataclass(frozen=True)
@@ -193,23 +178,22 @@ class _Table:
         by_size: dict[int, dict[int, Branch]] = {}
         for branch in branches:
             by_size.setdefault(branch.batch_size, {})[branch.repeat] = branch
-        if len(by_size) < 2:
+        if not by_size:
             return None
         base = by_size[min(by_size)]
         # Of a study cut short the repeats that most sizes have; a size that lacks one is left out.
         ladder = [rows for rows in by_size.values() if len(rows) >= min(2, len(base))]
-        repeats = sorted(set.intersection(*(set(rows) for rows in ladder)))
+        repeats = sorted(set.intersection(*map(set, ladder)))
         sizes = sorted(size for size, rows in by_size.items() if set(repeats) <= set(rows))
         if len(repeats) < 2 or len(sizes) < 2:
             return None
-        rows = [[by_size[size][r] for r in repeats] for size in sizes]
-        curves = [base[r].curve for r in repeats]
+        curves = np.array([base[repeat].curve for repeat in repeats], dtype=float)
         return cls(
             tuple(sizes),
-            np.array([[branch.loss for branch in row] for row in rows]),
-            np.array([row[0].samples for row in rows], dtype=float),
-            np.array([place for place, _ in curves[0]], dtype=float),
-            np.array([[loss for _, loss in curve] for curve in curves]).T,
+            np.array([[by_size[size][repeat].loss for repeat in repeats] for size in sizes]),
+            np.array([by_size[size][repeats[0]].samples for size in sizes], dtype=float),
+            curves[0, :, 0],
+            curves[..., 1].T,
         )
 
     @property
@@ -227,12 +211,6 @@ class _Table:
         return means
 
     @property
-    def finite(self) -> int:
-        """How many sizes, from the smallest on, ended with finite losses."""
-        bad = ~np.isfinite(self.means)
-        return int(bad.argmax()) if bad.any() else len(self.sizes)
-
-    @property
     def stable(self) -> int:
         """How many sizes, from the smallest on, did not diverge.
 
@@ -240,69 +218,64 @@ class _Table:
         more than the noise of that loss.
         """
         noise = math.sqrt(float(self.curve.var(1, ddof=1).mean()) / self.repeats)
-        bad = ~(self.means <= self.curve[0].mean() + LEAST_FALL * noise)
-        bad[0] = False
-        return int(bad.argmax()) if bad.any() else len(self.sizes)
+        good = self.means <= self.curve[0].mean() + LEAST_FALL * noise
+        return 1 + _leading(good[1:])
 
     def curves(
         self, variances: Variances, generator: np.random.Generator
-    ) -> tuple[LossCurve, _Draws]:
-        """The smallest batch's curve, and curves as other noise would have made them."""
-        fit = LossCurveFit(self.places.tolist())
+    ) -> tuple[LossCurve, LossCurve, Floats]:
+        """The smallest batch's curve, curves as other noise would have made them, and their ends.
+
+        The ends are given less their mean, shape ``(DRAWS,)``.
+        """
+        fit = LossCurveFit(self.places)
         means = self.curve.mean(1)
-        own = ((self.curve[:-1] - means[:-1, None]) ** 2).sum() if len(means) > 1 else 0.0
-        freedom = (len(means) - 1) * (self.repeats - 1)
-        scale = own / generator.chisquare(max(1, freedom), (DRAWS, 1)) / self.repeats
-        drawn = means + generator.normal(size=(DRAWS, len(means))) * np.sqrt(scale)
+        residuals = self.curve[:-1] - means[:-1, None]
+        redrawn = redraw(means, residuals, generator, DRAWS)
         # The last one has a noise of its own: it is an average, and all sizes share its repeats.
-        end = variances.draw(generator, DRAWS, self.repeats)[:, 0]
+        ends = variances.draw(generator, DRAWS, self.repeats)[:, 0]
         common = math.sqrt(variances.common / self.repeats)
-        drawn[:, -1] = means[-1] + end + generator.normal(size=DRAWS) * common
-        return fit(means), _Draws(fit(drawn), end)
+        redrawn[:, -1] = means[-1] + ends + generator.normal(size=DRAWS) * common
+        return fit(means), fit(redrawn), ends
+
+    def overheads(self, curve: LossCurve, means: Floats) -> Floats:
+        """Overheads of all sizes from the mean losses of the stable ones, shape ``(*, K)``.
+
+        Only differences to the smallest batch are laid on the curve: the repeats' data orders raise
+        or lower all batch sizes together, of which the smooth curve knows nothing.
+        """
+        stable = means.shape[-1]
+        anchor = curve(self.length)[..., None]
+        samples = curve.samples_at(means - means[..., :1] + anchor)
+        efficiency = np.clip(samples / self.ends[:stable], 1 / (1 + CAP), REACH)
+        efficiency[..., 0] = 1.0
+        fit = unimodal(np.log(efficiency))
+        after = np.arange(stable) > fit.argmax(-1, keepdims=True)
+        overhead = np.where(after, np.expm1(fit.max(-1, keepdims=True) - fit), 0.0)
+        rest = np.full((*means.shape[:-1], len(self.sizes) - stable), CAP)
+        return np.concatenate([overhead, rest], -1)
+
+    def fall(self, curve: LossCurve, redrawn: LossCurve) -> float:
+        """Fall of the smallest batch's loss from a quarter of the branch on, in standard errors."""
+        first = float(self.places[0])
+        fall = float(curve(first) - curve(self.length))
+        low, high = np.quantile(redrawn(first) - redrawn(self.length), (0.16, 0.84))
+        # Not the standard deviation: a few draws of an unknown variance are very wide.
+        own = (self.curve[0] - self.curve[-1]).std(ddof=1) / math.sqrt(self.repeats)
+        error = max(float(high - low) / 2, float(own))
+        if error > 0:
+            return fall / error
+        return math.copysign(math.inf, fall) if fall else 0.0
 
 
-def _overheads(curve: LossCurve, means: Floats, table: _Table, pick: Any) -> tuple[Floats, Floats]:
-    """Overheads of the stable sizes, and the gain of the best against the smallest.
-
-    Only differences to the smallest batch are laid on the curve: the repeats' data orders raise or
-    lower all batch sizes together, of which the smooth curve knows nothing.
-    """
-    anchor = np.atleast_1d(curve(table.length))[:, None]
-    samples = curve.samples_at(means - means[:, :1] + anchor)
-    ends = table.ends[: means.shape[1]]
-    efficiency = np.clip(samples / ends, 1 / (1 + CAP), REACH)
-    efficiency[..., 0] = 1.0
-    fit = unimodal(np.log(efficiency))
-    best = fit.max(-1, keepdims=True)
-    after = np.arange(means.shape[1]) > fit.argmax(-1, keepdims=True)
-    overhead = np.where(after, np.expm1(best - fit), 0.0)
-    return overhead[pick], np.expm1(best[..., 0] - fit[..., 0])[pick]
-
-
-def _fall(curve: LossCurve, drawn: LossCurve, table: _Table) -> float:
-    """Fall of the smallest batch's loss from a quarter of the branch on, in standard errors."""
-    first = float(table.places[0])
-    fall = float(curve(first) - curve(table.length))
-    low, high = np.quantile(drawn(first) - drawn(table.length), (0.16, 0.84))
-    # Not the standard deviation: a few draws of an unknown variance are very wide.
-    own = (table.curve[0] - table.curve[-1]).std(ddof=1) / math.sqrt(table.repeats)
-    error = max(float(high - low) / 2, float(own))
-    if error > 0:
-        return fall / error
-    return math.copysign(math.inf, fall) if fall else 0.0
-
-
-def _bracket(sizes: Sequence[int], overhead: Floats, tolerance: float) -> tuple[int, float]:
-    above = np.flatnonzero(overhead > tolerance)
-    if not len(above):
-        return sizes[-1], math.inf
-    first = int(above[0])
-    return sizes[max(0, first - 1)], float(sizes[first])
+def _leading(good: NDArray[np.bool_]) -> int:
+    """How many are true before the first that is not."""
+    return int(np.append(good, False).argmin())
 
 
 def crossing(
     sizes: Sequence[float], overhead: Floats, tolerance: float, stable: int | None = None
-) -> float:
+) -> Floats:
     """Largest size whose overhead is within the tolerance; infinite when all are.
 
     Between two sizes the overhead is linear in the size, as the trade-off between steps and
@@ -310,25 +283,17 @@ def crossing(
 
     Args:
         sizes: Ascending batch sizes.
-        overhead: Non-decreasing, shape ``(K,)``.
+        overhead: Not decreasing, and zero for the smallest size, shape ``(*, K)``.
         tolerance: Extra samples that are acceptable.
         stable: How many sizes did not diverge. Default: all.
+
+    Returns:
+        Batch sizes, shape ``(*)``.
     """
-    above = np.flatnonzero(overhead > tolerance)
-    if not len(above):
-        return math.inf
-    first = int(above[0])
-    if first == 0 or (stable is not None and first >= stable):
-        return float(sizes[max(0, first - 1)])
-    low, high = float(overhead[first - 1]), float(overhead[first])
-    part = (tolerance - low) / (high - low)
-    return float(sizes[first - 1] + (sizes[first] - sizes[first - 1]) * part)
-
-
-def _undecided(values: Floats, table: _Table, generator: np.random.Generator) -> Floats:
-    """Draws that end at the last stable size lie anywhere up to the one that diverged."""
-    if table.stable == len(table.sizes):
-        return values
-    last, next_ = table.sizes[table.stable - 1], table.sizes[table.stable]
-    spread = generator.uniform(last, next_, len(values))
-    return np.where(values >= last, spread, values)
+    places, count = np.asarray(sizes, dtype=float), (overhead <= tolerance).sum(-1)
+    last, first = count - 1, np.minimum(count, len(sizes) - 1)
+    low, high = (np.take_along_axis(overhead, i[..., None], -1)[..., 0] for i in (last, first))
+    with np.errstate(all="ignore"):
+        part = np.where(count < (stable or len(sizes)), (tolerance - low) / (high - low), 0.0)
+    between = places[last] + (places[first] - places[last]) * part
+    return np.where(count < len(sizes), between, math.inf)

@@ -5,7 +5,7 @@ import math
 from steadygrad.record import Event, Key
 from steadygrad.record.schema.advise import Branch, Header, Scratch
 from steadygrad.studies.advise.recommend import Evidence
-from steadygrad.studies.advise.trials import scratch_job
+from steadygrad.studies.advise.trials import Stages, scratch_job
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.study import Job
 
@@ -28,11 +28,10 @@ class Chooser:
 
     def __call__(self, key: Key, journal: Journal) -> Job | None:
         """The job of a trial; None where there is nothing to do."""
-        *name, repeat = key
-        found = self._jobs.get(tuple(name))
-        if tuple(name) not in self._jobs:
-            found = getattr(self, f"_{name[0]}")(journal, *name[1:])
-            self._jobs[tuple(name)] = found
+        name, repeat = key[:-1], key[-1]
+        if name not in self._jobs:
+            self._jobs[name] = getattr(self, f"_{name[0]}")(journal, *name[1:])
+        found = self._jobs[name]
         return None if found is None else {**found, "repeat": repeat}
 
     def _middle(self, journal: Journal, point: int) -> Job | None:
@@ -50,24 +49,19 @@ class Chooser:
     def _baseline(self, journal: Journal) -> Job | None:
         """The smallest batch, over the run's length."""
         length = Evidence(self.header, journal).length
-        return scratch_job("constant", self.plan.batch_size, length) if length else None
+        return scratch_job(((0, self.plan.batch_size),), length) if length else None
 
     def _candidate(self, journal: Journal, number: int) -> Job | None:
         """The next batch size that the evidence suggests."""
         evidence = self._before(journal, number)
-        size, warmup = evidence.next_candidate(), evidence.warmup_samples
-        if size is None:
-            return None
-        return scratch_job("constant", size, evidence.length, warmup_samples=warmup)
+        size = evidence.next_candidate()
+        return None if size is None else _warmed_up(evidence, ((0, size),))
 
     def _schedule(self, journal: Journal) -> Job | None:
         """The growing batch, where it takes fewer steps than the recommended one."""
         evidence = self._before(journal, self.plan.candidates)
         stages = evidence.schedule
-        if not stages or evidence.baseline is None:
-            return None
-        warmup, last = evidence.warmup_samples, stages[-1][1]
-        return scratch_job("schedule", last, evidence.length, warmup_samples=warmup, stages=stages)
+        return _warmed_up(evidence, stages) if stages and evidence.baseline else None
 
     def _before(self, journal: Journal, candidates: int) -> Evidence:
         """The evidence without runs from scratch that later trials have recorded."""
@@ -80,3 +74,7 @@ class Chooser:
             return event.purpose == "constant" and event.batch_size in sizes
 
         return Evidence(self.header, Journal(events=filter(early, journal.events())))
+
+
+def _warmed_up(evidence: Evidence, stages: Stages) -> Job:
+    return scratch_job(stages, evidence.length, warmup_samples=evidence.warmup_samples)

@@ -1,6 +1,5 @@
 """Smooth, falling loss curves, many at a time."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,11 +65,10 @@ class LossCurveFit:
     Every shape on a grid is a straight line in its own progress.
 
     Args:
-        samples: Places of the losses, in samples, shape ``(M,)``.
+        places: Samples seen at the losses, shape ``(M,)``.
     """
 
-    def __init__(self, samples: Sequence[float]) -> None:
-        places = np.asarray(samples, dtype=float)
+    def __init__(self, places: Floats) -> None:
         steps = 2.0 ** (np.arange(-8, 13) / 2)
         self._scale = np.tile(places.max() * steps, len(POWERS))
         self._power = np.repeat(POWERS, len(steps))

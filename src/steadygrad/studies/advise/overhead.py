@@ -71,10 +71,7 @@ def predict(points: Sequence[MeasuredPoint], length: int, tolerance: float) -> f
     rows = np.stack([_overheads(points, sizes, moment) for moment in seen])
     mean = isotonic((rows * np.diff(nodes)[:, None]).sum(0) / length)
     found = crossing(sizes.tolist(), (1 + mean) / (1 + mean[0]) - 1, tolerance)
-    ceilings = [
-        max(s for s in p.critical.sizes if s < d) for p in points if (d := p.critical.diverged)
-    ]
-    return min(found, float(sizes[-1]), *ceilings)
+    return min(float(found), float(sizes[-1]), *(point.critical.ceiling for point in points))
 
 
 def _overheads(points: Sequence[MeasuredPoint], sizes: Floats, seen: float) -> Floats:

@@ -17,7 +17,6 @@ from steadygrad.studies.study import Trial
 
 __all__ = [
     "END_STEP",
-    "EVALUATION_COST",
     "MICRO_BATCHES",
     "end_unit",
     "make_plan",
@@ -33,8 +32,6 @@ MAX_MULTIPLE = 512
 MAX_POINTS = 4
 # Adam's second moment (beta2 = 0.95) needs about that many steps to adapt to another batch size.
 MIN_STEPS = 16
-# Evaluating a sample is its forward pass: about a third of training on it.
-EVALUATION_COST = 1 / 3
 # Most samples between two evaluations at the end of a run, as a part of the run.
 END_STEP = 0.02
 # Least number of points, then repeats of the branches, seeds and batch sizes from scratch; the best
@@ -88,9 +85,8 @@ def make_plan(
         work = sum(trial.cost for trial in trials)
         return msgspec.structs.replace(plan, work=work, span=makespan(trials, workers))
 
-    horizons = [
-        batch_size * quarter << doubling for doubling in range(4, 40) for quarter in QUARTERS
-    ]
+    # Lengths of training are tried in steps of about a fifth.
+    horizons = [batch_size * part << doubling for doubling in range(4, 40) for part in (4, 5, 6, 7)]
     for points, level in LEVELS:
         plan = _longest(horizons, partial(priced, level=level), span)
         if plan is not None and len(plan.points) >= points:
@@ -108,10 +104,6 @@ def make_plan(
         f"{seconds}s for this task at {speed:g} samples a second. Remedy: --budget {seconds}s or "
         "more."
     )
-
-
-# Lengths of training are tried in steps of about a fifth.
-QUARTERS = (4, 5, 6, 7)
 
 
 def _longest(horizons: Sequence[int], priced: Callable[[int], Plan], span: float) -> Plan | None:
@@ -144,19 +136,15 @@ def plan_of_length(horizon: int, level: Level, size: int, train_size: int, *, sp
         horizon = horizon // 4 // size * size
     # A single point has no room for 8 multiples in the smallest plans.
     floor = 128 * size if len(seen) > 1 else 64 * size
-    lengths = [max(samples // 2, floor) for samples in seen]
-    ladders = [_ladder(length, size, train_size) for length in lengths]
-    branches = [
-        _whole_batches(length, ladder[-1] * size)
-        for length, ladder in zip(lengths, ladders, strict=True)
-    ]
+    rows = [_branches(max(samples // 2, floor), size, train_size) for samples in seen]
+    ladders, branches, noise_steps = zip(*rows, strict=True)
     repeats, seeds, candidates = level if len(seen) > 1 else (level[0], 0, 0)
     return Plan(
         batch_size=size,
         points=tuple(seen),
-        branch_samples=tuple(branches),
-        multiples=tuple(ladders),
-        noise_steps=tuple(_noise_steps(length, size, train_size) for length in branches),
+        branch_samples=branches,
+        multiples=ladders,
+        noise_steps=noise_steps,
         repeats=repeats,
         rates=len(seen) > 1,
         seeds=seeds,
@@ -179,18 +167,14 @@ def end_unit(samples: int, size: int) -> int:
     return unit
 
 
-def _ladder(length: int, size: int, train_size: int) -> tuple[int, ...]:
+def _branches(length: int, size: int, train_size: int) -> tuple[tuple[int, ...], int, int]:
+    """Multiples of the branches from a point, their samples, and noise measurements there."""
     top = min(length // (MIN_STEPS * size), train_size // size, MAX_MULTIPLE)
-    return tuple(1 << power for power in range(max(1, top).bit_length()))
-
-
-def _whole_batches(length: int, largest: int) -> int:
-    """Every batch size, also one between two of the ladder, divides the branch's length."""
+    ladder = tuple(1 << power for power in range(max(1, top).bit_length()))
+    # Every batch size, also one between two of the ladder, divides the branch's length.
+    largest = ladder[-1] * size
     unit = 3 * largest if length >= 3 * largest else largest
-    return max(1, length // unit) * unit
-
-
-def _noise_steps(length: int, size: int, train_size: int) -> int:
+    samples, measured = max(1, length // unit) * unit, MICRO_BATCHES * size
     # Samples seen twice in one measurement would pass for independent ones.
-    most = min(64, train_size // (MICRO_BATCHES * size))
-    return max(2, min(most, max(8, length // (MICRO_BATCHES * size))))
+    most = min(64, train_size // measured)
+    return ladder, samples, max(2, min(most, max(8, samples // measured)))

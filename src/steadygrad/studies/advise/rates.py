@@ -1,8 +1,7 @@
 """Verdict on the task's learning rate, from runs of the smallest batch at other rates."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,11 @@ from steadygrad.studies.advise.check import Baseline, averaged_end
 from steadygrad.studies.advise.plan import END_STEP
 from steadygrad.studies.advise.trials import RUN_ENDS
 from steadygrad.studies.journal import Journal
-from steadygrad.studies.statistics import Floats
 
 __all__ = ["RateVerdict", "judge_rate"]
 
-# Another rate is better if its loss is lower at each of so many evaluations, the last ones of the
-# run and from 60 % of it on, and if it saves so large a part of the samples.
+# Another rate is better if its loss is lower at each of the last evaluations, from 60 % of the run
+# on, and if it saves so large a part of the samples.
 LATE = 5
 WORTH = 0.1
 
@@ -33,13 +31,15 @@ class RateVerdict:
     """
 
     verdict: str = ""
-    losses: Mapping[float, float] | None = None
-    overheads: Mapping[float, float] | None = None
+    losses: Mapping[float, float] = field(default_factory=dict)
+    overheads: Mapping[float, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a summary."""
-        losses = {f"{rate:g}": value for rate, value in (self.losses or {}).items()}
-        overheads = {f"{rate:g}": value for rate, value in (self.overheads or {}).items()}
+        losses, overheads = (
+            {f"{rate:g}": value for rate, value in found.items()}
+            for found in (self.losses, self.overheads)
+        )
         return {"verdict": self.verdict, "losses": losses, "overheads": overheads}
 
 
@@ -54,41 +54,36 @@ def judge_rate(plan: Plan, journal: Journal, *, decays: bool = False) -> RateVer
         journal: The events.
         decays: Whether the task's rate decays; the main trajectory then cannot be compared.
     """
-    curve = _own_curve(plan, journal, decays=decays)
+    own = _own_curve(plan, journal, decays=decays)
     runs = {
         run.rate: run
         for run in journal.select(Scratch)
         if run.purpose == "constant" and run.batch_size == plan.batch_size and run.rate != 1
     }
-    if curve is None or not runs:
+    if own is None or not runs:
         return RateVerdict()
-    places, values = (np.array(column, dtype=float) for column in zip(*curve, strict=True))
+    places, values = np.array(own, dtype=float).T
     base = Baseline((0,), places, values[:, None])
-    late = {rate: _late(run) - values[-LATE:] for rate, run in runs.items()}
-    overheads = {rate: base.overhead(float(d.mean()), base.samples) for rate, d in late.items()}
-    losses = {1.0: float(values[-1]), **{rate: run.loss for rate, run in runs.items()}}
+    # A run that diverged has one loss, which is infinite.
+    late = {rate: np.array(run.curve[-LATE:])[:, 1] - values[-LATE:] for rate, run in runs.items()}
+    overheads = {rate: base.overhead(behind, int(places[-1])) for rate, behind in late.items()}
     better = [
         rate
-        for rate, difference in late.items()
-        if (difference < 0).all() and -overheads[rate] / (1 + overheads[rate]) > WORTH
+        for rate, behind in late.items()
+        if (behind < 0).all() and -overheads[rate] / (1 + overheads[rate]) > WORTH
     ]
     best = min(better, key=lambda rate: overheads[rate], default=1.0)
     verdict = "low" if best > 1 else "high" if best < 1 else "fits"
+    losses = {1.0: float(values[-1]), **{rate: run.loss for rate, run in runs.items()}}
     return RateVerdict(verdict, dict(sorted(losses.items())), dict(sorted(overheads.items())))
-
-
-def _late(run: Scratch) -> Floats:
-    """Losses over the last part of a run; infinite if it diverged."""
-    if not math.isfinite(run.loss):
-        return np.full(LATE, math.inf)
-    return np.array([loss for _, loss in run.curve[-LATE:]])
 
 
 def _own_curve(plan: Plan, journal: Journal, *, decays: bool) -> Sequence[tuple[int, float]] | None:
     """Losses at the task's own rate over a run as long as the main trajectory."""
     if not decays:
         main = journal.get(Point, len(plan.points) - 1)
-        return None if main is None else averaged_end(main.curve)
+        return averaged_end(main.curve) if main else None
     run = journal.get(Scratch, "constant", 0, plan.batch_size, 1.0)
+    # Its last loss stands for the mean place of its last evaluations.
     whole = run is not None and run.samples >= (1 - RUN_ENDS * END_STEP) * plan.length
-    return run.curve if run is not None and whole else None
+    return run.curve if run and whole else None

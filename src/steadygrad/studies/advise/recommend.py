@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
@@ -18,13 +19,11 @@ from steadygrad.studies.advise.check import (
 from steadygrad.studies.advise.critical import LEAST_FALL, Critical, find_critical
 from steadygrad.studies.advise.overhead import MeasuredPoint, predict
 from steadygrad.studies.advise.rates import RateVerdict, judge_rate
+from steadygrad.studies.advise.trials import Stages
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.order import seed_for
 
-__all__ = ["Evidence", "Stages", "candidates_up_to"]
-
-Stages = tuple[tuple[int, int], ...]
-"""Beginnings, in samples seen, and batch sizes."""
+__all__ = ["Evidence", "candidates_up_to"]
 
 # What a rounding error may take from a batch size.
 ALMOST = 1 - 1e-9
@@ -39,7 +38,7 @@ def candidates_up_to(most: float, base: int, world_size: int = 1) -> list[int]:
 
     At least ``base``. Each is a multiple of ``world_size``.
     """
-    found, size = [base], base
+    found, size = [], base
     while size * ALMOST <= most:
         found += [size, size + size // 2] if size % 2 == 0 else [size]
         size *= 2
@@ -67,12 +66,8 @@ class Evidence:
     @cached_property
     def criticals(self) -> dict[int, Critical]:
         """Critical batch sizes by point, unresolved ones included."""
-        found = {}
-        for i in range(len(self.header.plan.points)):
-            critical = self.critical(i)
-            if critical is not None:
-                found[i] = critical
-        return found
+        found = {i: self.critical(i) for i in range(len(self.header.plan.points))}
+        return {i: critical for i, critical in found.items() if critical is not None}
 
     def critical(self, point: int) -> Critical | None:
         """The critical batch size at one point; None where too few branches are there."""
@@ -95,8 +90,7 @@ class Evidence:
     @property
     def last(self) -> int | None:
         """Number of the last resolved point, from which one may go on."""
-        resolved = [i for i, critical in self.criticals.items() if critical.resolved]
-        return resolved[-1] if resolved else None
+        return max((i for i, c in self.criticals.items() if c.resolved), default=None)
 
     @cached_property
     def end(self) -> int | None:
@@ -104,13 +98,9 @@ class Evidence:
 
         It is the last one at which the loss still falls; see :func:`_still_falls`.
         """
-        falling = [
-            point.point
-            for point in self.points
-            if point.point in self.criticals
-            and _still_falls(point, self.criticals[point.point].spread)
-        ]
-        return falling[-1] if falling else None
+        known = [point for point in self.points if point.point in self.criticals]
+        falling = (p.point for p in known if _still_falls(p, self.criticals[p.point].spread))
+        return max(falling, default=None)
 
     @property
     def length(self) -> int:
@@ -132,9 +122,8 @@ class Evidence:
     @cached_property
     def baseline(self) -> Baseline | None:
         """Runs of the smallest batch from scratch."""
-        if self.end is None:
-            return None
-        return baseline_of(self.header.plan, self.journal, self.end)
+        plan, end = self.header.plan, self.end
+        return None if end is None else baseline_of(plan, self.journal, end)
 
     @cached_property
     def checked(self) -> list[Checked]:
@@ -142,9 +131,8 @@ class Evidence:
         return self._checked("constant")
 
     def _checked(self, purpose: str) -> list[Checked]:
-        if self.baseline is None:
-            return []
-        return checked_runs(self.baseline, self.journal, self.header.plan, purpose)
+        base, plan = self.baseline, self.header.plan
+        return checked_runs(base, self.journal, plan, purpose) if base else []
 
     @property
     def failed(self) -> Checked | None:
@@ -155,12 +143,8 @@ class Evidence:
     @property
     def passed(self) -> Checked | None:
         """The largest batch size below all failed ones that was trained within tolerance."""
-        good = [
-            run
-            for run in self.checked
-            if self.failed is None or run.batch_size < self.failed.batch_size
-        ]
-        return good[-1] if good else None
+        most = self.failed.batch_size if self.failed else math.inf
+        return next((run for run in reversed(self.checked) if run.batch_size < most), None)
 
     @property
     def constant(self) -> int | None:
@@ -177,10 +161,8 @@ class Evidence:
     @property
     def known(self) -> bool:
         """Whether the recommended batch size passed, or the next larger one surely did not."""
-        failed = self.failed
-        return self.passed is not None or (
-            failed is not None and failed.low > self.header.settings.tolerance
-        )
+        sure = self.failed is not None and self.failed.low > self.header.settings.tolerance
+        return sure or self.passed is not None
 
     @property
     def warmup_samples(self) -> int:
@@ -197,15 +179,12 @@ class Evidence:
         base, constant = self.header.plan.batch_size, self.constant
         if constant is None or not self.measured or self.length <= 0:
             return ()
-        safe: list[tuple[int, int]] = []
-        least = math.inf
-        for point in reversed(self.measured):
-            least = min(least, point.critical.safe)
-            safe.insert(0, (point.samples, _power_of_two(least, base)))
-        stages = [(0, min(_power_of_two(constant, base), safe[0][1]))]
-        for start, size in safe:
-            if size > stages[-1][1] and start < self.length:
-                stages.append((start, size))
+        safe = [*accumulate((p.critical.safe for p in reversed(self.measured)), min)][::-1]
+        stages = [(0, _power_of_two(min(constant, safe[0]), base))]
+        for point, most in zip(self.measured, safe, strict=True):
+            size = _power_of_two(most, base)
+            if size > stages[-1][1] and point.samples < self.length:
+                stages.append((point.samples, size))
         fewer = self.steps(tuple(stages)) < self.length / constant
         return tuple(stages) if len(stages) > 1 and fewer else ()
 
@@ -219,23 +198,19 @@ class Evidence:
     @cached_property
     def schedule_check(self) -> Checked | None:
         """The schedule trained from scratch."""
-        found = self._checked("schedule")
-        return found[-1] if found else None
+        return next(reversed(self._checked("schedule")), None)
 
     @cached_property
     def rate(self) -> RateVerdict:
         """Verdict on the task's learning rate."""
-        last = len(self.header.plan.points) - 1
-        if last not in self.criticals:
-            return RateVerdict()
-        decays = self.header.task.lr_decay != "none"
-        return judge_rate(self.header.plan, self.journal, decays=decays)
+        plan, decays = self.header.plan, self.header.task.lr_decay != "none"
+        whole = len(plan.points) - 1 in self.criticals
+        return judge_rate(plan, self.journal, decays=decays) if whole else RateVerdict()
 
     @property
     def noise(self) -> Noise | None:
         """The last noise scale."""
-        found = sorted(self.journal.select(Noise), key=lambda event: event.point)
-        return found[-1] if found else None
+        return max(self.journal.select(Noise), key=lambda event: event.point, default=None)
 
     def lr(self, batch_size: int) -> float:
         """Learning rate at a batch size."""
@@ -248,41 +223,28 @@ class Evidence:
         The overhead grows in proportion to the batch size beyond the smallest one, as the
         trade-off between steps and samples has it.
         """
-        base, tolerance = self.header.plan.batch_size, self.header.settings.tolerance
-        top = min(self._ceiling, self.header.task.train_size)
         if self.end is None:
             return None
+        base, tolerance = self.header.plan.batch_size, self.header.settings.tolerance
+        criticals = self.criticals.values()
+        largest = max(critical.sizes[-1] for critical in criticals)
+        top = min(largest, *(c.ceiling for c in criticals), self.header.task.train_size)
         if not self.checked:
             return max(self.predicted or base, *self.rungs(top)[:2]) if top > base else None
         good, bad = self.passed, self.failed
-        if bad is not None and good is not None:
-            slope = (bad.overhead - good.overhead) / (bad.batch_size - good.batch_size)
-            aim = good.batch_size + (AIM * tolerance - good.overhead) / max(slope, 1e-9)
-            low, high = good.batch_size, bad.batch_size
-        elif bad is not None:
-            # It may have failed by its interval alone.
-            overhead = max(bad.overhead, tolerance)
-            aim = base + (bad.batch_size - base) * AIM * tolerance / overhead
-            low, high = base, bad.batch_size
+        low = good.batch_size if good else base
+        high = bad.batch_size if bad else int(min(STRIDE * low, top)) + 1
+        if good and bad:
+            slope = (bad.overhead - good.overhead) / (high - low)
+            aim = low + (AIM * tolerance - good.overhead) / max(slope, 1e-9)
         else:
-            assert good is not None
-            overhead = max(good.overhead, tolerance / (2 * STRIDE))
-            aim = base + (good.batch_size - base) * AIM * tolerance / overhead
-            low, high = good.batch_size, int(min(STRIDE * good.batch_size, top)) + 1
+            # What failed may have failed by its interval alone.
+            run, least = (bad, tolerance) if bad else (good, tolerance / (2 * STRIDE))
+            assert run is not None
+            aim = base + (run.batch_size - base) * AIM * tolerance / max(run.overhead, least)
         between = [size for size in self.rungs(high) if low < size < high]
         below = [size for size in between if size <= aim]
-        return below[-1] if below else (between[0] if between and bad is not None else None)
-
-    @property
-    def _ceiling(self) -> float:
-        """Largest batch size tried that diverged at no point."""
-        ceilings = [max(c.sizes) for c in self.criticals.values()]
-        stable = [
-            max(size for size in c.sizes if size < c.diverged)
-            for c in self.criticals.values()
-            if c.diverged is not None
-        ]
-        return min([max(ceilings, default=0), *stable])
+        return below[-1] if below else (between[0] if between and bad else None)
 
 
 def _still_falls(point: Point, spread: float) -> bool:

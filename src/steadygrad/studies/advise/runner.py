@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from steadygrad.formulas.batch_size import learning_rate
 from steadygrad.record import Event
 from steadygrad.record.schema.advise import Branch, Noise, Plan, Point, Scratch, Stage
-from steadygrad.studies.advise.plan import EVALUATION_COST, MICRO_BATCHES
+from steadygrad.studies.advise.plan import MICRO_BATCHES
 from steadygrad.studies.advise.trials import END_MARKS, FRACTIONS, end_marks, run_marks
 from steadygrad.studies.checkpoint import State
 from steadygrad.studies.order import Order, branch_order, main_order
@@ -71,14 +72,8 @@ class _Runner:
 
     def state(self, point: int) -> State:
         """The state at a point: read, or trained again."""
-        name, samples = f"point-{point}", self.plan.points[point]
-        found = self.place.checkpoints.load(name, samples)
-        # On every rank or on none: training again takes all of them.
-        missing = self.trainer.context.gather(found is None)
-        if found is None or any(missing):
-            self.place.repeated.append(self.point(point))
-            return self.trainer.state(samples)
-        return found
+        again = partial(self.point, point)
+        return self.place.state(f"point-{point}", self.plan.points[point], again)
 
     def noise(self, point: int) -> Noise:
         """Measures the gradient noise scale at a point."""
@@ -109,16 +104,14 @@ class _Runner:
         order, rate = self._order(point, f"branch-{repeat}"), Rate(batch_size)
         steps = trainer.run(order, 0, length, batch_size, rate=rate, seen=seen)
         what = f"branch of {batch_size:,} at {seen:,}"
-        curve = self._averaged(steps, length, ends, way, what, own=own)
+        found = self._averaged(steps, length, ends, way, what, own=own)
         return Branch(
             point=point,
             repeat=repeat,
             batch_size=batch_size,
             lr=self._lr(batch_size, 1.0),
             steps=trainer.steps - first,
-            samples=curve[-1][0],
-            loss=curve[-1][1],
-            curve=tuple(curve),
+            **found,
         )
 
     def scratch(
@@ -150,21 +143,17 @@ class _Runner:
         way = run_marks(samples, base) if batch_size == base else []
         ends, what = end_marks(samples, base), f"{batch_size:,} from scratch"
         own = batch_size == base and rate == 1
-        curve = self._averaged(steps(), samples, ends, way, what, own=own)
+        found = self._averaged(steps(), samples, ends, way, what, own=own)
+        rows = ((start, size, self._lr(size, rate)) for start, size in stages)
         return Scratch(
             purpose=purpose,
             repeat=repeat,
             batch_size=batch_size,
             rate=rate,
-            stages=tuple(
-                Stage(from_samples=start, batch_size=size, lr=self._lr(size, rate))
-                for start, size in stages
-            ),
+            stages=tuple(Stage(from_samples=s, batch_size=b, lr=lr) for s, b, lr in rows),
             warmup_samples=warmup_samples,
             steps=trainer.steps,
-            samples=curve[-1][0],
-            loss=curve[-1][1],
-            curve=tuple(curve),
+            **found,
         )
 
     def _averaged(
@@ -176,7 +165,7 @@ class _Runner:
         what: str,
         *,
         own: bool,
-    ) -> Curve:
+    ) -> dict[str, Any]:
         """Losses on the way, the last one being the average over the end marks."""
         try:
             marks = [*(mark for mark in way if mark < ends[0]), *ends]
@@ -185,12 +174,13 @@ class _Runner:
             # With the task's own settings this is an error; otherwise it is a result.
             if own:
                 raise
-            return [(length, math.inf)]
+            curve = [(length, math.inf)]
         # Large batches may end before the first end mark.
         last = [spot for spot in curve if spot[0] >= ends[0]] or curve[-1:]
         places, losses = zip(*last, strict=True)
-        mean = round(sum(places) / len(places)), math.fsum(losses) / len(losses)
-        return [*curve[: -len(last)], mean]
+        samples, loss = round(sum(places) / len(places)), math.fsum(losses) / len(losses)
+        curve = [*curve[: -len(last)], (samples, loss)]
+        return {"samples": samples, "loss": loss, "curve": tuple(curve)}
 
     def _curve(
         self, steps: Iterable[int], start: int, marks: Iterable[int], what: str, *, own: bool
@@ -206,13 +196,12 @@ class _Runner:
         return [*found, (at, self._evaluate(own=own))] if left else found
 
     def _evaluate(self, *, own: bool) -> float:
-        loss = self.trainer.evaluate()
+        loss = self.place.evaluate()
         if own and not math.isfinite(loss):
             raise Diverged(
                 f"The validation loss should stay finite. Found {loss} after {self.trainer.steps} "
                 f"steps. Remedy: a lower Task.lr than {self.task.lr:g}."
             )
-        self.place.advance(math.ceil(len(self.task.valid) * EVALUATION_COST), "")
         return loss
 
     def _lr(self, size: int, rate: float) -> float:

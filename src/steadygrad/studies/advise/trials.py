@@ -12,14 +12,17 @@ from typing import Any
 
 from steadygrad.record import Key
 from steadygrad.record.schema.advise import Plan
-from steadygrad.studies.advise.plan import EVALUATION_COST, MICRO_BATCHES, end_unit
+from steadygrad.studies.advise.plan import MICRO_BATCHES, end_unit
 from steadygrad.studies.journal import Journal
-from steadygrad.studies.study import Job, Trial
+from steadygrad.studies.study import Job, Trial, evaluation_cost
 
-__all__ = ["Decide", "make_trials", "scratch_job"]
+__all__ = ["Decide", "Stages", "make_trials", "scratch_job"]
 
 Decide = Callable[[Key, Journal], Job | None]
 """From the key of a trial, and what was recorded before it, to its job; None: nothing to do."""
+
+Stages = tuple[tuple[int, int], ...]
+"""Beginnings, in samples seen, and batch sizes."""
 
 # Other learning rates at which the smallest batch is tried, relative to the task's.
 RATES = (0.5, 2.0)
@@ -46,7 +49,7 @@ def make_trials(
         decays: Whether the task's learning rate decays. The main trajectory and the branches
             leave the decay out, so that none of the runs from scratch is the main trajectory.
     """
-    maker = _Maker(plan, math.ceil(valid_size * EVALUATION_COST), decide)
+    maker = _Maker(plan, evaluation_cost(valid_size), decide)
     return [*maker.points(), *maker.runs(range(0 if decays else 1, plan.seeds))]
 
 
@@ -63,6 +66,9 @@ class _Maker:
         needs: tuple[Key, ...] = (),
         job: Job | None = None,
     ) -> Trial:
+        if key[0] in ("point", "noise", "branch"):
+            job = dict(zip(("event", "point", "repeat", "batch_size"), key, strict=False))
+
         def choose(journal: Journal) -> Job | None:
             return self.decide(key, journal) if job is None else job
 
@@ -72,39 +78,31 @@ class _Maker:
         """The trials at each point of training."""
         plan, start = self.plan, 0
         for i, samples in enumerate(plan.points):
-            marks = len(run_marks(samples, plan.batch_size, first=start))
+            length, size = plan.branch_samples[i], plan.batch_size
+            marks = len(run_marks(samples, size, first=start))
             needs: tuple[Key, ...] = (("point", i - 1),) if i else ()
-            job: Job = {"event": "point", "point": i}
             what = f"training to {samples:,} samples"
-            yield self.trial(("point", i), samples - start, marks, what, needs, job)
-            here: tuple[Key, ...] = (("point", i),)
-            used = plan.noise_steps[i] * MICRO_BATCHES * plan.batch_size
-            job = {"event": "noise", "point": i}
-            yield self.trial(("noise", i), used, 0, f"noise scale at {samples:,}", here, job)
-            branches = list(self._branches(i, here))
-            yield from branches
-            needs = (*here, *(trial.key for trial in branches))
-            what = f"branch between two sizes at {samples:,}"
+            yield self.trial(("point", i), samples - start, marks, what, needs)
+            needs = (("point", i),)
+            used = plan.noise_steps[i] * MICRO_BATCHES * size
+            yield self.trial(("noise", i), used, 0, f"noise scale at {samples:,}", needs)
+            keys: list[Key] = []
+            # Repeat by repeat: a study that is cut short has whole repeats, not half of the sizes.
+            for repeat, multiple in product(range(plan.repeats), plan.multiples[i]):
+                marks = END_MARKS + (len(FRACTIONS) if multiple == 1 else 0)
+                keys.append(("branch", i, repeat, multiple * size))
+                what = f"branch of {multiple * size:,} at {samples:,}"
+                yield self.trial(keys[-1], length, marks, what, needs)
+            needs, what = (*needs, *keys), f"branch between two sizes at {samples:,}"
             for repeat in range(plan.repeats):
-                key: Key = ("middle", i, repeat)
-                yield self.trial(key, plan.branch_samples[i], END_MARKS, what, needs)
+                yield self.trial(("middle", i, repeat), length, END_MARKS, what, needs)
             start = samples
-
-    def _branches(self, i: int, needs: tuple[Key, ...]) -> Iterator[Trial]:
-        plan = self.plan
-        # Repeat by repeat: a study that is cut short has whole repeats, not half of the sizes.
-        for repeat, multiple in product(range(plan.repeats), plan.multiples[i]):
-            size = multiple * plan.batch_size
-            marks = END_MARKS + (len(FRACTIONS) if multiple == 1 else 0)
-            job = {"event": "branch", "point": i, "repeat": repeat, "batch_size": size}
-            key, what = ("branch", i, repeat, size), f"branch of {size:,} at {plan.points[i]:,}"
-            yield self.trial(key, plan.branch_samples[i], marks, what, needs, job)
 
     def runs(self, seeds: range) -> Iterator[Trial]:
         """The runs from scratch; ``seeds`` are those of the smallest batch."""
         plan, whole = self.plan, len(RUN_FRACTIONS) + RUN_ENDS
         for rate in RATES if plan.rates else ():
-            job = scratch_job("constant", plan.batch_size, plan.length, rate=rate)
+            job = scratch_job(((0, plan.batch_size),), plan.length, rate=rate)
             what = f"learning rate times {rate:g} from scratch"
             yield self.trial(("rate", f"{rate:g}"), plan.length, whole, what, (), job)
         if not plan.candidates:
@@ -122,38 +120,30 @@ class _Maker:
                 yield self.trial(key, plan.length, RUN_ENDS, "a candidate from scratch", needs)
             needs = (*needs, *keys)
         for repeat in range(plan.seeds):
-            key = ("schedule", repeat)
-            yield self.trial(key, plan.length, RUN_ENDS, "the schedule from scratch", needs)
+            what = "the schedule from scratch"
+            yield self.trial(("schedule", repeat), plan.length, RUN_ENDS, what, needs)
 
 
 def scratch_job(
-    purpose: str,
-    batch_size: int,
-    samples: int,
-    *,
-    rate: float = 1.0,
-    warmup_samples: int = 0,
-    stages: tuple[tuple[int, int], ...] = (),
+    stages: Stages, samples: int, *, rate: float = 1.0, warmup_samples: int = 0
 ) -> dict[str, Any]:
     """A run from scratch with the first seed.
 
     Args:
-        purpose: ``"constant"`` or ``"schedule"``.
-        batch_size: Of the last stage.
+        stages: One for a constant batch size, more for a schedule.
         samples: Length of the run.
         rate: Learning rate over the one that the rule gives.
         warmup_samples: Samples over which the rate rises from the task's own.
-        stages: Beginnings and batch sizes of a schedule. Default: one batch size.
     """
     return {
         "event": "scratch",
-        "purpose": purpose,
+        "purpose": "schedule" if len(stages) > 1 else "constant",
         "repeat": 0,
-        "batch_size": batch_size,
+        "batch_size": stages[-1][1],
         "rate": rate,
         "samples": samples,
         "warmup_samples": warmup_samples,
-        "stages": [list(stage) for stage in stages or ((0, batch_size),)],
+        "stages": [list(stage) for stage in stages],
     }
 
 

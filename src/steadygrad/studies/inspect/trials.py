@@ -19,10 +19,10 @@ from steadygrad.studies.checkpoint import State
 from steadygrad.studies.inspect import scalers
 from steadygrad.studies.inspect.diagnosis import propose
 from steadygrad.studies.inspect.histogram import ExponentHistograms
-from steadygrad.studies.inspect.nonfinite import nonfinite_at_any_scale, rng_state
+from steadygrad.studies.inspect.nonfinite import nonfinite_at_any_scale
 from steadygrad.studies.journal import Journal
-from steadygrad.studies.order import main_order
-from steadygrad.studies.study import Job, Trial, Workplace
+from steadygrad.studies.order import generators, main_order
+from steadygrad.studies.study import Job, Trial, Workplace, evaluation_cost
 
 __all__ = ["TITLES", "Runner", "make_trials"]
 
@@ -43,7 +43,7 @@ def make_trials(plan: Plan, valid_size: int) -> list[Trial]:
             found.append(Trial(key, cost, partial(_job, key), TITLES[phase], needs))
             needs = (*first, key)
         if phase != SEARCH:
-            key, cost = ("phase", phase), _evaluation_cost(valid_size)
+            key, cost = ("phase", phase), evaluation_cost(valid_size)
             what = f"evaluating {TITLES[phase]}"
             found.append(Trial(key, cost, partial(_job, key), what, needs))
     return found
@@ -52,11 +52,6 @@ def make_trials(plan: Plan, valid_size: int) -> list[Trial]:
 def _steps(plan: Plan, part: int) -> tuple[int, int]:
     """First step of a part, and the step after its last one."""
     return plan.steps * part // PARTS, plan.steps * (part + 1) // PARTS
-
-
-def _evaluation_cost(valid_size: int) -> int:
-    # Evaluating a sample is its forward pass: about a third of training on it.
-    return math.ceil(valid_size / 3)
 
 
 def _job(key: Key, journal: Journal) -> Job:
@@ -98,15 +93,16 @@ class Runner:
     def evaluate(self) -> Phase:
         """Evaluates the model at the end of the phase."""
         self._enter(PARTS)
-        trainer, checkpoints = self.trainer, self.place.checkpoints
-        trainer.context.on_main(lambda: checkpoints.drop(f"{self.phase}-{PARTS - 2}"))
-        loss = trainer.evaluate()
-        self.place.advance(_evaluation_cost(len(trainer.task.valid)), "")
-        return Phase(phase=self.phase, valid_loss=loss)
+        checkpoints = self.place.checkpoints
+        self.trainer.context.on_main(lambda: checkpoints.drop(f"{self.phase}-{PARTS - 2}"))
+        return Phase(phase=self.phase, valid_loss=self.place.evaluate())
 
     def _enter(self, parts: int) -> None:
         """Puts the trainer into the state after so many parts of the phase."""
-        state = self._state(parts - 1) if parts else None
+        state, last = None, parts - 1
+        if parts:
+            samples = _steps(self.plan, last)[1] * self.plan.batch_size
+            state = self.place.state(f"{self.phase}-{last}", samples, partial(self.part, last))
         given = partial(scalers.given_scales, **self.proposal)
         self.trainer.scaling = scalers.searched_scales if self.phase == SEARCH else given
         if "torch._dynamo" in sys.modules:
@@ -117,16 +113,6 @@ class Runner:
             self.trainer.restart()
         else:
             self.trainer.load(state)
-
-    def _state(self, part: int) -> State:
-        """The state after a part: read, or trained again."""
-        samples = _steps(self.plan, part)[1] * self.plan.batch_size
-        found = self.place.checkpoints.load(f"{self.phase}-{part}", samples)
-        # On every rank or on none: training again takes all of them.
-        if all(self.trainer.context.gather(found is not None)) and found is not None:
-            return found
-        self.place.repeated.append(self.part(part))
-        return self.trainer.state(samples)
 
     def _keep(self, part: int, state: State) -> None:
         """Keeps a state, and drops those that no trial needs any more."""
@@ -141,7 +127,8 @@ class Runner:
         trainer, size, searching = self.trainer, self.plan.batch_size, self.phase == SEARCH
         order = main_order(len(trainer.task.train), trainer.seed)
         histograms = ExponentHistograms([*trainer.scaler.get_scales()], unscaled=searching)
-        before, restore_rng = trainer.scaler.state_dict(), rng_state(trainer)
+        device = trainer.context.device
+        before, restore_rng = trainer.scaler.state_dict(), generators(device)
         for end in trainer.run(order, first * size, last * size, size):
             scaler, nonfinite = trainer.scaler, list[str]()
             culprits, measured = scaler.culprits(), scaler.measured
@@ -152,6 +139,6 @@ class Runner:
                 own = self.proposal.get("layer_scales", {})
                 scalers.follow_one_scale(scaler, culprits, before, own, nonfinite)
             histograms.add(measured, culprits, nonfinite)
-            before, restore_rng = scaler.state_dict(), rng_state(trainer)
+            before, restore_rng = scaler.state_dict(), generators(device)
             self.place.advance(size, TITLES[self.phase])
         return histograms

@@ -6,7 +6,7 @@ import random
 import msgspec
 import pytest
 
-from steadygrad.studies.advise.critical import CAP, REACH, find_critical
+from steadygrad.studies.advise.critical import CAP, find_critical
 from tests.unit.studies.advise.events import (
     LENGTH,
     SIZES,
@@ -111,7 +111,6 @@ def test_a_gain_of_larger_batches_is_no_credit():
         made.append(branch(b.batch_size, b.repeat, loss, curve=curve))
     found = find_critical(made, 0.2)
     assert found.overhead == pytest.approx([0.0] * len(SIZES), abs=1e-6)
-    assert 0 < found.gain <= REACH - 1
     # The next size is measured against the best, not against the smallest.
     worse = [
         branch(b.batch_size, b.repeat, b.loss + 0.08) if b.batch_size == SIZES[-1] else b

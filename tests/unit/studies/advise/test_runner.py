@@ -41,7 +41,7 @@ def evaluated(place, monkeypatch):
 @pytest.mark.parametrize("length", [64, 256, 1200])
 def test_the_smallest_batch_from_scratch_is_the_main_trajectory(place, length):
     """With its seed: as many evaluations at the same places, the last ones averaged."""
-    job = scratch_job("constant", 4, length)
+    job = scratch_job(((0, 4),), length)
     run = run_job(job, plan(length), place)
     whole = plan(length)
     first = run_job({"event": "point", "point": 0}, whole, place)
@@ -57,7 +57,7 @@ def test_the_smallest_batch_from_scratch_is_the_main_trajectory(place, length):
 @pytest.mark.parametrize("length", [64, 256, 1200])
 def test_way_marks_come_before_the_end_marks(place, monkeypatch, length):
     found = evaluated(place, monkeypatch)
-    run = run_job(scratch_job("constant", 4, length), plan(length), place)
+    run = run_job(scratch_job(((0, 4),), length), plan(length), place)
     ends = end_marks(length, 4)
     assert all(at < ends[0] for at, _ in run.curve[:-1])
     assert [4 * steps for steps, _ in found] == [at for at, _ in run.curve[:-1]] + ends
@@ -69,7 +69,7 @@ def test_way_marks_come_before_the_end_marks(place, monkeypatch, length):
 def test_every_batch_size_has_a_loss(place, monkeypatch, size, steps):
     """256 samples are evaluated from 240 on; batches of 100 and of 200 end before."""
     found = evaluated(place, monkeypatch)
-    run = run_job(scratch_job("constant", size, 256), plan(256), place)
+    run = run_job(scratch_job(((0, size),), 256), plan(256), place)
     assert run.steps == steps == place.trainer.steps
     assert math.isfinite(run.loss)
     assert run.curve == ((run.samples, run.loss),)
@@ -82,7 +82,7 @@ def test_every_batch_size_has_a_loss(place, monkeypatch, size, steps):
 def test_a_schedule_is_averaged_over_the_same_end(place, monkeypatch):
     found = evaluated(place, monkeypatch)
     stages = ((0, 4), (64, 16))
-    job = scratch_job("schedule", 16, 1200, warmup_samples=64, stages=stages)
+    job = scratch_job(stages, 1200, warmup_samples=64)
     run = run_job(job, plan(1200), place)
     steps = 16 + (1200 - 64) // 16
     assert run.steps == steps
@@ -108,5 +108,5 @@ def test_branches_are_evaluated_at_the_largest_batchs_last_steps(place, monkeypa
 def test_a_run_that_diverges_has_one_loss(tmp_path):
     trainer = make_trainer(diverging_branches())
     place = Workplace(trainer, Checkpoints(tmp_path), lambda samples, what: None)
-    run = run_job(scratch_job("constant", 64, 1024), plan(1024), place)
+    run = run_job(scratch_job(((0, 64),), 1024), plan(1024), place)
     assert (run.loss, run.curve) == (math.inf, ((1024, math.inf),))

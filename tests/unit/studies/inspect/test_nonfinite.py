@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.inspect import scalers
-from steadygrad.studies.inspect.nonfinite import nonfinite_at_any_scale, rng_state
+from steadygrad.studies.inspect.nonfinite import nonfinite_at_any_scale
+from steadygrad.studies.order import generators
 from steadygrad.studies.trainer import Trainer
 from tests.unit.studies.fp16_task import Explode
 from tests.unit.studies.tiny_task import make_task
@@ -48,7 +49,7 @@ INDICES = torch.arange(4)
 
 
 def probed(trainer):
-    before = rng_state(trainer)
+    before = generators(trainer.context.device)
     trainer.step(INDICES)
     return trainer.scaler.culprits(), nonfinite_at_any_scale(trainer, INDICES, before)
 
@@ -79,7 +80,8 @@ def test_it_leaves_no_trace():
     kept, host = copy.deepcopy(trainer.state(4)), torch.get_rng_state()
     python, array = random.getstate(), np.random.get_state()[1].tolist()
     trainer.task.train.batch = drawing(trainer.task.train.batch)
-    assert nonfinite_at_any_scale(trainer, INDICES, rng_state(trainer)) == ["1"]
+    restore = generators(trainer.context.device)
+    assert nonfinite_at_any_scale(trainer, INDICES, restore) == ["1"]
     now = trainer.state(4)
     assert now.scaler == kept.scaler
     assert torch.equal(torch.get_rng_state(), host)
