@@ -62,12 +62,12 @@ class Advise(Study):
 
     def milestones(self) -> Mapping[str, Key]:
         """Each point of training, and the check from scratch."""
-        trials = self.trials()
-        found: dict[str, Key] = {}
-        for trial in trials:
-            if trial.key[0] in ("point", "noise", "branch", "middle"):
-                samples = self.plan.points[int(trial.key[1])]
-                found[f"{samples:,} {plural(self.header.task.sample)}"] = trial.key
+        trials, samples = self.trials(), plural(self.header.task.sample)
+        found = {
+            f"{self.plan.points[int(trial.key[1])]:,} {samples}": trial.key
+            for trial in trials
+            if trial.key[0] in ("point", "noise", "branch", "middle")
+        }
         if self.plan.candidates:
             found["the check from scratch"] = trials[-1].key
         return found

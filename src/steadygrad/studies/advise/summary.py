@@ -49,13 +49,12 @@ def _checked(evidence: Evidence, run: Checked) -> dict[str, Any]:
 def _point(evidence: Evidence, event: Point) -> dict[str, Any]:
     critical = evidence.criticals.get(event.point)
     noise = evidence.journal.get(Noise, event.point)
-    fields = {} if noise is None else msgspec.to_builtins(noise)
-    for name in ("event", "time", "point"):
-        fields.pop(name, None)
+    fields: dict[str, Any] = msgspec.to_builtins(noise) or {}
+    measured = {name: fields[name] for name in fields if name not in ("event", "time", "point")}
     return {
         "samples": event.samples,
         "valid_loss": event.valid_loss,
-        "noise": fields or None,
+        "noise": measured or None,
         "critical": critical and critical.as_dict(),
         "resolved": critical is not None and critical.resolved,
     }
@@ -63,53 +62,46 @@ def _point(evidence: Evidence, event: Point) -> dict[str, Any]:
 
 def _recommendation(evidence: Evidence) -> dict[str, Any]:
     """The fixed batch size for a run from scratch."""
-    size, base = evidence.constant, evidence.header.plan.batch_size
+    size, base, run = evidence.constant, evidence.header.plan.batch_size, evidence.passed
     if size is None:
         names = ("batch_size", "lr", "warmup_samples", "samples", "overhead", "low", "high")
         return {**dict.fromkeys(names), "basis": "none", "known": False, "half_life": None}
-    run, trained = evidence.passed, bool(evidence.checked)
-    own = size == base
-    zero = 0.0 if own else None
+    unknown = 0.0 if size == base else None
     return {
         "batch_size": size,
         "lr": evidence.lr(size),
-        "warmup_samples": 0 if own else evidence.warmup_samples,
+        "warmup_samples": 0 if size == base else evidence.warmup_samples,
         "samples": evidence.length,
-        "overhead": run.overhead if run else zero,
-        "low": run.low if run else zero,
-        "high": run.high if run else zero,
-        "basis": "trained" if trained else "predicted",
+        "overhead": run.overhead if run else unknown,
+        "low": run.low if run else unknown,
+        "high": run.high if run else unknown,
+        "basis": "trained" if evidence.checked else "predicted",
         "known": evidence.known,
-        "half_life": half_life(evidence, size),
+        "half_life": _half_life(evidence, size),
     }
 
 
-def half_life(evidence: Evidence, size: int) -> float | None:
+def _half_life(evidence: Evidence, size: int) -> float | None:
     """Samples after which Adam's second moment has forgotten half, at a batch size."""
     header = evidence.header
     beta2 = header.task.beta2
     if beta2 is None or not 0 < beta2 < 1:
         return None
-    if header.settings.keep_half_life:
-        size = header.plan.batch_size
-    return size * math.log(0.5) / math.log(beta2)
+    kept = header.plan.batch_size if header.settings.keep_half_life else size
+    return kept * math.log(0.5) / math.log(beta2)
 
 
 def _schedule(evidence: Evidence) -> dict[str, Any] | None:
     stages = evidence.schedule
     if not stages:
         return None
-    rows = [
-        {"from_samples": start, "batch_size": size, "lr": evidence.lr(size)}
-        for start, size in stages
-    ]
+    rows = [{"from_samples": at, "batch_size": b, "lr": evidence.lr(b)} for at, b in stages]
     run, tokens = evidence.schedule_check, evidence.header.task.tokens_per_sample
+    own = stages[0][1] == evidence.header.plan.batch_size
     return {
         "stages": rows,
         "steps": evidence.steps(stages),
-        "warmup_samples": evidence.warmup_samples
-        if stages[0][1] > evidence.header.plan.batch_size
-        else 0,
+        "warmup_samples": 0 if own else evidence.warmup_samples,
         "basis": "predicted" if run is None else "trained",
         "advised": run is not None and run.within(evidence.header.settings.tolerance),
         "check": run and _checked(evidence, run),
