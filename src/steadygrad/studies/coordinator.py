@@ -66,6 +66,7 @@ class _Running:
     attempts: int = 1
 
 
+@dataclass
 class Coordinator:
     """Runs the trials of a study side by side.
 
@@ -78,18 +79,15 @@ class Coordinator:
         monitor: Watches.
     """
 
-    def __init__(
-        self,
-        study: Study,
-        journal: Journal,
-        pool: Pool,
-        folder: Path,
-        deadline: Deadline,
-        monitor: Monitor,
-    ) -> None:
-        self.study, self.journal, self.pool = study, journal, pool
-        self.folder, self.deadline, self.monitor = folder, deadline, monitor
-        self.trials = list(study.trials())
+    study: Study
+    journal: Journal
+    pool: Pool
+    folder: Path
+    deadline: Deadline
+    monitor: Monitor
+
+    def __post_init__(self) -> None:
+        self.trials = list(self.study.trials())
         chains = tails(self.trials)
         self.by_urgency = sorted(self.trials, key=lambda trial: -chains[trial.key])
         # Jobs of the trials whose needs are met; None where there is nothing to do.
@@ -97,7 +95,7 @@ class Coordinator:
         # Trials whose result is there, or that have nothing to do.
         self.done: set[Key] = set()
         # Trials whose cost the monitor knows to be done.
-        self.counted = {trial.key for trial in self.trials if trial.key in journal}
+        self.counted = {trial.key for trial in self.trials if trial.key in self.journal}
         self.running: dict[Future[str], _Running] = {}
         self.unrecorded = list(self.trials)
 

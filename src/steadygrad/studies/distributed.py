@@ -62,25 +62,28 @@ class DistributedContext:
         self._world = World("ddp" if size > 1 else "single", size=size)
 
     @classmethod
-    def join(
+    @contextmanager
+    def joined(
         cls, deadline: Deadline, device: torch.device, sharding: str = "ddp"
-    ) -> "DistributedContext":
-        """Joins the processes that ``torchrun`` started; alone without it."""
+    ) -> Iterator["DistributedContext"]:
+        """Among the processes that ``torchrun`` started, and alone without it.
+
+        There is no barrier at the end: a rank that failed is not waited for.
+        """
         rank, size, device = join_processes(device)
-        return cls(deadline, rank=rank, size=size, device=device, sharding=sharding)
+        try:
+            yield cls(deadline, rank=rank, size=size, device=device, sharding=sharding)
+        finally:
+            if size > 1:
+                # Ending the group waits, with Python's lock held, for the backend's threads; those
+                # may need the lock to let go of the last exchange's tensors.
+                time.sleep(PAUSE)
+                leave_processes()
 
     @property
     def is_main(self) -> bool:
         """Whether this process writes and prints."""
         return self.rank == 0
-
-    def leave(self) -> None:
-        """Ends the process group. No barrier: a rank that failed is not waited for."""
-        if self.size > 1:
-            # Ending the group waits, with Python's lock held, for the backend's threads; those
-            # may need the lock to let go of the last exchange's tensors.
-            time.sleep(PAUSE)
-            leave_processes()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Makes the backward pass average gradients over all ranks, and shards the model."""

@@ -87,9 +87,8 @@ def start(
     settings = _checked(kind, settings)
     deadline = deadline or Deadline()
     device = resolve_device(settings.device)
-    with ExitStack() as stack:
-        context = DistributedContext.join(deadline, device, settings.sharding)
-        stack.callback(context.leave)
+    joined = DistributedContext.joined(deadline, device, settings.sharding)
+    with joined as context, ExitStack() as stack:
         task = context.together(lambda: load_task(settings.task))
         trainer = kind.make_trainer(task, settings, context)
         trainer.try_once()
@@ -143,9 +142,8 @@ def resume(
     deadline, runtime = deadline or Deadline(), header.runtime
     device = resolve_device(runtime.device)
     torch.set_num_threads(runtime.threads)
-    with ExitStack() as stack:
-        context = DistributedContext.join(deadline, device, settings.sharding)
-        stack.callback(context.leave)
+    joined = DistributedContext.joined(deadline, device, settings.sharding)
+    with joined as context, ExitStack() as stack:
         study = study_of(header)
         task = context.together(lambda: load_recorded_task(header))
         trainer = study.make_trainer(task, settings, context, runtime.micro_batch_size)
@@ -225,12 +223,10 @@ def _cluster(stack: ExitStack, settings: Any, context: DistributedContext) -> Po
 
 
 def _local_pool(workers: int, header: Header) -> Pool | None:
-    """Worker processes of this machine; None where trials run in this process.
-
-    Default: as many as the plan reckons with, where this machine has the cores for them.
-    """
+    """Worker processes of this machine; None where trials run in this process."""
     runtime = header.runtime
     if not workers:
+        # As many as the plan reckons with, where this machine has the cores for them.
         enough = max(1, int(environment()["cores"]) // runtime.threads)
         workers = min(runtime.workers, enough) if runtime.device == "cpu" else runtime.workers
     if workers < 2 or launched()[1] > 1:
@@ -252,19 +248,18 @@ class _Session:
 
     def run(self, pool: Pool | None, deadline: Deadline) -> Outcome:
         """Runs all trials, and writes the summary however that ends."""
-        study, is_main = self.study, self.trainer.context.is_main
-        waiting = self.folder / "pending"
-        self.journal = Journal(self.writer, self.events, waiting, study.schema().events)
-        worker = Worker(study, self.folder, self.trainer)
+        study, folder, monitor = self.study, self.folder, self.monitor
+        kinds, is_main = study.schema().events, self.trainer.context.is_main
+        journal = self.journal = Journal(self.writer, self.events, folder / "pending", kinds)
+        worker = Worker(study, folder, self.trainer)
         self._begin()
         status, reason = "complete", 0
         try:
             try:
                 if pool is None:
-                    run_serial(study, self.journal, worker, self.monitor)
+                    run_serial(study, journal, worker, monitor)
                 else:
-                    shared = study, self.journal, pool, self.folder
-                    Coordinator(*shared, deadline, self.monitor).run()
+                    Coordinator(study, journal, pool, folder, deadline, monitor).run()
             except StudyInterrupted as stopped:
                 reason = stopped.reason
                 status = "budget" if reason == BUDGET else "interrupted"
@@ -275,12 +270,12 @@ class _Session:
             raise
         except InputError as error:
             self._write("failed")
-            raise StudyFailed(str(error), self.folder, is_main=is_main) from error
+            raise StudyFailed(str(error), folder, is_main=is_main) from error
         finally:
             if self.writer is not None:
                 self.writer.close()
         too_little = study.too_little(summary) if status == "budget" else None
-        return Outcome(self.folder, summary, too_little, reason, is_main)
+        return Outcome(folder, summary, too_little, reason, is_main)
 
     def _begin(self) -> None:
         costs = {trial.key: trial.cost for trial in self.study.trials()}
