@@ -25,14 +25,12 @@ def explain(evidence: Evidence, status: str) -> list[str]:
 
 class _Words:
     def __init__(self, evidence: Evidence, status: str) -> None:
-        self.evidence, self.status = evidence, status
-        self.header = evidence.header
-        self.base = self.header.plan.batch_size
-        self.tolerance = self.header.settings.tolerance
-        self.samples = plural(self.header.task.sample)
+        self.evidence, self.status, self.plan = evidence, status, evidence.plan
+        self.base, self.tolerance = evidence.plan.batch_size, evidence.tolerance
+        self.samples = plural(evidence.task.sample)
 
     def count(self, number: float) -> str:
-        return f"{number:,.0f} {self.header.task.sample if number == 1 else self.samples}"
+        return f"{number:,.0f} {self.evidence.task.sample if number == 1 else self.samples}"
 
     def cost(self, run: Checked) -> str:
         """Overhead of a run from scratch with its interval."""
@@ -94,9 +92,9 @@ class _Words:
         evidence = self.evidence
         if evidence.last is None:
             return ""
-        plan, critical = self.header.plan, evidence.criticals[evidence.last]
-        start, size = self.count(plan.points[evidence.last]), critical.safe
-        over, limit = self.count(plan.branch_samples[evidence.last]), f"{self.tolerance:.0%}"
+        critical, limit = evidence.criticals[evidence.last], f"{self.tolerance:.0%}"
+        start, size = self.count(self.plan.points[evidence.last]), critical.safe
+        over = self.count(self.plan.branch_samples[evidence.last])
         batch = f"{size:,} with learning rate {evidence.lr(size):.3g}"
         high = f"{critical.high:,.0f}" if math.isfinite(critical.high) else "no limit"
         interval = f"95% interval {critical.low:,.0f} to {high}"
@@ -138,12 +136,12 @@ class _Words:
 
     def rate(self) -> str:
         """The verdict on the learning rate."""
-        found, lr = self.evidence.rate, self.header.task.lr
+        found, lr = self.evidence.rate, self.evidence.task.lr
         if not found.verdict:
             return ""
         losses = (f"{lr * rate:.3g}: {loss:.4g}" for rate, loss in found.losses.items())
         tried = (
-            f"(validation loss after {self.count(self.header.plan.length)} from scratch at batch "
+            f"(validation loss after {self.count(self.plan.length)} from scratch at batch "
             f"{self.base:,} by learning rate: {', '.join(losses)})"
         )
         if found.verdict == "fits":
@@ -157,7 +155,7 @@ class _Words:
 
     def certainty(self) -> str:
         """How sure all that is."""
-        evidence, points, parts = self.evidence, self.header.plan.points, []
+        evidence, points, parts = self.evidence, self.plan.points, []
         if self.status != "complete":
             go_on = "" if self.status == "failed" else "; --resume goes on with it"
             parts.append(
@@ -168,7 +166,7 @@ class _Words:
         if flat:
             where = ", ".join(f"{samples:,}" for samples in flat)
             # That the data were seen often may be the reason.
-            epochs = flat[0] / self.header.task.train_size
+            epochs = flat[0] / self.evidence.task.train_size
             seen = f" (the data were seen {epochs:.0f} times by then)" if epochs >= 1.5 else ""
             parts.append(
                 f"Branches from {where} {self.samples} lower the validation loss by less than "
@@ -185,7 +183,7 @@ class _Words:
         noise = self.evidence.noise
         if noise is None:
             return ""
-        seen = self.count(self.header.plan.points[noise.point])
+        seen = self.count(self.plan.points[noise.point])
         if not noise.resolved:
             return f"Gradient noise scale after {seen}: unresolved, above {noise.low:,.0f}."
         return (

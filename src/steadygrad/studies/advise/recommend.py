@@ -1,7 +1,6 @@
 """From results to the next trial and to the recommendation: pure functions of the journal."""
 
 import math
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
@@ -46,17 +45,12 @@ def candidates_up_to(most: float, base: int, world_size: int = 1) -> list[int]:
     return [base, *fits]
 
 
-@dataclass(frozen=True)
 class Evidence:
-    """What a journal says.
+    """What a journal says of the study that a header begins."""
 
-    Attributes:
-        header: The record's.
-        journal: The events.
-    """
-
-    header: Header
-    journal: Journal
+    def __init__(self, header: Header, journal: Journal) -> None:
+        self.header, self.journal = header, journal
+        self.plan, self.task, self.tolerance = header.plan, header.task, header.settings.tolerance
 
     @cached_property
     def points(self) -> list[Point]:
@@ -66,23 +60,20 @@ class Evidence:
     @cached_property
     def criticals(self) -> dict[int, Critical]:
         """Critical batch sizes by point, unresolved ones included."""
-        found = {i: self.critical(i) for i in range(len(self.header.plan.points))}
+        found = {i: self.critical(i) for i in range(len(self.plan.points))}
         return {i: critical for i, critical in found.items() if critical is not None}
 
     def critical(self, point: int) -> Critical | None:
         """The critical batch size at one point; None where too few branches are there."""
-        settings = self.header.settings
         branches = [b for b in self.journal.select(Branch) if b.point == point]
-        branches.sort(key=lambda b: (b.batch_size, b.repeat))
-        seed = seed_for(settings.seed, "critical", point)
-        return find_critical(branches, settings.tolerance, seed=seed)
+        seed = seed_for(self.header.settings.seed, "critical", point)
+        return find_critical(branches, self.tolerance, seed=seed)
 
     @cached_property
     def measured(self) -> list[MeasuredPoint]:
         """Points whose critical batch size is resolved."""
-        plan = self.header.plan
         return [
-            MeasuredPoint(plan.points[i], plan.branch_samples[i], critical)
+            MeasuredPoint(self.plan.points[i], self.plan.branch_samples[i], critical)
             for i, critical in self.criticals.items()
             if critical.resolved
         ]
@@ -105,25 +96,23 @@ class Evidence:
     @property
     def length(self) -> int:
         """Samples of the runs from scratch; 0 where there is none."""
-        return 0 if self.end is None else self.header.plan.points[self.end]
+        return 0 if self.end is None else self.plan.points[self.end]
 
     @cached_property
     def predicted(self) -> int | None:
         """Batch size that the branches suggest for a run from scratch; None if none is resolved."""
         if self.end is None or not self.measured:
             return None
-        value = predict(self.measured, self.length, self.header.settings.tolerance)
-        return self.rungs(value)[-1]
+        return self.rungs(predict(self.measured, self.length, self.tolerance))[-1]
 
     def rungs(self, most: float) -> list[int]:
         """Candidates up to a batch size."""
-        return candidates_up_to(most, self.header.plan.batch_size, self.header.runtime.world_size)
+        return candidates_up_to(most, self.plan.batch_size, self.header.runtime.world_size)
 
     @cached_property
     def baseline(self) -> Baseline | None:
         """Runs of the smallest batch from scratch."""
-        plan, end = self.header.plan, self.end
-        return None if end is None else baseline_of(plan, self.journal, end)
+        return None if self.end is None else baseline_of(self.plan, self.journal, self.end)
 
     @cached_property
     def checked(self) -> list[Checked]:
@@ -131,14 +120,13 @@ class Evidence:
         return self._checked("constant")
 
     def _checked(self, purpose: str) -> list[Checked]:
-        base, plan = self.baseline, self.header.plan
-        return checked_runs(base, self.journal, plan, purpose) if base else []
+        base = self.baseline
+        return checked_runs(base, self.journal, self.plan, purpose) if base else []
 
     @property
     def failed(self) -> Checked | None:
         """The smallest batch size that was trained from scratch and was not within tolerance."""
-        tolerance = self.header.settings.tolerance
-        return next((run for run in self.checked if not run.within(tolerance)), None)
+        return next((run for run in self.checked if not run.within(self.tolerance)), None)
 
     @property
     def passed(self) -> Checked | None:
@@ -152,7 +140,7 @@ class Evidence:
         if self.passed is not None:
             return self.passed.batch_size
         if self.failed is not None:
-            return self.header.plan.batch_size
+            return self.plan.batch_size
         if self.predicted is None:
             return None
         trained = {size for point in self.measured for size in point.critical.sizes}
@@ -161,13 +149,13 @@ class Evidence:
     @property
     def known(self) -> bool:
         """Whether the recommended batch size passed, or the next larger one surely did not."""
-        sure = self.failed is not None and self.failed.low > self.header.settings.tolerance
+        sure = self.failed is not None and self.failed.low > self.tolerance
         return sure or self.passed is not None
 
     @property
     def warmup_samples(self) -> int:
         """Samples over which a raised rate is warmed up: until the first point nothing is known."""
-        return 0 if self.header.task.lr_rule == "constant" else self.header.plan.points[0]
+        return 0 if self.task.lr_rule == "constant" else self.plan.points[0]
 
     @cached_property
     def schedule(self) -> Stages:
@@ -176,7 +164,7 @@ class Evidence:
         No stage is larger than what was trained within the tolerance at its beginning and at all
         later points.
         """
-        base, constant = self.header.plan.batch_size, self.constant
+        base, constant = self.plan.batch_size, self.constant
         if constant is None or not self.measured or self.length <= 0:
             return ()
         safe = [*accumulate((p.critical.safe for p in reversed(self.measured)), min)][::-1]
@@ -203,7 +191,7 @@ class Evidence:
     @cached_property
     def rate(self) -> RateVerdict:
         """Verdict on the task's learning rate."""
-        plan, decays = self.header.plan, self.header.task.lr_decay != "none"
+        plan, decays = self.plan, self.task.lr_decay != "none"
         whole = len(plan.points) - 1 in self.criticals
         return judge_rate(plan, self.journal, decays=decays) if whole else RateVerdict()
 
@@ -214,8 +202,7 @@ class Evidence:
 
     def lr(self, batch_size: int) -> float:
         """Learning rate at a batch size."""
-        task = self.header.task
-        return learning_rate(task.lr, batch_size, task.batch_size, task.lr_rule)
+        return learning_rate(self.task.lr, batch_size, self.task.batch_size, self.task.lr_rule)
 
     def next_candidate(self) -> int | None:
         """The batch size to train from scratch next; None where nothing is left to learn.
@@ -225,10 +212,10 @@ class Evidence:
         """
         if self.end is None:
             return None
-        base, tolerance = self.header.plan.batch_size, self.header.settings.tolerance
+        base, tolerance = self.plan.batch_size, self.tolerance
         criticals = self.criticals.values()
         largest = max(critical.sizes[-1] for critical in criticals)
-        top = min(largest, *(c.ceiling for c in criticals), self.header.task.train_size)
+        top = min(largest, *(c.ceiling for c in criticals), self.task.train_size)
         if not self.checked:
             return max(self.predicted or base, *self.rungs(top)[:2]) if top > base else None
         good, bad = self.passed, self.failed

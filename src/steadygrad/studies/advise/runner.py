@@ -72,8 +72,8 @@ class _Runner:
 
     def state(self, point: int) -> State:
         """The state at a point: read, or trained again."""
-        again = partial(self.point, point)
-        return self.place.state(f"point-{point}", self.plan.points[point], again)
+        samples = self.plan.points[point]
+        return self.place.state(f"point-{point}", samples, partial(self.point, point))
 
     def noise(self, point: int) -> Noise:
         """Measures the gradient noise scale at a point."""

@@ -43,7 +43,7 @@ def summarize(header: Header, journal: Journal, status: str) -> dict[str, Any]:
 
 def _checked(evidence: Evidence, run: Checked) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(run)
-    return fields | {"within": run.within(evidence.header.settings.tolerance)}
+    return fields | {"within": run.within(evidence.tolerance)}
 
 
 def _point(evidence: Evidence, event: Point) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _point(evidence: Evidence, event: Point) -> dict[str, Any]:
 
 def _recommendation(evidence: Evidence) -> dict[str, Any]:
     """The fixed batch size for a run from scratch."""
-    size, base, run = evidence.constant, evidence.header.plan.batch_size, evidence.passed
+    size, base, run = evidence.constant, evidence.plan.batch_size, evidence.passed
     if size is None:
         names = ("batch_size", "lr", "warmup_samples", "samples", "overhead", "low", "high")
         return {**dict.fromkeys(names), "basis": "none", "known": False, "half_life": None}
@@ -83,11 +83,10 @@ def _recommendation(evidence: Evidence) -> dict[str, Any]:
 
 def _half_life(evidence: Evidence, size: int) -> float | None:
     """Samples after which Adam's second moment has forgotten half, at a batch size."""
-    header = evidence.header
-    beta2 = header.task.beta2
+    beta2 = evidence.task.beta2
     if beta2 is None or not 0 < beta2 < 1:
         return None
-    kept = header.plan.batch_size if header.settings.keep_half_life else size
+    kept = evidence.plan.batch_size if evidence.header.settings.keep_half_life else size
     return kept * math.log(0.5) / math.log(beta2)
 
 
@@ -96,14 +95,14 @@ def _schedule(evidence: Evidence) -> dict[str, Any] | None:
     if not stages:
         return None
     rows = [{"from_samples": at, "batch_size": b, "lr": evidence.lr(b)} for at, b in stages]
-    run, tokens = evidence.schedule_check, evidence.header.task.tokens_per_sample
-    own = stages[0][1] == evidence.header.plan.batch_size
+    run, tokens = evidence.schedule_check, evidence.task.tokens_per_sample
+    own = stages[0][1] == evidence.plan.batch_size
     return {
         "stages": rows,
         "steps": evidence.steps(stages),
         "warmup_samples": 0 if own else evidence.warmup_samples,
         "basis": "predicted" if run is None else "trained",
-        "advised": run is not None and run.within(evidence.header.settings.tolerance),
+        "advised": run is not None and run.within(evidence.tolerance),
         "check": run and _checked(evidence, run),
         "megatron": BatchSizeSchedule(rows).to_megatron(tokens) if tokens else "",
     }
@@ -113,7 +112,7 @@ def _going_on(evidence: Evidence) -> dict[str, Any] | None:
     """Batch size and learning rate for going on from the last point that tells."""
     if evidence.last is None:
         return None
-    critical, plan = evidence.criticals[evidence.last], evidence.header.plan
+    critical, plan = evidence.criticals[evidence.last], evidence.plan
     return {
         "from_samples": plan.points[evidence.last],
         "samples": plan.branch_samples[evidence.last],
