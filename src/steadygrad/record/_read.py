@@ -144,7 +144,7 @@ def _event(path: Path, number: int, entry: Any, header: Header, schema: Schema) 
     name = entry.get("event") if isinstance(entry, dict) else None
     if not isinstance(name, str):
         raise _wrong(path, number, "an object that names its 'event'", _shown(entry))
-    if name not in schema.names:
+    if name not in schema.kinds:
         return None
     event: Event = _typed(path, number, entry, schema.events)
     wrong = schema.check(header, event)

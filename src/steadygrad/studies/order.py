@@ -79,10 +79,10 @@ class Order:
 
     def take(self, start: int, count: int) -> Tensor:
         """The sample numbers at positions ``start`` to ``start + count``, shape ``(count,)``."""
-        parts = [torch.empty(0, dtype=torch.int64)]
-        while count > 0:
-            parts.append(self._from(start)[:count])
-            start, count = start + len(parts[-1]), count - len(parts[-1])
+        parts = [self._head[start : start + count]]
+        while (left := count - sum(map(len, parts))) > 0:
+            number, offset = divmod(start + count - left - len(self._head), self.size)
+            parts.append(self.epoch(number)[offset : offset + left])
         return torch.cat(parts)
 
     def epoch(self, number: int) -> Tensor:
@@ -91,12 +91,6 @@ class Order:
             generator = torch.Generator().manual_seed(seed_for(self._seed, self._stream, number))
             self._epoch = number, torch.randperm(self.size, generator=generator)
         return self._epoch[1]
-
-    def _from(self, position: int) -> Tensor:
-        if position < len(self._head):
-            return self._head[position:]
-        number, offset = divmod(position - len(self._head), self.size)
-        return self.epoch(number)[offset:]
 
 
 def main_order(size: int, seed: int, repeat: int = 0) -> Order:

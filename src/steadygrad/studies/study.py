@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 from steadygrad._checks import InputError
 from steadygrad.record import Event, Header, Key
@@ -197,9 +197,8 @@ class Study(ABC):
 
     def key_of(self, job: Job) -> Key:
         """The key of the event that a job gives."""
-        kinds = get_args(self.schema().events)
-        kind = next(k for k in kinds if k.__struct_config__.tag == job["event"])
-        return (job["event"], *(job[name] for name in kind.key_fields))
+        names = self.schema().kinds[job["event"]].key_fields
+        return (job["event"], *(job[name] for name in names))
 
 
 def study_class(name: str) -> type[Study]:

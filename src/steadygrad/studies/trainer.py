@@ -80,7 +80,11 @@ class Trainer(TaskModel):
         self.optimizer = optimizer
         if hasattr(self.scaler, "remove"):
             self.scaler.remove()  # its hooks would scale for the next one too
-        self.scaler = (self.scaling or self._torch_scaler)(self.model)
+        if self.scaling is not None:
+            self.scaler = self.scaling(self.model)
+        else:
+            enabled = self.dtype is torch.float16
+            self.scaler = torch.amp.GradScaler(self.context.device.type, enabled=enabled)
         self.set_rate = RateSetter(optimizer, self.task, self._keep_half_life)
         if state is not None:
             self.scaler.load_state_dict(copy.deepcopy(state.scaler))
@@ -91,10 +95,6 @@ class Trainer(TaskModel):
         self.steps = state.steps if state else 0
         self._losses: list[Tensor] = []
         self._looked_at: list[float] = []
-
-    def _torch_scaler(self, model: nn.Module) -> torch.amp.GradScaler:
-        enabled = self.dtype is torch.float16
-        return torch.amp.GradScaler(self.context.device.type, enabled=enabled)
 
     def restart(self, repeat: int = 0) -> None:
         """Goes back to a freshly initialised model; each repeat has weights of its own."""

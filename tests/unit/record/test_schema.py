@@ -199,5 +199,5 @@ def test_the_lines_themselves_are_read(folder: Path):
 def test_every_study_has_its_types(study: str):
     schema = schema_of(study)
     assert schema is not None
-    assert "end" in schema.names
+    assert "end" in schema.kinds
     assert schema.settings().task == "char-lm"

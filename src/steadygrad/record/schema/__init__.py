@@ -5,7 +5,7 @@ Each study has a module here with its ``Header``, its ``Settings`` and the union
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from typing import Any, get_args
 
@@ -21,7 +21,6 @@ class Schema:
     Attributes:
         header: Class of the first line.
         events: Union of the classes of all other lines.
-        names: Of the events.
         settings: Dataclass of what a user chooses; it is the command line as well.
         check: ``(header, event)`` to None, or to what was expected and found where an event does
             not fit the plan.
@@ -29,9 +28,13 @@ class Schema:
 
     header: Any
     events: Any
-    names: frozenset[str]
     settings: Any
     check: Callable[[Any, Any], tuple[str, str] | None]
+
+    @cached_property
+    def kinds(self) -> dict[str, Any]:
+        """The classes of events by their names in a record."""
+        return {kind.__struct_config__.tag: kind for kind in get_args(self.events)}
 
 
 @cache
@@ -40,5 +43,4 @@ def schema_of(study: object) -> Schema | None:
     if study not in STUDIES:
         return None
     module = import_module(f"{__name__}.{study}")
-    names = (kind.__struct_config__.tag for kind in get_args(module.EVENTS))
-    return Schema(module.Header, module.EVENTS, frozenset(names), module.Settings, module.check)
+    return Schema(module.Header, module.EVENTS, module.Settings, module.check)

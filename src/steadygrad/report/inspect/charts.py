@@ -63,7 +63,8 @@ def _paint_rows(axes: Axes, rows: Sequence[Histogram | None]) -> None:
                 if visible and (NORMAL <= x < OVER) == (colour == CRITICAL):
                     low, high = y - 0.42, y + 0.42
                     boxes.append([(x, low), (x + 1, low), (x + 1, high), (x, high)])
-                    alphas.append(_strength(share))
+                    # A tenth of the values and all of them should both be seen.
+                    alphas.append(min(1.0, 0.12 + 0.88 * math.sqrt(min(1.0, share / 0.3))))
         if boxes:
             cells = PolyCollection(boxes, facecolors=colour, alpha=alphas, linewidths=0)
             axes.add_collection(cells)
@@ -78,11 +79,6 @@ def _cells(row: Histogram) -> Mapping[int, float]:
         column = min(max(exponent, least), most)
         shares[column] = shares.get(column, 0.0) + share
     return shares
-
-
-def _strength(share: float) -> float:
-    """A tenth of the values and all of them should both be seen, and a thousandth not be lost."""
-    return min(1.0, 0.12 + 0.88 * math.sqrt(min(1.0, share / 0.3)))
 
 
 def _dress(axes: Axes, names: Sequence[str]) -> None:

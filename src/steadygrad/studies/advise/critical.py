@@ -157,21 +157,13 @@ def find_critical(
 
 @dataclass(frozen=True)
 class _Table:
-    """Losses of whole repeats.
-
-    Attributes:
-        sizes: Batch sizes, ascending.
-        losses: Shape ``(K, repeats)``.
-        ends: Samples that each size's losses stand for, shape ``(K,)``.
-        places: Samples of the smallest batch's curve, its end included, shape ``(M,)``.
-        curve: Losses there, shape ``(M, repeats)``.
-    """
+    """Losses of whole repeats, by ascending batch sizes."""
 
     sizes: tuple[int, ...]
-    losses: Floats
-    ends: Floats
-    places: Floats
-    curve: Floats
+    losses: Floats  # shape (K, repeats)
+    ends: Floats  # samples that each size's losses stand for, shape (K,)
+    places: Floats  # samples of the smallest batch's curve, its end included, shape (M,)
+    curve: Floats  # losses there, shape (M, repeats)
 
     @classmethod
     def of(cls, branches: Sequence[Branch]) -> "_Table | None":
@@ -212,11 +204,9 @@ class _Table:
 
     @property
     def stable(self) -> int:
-        """How many sizes, from the smallest on, did not diverge.
-
-        A size diverged if it ends above the smallest batch's loss at a quarter of the branch, by
-        more than the noise of that loss.
-        """
+        """How many sizes, from the smallest on, did not diverge."""
+        # A size that did ends above the smallest batch's loss at a quarter of the branch, by more
+        # than the noise of that loss.
         noise = math.sqrt(float(self.curve.var(1, ddof=1).mean()) / self.repeats)
         good = self.means <= self.curve[0].mean() + LEAST_FALL * noise
         return 1 + _leading(good[1:])
@@ -224,10 +214,7 @@ class _Table:
     def curves(
         self, variances: Variances, generator: np.random.Generator
     ) -> tuple[LossCurve, LossCurve, Floats]:
-        """The smallest batch's curve, curves as other noise would have made them, and their ends.
-
-        The ends are given less their mean, shape ``(DRAWS,)``.
-        """
+        """The smallest batch's curve, that curve redrawn, and the errors of the redrawn ends."""
         fit = LossCurveFit(self.places)
         means = self.curve.mean(1)
         residuals = self.curve[:-1] - means[:-1, None]
@@ -239,12 +226,10 @@ class _Table:
         return fit(means), fit(redrawn), ends
 
     def overheads(self, curve: LossCurve, means: Floats) -> Floats:
-        """Overheads of all sizes from the mean losses of the stable ones, shape ``(*, K)``.
-
-        Only differences to the smallest batch are laid on the curve: the repeats' data orders raise
-        or lower all batch sizes together, of which the smooth curve knows nothing.
-        """
+        """Overheads of all sizes from the mean losses of the stable ones, shape ``(*, K)``."""
         stable = means.shape[-1]
+        # Only differences to the smallest batch are laid on the curve: the repeats' data orders
+        # raise or lower all batch sizes together, of which the smooth curve knows nothing.
         anchor = curve(self.length)[..., None]
         samples = curve.samples_at(means - means[..., :1] + anchor)
         efficiency = np.clip(samples / self.ends[:stable], 1 / (1 + CAP), REACH)
