@@ -57,10 +57,8 @@ def quantile(values: Floats, part: float) -> float:
 
     As many values lie below the one for ``part`` as above the one for ``1 - part``.
     """
-    ordered = np.sort(values)
-    if part > 0.5:
-        return float(ordered[-1 - int((1 - part) * len(ordered) + 1e-9)])
-    return float(ordered[int(part * len(ordered) + 1e-9)])
+    ordered, beyond = np.sort(values), int(min(part, 1 - part) * len(values) + 1e-9)
+    return float(ordered[beyond if part <= 0.5 else -1 - beyond])
 
 
 def redraw(means: Floats, residuals: Floats, generator: np.random.Generator, count: int) -> Floats:

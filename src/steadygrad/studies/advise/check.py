@@ -8,21 +8,12 @@ import numpy as np
 
 from steadygrad.record.schema.advise import Plan, Point, Scratch, Stage
 from steadygrad.studies.advise.critical import CAP, DRAWS, REACH
-from steadygrad.studies.advise.loss_curve import LossCurveFit
-from steadygrad.studies.advise.trials import RUN_ENDS
+from steadygrad.studies.advise.loss_curve import fit_curves
+from steadygrad.studies.advise.trials import Curve, averaged_end
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.statistics import Floats, quantile, redraw
 
-__all__ = [
-    "Baseline",
-    "Checked",
-    "averaged_end",
-    "baseline_of",
-    "checked_runs",
-    "scratch_runs",
-]
-
-Curve = Sequence[tuple[int, float]]
+__all__ = ["Baseline", "Checked", "baseline_of", "checked_runs", "scratch_runs"]
 
 # A batch size is within the tolerance if its overhead is surely below so many tolerances.
 MARGIN = 1.25
@@ -50,7 +41,7 @@ class Baseline:
             differences: Of the mean final losses, shape ``(*)``.
             samples: Samples that the other runs' losses stand for.
         """
-        fit = LossCurveFit(self.places)(curves)
+        fit = fit_curves(self.places, curves)
         goals = fit(self.places[-1]) + differences
         needed = fit.samples_at(goals[..., None])[..., 0]
         bounded = np.clip(needed, samples / (1 + CAP), samples * REACH)
@@ -147,13 +138,6 @@ def baseline_of(plan: Plan, journal: Journal, point: int) -> Baseline | None:
     seeds = tuple(sorted(curves))
     table = np.array([curves[seed] for seed in seeds], dtype=float)
     return Baseline(seeds, table[0, :, 0], table[..., 1].T)
-
-
-def averaged_end(curve: Curve) -> list[tuple[int, float]]:
-    """A curve whose last losses are one, their average, as other runs' final losses are."""
-    places, losses = zip(*curve[-RUN_ENDS:], strict=True)
-    mean = round(sum(places) / RUN_ENDS), math.fsum(losses) / RUN_ENDS
-    return [*curve[:-RUN_ENDS], mean]
 
 
 def checked_runs(base: Baseline, journal: Journal, plan: Plan, purpose: str) -> list[Checked]:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steadygrad.record.schema.advise import Branch
-from steadygrad.studies.advise.loss_curve import LossCurve, LossCurveFit
+from steadygrad.studies.advise.loss_curve import LossCurve, fit_curves
 from steadygrad.studies.statistics import (
     Floats,
     Variances,
@@ -215,7 +215,6 @@ class _Table:
         self, variances: Variances, generator: np.random.Generator
     ) -> tuple[LossCurve, LossCurve, Floats]:
         """The smallest batch's curve, that curve redrawn, and the errors of the redrawn ends."""
-        fit = LossCurveFit(self.places)
         means = self.curve.mean(1)
         residuals = self.curve[:-1] - means[:-1, None]
         redrawn = redraw(means, residuals, generator, DRAWS)
@@ -223,7 +222,7 @@ class _Table:
         ends = variances.draw(generator, DRAWS, self.repeats)[:, 0]
         common = math.sqrt(variances.common / self.repeats)
         redrawn[:, -1] = means[-1] + ends + generator.normal(size=DRAWS) * common
-        return fit(means), fit(redrawn), ends
+        return fit_curves(self.places, means), fit_curves(self.places, redrawn), ends
 
     def overheads(self, curve: LossCurve, means: Floats) -> Floats:
         """Overheads of all sizes from the mean losses of the stable ones, shape ``(*, K)``."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from steadygrad.studies.statistics import Floats
 
-__all__ = ["LossCurve", "LossCurveFit"]
+__all__ = ["LossCurve", "fit_curves"]
 
 POWERS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
@@ -59,35 +59,24 @@ def _progress(samples: Floats, scale: Floats, power: Floats) -> Floats:
     return np.where(power > 0, -np.expm1(-safe * logarithm) / safe, logarithm)
 
 
-class LossCurveFit:
-    """Least-squares fits through losses at the same places.
+def fit_curves(places: Floats, losses: Floats) -> LossCurve:
+    """The curves with the least squared error through losses at the same places.
 
     Every shape on a grid is a straight line in its own progress.
 
     Args:
         places: Samples seen at the losses, shape ``(M,)``.
+        losses: Shape ``(*, M)``.
     """
-
-    def __init__(self, places: Floats) -> None:
-        steps = 2.0 ** (np.arange(-8, 13) / 2)
-        self._scale = np.tile(places.max() * steps, len(POWERS))
-        self._power = np.repeat(POWERS, len(steps))
-        progress = _progress(places, self._scale[:, None], self._power[:, None])
-        self._mean = progress.mean(1)
-        centred = progress - self._mean[:, None]
-        self._spread = (centred**2).sum(1)
-        self._weights = centred / np.maximum(self._spread, 1e-300)[:, None]
-
-    def __call__(self, losses: Floats) -> LossCurve:
-        """The curves with the least squared error.
-
-        Args:
-            losses: Shape ``(*, M)``.
-        """
-        mean = losses.mean(-1)
-        slopes = (losses - mean[..., None]) @ self._weights.T
-        # The best line explains most of the squares.
-        best = (slopes**2 * self._spread).argmax(-1)
-        slope = np.take_along_axis(slopes, best[..., None], -1)[..., 0]
-        start = mean - slope * self._mean[best]
-        return LossCurve(start, -slope, self._scale[best], self._power[best])
+    steps = 2.0 ** (np.arange(-8, 13) / 2)
+    scale, power = np.tile(places.max() * steps, len(POWERS)), np.repeat(POWERS, len(steps))
+    progress = _progress(places, scale[:, None], power[:, None])
+    middle = progress.mean(1)
+    centred = progress - middle[:, None]
+    spread = (centred**2).sum(1)
+    mean = losses.mean(-1)
+    slopes = (losses - mean[..., None]) @ (centred / np.maximum(spread, 1e-300)[:, None]).T
+    # The best line explains most of the squares.
+    best = (slopes**2 * spread).argmax(-1)
+    slope = np.take_along_axis(slopes, best[..., None], -1)[..., 0]
+    return LossCurve(mean - slope * middle[best], -slope, scale[best], power[best])

@@ -1,15 +1,15 @@
 """Verdict on the task's learning rate, from runs of the smallest batch at other rates."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from steadygrad.record.schema.advise import Plan, Point, Scratch
-from steadygrad.studies.advise.check import Baseline, averaged_end
+from steadygrad.studies.advise.check import Baseline
 from steadygrad.studies.advise.plan import END_STEP
-from steadygrad.studies.advise.trials import RUN_ENDS
+from steadygrad.studies.advise.trials import RUN_ENDS, Curve, averaged_end
 from steadygrad.studies.journal import Journal
 
 __all__ = ["RateVerdict", "judge_rate"]
@@ -78,7 +78,7 @@ def judge_rate(plan: Plan, journal: Journal, *, decays: bool = False) -> RateVer
     return RateVerdict(verdict, dict(sorted(losses.items())), dict(sorted(overheads.items())))
 
 
-def _own_curve(plan: Plan, journal: Journal, *, decays: bool) -> Sequence[tuple[int, float]] | None:
+def _own_curve(plan: Plan, journal: Journal, *, decays: bool) -> Curve | None:
     """Losses at the task's own rate over a run as long as the main trajectory."""
     if not decays:
         main = journal.get(Point, len(plan.points) - 1)

@@ -8,17 +8,11 @@ import numpy as np
 
 from steadygrad.formulas.batch_size import learning_rate
 from steadygrad.record.schema.advise import Branch, Header, Noise, Point
-from steadygrad.studies.advise.check import (
-    Baseline,
-    Checked,
-    averaged_end,
-    baseline_of,
-    checked_runs,
-)
+from steadygrad.studies.advise.check import Baseline, Checked, baseline_of, checked_runs
 from steadygrad.studies.advise.critical import LEAST_FALL, Critical, find_critical
 from steadygrad.studies.advise.overhead import MeasuredPoint, predict
 from steadygrad.studies.advise.rates import RateVerdict, judge_rate
-from steadygrad.studies.advise.trials import Stages
+from steadygrad.studies.advise.trials import Stages, averaged_end
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.order import seed_for
 

@@ -9,7 +9,13 @@ from steadygrad.formulas.batch_size import learning_rate
 from steadygrad.record import Event
 from steadygrad.record.schema.advise import Branch, Noise, Plan, Point, Scratch, Stage
 from steadygrad.studies.advise.plan import MICRO_BATCHES
-from steadygrad.studies.advise.trials import END_MARKS, FRACTIONS, end_marks, run_marks
+from steadygrad.studies.advise.trials import (
+    END_MARKS,
+    FRACTIONS,
+    averaged_end,
+    end_marks,
+    run_marks,
+)
 from steadygrad.studies.checkpoint import State
 from steadygrad.studies.order import Order, branch_order, main_order
 from steadygrad.studies.study import Job, Workplace
@@ -19,8 +25,6 @@ __all__ = ["run_job"]
 
 # Training losses of a segment of the main trajectory that are recorded, each an average.
 TRAINING_MARKS = 32
-
-Curve = list[tuple[int, float]]
 
 
 def run_job(job: Job, plan: Plan, place: Workplace) -> Event:
@@ -176,15 +180,13 @@ class _Runner:
                 raise
             curve = [(length, math.inf)]
         # Large batches may end before the first end mark.
-        last = [spot for spot in curve if spot[0] >= ends[0]] or curve[-1:]
-        places, losses = zip(*last, strict=True)
-        samples, loss = round(sum(places) / len(places)), math.fsum(losses) / len(losses)
-        curve = [*curve[: -len(last)], (samples, loss)]
-        return {"samples": samples, "loss": loss, "curve": tuple(curve)}
+        late = sum(place >= ends[0] for place, _ in curve)
+        curve = averaged_end(curve, max(1, late))
+        return {"samples": curve[-1][0], "loss": curve[-1][1], "curve": tuple(curve)}
 
     def _curve(
         self, steps: Iterable[int], start: int, marks: Iterable[int], what: str, *, own: bool
-    ) -> Curve:
+    ) -> list[tuple[int, float]]:
         """Trains, and evaluates once after each mark is reached."""
         found, left, at = [], sorted(set(marks)), start
         for seen in steps:

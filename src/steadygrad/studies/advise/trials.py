@@ -6,7 +6,7 @@ candidates for the recommendation, and the schedule.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -16,7 +16,10 @@ from steadygrad.studies.advise.plan import MICRO_BATCHES, end_unit
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.study import Job, Trial, evaluation_cost
 
-__all__ = ["Decide", "Stages", "make_trials", "scratch_job"]
+__all__ = ["Curve", "Decide", "Stages", "averaged_end", "make_trials", "scratch_job"]
+
+Curve = Sequence[tuple[int, float]]
+"""Samples seen and validation losses."""
 
 Decide = Callable[[Key, Journal], Job | None]
 """From the key of a trial, and what was recorded before it, to its job; None: nothing to do."""
@@ -157,3 +160,10 @@ def end_marks(samples: int, size: int) -> list[int]:
     """Samples at the end of a run after which every batch size is evaluated."""
     unit = end_unit(samples, size)
     return [samples // unit * unit - back * unit for back in reversed(range(RUN_ENDS))]
+
+
+def averaged_end(curve: Curve, count: int = RUN_ENDS) -> list[tuple[int, float]]:
+    """A curve whose last losses are one: their mean, at the mean of their places."""
+    places, losses = zip(*curve[-count:], strict=True)
+    mean = round(sum(places) / count), math.fsum(losses) / count
+    return [*curve[:-count], mean]

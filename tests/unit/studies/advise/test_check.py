@@ -9,12 +9,11 @@ from steadygrad.studies.advise.check import (
     MARGIN,
     Baseline,
     Checked,
-    averaged_end,
     baseline_of,
     checked_runs,
 )
 from steadygrad.studies.advise.critical import CAP
-from steadygrad.studies.advise.trials import RUN_ENDS, end_marks, run_marks
+from steadygrad.studies.advise.trials import RUN_ENDS, averaged_end, end_marks, run_marks
 from steadygrad.studies.journal import Journal
 from tests.unit.studies.advise.events import law, make_header, point, scratch
 

@@ -5,9 +5,14 @@ import math
 import pytest
 
 from steadygrad.record.schema.advise import Plan
-from steadygrad.studies.advise.check import averaged_end
 from steadygrad.studies.advise.runner import run_job
-from steadygrad.studies.advise.trials import END_MARKS, FRACTIONS, end_marks, scratch_job
+from steadygrad.studies.advise.trials import (
+    END_MARKS,
+    FRACTIONS,
+    averaged_end,
+    end_marks,
+    scratch_job,
+)
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.study import Workplace
 from tests.unit.studies.framework import PLAN, make_trainer
