@@ -37,7 +37,7 @@ class MeasuredPoint:
         return self.samples + self.branch_samples / 2
 
     def overhead(self, sizes: Floats) -> Floats:
-        """Overhead at any batch sizes: linear between those tried, and on from the last two."""
+        """Overhead at any batch sizes: linear between those tried, then on at their mean slope."""
         tried = np.asarray(self.critical.sizes, dtype=float)
         known = isotonic(np.asarray(self.critical.overhead))
         slope = (known[-1] - known[0]) / (tried[-1] - tried[0])

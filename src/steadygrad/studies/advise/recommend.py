@@ -12,7 +12,7 @@ from steadygrad.studies.advise.check import Baseline, Checked, baseline_of, chec
 from steadygrad.studies.advise.critical import LEAST_FALL, Critical, find_critical
 from steadygrad.studies.advise.overhead import MeasuredPoint, predict
 from steadygrad.studies.advise.rates import RateVerdict, judge_rate
-from steadygrad.studies.advise.trials import Stages, averaged_end
+from steadygrad.studies.advise.trials import Stages, averaged_end, stretches
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.order import seed_for
 
@@ -172,10 +172,7 @@ class Evidence:
 
     def steps(self, stages: Stages) -> int:
         """Optimizer steps of a schedule over the run."""
-        borders = [*(start for start, _ in stages[1:]), self.length]
-        return sum(
-            (end - start) // size for (start, size), end in zip(stages, borders, strict=True)
-        )
+        return sum((end - start) // size for start, end, size in stretches(stages, self.length))
 
     @cached_property
     def schedule_check(self) -> Checked | None:

@@ -15,6 +15,7 @@ from steadygrad.studies.advise.trials import (
     averaged_end,
     end_marks,
     run_marks,
+    stretches,
 )
 from steadygrad.studies.checkpoint import State
 from steadygrad.studies.order import Order, branch_order, main_order
@@ -135,8 +136,7 @@ class _Runner:
 
         def steps() -> Iterator[int]:
             at, order = 0, main_order(len(self.task.train), trainer.seed, repeat)
-            borders = [*(start for start, _ in stages[1:]), samples]
-            for (_, size), border in zip(stages, borders, strict=True):
+            for _, border, size in stretches(stages, samples):
                 chosen = Rate(size, rate, warmup_samples, self.plan.length)
                 # A stage ends with its last whole batch; the next one begins there.
                 for seen in trainer.run(order, at, border, size, rate=chosen):

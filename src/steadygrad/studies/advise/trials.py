@@ -16,7 +16,7 @@ from steadygrad.studies.advise.plan import MICRO_BATCHES, end_unit
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.study import Job, Trial, evaluation_cost
 
-__all__ = ["Curve", "Decide", "Stages", "averaged_end", "make_trials", "scratch_job"]
+__all__ = ["Curve", "Decide", "Stages", "averaged_end", "make_trials", "scratch_job", "stretches"]
 
 Curve = Sequence[tuple[int, float]]
 """Samples seen and validation losses."""
@@ -148,6 +148,12 @@ def scratch_job(
         "warmup_samples": warmup_samples,
         "stages": [list(stage) for stage in stages],
     }
+
+
+def stretches(stages: Sequence[Sequence[int]], samples: int) -> list[tuple[int, int, int]]:
+    """Beginning, end and batch size of each stage of a run with so many samples."""
+    ends = [*(start for start, _ in stages[1:]), samples]
+    return [(start, end, size) for (start, size), end in zip(stages, ends, strict=True)]
 
 
 def run_marks(samples: int, size: int, first: int = 0) -> list[int]:
