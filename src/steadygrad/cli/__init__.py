@@ -22,7 +22,7 @@ __all__ = ["main"]
 HELP = ("-h", "--help")
 # What a command needs beyond the library itself: `pip install "steadygrad[cli]"`.
 REPORT_EXTRAS = ("matplotlib", "msgspec")
-STUDY_EXTRAS = ("rich", "matplotlib", "msgspec", "numpy", "scipy")
+STUDY_EXTRAS = ("rich", "matplotlib", "msgspec", "numpy")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@
 from steadygrad.noise.controller import BatchSizeController
 from steadygrad.noise.estimate import NoiseEstimate
 from steadygrad.noise.noise_scale import NoiseScale
-from steadygrad.noise.schedule import BatchSizeSchedule
+from steadygrad.formulas.schedule import BatchSizeSchedule
 from steadygrad.noise.split_batch import SplitBatchNoiseScale
 
 __all__ = [

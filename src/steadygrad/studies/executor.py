@@ -14,13 +14,15 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from steadygrad._checks import InputError
 from steadygrad.record import Key
 from steadygrad.studies.study import Trial
 from steadygrad.studies.worker import begin_worker, run_job
 from steadygrad.tasks.guard import reason
 
-__all__ = ["Pool", "WorkersLost", "dask_pool", "makespan", "process_pool", "tails"]
+__all__ = ["Pool", "WorkersLost", "cuda_devices", "dask_pool", "makespan", "process_pool", "tails"]
 
 
 class WorkersLost(InputError):
@@ -82,6 +84,16 @@ class Pool:
             self._leave()
 
 
+def cuda_devices() -> list[str]:
+    """Names of the CUDA devices that this process may use, as ``CUDA_VISIBLE_DEVICES`` takes them.
+
+    Someone who shares a machine names some of its devices, by number or by UUID.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in given.split(",")] if given else map(str, range(1024))
+    return [name for name, _ in zip(names, range(torch.cuda.device_count()), strict=False)]
+
+
 @contextmanager
 def _signals_later() -> Iterator[None]:
     """Delivers signals only afterwards; a process that is started meanwhile never gets them.
@@ -98,8 +110,8 @@ def _signals_later() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def process_pool(workers: int, devices: Sequence[int] = ()) -> Pool:
-    """Worker processes on this machine, each on one of ``devices``: numbers of CUDA devices."""
+def process_pool(workers: int, devices: Sequence[str] = ()) -> Pool:
+    """Worker processes on this machine, each on one of ``devices``: names of CUDA devices."""
     context = multiprocessing.get_context("spawn")
 
     def make() -> Executor:

@@ -28,7 +28,7 @@ from steadygrad.studies.coordinator import Coordinator, Monitor, run_serial
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
 from steadygrad.studies.description import changes, make_header
 from steadygrad.studies.distributed import DistributedContext
-from steadygrad.studies.executor import Pool, dask_pool, process_pool
+from steadygrad.studies.executor import Pool, cuda_devices, dask_pool, process_pool
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.study import Study, study_class, study_of
 from steadygrad.studies.trainer import Trainer
@@ -231,8 +231,7 @@ def _local_pool(workers: int, header: Header) -> Pool | None:
         workers = min(runtime.workers, enough) if runtime.device == "cpu" else runtime.workers
     if workers < 2 or launched()[1] > 1:
         return None
-    cuda = runtime.device == "cuda"
-    return process_pool(workers, range(torch.cuda.device_count()) if cuda else ())
+    return process_pool(workers, cuda_devices() if runtime.device == "cuda" else ())
 
 
 @dataclass

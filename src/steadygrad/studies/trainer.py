@@ -248,8 +248,9 @@ class Trainer(TaskModel):
 
     def _ahead(self, order: Order, places: range) -> Iterator[Any]:
         """This rank's micro-batches, made by worker processes while the model trains."""
+        # Lazily: a measurement of the speed does not know how many steps it will take.
         shares = (self.context.share(order.take(place, places.step)) for place in places)
-        micros = [micro for share in shares for micro in torch.split(share, self.micro_batch_size)]
+        micros = (micro for share in shares for micro in torch.split(share, self.micro_batch_size))
         device, workers = self.context.device, self.task.loader_workers
         return iter(batches(self.task.train, micros, device, workers))
 

@@ -77,14 +77,14 @@ def begin_worker(parent: int, devices: Any = None) -> None:
 
     Args:
         parent: The coordinator's process number.
-        devices: Queue of numbers of CUDA devices, one for each worker. Default: none.
+        devices: Queue of names of CUDA devices, one for each worker. Default: none.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     # What a task prints must not mix with the coordinator's output.
     os.dup2(2, 1)
     if devices is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(devices.get())
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices.get()
 
     def watch() -> None:
         # A coordinator that was killed leaves its workers waiting for jobs for ever.

@@ -123,7 +123,8 @@ def _summed_losses(task: "Task", model: nn.Module, samples: Samples, indices: Te
     losses = task.per_sample_loss(model, to_device(samples.batch(indices), model))
     if not isinstance(losses, Tensor) or losses.shape != indices.shape:
         check_losses(losses, len(indices))
-    return float(losses.double().sum())
+    # On the host: MPS has no float64.
+    return float(losses.detach().cpu().double().sum())
 
 
 def _too_large(error: BaseException) -> TaskError:

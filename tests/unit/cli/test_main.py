@@ -209,7 +209,7 @@ def test_only_the_first_rank_speaks(second_rank, folder, capsys):
     assert not (folder / "report.html").exists()
 
 
-EXTRAS = {"report": "matplotlib, msgspec", "advise": "rich, matplotlib, msgspec, numpy, scipy"}
+EXTRAS = {"report": "matplotlib, msgspec", "advise": "rich, matplotlib, msgspec, numpy"}
 
 
 @pytest.mark.parametrize("command", EXTRAS)

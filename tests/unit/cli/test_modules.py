@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.cli.conftest import PLAIN
 from tests.unit.cli.quick import ROOT, tiny
+from tests.unit.report.conftest import write_run
 
 EXTRAS = {"torch", "numpy", "scipy", "matplotlib", "rich", "msgspec", "sklearn"}
 SCRIPT = """
@@ -42,8 +43,10 @@ def test_the_help_of_a_study_needs_its_settings_only(command):
     assert len(ours) <= 20
 
 
-def test_a_page_needs_no_torch(folder):
-    ours, extras = loaded("report", str(folder))
+def test_a_page_with_a_schedule_needs_no_torch(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert run.summary["schedule"]["stages"]
+    ours, extras = loaded("report", str(tmp_path / "run"))
     assert extras <= {"msgspec", "matplotlib", "numpy"}
     assert not any(name.startswith("steadygrad.studies") for name in ours)
 

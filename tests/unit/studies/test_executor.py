@@ -3,7 +3,7 @@
 import pytest
 
 from steadygrad._checks import InputError
-from steadygrad.studies.executor import dask_pool, makespan, tails
+from steadygrad.studies.executor import cuda_devices, dask_pool, makespan, tails
 from tests.unit.studies.test_coordinator import trial
 
 
@@ -54,3 +54,23 @@ def test_a_scheduler_that_is_not_there_is_said_with_the_remedy(monkeypatch):
     monkeypatch.setattr(distributed, "Client", refuse)
     with pytest.raises(InputError, match=r"answer at 'nowhere:1'.*Remedy: start one with `dask"):
         dask_pool("nowhere:1")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, ["0", "1"]),
+        ("", ["0", "1"]),
+        ("4,5", ["4", "5"]),
+        ("GPU-8932f937, MIG-1f2c", ["GPU-8932f937", "MIG-1f2c"]),
+        ("3,-1,5", ["3"]),
+    ],
+)
+def test_workers_share_the_devices_that_the_launcher_gave(given, expected, monkeypatch):
+    """CUDA counts the devices of the list, and those before the first -1 only."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(expected))
+    if given is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert cuda_devices() == expected

@@ -476,6 +476,13 @@ def test_worker_processes_that_make_batches_change_no_number(micro):
     assert len(found[0][0]) == 10
 
 
+def test_the_speed_is_measured_without_making_all_batches_of_a_run():
+    """Worker processes are handed numbers of samples as the training asks for them."""
+    trainer = make_trainer(make_task(loader_workers=1))
+    run = trainer.run(main_order(4096, 0), 0, 1 << 40, 8)
+    assert [next(run) for _ in range(3)] == [8, 16, 24]
+
+
 def test_a_loss_that_is_not_finite_is_said_with_the_remedy():
     trainer = make_trainer(tiny_task.diverging())
     assert isinstance(trainer, Trainer)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from steadygrad.formulas.schedule import BatchSizeSchedule
 from steadygrad.report import charts
 from steadygrad.report.advise.data import Advice, Point
 from steadygrad.report.charts import BAND, CRITICAL, INK, MUTED, NOISE, SCHEDULE
@@ -86,9 +87,6 @@ def _known(advice: Advice) -> Iterable[str]:
 
 def _forms(advice: Advice) -> Iterable[tuple[str, str]]:
     """The schedule as other trainers take it."""
-    # It comes with torch, which nothing else of a report needs.
-    from steadygrad.noise.schedule import BatchSizeSchedule
-
     schedule, tokens = BatchSizeSchedule(advice.schedule["stages"]), advice.task.tokens_per_sample
     if tokens:
         megatron = "Megatron: --step-batch-size-schedule, in tokens"

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from steadygrad.noise.schedule import BatchSizeSchedule
+from steadygrad.formulas.schedule import BatchSizeSchedule
 from steadygrad.record.schema.advise import Header, Noise, Point
 from steadygrad.studies.advise.check import Checked
 from steadygrad.studies.advise.explain import explain
