@@ -36,6 +36,7 @@ from steadygrad.studies.advise.critical import CAP
 from steadygrad.studies.advise.explain import explain
 from steadygrad.studies.advise.plan import plan_of_length
 from steadygrad.studies.advise.recommend import Evidence
+from steadygrad.studies.advise.trials import end_marks
 
 TOLERANCE = 0.2
 # Falls of so many deviations of one run are resolvable with three repeats.
@@ -85,7 +86,8 @@ def point_row(world, found: Evidence, states, i: int) -> dict:
 
 
 def check_row(world, found: Evidence, run) -> dict:
-    truth = min(CAP, overhead_of(world, found, ((0, run.batch_size),)))
+    marks = tuple(end_marks(found.length, world.batch_size))
+    truth = min(CAP, overhead_of(world, found, ((0, run.batch_size),), marks))
     return {"low": run.low, "high": run.high, "overhead": run.overhead, "truth": truth}
 
 
@@ -96,13 +98,19 @@ def schedule_row(world, found: Evidence) -> dict | None:
     return {"overhead": run.overhead, "truth": overhead_of(world, found, found.schedule)}
 
 
-def overhead_of(world, found: Evidence, stages) -> float:
-    """True overhead of a batch size, or of stages, over the run with the advised warm-up."""
-    return true_overhead(world, tuple(stages), found.length, found.warmup_samples)
+def overhead_of(world, found: Evidence, stages, marks: tuple[int, ...] = ()) -> float:
+    """True overhead of a batch size, or of stages, over the run with the advised warm-up.
+
+    At its end, or where a measured overhead stands: on the mean over its last evaluations.
+    """
+    warmup = found.warmup_samples
+    return true_overhead(world, tuple(stages), found.length, warmup, marks=marks)
 
 
 @cache
-def true_overhead(world, stages, length: int, warmup: int, factor: float = 1.0) -> float:
+def true_overhead(
+    world, stages, length: int, warmup: int, factor: float = 1.0, marks: tuple[int, ...] = ()
+) -> float:
     """True overhead of a run from scratch; many seeds ask for the same."""
     batches, rates, at = [], [], 0
     borders = [*(start for start, _ in stages[1:]), length]
@@ -113,7 +121,8 @@ def true_overhead(world, stages, length: int, warmup: int, factor: float = 1.0) 
             rates.append(world.lr * (1 + (top - 1) * part))
             batches.append(size)
             at += size
-    return exact.steps_overhead(world, np.array(batches), np.array(rates), length, REPLICAS)
+    steps = np.array(batches), np.array(rates)
+    return exact.steps_overhead(world, *steps, length, REPLICAS, marks)
 
 
 def rate_row(world, found: Evidence) -> dict:

@@ -388,9 +388,16 @@ def from_scratch_overhead(
 
 
 def steps_overhead(
-    world: World, batches: np.ndarray, rates: np.ndarray, n: float, replicas: int = REPLICAS
+    world: World,
+    batches: np.ndarray,
+    rates: np.ndarray,
+    n: float,
+    replicas: int = REPLICAS,
+    marks: Sequence[int] = (),
 ) -> float:
     """Overhead of steps with given batch sizes and learning rates over the smallest batch's run.
+
+    At the end of the run, or on the mean over the first steps that reach each of ``marks``.
 
     Args:
         world: The world.
@@ -398,9 +405,16 @@ def steps_overhead(
         rates: Learning rate of each step.
         n: Length of the smallest batch's run, in samples.
         replicas: Of Adam's.
+        marks: Samples seen.
     """
     curve = _curve(world, scratch(world), batches, rates, replicas)
-    return _overhead(_scratch_curve(world, n, replicas), curve.at(n), n)
+    base, marks = _scratch_curve(world, n, replicas), marks or (int(curve.samples[-1]),)
+    last = len(curve.samples) - 1
+    ends = sorted({min(int(np.searchsorted(curve.samples, mark)), last) for mark in marks})
+    # A mean over places on a bent curve is not the loss at the mean place.
+    bend = float(np.mean([base.at(mark) for mark in marks])) - base.at(float(np.mean(marks)))
+    loss, places = float(curve.loss[ends].mean()), float(curve.samples[ends].mean())
+    return _overhead(base, loss - bend, places)
 
 
 def _steps(stages: Stages, n: float, warmup: float) -> tuple[np.ndarray, np.ndarray]:

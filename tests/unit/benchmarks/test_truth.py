@@ -153,6 +153,14 @@ def test_a_schedule_of_one_size_is_that_size_and_warming_up_costs():
     assert from_scratch_overhead(QUADRATIC, [(0, 4, 0.0)], n) == math.inf
 
 
+@pytest.mark.parametrize("marks", [(), (QUADRATIC.horizon // 2, QUADRATIC.horizon)])
+def test_the_smallest_batchs_own_steps_have_no_overhead(marks):
+    """A mean over two places of a bent curve is above the loss at their mean place."""
+    n = QUADRATIC.horizon
+    steps = np.full(n // 4, 4), np.full(n // 4, QUADRATIC.lr)
+    assert exact.steps_overhead(QUADRATIC, *steps, n, marks=marks) == pytest.approx(0, abs=1e-6)
+
+
 def test_stages_and_warm_up_step_by_step():
     batches, rates = exact._steps([(0, 2, 1.0), (5, 4, 2.0)], 14, 8)
     assert batches.tolist() == [2, 2, 2, 4, 4]

@@ -15,6 +15,8 @@ from steadygrad.studies.statistics import Floats, quantile, redraw
 
 __all__ = ["Baseline", "Checked", "baseline_of", "checked_runs", "scratch_runs"]
 
+# Power of the samples by which the loss curve is fitted: overheads concern its end.
+EMPHASIS = 4.0
 # A batch size is within the tolerance if its overhead is surely below so many tolerances.
 MARGIN = 1.25
 
@@ -33,6 +35,11 @@ class Baseline:
     places: Floats
     losses: Floats
 
+    def behind(self, runs: Sequence[Scratch]) -> Floats:
+        """Final losses of runs less the smallest batch's with the same seed."""
+        finals = dict(zip(self.seeds, self.losses[-1], strict=True))
+        return np.array([run.loss - finals[run.repeat] for run in runs if run.repeat in finals])
+
     def overheads(self, curves: Floats, differences: Floats, samples: int) -> Floats:
         """Sample overheads of runs that end with losses so much above the smallest batch's.
 
@@ -41,9 +48,10 @@ class Baseline:
             differences: Of the mean final losses, shape ``(*)``.
             samples: Samples that the other runs' losses stand for.
         """
-        fit = fit_curves(self.places, curves)
-        goals = fit(self.places[-1]) + differences
-        needed = fit.samples_at(goals[..., None])[..., 0]
+        end, fit = self.places[-1], fit_curves(self.places, curves, EMPHASIS)
+        needed = fit.samples_at((fit(end) + differences)[..., None])[..., 0]
+        # Where the curve is flat a larger loss is still no gain.
+        needed = np.where(differences > 0, np.minimum(needed, end), np.maximum(needed, end))
         bounded = np.clip(needed, samples / (1 + CAP), samples * REACH)
         return np.where(np.isfinite(differences), samples / bounded - 1, CAP)
 
@@ -52,18 +60,23 @@ class Baseline:
         mean = np.asarray(np.mean(differences))
         return float(self.overheads(self.losses.mean(1), mean, samples))
 
-    def interval(self, differences: Floats, samples: int) -> tuple[float, float, float]:
+    def interval(
+        self, differences: Floats, samples: int, common: float = 0.0
+    ) -> tuple[float, float, float]:
         """95% interval of an overhead, and its upper bound by nine to one, over seeds.
 
         Args:
             differences: Final losses less the smallest batch's with the same seed.
             samples: Samples that the final losses stand for.
+            common: Variance of such differences, over all batch sizes that were trained.
         """
         if not np.isfinite(differences).all():
             return CAP, CAP, CAP
         generator = np.random.default_rng(len(differences))
-        # A few seeds tell little of their spread: Student's distribution.
-        spread = differences.std(ddof=1) / math.sqrt(len(differences))
+        # A few seeds tell little of their spread: Student's distribution. Seeds that agree by
+        # chance would make it too small.
+        own = float(differences.var(ddof=1))
+        spread = math.sqrt(max(own, (own + common) / 2) / len(differences))
         drawn = differences.mean() + spread * generator.standard_t(len(differences) - 1, DRAWS)
         means = self.losses.mean(1)
         residuals = self.losses - means[:, None]
@@ -145,15 +158,19 @@ def checked_runs(base: Baseline, journal: Journal, plan: Plan, purpose: str) -> 
     found = scratch_runs(journal, purpose)
     if purpose == "constant":
         found.pop(plan.batch_size, None)
-    return [_checked(base, runs) for runs in found.values() if len(runs) == plan.seeds]
+    whole = [runs for runs in found.values() if len(runs) == plan.seeds]
+    table = [base.behind(runs) for runs in whole]
+    finite = [row.var(ddof=1) for row in table if np.isfinite(row).all()]
+    common = float(np.mean(finite)) if finite else 0.0
+    return [_checked(base, *row, common) for row in zip(whole, table, strict=True)]
 
 
-def _checked(base: Baseline, runs: Sequence[Scratch]) -> Checked:
-    finals = dict(zip(base.seeds, base.losses[-1], strict=True))
-    differences = np.array([run.loss - finals[run.repeat] for run in runs if run.repeat in finals])
+def _checked(
+    base: Baseline, runs: Sequence[Scratch], differences: Floats, common: float
+) -> Checked:
     # All of them end after the same samples.
     first = runs[0]
-    low, high, upper = base.interval(differences, first.samples)
+    low, high, upper = base.interval(differences, first.samples, common)
     return Checked(
         batch_size=first.batch_size,
         stages=first.stages,

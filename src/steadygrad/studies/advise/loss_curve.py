@@ -59,7 +59,7 @@ def _progress(samples: Floats, scale: Floats, power: Floats) -> Floats:
     return np.where(power > 0, -np.expm1(-safe * logarithm) / safe, logarithm)
 
 
-def fit_curves(places: Floats, losses: Floats) -> LossCurve:
+def fit_curves(places: Floats, losses: Floats, emphasis: float = 0.0) -> LossCurve:
     """The curves with the least squared error through losses at the same places.
 
     Every shape on a grid is a straight line in its own progress.
@@ -67,15 +67,19 @@ def fit_curves(places: Floats, losses: Floats) -> LossCurve:
     Args:
         places: Samples seen at the losses, shape ``(M,)``.
         losses: Shape ``(*, M)``.
+        emphasis: Power of the samples by which a squared error counts: where a curve has none of
+            these shapes, its end fits better.
     """
+    weights = places**emphasis / (places**emphasis).sum()
     steps = 2.0 ** (np.arange(-8, 13) / 2)
     scale, power = np.tile(places.max() * steps, len(POWERS)), np.repeat(POWERS, len(steps))
     progress = _progress(places, scale[:, None], power[:, None])
-    middle = progress.mean(1)
+    middle = progress @ weights
     centred = progress - middle[:, None]
-    spread = (centred**2).sum(1)
-    mean = losses.mean(-1)
-    slopes = (losses - mean[..., None]) @ (centred / np.maximum(spread, 1e-300)[:, None]).T
+    spread = centred**2 @ weights
+    mean = losses @ weights
+    centred *= weights / np.maximum(spread, 1e-300)[:, None]
+    slopes = (losses - mean[..., None]) @ centred.T
     # The best line explains most of the squares.
     best = (slopes**2 * spread).argmax(-1)
     slope = np.take_along_axis(slopes, best[..., None], -1)[..., 0]

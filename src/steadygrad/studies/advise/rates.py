@@ -25,7 +25,8 @@ class RateVerdict:
     """Whether the task's learning rate suits a run of this length.
 
     Attributes:
-        verdict: ``"low"``, ``"high"``, ``"fits"``, or ``""`` where it was not asked.
+        verdict: ``"low"``, ``"high"``, ``"fits"``, or ``""`` where it was not asked or the
+            validation loss rises.
         losses: Final losses from scratch by rate relative to the task's own, that one included.
         overheads: Extra samples that each rate needs, as a fraction; negative where it needs fewer.
     """
@@ -74,6 +75,8 @@ def judge_rate(plan: Plan, journal: Journal, *, decays: bool = False) -> RateVer
     ]
     best = min(better, key=lambda rate: overheads[rate], default=1.0)
     verdict = "low" if best > 1 else "high" if best < 1 else "fits"
+    if values[-LATE:].min() > values[:-LATE].max():
+        verdict = ""  # the data have ended: a rate that trains less looks better
     losses = {1.0: float(values[-1]), **{rate: run.loss for rate, run in runs.items()}}
     return RateVerdict(verdict, dict(sorted(losses.items())), dict(sorted(overheads.items())))
 

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -122,3 +123,43 @@ def test_whole_batch_sizes_alone_are_checked():
     sizes = [run.batch_size for run in checked_runs(baseline(3), found, plan, "constant")]
     assert sizes == [16, 24]
     assert checked_runs(baseline(3), found, plan, "schedule") == []
+
+
+def test_seeds_that_agree_by_chance_take_part_of_the_other_sizes_spread():
+    """Of 0 and 0.01^2 the agreeing size has a quarter of the latter; the other one keeps it."""
+    plan, base, spread = make_header((1024, SAMPLES)).plan, baseline(3), (-0.01, 0.0, 0.01)
+    ends = {24: spread, 16: (0.0, 0.0, 0.0)}
+    runs = [
+        msgspec.structs.replace(run, loss=run.loss + ends[size][seed])
+        for size in ends
+        for seed in range(3)
+        for run in [scratch(size, seed, SAMPLES)]
+    ]
+    agreeing, other = checked_runs(base, Journal(events=runs), plan, "constant")
+    differences, samples = np.full(3, runs[-1].loss - base.losses[-1, 0]), runs[0].samples
+    half = 0.01 * math.sqrt(0.25 / 3) * 4.303
+    low, high = (base.overhead(differences + x, samples) for x in (-half, half))
+    # 800 draws know so rare a quantile to about a tenth.
+    assert agreeing.high - agreeing.low == pytest.approx(high - low, rel=0.2)
+    alone = base.interval(differences + np.array(spread), samples)
+    assert (other.low, other.high) == pytest.approx(alone[:2], rel=1e-9)
+
+
+def test_the_end_of_a_curve_counts_most_where_no_shape_fits():
+    """A fast and a slow fall: fitted evenly, the overhead of 30 % comes out below 26 %."""
+    places = PLACES.astype(float)
+
+    def fall(samples):
+        return 2 * np.exp(-samples / 600) + np.exp(-samples / 8000)
+
+    base = Baseline((0, 1), places, np.tile(fall(places)[:, None], 2))
+    behind = np.full(2, fall(places[-1] / 1.3) - fall(places[-1]))
+    assert base.overhead(behind, int(places[-1])) == pytest.approx(0.3, abs=0.02)
+
+
+def test_a_larger_loss_is_no_gain_where_the_curve_is_flat():
+    flat = Baseline((0, 1), PLACES, np.ones((len(PLACES), 2)))
+    rising = Baseline((0, 1), PLACES, np.tile(PLACES[:, None] / 1e5, 2))
+    for base in (flat, rising):
+        assert base.overhead(np.full(2, 0.01), int(PLACES[-1])) == 0.0
+        assert base.overhead(np.full(2, -0.01), int(PLACES[-1])) == pytest.approx(1 / 1.5 - 1)

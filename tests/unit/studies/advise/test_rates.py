@@ -101,3 +101,18 @@ def test_a_decaying_rate_is_compared_with_a_run_that_decays():
 
 def test_without_runs_there_is_no_verdict():
     assert verdict().verdict == ""
+
+
+def test_a_validation_loss_that_rises_has_no_verdict():
+    """A rate that trains less is ahead there, because the data have ended."""
+
+    def rising(samples):
+        return 1.0 + samples / 1e5
+
+    ahead = scratch(8, 0, LENGTH, rate=0.5)
+    curve = tuple((place, rising(place) - 0.004) for place, _ in ahead.curve)
+    ahead = msgspec.structs.replace(ahead, curve=curve, loss=curve[-1][1])
+    events = [point(0, 1024, losses=rising), point(1, LENGTH, losses=rising), ahead]
+    found = judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events))
+    assert found.verdict == ""
+    assert found.losses[0.5] < found.losses[1.0]
