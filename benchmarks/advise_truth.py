@@ -79,9 +79,10 @@ def point_row(world, found: Evidence, states, i: int) -> dict:
     # A truth that is itself an average over replicas has an error.
     slack = math.exp(2 * truth.error) if math.isfinite(truth.error) else math.inf
     covered = above or critical.low / slack <= truth.value <= critical.high * slack
-    safe = truth.overheads.get(critical.safe)
+    safe = found.safe(critical)
+    row |= {"safe": safe, "safe_overhead": truth.overheads.get(safe)}
     return row | {"covered": bool(covered), "known": critical.known, "truth": truth.value} | {
-        "low": critical.low, "high": critical.high, "safe": critical.safe, "safe_overhead": safe
+        "low": critical.low, "high": critical.high
     }  # fmt: skip
 
 

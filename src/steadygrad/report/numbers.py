@@ -7,6 +7,8 @@ __all__ = ["interval", "loss", "percent", "percent_interval", "short", "show", "
 
 # From this overhead on it is only known that it is large.
 MOST = 3.0
+# Up to this one it is only known that it is negative.
+LEAST = -0.333
 
 
 def show(value: Any, digits: int = 3) -> str:
@@ -70,4 +72,5 @@ def percent_interval(low: float | None, high: float | None) -> str:
     """Writes an interval of fractions."""
     if low is None or high is None:
         return "–"
-    return percent(low) if low >= MOST else f"{percent(low)} to {percent(high)}"
+    start = percent(low) if low > LEAST else "below 0%"
+    return start if low >= MOST else f"{start} to {percent(high)}"

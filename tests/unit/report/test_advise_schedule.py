@@ -49,7 +49,7 @@ def test_one_sentence_has_no_list(make_run: Any):
 def test_the_key_figures_are_the_summarys(make_run: Any):
     def change(summary: dict[str, Any]) -> None:
         summary["recommendation"] |= {"overhead": 0.126, "low": -0.021, "high": 3.0}
-        summary["recommendation"]["half_life"] = 1234.4
+        summary["recommendation"] |= {"half_life": 1234.4, "decay_half_life": 7000.0}
 
     assert figures_of(render(make_run(summary=change))) == {
         "Batch size": ("16", "trained from scratch over 24,576 sequences"),
@@ -64,6 +64,7 @@ def test_the_key_figures_are_the_summarys(make_run: Any):
             "1,234",
             "sequences, 79,002 tokens, at this batch size",
         ),
+        "Half-life of the weight decay": ("7,000", "sequences, 448,000 tokens, at this batch size"),
         "Gradient noise scale": ("96", "95% interval 52 – 410; no advice on a batch size"),
     }
 

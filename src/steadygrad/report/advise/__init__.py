@@ -18,6 +18,7 @@ BASES = {
     "trained": "trained from scratch over",
     "predicted": "predicted from branches and not trained, for",
 }
+HALF_LIVES = {"half_life": "Adam's second moment", "decay_half_life": "the weight decay"}
 RULES = {
     "sqrt": "grows with the square root of the batch size",
     "linear": "grows in proportion to the batch size",
@@ -56,8 +57,12 @@ def _headline(advice: Advice) -> str:
             return f"This study finds no batch size for {advice.task.name}."
         return f"No batch size for {advice.task.name} yet."
     count = advice.task.sample if size == 1 else advice.samples
-    if not advice.recommendation["known"] and advice.recommendation["basis"] == "trained":
-        return f"Stay at {show(size)} {count} per step: no more is known to be as good."
+    if advice.recommendation["basis"] == "predicted":
+        return f"Predicted, not trained: {show(size)} {count} per step for {advice.task.name}."
+    if size == advice.base:
+        known = advice.recommendation["known"]
+        sure = f"within {advice.tolerance}" if known else "known to be as good"
+        return f"Stay at {show(size)} {count} per step: no larger batch is {sure}."
     return f"Train {advice.task.name} at {show(size)} {count} per step."
 
 
@@ -84,12 +89,13 @@ def _recommended(advice: Advice, size: int) -> Iterable[Figure]:
         steps, own = advice.steps(size), advice.steps(advice.base)
         if steps and own:
             yield "Steps", show(steps), f"instead of {show(own)} at batch {base}"
-    half_life, tokens = found.get("half_life"), advice.task.tokens_per_sample
-    if half_life is not None:
-        also = f", {show(half_life * tokens)} tokens" if tokens else ""
-        kept = advice.header.settings.keep_half_life
-        detail = f"{samples}{also}, {'kept from the task' if kept else 'at this batch size'}"
-        yield "Half-life of Adam's second moment", show(round(half_life)), detail
+    tokens, kept = advice.task.tokens_per_sample, advice.header.settings.keep_half_life
+    for name, title in HALF_LIVES.items():
+        half_life = found.get(name)
+        if half_life is not None:
+            also = f", {show(half_life * tokens)} tokens" if tokens else ""
+            detail = f"{samples}{also}, {'kept from the task' if kept else 'at this batch size'}"
+            yield f"Half-life of {title}", show(round(half_life)), detail
 
 
 def _noise(noise: Noise) -> Figure:
@@ -112,8 +118,9 @@ def _what_it_cannot_tell(advice: Advice) -> dict[str, str]:
         "Other learning-rate schedules.": _decay(advice),
         "Other optimizer settings.": _optimizer(advice),
         "Other seeds.": (
-            f"The branches stand on seed {show(advice.header.settings.seed)} and its checkpoints. "
-            f"Runs from scratch have {show(advice.header.plan.seeds)} seeds."
+            f"The branches, and the advice on going on, rest on seed "
+            f"{show(advice.header.settings.seed)} alone. The runs from scratch have "
+            f"{show(advice.header.plan.seeds)} seeds."
         ),
         "What was not trained.": _predicted(advice),
         "Your clock.": (

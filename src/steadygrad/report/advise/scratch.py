@@ -19,18 +19,14 @@ GROWING = "growing"
 CAPTION = (
     "Left: validation loss of batch {base} from scratch, each seed and their mean. Right: the "
     'final loss of every seed (<span class="critical">dots</span>), averaged over the end of the '
-    "run. Dashed: the mean of a larger batch. It meets the curve where batch {base} was as good. "
-    'The rest of the curve is the sample overhead. A <span class="noise">cross</span> marks a run '
-    "that diverged."
+    "run. Dashed: the mean of a larger batch. Where the dashed line crosses the curve, batch "
+    "{base} had reached the same loss. The distance from there to the end is the sample overhead. "
+    'A <span class="noise">cross</span> marks a run that diverged.'
 )
-# By the verdict of the summary.
-RATES = {
-    "fits": "The task's learning rate {lr} fits.",
-    "low": "The task's learning rate {lr} looks too low. Until it is tuned, every batch size here "
-    "is an upper bound.",
-    "high": "The task's learning rate {lr} looks too high. Until it is tuned, every batch size "
-    "here is an upper bound.",
-}
+MISFIT = (
+    "The task's learning rate {lr} looks too {verdict}. Every batch size here was measured with it "
+    "and is an upper bound. Tune it first."
+)
 
 
 def scratch(advice: Advice) -> Html | None:
@@ -84,14 +80,10 @@ def _chart(advice: Advice, curves: list[Curve]) -> Html:
 
 
 def _trained(advice: Advice) -> list[dict[str, Any]]:
-    """Rows of the summary on what was trained, each with its name and whether it is within."""
-    rows = []
-    for row in advice.checked:
-        # The advice is the largest batch size below all that cost too much.
-        within = row["batch_size"] <= (advice.batch_size or 0)
-        rows.append({**row, "name": show(row["batch_size"]), "within": within})
+    """Rows of the summary on what was trained, each with its name."""
+    rows = [{**row, "name": show(row["batch_size"])} for row in advice.checked]
     if check := advice.schedule.get("check"):
-        rows.append({**check, "name": GROWING, "within": advice.schedule["advised"]})
+        rows.append({**check, "name": GROWING})
     return rows
 
 
@@ -103,8 +95,14 @@ def _compared(advice: Advice, curves: list[Curve]) -> Html | None:
     def verdict(row: Mapping[str, Any]) -> str:
         if "within" not in row:
             return "the reference"
-        within = f"{'' if row['within'] else 'not '}within {advice.tolerance}"
-        return "diverged" if math.isinf(row["loss"]) else within
+        if math.isinf(row["loss"]):
+            return "diverged"
+        if not row["within"]:
+            sure = row["low"] > advice.header.settings.tolerance
+            return f"not within {advice.tolerance}" if sure else "not certain"
+        # The advice is the largest batch size below all that were not within.
+        above = row["name"] != GROWING and row["batch_size"] > (advice.batch_size or 0)
+        return f"within {advice.tolerance}{', above a size that was not' if above else ''}"
 
     reference = {
         "name": show(advice.base),
@@ -145,6 +143,7 @@ def learning_rate(advice: Advice) -> Html | None:
         f"Validation loss of batch {show(advice.base)} after {show(advice.header.plan.length)} "
         f"{advice.samples} from scratch, at half, once and twice the task's learning rate."
     )
-    said = RATES.get(advice.rate["verdict"])
-    verdict = el("p", said.format(lr=show(own))) if said else None
+    fits = advice.rate["verdict"] == "fits"
+    said = "No better learning rate than {lr} was found." if fits else MISFIT
+    verdict = el("p", said.format(lr=show(own), verdict=advice.rate["verdict"]))
     return section("Learning rate", verdict, figure(charts.panel("rate", spoken, paint), caption))

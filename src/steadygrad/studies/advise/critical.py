@@ -3,9 +3,9 @@ r"""From the losses of branches to the critical batch size at one point, with an
 The smallest batch is the yardstick: a smooth curve through its losses says after how many samples
 :math:`s` it was as low as another branch is after all its :math:`\Delta` samples. The efficiency of
 that branch is :math:`s/\Delta`. Its sample overhead is the best efficiency over its own, less one:
-a branch that leaves a noisy trajectory profits once from less noise in its weights, which is no
-reason to call larger batches still free. The critical batch size is the largest one whose overhead
-is within the tolerance.
+a branch that leaves a noisy trajectory gets a one-time drop in loss because it averages out noise,
+which is no reason to call larger batches still free. The critical batch size is the largest one
+whose overhead is within the tolerance.
 """
 
 import math
@@ -79,13 +79,10 @@ class Critical:
 
     @property
     def known(self) -> bool:
-        """Whether the interval is narrow enough to name a batch size; all within counts, too."""
-        return self.resolved and (math.isinf(self.beyond) or self.high <= WIDE * max(1.0, self.low))
-
-    @property
-    def ceiling(self) -> float:
-        """Largest batch size tried below one that diverged; infinite where none did."""
-        return max(s for s in self.sizes if s < self.diverged) if self.diverged else math.inf
+        """Whether the interval is narrow enough to name a batch size."""
+        # Above the largest size tried nothing can be told.
+        high = self.sizes[-1] if math.isinf(self.beyond) else self.high
+        return self.resolved and high <= WIDE * max(1.0, self.low)
 
     @property
     def safe(self) -> int:
@@ -99,7 +96,7 @@ class Critical:
         names = ("within", "beyond", "value", "low", "high", "diverged", "level", "fall")
         fields = {name: getattr(self, name) for name in names}
         overhead = dict(zip(map(str, self.sizes), self.overhead, strict=True))
-        return {**fields, "safe": self.safe, "known": self.known, "overhead": overhead}
+        return {**fields, "known": self.known, "overhead": overhead}
 
 
 def find_critical(

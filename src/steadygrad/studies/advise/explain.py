@@ -4,16 +4,14 @@ import math
 
 from steadygrad.record import plural
 from steadygrad.studies.advise.check import Checked
-from steadygrad.studies.advise.critical import CAP
+from steadygrad.studies.advise.critical import CAP, REACH
+from steadygrad.studies.advise.rates import WORTH
 from steadygrad.studies.advise.recommend import Evidence
 
 __all__ = ["explain"]
 
-ENDS = {
-    "interrupted": "was interrupted",
-    "budget": "ran out of its budget",
-    "failed": "failed",
-}
+ENDS = {"interrupted": "was interrupted", "budget": "ran out of its budget", "failed": "failed"}
+UNTRIED = "No larger batch was trained with every seed."
 
 
 def explain(evidence: Evidence, status: str) -> list[str]:
@@ -32,14 +30,18 @@ class _Words:
     def count(self, number: float) -> str:
         return f"{number:,.0f} {self.evidence.task.sample if number == 1 else self.samples}"
 
-    def cost(self, run: Checked) -> str:
-        """Overhead of a run from scratch with its interval."""
+    def needs(self, run: Checked) -> str:
+        """What a run from scratch needs: its overhead with its interval."""
+        if math.isinf(run.loss):
+            return "diverged"
+        goal = f"more {self.samples} than batch {self.base:,} for the same loss"
         if run.diverged:
-            return "diverged or fell far behind"
+            return f"needs at least {CAP:.0%} {goal}"
         percent, low, high = (round(100 * part) for part in (run.overhead, run.low, run.high))
         extra = f"{percent}%" if percent > 0 else "no"
-        end = f"{high}%" if run.high < CAP else "300% or more"
-        return f"{extra} more {self.samples} (95% interval {low}% to {end})"
+        start = f"{low}%" if run.low > 1 / REACH - 1 + 1e-9 else "below 0%"
+        end = f"{high}%" if run.high < CAP else f"{CAP:.0%} or more"
+        return f"needs {extra} {goal} (95% interval {start} to {end})"
 
     def fixed(self) -> str:
         """The fixed batch size from scratch."""
@@ -52,35 +54,47 @@ class _Words:
         if warmup := evidence.warmup_samples:
             settings += f", warmed up from the task's own over the first {self.count(warmup)}"
         if passed is not None:
-            steps = passed.steps / (evidence.length // self.base)
-            other = "No larger batch was trained from scratch."
-            if failed is not None:
-                other = f"Batch {failed.batch_size:,} was tried too: {self.cost(failed)}."
+            steps = self.steps(passed.steps, self.base)
+            other = self.failed(failed) if failed else UNTRIED
             return (
-                f"From scratch over {length}: train at {settings}. Trained so, it took {steps:.0%} "
-                f"of the steps of batch {self.base:,} and {self.cost(passed)}. {other}"
+                f"From scratch over {length}: train at {settings}. Trained so, it "
+                f"{self.needs(passed)}. {steps} {other}"
             )
         if failed is not None:
-            more = "Whether a larger one is as good is not known: batch"
-            return (
-                f"{stay} {'Batch' if evidence.known else more} {failed.batch_size:,}, trained from "
-                f"scratch, needed {self.cost(failed)}."
-            )
+            sure = failed.low > self.tolerance
+            other = " No smaller one was tried." if sure and not evidence.known else ""
+            return f"{stay} {self.failed(failed)}{other}"
         if size == self.base:
             return f"{stay} Predicted from branches, not trained from scratch."
+        more = "" if self.plan.candidates else " A longer --budget trains it."
         return (
             f"Predicted, not trained: from scratch over {length}, {settings} should stay within "
-            f"{self.tolerance:.0%} more {self.samples} than batch {self.base:,}. A longer --budget "
-            "trains it."
+            f"{self.tolerance:.0%} more {self.samples} than batch {self.base:,}.{more}"
         )
+
+    def failed(self, run: Checked) -> str:
+        """What is known of a batch size that was trained and is not advised."""
+        batch, needs = f"Batch {run.batch_size:,}", self.needs(run)
+        if run.low > self.tolerance:
+            return f"{batch}, trained from scratch, {needs}."
+        return f"{batch} may be as good or not: it {needs}; its {run.seeds} runs differ too much."
+
+    def steps(self, steps: int, size: int) -> str:
+        """Optimizer steps from scratch, beside those of a batch size."""
+        share, same = steps / (self.evidence.length // size), f"Over the same {self.samples}"
+        return f"{same} it takes {share:.0%} as many optimizer steps as batch {size:,}."
 
     def nothing(self) -> str:
         criticals = self.evidence.criticals
         go_on = "" if self.status in ("failed", "complete") else " --resume goes on with it."
         if not criticals:
             return f"Nothing can be said yet: no point of training is measured.{go_on}"
-        if any(critical.resolved for critical in criticals.values()):
-            return f"Nothing can be said yet.{go_on}"
+        if self.evidence.measured:
+            first = self.plan.points[min(criticals)]
+            return (
+                "No batch size for a run from scratch: the validation loss no longer falls by more "
+                f"than its noise at {self.count(first)}{self.seen(first)}.{go_on}"
+            )
         return (
             "No batch size can be recommended: the validation loss of the smallest batch "
             f"fell by less than three standard errors along its branches.{go_on} "
@@ -92,28 +106,24 @@ class _Words:
         evidence = self.evidence
         if evidence.last is None:
             return ""
-        critical, limit = evidence.criticals[evidence.last], f"{self.tolerance:.0%}"
-        start, size = self.count(self.plan.points[evidence.last]), critical.safe
-        over = self.count(self.plan.branch_samples[evidence.last])
-        batch = f"{size:,} with learning rate {evidence.lr(size):.3g}"
+        critical = evidence.criticals[evidence.last]
+        start, size = self.count(self.plan.points[evidence.last]), evidence.safe(critical)
+        batch = f"batch {size:,} with learning rate {evidence.lr(size):.3g}"
+        over = f"over the next {self.count(self.plan.branch_samples[evidence.last])}"
+        more = f"at most {self.tolerance:.0%} more {self.samples}"
+        needs = f"{batch} needs {more} than the best batch, {over}"
         high = f"{critical.high:,.0f}" if math.isfinite(critical.high) else "no limit"
         interval = f"95% interval {critical.low:,.0f} to {high}"
+        why = "diverged" if critical.diverged == critical.beyond else "needs more"
+        limit = f"(limit {critical.value:,.0f}, {interval})"
+        said = f"{needs}; batch {critical.beyond:,.0f} {why} {limit}"
         if not critical.known:
-            return (
-                f"Going on from {start}: the critical batch size is not known ({interval}); batch "
-                f"{batch} is safe."
-            )
-        if math.isinf(critical.beyond):
-            return (
-                f"Going on from {start}: every batch tried, up to {batch}, stayed within {limit} "
-                f"over the next {over}."
-            )
-        diverged = critical.diverged == critical.beyond
-        why = "diverged" if diverged else f"cost more than {limit}"
-        return (
-            f"Going on from {start}: batch {batch} stayed within {limit} over the next {over}; "
-            f"{critical.beyond:,.0f} {why} (limit {critical.value:,.0f}, {interval})."
-        )
+            said = f"the critical batch size is not known ({interval}); until it is, use {batch}"
+        elif size < critical.within:
+            said = f"{needs}; batch {evidence.diverged:,.0f} diverged elsewhere in this study"
+        elif math.isinf(critical.beyond):
+            said = f"{needs}, as do all smaller ones; no larger one was tried"
+        return f"Going on from {start}: {said}."
 
     def growing(self) -> str:
         """The growing batch."""
@@ -123,16 +133,13 @@ class _Words:
         rows = ", ".join(f"{size:,} from {start:,}" for start, size in stages)
         run, constant = evidence.schedule_check, evidence.constant
         assert constant is not None
-        steps = f"{evidence.steps(stages) / (evidence.length // constant):.0%} of the steps of"
+        rows, steps = f"{rows} {self.samples}", self.steps(evidence.steps(stages), constant)
         if run is None:
-            return f"A growing batch, predicted, not trained: {rows} ({steps} batch {constant:,})."
+            return f"Growing batch, predicted, not trained: {rows}. {steps}"
+        needs = self.needs(run)
         if run.within(self.tolerance):
-            return (
-                f"Growing batch: {rows} {self.samples}. Trained from scratch, it took {steps} "
-                f"batch {constant:,} and {self.cost(run)} than batch {self.base:,}."
-            )
-        cost = self.cost(run)
-        return f"A growing batch is not advised: {rows}, trained from scratch, needed {cost}."
+            return f"Growing batch: {rows}. Trained from scratch, it {needs}. {steps}"
+        return f"A growing batch is not advised: {rows}, trained from scratch, {needs}."
 
     def rate(self) -> str:
         """The verdict on the learning rate."""
@@ -145,12 +152,14 @@ class _Words:
             f"{self.base:,} by learning rate: {', '.join(losses)})"
         )
         if found.verdict == "fits":
-            return f"The learning rate {lr:.3g} fits {tried}."
-        other = "higher" if found.verdict == "low" else "lower"
+            return (
+                f"No better learning rate than {lr:.3g} was found: none surely saves "
+                f"{WORTH:.0%} of the {self.samples} {tried}."
+            )
         return (
             f"The learning rate {lr:.3g} looks too {found.verdict} for a run of that length "
-            f"{tried}: every batch size here is an upper bound until it is tuned. Try a {other} "
-            "one first."
+            f"{tried}: every batch size here was measured with it and is an upper bound. Tune it "
+            f"first: try a {'higher' if found.verdict == 'low' else 'lower'} one."
         )
 
     def certainty(self) -> str:
@@ -165,21 +174,23 @@ class _Words:
         flat = [points[i] for i, critical in evidence.criticals.items() if not critical.resolved]
         if flat:
             where = ", ".join(f"{samples:,}" for samples in flat)
-            # That the data were seen often may be the reason.
-            epochs = flat[0] / self.evidence.task.train_size
-            seen = f" (the data were seen {epochs:.0f} times by then)" if epochs >= 1.5 else ""
             parts.append(
-                f"Branches from {where} {self.samples} lower the validation loss by less than "
-                f"three standard errors{seen}: they say nothing."
+                f"The validation loss falls by less than three standard errors after {where} "
+                f"{self.samples}{self.seen(flat[0])}, so no batch size can be judged there."
             )
         if evidence.checked:
-            parts.append(f"Runs from scratch: {evidence.checked[0].seeds} seeds.")
+            parts.append(f"The runs from scratch have {evidence.checked[0].seeds} seeds.")
         if evidence.criticals:
-            parts.append("Branches: this seed and its checkpoints only.")
+            parts.append("The branches, and the advice on going on, rest on one seed.")
         return " ".join(parts)
 
+    def seen(self, samples: int) -> str:
+        """How often the data were seen, where that may be why the loss no longer falls."""
+        epochs = samples / self.evidence.task.train_size
+        return f" (data seen {epochs:.0f} times by then)" if epochs >= 1.5 else ""
+
     def noise(self) -> str:
-        """The gradient noise scale, for the record."""
+        """The gradient noise scale, which is no advice."""
         noise = self.evidence.noise
         if noise is None:
             return ""
@@ -187,6 +198,6 @@ class _Words:
         if not noise.resolved:
             return f"Gradient noise scale after {seen}: unresolved, above {noise.low:,.0f}."
         return (
-            f"Gradient noise scale after {seen}, for the record: {noise.value:,.0f} (95% interval "
-            f"{noise.low:,.0f} to {noise.high:,.0f})."
+            f"Gradient noise scale after {seen}: {noise.value:,.0f} (95% interval "
+            f"{noise.low:,.0f} to {noise.high:,.0f}). It is no recommendation."
         )

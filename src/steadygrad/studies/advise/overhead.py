@@ -59,19 +59,20 @@ def predict(points: Sequence[MeasuredPoint], length: int, tolerance: float) -> f
         tolerance: Extra samples that are acceptable, as a fraction.
 
     Returns:
-        The batch size; at most the largest that diverged nowhere.
+        The batch size; at most the largest that was tried.
 
     References:
         | Critical Batch Size Revisited (Merrill et al., 2025), https://arxiv.org/abs/2505.23971
     """
     base = points[0].critical.sizes[0]
-    sizes = np.asarray(max((point.critical.sizes for point in points), key=len), dtype=float)
+    ladders = (point.critical.sizes for point in points)
+    sizes = np.asarray(max(ladders, key=lambda tried: (tried[-1], len(tried))), dtype=float)
     nodes = np.geomspace(min(base, length / 2), length, NODES + 1)
     seen = np.sqrt(nodes[1:] * nodes[:-1])
     rows = np.stack([_overheads(points, sizes, moment) for moment in seen])
     mean = isotonic((rows * np.diff(nodes)[:, None]).sum(0) / length)
     found = crossing(sizes.tolist(), (1 + mean) / (1 + mean[0]) - 1, tolerance)
-    return min(float(found), float(sizes[-1]), *(point.critical.ceiling for point in points))
+    return min(float(found), float(sizes[-1]))
 
 
 def _overheads(points: Sequence[MeasuredPoint], sizes: Floats, seen: float) -> Floats:

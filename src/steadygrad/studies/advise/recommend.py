@@ -7,7 +7,7 @@ from itertools import accumulate
 import numpy as np
 
 from steadygrad.formulas.batch_size import learning_rate
-from steadygrad.record.schema.advise import Branch, Header, Noise, Point
+from steadygrad.record.schema.advise import Branch, Header, Noise, Point, Scratch
 from steadygrad.studies.advise.check import Baseline, Checked, baseline_of, checked_runs
 from steadygrad.studies.advise.critical import LEAST_FALL, Critical, find_critical
 from steadygrad.studies.advise.overhead import MeasuredPoint, predict
@@ -72,6 +72,28 @@ class Evidence:
             if critical.resolved
         ]
 
+    @cached_property
+    def diverged(self) -> float:
+        """Smallest batch size that diverged in a branch or from scratch; infinite if none did."""
+        lost = {run.batch_size for run in self.journal.select(Branch) if math.isinf(run.loss)}
+        runs = [run for run in self.journal.select(Scratch) if run.purpose == "constant"]
+        lost |= {run.batch_size for run in runs if math.isinf(run.loss) and run.rate == 1}
+        lost |= {run.batch_size for run in self.checked if run.diverged}
+        lost |= {c.diverged for c in self.criticals.values() if c.diverged}
+        return min(lost, default=math.inf)
+
+    @cached_property
+    def ceiling(self) -> int:
+        """Largest batch size tried below all that diverged, at any point or from scratch."""
+        tried = {run.batch_size for run in self.checked}
+        tried.update(*(critical.sizes for critical in self.criticals.values()))
+        return max((s for s in tried if s < self.diverged), default=self.plan.batch_size)
+
+    def safe(self, critical: Critical) -> int:
+        """Largest batch size that is safe at a point, and diverged nowhere."""
+        most = min(critical.safe, self.ceiling)
+        return max((s for s in critical.sizes if s <= most), default=self.plan.batch_size)
+
     @property
     def last(self) -> int | None:
         """Number of the last resolved point, from which one may go on."""
@@ -97,7 +119,8 @@ class Evidence:
         """Batch size that the branches suggest for a run from scratch; None if none is resolved."""
         if self.end is None or not self.measured:
             return None
-        return self.rungs(predict(self.measured, self.length, self.tolerance))[-1]
+        most = min(predict(self.measured, self.length, self.tolerance), self.ceiling)
+        return self.rungs(most)[-1]
 
     def rungs(self, most: float) -> list[int]:
         """Candidates up to a batch size."""
@@ -125,7 +148,7 @@ class Evidence:
     @property
     def passed(self) -> Checked | None:
         """The largest batch size below all failed ones that was trained within tolerance."""
-        most = self.failed.batch_size if self.failed else math.inf
+        most = min(self.failed.batch_size if self.failed else math.inf, self.diverged)
         return next((run for run in reversed(self.checked) if run.batch_size < most), None)
 
     @property
@@ -143,8 +166,10 @@ class Evidence:
     @property
     def known(self) -> bool:
         """Whether the recommended batch size passed, or the next larger one surely did not."""
-        sure = self.failed is not None and self.failed.low > self.tolerance
-        return sure or self.passed is not None
+        if self.passed is not None or self.failed is None:
+            return self.passed is not None
+        size = self.failed.batch_size
+        return self.failed.low > self.tolerance and self.rungs(size)[1:2] == [size]
 
     @property
     def warmup_samples(self) -> int:
@@ -161,7 +186,7 @@ class Evidence:
         base, constant = self.plan.batch_size, self.constant
         if constant is None or not self.measured or self.length <= 0:
             return ()
-        safe = [*accumulate((p.critical.safe for p in reversed(self.measured)), min)][::-1]
+        safe = [*accumulate((self.safe(p.critical) for p in self.measured[::-1]), min)][::-1]
         stages = [(0, _power_of_two(min(constant, safe[0]), base))]
         for point, most in zip(self.measured, safe, strict=True):
             size = _power_of_two(most, base)
@@ -204,9 +229,7 @@ class Evidence:
         if self.end is None:
             return None
         base, tolerance = self.plan.batch_size, self.tolerance
-        criticals = self.criticals.values()
-        largest = max(critical.sizes[-1] for critical in criticals)
-        top = min(largest, *(c.ceiling for c in criticals), self.task.train_size)
+        top = min(self.ceiling, self.task.train_size)
         if not self.checked:
             return max(self.predicted or base, *self.rungs(top)[:2]) if top > base else None
         good, bad = self.passed, self.failed

@@ -137,7 +137,7 @@ class _Runner:
         def steps() -> Iterator[int]:
             at, order = 0, main_order(len(self.task.train), trainer.seed, repeat)
             for _, border, size in stretches(stages, samples):
-                chosen = Rate(size, rate, warmup_samples, self.plan.length)
+                chosen = Rate(size, rate, warmup_samples, samples)
                 # A stage ends with its last whole batch; the next one begins there.
                 for seen in trainer.run(order, at, border, size, rate=chosen):
                     at = seen

@@ -14,6 +14,9 @@ from steadygrad.studies.journal import Journal
 
 __all__ = ["summarize"]
 
+# Optimizers of torch whose weight decay is a part of the gradient.
+COUPLED = {"SGD", "ASGD", "Adam", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAdam", "RMSprop"}
+
 
 def summarize(header: Header, journal: Journal, status: str) -> dict[str, Any]:
     """Says what the recorded events mean.
@@ -55,7 +58,7 @@ def _point(evidence: Evidence, event: Point) -> dict[str, Any]:
         "samples": event.samples,
         "valid_loss": event.valid_loss,
         "noise": measured or None,
-        "critical": critical and critical.as_dict(),
+        "critical": critical and critical.as_dict() | {"safe": evidence.safe(critical)},
         "resolved": critical is not None and critical.resolved,
     }
 
@@ -64,8 +67,9 @@ def _recommendation(evidence: Evidence) -> dict[str, Any]:
     """The fixed batch size for a run from scratch."""
     size, base, run = evidence.constant, evidence.plan.batch_size, evidence.passed
     if size is None:
-        names = ("batch_size", "lr", "warmup_samples", "samples", "overhead", "low", "high")
-        return {**dict.fromkeys(names), "basis": "none", "known": False, "half_life": None}
+        names = ["batch_size", "lr", "warmup_samples", "samples", "overhead", "low", "high"]
+        names += ["half_life", "decay_half_life"]
+        return {**dict.fromkeys(names), "basis": "none", "known": False}
     unknown = 0.0 if size == base else None
     return {
         "batch_size": size,
@@ -75,19 +79,21 @@ def _recommendation(evidence: Evidence) -> dict[str, Any]:
         "overhead": run.overhead if run else unknown,
         "low": run.low if run else unknown,
         "high": run.high if run else unknown,
-        "basis": "trained" if evidence.checked else "predicted",
+        "basis": "trained" if run or evidence.failed else "predicted",
         "known": evidence.known,
-        "half_life": _half_life(evidence, size),
+        **_half_lives(evidence, size),
     }
 
 
-def _half_life(evidence: Evidence, size: int) -> float | None:
-    """Samples after which Adam's second moment has forgotten half, at a batch size."""
-    beta2 = evidence.task.beta2
-    if beta2 is None or not 0 < beta2 < 1:
-        return None
-    kept = evidence.plan.batch_size if evidence.header.settings.keep_half_life else size
-    return kept * math.log(0.5) / math.log(beta2)
+def _half_lives(evidence: Evidence, size: int) -> dict[str, float | None]:
+    """Samples after which Adam's second moment, and weights that only decay, are halved."""
+    task, kept = evidence.task, evidence.header.settings.keep_half_life
+    at, beta2 = evidence.plan.batch_size if kept else size, task.beta2
+    decay = 0.0 if task.optimizer in COUPLED else evidence.lr(at) * (task.weight_decay or 0.0)
+    return {
+        "half_life": at * math.log(0.5) / math.log(beta2) if beta2 and beta2 < 1 else None,
+        "decay_half_life": at * math.log(2) / decay if decay else None,
+    }
 
 
 def _schedule(evidence: Evidence) -> dict[str, Any] | None:
@@ -113,10 +119,11 @@ def _going_on(evidence: Evidence) -> dict[str, Any] | None:
     if evidence.last is None:
         return None
     critical, plan = evidence.criticals[evidence.last], evidence.plan
+    size = evidence.safe(critical)
     return {
         "from_samples": plan.points[evidence.last],
         "samples": plan.branch_samples[evidence.last],
-        "batch_size": critical.safe,
-        "lr": evidence.lr(critical.safe),
+        "batch_size": size,
+        "lr": evidence.lr(size),
         "known": critical.known,
     }

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from steadygrad.studies.advise.critical import CAP, find_critical
+from steadygrad.studies.advise.overhead import MeasuredPoint, predict
 from tests.unit.studies.advise.events import (
     LENGTH,
     SIZES,
@@ -155,6 +156,29 @@ def test_a_wide_interval_is_not_known_and_the_safe_end_is_advised():
     assert not found.known
     assert found.safe <= max(found.low, SIZES[0])
     assert found.safe in SIZES
+
+
+def test_a_prediction_reaches_to_the_largest_size_that_was_tried():
+    """Not to the end of the ladder with the most rungs."""
+    ladders = ([8, 12, 16, 32], [8, 16, 32, 64])
+    for first, second in (ladders, ladders[::-1]):
+        points = [
+            MeasuredPoint(1024 * 4**i, LENGTH, find_critical(branches(1e5, sizes=sizes), 0.2))
+            for i, sizes in enumerate((first, second))
+        ]
+        assert predict(points, 4096, 0.2) == 64
+
+
+def test_without_an_upper_end_it_may_not_be_known_either():
+    """The best guess is that all sizes are within; the truth is 310, and 12 not ruled out."""
+    made = branches(1500.0, sigma=0.05, seed=22)
+    assert within_tolerance(1500.0) == pytest.approx(309.6)
+    found = find_critical(made, 0.2)
+    assert (found.within, found.beyond, found.high) == (SIZES[-1], math.inf, math.inf)
+    assert found.resolved
+    assert 4 * found.low < SIZES[-1]
+    assert not found.known
+    assert found.safe == SIZES[0]
 
 
 def test_a_loss_that_does_not_fall_gives_no_number():

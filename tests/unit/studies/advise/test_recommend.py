@@ -204,16 +204,78 @@ def test_candidates_close_in_on_the_tolerance(critical):
     assert evidence.constant * 2 >= min(truth, 160)
 
 
-def test_no_candidate_above_what_diverged_in_branches():
+LOST = dict.fromkeys((64, 128, 256, 512), 1e9)
+
+
+@pytest.mark.parametrize("diverged", [(LOST, {}), ({}, LOST), (LOST, LOST)])
+def test_nothing_is_advised_above_what_diverged_at_any_point(diverged):
     def diverging(*extra):
-        return journal(
-            *extra, critical=(1e5, 1e5), diverged=({}, dict.fromkeys((64, 128, 256, 512), 1e9))
-        )
+        return journal(*extra, critical=(1e5, 1e5), diverged=diverged)
 
     sizes, evidence = search(1e5, journal_of=diverging)
     assert max(sizes) == 32
-    assert evidence.constant == 32
-    assert all(size <= 32 for _, size in evidence.schedule)
+    assert (evidence.diverged, evidence.ceiling, evidence.constant) == (64, 32, 32)
+    assert [evidence.safe(evidence.criticals[i]) for i in (0, 1)] == [32, 32]
+    words = "\n".join(explain(evidence, "complete"))
+    assert "batch 32 with learning rate" in words
+    assert ("batch 64 diverged elsewhere in this study" in words) == (diverged == (LOST, {}))
+
+
+def test_a_schedule_stays_below_what_diverged_at_an_earlier_point():
+    points = (1024, 4096, 16384)
+    events = [point(i, samples) for i, samples in enumerate(points)]
+    for i in range(3):
+        events += branches(1e5, sigma=0.0005, point=i, diverged={} if i else LOST)
+    events += [scratch(8, seed, points[-1]) for seed in (1, 2)]
+    events += [scratch(12, seed, points[-1]) for seed in range(3)]
+    evidence = Evidence(make_header(points), Journal(events=events))
+    assert evidence.criticals[1].safe == 512
+    assert evidence.schedule == ((0, 8), (1024, 32))
+
+
+def test_nothing_is_advised_above_what_diverged_at_a_point_that_tells_nothing():
+    lost = dict.fromkeys((128, 256, 512), math.inf)
+    events = [point(i, samples) for i, samples in enumerate(POINTS)]
+    events += branches(1e5, sigma=0.3, point=0, diverged=lost)
+    events += branches(1e5, sigma=0.0005, point=1)
+    evidence = Evidence(make_header(POINTS), Journal(events=events))
+    assert [c.resolved for c in evidence.criticals.values()] == [False, True]
+    assert (evidence.ceiling, evidence.predicted) == (64, 64)
+    assert evidence.safe(evidence.criticals[1]) == 64
+
+
+def test_nothing_is_advised_above_what_diverged_from_scratch():
+    lost = [scratch(12, seed, POINTS[-1], noise=math.inf) for seed in range(3)]
+    evidence = Evidence(make_header(POINTS), journal(*base_runs(), *lost))
+    assert (evidence.constant, evidence.ceiling, evidence.schedule) == (8, 8, ())
+    words = explain(evidence, "complete")
+    assert "Batch 12, trained from scratch, diverged." in words[0]
+    assert "batch 8 with learning rate 0.001 needs" in words[1]
+    # One seed that diverged is enough, whether the others were trained or not.
+    one = Evidence(make_header(POINTS), journal(*base_runs(), lost[0]))
+    assert (one.constant, one.ceiling) == (8, 8)
+
+
+def test_a_larger_candidate_that_failed_leaves_the_smaller_ones_unknown():
+    evidence = Evidence(make_header(POINTS), journal(*base_runs(), *runs(32, 20.0)))
+    assert evidence.failed.low > 0.2
+    assert (evidence.constant, evidence.known) == (8, False)
+    assert explain(evidence, "complete")[0].endswith("No smaller one was tried.")
+    both = journal(*base_runs(), *runs(32, 20.0), *runs(12, 5.0))
+    assert Evidence(make_header(POINTS), both).known
+
+
+def test_a_run_whose_loss_falls_no_more_has_no_batch_size():
+    """Its branches tell what to do next all the same."""
+    events = [point(i, samples, losses=lambda s: law(400)) for i, samples in enumerate(POINTS)]
+    events += [b for i in (0, 1) for b in branches(1e5, sigma=0.001, seed=i, point=i)]
+    header = make_header(POINTS, task={"train_size": 100})
+    words = explain(Evidence(header, Journal(events=events)), "complete")
+    assert words[0] == (
+        "No batch size for a run from scratch: the validation loss no longer falls by more than "
+        "its noise at 1,024 rows (data seen 10 times by then)."
+    )
+    assert words[1].startswith("Going on from 4,096 rows: ")
 
 
 def test_a_schedule_is_never_above_what_was_trained_from_there_on():
@@ -230,13 +292,18 @@ def test_a_schedule_is_never_above_what_was_trained_from_there_on():
     assert all(size <= falling.criticals[1].safe for _, size in falling.schedule)
 
 
-def test_a_schedule_takes_fewer_steps_than_the_constant_batch():
-    for critical in (20.0, 120.0, 1e5):
-        events = [*base_runs(), *runs(64, 1e5)]
-        evidence = Evidence(make_header(POINTS), journal(*events, critical=(critical, 1e5)))
-        if evidence.schedule:
-            assert evidence.steps(evidence.schedule) < evidence.length / evidence.constant
-    assert evidence.constant == 64
+@pytest.mark.parametrize(
+    ("constant", "critical", "sizes"),
+    [(64, 20.0, []), (64, 1e5, [64, 512]), (24, 120.0, [16, 32])],
+)
+def test_a_schedule_takes_fewer_steps_than_the_constant_batch(constant, critical, sizes):
+    """It begins with the constant batch or below, and has to make up for that."""
+    events = [*base_runs(), *runs(constant, 1e5)]
+    evidence = Evidence(make_header(POINTS), journal(*events, critical=(critical, 1e5)))
+    assert evidence.constant == constant
+    assert [size for _, size in evidence.schedule] == sizes
+    if sizes:
+        assert evidence.steps(evidence.schedule) < evidence.length / constant
 
 
 def test_nothing_is_recommended_where_the_loss_does_not_fall():
@@ -273,4 +340,5 @@ def test_a_batch_that_may_be_tolerable_is_not_known(slower, known):
     assert (run.low > 0.2) == known
     assert (evidence.constant, evidence.known) == (8, known)
     first = explain(evidence, "complete")[0]
-    assert ("Whether a larger one is as good is not known" in first) == (not known)
+    assert ("may be as good or not" in first) == (not known)
+    assert ("its 3 runs differ too much" in first) == (not known)

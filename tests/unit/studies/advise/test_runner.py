@@ -16,7 +16,7 @@ from steadygrad.studies.advise.trials import (
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.study import Workplace
 from tests.unit.studies.framework import PLAN, make_trainer
-from tests.unit.studies.tiny_task import diverging_branches, without_dropout
+from tests.unit.studies.tiny_task import diverging_branches, make_task, without_dropout
 
 
 @pytest.fixture
@@ -94,6 +94,22 @@ def test_a_schedule_is_averaged_over_the_same_end(place, monkeypatch):
     assert len(found) == len(end_marks(1200, 4)) == 5
     assert [stage.from_samples for stage in run.stages] == [0, 64]
     assert [stage.lr for stage in run.stages] == pytest.approx([0.001, 0.002])
+
+
+def test_the_learning_rate_decays_over_the_run_that_is_trained(tmp_path, monkeypatch):
+    """Runs from scratch may be shorter than the main trajectory."""
+    trainer, rates = make_trainer(make_task(lr_decay="linear")), []
+    place, evaluate = Workplace(trainer, Checkpoints(tmp_path), lambda *_: None), trainer.evaluate
+
+    def watched():
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+        return evaluate()
+
+    monkeypatch.setattr(trainer, "evaluate", watched)
+    run_job(scratch_job(((0, 4),), 256), plan(1024), place)
+    # The middle of the last step's batch of four.
+    assert rates[-1] == pytest.approx(0.001 * 2 / 256)
+    assert rates == sorted(rates, reverse=True)
 
 
 def test_branches_are_evaluated_at_the_largest_batchs_last_steps(place, monkeypatch):

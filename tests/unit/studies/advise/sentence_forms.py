@@ -1,0 +1,58 @@
+"""The forms of all sentences that a study of batch sizes may say, as regular expressions."""
+
+N = r"([\d,]+)"
+X = r"([\d.e+-]+)"
+NEEDS = r"(diverged|needs .+? for the same loss(?: \(95% interval .+?\))?)"
+OTHER = (
+    rf"(No larger batch was trained with every seed|Batch {N}, trained from scratch, {NEEDS}|"
+    rf"Batch {N} may be as good or not: it {NEEDS}; its (\d+) runs differ too much)\."
+)
+SETTINGS = (
+    rf"batch {N} with learning rate {X}"
+    rf"(?:, warmed up from the task's own over the first {N} rows)?"
+)
+STEPS = rf"Over the same rows it takes (\d+)% as many optimizer steps as batch {N}\."
+STAY = rf"From scratch over {N} rows: stay at the task's own batch {N}\."
+START = rf"Going on from {N} rows: "
+AT_MOST = rf"needs at most (\d+)% more rows than the best batch, over the next {N} rows"
+INTERVAL = rf"95% interval {N} to ({N}|no limit)"
+STAGES = r"((?:[\d,]+ from [\d,]+(?:, )?)+) rows"
+TRIED = rf"\(validation loss after {N} rows from scratch at batch {N} by learning rate: (.+)\)"
+FORMS = {
+    "trained": rf"From scratch over {N} rows: train at {SETTINGS}\. Trained so, it {NEEDS}\. "
+    rf"{STEPS} {OTHER}",
+    "stay": rf"{STAY} {OTHER}( No smaller one was tried\.)?",
+    "own": rf"{STAY} Predicted from branches, not trained from scratch\.",
+    "predicted": rf"Predicted, not trained: from scratch over {N} rows, {SETTINGS} should stay "
+    rf"within (\d+)% more rows than batch {N}\.( A longer --budget trains it\.)?",
+    "exhausted": rf"No batch size for a run from scratch: the validation loss no longer falls by "
+    rf"more than its noise at {N} rows( \(data seen (\d+) times by then\))?\.(?: --resume .*)?",
+    "flat": r"No batch size can be recommended: the validation loss of the smallest batch fell by "
+    r"less than three standard errors along its branches\..*",
+    "nothing": r"Nothing can be said yet: no point of training is measured\.(?: --resume .*)?",
+    "going unknown": rf"{START}the critical batch size is not known \({INTERVAL}\); until it is, "
+    rf"use batch {N} with learning rate {X}\.",
+    "going bounded": rf"{START}batch {N} with learning rate {X} {AT_MOST}; batch {N} diverged "
+    r"elsewhere in this study\.",
+    "going all": rf"{START}batch {N} with learning rate {X} {AT_MOST}, as do all smaller ones; "
+    r"no larger one was tried\.",
+    "going": rf"{START}batch {N} with learning rate {X} {AT_MOST}; batch {N} "
+    rf"(diverged|needs more) \(limit {N}, {INTERVAL}\)\.",
+    "growing predicted": rf"Growing batch, predicted, not trained: {STAGES}\. {STEPS}",
+    "growing": rf"Growing batch: {STAGES}\. Trained from scratch, it {NEEDS}\. {STEPS}",
+    "growing failed": rf"A growing batch is not advised: {STAGES}, trained from scratch, {NEEDS}\.",
+    "rate fits": rf"No better learning rate than {X} was found: none surely saves (\d+)% of the "
+    rf"rows {TRIED}\.",
+    "rate": rf"The learning rate {X} looks too (low|high) for a run of that length {TRIED}: every "
+    r"batch size here was measured with it and is an upper bound\. Tune it first: try a "
+    r"(higher|lower) one\.",
+    "noise unresolved": rf"Gradient noise scale after {N} rows: unresolved, above {N}\.",
+    "noise": rf"Gradient noise scale after {N} rows: {N} \(95% interval {N} to {N}\)\. It is no "
+    r"recommendation\.",
+    "certainty": r"(?P<partial>Preliminary: the study .+? after measuring (?P<done>\d+) of "
+    r"(?P<planned>\d+) points(?:; --resume goes on with it)?\.)? ?(?P<level>The validation loss "
+    r"falls by less than three standard errors after (?P<where>[\d, ]+) rows(?: \(data seen "
+    r"(?P<seen>\d+) times by then\))?, so no batch size can be judged there\.)? ?(?:The "
+    r"runs from scratch have (?P<count>\d+) seeds\. )?(?P<seeds>The branches, and the advice on "
+    r"going on, rest on one seed\.)?",
+}
