@@ -5,10 +5,10 @@
 :class:`BatchSizeController` turns estimates into a gradient-accumulation count.
 """
 
+from steadygrad.formulas.schedule import BatchSizeSchedule
 from steadygrad.noise.controller import BatchSizeController
 from steadygrad.noise.estimate import NoiseEstimate
 from steadygrad.noise.noise_scale import NoiseScale
-from steadygrad.formulas.schedule import BatchSizeSchedule
 from steadygrad.noise.split_batch import SplitBatchNoiseScale
 
 __all__ = [

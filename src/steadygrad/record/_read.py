@@ -15,7 +15,7 @@ from steadygrad.record._files import RECORD, SUMMARY, RecordError
 from steadygrad.record._json import dumps, loads
 from steadygrad.record.schema import Schema, schema_of
 
-__all__ = ["SCHEMA", "Run", "checked_line", "read_record", "read_run"]
+__all__ = ["SCHEMA", "Run", "checked_line", "checksum", "parse_line", "read_record", "read_run"]
 
 SCHEMA = 2
 BROKEN = object()
@@ -28,6 +28,11 @@ def checked_line(fields: Mapping[str, Any]) -> bytes:
     """One line of a record with the CRC-32 of its text as its last field, and a newline."""
     text = dumps(fields)[:-1].encode()
     return b'%s, "crc": "%08x"}\n' % (text, zlib.crc32(text))
+
+
+def checksum(summary: Mapping[str, Any]) -> str:
+    """The CRC-32 of a summary, as its file has it."""
+    return f"{zlib.crc32(dumps(summary).encode()):08x}"
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ def read_record(folder: Path) -> tuple[Header, list[Event], int, int]:
             f"Cannot read {str(path)!r}: {error.strerror}. Remedy: make it a readable file."
         ) from error
     lines = data.split(b"\n")[:-1]
-    parsed = [_parse_line(line) for line in lines]
+    parsed = [parse_line(line) for line in lines]
     # A kill or a full disk damages the end only.
     if len(parsed) > 1 and parsed[-1] is BROKEN:
         parsed.pop()
@@ -93,7 +98,8 @@ def read_record(folder: Path) -> tuple[Header, list[Event], int, int]:
     return header, [event for event in events if event is not None], whole, len(data)
 
 
-def _parse_line(line: bytes) -> Any:
+def parse_line(line: bytes) -> Any:
+    """The fields of a line without its newline; :data:`BROKEN` if its checksum is wrong."""
     text, mark, crc = line.rpartition(b', "crc": "')
     try:
         if mark and crc == b'%08x"}' % zlib.crc32(text):
@@ -200,12 +206,15 @@ def _read_summary(folder: Path) -> dict[str, Any] | None:
     try:
         summary: dict[str, Any] = loads(path.read_bytes())
         version = msgspec.convert(summary, _Summary).schema
+        whole = summary.pop("crc", "") == checksum(summary)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError):
-        raise RecordError(
-            f"Expected a summary in {str(path)!r}. Found something else, or a file that cannot be "
-            "read. Remedy: delete it; --resume writes it again."
-        ) from None
+        version, whole = SCHEMA, False
     _check_version(path, version)
+    if not whole:
+        raise RecordError(
+            f"Expected the summary that the study wrote in {str(path)!r}. Found something else, or "
+            "a file that cannot be read. Remedy: delete it; --resume writes it again."
+        )
     return summary

@@ -13,7 +13,7 @@ from steadygrad._checks import InputError
 from steadygrad.record._events import Event, Header
 from steadygrad.record._files import RECORD, SUMMARY, RecordError, replace_file, writing
 from steadygrad.record._json import dumps
-from steadygrad.record._read import checked_line, read_record
+from steadygrad.record._read import checked_line, checksum, read_record
 
 __all__ = ["RunWriter"]
 
@@ -103,8 +103,9 @@ class RunWriter:
         self._end += len(data)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Replaces ``summary.json`` in one step."""
-        replace_file(self.folder / SUMMARY, dumps(summary, indent=2).encode() + b"\n")
+        """Replaces ``summary.json`` in one step; its last field is its checksum."""
+        data = dumps({**summary, "crc": checksum(summary)}, indent=2)
+        replace_file(self.folder / SUMMARY, data.encode() + b"\n")
 
     def close(self) -> None:
         """Closes the record; calling it again does nothing."""

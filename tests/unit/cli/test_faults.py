@@ -95,7 +95,7 @@ def test_a_rank_alone_swallows_no_result(folder, capsys, monkeypatch):
 def test_a_deeply_nested_summary(command, folder, refused):
     (folder / "summary.json").write_text("[" * 10**5)
     line = refused(*command, str(folder))
-    assert "Expected a summary in" in line
+    assert "Expected the summary that the study wrote in" in line
     assert "Remedy: delete it; --resume writes it again." in line
 
 

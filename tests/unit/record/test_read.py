@@ -190,6 +190,16 @@ class TestSummary:
             read_run(tmp_path)
         assert_one_line(error, "summary.json", "Remedy: delete it; --resume writes it again.")
 
+    @pytest.mark.parametrize(("old", "new"), [('"batch_size": 8', '"batch_size": 9'), ("8", "x")])
+    def test_an_edited_summary(self, tmp_path: Path, old: str, new: str):
+        with RunWriter.create(tmp_path, make_header()) as writer:
+            writer.write_summary({"schema": 2, "recommendation": {"batch_size": 8, "known": True}})
+        path = tmp_path / "summary.json"
+        path.write_text(path.read_text().replace(old, new, 1))
+        with pytest.raises(RecordError) as error:
+            read_run(tmp_path)
+        assert_one_line(error, "summary.json", "Remedy: delete it; --resume writes it again.")
+
     @pytest.mark.parametrize(("schema", "age"), [(3, "a newer"), (1, "an older")])
     def test_summary_of_another_schema(self, tmp_path: Path, schema: int, age: str):
         write(tmp_path, 1.0)
