@@ -8,10 +8,10 @@ import pytest
 
 from steadygrad._checks import InputError
 from steadygrad.record import End, dumps, loads, read_run
-from steadygrad.record._read import checked_line
 from steadygrad.record.schema.advise import Branch
 from steadygrad.studies.run import resume
 from steadygrad.studies.worker import run_job
+from tests.unit.record.helpers import rewrite
 from tests.unit.studies.framework import (
     PLAN,
     Watcher,
@@ -208,12 +208,7 @@ def test_settings_that_differ_are_refused(cut, given, message):
 
 
 def change_header(folder, change):
-    path = folder / "record.jsonl"
-    first, rest = path.read_bytes().split(b"\n", 1)
-    header = loads(first)
-    header.pop("crc")
-    change(header)
-    path.write_bytes(checked_line(header) + rest)
+    rewrite(folder, 0, change)
 
 
 @pytest.mark.parametrize(
