@@ -25,6 +25,7 @@ EXAMPLES = """examples:
   steadygrad report runs/mine
 
 documentation: docs/{1}.md in the source repository"""
+AUTO = "auto"
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 # A bound from here on is there for the record's format and tells a user nothing.
 FAR = 1 << 40
@@ -140,6 +141,8 @@ def chosen(study: str, values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in found.items():
         kind, meta, default = settings[name]
         try:
+            if value == AUTO and name in ("workers", "threads"):
+                found[name] = default
             if kind is float:
                 found[name] = parse_budget(value) if name == "budget" else float(value)
             found[name] = convert(found[name], Annotated[kind, meta], strict=False)
@@ -177,6 +180,8 @@ def _flag(name: str) -> str:
 def _metavar(name: str, kind: Any) -> str | None:
     number = "TIME" if name == "budget" else "NUMBER"
     choices = "|".join(get_args(kind))
+    if name in ("workers", "threads"):
+        return f"INT|{AUTO}"
     return choices or {bool: None, int: "INT", float: number, str: "TEXT"}[kind]
 
 

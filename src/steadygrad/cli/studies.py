@@ -74,7 +74,7 @@ def _study(
 
 
 def _report(name: str, outcome: "Outcome", write: Callable[[Path], Path], *, json: bool) -> None:
-    """Writes the page, and prints the table and the words."""
+    """Writes the page, and prints the words and the table."""
     from steadygrad.record import dumps
 
     page, failed = "", None
@@ -89,7 +89,7 @@ def _report(name: str, outcome: "Outcome", write: Callable[[Path], Path], *, jso
         )
     summary = cleaned(outcome.summary)
     table = import_module(f"steadygrad.report.{name}.terminal").table(summary)
-    parts = [table, *summary["words"]] if table else summary["words"]
+    parts = [*summary["words"], table] if table else summary["words"]
     text = rendered(*parts, stream=sys.stderr if json else sys.stdout) + page
     if json:
         note(text)

@@ -12,7 +12,7 @@ from steadygrad.record._environment import environment
 from steadygrad.record._events import End, Event, Header, Key, Runtime, TaskInfo, listed, plural
 from steadygrad.record._files import RecordError, replace_file, write_report
 from steadygrad.record._json import dumps, loads
-from steadygrad.record._read import SCHEMA, Run, read_run
+from steadygrad.record._read import SCHEMA, Run, checked_line, parse_line, read_run
 from steadygrad.record._write import RunWriter
 
 __all__ = [
@@ -26,11 +26,13 @@ __all__ = [
     "RunWriter",
     "Runtime",
     "TaskInfo",
+    "checked_line",
     "convert",
     "dumps",
     "environment",
     "listed",
     "loads",
+    "parse_line",
     "plural",
     "read_run",
     "replace_file",

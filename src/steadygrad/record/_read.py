@@ -15,7 +15,16 @@ from steadygrad.record._files import RECORD, SUMMARY, RecordError
 from steadygrad.record._json import dumps, loads
 from steadygrad.record.schema import Schema, schema_of
 
-__all__ = ["SCHEMA", "Run", "checked_line", "read_record", "read_run"]
+__all__ = [
+    "SCHEMA",
+    "Run",
+    "checked_line",
+    "checksum",
+    "crc_of",
+    "parse_line",
+    "read_record",
+    "read_run",
+]
 
 SCHEMA = 2
 BROKEN = object()
@@ -24,10 +33,28 @@ BROKEN = object()
 E = TypeVar("E", bound=Event)
 
 
-def checked_line(fields: Mapping[str, Any]) -> bytes:
-    """One line of a record with the CRC-32 of its text as its last field, and a newline."""
+def checked_line(fields: Mapping[str, Any], before: int = 0) -> bytes:
+    """One line of a record with its checksum as its last field, and a newline.
+
+    It is the CRC-32 of all texts up to this line's: a line that is another run's, or in another
+    place, is noticed.
+
+    Args:
+        fields: Content of the line.
+        before: Checksum of the line before.
+    """
     text = dumps(fields)[:-1].encode()
-    return b'%s, "crc": "%08x"}\n' % (text, zlib.crc32(text))
+    return b'%s, "crc": "%08x"}\n' % (text, zlib.crc32(text, before))
+
+
+def crc_of(line: bytes) -> int:
+    """The checksum at the end of a whole line."""
+    return int(line.rstrip(b"\n")[-10:-2], 16)
+
+
+def checksum(summary: Mapping[str, Any]) -> str:
+    """The CRC-32 of a summary, as its file has it."""
+    return f"{zlib.crc32(dumps(summary).encode()):08x}"
 
 
 @dataclass(frozen=True)
@@ -82,9 +109,14 @@ def read_record(folder: Path) -> tuple[Header, list[Event], int, int]:
             f"Cannot read {str(path)!r}: {error.strerror}. Remedy: make it a readable file."
         ) from error
     lines = data.split(b"\n")[:-1]
-    parsed = [_parse_line(line) for line in lines]
+    parsed, crc = list[Any](), 0
+    for line in lines:
+        parsed.append(parse_line(line, crc))
+        if parsed[-1] is BROKEN or parsed[0].get("schema") != SCHEMA:
+            break
+        crc = crc_of(line)
     # A kill or a full disk damages the end only.
-    if len(parsed) > 1 and parsed[-1] is BROKEN:
+    if len(parsed) == len(lines) > 1 and parsed[-1] is BROKEN:
         parsed.pop()
     header, schema = _header(path, parsed[0] if parsed else BROKEN)
     numbered = enumerate(parsed[1:], start=2)
@@ -93,10 +125,11 @@ def read_record(folder: Path) -> tuple[Header, list[Event], int, int]:
     return header, [event for event in events if event is not None], whole, len(data)
 
 
-def _parse_line(line: bytes) -> Any:
+def parse_line(line: bytes, before: int = 0) -> Any:
+    """The fields of a line without its newline; :data:`BROKEN` if its checksum is wrong."""
     text, mark, crc = line.rpartition(b', "crc": "')
     try:
-        if mark and crc == b'%08x"}' % zlib.crc32(text):
+        if mark and crc == b'%08x"}' % zlib.crc32(text, before):
             return loads(text + b"}")
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -138,8 +171,8 @@ def _check_version(path: Path, version: int) -> None:
 def _event(path: Path, number: int, entry: Any, header: Header, schema: Schema) -> Event | None:
     if entry is BROKEN:
         raise RecordError(
-            f"Line {number} of {str(path)!r} is damaged, and it is not the last: the file was "
-            "changed. Remedy: restore it from a copy, or start a new run."
+            f"Line {number} of {str(path)!r} is damaged, or does not follow the line before: the "
+            "file was changed. Remedy: restore it from a copy, or start a new run."
         )
     name = entry.get("event") if isinstance(entry, dict) else None
     if not isinstance(name, str):
@@ -200,12 +233,15 @@ def _read_summary(folder: Path) -> dict[str, Any] | None:
     try:
         summary: dict[str, Any] = loads(path.read_bytes())
         version = msgspec.convert(summary, _Summary).schema
+        whole = summary.pop("crc", "") == checksum(summary)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError):
-        raise RecordError(
-            f"Expected a summary in {str(path)!r}. Found something else, or a file that cannot be "
-            "read. Remedy: delete it; --resume writes it again."
-        ) from None
+        version, whole = SCHEMA, False
     _check_version(path, version)
+    if not whole:
+        raise RecordError(
+            f"Expected the summary that the study wrote in {str(path)!r}. Found something else, or "
+            "a file that cannot be read. Remedy: delete it; --resume writes it again."
+        )
     return summary

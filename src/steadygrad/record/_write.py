@@ -13,7 +13,7 @@ from steadygrad._checks import InputError
 from steadygrad.record._events import Event, Header
 from steadygrad.record._files import RECORD, SUMMARY, RecordError, replace_file, writing
 from steadygrad.record._json import dumps
-from steadygrad.record._read import checked_line, read_record
+from steadygrad.record._read import checked_line, checksum, crc_of, read_record
 
 __all__ = ["RunWriter"]
 
@@ -38,6 +38,9 @@ class RunWriter:
             self._file.close()
             raise
         self._cut()
+        # Of the last line, which is longer than that.
+        self._file.seek(self._end - 16)
+        self._crc = crc_of(self._file.read(16))
 
     def _cut(self) -> None:
         self._file.truncate(self._end)
@@ -89,7 +92,7 @@ class RunWriter:
         Raises:
             RecordError: If the disk does not take it. The record then ends with the line before.
         """
-        data = checked_line(event.as_dict())
+        data = checked_line(event.as_dict(), self._crc)
         with writing(self.folder):
             try:
                 view = memoryview(data)
@@ -101,10 +104,12 @@ class RunWriter:
                     self._cut()
                 raise
         self._end += len(data)
+        self._crc = crc_of(data)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Replaces ``summary.json`` in one step."""
-        replace_file(self.folder / SUMMARY, dumps(summary, indent=2).encode() + b"\n")
+        """Replaces ``summary.json`` in one step; its last field is its checksum."""
+        data = dumps({**summary, "crc": checksum(summary)}, indent=2)
+        replace_file(self.folder / SUMMARY, data.encode() + b"\n")
 
     def close(self) -> None:
         """Closes the record; calling it again does nothing."""

@@ -34,7 +34,7 @@ class Pool:
 
     Args:
         make: Makes an executor; called again after its workers broke.
-        workers: Jobs at a time.
+        workers: Number of workers that are there now.
         survives: From an executor's error to whether a new executor may go on.
         kill: Ends an executor, with its workers in mid-trial.
         leave: Called once there will be no other executor. Default: nothing.
@@ -43,15 +43,20 @@ class Pool:
     def __init__(
         self,
         make: Callable[[], Executor],
-        workers: int,
+        workers: Callable[[], int],
         *,
         survives: Callable[[BaseException], bool],
         kill: Callable[[Any], None],
         leave: Callable[[], None] = lambda: None,
     ) -> None:
-        self.workers = workers
+        self._workers = workers
         self._make, self._survives, self._kill, self._leave = make, survives, kill, leave
         self._executor = make()
+
+    @property
+    def workers(self) -> int:
+        """Jobs at a time; a cluster may grow."""
+        return self._workers()
 
     def submit(self, folder: str, job: str) -> "Future[str]":
         """Hands a job to a worker; the result is that of ``worker.run_job``."""
@@ -69,8 +74,8 @@ class Pool:
         if not self._survives(error):
             raise WorkersLost(
                 "The workers should stay reachable, and run without an error of their own. Found "
-                f"{reason(error)}. Remedy: start the cluster again, then --resume; --debug shows "
-                "the traceback."
+                f"{reason(error)}. Remedy: --debug shows the traceback; start a cluster that is "
+                "gone again, then --resume."
             ) from error
         with suppress(Exception):
             self._kill(self._executor)
@@ -126,7 +131,9 @@ def process_pool(workers: int, devices: Sequence[str] = ()) -> Pool:
             process.kill()
         executor.shutdown(wait=False, cancel_futures=True)
 
-    return Pool(make, workers, survives=lambda e: isinstance(e, BrokenProcessPool), kill=kill)
+    return Pool(
+        make, lambda: workers, survives=lambda e: isinstance(e, BrokenProcessPool), kill=kill
+    )
 
 
 def dask_pool(address: str) -> Pool:
@@ -159,13 +166,19 @@ def dask_pool(address: str) -> Pool:
             "Remedy: `dask worker ADDRESS --nthreads 1` on each machine."
         )
 
+    def present() -> int:
+        nonlocal workers
+        with suppress(Exception):  # a scheduler that is lost shows in its trials
+            workers = max(1, len(client.nthreads()))
+        return workers
+
     def survives(error: BaseException) -> bool:
         # A lost scheduler cancels everything; a killed worker ends its own trial only.
         return type(error).__name__ == "KilledWorker" and client.status == "running"
 
     return Pool(
         lambda: client.get_executor(pure=False),
-        workers,
+        present,
         survives=survives,
         kill=lambda executor: executor.shutdown(wait=False),
         leave=lambda: client.close(timeout=5.0),

@@ -11,7 +11,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from steadygrad.record import End, Event, Key, RunWriter, convert, dumps, loads, replace_file
+from steadygrad.record import (
+    End,
+    Event,
+    Key,
+    RunWriter,
+    checked_line,
+    convert,
+    parse_line,
+    replace_file,
+)
 
 __all__ = ["Journal"]
 
@@ -47,7 +56,7 @@ class Journal:
         self.differing = 0
         for path in sorted(waiting.glob("*.json")) if waiting else ():
             with suppress(ValueError, OSError, RecursionError):
-                event = convert(loads(path.read_bytes()), kinds)
+                event = convert(parse_line(path.read_bytes()[:-1]), kinds)
                 self._waiting[event.key] = event
 
     def __contains__(self, key: Key) -> bool:
@@ -65,7 +74,7 @@ class Journal:
         """Writes a result to its file if it still waits."""
         if key in self._waiting and self._folder is not None:
             self._folder.mkdir(exist_ok=True)
-            replace_file(_file(self._folder, key), dumps(self._waiting[key].as_dict()).encode())
+            replace_file(_file(self._folder, key), checked_line(self._waiting[key].as_dict()))
 
     def record(self, key: Key) -> None:
         """Records a result that waits, and then deletes its file."""

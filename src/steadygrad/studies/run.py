@@ -100,7 +100,7 @@ def start(
         header = make_header(kind, settings, trainer, workers, plan)
         writer = context.on_main(lambda: RunWriter.create(folder, header))
         deadline.limit(settings.budget)
-        session = _Session(folder, kind(header), trainer, writer, monitor)
+        session = _Session(folder, kind(header), trainer, settings.budget, writer, monitor)
         return session.run(cluster or _local_pool(workers, header), deadline)
 
 
@@ -154,7 +154,8 @@ def resume(
         cluster = _cluster(stack, settings, context)
         writer = context.on_main(lambda: RunWriter.resume(folder))
         deadline.limit(settings.budget)
-        session = _Session(folder, study, trainer, writer, monitor, recorded.events)
+        seconds, events = settings.budget, recorded.events
+        session = _Session(folder, study, trainer, seconds, writer, monitor, events)
         return session.run(cluster or _local_pool(settings.workers, header), deadline)
 
 
@@ -241,6 +242,7 @@ class _Session:
     folder: Path
     study: Study
     trainer: Trainer
+    budget: float
     writer: RunWriter | None
     monitor: Monitor
     events: Sequence[Event] = ()
@@ -293,6 +295,6 @@ class _Session:
                 "libraries are not the same."
             )
         # In this order: a summary that says "complete" is the last thing that can be missing.
-        self.journal.end(status, budget_seconds=self.study.header.settings.budget)
+        self.journal.end(status, budget_seconds=self.budget)
         self.writer.write_summary(summary)
         return summary

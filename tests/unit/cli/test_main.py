@@ -8,6 +8,7 @@ import pytest
 import steadygrad.cli
 from steadygrad._checks import InputError
 from steadygrad.cli import main
+from steadygrad.cli.options import chosen
 from steadygrad.record import End, read_run
 from steadygrad.record.schema.advise import Branch
 from tests.unit.cli.conftest import PLAIN
@@ -115,9 +116,16 @@ def test_an_error_of_our_own_is_not_the_task_s(tmp_path, monkeypatch):
     assert read_run(tmp_path / "run").select(Branch)
 
 
+def summary_of(folder):
+    """What the file holds beside its checksum."""
+    summary = json.loads((folder / "summary.json").read_text())
+    del summary["crc"]
+    return summary
+
+
 def test_json_alone_is_on_stdout(whole):
     folder, out, err = whole
-    assert json.loads(out) == json.loads((folder / "summary.json").read_text())
+    assert json.loads(out) == summary_of(folder)
     assert "a task may print what it likes" in err
     assert "samples of work" in err
     assert "left" in err
@@ -126,13 +134,14 @@ def test_json_alone_is_on_stdout(whole):
     assert "\x1b" not in out + err
 
 
-def test_without_json_the_table_comes_before_the_words(folder, capsys):
+def test_without_json_the_words_come_before_the_table(folder, capsys):
     assert main(["advise", "--resume", str(folder)]) == 0
     out, err = capsys.readouterr()
     words = json.loads((folder / "summary.json").read_text())["words"]
     shown = " ".join(out.split())
     assert all(sentence in shown for sentence in words)
-    assert 0 < shown.index("validation") < shown.index(words[0])
+    assert shown.startswith(words[0])
+    assert shown.index(words[-1]) < shown.index("noise scale")
     assert shown.endswith(f"Report: {folder / 'report.html'}")
     assert err == ""
 
@@ -154,13 +163,17 @@ def test_resuming_a_complete_run_only_draws(folder, capsys):
     assert (folder / "report.html").exists()
 
 
-def test_a_complete_run_is_told_from_its_record(folder, capsys):
-    """Whatever somebody made of the summary's file."""
-    summary = json.loads((folder / "summary.json").read_text())
-    changed = '{"schema": 2, "status": "complete", "words": ["Train at 7."]}'
-    (folder / "summary.json").write_text(changed)
+def test_an_edited_summary_is_refused_and_written_again_once_it_is_gone(folder, capsys):
+    summary, path = summary_of(folder), folder / "summary.json"
+    path.write_text(
+        path.read_text().replace('"status": "complete"', '"status":  "complete", "a": 1')
+    )
+    for command in (["report"], ["advise", "--resume"]):
+        assert main([*command, str(folder)]) == 2
+        assert "Remedy: delete it; --resume writes it again." in capsys.readouterr().err
+    path.unlink()
     assert main(["advise", "--resume", str(folder), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == summary
+    assert json.loads(capsys.readouterr().out) == summary == summary_of(folder)
 
 
 @pytest.mark.parametrize(
@@ -268,3 +281,10 @@ def test_the_installed_command_is_this_program():
         0,
         f"steadygrad {steadygrad.__version__}\n",
     )
+
+
+def test_workers_and_threads_may_be_auto():
+    values = chosen("advise", {"workers": "auto", "threads": "auto"})
+    assert values == {"workers": 0, "threads": 0}
+    with pytest.raises(InputError, match="--seed should be an integer"):
+        chosen("advise", {"seed": "auto"})

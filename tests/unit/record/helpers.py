@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,20 +109,21 @@ def write(folder: Path, *losses: float) -> bytes:
     return (folder / "record.jsonl").read_bytes()
 
 
-def with_checksum(fields: dict[str, Any]) -> bytes:
-    """A line of a record as the format has it, written down here a second time on purpose."""
-    text = json.dumps({k: v for k, v in fields.items() if k != "crc"})[:-1].encode()
-    return text + b', "crc": "%08x"}\n' % zlib.crc32(text)
+def with_checksums(lines: list[dict[str, Any]]) -> Iterator[bytes]:
+    """Lines of a record as the format has them, written down here a second time on purpose."""
+    crc = 0
+    for fields in lines:
+        text = json.dumps({k: v for k, v in fields.items() if k != "crc"})[:-1].encode()
+        crc = zlib.crc32(text, crc)
+        yield text + b', "crc": "%08x"}\n' % crc
 
 
 def rewrite(folder: Path, number: int, change: Any) -> None:
-    """Changes a line of a record, from 0, and its checksum with it."""
+    """Changes a line of a record, from 0, and the checksums from there on."""
     path = folder / "record.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    fields = json.loads(lines[number])
-    change(fields)
-    lines[number] = with_checksum(fields)
-    path.write_bytes(b"".join(lines))
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+    change(lines[number])
+    path.write_bytes(b"".join(with_checksums(lines)))
 
 
 def assert_one_line(error: pytest.ExceptionInfo[InputError], *parts: str) -> None:

@@ -14,7 +14,7 @@ from tests.unit.record.helpers import (
     make_header,
     make_noise,
     rewrite,
-    with_checksum,
+    with_checksums,
     write,
 )
 
@@ -71,7 +71,19 @@ class TestRead:
         lines = write(tmp_path, 3.0, 2.0, 1.0).splitlines(keepends=True)
         lines[2] = lines[2][: len(lines[2]) // 2] + b"\n"
         (tmp_path / "record.jsonl").write_bytes(b"".join(lines))
-        refused(tmp_path, "Line 3", "not the last", "Remedy")
+        refused(tmp_path, "Line 3", "does not follow the line before", "Remedy")
+
+    def test_lines_exchanged_left_out_or_of_another_run(self, tmp_path: Path):
+        lines = write(tmp_path / "a", 3.0, 2.0, 1.0).splitlines(keepends=True)
+        other = write(tmp_path / "b", 3.5, 2.0, 1.0).splitlines(keepends=True)
+        header, first, second, third = lines
+        for changed, number in (
+            ([header, second, first, third], 2),
+            ([header, first, third, third], 3),
+            ([header, first, other[2], third], 3),
+        ):
+            (tmp_path / "a" / "record.jsonl").write_bytes(b"".join(changed))
+            refused(tmp_path / "a", f"Line {number}", "does not follow the line before")
 
     @pytest.mark.parametrize(
         "content", [b"", b'{"event": "run", "sch', b"[1]\n", b'{"event":"x"}\n', b"[" * 10**5]
@@ -100,7 +112,7 @@ class TestChecksum:
 
     def test_every_line_has_that_of_its_text(self, tmp_path: Path):
         lines = write(tmp_path, 3.0, math.inf).splitlines(keepends=True)
-        assert lines == [with_checksum(json.loads(line)) for line in lines]
+        assert lines == list(with_checksums([json.loads(line) for line in lines]))
         assert len({json.loads(line)["crc"] for line in lines}) == 3
 
     @pytest.mark.parametrize("line", [1, 2])
@@ -186,6 +198,16 @@ class TestSummary:
     def test_foreign_summary(self, tmp_path: Path, content: str):
         write(tmp_path, 1.0)
         (tmp_path / "summary.json").write_text(content, errors="surrogateescape")
+        with pytest.raises(RecordError) as error:
+            read_run(tmp_path)
+        assert_one_line(error, "summary.json", "Remedy: delete it; --resume writes it again.")
+
+    @pytest.mark.parametrize(("old", "new"), [('"batch_size": 8', '"batch_size": 9'), ("8", "x")])
+    def test_an_edited_summary(self, tmp_path: Path, old: str, new: str):
+        with RunWriter.create(tmp_path, make_header()) as writer:
+            writer.write_summary({"schema": 2, "recommendation": {"batch_size": 8, "known": True}})
+        path = tmp_path / "summary.json"
+        path.write_text(path.read_text().replace(old, new, 1))
         with pytest.raises(RecordError) as error:
             read_run(tmp_path)
         assert_one_line(error, "summary.json", "Remedy: delete it; --resume writes it again.")

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from steadygrad.record import SCHEMA, End, Event, Run, Runtime, RunWriter, TaskInfo, read_run
-from steadygrad.record._read import checked_line
+from steadygrad.record._read import checked_line, crc_of
 from steadygrad.record.schema.advise import (
     Branch,
     Header,
@@ -241,8 +241,11 @@ def write_run(
             writer.write_summary(total)
             found = [*found, End(status=status)]
     # One write: `append` syncs each line.
-    with open(folder / "record.jsonl", "ab") as file:
-        file.writelines(checked_line(event.as_dict()) for event in found)
+    with open(folder / "record.jsonl", "r+b") as file:
+        crc = crc_of(file.read())
+        for event in found:
+            file.write(line := checked_line(event.as_dict(), crc))
+            crc = crc_of(line)
     return read_run(folder)
 
 

@@ -129,12 +129,13 @@ class Setting:
         self.folder, self.study = folder, Toy(trials)
         self.executor, self.writer = Shuffled(seed), Recorder()
         self.made = self.left = 0
+        self.workers = workers
         self.journal = journal(folder, self.writer, events)
         self.monitor = monitor or Watcher()
         self.deadline = Deadline()
         self.pool = Pool(
             self.make,
-            workers,
+            lambda: self.workers,
             survives=lambda error: isinstance(error, BrokenProcessPool),
             kill=lambda executor: executor.shutdown(),
             leave=self.leave,
@@ -299,7 +300,7 @@ def test_a_damaged_waiting_result_is_run_again(tmp_path, monkeypatch, damage):
     kept.keep(event(6, 6.0))
     kept.save(("point", 6))
     (path,) = (tmp_path / "pending").iterdir()
-    path.write_bytes(damage)
+    path.write_bytes(damage or path.read_bytes().replace(b"6.0", b"7.0"))
     setting = Setting(graph(), tmp_path)
     assert setting.run(monkeypatch) == KEYS
     assert 6 in setting.executor.ran
@@ -441,3 +442,17 @@ def test_a_repeated_trial_is_compared_and_not_recorded_out_of_turn(
     assert setting.run(monkeypatch) == KEYS
     assert setting.writer.events[1].valid_loss == 1.0
     assert setting.journal.differing == differing
+
+
+def test_a_pool_that_grows_runs_more_at_a_time(tmp_path, monkeypatch):
+    """Nodes of a cluster may join after the study has begun."""
+    setting = Setting([trial(n) for n in range(12)], tmp_path, workers=1)
+    advance = setting.monitor.advance
+
+    def join(*arguments):
+        setting.workers = 4
+        advance(*arguments)
+
+    setting.monitor.advance = join
+    assert setting.run(monkeypatch) == [("point", n) for n in range(12)]
+    assert setting.executor.most == 4

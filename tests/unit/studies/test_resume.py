@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from steadygrad._checks import InputError
-from steadygrad.record import dumps, loads, read_run
-from steadygrad.record._read import checked_line
+from steadygrad.record import End, dumps, loads, read_run
 from steadygrad.record.schema.advise import Branch
 from steadygrad.studies.run import resume
 from steadygrad.studies.worker import run_job
+from tests.unit.record.helpers import rewrite
 from tests.unit.studies.framework import (
     PLAN,
     Watcher,
@@ -208,12 +208,7 @@ def test_settings_that_differ_are_refused(cut, given, message):
 
 
 def change_header(folder, change):
-    path = folder / "record.jsonl"
-    first, rest = path.read_bytes().split(b"\n", 1)
-    header = loads(first)
-    header.pop("crc")
-    change(header)
-    path.write_bytes(checked_line(header) + rest)
+    rewrite(folder, 0, change)
 
 
 @pytest.mark.parametrize(
@@ -268,3 +263,10 @@ def test_a_record_of_another_study_is_refused(base):
     with pytest.raises(InputError, match=r"record of `steadygrad inspect`\. Found one of `steadyg"):
         resume(base, name="inspect", monitor=Watcher())
     assert (base / "record.jsonl").read_bytes() == before
+
+
+def test_an_end_says_the_budget_that_it_had(tmp_path):
+    begin(tmp_path / "run", at=200)
+    go_on(tmp_path / "run", budget=77.0)
+    ends = read_run(tmp_path / "run").select(End)
+    assert [end.time["budget_seconds"] for end in ends] == [1e6, 77.0]

@@ -41,14 +41,16 @@ class CommonSettings:
         Meta(
             ge=0,
             le=1024,
-            description="Processes that run trials side by side, one device each. 0: as many as "
-            "a quick measurement shows to be faster.",
+            description="Processes that run trials side by side, one device each. 0 or auto: as "
+            "many as a quick measurement shows to be faster.",
         ),
     ] = 0
     threads: Annotated[
         int,
         Meta(
-            ge=0, le=4096, description="CPU threads of each trial. 0: the cores over the workers."
+            ge=0,
+            le=4096,
+            description="CPU threads of each trial. 0 or auto: the cores over the workers.",
         ),
     ] = 0
     dask: Annotated[

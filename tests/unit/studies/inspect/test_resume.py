@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from steadygrad.record import dumps, read_run
+from steadygrad.record import checked_line, dumps, read_run
 from tests.unit.studies.framework import go_on, lines, tiny, wait_for
 from tests.unit.studies.inspect.runs import look, parts_of, spec
 
@@ -77,7 +77,7 @@ def test_what_two_workers_began_one_ends(whole, tmp_path):
     (folder / "pending").mkdir()
     for part in parts_of(complete.folder, "search")[:2]:
         path = folder / "pending" / f"part-search-{part.part}.json"
-        path.write_text(dumps(replace(part, time={"seconds": 1e6}).as_dict()))
+        path.write_bytes(checked_line(replace(part, time={"seconds": 1e6}).as_dict()))
     outcome, watcher = go_on(folder)
     assert dumps(outcome.summary) == dumps(complete.summary)
     assert lines(folder) == lines(complete.folder)
