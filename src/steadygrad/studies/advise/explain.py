@@ -17,7 +17,7 @@ UNTRIED = "No larger batch was trained with every seed."
 def explain(evidence: Evidence, status: str) -> list[str]:
     """The findings, the most important first."""
     words = _Words(evidence, status)
-    kinds = (words.fixed, words.going_on, words.growing, words.rate, words.certainty, words.noise)
+    kinds = (words.fixed, words.rate, words.going_on, words.growing, words.certainty, words.noise)
     return [line for kind in kinds if (line := kind())]
 
 
@@ -67,9 +67,10 @@ class _Words:
         if size == self.base:
             return f"{stay} Predicted from branches, not trained from scratch."
         more = "" if self.plan.candidates else " A longer --budget trains it."
+        comma = "," if warmup else ""
         return (
-            f"Predicted, not trained: from scratch over {length}, {settings} should stay within "
-            f"{self.tolerance:.0%} more {self.samples} than batch {self.base:,}.{more}"
+            f"Predicted, not trained: from scratch over {length}, {settings}{comma} should stay "
+            f"within {self.tolerance:.0%} more {self.samples} than batch {self.base:,}.{more}"
         )
 
     def failed(self, run: Checked) -> str:
@@ -146,7 +147,8 @@ class _Words:
         found, lr = self.evidence.rate, self.evidence.task.lr
         if not found.verdict:
             return ""
-        losses = (f"{lr * rate:.3g}: {loss:.4g}" for rate, loss in found.losses.items())
+        shown = {rate: f"{loss:.4g}" for rate, loss in found.losses.items() if loss < math.inf}
+        losses = (f"{lr * rate:.3g}: {shown.get(rate, 'diverged')}" for rate in found.losses)
         tried = (
             f"(validation loss after {self.count(self.plan.length)} from scratch at batch "
             f"{self.base:,} by learning rate: {', '.join(losses)})"

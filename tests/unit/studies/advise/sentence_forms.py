@@ -9,7 +9,7 @@ OTHER = (
 )
 SETTINGS = (
     rf"batch {N} with learning rate {X}"
-    rf"(?:, warmed up from the task's own over the first {N} rows)?"
+    rf"(?:, warmed up from the task's own over the first {N} rows,?)?"
 )
 STEPS = rf"Over the same rows it takes (\d+)% as many optimizer steps as batch {N}\."
 STAY = rf"From scratch over {N} rows: stay at the task's own batch {N}\."

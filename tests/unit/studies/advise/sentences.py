@@ -237,17 +237,21 @@ class Sentences:
         assert not self.schedule["advised"]
         self.needs(needs, self.schedule["check"])
 
+    def told(self, losses):
+        """Losses by learning rate."""
+        pairs = (each.split(": ") for each in losses.split(", "))
+        return {float(lr): math.inf if loss == "diverged" else float(loss) for lr, loss in pairs}
+
     def tried(self, lr, length, base, losses):
         assert float(lr) == pytest.approx(self.task.lr)
         assert number(length) == self.plan.length
         assert number(base) == 8
-        told = dict(each.split(": ") for each in losses.split(", "))
+        told = self.told(losses)
         runs = [r for r in self.journal.select(Scratch) if r.rate != 1]
         assert len(told) == len(runs) + 1
         for run in runs:
-            assert float(told[f"{run.rate * self.task.lr:.3g}"]) == pytest.approx(
-                run.loss, rel=0.001
-            )
+            lr = float(f"{run.rate * self.task.lr:.3g}")
+            assert told[lr] == pytest.approx(run.loss, rel=0.001)
         return self.summary["rate"]["verdict"]
 
     def say_rate_fits(self, lr, percent, *tried):
@@ -257,7 +261,7 @@ class Sentences:
     def say_rate(self, lr, verdict, length, base, losses, other):
         assert self.tried(lr, length, base, losses) == verdict
         assert other == {"low": "higher", "high": "lower"}[verdict]
-        told = {float(a): float(b) for a, b in (each.split(": ") for each in losses.split(", "))}
+        told = self.told(losses)
         better = [a for a, b in told.items() if b < told[float(lr)]]
         assert any(a > float(lr) if verdict == "low" else a < float(lr) for a in better)
 
