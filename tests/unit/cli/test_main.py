@@ -206,6 +206,8 @@ def second_rank(monkeypatch):
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
 
 
 def code_of(*arguments):
