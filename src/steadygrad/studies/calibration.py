@@ -97,7 +97,11 @@ def _fitting(trainer: Trainer) -> int:
 
 
 def _measured_speed(trainer: Trainer) -> float:
-    """Samples a second; the same on every rank."""
+    """Samples a second, with micro-batches that fit into memory; the same on every rank."""
+    return trainer.by_halves(lambda: _timed(trainer))
+
+
+def _timed(trainer: Trainer) -> float:
     task, context = trainer.task, trainer.context
     steps = trainer.run(Order(len(task.train), trainer.seed, "speed"), 0, 1 << 40, task.batch_size)
     for _ in range(WARM_UP_STEPS):
