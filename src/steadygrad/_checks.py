@@ -6,9 +6,19 @@ from collections.abc import Collection
 from difflib import get_close_matches
 from typing import TypeVar
 
-__all__ = ["InputError", "check_choice", "check_count", "check_number", "check_type", "launched"]
+__all__ = [
+    "InputError",
+    "check_choice",
+    "check_count",
+    "check_number",
+    "check_type",
+    "launched",
+    "shown",
+]
 
 T = TypeVar("T")
+# What each of several processes needs to find the others.
+LAUNCHED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class InputError(ValueError):
@@ -56,7 +66,7 @@ def check_number(
         return value
     raise InputError(
         f"Parameter `{name}` should be a finite number in {left}{low:g}, {high:g}{right}. "
-        f"Found `{name} = {_shown(value)}`. Remedy: {remedy or wrong}."
+        f"Found `{name} = {shown(value)}`. Remedy: {remedy or wrong}."
     )
 
 
@@ -80,7 +90,7 @@ def check_count(name: str, value: int, *, low: int = 1, remedy: str = "") -> int
         return value
     raise InputError(
         f"Parameter `{name}` should be an integer of at least {low}. "
-        f"Found `{name} = {_shown(value)}`. Remedy: {remedy or wrong}."
+        f"Found `{name} = {shown(value)}`. Remedy: {remedy or wrong}."
     )
 
 
@@ -94,7 +104,8 @@ def _other_type(value: object, kind: str) -> str:
     return f"a plain {kind}"
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """The repr of a value in one line of at most 80 characters."""
     # An array's repr has many lines, and a message one.
     line = " ".join(repr(value).split())
     return line if len(line) <= 80 else f"{line[:76]} ..."
@@ -116,7 +127,7 @@ def check_type(name: str, value: object, kind: type[T], remedy: str) -> T:
         return value
     raise InputError(
         f"Parameter `{name}` should be of type {kind.__name__}. "
-        f"Found {_shown(value)}, of type {type(value).__name__}. Remedy: {remedy}."
+        f"Found {shown(value)}, of type {type(value).__name__}. Remedy: {remedy}."
     )
 
 
@@ -133,7 +144,7 @@ def check_choice(name: str, value: T, choices: Collection[T]) -> T:
     listed = ", ".join(repr(choice) for choice in choices)
     raise InputError(
         f"Parameter `{name}` should be one of {listed}. "
-        f"Found `{name} = {_shown(value)}`. Remedy: {hint}"
+        f"Found `{name} = {shown(value)}`. Remedy: {hint}"
     )
 
 
@@ -141,10 +152,21 @@ def launched() -> tuple[int, int]:
     """Rank of this process and number of processes, as ``torchrun`` says them; 0 and 1 without it.
 
     Raises:
-        InputError: If ``RANK`` or ``WORLD_SIZE`` is not a whole number.
+        InputError: If ``RANK`` or ``WORLD_SIZE`` is not a whole number, or several processes do
+            not know where they find each other.
     """
     size, rank = _environment_count("WORLD_SIZE", 1), _environment_count("RANK", 0)
-    return (rank, size) if size > 1 else (0, 1)
+    if size <= 1:
+        return 0, 1
+    missing = [name for name in LAUNCHED if not os.environ.get(name, "").strip()]
+    if missing:
+        raise InputError(
+            f"The environment should hold {', '.join(LAUNCHED)} where WORLD_SIZE = {size}, as "
+            f"torchrun sets them. Found no {', '.join(missing)}. Remedy: unset WORLD_SIZE, or "
+            "start with torchrun."
+        )
+    _environment_count("MASTER_PORT", 0)
+    return rank, size
 
 
 def _environment_count(name: str, default: int) -> int:

@@ -57,6 +57,7 @@ def with_signals(folder):
 def _entry(rank, world, folder, function, arguments, options):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # the store below stands for them
     store = dist.FileStore(os.path.join(folder, "store"), world)
     minute = timedelta(minutes=1)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=minute)

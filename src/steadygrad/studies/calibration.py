@@ -19,6 +19,8 @@ SECONDS = 0.3
 WORTH = 1.3
 LEAST_BUDGET = 60.0
 MOST_WORKERS = 16
+# As OMP_NUM_THREADS says them, before a study has set others.
+GIVEN_THREADS = torch.get_num_threads()
 # Memory of a worker beside its model: Python, torch and the data.
 WORKER_BYTES = 1 << 30
 
@@ -73,7 +75,7 @@ def _choose_workers(settings: Any, trainer: Trainer, cluster: int) -> int:
             threads = settings.threads
         # Ranks have the threads that their launcher gave them: they share the cores.
         elif alone:
-            threads = cores if cluster else max(1, cores // asked)
+            threads = min(GIVEN_THREADS, cores if cluster else max(1, cores // asked))
         torch.set_num_threads(threads)
         return asked or max(1, cores // threads)
     whole = _measured_speed(trainer)
@@ -95,7 +97,11 @@ def _fitting(trainer: Trainer) -> int:
 
 
 def _measured_speed(trainer: Trainer) -> float:
-    """Samples a second; the same on every rank."""
+    """Samples a second, with micro-batches that fit into memory; the same on every rank."""
+    return trainer.by_halves(lambda: _timed(trainer))
+
+
+def _timed(trainer: Trainer) -> float:
     task, context = trainer.task, trainer.context
     steps = trainer.run(Order(len(task.train), trainer.seed, "speed"), 0, 1 << 40, task.batch_size)
     for _ in range(WARM_UP_STEPS):

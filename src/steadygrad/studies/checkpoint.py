@@ -38,14 +38,14 @@ class State:
     samples: int
     steps: int
 
-    def check(self) -> None:
-        """Checks that the state can be written and read again.
+    def reread(self) -> "State":
+        """The state as it is once it was written and read again.
 
         Raises:
             InputError: If it holds anything but tensors, numbers, texts and nests of them.
         """
         try:
-            _unpack(_pack(self, ""))
+            return _unpack(_pack(self, ""))[1]
         except Exception as error:
             raise InputError(
                 "The optimizer's state should hold tensors, numbers and strings. Found "

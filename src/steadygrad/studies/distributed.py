@@ -26,6 +26,7 @@ from steadygrad.sharding import (
     whole_states,
 )
 from steadygrad.studies.deadline import Deadline, stop_if
+from steadygrad.tasks.guard import guarded
 
 __all__ = ["DistributedContext"]
 
@@ -103,6 +104,7 @@ class DistributedContext:
         with wrapped.no_sync() if alone else nullcontext():
             yield
 
+    @guarded("The state_dict of model and optimizer")
     def states(
         self, model: nn.Module, optimizer: Optimizer
     ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -111,6 +113,7 @@ class DistributedContext:
             return whole_states(model, optimizer)
         return model.state_dict(), optimizer.state_dict()
 
+    @guarded("The load_state_dict of the model")
     def load_model(self, model: nn.Module, state: dict[str, Any]) -> None:
         """Loads a state dict with whole tensors."""
         if self.sharding == "fsdp2":
@@ -118,6 +121,7 @@ class DistributedContext:
         else:
             model.load_state_dict(state)
 
+    @guarded("The load_state_dict of the optimizer")
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Loads a state dict with whole tensors; the state is not changed, now or later."""
         if self.sharding == "fsdp2":

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from steadygrad._checks import InputError
 from steadygrad.studies.distributed import DistributedContext
@@ -15,8 +14,9 @@ from steadygrad.studies.order import Order, generators_kept, seed_everything
 from steadygrad.tasks import (
     Samples,
     Task,
-    TaskError,
+    check_evaluation,
     check_losses,
+    check_model,
     evaluating,
     guarded,
     mean_loss,
@@ -64,17 +64,7 @@ class TaskModel:
 
     def _make_model(self) -> nn.Module:
         with guarded("Task.make_model"):
-            model: Any = self.task.make_model()
-        if not isinstance(model, nn.Module):
-            raise TaskError(
-                f"Task.make_model should return a torch.nn.Module. Found {type(model).__name__}. "
-                "Remedy: end the function with `return model`."
-            )
-        if any(is_lazy(p) for p in model.parameters()):
-            raise TaskError(
-                "Task.make_model should return a model whose parameters have shapes. Found lazy "
-                "ones. Remedy: run one batch through the model before it is returned."
-            )
+            model = check_model(self.task.make_model())
         dtype = torch.float64 if self.dtype is torch.float64 else None
         return model.to(self.context.device, dtype)
 
@@ -138,7 +128,7 @@ class TaskModel:
             self.seed_everything("evaluate")
             if self.task.evaluate is not None:
                 with guarded("Task.evaluate"), evaluating(self.model):
-                    return float(self.task.evaluate(self.model, self.task.valid))
+                    return check_evaluation(self.task.evaluate(self.model, self.task.valid))
             # What cannot be shared equally is evaluated on every rank: a sharded model needs as
             # many forward passes of each.
             count, world = len(self.task.valid), self.context.size

@@ -3,11 +3,10 @@
 import copy
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from steadygrad._checks import InputError
 from steadygrad.studies.checkpoint import State, on_host
@@ -15,13 +14,23 @@ from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.learning_rate import Rate, RateSetter
 from steadygrad.studies.model import TaskModel
 from steadygrad.studies.order import Order
-from steadygrad.tasks import Task, TaskError, batches, check_losses, guarded, is_out_of_memory
+from steadygrad.tasks import (
+    Task,
+    TaskError,
+    batches,
+    check_losses,
+    check_optimizer,
+    check_weights,
+    guarded,
+    is_out_of_memory,
+)
 
 __all__ = ["Diverged", "Rate", "Scaling", "Trainer"]
 
 # Steps between two looks at the losses where a look makes an accelerator wait.
 LOOK_EVERY = 16
 
+T = TypeVar("T")
 Scaling = Callable[[nn.Module], Any]
 
 
@@ -71,13 +80,8 @@ class Trainer(TaskModel):
     def _begin(self, state: State | None = None) -> None:
         """Begins with a new optimizer, or goes on with that of a state."""
         with guarded("Task.make_optimizer"):
-            optimizer: Any = self.task.optimizer(self.model, self.task.lr)
-        if not isinstance(optimizer, Optimizer):
-            raise TaskError(
-                "Task.make_optimizer should return a torch.optim.Optimizer. Found "
-                f"{type(optimizer).__name__}. Remedy: end the function with `return optimizer`."
-            )
-        self.optimizer = optimizer
+            made = self.task.optimizer(self.model, self.task.lr)
+        self.optimizer = optimizer = check_optimizer(made, self.model)
         if hasattr(self.scaler, "remove"):
             self.scaler.remove()  # its hooks would scale for the next one too
         if self.scaling is not None:
@@ -119,22 +123,26 @@ class Trainer(TaskModel):
         """Evaluates, trains and saves once: a broken task shows before the study begins.
 
         Raises:
-            InputError: If the losses are not one finite number for each sample, or the optimizer's
-                state cannot be saved.
+            InputError: If the losses are not one finite number for each sample, the evaluation
+                changes the weights, or the optimizer's state cannot be saved and loaded.
         """
         together = self.context.together
         together(self._check_losses)
-        value = together(self.evaluate)
+        together(self._check_evaluation)
+        self.fit_micro_batch(self.task.batch_size)
+        self.by_halves(lambda: self.step(torch.arange(self.task.batch_size)))
+        self.look()
+        together(lambda: self.load(self.state(0).reread()))
+        self.restart()
+
+    def _check_evaluation(self) -> None:
+        before, value = self.state(0).model, self.evaluate()
         if not math.isfinite(value):
             raise Diverged(
                 f"The evaluation of the untrained model should be finite. Found {value}. "
                 "Remedy: look for NaN in the validation data."
             )
-        self.fit_micro_batch(self.task.batch_size)
-        self.step(torch.arange(self.task.batch_size))
-        self.look()
-        together(lambda: self.state(0).check())
-        self.restart()
+        check_weights(self.model, before, self.state(0).model)
 
     def _check_losses(self) -> None:
         """Checks the losses of as many samples of a batch as fit into memory."""
@@ -164,6 +172,18 @@ class Trainer(TaskModel):
         self.micro_batch_size = min(most, -(-largest // context.size))
         # All ranks take the size that fits on each of them.
         while not all(context.gather(context.together(fits))):
+            self.micro_batch_size //= 2
+
+    def by_halves(self, work: Callable[[], T]) -> T:
+        """Does something; a single rank halves its micro-batch where memory runs out."""
+        while True:
+            try:
+                return work()
+            except TaskError as error:
+                smallest = self.context.size > 1 or self.micro_batch_size == 1
+                if smallest or not is_out_of_memory(error):
+                    raise
+            self.free_memory()
             self.micro_batch_size //= 2
 
     def _fits(self, work: Callable[[], object], size: int) -> bool:

@@ -22,7 +22,7 @@ from steadygrad.studies.deadline import StudyInterrupted, WorkerDeadline
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.study import Advance, Job, Study, Workplace, study_of
 from steadygrad.studies.trainer import Diverged, Trainer
-from steadygrad.tasks import Task, TaskError, is_out_of_memory, load_task
+from steadygrad.tasks import Task, TaskError, load_task
 
 __all__ = ["ERRORS", "STOP_FILE", "Worker", "begin_worker", "load_recorded_task", "run_job"]
 
@@ -49,19 +49,14 @@ class Worker:
         began, trainer = time.monotonic(), self.trainer
         # What an earlier job ran out of memory with must not show in the numbers of this one.
         trainer.micro_batch_size = self._micro_batch_size
-        while True:
+
+        def attempt() -> tuple[Event, list[Event]]:
             place = Workplace(trainer, self.checkpoints, advance)
-            try:
-                event = self.study.run(job, place)
-                break
-            except TaskError as error:
-                smaller = is_out_of_memory(error) and trainer.context.size == 1
-                if not smaller or trainer.micro_batch_size == 1:
-                    raise
-            trainer.free_memory()
-            trainer.micro_batch_size //= 2
+            return self.study.run(job, place), place.repeated
+
+        event, repeated = trainer.by_halves(attempt)
         seconds = {"seconds": round(time.monotonic() - began, 3)}
-        return msgspec.structs.replace(event, time=event.time | seconds), place.repeated
+        return msgspec.structs.replace(event, time=event.time | seconds), repeated
 
 
 def load_recorded_task(header: Header) -> Task:

@@ -57,7 +57,8 @@ def check_losses(losses: Any, batch_size: int) -> Tensor:
     if torch.is_grad_enabled() and not losses.requires_grad:
         raise InputError(
             f"{expected} that depend on the model's parameters. Found losses without a gradient. "
-            "Remedy: no .detach(), .item() or torch.no_grad() between the model and its loss."
+            "Remedy: no .detach(), .item() or torch.no_grad() between the model and its loss, nor "
+            "requires_grad=False on all parameters."
         )
     bad = int((~torch.isfinite(losses.detach())).sum())
     if bad:

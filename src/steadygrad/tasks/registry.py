@@ -1,6 +1,7 @@
 """From what a user types to a task: built-in names and ``path/file.py:make_task``."""
 
 import hashlib
+import os
 import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -8,7 +9,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
-from steadygrad._checks import InputError
+from steadygrad._checks import InputError, shown
 from steadygrad.tasks.char_lm import char_lm
 from steadygrad.tasks.digits import digits_autoencoder, digits_classifier
 from steadygrad.tasks.digits_deep import digits_deep
@@ -27,6 +28,8 @@ BUILT_IN: Mapping[str, Callable[[], Task]] = MappingProxyType(
     }
 )
 DEFAULT = "char-lm"
+# A path, as Linux takes it at most.
+LONGEST_SPEC = 4096
 
 
 class TaskFactoryError(TaskError):
@@ -57,6 +60,8 @@ def load_task(spec: str) -> Task:
             f"Parameter `spec` should be a str. Found {type(spec).__name__}. "
             f"Remedy: one of {', '.join(BUILT_IN)}, or path/file.py:make_task."
         )
+    if len(spec) > LONGEST_SPEC:
+        raise _unknown(spec)
     if spec in BUILT_IN:
         return BUILT_IN[spec]()
     path, factory = _split(spec)
@@ -83,8 +88,9 @@ def _split(spec: str) -> tuple[Path, str]:
             f"{spec!r}. Remedy: {spec.rstrip(':')}:make_task."
         )
     file = Path(path).expanduser().absolute()
-    if not file.is_file():
-        found = "a folder" if file.is_dir() else "no such file"
+    # Of os.path: they are False, not an error, for names that are too long for a file system.
+    if not os.path.isfile(file):
+        found = "a folder" if os.path.isdir(file) else "no such file"
         raise InputError(
             f"The task file should exist. Found {found}: {path!r}. "
             f"Remedy: check the path, relative to {Path.cwd()}."
@@ -101,7 +107,7 @@ def _unknown(spec: str) -> InputError:
     hint = f"did you mean {near[0]!r}?" if near else f"the default is {DEFAULT!r}."
     return InputError(
         f"The task should be one of {', '.join(BUILT_IN)}, or path/file.py:make_task. "
-        f"Found {spec!r}. Remedy: {hint}"
+        f"Found {shown(spec)}. Remedy: {hint}"
     )
 
 

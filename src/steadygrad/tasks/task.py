@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from steadygrad._checks import InputError, check_choice, check_count, check_number
+from steadygrad._checks import InputError, check_choice, check_count, check_number, shown
 from steadygrad.formulas.batch_size import PLAIN_LR_RULES
 from steadygrad.tasks.samples import Samples
 
@@ -16,6 +16,8 @@ __all__ = ["Task"]
 
 OPTIMIZER_TAKES = ("parameters", "named_parameters", "model")
 LR_DECAYS = ("none", "linear", "cosine")
+# A name stands in titles and sentences.
+LONGEST_NAME = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,10 +166,10 @@ class Task:
 
 
 def _check_text(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not value.strip():
+    if not isinstance(value, str) or not value.strip() or len(value) > LONGEST_NAME:
         raise InputError(
-            f"Parameter `{name}` should be a non-empty str. Found `{name} = {value!r}`. "
-            "Remedy: a word, for the report to use."
+            f"Parameter `{name}` should be a non-empty str of at most {LONGEST_NAME} characters. "
+            f"Found `{name} = {shown(value)}`. Remedy: a word, for the report to use."
         )
 
 

@@ -77,6 +77,21 @@ def test_an_environment_that_no_launcher_makes(name, command, refused, monkeypat
     assert f"{message} Found 'abc'. Remedy: unset {name}" in refused(*command)
 
 
+TOGETHER = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("names", [("RANK",), ("MASTER_ADDR", "MASTER_PORT")], ids=" ".join)
+def test_processes_that_cannot_find_each_other(names, refused, monkeypatch):
+    """Each process says so: there is no first one that would speak for it."""
+    for name, value in TOGETHER.items():
+        monkeypatch.setenv(name, value)
+    for name in names:
+        monkeypatch.delenv(name)
+    line = refused("advise", tiny(), "--out", "run")
+    assert "RANK, MASTER_ADDR, MASTER_PORT where WORLD_SIZE = 2, as torchrun sets them." in line
+    assert f"Found no {', '.join(names)}. Remedy: unset WORLD_SIZE, or start with" in line
+
+
 def test_a_rank_alone_swallows_no_message(refused, monkeypatch):
     """RANK without WORLD_SIZE, as some schedulers leave it: there is one process."""
     monkeypatch.setenv("RANK", "1")

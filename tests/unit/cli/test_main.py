@@ -29,6 +29,17 @@ BAD_INPUT = {
     "optimizer raises": ([tiny("optimizer_raises")], "Task.make_optimizer should run"),
     "no optimizer": ([tiny("optimizer_is_none")], "a torch.optim.Optimizer. Found NoneType"),
     "optimizer cannot step": ([tiny("optimizer_cannot_step")], "A step of the optimizer should"),
+    "state raises": ([tiny("state_raises")], "The state_dict of model and optimizer should run"),
+    "loading raises": ([tiny("load_raises")], "The load_state_dict of the optimizer should run"),
+    "other parameters": (
+        [tiny("trains_another_model")],
+        "of the model's parameters. Found 4 other",
+    ),
+    "no values": ([tiny("on_meta")], "with values. Found '0.weight' on the meta device. Remedy:"),
+    "no values in a buffer": ([tiny("buffer_on_meta")], "Found 'table' on the meta device."),
+    "frozen": ([tiny("frozen")], "Found no parameter with requires_grad=True. Remedy:"),
+    "evaluate trains": ([tiny("evaluate_trains")], "leave the model as it is. Found changes of"),
+    "evaluate gives text": ([tiny("evaluate_is_a_text")], "return a number. Found str. Remedy:"),
     "evaluate raises": ([tiny("evaluate_raises")], "Found RuntimeError: it broke. Remedy:"),
     "nothing to resume": (["--resume", "nowhere"], "record.jsonl"),
 }
@@ -87,6 +98,8 @@ LATE = {
     "loss_raises_later": "should run without an error. Found RuntimeError: it broke. Remedy:",
     "loss_is_a_mean_later": "a loss that is already a mean",
     "evaluate_raises_later": "Task.evaluate should run without an error",
+    "state_raises_later": "The state_dict of model and optimizer should run without an error",
+    "load_raises_later": "The load_state_dict of the optimizer should run without an error",
 }
 
 
@@ -206,6 +219,8 @@ def second_rank(monkeypatch):
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
 
 
 def code_of(*arguments):

@@ -58,6 +58,7 @@ def test_ranks_keep_the_threads_that_their_launcher_gave_them(monkeypatch):
     monkeypatch.setattr(context, "together", lambda work: work())
     monkeypatch.setattr(context, "wrap", lambda model: model)
     trainer = Trainer(make_task(), seed=0, dtype="float32", context=context)
+    monkeypatch.setattr("steadygrad.studies.calibration.GIVEN_THREADS", 8)
     torch.set_num_threads(3)
     assert calibrate(settings, trainer, 0)[1] == 1
     assert torch.get_num_threads() == 3
@@ -66,6 +67,11 @@ def test_ranks_keep_the_threads_that_their_launcher_gave_them(monkeypatch):
     for workers, threads in ((1, 8), (2, 4)):
         settings = SimpleNamespace(workers=workers, threads=0, budget=1e3)
         assert calibrate(settings, trainer, 0)[1] == workers
+        assert torch.get_num_threads() == threads
+    # OMP_NUM_THREADS bounds them, also those of a cluster's workers.
+    monkeypatch.setattr("steadygrad.studies.calibration.GIVEN_THREADS", 3)
+    for workers, cluster, threads in ((1, 0, 3), (4, 0, 2), (0, 2, 3)):
+        calibrate(SimpleNamespace(workers=workers, threads=0, budget=1e3), trainer, cluster)
         assert torch.get_num_threads() == threads
     # Where only the threads are said, so many workers as there are cores for.
     assert calibrate(SimpleNamespace(workers=0, threads=2, budget=1e3), trainer, 0) == (8.0, 4)

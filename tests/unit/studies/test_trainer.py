@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from steadygrad._checks import InputError
 from steadygrad.record import read_run
 from steadygrad.record.schema.advise import Branch, Noise, Point, Scratch, Settings
+from steadygrad.studies.calibration import calibrate
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.order import Order, main_order
 from steadygrad.studies.run import start
@@ -158,6 +160,12 @@ def test_memory_that_runs_out_in_a_job_changes_this_job_only(tmp_path):
     for samples in (60, 8):
         worker.run({"samples": samples}, lambda n, what: None)
     assert sizes == [64, 32, 16, 64]
+
+
+def test_memory_that_runs_out_while_the_speed_is_measured_halves_the_micro_batch():
+    trainer = make_trainer(tiny_task.little_memory(), micro_batch_size=4)
+    assert calibrate(SimpleNamespace(workers=1, threads=1, budget=1e3), trainer, 0)[0] > 0
+    assert (trainer.micro_batch_size, trainer.steps) == (2, 0)
 
 
 def tiny_event():
@@ -443,6 +451,10 @@ def test_an_optimizer_that_cannot_be_saved_is_refused_before_anything_is_written
     with pytest.raises(InputError, match="optimizer's state should hold tensors"):
         start("advise", settings, tmp_path / "run", monitor=Watcher())
     assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_may_borrow_the_weights():
+    make_trainer(tiny_task.evaluate_borrows()).try_once()
 
 
 def test_each_repeat_has_weights_of_its_own():

@@ -207,6 +207,92 @@ def unsavable() -> Task:
     return make_task(make_optimizer=lambda parameters, lr: Odd(parameters, lr=lr))
 
 
+class StateRaises(torch.optim.SGD):
+    def state_dict(self) -> dict:
+        return boom()
+
+
+class LoadRaises(torch.optim.SGD):
+    def load_state_dict(self, state: dict) -> None:
+        boom()
+
+
+def state_raises() -> Task:
+    return make_task(make_optimizer=lambda parameters, lr: StateRaises(parameters, lr=lr))
+
+
+def load_raises() -> Task:
+    return make_task(make_optimizer=lambda parameters, lr: LoadRaises(parameters, lr=lr))
+
+
+def state_raises_later() -> Task:
+    """Not in the three of the trial before the study, nor in that of the first point."""
+
+    class Odd(torch.optim.SGD):
+        state_dict = call_after(4, torch.optim.SGD.state_dict, boom)
+
+    return make_task(make_optimizer=lambda parameters, lr: Odd(parameters, lr=lr))
+
+
+def load_raises_later() -> Task:
+    class Odd(torch.optim.SGD):
+        load_state_dict = call_after(1, torch.optim.SGD.load_state_dict, boom)
+
+    return make_task(make_optimizer=lambda parameters, lr: Odd(parameters, lr=lr))
+
+
+def trains_another_model() -> Task:
+    other = make_model()
+    return make_task(make_optimizer=lambda _, lr: torch.optim.SGD(other.parameters(), lr=lr))
+
+
+def on_meta() -> Task:
+    return make_task(make_model=lambda: make_model().to("meta"))
+
+
+def buffer_on_meta() -> Task:
+    def model() -> nn.Module:
+        made = make_model()
+        made.register_buffer("table", torch.zeros(3, device="meta"), persistent=False)
+        return made
+
+    return make_task(make_model=model)
+
+
+def frozen() -> Task:
+    return make_task(make_model=lambda: make_model().requires_grad_(False))
+
+
+def evaluate_trains() -> Task:
+    def evaluate(model: nn.Module, samples: TensorSamples) -> float:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        return 1.0
+
+    return make_task(evaluate=evaluate)
+
+
+def evaluate_is_a_text() -> Task:
+    return make_task(evaluate=lambda model, samples: "0.5")
+
+
+def evaluate_borrows() -> Task:
+    """Evaluates other weights, and puts its own back."""
+
+    def evaluate(model: nn.Module, samples: TensorSamples) -> float:
+        own = [parameter.detach().clone() for parameter in model.parameters()]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+            loss = losses(model, samples.batch(torch.arange(len(samples)))).mean()
+            for parameter, before in zip(model.parameters(), own, strict=True):
+                parameter.copy_(before)
+        return float(loss)
+
+    return make_task(evaluate=evaluate)
+
+
 def augmented() -> Task:
     """Draws from Python's and from numpy's generator."""
     import numpy as np

@@ -36,7 +36,7 @@ def test_good_losses_come_back_themselves():
         (losses(1.0, 2.0, 3.0), r"with shape \(2,\)\. Found shape \(3,\)"),
         (1.5, "Found float"),
         (torch.tensor([1, 2]), "Found torch.int64"),
-        (torch.ones(2), "without a gradient.*detach"),
+        (torch.ones(2), "without a gradient.*detach.*requires_grad=False"),
         (losses(1.0, float("nan")), "Found 1 that are NaN or infinite.*lower learning rate"),
         (losses(float("inf"), float("-inf")), "Found 2 that are NaN or infinite"),
     ],

@@ -76,6 +76,15 @@ def test_a_colon_in_the_path(write, tmp_path):
     assert load_task(f"{tmp_path}/a:b/my_task.py:make_task").name == "tiny"
 
 
+@pytest.mark.parametrize("spec", ["n" * 100_000, "n" * 100_000 + ".py:make_task"])
+def test_a_name_without_end_is_not_repeated(spec):
+    assert len(str(refused(spec, "Found 'nnn", "Remedy"))) < 300
+
+
+def test_a_path_that_is_too_long_for_a_file_system_is_not_there():
+    refused("n" * 3_000 + ".py:make_task", "Found no such file", "Remedy")
+
+
 @pytest.mark.parametrize(
     ("spec", "hint"),
     [

@@ -30,6 +30,11 @@ def test_a_task_is_frozen_and_public():
     ("field", "value", "found"),
     [
         ("name", "", "`name`.*non-empty.*Remedy"),
+        (
+            "name",
+            "n" * 100_000,
+            r"`name`.*at most 200 characters. Found `name = '.{0,76} \.\.\.`\.",
+        ),
         ("sample", 3, "`sample`.*non-empty"),
         ("make_model", nn.Linear(1, 1).state_dict(), "`make_model` should be callable"),
         ("make_optimizer", "adam", "`make_optimizer` should be callable. Found str"),

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from steadygrad._checks import InputError
 from steadygrad.record import Event, Key, plural
 from steadygrad.record.schema.advise import Header, Plan, Settings
 from steadygrad.studies.advise.decisions import Chooser
@@ -31,7 +32,7 @@ class Advise(Study):
         task = trainer.task
         # A task's own evaluation is done whole on every rank.
         valid = len(task.valid) * (trainer.context.size if task.evaluate else 1)
-        return make_plan(
+        plan = make_plan(
             settings.budget,
             speed,
             batch_size=task.batch_size,
@@ -44,6 +45,13 @@ class Advise(Study):
                 decays=task.lr_decay != "none",
             ),
         )
+        if task.warmup_samples > plan.length:
+            raise InputError(
+                f"The warm-up should end within the run of {plan.length:,} samples. Found "
+                f"Task.warmup_samples = {task.warmup_samples:,}. Remedy: a larger --budget or a "
+                "shorter warm-up."
+            )
+        return plan
 
     @classmethod
     def largest_batch(cls, plan: Plan, task: Task) -> int:

@@ -1,10 +1,12 @@
 """The plan: arithmetic from a budget to amounts of work."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from steadygrad._checks import InputError
+from steadygrad.record.schema.advise import Settings
 from steadygrad.studies.advise.plan import (
     END_STEP,
     MIN_STEPS,
@@ -14,7 +16,9 @@ from steadygrad.studies.advise.plan import (
     end_unit,
     make_plan,
 )
+from steadygrad.studies.advise.study import Advise
 from steadygrad.studies.advise.trials import RUN_ENDS, end_marks, make_trials, run_marks
+from tests.unit.studies.tiny_task import make_task
 
 
 def undecided(key, journal):
@@ -144,6 +148,18 @@ def test_a_budget_too_small_says_what_would_do():
 def test_data_too_few_for_three_batch_sizes():
     with pytest.raises(InputError, match=r"at least 32 training samples.*Found 20"):
         plan_of(300, train=20, valid=5)
+
+
+def test_a_warm_up_ends_within_the_run():
+    def plan(warmup):
+        trainer = SimpleNamespace(task=make_task(warmup_samples=warmup))
+        trainer.context = SimpleNamespace(size=1)
+        return Advise.make_plan(Settings(budget=60), trainer, speed=1000.0, workers=1)
+
+    length = plan(0).length
+    assert plan(length).length == length
+    with pytest.raises(InputError, match=rf"within the run of {length:,} samples. Found .* --bud"):
+        plan(length + 1)
 
 
 def test_the_same_budget_gives_the_same_plan():
