@@ -56,6 +56,14 @@ def test_a_scheduler_that_is_not_there_is_said_with_the_remedy(monkeypatch):
         dask_pool("nowhere:1")
 
 
+@pytest.mark.parametrize("address", ["nowhere", "tcp://nowhere", "nowhere:", "a b:1"])
+def test_an_address_without_a_port_makes_no_client(address, monkeypatch):
+    distributed = pytest.importorskip("distributed")
+    monkeypatch.setattr(distributed, "Client", lambda *args, **options: pytest.fail("made"))
+    with pytest.raises(InputError, match=f"should be HOST:PORT. Found '{address}'. Remedy: "):
+        dask_pool(address)
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
