@@ -1,5 +1,7 @@
 """How long trials take side by side."""
 
+import logging
+
 import pytest
 
 from steadygrad._checks import InputError
@@ -62,6 +64,9 @@ def test_an_address_without_a_port_makes_no_client(address, monkeypatch):
     monkeypatch.setattr(distributed, "Client", lambda *args, **options: pytest.fail("made"))
     with pytest.raises(InputError, match=f"should be HOST:PORT. Found '{address}'. Remedy: "):
         dask_pool(address)
+    # A scheduler that is lost later is one line, and not a logged traceback as well.
+    for name in ("distributed", "distributed.client", "distributed.core"):
+        assert not logging.getLogger(name).isEnabledFor(logging.ERROR)
 
 
 @pytest.mark.parametrize(
