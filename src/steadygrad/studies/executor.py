@@ -184,7 +184,9 @@ def dask_pool(address: str) -> Pool:
     def present() -> int:
         nonlocal workers
         with suppress(Exception):  # a scheduler that is lost shows in its trials
-            workers = max(1, len(client.nthreads()))
+            # With a limit: a scheduler that was killed may never answer.
+            there = client.sync(client.scheduler.ncores, workers=None, callback_timeout=5)
+            workers = max(1, len(there))
         return workers
 
     def survives(error: BaseException) -> bool:
