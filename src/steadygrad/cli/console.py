@@ -36,9 +36,11 @@ def emit(text: str) -> None:
     try:
         _write(text, sys.stdout)
     except OSError as error:
+        closed = isinstance(error, BrokenPipeError)
+        remedy = "let its reader read to the end" if closed else "send it to a file with free space"
         raise InputError(
-            f"Expected standard output to take what is printed. Found {error.strerror}. "
-            "Remedy: send it to a file with free space; a run's results are in its folder."
+            f"Expected standard output to take what is printed. Found {error.strerror}. Remedy: "
+            f"{remedy}; a run's results are in its folder."
         ) from error
 
 

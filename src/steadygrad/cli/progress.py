@@ -15,8 +15,8 @@ __all__ = ["BarMonitor", "LineMonitor", "Monitor", "duration", "make_monitor"]
 
 Clock = Callable[[], float]
 
-# The first steps are slow: caches are cold, and the first evaluation is still to come.
-KNOWN_AFTER_SECONDS, KNOWN_AFTER_SHARE = 10.0, 0.05
+# The first tenth is slow: workers start and caches are cold. The next one tells the speed.
+KNOWN_AFTER_SHARE, MARGIN = 0.1, 1.15
 # A resumed study first repeats what its last checkpoint did not hold, which counts as no work.
 TOLD_AFTER_SHARE = 0.01
 
@@ -41,6 +41,7 @@ class Monitor:
         """Starts the clock; ``done`` of the work was done before."""
         self._total, self._done, self._first, self._points = total, done, done, points
         self._began, self._warned = self._clock(), False
+        self._known: tuple[float, int] | None = None
         self._show_begin()
 
     def advance(self, samples: int, what: str) -> None:
@@ -83,18 +84,22 @@ class Monitor:
 
     def _warning(self) -> str | None:
         """Once, as soon as it is known: which points the budget will cut."""
-        new = self._done - self._first
-        early = self.elapsed < KNOWN_AFTER_SECONDS and new < KNOWN_AFTER_SHARE * self._total
-        needed, budget = self._needed(), self._budget_left()
-        if self._warned or early or not needed > budget:
+        now, share = self._clock(), KNOWN_AFTER_SHARE * (self._total - self._first)
+        if self._known is None:
+            self._known = (now, self._done) if self._done - self._first >= share else None
             return None
-        reached = self._done + new * max(0.0, budget) / self.elapsed
+        began, done = self._known
+        new, budget = self._done - done, max(0.0, self._budget_left())
+        needed = (self._total - self._done) * (now - began) / max(1, new)
+        if self._warned or new < share or needed <= MARGIN * budget + 1:
+            return None
+        reached = self._done + new * budget / (now - began)
         cut = [name for name, end in self._points.items() if end > reached]
         if not cut:
             return None
         self._warned = True
         return (
-            f"at the speed so far the work takes {duration(needed)} more and the budget ends in "
+            f"at the present speed the work takes {duration(needed)} more and the budget ends in "
             f"{duration(budget)}: what is measured after {listed(cut)} will be cut short or left "
             "out. Remedy: let it end, then go on by --resume RUN --budget TIME."
         )

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from datetime import datetime
 from functools import partial
 from importlib import import_module
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from steadygrad._checks import InputError, launched
-from steadygrad.cli.console import cleaned, emit, note, printable, rendered
+from steadygrad.cli.console import cleaned, complain, emit, note, printable, rendered
 from steadygrad.cli.options import chosen, folder_of, settings_class
 
 if TYPE_CHECKING:
@@ -32,45 +32,50 @@ def run(name: str, values: Mapping[str, Any], began: float) -> int:
     from steadygrad.studies.deadline import Deadline, StudyInterrupted
     from steadygrad.studies.run import StudyFailed
 
-    study, deadline = _study(name, given, folders), Deadline(began)
+    (study, folder), deadline = _study(name, given, folders), Deadline(began)
+    failed: StudyFailed | None = None
     with deadline.signals():
         try:
             monitoring = make_monitor(launched()[0] == 0, deadline.left)
             # What the task prints must not mix with --json.
             with monitoring as monitor, redirect_stdout(sys.stderr):
                 outcome = study(deadline=deadline, monitor=monitor)
-        except StudyFailed as failed:
-            if failed.is_main:
-                # Why the study failed matters more than why its page did.
-                with suppress(Exception):
-                    write(failed.folder)
-            raise
+        except StudyFailed as error:
+            outcome, failed = error.outcome, error
         except StudyInterrupted as stopped:
             # Before the record was begun: there is nothing to report.
             return 128 + stopped.reason
+        except KeyboardInterrupt:
+            if (folder / "record.jsonl").exists():
+                complain(f"stopped; --resume {folder} goes on.")
+            raise
         if outcome.is_main:
-            _report(name, outcome, write, json="json" in values)
+            # Why a study failed matters more than why its page did.
+            with suppress(Exception) if failed else nullcontext():
+                _report(name, outcome, write, json="json" in values)
         elif outcome.too_little:
             return 2
+    if failed:
+        raise failed
     return 128 + outcome.stopped_by if outcome.stopped_by else 0
 
 
 def _study(
     name: str, given: Mapping[str, Any], folders: Mapping[str, Path]
-) -> "Callable[..., Outcome]":
-    """Begins a run or goes on with one; a deadline and a monitor are still to be given."""
+) -> "tuple[Callable[..., Outcome], Path]":
+    """Begins a run or goes on with one, and where; a deadline and a monitor are still missing."""
     from steadygrad.studies.run import resume, start
 
     out, folder = folders.get("out"), folders.get("resume")
     if folder is None:
         out = out or Path(f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
-        return partial(start, name, settings_class(name)(**given), out)
+        return partial(start, name, settings_class(name)(**given), out), out
     if out is not None and out.resolve() != folder.resolve():
         raise InputError(
             f"--resume goes on in its own folder. Found --out {str(out)!r} as well. "
             "Remedy: leave --out away."
         )
-    return partial(resume, folder, given, name=name)
+    return partial(resume, folder, given, name=name), folder
 
 
 def _report(name: str, outcome: "Outcome", write: Callable[[Path], Path], *, json: bool) -> None:
@@ -83,6 +88,7 @@ def _report(name: str, outcome: "Outcome", write: Callable[[Path], Path], *, jso
     except InputError as error:
         failed = error
     if outcome.too_little:
+        note(page.strip() or "No page could be written.")
         raise InputError(
             f"{outcome.too_little}. Found {str(outcome.folder)!r} unfinished. "
             "Remedy: go on by --resume RUN --budget TIME."

@@ -17,12 +17,7 @@ class RecordError(InputError):
 
 
 @contextmanager
-def writing(
-    path: Path,
-    what: str = "to",
-    remedy: str = "Remedy: name a folder with --out that you may write to, on a disk with free "
-    "space.",
-) -> Iterator[None]:
+def writing(path: Path, what: str = "to", remedy: str = "") -> Iterator[None]:
     """Turns a failure to write ``path`` into one line with the reason and the remedy.
 
     Raises:
@@ -31,6 +26,10 @@ def writing(
     try:
         yield
     except OSError as error:
+        # A run that is begun goes on in its own folder.
+        begun = any(os.path.exists(place / RECORD) for place in (path, *path.parents[:2]))
+        other = "name a folder with --out that you may write to, on a disk with free space."
+        remedy = remedy or f"Remedy: {'free space there, then --resume.' if begun else other}"
         raise RecordError(
             f"Cannot write {what} {str(path)!r}: {error.strerror or error}. {remedy}"
         ) from error

@@ -241,7 +241,8 @@ def _read_summary(folder: Path) -> dict[str, Any] | None:
     _check_version(path, version)
     if not whole:
         raise RecordError(
-            f"Expected the summary that the study wrote in {str(path)!r}. Found something else, or "
-            "a file that cannot be read. Remedy: delete it; --resume writes it again."
+            f"Expected the summary that the study wrote in {str(path)!r}. Found something else, "
+            "or a file that cannot be read. Remedy: delete it; nothing is lost: --resume writes it "
+            "again from the record."
         )
     return summary

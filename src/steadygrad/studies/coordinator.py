@@ -1,12 +1,13 @@
 """Hands trials to workers and records their results in the order of the trials."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from steadygrad._checks import InputError
 from steadygrad.record import Key, RecordError, convert, dumps, loads, replace_file
 from steadygrad.studies.deadline import Deadline, stop_if
 from steadygrad.studies.executor import Pool, WorkersLost, tails
@@ -50,12 +51,23 @@ def run_serial(study: Study, journal: Journal, worker: Worker, monitor: Monitor)
         if job is not None:
             key = study.key_of(job)
             if key not in journal:
-                event, repeated = worker.run(job, advance)
+                with _naming(trial, job):
+                    event, repeated = worker.run(job, advance)
                 for each in [*repeated, event]:
                     journal.add(each)
             journal.record(key)
         if trial.key not in counted:
             monitor.advance(trial.cost - told, "")
+
+
+@contextmanager
+def _naming(trial: Trial, job: Job) -> Iterator[None]:
+    """Says in an error of a trial which one it was."""
+    try:
+        yield
+    except InputError as error:
+        error.args = (f"{trial.called(job)}: {error}",)
+        raise
 
 
 @dataclass
@@ -176,7 +188,7 @@ class Coordinator:
         entries = list(self.running.values())
         self.running.clear()
         for entry in entries:
-            name = " ".join(map(str, entry.key))
+            name = entry.trial.called(entry.job)
             if entry.attempts == ATTEMPTS:
                 raise WorkersLost(
                     f"A worker should survive each trial. Found {ATTEMPTS} that died in {name}. "
@@ -191,7 +203,9 @@ class Coordinator:
         if "error" in found:
             if found["kind"] == "interrupted":
                 return
-            raise ERRORS[found["kind"]](found["error"])
+            with _naming(entry.trial, entry.job):
+                remote = RuntimeError(f"in a worker process\n{found['traceback']}")
+                raise ERRORS[found["kind"]](found["error"]) from remote
         kinds = self.study.schema().events
         event = convert(found["event"], kinds)
         for result in [*(convert(repeated, kinds) for repeated in found["repeated"]), event]:

@@ -4,11 +4,13 @@ The seam to other machines is ``concurrent.futures.Executor``: any executor whos
 the run's folder can run trials.
 """
 
+import logging
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -72,10 +74,12 @@ class Pool:
     def renew(self, error: BaseException) -> None:
         """Makes the pool usable again after a worker died, or raises :class:`WorkersLost`."""
         if not self._survives(error):
+            # Dask cancels everything once its scheduler does not answer.
+            gone = isinstance(error, CancelledError)
             raise WorkersLost(
                 "The workers should stay reachable, and run without an error of their own. Found "
-                f"{reason(error)}. Remedy: --debug shows the traceback; start a cluster that is "
-                "gone again, then --resume."
+                f"{'no scheduler any more' if gone else reason(error)}. Remedy: --debug shows the "
+                "traceback; start a cluster that is gone again, then --resume."
             ) from error
         with suppress(Exception):
             self._kill(self._executor)
@@ -136,12 +140,7 @@ def process_pool(workers: int, devices: Sequence[str] = ()) -> Pool:
     )
 
 
-def dask_pool(address: str) -> Pool:
-    """The workers of the Dask cluster whose scheduler is at ``address``, as ``host:port``.
-
-    Raises:
-        InputError: If Dask is not installed, nothing answers, or there is no worker.
-    """
+def _dask_client(address: str) -> Any:
     try:
         # Its types are not annotated.
         Client: Any = import_module("distributed").Client
@@ -150,15 +149,31 @@ def dask_pool(address: str) -> Pool:
             "--dask needs the package distributed. Found none. "
             'Remedy: pip install "steadygrad[dask]".'
         ) from error
+    for name in ("distributed", "distributed.client"):  # tens of lines on a lost scheduler
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    if not re.fullmatch(r"(\w+://)?\S+:\d+", address):
+        raise InputError(
+            f"--dask should be HOST:PORT. Found {address!r}. "
+            "Remedy: the address that `dask scheduler` prints."
+        )
     try:
-        client = Client(address, timeout="10s", set_as_default=False)
-        # A worker's threads share torch's generator: they take turns.
-        workers = len(client.nthreads())
+        return Client(address, timeout="10s", set_as_default=False)
     except (OSError, TimeoutError, ValueError) as error:
         raise InputError(
             f"A Dask scheduler should answer at {address!r}. Found {type(error).__name__}. "
             "Remedy: start one with `dask scheduler`, and workers with `dask worker ADDRESS`."
         ) from error
+
+
+def dask_pool(address: str) -> Pool:
+    """The workers of the Dask cluster whose scheduler is at ``address``, as ``host:port``.
+
+    Raises:
+        InputError: If Dask is not installed, nothing answers, or there is no worker.
+    """
+    client = _dask_client(address)
+    # A worker's threads share torch's generator: they take turns.
+    workers = len(client.nthreads())
     if not workers:
         client.close()
         raise InputError(
@@ -169,7 +184,9 @@ def dask_pool(address: str) -> Pool:
     def present() -> int:
         nonlocal workers
         with suppress(Exception):  # a scheduler that is lost shows in its trials
-            workers = max(1, len(client.nthreads()))
+            # With a limit: a scheduler that was killed may never answer.
+            there = client.sync(client.scheduler.ncores, workers=None, callback_timeout=5)
+            workers = max(1, len(there))
         return workers
 
     def survives(error: BaseException) -> bool:

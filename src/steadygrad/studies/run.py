@@ -57,14 +57,11 @@ class Outcome:
 
 
 class StudyFailed(InputError):
-    """Training failed after the record was begun; the results until then are kept.
+    """A trial failed after the record was begun: ``outcome`` has the results until then."""
 
-    The reason is the ``__cause__``; ``is_main`` says whether this process wrote ``folder``.
-    """
-
-    def __init__(self, message: str, folder: Path, *, is_main: bool) -> None:
+    def __init__(self, message: str, outcome: Outcome) -> None:
         super().__init__(message)
-        self.folder, self.is_main = folder, is_main
+        self.outcome = outcome
 
 
 def start(
@@ -197,7 +194,8 @@ def _completed(recorded: Run, more_time: bool, monitor: Monitor) -> Outcome | No
         return None
     is_main = launched()[0] == 0
     if is_main and more_time:
-        monitor.say("this run is complete: its plan has nothing left for more time to do.")
+        left = "this run is complete: its plan has nothing left for more time to do."
+        monitor.say(f"{left} Remedy: start a new run with a longer --budget.")
     # From the record: the file may have been changed, or be of an older steadygrad.
     study = study_of(recorded.header)
     summary = _summary(study, Journal(events=recorded.events), "complete")
@@ -270,8 +268,10 @@ class _Session:
         except RecordError:
             raise
         except InputError as error:
-            self._write("failed")
-            raise StudyFailed(str(error), folder, is_main=is_main) from error
+            summary = self._write("failed")
+            outcome = Outcome(folder, summary, study.too_little(summary), is_main=is_main)
+            go_on = f"The results are kept: once that is mended, --resume {folder} goes on."
+            raise StudyFailed(f"{error} {go_on}", outcome) from error
         finally:
             if self.writer is not None:
                 self.writer.close()

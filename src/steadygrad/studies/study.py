@@ -57,6 +57,10 @@ class Trial:
     what: str = ""
     needs: tuple[Key, ...] = ()
 
+    def called(self, job: Job) -> str:
+        """What a message about one of its jobs calls it."""
+        return self.what + (f", repeat {job['repeat']}" if "repeat" in job else "")
+
 
 @dataclass
 class Workplace:

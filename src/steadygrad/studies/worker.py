@@ -10,6 +10,7 @@ import threading
 import time
 from functools import lru_cache
 from pathlib import Path
+from traceback import format_exc
 from typing import Any
 
 import msgspec
@@ -96,8 +97,8 @@ _lock = threading.Lock()
 def run_job(folder: str, text: str) -> str:
     """Does one job in a worker process that shares the run's folder.
 
-    The job is JSON; so is the result, with ``event`` and ``repeated`` or with ``error`` and
-    ``kind``.
+    The job is JSON; so is the result, with ``event`` and ``repeated`` or with ``error``,
+    ``kind`` and ``traceback``.
     """
     try:
         with _lock:  # a cluster's worker may have several threads, and torch's seed is global
@@ -109,7 +110,7 @@ def run_job(folder: str, text: str) -> str:
         return dumps({"kind": "interrupted", "error": "stopped"})
     except InputError as error:
         kind = next((k for k, c in ERRORS.items() if type(error) is c), "input")
-        return dumps({"kind": kind, "error": str(error)})
+        return dumps({"kind": kind, "error": str(error), "traceback": format_exc()})
     return dumps({"event": event.as_dict(), "repeated": [e.as_dict() for e in repeated]})
 
 

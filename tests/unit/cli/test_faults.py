@@ -47,6 +47,7 @@ def test_standard_output_that_takes_nothing(case, reason, folder):
     line = f"steadygrad: Expected standard output to take what is printed. Found {reason}. Remedy: "
     assert code == 2
     assert err.splitlines()[-1].startswith(line)
+    assert ("Remedy: let its reader read to the end" in err) == (reason == "Broken pipe")
     assert "Traceback" not in err
     assert "Exception ignored" not in err
     # Only --json prints more than this line.
@@ -111,7 +112,7 @@ def test_a_deeply_nested_summary(command, folder, refused):
     (folder / "summary.json").write_text("[" * 10**5)
     line = refused(*command, str(folder))
     assert "Expected the summary that the study wrote in" in line
-    assert "Remedy: delete it; --resume writes it again." in line
+    assert "Remedy: delete it; nothing is lost: --resume" in line
 
 
 def test_a_deeply_nested_line(folder, refused):
@@ -138,12 +139,18 @@ def interrupted(tmp_path, monkeypatch):
     return folder
 
 
-def test_a_file_in_place_of_the_checkpoints(interrupted, refused, capsys):
+def test_a_file_in_place_of_the_checkpoints(interrupted, capsys):
     capsys.readouterr()
     events = len(read_run(interrupted).events)
     shutil.rmtree(interrupted / "checkpoints")
     (interrupted / "checkpoints").write_text("mine")
-    line = refused("advise", "--resume", str(interrupted), writes=True)
+    assert main(["advise", "--resume", str(interrupted)]) == 2
+    out, err = capsys.readouterr()
+    line = err.splitlines()[-1]
+    assert "Preliminary: the study failed after measuring 1 of 2 points" in " ".join(out.split())
+    assert f"Report: {interrupted / 'report.html'}" in out
+    assert line.startswith("steadygrad: branch between two sizes at 64, repeat 0: ")
+    assert line.endswith(f"once that is mended, --resume {interrupted} goes on.")
     assert "Expected a folder for checkpoints at" in line
     assert "Remedy: remove what is in its place." in line
     assert (interrupted / "checkpoints").read_text() == "mine"
@@ -169,6 +176,29 @@ def test_a_page_that_cannot_be_written_costs_no_result(folder, flags, capsys):
     assert capsys.readouterr() == ("", f"{line}\n")
     (folder / "report.html").rmdir()
     assert main(["report", str(folder)]) == 0
+
+
+def test_a_second_interrupt_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    """The first one is handled; the second one ends the process wherever it is."""
+
+    def leave(*arguments):
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "run"
+    monkeypatch.setattr("steadygrad.studies.run.run_serial", leave)
+    assert main(["advise", tiny(), *PLAIN, "--out", str(folder)]) == 130
+    said = f"steadygrad: stopped; --resume {folder} goes on."
+    assert capsys.readouterr().err.splitlines()[-1] == said
+
+
+@pytest.mark.slow
+def test_debug_shows_the_traceback_of_a_worker_process(tmp_path):
+    arguments = ["--device", "cpu", "--threads", "1", "--workers", "2", "--debug"]
+    folder = str(tmp_path / "run")
+    code, _, err = run_program("advise", tiny("loss_raises_later"), *arguments, "--out", folder)
+    assert code == 2
+    assert "in boom" in err
+    assert ": Task.per_sample_loss" in err.splitlines()[-1]
 
 
 TASKS = """

@@ -183,7 +183,7 @@ def test_an_edited_summary_is_refused_and_written_again_once_it_is_gone(folder, 
     )
     for command in (["report"], ["advise", "--resume"]):
         assert main([*command, str(folder)]) == 2
-        assert "Remedy: delete it; --resume writes it again." in capsys.readouterr().err
+        assert "Remedy: delete it; nothing is lost: --resume" in capsys.readouterr().err
     path.unlink()
     assert main(["advise", "--resume", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == summary == summary_of(folder)

@@ -103,14 +103,15 @@ def test_more_work_than_planned_is_no_time_below_zero():
 
 
 def test_what_the_budget_will_cut_is_said_once():
-    clock, monitor = paced(40)
-    clock.now = 10.0
-    monitor.advance(100, "")  # 10 a second: 400 by the end of the budget
+    clock, monitor = paced(60)
+    for clock.now in (10.0, 20.0):
+        assert monitor.lines == []
+        monitor.advance(100, "")  # 10 a second: 600 by the end of the budget
     (said,) = monitor.lines
     assert said.startswith(
-        "at the speed so far the work takes 1m30s more and the budget ends in 30s"
+        "at the present speed the work takes 1m20s more and the budget ends in 40s"
     )
-    assert "what is measured after 400 rows and 1,600 rows will be cut short or left out" in said
+    assert "what is measured after 1,600 rows will be cut short or left out" in said
     assert "Remedy: " in said
     monitor.advance(1, "")
     assert monitor.lines == [said]
@@ -119,20 +120,32 @@ def test_what_the_budget_will_cut_is_said_once():
 @pytest.mark.parametrize(
     ("budget", "now", "done", "cut"),
     [
-        (90, 10.0, 100, "after 1,600 rows will"),  # 900 of 1,000
-        (30, 10.0, 75, "after 100 rows, 400 rows and 1,600 rows will"),  # 225
-        (101, 10.0, 100, None),  # all of it
-        (40, 9.0, 40, None),  # too early to tell
-        (40, 9.0, 60, "after 400 rows"),  # early, but more than a twentieth is done
-        (40, 12.0, 0, None),  # nothing is done: no speed
+        (80, 20.0, 200, "after 1,600 rows will"),  # 800 of 1,000
+        (24, 20.0, 200, "after 100 rows, 400 rows and 1,600 rows will"),  # 240
+        (92, 20.0, 200, None),  # 920, but for a margin of 15 %
+        (20, 10.0, 100, None),  # in the first tenth
+        (40, 20.0, 0, None),  # nothing is done: no speed
+        (59.7, 60.0, 999, None),  # to the end, when less than a second is left
     ],
 )
 def test_which_points_are_cut(budget, now, done, cut):
     clock, monitor = paced(budget)
-    clock.now = now
-    monitor.advance(done, "")
+    for step in range(1, 11):
+        clock.now = step * now / 10
+        monitor.advance(done // 10, "")
     assert len(monitor.lines) == (cut is not None)
     assert cut is None or cut in monitor.lines[0]
+
+
+@pytest.mark.parametrize("done", [0, 500])
+def test_a_slow_beginning_is_no_warning(done):
+    """Workers start for 20 of 60 seconds; then the work takes ten more."""
+    clock, monitor = paced(60, done=done)
+    clock.now = 20.0
+    for _ in range(50):
+        monitor.advance((1000 - done) // 50, "")
+        clock.now += 0.2
+    assert monitor.lines == []
 
 
 def lines_of(capsys, clock, monitor, steps, seconds):
@@ -186,7 +199,7 @@ def test_a_long_study_does_not_flood_a_log(capsys, hours):
 def test_lines_say_what_the_budget_leaves(capsys):
     clock = Clock(120.0)
     lines = lines_of(capsys, clock, LineMonitor(clock.left, clock), 100, 600)
-    warnings = [line for line in lines if line.startswith("steadygrad: at the speed so far")]
+    warnings = [line for line in lines if line.startswith("steadygrad: at the present speed")]
     assert len(warnings) == 1
     assert "after 100 rows, 400 rows and 1,600 rows" in warnings[0]
     # After 30 s the work takes 570 s more, and the budget 90.
@@ -216,4 +229,6 @@ def test_the_bar_shows_the_same_time(capsys):
         monitor.advance(50, "training")
         assert task.fields["left"] == "1m30s left"
         assert (task.completed, task.total, task.description) == (50, 1000, "training")
-    assert "what is measured after 100 rows, 400 rows" in capsys.readouterr().out
+        for clock.now in (60.0, 90.0):
+            monitor.advance(100, "training")
+    assert "what is measured after 400 rows and 1,600 rows" in capsys.readouterr().out

@@ -154,8 +154,9 @@ def test_it_runs_and_goes_on(tmp_path, capsys):
     arguments = ["tally", tiny(), *PLAIN, "--rounds=4", "--with-luck", "--out", str(folder)]
     assert main(arguments) == 0
     out, _ = capsys.readouterr()
+    assert out.startswith("4 rounds of 161.\n")
     assert "│ 4      │" in out
-    assert out.endswith(f"4 rounds of 161.\n\nReport: {folder / 'report.html'}\n")
+    assert out.endswith(f"\n\nReport: {folder / 'report.html'}\n")
     run = read_run(folder)
     assert (run.header.settings.rounds, run.header.settings.with_luck) == (4, True)
     assert [event.number for event in run.select(Round)] == [0, 1, 2, 3]

@@ -59,7 +59,7 @@ class TestCreate:
         monkeypatch.setattr(os, "fsync", no_space)
         with pytest.raises(InputError) as error:
             RunWriter.create(tmp_path / "a" / "b", make_header())
-        assert_one_line(error, "No space left", "Remedy")
+        assert_one_line(error, "No space left", "Remedy: name a folder with --out")
         assert list(tmp_path.iterdir()) == []
 
     def test_header_that_cannot_be_written_leaves_nothing(self, tmp_path: Path):

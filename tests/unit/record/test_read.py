@@ -200,7 +200,7 @@ class TestSummary:
         (tmp_path / "summary.json").write_text(content, errors="surrogateescape")
         with pytest.raises(RecordError) as error:
             read_run(tmp_path)
-        assert_one_line(error, "summary.json", "Remedy: delete it; --resume writes it again.")
+        assert_one_line(error, "summary.json", "Remedy: delete it; nothing is lost: --resume")
 
     @pytest.mark.parametrize(("old", "new"), [('"batch_size": 8', '"batch_size": 9'), ("8", "x")])
     def test_an_edited_summary(self, tmp_path: Path, old: str, new: str):
@@ -210,7 +210,7 @@ class TestSummary:
         path.write_text(path.read_text().replace(old, new, 1))
         with pytest.raises(RecordError) as error:
             read_run(tmp_path)
-        assert_one_line(error, "summary.json", "Remedy: delete it; --resume writes it again.")
+        assert_one_line(error, "summary.json", "Remedy: delete it; nothing is lost: --resume")
 
     @pytest.mark.parametrize(("schema", "age"), [(3, "a newer"), (1, "an older")])
     def test_summary_of_another_schema(self, tmp_path: Path, schema: int, age: str):

@@ -32,7 +32,7 @@ class TestResume:
                 full.setattr(os, "fsync", no_space)
                 with pytest.raises(RecordError) as error:
                     writer.append(make_branch(1.5))
-            assert_one_line(error, "No space left", "Remedy")
+            assert_one_line(error, "No space left", "Remedy: free space there, then --resume.")
             assert len(read_run(tmp_path).events) == 1
             writer.append(make_branch(1.0))
         run = read_run(tmp_path)

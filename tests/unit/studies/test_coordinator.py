@@ -112,7 +112,7 @@ def broken(executor, future):
 
 def failing(kind):
     def fault(executor, future):
-        future.set_result(dumps({"kind": kind, "error": f"it {kind}"}))
+        future.set_result(dumps({"kind": kind, "error": f"it {kind}", "traceback": "line 7"}))
 
     return fault
 
@@ -331,7 +331,7 @@ def test_a_dead_workers_trials_are_tried_again(tmp_path, monkeypatch):
     setting.executor.faults = {3: [broken], 5: [broken]}
     assert setting.run(monkeypatch) == KEYS
     assert setting.made == 3
-    assert sum("a worker died: point 3 is tried again" in s for s in setting.monitor.lines) >= 1
+    assert sum("a worker died: trial 3 is tried again" in s for s in setting.monitor.lines) >= 1
     assert setting.monitor.done == 80
 
 
@@ -352,7 +352,7 @@ def test_a_result_that_came_before_the_death_is_kept(tmp_path, monkeypatch):
 def test_three_deaths_in_one_trial_are_the_end(tmp_path, monkeypatch):
     setting = Setting(graph(), tmp_path, workers=1)
     setting.executor.faults = {4: [broken] * 3}
-    message = "Found 3 that died in point 4. Remedy: fewer --workers"
+    message = "Found 3 that died in trial 4. Remedy: fewer --workers"
     with pytest.raises(WorkersLost, match=message):
         setting.run(monkeypatch)
     assert setting.executor.ran.count(4) == 3
@@ -395,8 +395,10 @@ def test_a_cluster_that_is_lost_is_the_end(tmp_path, monkeypatch, fault):
 def test_a_trial_that_fails_ends_the_study_and_keeps_the_rest(tmp_path, monkeypatch, kind, error):
     setting = Setting(graph(), tmp_path)
     setting.executor.faults = {4: [failing(kind)]}
-    with pytest.raises(error, match=f"it {kind}"):
+    with pytest.raises(error, match=f"^trial 4: it {kind}$") as found:
         setting.run(monkeypatch)
+    # What --debug shows.
+    assert "line 7" in str(found.value.__cause__)
     assert KEYS[4] not in setting.writer.keys
     assert setting.writer.keys == KEYS[: len(setting.writer.keys)]
     assert not (tmp_path / "stop").exists()

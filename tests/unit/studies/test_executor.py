@@ -1,5 +1,7 @@
 """How long trials take side by side."""
 
+import logging
+
 import pytest
 
 from steadygrad._checks import InputError
@@ -54,6 +56,17 @@ def test_a_scheduler_that_is_not_there_is_said_with_the_remedy(monkeypatch):
     monkeypatch.setattr(distributed, "Client", refuse)
     with pytest.raises(InputError, match=r"answer at 'nowhere:1'.*Remedy: start one with `dask"):
         dask_pool("nowhere:1")
+
+
+@pytest.mark.parametrize("address", ["nowhere", "tcp://nowhere", "nowhere:", "a b:1"])
+def test_an_address_without_a_port_makes_no_client(address, monkeypatch):
+    distributed = pytest.importorskip("distributed")
+    monkeypatch.setattr(distributed, "Client", lambda *args, **options: pytest.fail("made"))
+    with pytest.raises(InputError, match=f"should be HOST:PORT. Found '{address}'. Remedy: "):
+        dask_pool(address)
+    # A scheduler that is lost later is one line, and not a logged traceback as well.
+    for name in ("distributed", "distributed.client", "distributed.core"):
+        assert not logging.getLogger(name).isEnabledFor(logging.ERROR)
 
 
 @pytest.mark.parametrize(

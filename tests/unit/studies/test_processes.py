@@ -136,14 +136,16 @@ def test_workers_that_die_three_times_leave_a_partial_summary(base, tmp_path):
     thread = threading.Thread(target=kill_all)
     thread.start()
     try:
-        with pytest.raises(StudyFailed, match=r"Found 3 that died in point 0\. Remedy: fewer"):
+        with pytest.raises(
+            StudyFailed, match=r"Found 3 that died in training to 64 samples\. Remedy: fewer"
+        ):
             resume(folder, {"workers": 2}, monitor=watcher)
     finally:
         over.set()
         thread.join()
     assert len(pids) >= 3
     # Twice tried again, with whatever ran beside it.
-    assert watcher.lines.count("a worker died: point 0 is tried again.") == 2
+    assert watcher.lines.count("a worker died: training to 64 samples is tried again.") == 2
     assert read_run(folder).summary["status"] == "failed"
 
 
@@ -189,9 +191,9 @@ def test_a_dask_cluster_that_loses_a_worker_and_then_its_scheduler(
 
         cut = copy(base, tmp_path / "cut")
         watcher = Watcher(1500, process.kill)
-        with pytest.raises(StudyFailed, match=r"workers should stay reachable.*--resume") as failed:
+        with pytest.raises(StudyFailed, match=r"Found no scheduler any more.*--resume") as failed:
             resume(cut, given, monitor=watcher)
-    assert failed.value.folder == Path(cut)
+    assert failed.value.outcome.folder == Path(cut)
     kept = lines(cut)
     assert 1 <= len(kept) < 25
     assert kept == lines(whole)[: len(kept)]
