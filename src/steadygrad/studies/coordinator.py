@@ -151,9 +151,9 @@ class Coordinator:
 
     def _submit(self) -> None:
         """Gives free workers the ready trials that begin the longest chains."""
-        busy = {entry.key for entry in self.running.values()}
+        busy, workers = {entry.key for entry in self.running.values()}, self.pool.workers
         for trial in self.by_urgency:
-            if len(self.running) >= self.pool.workers:
+            if len(self.running) >= workers:
                 return
             if trial.key in self.done or not self.done.issuperset(trial.needs):
                 continue
