@@ -166,7 +166,8 @@ def test_a_page_that_cannot_be_written_costs_no_result(folder, flags, capsys):
     (folder / "report.html").mkdir()
     assert main(["advise", "--resume", str(folder), *flags]) == 2
     out, err = capsys.readouterr()
-    summary = read_run(folder).summary
+    summary = json.loads((folder / "summary.json").read_text())
+    del summary["crc"]
     assert json.loads(out) == summary if flags else summary["words"][0] in " ".join(out.split())
     assert "Report:" not in out + err
     line = err.splitlines()[-1]
