@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from steadygrad import kernels
-from steadygrad.optim.leaves import BUCKET
+from steadygrad.optim.batch import BUCKET
 from tests.contracts.problems import (
     Calls,
     PeakMemory,
@@ -197,7 +197,7 @@ def test_defaults_leave_the_mode_open():
 
 @every_optimizer
 def test_fused_falls_back_with_one_warning(entry, monkeypatch):
-    monkeypatch.setattr(kernels, "missing", lambda: "numba is not installed")
+    monkeypatch.setattr(kernels, "missing", lambda device: "numba is not installed")
     monkeypatch.setattr(kernels, "_WARNED", set())
     fused, default, plain = parameters(), parameters(), parameters()
     optimizer = entry(fused, fused=True)

@@ -1,4 +1,4 @@
-r"""ScaledAdam on plain local tensors: one pass for sums, one for the update.
+r"""ScaledAdam: the small arithmetic on columns, and two passes by multi-tensor calls.
 
 A parameter is thought of as :math:`p = r\, \bar p` with :math:`\bar p` of root mean square 1.
 Adam's second moment scales the gradient, the step is proportional to :math:`r`, and
@@ -18,28 +18,45 @@ size: its learning rate is :math:`\eta` times ``scalar_lr_scale``, and its value
 
 The gradient may be clipped first, see :mod:`steadygrad.formulas.clipping`.
 
+The passes :func:`sums` and :func:`update` stand here once more as a backend, with the signatures of
+those in ``kernels``. What is worked out between them is on columns with shape ``(tensors)`` and
+serves every backend. The inner products :math:`h = p \cdot g` cost a pass over the weights. They
+are needed before the update at size steps only; elsewhere the update takes them along.
+
 References:
     | Zipformer: A faster and better encoder for automatic speech recognition (Yao et al., 2023)
     | https://arxiv.org/abs/2310.11230
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from steadygrad.formulas.tensors import inner_products, sanitized, select, square_sums, wide
+from steadygrad.formulas.tensors import (
+    Batch,
+    Bucket,
+    buckets_of,
+    correction,
+    inner_products,
+    joined,
+    sanitized,
+    square_sums,
+    wide,
+)
 
 __all__ = [
-    "Block",
     "Rule",
     "Sizes",
     "StepScales",
-    "parameter_sums",
+    "finite",
+    "needs_products",
+    "remembered",
     "size_step",
     "step_scales",
-    "update_",
+    "sums",
+    "update",
 ]
 
 # How far one size step may go in the current recipe, as a fraction of the size.
@@ -80,10 +97,10 @@ class Sizes:
     """What is known of the sizes of several parameters.
 
     Attributes:
-        rms: Root mean square of each as it was last taken, with shape ``(parameters)``.
+        rms: Root mean square of each as it was last taken, with shape ``(tensors)``.
         mean_square: Running mean square of the gradients of the log sizes, with shape
-            ``(parameters)``.
-        gradients: The last of these gradients, with shape ``(parameters, period)``.
+            ``(tensors)``.
+        gradients: The last of these gradients, with shape ``(tensors, period)``.
     """
 
     rms: Tensor
@@ -91,18 +108,35 @@ class Sizes:
     gradients: Tensor
 
 
-def parameter_sums(p: Sequence[Tensor], g: Sequence[Tensor]) -> Tensor:
-    r"""This process's part of all sums a step needs, with shape ``(3, parameters)``.
+def needs_products(step: Tensor, rule: Rule) -> Tensor:
+    """Whether a step needs inner products and norms of weights before its update.
 
-    Returns:
-        Rows for :math:`|g|^2`, :math:`p \cdot g` and :math:`|p|^2`.
+    The first step takes the size that the weights have; a size step learns from products.
+
+    Args:
+        step: :math:`t` of each parameter, with shape ``(tensors)``.
+        rule: The group's numbers.
     """
-    dtype = wide(p[0].dtype)
-    return torch.stack([square_sums(g, dtype), inner_products(p, g, dtype), square_sums(p, dtype)])
+    return (step == 0) | (step % rule.period == rule.period - 1)
+
+
+def finite(sums: Tensor, needed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Whether the sums can be used, with shape ``(tensors)``.
+
+    Gradients of sizes are squared, and must not overflow where the others do not; and the state
+    may have a smaller range than the weights.
+
+    Args:
+        sums: What :func:`sums` returned, over all shards, with shape ``(3, tensors)``.
+        needed: Whether products are needed, with shape ``(tensors)``.
+        dtype: The state's type.
+    """
+    products = torch.isfinite(sums[1].square().to(dtype)) & torch.isfinite(sums[2])
+    return torch.isfinite(sums[0].to(dtype)) & (products | ~needed)
 
 
 def size_step(
-    sizes: Sizes, size_gradient: Tensor, rms: Tensor, step: Tensor, ok: Tensor, rule: Rule
+    sizes: Sizes, size_gradient: Tensor, rms: Tensor, step: Tensor, taken: Tensor, rule: Rule
 ) -> tuple[Sizes, Tensor]:
     r"""Learns the sizes.
 
@@ -115,32 +149,51 @@ def size_step(
 
     Args:
         sizes: What was known.
-        size_gradient: :math:`p \cdot g` at this step, with shape ``(parameters)``.
-        rms: Root mean square of each parameter at this step, with shape ``(parameters)``.
-        step: :math:`t` of each, with shape ``(parameters)``.
-        ok: Whether this step is taken, with shape ``()``.
+        size_gradient: :math:`p \cdot g` at this step, with shape ``(tensors)``. It counts at size
+            steps only.
+        rms: Root mean square of each parameter at this step, with shape ``(tensors)``. It counts
+            at the first step and at size steps only.
+        step: :math:`t` of each, with shape ``(tensors)``.
+        taken: Whether each takes this step, with shape ``(tensors)``.
         rule: The group's numbers.
 
     Returns:
-        What is known now, and :math:`s`, with shape ``(parameters)``.
+        What is known now, but for this step's gradients, and :math:`s`, with shape ``(tensors)``.
     """
-    place = torch.arange(rule.period, device=step.device) == (step % rule.period)[:, None]
-    ring = torch.where(place & ok, size_gradient[:, None], sizes.gradients)
-    # The first step takes the size that the weights then have.
-    turn = place[:, -1] & ok
-    # With a period of one the first step is one too many: nothing has been averaged yet.
+    turn = (step % rule.period == rule.period - 1) & taken
+    ring = remembered(sizes.gradients, size_gradient, step, turn)
+    # The first step takes the size that the weights then have. With a period of one it is a size
+    # step too many: nothing has been averaged yet.
     due = turn & (step > 0)
     beta = rule.betas[1] ** rule.period
     mean = sizes.mean_square * beta + ring.square().mean(1) * (1 - beta)
     known = Sizes(
-        rms=torch.where(turn | (ok & (step == 0)), rms, sizes.rms),
+        rms=torch.where(turn | (taken & (step == 0)), rms, sizes.rms),
         mean_square=torch.where(due, mean, sizes.mean_square),
-        gradients=ring,
+        gradients=sizes.gradients,
     )
-    correction = 1 - beta ** ((step + 1) // rule.period).to(torch.float64)
+    scale = correction(beta, (step + 1) // rule.period).sqrt().to(mean)
     lr = rule.lr * rule.scalar_lr_scale
-    raw = -lr * correction.sqrt().to(mean) * ring.sum(1) / (known.mean_square.sqrt() + rule.eps)
+    raw = -lr * scale * ring.sum(1) / (known.mean_square.sqrt() + rule.eps)
     return known, torch.where(due, _bounded(raw, known.rms, lr, rule), 0.0)
+
+
+def remembered(ring: Tensor, size_gradient: Tensor, step: Tensor, taken: Tensor) -> Tensor:
+    """The last gradients of the log sizes, with this step's.
+
+    A gradient whose square overflows counts as zero: it came with weights that have grown since
+    the last size step, which did not need it.
+
+    Args:
+        ring: The last ones, with shape ``(tensors, period)``; step ``t`` at ``t mod period``.
+        size_gradient: This step's, with shape ``(tensors)``.
+        step: :math:`t` of each parameter, with shape ``(tensors)``.
+        taken: Whether each takes this step, with shape ``(tensors)``.
+    """
+    period = ring.shape[1]
+    place = torch.arange(period, device=step.device) == (step % period)[:, None]
+    usable = torch.where(size_gradient.square().isfinite(), size_gradient, 0.0)
+    return torch.where(place & taken[:, None], usable[:, None], ring)
 
 
 def _bounded(raw: Tensor, rms: Tensor, lr: float | Tensor, rule: Rule) -> Tensor:
@@ -152,105 +205,142 @@ def _bounded(raw: Tensor, rms: Tensor, lr: float | Tensor, rule: Rule) -> Tensor
     return torch.minimum(raw, (rule.max_rms - rms) / rms)
 
 
-@dataclass(frozen=True)
-class StepScales:
-    r"""What multiplies what in the update, each with shape ``(parameters)``.
+class StepScales(NamedTuple):
+    r"""Factors of the update, each with shape ``(tensors)``.
 
     Attributes:
+        taken: Whether the parameter takes the step.
+        unscale: Factor on the gradient: clipping, loss scale and direction.
         second_moment: :math:`1 / (1 - \beta_2^{t+1})`, or 1.
         gradient: Factor on the scaled gradient.
         weight: Factor :math:`s` on the weight; None for one-element parameters.
     """
 
+    taken: Tensor
+    unscale: Tensor
     second_moment: Tensor
     gradient: Tensor
     weight: Tensor | None
 
-    def part(self, start: int, end: int) -> "StepScales":
-        """Those of some consecutive parameters."""
-        weight = None if self.weight is None else self.weight[start:end]
-        return StepScales(self.second_moment[start:end], self.gradient[start:end], weight)
 
-
-def step_scales(step: Tensor, known: tuple[Sizes, Tensor] | None, rule: Rule) -> StepScales:
-    """The factors of a step.
+def step_scales(
+    step: Tensor,
+    known: tuple[Sizes, Tensor] | None,
+    unscale: Tensor,
+    taken: Tensor,
+    rule: Rule,
+) -> StepScales:
+    """Works out the factors of the update.
 
     Args:
-        step: :math:`t` of each, with shape ``(parameters)``.
+        step: :math:`t` of each parameter, with shape ``(tensors)``.
         known: What :func:`size_step` returned; None for one-element parameters.
+        unscale: Factor on the gradients, with shape ``()``.
+        taken: Whether each takes this step, with shape ``(tensors)``.
         rule: The group's numbers.
     """
-    correction = 1 - rule.betas[1] ** (step + 1).to(torch.float64)
-    factor = 1 / correction
+    remaining = correction(rule.betas[1], step + 1)
+    factor = 1 / remaining
+    # In 2022 one-element parameters were corrected without end.
+    if known is not None or not rule.original:
+        factor = torch.where(remaining < CORRECTED_BELOW, factor, 1.0)
+    unscale = unscale.expand(step.shape)
     if known is None:
         lr = torch.full_like(factor, rule.scalar_lr_scale) * rule.lr
-        if not rule.original:
-            factor = torch.where(correction < CORRECTED_BELOW, factor, 1.0)
-        return StepScales(factor, -lr, None)
-    factor = torch.where(correction < CORRECTED_BELOW, factor, 1.0)
+        return StepScales(taken, unscale, factor, -lr, None)
     sizes, size = known
-    return StepScales(factor, -rule.lr * sizes.rms.clamp(min=rule.min_rms), size)
+    return StepScales(taken, unscale, factor, -rule.lr * sizes.rms.clamp(min=rule.min_rms), size)
 
 
-@dataclass(frozen=True)
-class Block:
-    """Some parameters, as this process holds them.
-
-    Attributes:
-        p: Weights.
-        g: Their gradients, in any floating type.
-        v: Second moments, in the state's type.
-        delta: Moving averages of updates, in the state's type.
-        gradient_scale: Factor on the gradients, with shape ``()``: clipping and loss scale.
-        ok: Whether all gradients of the step are finite, with shape ``()``. If not, nothing moves.
-    """
-
-    p: Sequence[Tensor]
-    g: Sequence[Tensor]
-    v: Sequence[Tensor]
-    delta: Sequence[Tensor]
-    gradient_scale: Tensor
-    ok: Tensor
-
-
-def update_(block: Block, scales: StepScales, rule: Rule) -> None:
-    """Moves ``v``, ``delta`` and ``p``: the equations above, with two temporaries.
+def sums(batch: Batch, needed: Tensor | None) -> Tensor:
+    r"""This process's part of the sums before the update, with shape ``(3, tensors)``.
 
     Args:
-        block: The parameters.
-        scales: Their factors, in the block's order.
-        rule: The group's numbers.
+        batch: The parameters.
+        needed: Whether products are needed, with shape ``(tensors)``; None: of all of them.
+
+    Returns:
+        Rows for :math:`|g|^2`, :math:`p \cdot g` and :math:`|p|^2`, the latter two of no use
+        where they are not needed.
     """
-    dtype = block.v[0].dtype
-    (beta1, beta2), v, delta = rule.betas, list(block.v), list(block.delta)
-    # A step with a non-finite gradient keeps the averages: they decay by one, and zero is added.
-    keep = [select(block.ok, beta, 1.0, dtype) for beta in rule.betas]
-    g = sanitized(block.g, block.ok, dtype)
-    torch._foreach_mul_(g, block.gradient_scale.to(dtype))
-    torch._foreach_mul_(v, keep[1])
+    dtype, parts = wide(batch.weights[0].dtype), []
+    read = needed is None or _on_device(needed) or bool(needed.numpy().any())
+    for b in buckets_of(batch):
+        squares = square_sums(b.grads, dtype)
+        if read:
+            products = inner_products(b.weights, b.grads, dtype)
+            rows = [squares, products, square_sums(b.weights, dtype)]
+        else:
+            rows = [squares, torch.zeros_like(squares), torch.zeros_like(squares)]
+        parts.append((b.places, torch.stack(rows)))
+    return joined(batch, parts, 3)
+
+
+def _on_device(column: Tensor) -> bool:
+    """Whether the host would wait for a look at a column."""
+    return torch.compiler.is_compiling() or column.device.type != "cpu"
+
+
+def update(batch: Batch, by: StepScales, rule: Rule) -> Tensor:
+    r"""Moves ``v``, ``delta`` and ``p``: the equations above, with two temporaries.
+
+    Args:
+        batch: The parameters, with ``v`` and ``delta`` as large states.
+        by: Their factors.
+        rule: The group's numbers.
+
+    Returns:
+        :math:`p \cdot g` with the weights before the update, this process's part, with shape
+        ``(tensors)``.
+    """
+    dtype, parts = wide(batch.weights[0].dtype), []
+    for bucket in buckets_of(batch):
+        parts.append((bucket.places, inner_products(bucket.weights, bucket.grads, dtype)[None]))
+        _update(bucket, by, rule)
+    return joined(batch, parts, 1)[0]
+
+
+def _update(bucket: Bucket, by: StepScales, rule: Rule) -> None:
+    (v, delta), (beta1, beta2) = bucket.moments, rule.betas
+    dtype = v[0].dtype
+    taken = bucket.scalars(by.taken)
+    # Who does not take the step keeps its averages: they decay by one, and zero is added.
+    columns = (torch.where(by.taken, beta, 1.0).to(dtype) for beta in rule.betas)
+    keep1, keep2 = (bucket.scalars(column) for column in columns)
+    g = sanitized(bucket.grads, taken, dtype)
+    torch._foreach_mul_(g, bucket.scalars(by.unscale.to(dtype)))
+    torch._foreach_mul_(v, keep2)
     torch._foreach_addcmul_(v, g, g, value=1 - beta2)
-    d = list(torch._foreach_mul(v, list(scales.second_moment.to(dtype).unbind())))
+    d = list(torch._foreach_mul(v, bucket.scalars(by.second_moment.to(dtype))))
     torch._foreach_sqrt_(d)
     torch._foreach_add_(d, rule.eps)
     torch._foreach_div_(g, d)
     del d  # Two temporaries at a time, no more.
-    torch._foreach_mul_(g, list(scales.gradient.to(dtype).unbind()))
-    if scales.weight is not None:
-        bad = ~block.ok
-        for update, p, s in zip(g, block.p, scales.weight.to(dtype).unbind(), strict=True):
-            # The weight may be what was not finite.
-            update.addcmul_(p.to(dtype), s).masked_fill_(bad, 0.0)
-    torch._foreach_mul_(delta, keep[0])
+    torch._foreach_mul_(g, bucket.scalars(by.gradient.to(dtype)))
+    if by.weight is not None:
+        for move, p, s in zip(g, bucket.weights, bucket.scalars(by.weight.to(dtype)), strict=True):
+            # A weight that is not finite must not reach `delta` by way of zero.
+            move.add_(p.to(dtype, copy=True).mul_(s).masked_fill_(s == 0, 0.0))
+    torch._foreach_mul_(delta, keep1)
     torch._foreach_add_(delta, g, alpha=1 - beta1)
     del g
-    if rule.original and scales.weight is None:
-        _bound_(block, rule.scalar_max)
+    _move_weights(bucket, delta, taken, rule, by.weight is None)
+
+
+def _move_weights(
+    bucket: Bucket, delta: list[Tensor], taken: list[Tensor], rule: Rule, is_scalar: bool
+) -> None:
+    """Adds the averages of updates to the weights; one-element ones are bounded."""
+    dtype = delta[0].dtype
+    if is_scalar and rule.original:
+        _bound_(bucket.weights, taken, rule.scalar_max)
     # Zero times an average that is finite: a step that is not taken leaves the weight as it is.
-    torch._foreach_add_(list(block.p), torch._foreach_mul(delta, block.ok.to(dtype)))
-    if not rule.original and scales.weight is None:
-        _bound_(block, rule.scalar_max)
+    moves = torch._foreach_mul(delta, [ok.to(dtype) for ok in taken])
+    torch._foreach_add_(bucket.weights, moves)
+    if is_scalar and not rule.original:
+        _bound_(bucket.weights, taken, rule.scalar_max)
 
 
-def _bound_(block: Block, bound: float) -> None:
-    for p in block.p:
-        p.copy_(torch.where(block.ok, p.clamp(-bound, bound), p))
+def _bound_(weights: list[Tensor], taken: list[Tensor], bound: float) -> None:
+    for p, ok in zip(weights, taken, strict=True):
+        p.copy_(torch.where(ok, p.clamp(-bound, bound), p))

@@ -1,22 +1,125 @@
 """Sums and guards over lists of tensors that several rules share."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["inner_products", "sanitized", "select", "square_sums", "wide"]
+__all__ = [
+    "Batch",
+    "Bucket",
+    "buckets_of",
+    "correction",
+    "exact",
+    "inner_products",
+    "joined",
+    "sanitized",
+    "square_sums",
+    "wide",
+]
+
+
+class Batch(Protocol):
+    """Local tensors of several parameters, each list with one entry for each of them.
+
+    Attributes:
+        weights: Weights, or the float32 masters of 16-bit ones.
+        grads: Gradients, in any floating type; None: the parameter takes no part in the step.
+        moments: Large states, one list for each of them, all in one type.
+        buckets: Indices of parameters that are worked on together.
+    """
+
+    weights: list[Tensor]
+    grads: list[Tensor | None]
+    moments: tuple[list[Tensor], ...]
+    buckets: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some parameters of a batch that one multi-tensor call works on.
+
+    Attributes:
+        places: Their indices in the batch.
+        weights: Their weights.
+        grads: Their gradients.
+        moments: Their large states, a list for each state.
+    """
+
+    places: list[int]
+    weights: list[Tensor]
+    grads: list[Tensor]
+    moments: list[list[Tensor]]
+
+    def scalars(self, column: Tensor) -> list[Tensor]:
+        """Their entries of a column with shape ``(tensors)``, each with shape ``()``."""
+        values = column.unbind()
+        return [values[i] for i in self.places]
+
+
+def buckets_of(batch: Batch) -> Iterator[Bucket]:
+    """The buckets of a batch, without parameters that have no gradient."""
+    for bucket in batch.buckets:
+        pairs = [(i, g) for i in bucket if (g := batch.grads[i]) is not None]
+        if not pairs:
+            continue
+        places = [i for i, _ in pairs]
+        yield Bucket(
+            places,
+            [batch.weights[i] for i in places],
+            [g for _, g in pairs],
+            [[states[i] for i in places] for states in batch.moments],
+        )
+
+
+def joined(batch: Batch, parts: Sequence[tuple[list[int], Tensor]], rows: int) -> Tensor:
+    """Sums of buckets as columns of a batch, zeros for parameters that took no part.
+
+    Args:
+        batch: The batch.
+        parts: Places and sums of each bucket, these with shape ``(rows, len(places))``.
+        rows: Number of rows.
+
+    Returns:
+        Sums with shape ``(rows, tensors)``.
+    """
+    places = [i for own, _ in parts for i in own]
+    if len(places) == len(batch.weights):
+        return torch.cat([sums for _, sums in parts], dim=1)
+    first = batch.weights[0]
+    dtype = parts[0][1].dtype if parts else wide(first.dtype)
+    zero = torch.zeros(rows, dtype=dtype, device=first.device)
+    # Stacked, because an index by a list would be copied to the device and waited for.
+    found = {i: sums[:, k] for own, sums in parts for k, i in enumerate(own)}
+    return torch.stack([found.get(i, zero) for i in range(len(batch.weights))], dim=1)
+
+
+@cache
+def exact(device: torch.device) -> torch.dtype:
+    """The widest floating type of a device: float64, or float32 where there is none (MPS)."""
+    try:
+        torch.zeros((), dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):
+        return torch.float32
+    return torch.float64
+
+
+def correction(beta: float, step: Tensor) -> Tensor:
+    r""":math:`1 - \beta^t` for each count of steps, in the widest type of its device."""
+    dtype = exact(step.device)
+    if dtype is torch.float64 or beta == 0.0:
+        return 1 - beta ** step.to(dtype)
+    # The difference would lose most of float32's digits for a beta near one.
+    return -torch.expm1(step.to(dtype) * math.log(beta))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The type sums are taken in: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def select(ok: Tensor, value: float, other: float, dtype: torch.dtype) -> Tensor:
-    """``value`` if ``ok``, else ``other``, with shape ``()``; decided on the device."""
-    full = torch.full((), value, dtype=dtype, device=ok.device)
-    return torch.where(ok, full, other)
 
 
 # Elements that a CPU adds up one after the other, whose error grows with their number: of 2^24
@@ -76,19 +179,21 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([torch.dot(*pair) for pair in pairs]).sum()
 
 
-def sanitized(gradients: Sequence[Tensor], ok: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Copies in another type; zeros where the step's gradients are not all finite.
+def sanitized(
+    gradients: Sequence[Tensor], taken: Sequence[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    """Copies in another type; zeros where a parameter does not take the step.
 
     Decided on the device: the host does not wait to learn which.
 
     Args:
         gradients: Tensors of any floating type.
-        ok: With shape ``()``.
-        dtype: Of the copies.
+        taken: Whether each takes the step, with shape ``()``.
+        dtype: Type of the copies.
     """
     return [
         torch.where(ok, g, 0.0)
         if g.dtype == dtype
         else g.to(dtype, copy=True).masked_fill_(~ok, 0.0)
-        for g in gradients
+        for g, ok in zip(gradients, taken, strict=True)
     ]

@@ -1,76 +1,56 @@
-"""Fast twins of the formulas, and the choice among them.
+"""Backends of a step, and the choice among them.
 
-For CPUs there are compiled loops, see :mod:`steadygrad.kernels.cpu`; they need the extra ``cpu``.
-For CUDA devices there are Triton kernels, see :mod:`steadygrad.kernels.device`; torch brings Triton
-along where it supports it. Elsewhere, while torch compiles a step, and for the few tensors they
-cannot take, the multi-tensor path computes the same.
+A backend is a module with an optimizer's passes: the formulas themselves by multi-tensor calls,
+compiled loops for CPUs (:mod:`steadygrad.kernels.numba`, with the extra ``cpu``), or Triton kernels
+for CUDA devices (:mod:`steadygrad.kernels.triton`; torch brings Triton along where it supports it).
+All have the same signatures. While torch compiles a step the formulas are taken.
 """
 
 import importlib
 import os
 import warnings
+from collections.abc import Sequence
 from functools import cache
+from types import ModuleType
 
 import torch
 
+from steadygrad.kernels.table import PointerTable, Types
+
 __all__ = [
-    "DEVICES",
-    "choose_mode",
+    "BACKENDS",
+    "KernelError",
+    "backend_of",
     "give_up",
-    "give_up_device",
-    "give_up_silently",
+    "given_up",
     "missing",
-    "missing_on_device",
+    "prepare",
+    "table_for",
     "wants_fused",
-    "warn_about",
-    "warn_once",
+    "warn_about_kernels",
+    "warn_about_tensor",
     "was_forked",
 ]
 
-# Where Triton's kernels run.
-DEVICES = {"cuda"}
+# The package of kernels for each type of device, and what it needs.
+BACKENDS = {"cpu": "numba", "cuda": "triton"}
+_NEEDED = {"numba": ("numba",), "triton": ("numpy", "triton")}
 
-_WARNED: set[str] = set()
-# Why compiled loops, and Triton's kernels, are not tried again in this process.
-_BROKEN: list[str] = []
-_BROKEN_DEVICE: list[str] = []
+# Why the kernels of a type of device are not tried again in this process.
+_BROKEN: dict[str, str] = {}
+# Optimizer and reason of each warning given.
+_WARNED: set[tuple[str, str]] = set()
 # The process that read this file, which is always read before there is anything to compile.
 _PROCESS = os.getpid()
+
+
+class KernelError(RuntimeError):
+    """A kernel cannot be compiled here."""
 
 
 def was_forked() -> bool:
     """Whether this is a child of the process that loaded this package, without its threads."""
     return os.getpid() != _PROCESS
-
-
-@cache
-def missing() -> str | None:
-    """Why there are no compiled loops here; None if there are."""
-    try:
-        numba = importlib.import_module("numba")
-    except Exception as error:
-        # Broken installations raise all sorts of things.
-        if isinstance(error, ImportError) and error.name == "numba":
-            return "numba is not installed"
-        return f"numba cannot be loaded ({error})"
-    return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else None
-
-
-@cache
-def _missing_packages() -> str | None:
-    for name in ("numpy", "triton"):
-        try:
-            importlib.import_module(name)
-        except Exception as error:
-            if isinstance(error, ImportError) and error.name == name:
-                return f"{name} is not installed"
-            return f"{name} cannot be loaded ({error})"
-    return None
-
-
-def missing_on_device() -> str | None:
-    """Why there are no kernels for accelerators here; None if there are."""
-    return _BROKEN_DEVICE[0] if _BROKEN_DEVICE else _missing_packages()
 
 
 def wants_fused(foreach: bool | None, fused: bool | None) -> bool:
@@ -79,70 +59,101 @@ def wants_fused(foreach: bool | None, fused: bool | None) -> bool:
     return bool(fused or (fused is None and foreach is None)) and not torch.compiler.is_compiling()
 
 
-def choose_mode(
-    optimizer: str, foreach: bool | None, fused: bool | None, *, on_cpu: bool = True
-) -> str:
-    """How a step is computed.
+@cache
+def _missing_package(backend: str) -> str | None:
+    for name in _NEEDED[backend]:
+        try:
+            package = importlib.import_module(name)
+        except Exception as error:
+            # Broken installations raise all sorts of things.
+            if isinstance(error, ImportError) and error.name == name:
+                return f"{name} is not installed"
+            return f"{name} cannot be loaded ({error})"
+        if name == "numba" and package.config.DISABLE_JIT:
+            return "NUMBA_DISABLE_JIT is set"
+    return None
+
+
+def missing(device_type: str) -> str | None:
+    """Why there are no kernels for a type of device; None if there are."""
+    if device_type not in BACKENDS:
+        return f"there are none for {device_type} devices"
+    return _BROKEN.get(device_type) or _missing_package(BACKENDS[device_type])
+
+
+def give_up(device_type: str, why: str) -> None:
+    """Leaves the kernels of a type of device alone from now on in this process."""
+    _BROKEN[device_type] = why
+
+
+def given_up() -> list[str]:
+    """Types of devices whose kernels are left alone."""
+    return list(_BROKEN)
+
+
+def backend_of(optimizer: str, device_type: str) -> ModuleType:
+    """The module of an optimizer's passes as kernels for a type of device.
 
     Args:
-        optimizer: Its class's name, for the warning.
-        foreach: The user's wish; None: the best there is.
-        fused: The user's wish for a fused kernel; None: the best there is.
-        on_cpu: Whether parameters are on the CPU, where others are several times slower.
-
-    Returns:
-        ``"fused"``, for the tensors that kernels can take; ``"foreach"`` or ``"single"``.
+        optimizer: Name of the optimizer's modules, such as ``"lans"``.
+        device_type: Type of the device, for which there are kernels.
     """
-    if wants_fused(foreach, fused):
-        found = _BROKEN[0] if _BROKEN else missing()
-        if found is None:
-            return "fused"
-        if fused or on_cpu:
-            warn_once(optimizer, found)
-    return "single" if foreach is False else "foreach"
+    return _module(device_type, optimizer)
 
 
-def give_up(optimizer: str, error: Exception) -> None:
-    """Leaves compiled loops alone from now on, as they cannot be compiled, and says so once."""
-    _BROKEN.append(f"numba cannot compile it ({error})")
-    warn_once(optimizer, _BROKEN[0])
+def _module(device_type: str, name: str) -> ModuleType:
+    return importlib.import_module(f"steadygrad.kernels.{BACKENDS[device_type]}.{name}")
 
 
-def give_up_silently(why: str) -> None:
-    """Leaves compiled loops alone from now on; who asks for them is told why."""
-    _BROKEN.append(why)
+def prepare(optimizer: str, device: torch.device, types: Types) -> None:
+    """Compiles an optimizer's kernels, so that no step finds in its midst that they cannot be.
+
+    Raises:
+        KernelError: If one cannot be compiled. Errors of the device, such as a lack of memory, are
+            passed on.
+    """
+    kernels = backend_of(optimizer, device.type).KERNELS
+    _module(device.type, "runtime").prepare(kernels, types, device)
 
 
-def give_up_device(optimizer: str, error: Exception) -> None:
-    """Leaves Triton's kernels alone from now on, as they cannot be compiled, and says so once."""
-    _BROKEN_DEVICE.append(f"Triton cannot compile it ({' '.join(str(error).split())[:200]})")
-    warn_once(optimizer, _BROKEN_DEVICE[0])
+def table_for(
+    device: torch.device, sizes: Sequence[int], types: Types, states: int
+) -> PointerTable:
+    """A table of pointers for the kernels of a device.
+
+    Args:
+        device: The device.
+        sizes: Elements of each tensor.
+        types: Types of gradients, weights, states and parameters.
+        states: Number of large states.
+    """
+    table: PointerTable = _module(device.type, "runtime").Table(sizes, types, states, device)
+    return table
 
 
-def warn_once(optimizer: str, found: str) -> None:
-    """Says that an optimizer does without a fused kernel."""
+def warn_about_kernels(optimizer: str, why: str) -> None:
+    """Warns that there are no kernels, once for each optimizer and reason."""
     _warn(
         optimizer,
-        f"Expected a fused kernel for {optimizer}. Found none: {found}. The multi-tensor path is "
-        "used. Remedy: pip install 'steadygrad[cpu]' for parameters on a CPU, or triton for "
-        "those on a CUDA device; foreach=True chooses that path.",
+        why,
+        f"Expected a fused kernel for {optimizer}. Found none: {why}. Multi-tensor calls are used. "
+        "Remedy: pip install 'steadygrad[cpu]' for parameters on a CPU, or triton for those on a "
+        "CUDA device; foreach=True chooses multi-tensor calls.",
     )
 
 
-def warn_about(optimizer: str, parameter: torch.Tensor) -> None:
-    """Says that an optimizer has a parameter that compiled loops do not take."""
-    what = f"{type(parameter).__name__} of {parameter.dtype} on {parameter.device}"
+def warn_about_tensor(optimizer: str, parameter: torch.Tensor, why: str) -> None:
+    """Warns about a parameter that kernels cannot take, once for each optimizer and reason."""
     _warn(
         optimizer,
-        f"Expected dense tensors on the CPU in {optimizer}, with gradients and states alike. Found "
-        f"others, the first a {what} with shape {tuple(parameter.shape)} and strides "
-        f"{parameter.stride()}. The multi-tensor path takes these. Remedy: foreach=True in a group "
-        "of their own says so.",
+        why,
+        f"Expected parameters that fused kernels can take in {optimizer}. Found {why} in one of "
+        f"{parameter.dtype} with shape {tuple(parameter.shape)}; multi-tensor calls work on it. "
+        "Remedy: dense tensors of floating types, or foreach=True in a group of their own.",
     )
 
 
-def _warn(optimizer: str, message: str) -> None:
-    if optimizer in _WARNED:
-        return
-    _WARNED.add(optimizer)
-    warnings.warn(message, stacklevel=2)
+def _warn(optimizer: str, reason: str, message: str) -> None:
+    if (optimizer, reason) not in _WARNED:
+        _WARNED.add((optimizer, reason))
+        warnings.warn(message, stacklevel=2)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.formulas.clipping import EARLY
-from steadygrad.optim.leaves import Leaves
+from steadygrad.optim.batch import ParamBatch
 
 __all__ = ["Report"]
 
@@ -63,31 +63,33 @@ class Report:
         }
 
     @staticmethod
-    def bad_elements(some: Leaves) -> Tensor:
+    def bad_elements(batch: ParamBatch) -> Tensor:
         """This process's part of how many elements of each gradient are not finite."""
-        return torch.stack([(~torch.isfinite(g)).sum() for g in some.grads])
+        zero = torch.zeros((), dtype=torch.int64, device=batch.device)
+        counts = [zero if g is None else (~torch.isfinite(g)).sum() for g in batch.grads]
+        return torch.stack(counts)
 
-    def add(self, kind: str, some: Leaves, values: Tensor) -> None:
+    def add(self, kind: str, batch: ParamBatch, values: Tensor) -> None:
         """Takes one number for each parameter."""
-        names = [self._names[id(p)] for p in some.params]
-        found = zip(names, values.tolist(), strict=True)
-        self._values.setdefault(kind, {}).update(found)
+        for p, g, value in zip(batch.params, batch.grads, values.tolist(), strict=True):
+            if g is not None:
+                self._values.setdefault(kind, {})[self._names[id(p)]] = value
 
-    def add_gradients(self, some: Leaves, sums: Tensor) -> None:
+    def add_gradients(self, batch: ParamBatch, sums: Tensor) -> None:
         """Takes sums of squared gradients and counts of bad elements, over all shards.
 
         Args:
-            some: The parameters.
+            batch: The parameters.
             sums: With shape ``(2, parameters)``.
         """
-        self.add("square", some, sums[0].to(torch.float64) / self._grad_scale**2)
-        self.add("bad", some, sums[1])
+        self.add("square", batch, sums[0].to(torch.float64) / self._grad_scale**2)
+        self.add("bad", batch, sums[1])
 
-    def add_unusual(self, some: Leaves, squares: Tensor, expected: Tensor) -> None:
+    def add_unusual(self, batch: ParamBatch, squares: Tensor, expected: Tensor) -> None:
         """Takes a squared size of each gradient and what its history lets expect."""
         squares = squares.to(torch.float64)
         # Without any gradient there is nothing unusual.
-        self.add("unusual", some, torch.where(squares == 0, 0.0, (squares / expected).sqrt()))
+        self.add("unusual", batch, torch.where(squares == 0, 0.0, (squares / expected).sqrt()))
 
     def finish(self) -> dict[str, Any]:
         """The report."""

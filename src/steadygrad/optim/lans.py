@@ -1,6 +1,6 @@
 """LANS: block-normalised gradients and two trust ratios, for very large batches."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,10 +9,9 @@ from torch.optim.optimizer import ParamsT
 
 from steadygrad._checks import InputError, check_number
 from steadygrad.formulas import lans
-from steadygrad.optim.base import ShardedOptimizer
+from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.diagnostics import Report
-from steadygrad.optim.lans_parts import LansPart, part_of
-from steadygrad.optim.leaves import Leaves, Scaling
+from steadygrad.optim.optimizer import AmpState, ShardedOptimizer
 
 __all__ = ["LANS"]
 
@@ -60,18 +59,9 @@ class LANS(ShardedOptimizer):
         | https://arxiv.org/abs/2006.13484
     """
 
+    _passes = "lans"
     _large = ("exp_avg", "exp_avg_sq")
     _small = ("step",)
-    _kernels = (
-        "square_sums",
-        "lans_norms",
-        "lans_begin",
-        "lans_directions",
-        "lans_ratios",
-        "lans_finish",
-        "lans_apply",
-    )
-    _device_job = "DeviceLans"
 
     def __init__(
         self,
@@ -130,35 +120,69 @@ class LANS(ShardedOptimizer):
             "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
         }
 
-    def _update(
-        self,
-        leaves: list[Leaves],
-        over_shards: Callable[[list[Tensor]], list[Tensor]],
-        scaling: Scaling,
-    ) -> Tensor:
-        work = [part_of(some) for some in leaves]
-        norms = over_shards([some.square_norms() for some in work])
-        ok = scaling.ok([torch.isfinite(sums).all() for sums in norms])
-        own = [some.directions(sums[0], ok) for some, sums in zip(work, norms, strict=True)]
-        for some, sums in zip(work, over_shards(own), strict=True):
-            some.apply(sums, ok)
+    def _update(self, batches: Sequence[ParamBatch], amp: AmpState) -> Tensor:
+        own = [b.passes.grad_sq_norms(b) for b in batches]
+        norms, taken, ok = self._first_sums(batches, own, [_finite] * len(batches), amp)
+        rules = [_rule(b.group) for b in batches]
+        by = []
+        for batch, sums, takes, rule in zip(batches, norms, taken, rules, strict=True):
+            step = batch.columns["step"] + takes
+            batch.store("step", step)
+            maximize = batch.group["maximize"]
+            by.append(lans.normalizers(sums[0], step, takes, rule, maximize=maximize))
+        steps = list(zip(batches, by, rules, strict=True))
+        sums = self._sums(batches, [b.passes.update_moments(b, x, rule) for b, x, rule in steps])
+        for (batch, x, rule), total in zip(steps, sums, strict=True):
+            batch.passes.apply(batch, _coefficients(batch, x, rule, total), rule)
         return ok
 
-    def _diagnose(self, group: dict[str, Any], report: Report, grad_scale: float) -> dict[str, Any]:
+    def _diagnose(
+        self,
+        group: dict[str, Any],
+        batches: Sequence[ParamBatch],
+        report: Report,
+        grad_scale: float,
+    ) -> dict[str, Any]:
         # Nothing but the gradient's own norm depends on its scale.
-        for some in self._leaves(group, fused=False):
-            over_shards = self._sums_over_shards([some])
-            part = LansPart(some)
-            own = part.square_norms()
-            (sums,) = over_shards([torch.cat([own, report.bad_elements(some).to(own)[None]])])
-            report.add_gradients(some, sums)
-            part.begin(sums[0], torch.isfinite(sums[0]).all())
-            (sums,) = over_shards([torch.cat([part.direction_sums(), part.pattern_sums()])])
-            expected = torch.tensor(some.numels, device=sums.device)
-            report.add_unusual(some, sums[3], expected)
+        rule = _rule(group)
+        own = [
+            torch.cat([b.passes.grad_sq_norms(b), report.bad_elements(b).to(b.sum_dtype)[None]])
+            for b in batches
+        ]
+        by = []
+        for batch, sums in zip(batches, self._sums(batches, own), strict=True):
+            report.add_gradients(batch, sums)
+            takes = batch.active & torch.isfinite(sums[0]).all()
+            step = batch.columns["step"]
+            by.append(lans.normalizers(sums[0], step, takes, rule, maximize=group["maximize"]))
+        own = [
+            torch.cat([lans.direction_sums(b, x, rule), lans.pattern_sums(b, x, rule)[None]])
+            for b, x in zip(batches, by, strict=True)
+        ]
+        for batch, sums in zip(batches, self._sums(batches, own), strict=True):
+            report.add_unusual(batch, sums[3], batch.numel)
             x, u_m, u_g = sums[:3].sqrt().unbind()
             bounds = group["lower_bound"], group["upper_bound"]
             x = x if bounds == (None, None) else x.clamp(*bounds)
-            report.add("trust_ratio", some, lans.trust_ratio(x, u_m))
-            report.add("gradient_trust_ratio", some, lans.trust_ratio(x, u_g))
+            report.add("trust_ratio", batch, lans.trust_ratio(x, u_m))
+            report.add("gradient_trust_ratio", batch, lans.trust_ratio(x, u_g))
         return report.finish()
+
+
+def _finite(sums: Tensor) -> Tensor:
+    return torch.isfinite(sums[0])
+
+
+def _rule(group: Mapping[str, Any]) -> lans.Rule:
+    bound = group["clip_value"]
+    return lans.Rule(
+        *group["betas"], group["eps"], group["weight_decay"], torch.inf if bound is None else bound
+    )
+
+
+def _coefficients(
+    batch: ParamBatch, by: lans.Normalizers, rule: lans.Rule, sums: Tensor
+) -> lans.Coefficients:
+    group = batch.group
+    bounds = group["lower_bound"], group["upper_bound"]
+    return lans.coefficients(sums, by, rule, lr=batch.lr, bounds=bounds)

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad.sharding import local
-
-__all__ = ["MASTER", "follow_dtype", "wants_master", "working_weight", "write_back"]
+__all__ = ["MASTER", "ensure_master", "round_masters", "sync_masters", "wants_master"]
 
 MASTER = "master_weight"
 
@@ -26,7 +24,7 @@ def wants_master(parameter: Tensor, group: Mapping[str, Any]) -> bool:
     return narrow and group["master_weights"] is not False
 
 
-def follow_dtype(
+def ensure_master(
     parameter: Tensor, state: MutableMapping[str, Any], group: Mapping[str, Any]
 ) -> None:
     """Makes or drops a master where the model was cast, or the option changed, since."""
@@ -36,24 +34,21 @@ def follow_dtype(
         state[MASTER] = parameter.detach().to(torch.float32)
 
 
-def working_weight(
-    parameter: Tensor, state: MutableMapping[str, Any], group: Mapping[str, Any]
-) -> Tensor:
-    """What a step works on: this process's part of the master, or of the parameter."""
-    own = local(parameter.detach())
-    follow_dtype(parameter, state, group)
-    if MASTER not in state:
-        return own
-    master = local(state[MASTER])
-    # Bits, because the CPU compares integers much faster than 16-bit floats.
-    unchanged = master.to(own.dtype).view(torch.int16) == own.view(torch.int16)
-    # Written in place: less memory at a time than the two temporaries of a step.
-    return torch.where(unchanged, master, own, out=master)
+def sync_masters(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Copies to masters what somebody else has written to their parameters, element by element.
+
+    Args:
+        parameters: Local 16-bit parameters.
+        masters: Their local masters.
+    """
+    for own, master in zip(parameters, masters, strict=True):
+        # Bits, because the CPU compares integers much faster than 16-bit floats.
+        unchanged = master.to(own.dtype).view(torch.int16) == own.view(torch.int16)
+        # Written in place: less memory at a time than the two temporaries of a step.
+        torch.where(unchanged, master, own, out=master)
 
 
-def write_back(parameters: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-    """Rounds masters to their parameters."""
-    for parameter, weight in zip(parameters, weights, strict=True):
-        own = local(parameter.detach())
-        if own.dtype != weight.dtype:
-            own.copy_(weight)
+def round_masters(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Rounds masters to their parameters, both local."""
+    for own, master in zip(parameters, masters, strict=True):
+        own.copy_(master)

@@ -1,7 +1,8 @@
 """ScaledAdam: Adam whose steps are proportional to each parameter's size, which is learned too."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,15 +10,18 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from steadygrad._checks import InputError, check_choice, check_count, check_number
-from steadygrad.optim.base import ShardedOptimizer
+from steadygrad.formulas import clipping, scaled_adam
+from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.icefall import unstack
-from steadygrad.optim.leaves import Leaves, Scaling
-from steadygrad.optim.scaled_adam_parts import CLIPPING, SIZES, GroupPart, norm_and_step, part_of
+from steadygrad.optim.optimizer import AmpState, ShardedOptimizer
 
 __all__ = ["ScaledAdam"]
 
 RECIPES = ("zipformer", "stateless7")
+# Small states that parameters of more than one element have, and those of a group's clipping.
+SIZES = ("param_rms", "scale_exp_avg_sq", "scale_grads")
+CLIPPING = ("model_norms", "model_norm_threshold", "num_clipped")
 
 
 class ScaledAdam(ShardedOptimizer):
@@ -69,18 +73,9 @@ class ScaledAdam(ShardedOptimizer):
         "num_clipped": torch.float32,
     }
     _none_is_zero = True
+    _passes = "scaled_adam"
     _large = ("exp_avg_sq", "delta")
     _small = ("step", *SIZES)
-    _kernels = (
-        "scaled_adam_sums",
-        "scaled_adam_add",
-        "scaled_adam_judge",
-        "scaled_adam_learn",
-        "scaled_adam_update",
-        "scaled_adam_enter",
-    )
-    _early_sums = True
-    _device_job = "DeviceScaledAdam"
 
     def __init__(
         self,
@@ -142,8 +137,8 @@ class ScaledAdam(ShardedOptimizer):
             return torch.float32
         return super()._state_dtype(parameter, group)
 
-    def _kind(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        return *super()._kind(parameter, group), parameter.numel() == 1
+    def _kind(self, parameter: Tensor) -> bool:
+        return parameter.numel() == 1
 
     def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         dtype, device = self._state_dtype(parameter, group), parameter.device
@@ -208,52 +203,182 @@ class ScaledAdam(ShardedOptimizer):
             "num_clipped": torch.zeros((), dtype=torch.float32, device=device),
         }
 
-    def _update(
-        self,
-        leaves: list[Leaves],
-        over_shards: Callable[[list[Tensor]], list[Tensor]],
-        scaling: Scaling,
-    ) -> Tensor:
-        work = [part_of(some, scaling) for some in leaves]
-        sums = over_shards([some.parameter_sums() for some in work])
-        for some, rows in zip(work, sums, strict=True):
-            some.take(rows)
-        ok = scaling.ok([some.finite() for some in work])
+    def _update(self, batches: Sequence[ParamBatch], amp: AmpState) -> Tensor:
+        work = [_Update(batch, amp) for batch in batches]
+        own = [update.local_sums() for update in work]
+        sums, taken, ok = self._first_sums(batches, own, [u.finite for u in work], amp)
+        for update, total, takes in zip(work, sums, taken, strict=True):
+            update.sums, update.taken = total, takes
         clips = self._clip(work, ok)
-        for some in work:
-            some.move(clips[some.key], ok.to(some.leaves.device))
+        for update in work:
+            update.apply(clips[update.key])
         return ok
 
     @staticmethod
-    def _clip(work: list[GroupPart], ok: Tensor) -> dict[Any, Tensor]:
-        """Every group's clipping factor on each of its devices."""
-        groups: dict[int, list[GroupPart]] = defaultdict(list)
-        for some in work:
-            groups[id(some.leaves.group)].append(some)
-        factors = {}
+    def _clip(work: Sequence["_Update"], ok: Tensor) -> dict[Any, Tensor]:
+        """Clipping factor of each group on each of its devices, with shape ``()``."""
+        groups: dict[int, list[_Update]] = defaultdict(list)
+        for update in work:
+            groups[id(update.group)].append(update)
+        factors: dict[Any, Tensor] = {}
         for members in groups.values():
-            found = norm_and_step(members)
-            for some in members:
-                if some.key not in factors:
-                    factors[some.key] = some.clip(found, ok)
+            if members[0].group["clipping_scale"] is None:
+                factors |= {u.key: torch.ones((), device=u.batch.device) for u in members}
+                continue
+            norm, step = _norm_and_step(members)
+            for update in members:
+                if update.key not in factors:
+                    factors[update.key] = update.clip(norm, step, ok)
         return factors
 
-    def _diagnose(self, group: dict[str, Any], report: Report, grad_scale: float) -> dict[str, Any]:
-        members = []
-        for some in self._leaves(group, fused=False):
-            part = GroupPart(some, Scaling(torch.tensor(1 / grad_scale, device="cpu"), None))
-            own = part.parameter_sums()
-            moments = torch.stack([v.sum() for v in some.locals("exp_avg_sq")])
-            more = (row.to(own)[None] for row in (report.bad_elements(some), moments))
-            (sums,) = self._sums_over_shards([some])([torch.cat([own, *more])])
-            report.add_gradients(some, sums[[0, 3]])
-            report.add_unusual(some, sums[0].to(torch.float64) / grad_scale**2, sums[4])
-            part.sums = sums[:3]
-            report.add("dominance", some, part.norm_terms())
-            if not part.is_scalar:
-                report.add("rms", some, some.column("param_rms"))
-            members.append(part)
-        if not members:
+    def _diagnose(
+        self,
+        group: dict[str, Any],
+        batches: Sequence[ParamBatch],
+        report: Report,
+        grad_scale: float,
+    ) -> dict[str, Any]:
+        amp = AmpState(torch.tensor(grad_scale, dtype=torch.float64, device="cpu"))
+        work = [_Update(batch, amp) for batch in batches]
+        own = []
+        for batch, update in zip(batches, work, strict=True):
+            more = report.bad_elements(batch), torch.stack([v.sum() for v in batch.moments[0]])
+            sums = scaled_adam.sums(batch, None)
+            own.append(torch.cat([sums, *(row.to(sums)[None] for row in more)]))
+        for batch, update, sums in zip(batches, work, self._sums(batches, own), strict=True):
+            update.sums = sums[:3]
+            report.add_gradients(batch, sums[[0, 3]])
+            report.add_unusual(batch, sums[0].to(torch.float64) / grad_scale**2, sums[4])
+            report.add("dominance", batch, update.norm_terms())
+            if not update.is_scalar:
+                report.add("rms", batch, batch.columns["param_rms"])
+        if not batches:
             return report.finish_clipping({}, 0)
-        step = max(int(part.last_step()) for part in members)
-        return report.finish_clipping(members[0].leaves.states[0], step)
+        step = max(int(batch.columns["step"].max()) for batch in batches)
+        return report.finish_clipping(batches[0].states[0], step)
+
+
+class _Update:
+    """A step of one batch of parameters, all of one element or none.
+
+    Args:
+        batch: The parameters.
+        amp: What a gradient scaler has left.
+
+    Attributes:
+        sums: Sums over all shards, with shape ``(3, tensors)``, once they are known.
+        taken: Whether each parameter takes the step, with shape ``(tensors)``, once it is known.
+    """
+
+    sums: Tensor
+    taken: Tensor
+
+    def __init__(self, batch: ParamBatch, amp: AmpState) -> None:
+        self.batch, self.group, self.rule = batch, batch.group, _rule(batch)
+        self.key = id(batch.group), batch.device
+        self.is_scalar = "param_rms" not in batch.columns
+        self.step = batch.columns["step"].clone()
+        self.unscale = amp.unscale(batch.device, maximize=batch.group["maximize"])
+        needed = scaled_adam.needs_products(self.step, self.rule)
+        self.needed = torch.zeros_like(needed) if self.is_scalar else needed
+
+    def local_sums(self) -> Tensor:
+        """This process's part of the sums."""
+        # Products of shards are of use only once they are added up: with the others, each step.
+        every_step = self.batch.sharded and not self.is_scalar
+        return self.batch.passes.sums(self.batch, None if every_step else self.needed)
+
+    def finite(self, sums: Tensor) -> Tensor:
+        """Whether sums can be used, with shape ``(tensors)``."""
+        return scaled_adam.finite(sums, self.needed, self.batch.state_dtype)
+
+    def norm_terms(self) -> Tensor:
+        """Squared norm of each parameter's scaled gradient, with shape ``(tensors)``."""
+        squares = self.sums[0] * self.unscale**2
+        if self.is_scalar:
+            # In 2022 the norm took no account of the smaller learning rate.
+            scale = 1.0 if self.rule.original else self.rule.scalar_lr_scale
+            return squares * scale**2
+        return squares * self.batch.columns["param_rms"].to(squares) ** 2
+
+    def clip(self, norm: Tensor, step: Tensor, ok: Tensor) -> Tensor:
+        """Remembers the group's norm on this device and returns the factor."""
+        state, device = self.batch.states[0], self.batch.device
+        known, factor = clipping.clip(
+            clipping.Clipping(*(state[name] for name in CLIPPING)),
+            norm.to(device),
+            step.to(device),
+            ok.to(device),
+            scale=self.group["clipping_scale"],
+            original=self.rule.original,
+        )
+        for name, value in zip(CLIPPING, vars(known).values(), strict=True):
+            state[name].copy_(value)
+        return factor
+
+    def apply(self, clip: Tensor) -> None:
+        """Moves states and weights.
+
+        Args:
+            clip: Clipping factor of the group, with shape ``()``.
+        """
+        batch, rule, unscale = self.batch, self.rule, self.unscale * clip
+        known = None if self.is_scalar else self._size_step(unscale)
+        # In 2022 the clipped gradient reached the sizes only.
+        in_update = self.unscale if rule.original else unscale
+        by = scaled_adam.step_scales(self.step, known, in_update, self.taken, rule)
+        products = batch.passes.update(batch, by, rule)
+        batch.store("step", self.step + self.taken)
+        if known is not None:
+            now = self.sums[1]
+            if not batch.sharded:
+                now = torch.where(self.needed, now, products)
+            ring = scaled_adam.remembered(
+                known[0].gradients,
+                (now * unscale).to(batch.state_dtype),
+                self.step,
+                self.taken,
+            )
+            values = (known[0].rms, known[0].mean_square, ring)
+            for name, column in zip(SIZES, values, strict=True):
+                batch.store(name, column)
+
+    def _size_step(self, unscale: Tensor) -> tuple[scaled_adam.Sizes, Tensor]:
+        batch = self.batch
+        sizes = scaled_adam.Sizes(*(batch.columns[name] for name in SIZES))
+        gradient = (self.sums[1] * unscale).to(batch.state_dtype)
+        rms = (self.sums[2] / batch.numel).sqrt().to(batch.state_dtype)
+        return scaled_adam.size_step(sizes, gradient, rms, self.step, self.taken, self.rule)
+
+
+def _norm_and_step(members: Sequence[_Update]) -> tuple[Tensor, Tensor]:
+    """Norm of a group's scaled gradients and the steps it has taken, both with shape ``()``."""
+    device = members[0].batch.device
+    terms = torch.cat([update.norm_terms().to(device) for update in members])
+    params = [p for update in members for p in update.batch.params]
+    if len(members) > 1:
+        # In the group's order: that of the batches may differ from process to process.
+        places = torch.cat([update.batch.index.to(device) for update in members])
+        terms = terms[places.argsort()]
+        by_place = sorted(zip((i for u in members for i in u.batch.places), params, strict=True), key=lambda pair: pair[0])
+        params = [p for _, p in by_place]
+    # Asked for in float64 only, and slow to gather.
+    shapes = [(str(p.dtype), *p.shape) for p in params] if terms.dtype is torch.float64 else []
+    # A parameter that was frozen for a time is behind its group.
+    step = torch.stack([update.step.max().to(device) for update in members]).max()
+    return clipping.total_norm(terms, shapes), step
+
+
+def _rule(batch: ParamBatch) -> scaled_adam.Rule:
+    group = batch.group
+    return scaled_adam.Rule(
+        lr=batch.lr,
+        betas=group["betas"],
+        eps=group["eps"],
+        scalar_lr_scale=group["scalar_lr_scale"],
+        min_rms=group["param_min_rms"],
+        max_rms=group["param_max_rms"],
+        scalar_max=group["scalar_max"],
+        period=group["size_update_period"],
+        original=group["recipe"] == "stateless7",
+    )

@@ -15,16 +15,16 @@ from steadygrad._checks import InputError
 from steadygrad.formulas.tensors import wide
 from steadygrad.optim.checks import check_options, check_parameter
 from steadygrad.optim.loading import TypeKeepingOptimizer, paired_states
-from steadygrad.optim.masters import MASTER, follow_dtype, wants_master
+from steadygrad.optim.masters import MASTER, ensure_master, wants_master
 from steadygrad.sharding import shared_out
 
 __all__ = ["StatefulOptimizer"]
 
 
-class Known:
+class StateSnapshot:
     """Which parameters and states an optimizer had, to tell whether they are still the same.
 
-    Told without a look-up by parameter: each of these calls Python for the hash of a tensor.
+    Compared without a look-up by parameter: each of these calls Python for the hash of a tensor.
 
     Args:
         optimizer: The optimizer.
@@ -34,7 +34,7 @@ class Known:
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._keys, self._states = list(optimizer.state), list(optimizer.state.values())
 
-    def still(self, optimizer: Optimizer) -> bool:
+    def matches(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has the same ones, in the same order."""
         groups, state = optimizer.param_groups, optimizer.state
         return (
@@ -58,7 +58,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     A subclass says what a new state is.
     """
 
-    _known: Known | None = None
+    _snapshot: StateSnapshot | None = None
     # All other states are small and not sharded.
     _elementwise = frozenset({"exp_avg", "exp_avg_sq", "delta", MASTER})
     # Types of small states; the others have that of the averages.
@@ -105,7 +105,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     @torch.no_grad()
     def _fill_state(self) -> None:
         """State of parameters that have none, as at construction or where a wrapper put others."""
-        if self._known is not None and self._known.still(self):
+        if self._snapshot is not None and self._snapshot.matches(self):
             return
         for group in self.param_groups:
             missing = [p for p in group["params"] if not self.state.get(p)]
@@ -123,13 +123,13 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         if len(self.state) > len(known):
             for p in [p for p in self.state if p not in known]:
                 del self.state[p]
-        self._known = Known(self)
+        self._snapshot = StateSnapshot(self)
 
     @torch.no_grad()
-    def _follow_dtypes(self) -> None:
+    def _ensure_masters(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                follow_dtype(p, self.state[p], group)
+                ensure_master(p, self.state[p], group)
 
     def _shared_of(self, group: Mapping[str, Any]) -> dict[torch.device, dict[str, Any]]:
         """A group's shared state by device, from the first parameter that has it."""
@@ -144,7 +144,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         """The state and the groups' options, as torch's."""
         # A wrapper may have put other parameters into the groups since, or cast the model.
         self._fill_state()
-        self._follow_dtypes()
+        self._ensure_masters()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -158,7 +158,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         """
         super().load_state_dict(state_dict)
         self._fill_state()
-        self._follow_dtypes()
+        self._ensure_masters()
         self._tie_shared()
 
     def _place(

@@ -27,13 +27,15 @@ class ShardSum:
     Every process of a mesh must make the same calls; one that holds an empty shard adds zeros.
 
     Args:
-        tensors: The tensors, DTensors or plain ones; these are left as they are.
+        tensors: The tensors, DTensors or plain ones; columns of plain ones are left as they are.
+        flags: Number of further columns, at the end, that are added up over all these processes:
+            where there are several groups, one after the other, so that what is not zero stays so.
 
     Raises:
         InputError: If a DTensor is a partial sum.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], flags: int = 0) -> None:
         found = [_shard_axes(tensor) for tensor in tensors]
         union: dict[DeviceMesh, set[int]] = {}
         for mesh, axes in found:
@@ -43,11 +45,13 @@ class ShardSum:
         homes = {mesh: _widest(team, teams) for mesh, team in teams.items()}
         kept = list(dict.fromkeys(homes.values()))
         self._groups = [_axes_group(mesh, union[mesh]) for mesh in kept]
-        self._members = [[m is not None and homes[m] == mesh for m, _ in found] for mesh in kept]
+        self._members = [
+            [m is not None and homes[m] == mesh for m, _ in found] + [True] * flags for mesh in kept
+        ]
         self._shares = [
             1.0 if mesh is None else _size(mesh, axes) / len(teams[homes[mesh]])
             for mesh, axes in found
-        ]
+        ] + [1.0] * flags
         self._constants: dict[torch.device, tuple[Tensor, list[Tensor]]] = {}
 
     @property
@@ -56,7 +60,7 @@ class ShardSum:
         return len(self._groups)
 
     def __call__(self, columns: Tensor) -> Tensor:
-        """Adds up ``columns`` with shape ``(k, tensors)``, whose last axis goes by tensor."""
+        """Adds up columns with shape ``(k, tensors + flags)``, whose last axis goes by tensor."""
         if not self._groups:
             return columns
         shares, members = self._constants_on(columns.device)

@@ -8,7 +8,6 @@ threads are its parent's and not its own, Python threads do it.
 
 import ctypes
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -63,33 +62,23 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return _Own.pool
 
 
-def run(
-    address: int,
-    job: NDArray[np.int64],
-    elements: int,
-    meanwhile: Callable[[], object] = lambda: None,
-) -> None:
+def run(address: int, args: NDArray[np.int64], elements: int) -> None:
     """Runs a kernel to its end, without the interpreter's lock.
 
     Args:
-        address: Of the kernel.
-        job: What it is handed.
-        elements: How much work it is.
-        meanwhile: Called once, while the other threads have begun already: memory is as busy with
-            one thread less, so what is done here takes next to no time. Should it raise, the
-            kernel comes to its end first, if it has begun.
+        address: Address of the kernel.
+        args: Its arguments.
+        elements: Elements that it works on.
     """
     threads = min(torch.get_num_threads(), max(1, elements // SMALL))
-    kernel, place = _KERNEL(address), job.ctypes.data
+    kernel, place = _KERNEL(address), args.ctypes.data
     if threads == 1:
-        meanwhile()
         kernel(place)
     elif not was_forked() and (team := _team()) is not None:
         start, end = team
         # A team must come to its end wherever an interrupt may fall.
         try:
             start(address, place, threads)
-            meanwhile()
         finally:
             try:
                 kernel(place)
@@ -98,10 +87,7 @@ def run(
     else:
         others = [_pool(threads).submit(kernel, place) for _ in range(threads - 1)]
         try:
-            meanwhile()
+            kernel(place)
         finally:
-            try:
-                kernel(place)
-            finally:
-                for other in others:
-                    other.result()
+            for other in others:
+                other.result()

@@ -1,11 +1,11 @@
-"""What the compiled loops are made of: addresses, a shared work list, and 16-bit numbers.
+"""Building blocks of the compiled loops: arguments, a shared work list, and 16-bit numbers.
 
 Numba has no bfloat16 and, on CPUs, no float16: their bits travel as ``uint16`` and ``int16``.
 """
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -14,38 +14,80 @@ from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from steadygrad.kernels.tables import Job, Setting
-
 __all__ = [
-    "SOURCE",
-    "add_up",
-    "array_at",
+    "KernelArgs",
+    "arguments",
+    "block_at",
+    "chunk_of",
     "compiled",
-    "follow",
     "gradient_at",
     "narrow",
-    "opened",
-    "part_at",
-    "take",
+    "source_of",
+    "sync_masters",
     "wide",
     "widen",
 ]
 
-# Numba's cache looks at a function's own file only. Kernels hold on to this number too, so that
-# they are made anew when what else they are made of has changed.
-ROOM = Path(__file__).parent
-PARTS = [*sorted(ROOM.glob("numba_*.py")), ROOM / "tables.py"]
-PARTS.append(ROOM.parent / "formulas" / "scaled_adam.py")
-SOURCE = crc32(b"".join(part.read_bytes() for part in PARTS))
+
+class KernelArgs(NamedTuple):
+    """Arguments of a kernel, int64 numbers in this order: addresses and counts.
+
+    Attributes:
+        counter: Address of the number of chunks taken.
+        chunks: Number of chunks.
+        chunk_table: Address of rows of tensor, first element and length.
+        tensors: Number of tensors.
+        addresses: Address of the tensors' addresses, a row for each tensor.
+        fields: Length of such a row.
+        sums: Address of float64 partial sums, a row for each chunk.
+        sum_columns: Length of such a row.
+        factors: Address of float64 factors, a row of all tensors for each factor.
+        options: Address of float64 numbers that hold for all tensors.
+        zeros: Address of a block of zeros: gradients of tensors that have none.
+    """
+
+    counter: int
+    chunks: int
+    chunk_table: int
+    tensors: int
+    addresses: int
+    fields: int
+    sums: int
+    sum_columns: int
+    factors: int
+    options: int
+    zeros: int
+
+
+def source_of(*fields: tuple[str, ...]) -> int:
+    """A number that changes with the sources of the kernels and the names of their factors.
+
+    Numba's cache looks at a function's own file only. Kernels hold on to this number, so that they
+    are compiled anew when anything else that they are made of has changed.
+    """
+    here = Path(__file__).parent
+    sources = [here / "numbers.py", here.parent / "table.py"]
+    return crc32(b"".join(path.read_bytes() for path in sources) + repr(fields).encode())
+
 
 # Without `nnan` and `ninf`: given those, the compiler may drop what guards against such values.
 FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
 
 # Plain numbers, as the compiler takes them for constants.
-COUNTER, ZEROS, PLACES = int(Job.COUNTER), int(Job.ZEROS), len(Job)
-CHUNKS, CHUNK_TABLE, SUMS = int(Job.CHUNKS), int(Job.CHUNK_TABLE), int(Job.SUMS)
-TENSORS, TENSOR_TABLE, FIELDS = int(Job.TENSORS), int(Job.TENSOR_TABLE), int(Job.FIELDS)
-FACTORS, SETTINGS, MOST_SETTINGS = int(Job.FACTORS), int(Job.SETTINGS), len(Setting)
+(
+    COUNTER,
+    CHUNKS,
+    CHUNK_TABLE,
+    TENSORS,
+    ADDRESSES,
+    FIELDS,
+    SUMS,
+    SUM_COLUMNS,
+    FACTORS,
+    OPTIONS,
+    ZEROS,
+) = range(len(KernelArgs._fields))
+PLACES = len(KernelArgs._fields)
 INT16, INT32, INT64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOAT32 = ir.FloatType()
 
@@ -91,7 +133,7 @@ def array_at(address: Any, length: Any, dtype: Any) -> Any:
 
 
 @njit(inline="always")
-def part_at(address: Any, first: Any, length: Any, dtype: Any) -> Any:
+def block_at(address: Any, first: Any, length: Any, dtype: Any) -> Any:
     """Some elements of the memory at an address, as an array of their own.
 
     A loop over it counts from zero: only then does the compiler see that no index is negative,
@@ -102,41 +144,37 @@ def part_at(address: Any, first: Any, length: Any, dtype: Any) -> Any:
 
 
 @njit(inline="always")
-def opened(data: Any, width: Any) -> Any:
-    """A job and its tables: chunks, addresses, sums, ``width`` factors a tensor, settings."""
-    job = carray(data, PLACES, np.int64)
-    chunks = array_at(job[CHUNK_TABLE], (job[CHUNKS], 3), np.int64)
-    addresses = array_at(job[TENSOR_TABLE], (job[TENSORS], job[FIELDS]), np.int64)
-    sums = array_at(job[SUMS], (job[CHUNKS], 3), np.float64)
-    factors = array_at(job[FACTORS], (job[TENSORS], width), np.float64)
-    return job, chunks, addresses, sums, factors, array_at(job[SETTINGS], MOST_SETTINGS, np.float64)
+def arguments(data: Any, factors: Any, options: Any) -> Any:
+    """The arguments and their tables: addresses, sums, factors and options.
+
+    Args:
+        data: What the kernel was handed.
+        factors: Number of factors of a tensor.
+        options: Number of options.
+    """
+    args = carray(data, PLACES, np.int64)
+    addresses = array_at(args[ADDRESSES], (args[TENSORS], args[FIELDS]), np.int64)
+    sums = array_at(args[SUMS], (args[CHUNKS], args[SUM_COLUMNS]), np.float64)
+    table = array_at(args[FACTORS], (factors, args[TENSORS]), np.float64)
+    return args, addresses, sums, table, array_at(args[OPTIONS], options, np.float64)
 
 
 @njit(inline="always")
-def add_up(chunks: Any, sums: Any, numbers: Any, place: Any, count: Any, exact: Any) -> None:
-    """Adds up over chunks, in the weights' type or float32."""
-    numbers[:, place : place + count] = 0.0
-    for c in range(len(chunks)):
-        for i in range(count):
-            numbers[chunks[c, 0], place + i] += sums[c, i]
-    for t in range(len(numbers)):
-        for i in range(place, place + count):
-            numbers[t, i] = np.float64(exact(numbers[t, i]))
+def chunk_of(args: Any) -> Any:
+    """The next chunk that nobody has taken: place, tensor, start, stop; a negative place: none."""
+    place = fetch_next(args[COUNTER])
+    if place >= args[CHUNKS]:
+        return np.int64(-1), np.int64(0), np.int64(0), np.int64(0)
+    row = array_at(args[CHUNK_TABLE] + place * 24, 3, np.int64)
+    return place, row[0], row[1], row[1] + row[2]
 
 
 @njit(inline="always")
-def take(job: Any) -> Any:
-    """The place of the next chunk that nobody has taken; negative if there is none."""
-    place = fetch_next(job[COUNTER])
-    return place if place < job[CHUNKS] else np.int64(-1)
-
-
-@njit(inline="always")
-def gradient_at(job: Any, address: Any, first: Any, length: Any, dtype: Any) -> Any:
-    """A block of a gradient; zeros for one that is nowhere."""
+def gradient_at(args: Any, address: Any, first: Any, length: Any, dtype: Any) -> Any:
+    """A block of a gradient; zeros for one without an address."""
     if address == 0:
-        return part_at(job[ZEROS], 0, length, dtype)
-    return part_at(address, first, length, dtype)
+        return block_at(args[ZEROS], 0, length, dtype)
+    return block_at(address, first, length, dtype)
 
 
 def _int(value: int) -> Any:
@@ -232,8 +270,8 @@ def _narrow(number: Any, like: Any) -> Any:
 
 
 @njit(inline="always")
-def follow(master: Any, parameter: Any, size: Any) -> None:
-    """Masters take what somebody else has written to their parameters.
+def sync_masters(master: Any, parameter: Any, size: Any) -> None:
+    """Copies to masters what somebody else has written to their parameters.
 
     An element that is still its master's rounding tells nothing new; any other is the master now.
     """

@@ -1,0 +1,155 @@
+"""LANS as compiled loops: the three passes of :mod:`steadygrad.formulas.lans`."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from steadygrad.formulas.lans import Coefficients, Normalizers, Rule
+from steadygrad.kernels.numba.numbers import (
+    arguments,
+    block_at,
+    chunk_of,
+    gradient_at,
+    narrow,
+    source_of,
+    sync_masters,
+    wide,
+    widen,
+)
+from steadygrad.kernels.numba.runtime import KernelBatch, launch
+from steadygrad.kernels.table import BLOCK, GRAD, PARAM, STATES, WEIGHT
+
+__all__ = ["KERNELS", "apply", "grad_sq_norms", "update_moments"]
+
+SOURCE = source_of(Rule._fields, Normalizers._fields, Coefficients._fields)
+NORMALIZERS, COEFFICIENTS, OPTIONS = map(len, (Normalizers._fields, Coefficients._fields, Rule._fields))
+
+
+def grad_sq_norms(batch: KernelBatch) -> Tensor:
+    """As in :mod:`steadygrad.formulas.lans`."""
+    launch(grad_kernel, batch.table)
+    return batch.table.sums(1, batch.sum_dtype)
+
+
+def update_moments(batch: KernelBatch, by: Normalizers, rule: Rule) -> Tensor:
+    """As in :mod:`steadygrad.formulas.lans`. Masters take what was written to parameters."""
+    launch(moments_kernel, batch.table, by, rule)
+    return batch.table.sums(3, batch.sum_dtype)
+
+
+def apply(batch: KernelBatch, by: Coefficients, rule: Rule) -> None:
+    """As in :mod:`steadygrad.formulas.lans`. 16-bit parameters are rounded from their masters."""
+    launch(apply_kernel, batch.table, by, rule)
+
+
+def grad_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
+    """Squared norms of gradients."""
+    source, exact = SOURCE, wide(weight)
+
+    def kernel(data: Any) -> None:
+        args, table, sums, _factors, _options = arguments(data, 0, 0 * source)
+        while True:
+            c, tensor, start, stop = chunk_of(args)
+            if c < 0:
+                return
+            total = 0.0
+            if table[tensor, GRAD] != 0:
+                for first in range(start, stop, BLOCK):
+                    size = min(BLOCK, stop - first)
+                    g = block_at(table[tensor, GRAD], first, size, grad)
+                    part = exact(0)
+                    for i in range(size):
+                        x = exact(widen(g[i]))
+                        part += x * x
+                    total += np.float64(part)
+            sums[c, 0] = total
+
+    return kernel
+
+
+def moments_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
+    """Moves the moments; squared norms of weights and both directions."""
+    source, rounded = SOURCE, param is not weight
+
+    def kernel(data: Any) -> None:
+        args, table, sums, factors, options = arguments(data, NORMALIZERS, OPTIONS + 0 * source)
+        beta1, beta2, rest1, rest2 = options[0], options[1], 1 - options[0], 1 - options[1]
+        beta1, beta2, rest1, rest2 = state(beta1), state(beta2), state(rest1), state(rest2)
+        eps, decay, bound = state(options[2]), state(options[3]), state(options[4])
+        while True:
+            c, tensor, start, stop = chunk_of(args)
+            if c < 0:
+                return
+            sums[c, 0] = sums[c, 1] = sums[c, 2] = 0.0
+            if factors[0, tensor] == 0.0:
+                continue
+            inverse = state(factors[1, tensor])
+            unbias1, unbias2 = state(factors[2, tensor]), state(factors[3, tensor])
+            for first in range(start, stop, BLOCK):
+                size = min(BLOCK, stop - first)
+                g = gradient_at(args, table[tensor, GRAD], first, size, grad)
+                x = block_at(table[tensor, WEIGHT], first, size, weight)
+                m = block_at(table[tensor, STATES], first, size, state)
+                v = block_at(table[tensor, STATES + 1], first, size, state)
+                if rounded:
+                    sync_masters(x, block_at(table[tensor, PARAM], first, size, param), size)
+                part_x, part_m, part_g = state(0), state(0), state(0)
+                for i in range(size):
+                    scaled = state(widen(g[i])) * inverse
+                    scaled = min(max(scaled, -bound), bound)
+                    m[i] = beta1 * m[i] + rest1 * scaled
+                    v[i] = beta2 * v[i] + rest2 * (scaled * scaled)
+                    over = state(1) / (math.sqrt(v[i] * unbias2) + eps)
+                    here = state(widen(x[i]))
+                    u_m = m[i] * unbias1 * over + decay * here
+                    u_g = scaled * over + decay * here
+                    part_x += here * here
+                    part_m += u_m * u_m
+                    part_g += u_g * u_g
+                sums[c, 0] += np.float64(part_x)
+                sums[c, 1] += np.float64(part_m)
+                sums[c, 2] += np.float64(part_g)
+
+    return kernel
+
+
+def apply_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
+    """Moves the weights, and the parameters that are their roundings."""
+    source, exact, rounded = SOURCE, wide(weight), param is not weight
+
+    def kernel(data: Any) -> None:
+        args, table, _sums, factors, options = arguments(data, COEFFICIENTS, OPTIONS + 0 * source)
+        eps, bound = state(options[2]), state(options[4])
+        while True:
+            c, tensor, start, stop = chunk_of(args)
+            if c < 0:
+                return
+            if factors[0, tensor] == 0.0:
+                continue
+            inverse, unbias2 = state(factors[1, tensor]), state(factors[2, tensor])
+            by_m, by_g = state(factors[3, tensor]), state(factors[4, tensor])
+            keep = exact(factors[5, tensor])
+            for first in range(start, stop, BLOCK):
+                size = min(BLOCK, stop - first)
+                g = gradient_at(args, table[tensor, GRAD], first, size, grad)
+                x = block_at(table[tensor, WEIGHT], first, size, weight)
+                m = block_at(table[tensor, STATES], first, size, state)
+                v = block_at(table[tensor, STATES + 1], first, size, state)
+                for i in range(size):
+                    scaled = state(widen(g[i])) * inverse
+                    scaled = min(max(scaled, -bound), bound)
+                    d = math.sqrt(v[i] * unbias2) + eps
+                    moved = keep * exact(widen(x[i])) - (by_g * scaled + by_m * m[i]) / d
+                    x[i] = narrow(moved, x[i])
+                if rounded:
+                    p = block_at(table[tensor, PARAM], first, size, param)
+                    for i in range(size):
+                        p[i] = narrow(x[i], p[i])
+
+    return kernel
+
+
+KERNELS = (grad_kernel, moments_kernel, apply_kernel)

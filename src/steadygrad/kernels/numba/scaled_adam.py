@@ -1,0 +1,136 @@
+"""ScaledAdam as compiled loops: both passes of :mod:`steadygrad.formulas.scaled_adam`."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from steadygrad.formulas.scaled_adam import Rule, StepScales
+from steadygrad.kernels.numba.numbers import (
+    arguments,
+    block_at,
+    chunk_of,
+    gradient_at,
+    narrow,
+    source_of,
+    sync_masters,
+    wide,
+    widen,
+)
+from steadygrad.kernels.numba.runtime import KernelBatch, launch
+from steadygrad.kernels.table import BLOCK, GRAD, PARAM, STATES, WEIGHT
+
+__all__ = ["KERNELS", "sums", "update"]
+
+SOURCE = source_of(StepScales._fields)
+FACTORS = len(StepScales._fields)
+# beta1, beta2, eps, and the bounds on weights before and after the step.
+OPTIONS = 5
+
+
+def sums(batch: KernelBatch, needed: Tensor | None) -> Tensor:
+    """As in :mod:`steadygrad.formulas.scaled_adam`. Masters take what was written to parameters."""
+    if needed is None:
+        needed = torch.ones(len(batch.table.addresses), device="cpu")
+    launch(sums_kernel, batch.table, [needed])
+    return batch.table.sums(3, batch.sum_dtype)
+
+
+def update(batch: KernelBatch, by: StepScales, rule: Rule) -> Tensor:
+    """As in :mod:`steadygrad.formulas.scaled_adam`. 16-bit parameters follow their masters."""
+    bound = torch.inf if by.weight is not None else rule.scalar_max
+    bounds = (bound, torch.inf) if rule.original else (torch.inf, bound)
+    weight = torch.zeros_like(by.gradient) if by.weight is None else by.weight
+    options = (*rule.betas, rule.eps, *bounds)
+    launch(update_kernel, batch.table, by._replace(weight=weight), options)
+    return batch.table.sums(1, batch.sum_dtype)[0]
+
+
+def sums_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
+    """Squared norms of gradients; where asked for, products with weights and their norms too."""
+    source, exact, rounded = SOURCE, wide(weight), param is not weight
+
+    def kernel(data: Any) -> None:
+        args, table, totals, needed, _options = arguments(data, 1, 0 * source)
+        while True:
+            c, tensor, start, stop = chunk_of(args)
+            if c < 0:
+                return
+            total_g, total_pg, total_p = 0.0, 0.0, 0.0
+            for first in range(start, stop, BLOCK):
+                size = min(BLOCK, stop - first)
+                g = gradient_at(args, table[tensor, GRAD], first, size, grad)
+                part_g, part_pg, part_p = exact(0), exact(0), exact(0)
+                # The same loop whether products follow or not: two may add up in two orders, and a
+                # step after a resume, which takes products, would be another.
+                for i in range(size):
+                    slope = exact(widen(g[i]))
+                    part_g += slope * slope
+                if needed[0, tensor] != 0.0:
+                    p = block_at(table[tensor, WEIGHT], first, size, weight)
+                    if rounded:
+                        sync_masters(p, block_at(table[tensor, PARAM], first, size, param), size)
+                    for i in range(size):
+                        here = exact(widen(p[i]))
+                        part_pg += exact(widen(g[i])) * here
+                        part_p += here * here
+                total_g += np.float64(part_g)
+                total_pg += np.float64(part_pg)
+                total_p += np.float64(part_p)
+            totals[c, 0], totals[c, 1], totals[c, 2] = total_g, total_pg, total_p
+
+    return kernel
+
+
+def update_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
+    """Moves ``v``, ``delta`` and weights; products of gradients with the weights as they were."""
+    source, exact, rounded = SOURCE, wide(weight), param is not weight
+
+    def kernel(data: Any) -> None:
+        args, table, totals, factors, options = arguments(data, FACTORS, OPTIONS + 0 * source)
+        beta1, beta2 = state(options[0]), state(options[1])
+        rest1, rest2 = state(1 - options[0]), state(1 - options[1])
+        eps, before, after = state(options[2]), exact(options[3]), exact(options[4])
+        while True:
+            c, tensor, start, stop = chunk_of(args)
+            if c < 0:
+                return
+            totals[c, 0] = 0.0
+            if factors[0, tensor] == 0.0:
+                continue
+            scale, unbias = state(factors[1, tensor]), state(factors[2, tensor])
+            by_g, by_p, total = state(factors[3, tensor]), state(factors[4, tensor]), 0.0
+            for first in range(start, stop, BLOCK):
+                size = min(BLOCK, stop - first)
+                g = gradient_at(args, table[tensor, GRAD], first, size, grad)
+                p = block_at(table[tensor, WEIGHT], first, size, weight)
+                v = block_at(table[tensor, STATES], first, size, state)
+                delta = block_at(table[tensor, STATES + 1], first, size, state)
+                out = block_at(table[tensor, PARAM], first, size, param)
+                if rounded:
+                    sync_masters(p, out, size)
+                part = exact(0)
+                for i in range(size):
+                    here = exact(widen(p[i]))
+                    part += exact(widen(g[i])) * here
+                    slope = state(widen(g[i])) * scale
+                    v[i] = beta2 * v[i] + rest2 * (slope * slope)
+                    move = by_g * slope / (math.sqrt(v[i] * unbias) + eps)
+                    # A weight that is not finite must not reach `delta` by way of zero.
+                    move += by_p * (state(here) if by_p != 0.0 else state(0))
+                    delta[i] = beta1 * delta[i] + rest1 * move
+                    moved = min(max(here, -before), before) + exact(delta[i])
+                    p[i] = narrow(min(max(moved, -after), after), p[i])
+                total += np.float64(part)
+                if rounded:
+                    for i in range(size):
+                        out[i] = narrow(p[i], out[i])
+            totals[c, 0] = total
+
+    return kernel
+
+
+KERNELS = (sums_kernel, update_kernel)

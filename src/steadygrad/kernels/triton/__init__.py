@@ -1,0 +1,1 @@
+"""Backend for accelerators: passes as Triton kernels, one module for each optimizer."""

@@ -1,0 +1,290 @@
+"""What the passes of a step work on: the parameters of one group, device and set of types."""
+
+from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, eq, is_
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from steadygrad._checks import InputError
+from steadygrad.formulas.tensors import wide
+from steadygrad.kernels.table import PointerTable, Types, addresses_of
+from steadygrad.optim.masters import MASTER, round_masters, sync_masters, wants_master
+from steadygrad.sharding import is_sharded, local
+
+__all__ = ["BUCKET", "ParamBatch", "buckets_of", "kernel_types"]
+
+# Elements that are worked on together even where no parameter has as many.
+BUCKET = 2**20
+_TYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+
+
+class Layout:
+    """Types, shapes and strides that tensors must keep.
+
+    Compared without a tuple for each tensor: thousands of them wake the garbage collector.
+
+    Args:
+        tensors: The tensors.
+        dtype: Their type, if it must be another.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> None:
+        self._dtypes = [t.dtype if dtype is None else dtype for t in tensors]
+        self._shapes = [t.shape for t in tensors]
+        self._strides = [t.stride() for t in tensors]
+
+    def matches(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether types, shapes and strides still are these."""
+        return (
+            all(map(is_, map(attrgetter("dtype"), tensors), self._dtypes))
+            and all(map(eq, map(attrgetter("shape"), tensors), self._shapes))
+            and all(map(eq, map(Tensor.stride, tensors), self._strides))
+        )
+
+
+class ParamBatch:
+    """Parameters of one group on one device with one set of types, always in the same order.
+
+    It is built once. Weights, gradients and their addresses are read anew in every step, so moving
+    a parameter's memory needs no notification. Columns are small states, stacked:
+    ``state[p][name]`` are views of their rows, so nothing is gathered one by one.
+
+    Args:
+        group: The group.
+        params: Its parameters of this batch.
+        places: Their indices among all parameters of the optimizer.
+        states: Their states.
+        large: Names of the states with the parameter's shape, masters aside.
+        small: Names of the small states.
+        passes: The backend: a module with the optimizer's passes.
+        table: Table of pointers that the backend needs; None: it works by multi-tensor calls.
+        single: Whether those calls are to work on one parameter at a time.
+        views: Whether the states become views of the columns; if not, nothing can be stored.
+
+    Attributes:
+        weights: Local weights, or their float32 masters.
+        grads: Local gradients; None: the parameter takes no part in this step.
+        moments: Local large states, a list for each of them.
+        columns: Small states, stacked along the first axis.
+        active: Whether each parameter has a gradient, with shape ``(tensors)``.
+        numel: Elements of each parameter over all shards.
+        index: Indices of the parameters among all, with shape ``(tensors)``.
+        buckets: Indices of parameters that multi-tensor calls work on together.
+    """
+
+    def __init__(
+        self,
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        places: Sequence[int],
+        states: Sequence[dict[str, Any]],
+        large: Sequence[str],
+        small: Sequence[str],
+        passes: ModuleType,
+        table: PointerTable | None = None,
+        *,
+        single: bool = False,
+        views: bool = True,
+    ) -> None:
+        self.group, self.params, self.places, self.states = group, params, places, states
+        self.passes, self.table, self.device = passes, table, params[0].device
+        self.sharded = any(map(is_sharded, params))
+        self.numel = torch.tensor([p.numel() for p in params], device=self.device)
+        self.index = torch.tensor(places, device=self.device)
+        self.columns = {name: _stacked([s[name] for s in states]) for name in small}
+        self.views = views
+        if views:
+            for name, column in self.columns.items():
+                for state, row in zip(states, column.unbind(), strict=True):
+                    state[name] = row
+        names = [*large, *([MASTER] if MASTER in states[0] else []), *small]
+        self._kept = {name: [state[name] for state in states] for name in names}
+        self.moments = tuple([local(t) for t in self._kept[name]] for name in large)
+        self._masters = [local(t) for t in self._kept.get(MASTER, ())]
+        self._own = [local(p) for p in params]
+        self.weights = self._masters or self._own
+        self.buckets = [[i] for i in range(len(params))] if single else buckets_of(self.weights)
+        self.state_dtype, self.sum_dtype = self.moments[0][0].dtype, wide(self.weights[0].dtype)
+        self.grads: list[Tensor | None] = []
+        self._actives: list[bool] = []
+        if not torch.compiler.is_compiling():
+            self._layout = Layout(self._own)
+            self._grad_layout = Layout(self._own, None if table is None else table.types[0])
+            self._addresses = self._state_addresses()
+
+    @property
+    def lr(self) -> float | Tensor:
+        """The group's learning rate: a number, or a tensor with shape ``()`` on the device."""
+        lr: float | Tensor = self.group["lr"]
+        return lr.to(self.device).reshape(()) if isinstance(lr, Tensor) else lr
+
+    def store(self, name: str, values: Tensor) -> None:
+        """Writes new values of a column."""
+        self.columns[name].copy_(values)
+        if not self.views:
+            rows = [state[name] for state in self.states]
+            torch._foreach_copy_(rows, list(self.columns[name].unbind()))
+
+    def refresh(
+        self, grads: Sequence[Tensor | None], present: Sequence[bool], works: Sequence[bool]
+    ) -> bool:
+        """Reads weights, gradients and addresses; False if the batch must be built anew.
+
+        Args:
+            grads: Local gradients of all parameters of the optimizer.
+            present: Whether each of them has a gradient, which may be a zero that is None.
+            works: Whether each of them is worked on.
+        """
+        if not torch.compiler.is_compiling():
+            self._own = [local(p) for p in self.params]
+            if not self._layout.matches(self._own) or not self._keeps_states():
+                return False
+        self.weights = self._masters or self._own
+        own_grads = [grads[i] for i in self.places]
+        if self.table is None:
+            self.grads = [
+                (_zero(own) if g is None else g) if works[i] else None
+                for i, g, own in zip(self.places, own_grads, self._own, strict=True)
+            ]
+            sync_masters(self._own, self._masters) if self._masters else None
+        else:
+            found = self._for_kernels(own_grads)
+            if found is None:
+                return False
+            self.grads = found
+            self.table.fill(self._own, self.weights, found, self.moments)
+        actives = [present[i] for i in self.places]
+        if actives != self._actives:
+            self.active, self._actives = torch.tensor(actives, device=self.device), actives
+        return True
+
+    def _keeps_states(self) -> bool:
+        """Whether every state still is the tensor that it was, where it was."""
+        return (
+            (MASTER in self._kept) == wants_master(self.params[0], self.group)
+            and all(
+                all(map(is_, map(dict.get, self.states, repeat(name)), kept))
+                for name, kept in self._kept.items()
+            )
+            and np.array_equal(self._addresses, self._state_addresses())
+        )
+
+    def _state_addresses(self) -> Any:
+        small = [view for name in self.columns for view in self._kept[name]]
+        large = [t for tensors in (*self.moments, self._masters) for t in tensors]
+        return addresses_of([*large, *small])
+
+    def _for_kernels(self, grads: list[Tensor | None]) -> list[Tensor | None] | None:
+        """Gradients with the memory order of their parameters; None if kernels cannot take one."""
+        if (
+            {*map(type, grads)} == {Tensor}
+            and self._grad_layout.matches(grads)  # type: ignore[arg-type]
+            and not any(map(Tensor.is_neg, grads))
+        ):
+            return grads
+        assert self.table is not None
+        found: list[Tensor | None] = []
+        for g, own in zip(grads, self._own, strict=True):
+            if g is not None and g.shape != own.shape:
+                raise InputError(
+                    "Expected gradients with their parameters' shapes. Found one of shape "
+                    f"{tuple(g.shape)} for {tuple(own.shape)}. Remedy: zero_grad() after a "
+                    "parameter's shape was changed, and a new optimizer."
+                )
+            if g is not None and (type(g) is not Tensor or g.dtype is not self.table.types[0]):
+                return None
+            if g is not None and (g.stride() != own.stride() or g.is_neg()):
+                g = torch.empty_like(own, dtype=g.dtype).copy_(g)
+            found.append(g)
+        return found
+
+    def finish(self) -> None:
+        """Rounds masters to their parameters, tells autograd, and lets go of what was gathered."""
+        if self.table is not None:
+            torch.autograd.graph.increment_version(self._own)
+        elif self._masters:
+            round_masters(self._own, self._masters)
+        # Memory of gradients, which the next ones may want, and of weights.
+        self.grads, self.weights, self._own = [], [], []
+
+
+def _stacked(rows: Sequence[Tensor]) -> Tensor:
+    return torch.stack([row.detach() for row in rows])
+
+
+def _zero(like: Tensor) -> Tensor:
+    """A zero gradient that takes no memory."""
+    return like.new_zeros(()).expand(like.shape)
+
+
+def buckets_of(weights: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of consecutive tensors that together are no larger than the largest, or ``BUCKET``.
+
+    A multi-tensor call makes a temporary for each of its tensors: so the temporaries of a bucket
+    are no more than the largest parameter's would be alone, or 4 MB. On a CPU a bucket is to fit
+    into the caches, and a large parameter is one of its own.
+    """
+    buckets: list[list[int]] = []
+    sizes = [weight.numel() for weight in weights]
+    largest = BUCKET if weights[0].device.type == "cpu" else max(*sizes, BUCKET)
+    room = -1
+    for index, size in enumerate(sizes):
+        if size > room or not buckets:
+            buckets.append([])
+            room = largest
+        buckets[-1].append(index)
+        room -= size
+    return buckets
+
+
+def kernel_types(
+    parameter: Tensor, gradient: Tensor | None, state: dict[str, Any], large: Sequence[str]
+) -> Types | str:
+    """Types of a parameter that kernels can take; else what they cannot take about it.
+
+    Args:
+        parameter: The parameter.
+        gradient: Its local gradient, or None.
+        state: Its state.
+        large: Names of the states with its shape, masters aside.
+    """
+    own, masters = local(parameter), [local(state[MASTER])] if MASTER in state else []
+    moments = [local(state[name]) for name in large]
+    kept = (*moments, *masters)
+    grad_dtype = own.dtype if gradient is None else gradient.dtype
+    # A plain parameter's detached memory is a plain tensor; a wrapper's is not.
+    for t in (own.detach(), *kept):
+        if type(t) is not Tensor:
+            return f"tensors of type {type(t).__name__}"
+    if gradient is not None and type(gradient) is not Tensor:
+        return f"gradients of type {type(gradient).__name__}"
+    if any(t.is_neg() for t in (own, *kept)) or not _is_dense(own):
+        return f"strides {own.stride()} with gaps"
+    if any((t.shape, t.stride()) != (own.shape, own.stride()) for t in kept):
+        return "states in another memory order"
+    types = (grad_dtype, (masters or [own])[0].dtype, moments[0].dtype, own.dtype)
+    if not {*types} <= _TYPES or types[2] not in (torch.float32, torch.float64):
+        return f"gradients of {types[0]}, weights of {types[1]} and states of {types[2]}"
+    if any(t.dtype is not types[2] for t in moments) or any(
+        t.dtype is not torch.float32 for t in masters
+    ):
+        return "states of several types"
+    if any(t.device != own.device for t in kept):
+        return "states on another device"
+    return types
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill their memory without gaps, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
