@@ -78,13 +78,15 @@ def clip(
     period = len(known.norms)
     taken = ok & (step > 0)
     place = torch.arange(period, device=norm.device) == step % period
-    norms = torch.where(place & taken, norm.to(known.norms), known.norms)
+    # A norm may overflow where each gradient is finite: it must not switch the threshold off.
+    seen = place & taken & norm.isfinite()
+    norms = torch.where(seen, norm.to(known.norms), known.norms)
     threshold, due = _threshold(norms, step, scale, () if original else EARLY)
     due = due & taken
     threshold = torch.where(due, threshold.to(known.threshold), known.threshold)
     # A product with the reciprocal, in float32, as the original's quotient is computed.
     factor = ((norm.to(norms) + 1e-20).reciprocal() * threshold.to(norms)).clamp(max=1.0)
-    # A norm may overflow where each gradient is finite: without a threshold, infinity over it.
+    # Without a threshold infinity over an infinite norm is no number.
     factor = torch.where(taken & threshold.isfinite(), factor, 1.0)
     clipped = torch.where(due, 0.0, known.clipped) + (factor < 1)
     return Clipping(norms, threshold, clipped), factor

@@ -260,9 +260,7 @@ def apply(batch: Batch, by: Coefficients, rule: Rule) -> None:
             own.copy_(own.to(work).mul_(keep.to(work)).sub_(step))
 
 
-def _normalized(
-    bucket: Bucket, by: Normalizers | Coefficients, clip_value: float
-) -> list[Tensor]:
+def _normalized(bucket: Bucket, by: Normalizers | Coefficients, clip_value: float) -> list[Tensor]:
     """The normalised gradients, clipped elementwise."""
     dtype = bucket.moments[0][0].dtype
     found = sanitized(bucket.grads, bucket.scalars(by.taken), dtype)

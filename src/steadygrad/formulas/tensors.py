@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol
 
 import torch
@@ -98,14 +97,19 @@ def joined(batch: Batch, parts: Sequence[tuple[list[int], Tensor]], rows: int) -
     return torch.stack([found.get(i, zero) for i in range(len(batch.weights))], dim=1)
 
 
-@cache
+# Widest floating type by type of device, as found out.
+_WIDEST: dict[str, torch.dtype] = {}
+
+
 def exact(device: torch.device) -> torch.dtype:
     """The widest floating type of a device: float64, or float32 where there is none (MPS)."""
-    try:
-        torch.zeros((), dtype=torch.float64, device=device)
-    except (TypeError, RuntimeError):
-        return torch.float32
-    return torch.float64
+    if device.type not in _WIDEST:
+        try:
+            torch.zeros((), dtype=torch.float64, device=device)
+            _WIDEST[device.type] = torch.float64
+        except (TypeError, RuntimeError):
+            _WIDEST[device.type] = torch.float32
+    return _WIDEST[device.type]
 
 
 def correction(beta: float, step: Tensor) -> Tensor:

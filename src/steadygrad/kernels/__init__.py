@@ -91,28 +91,28 @@ def given_up() -> list[str]:
     return list(_BROKEN)
 
 
-def backend_of(optimizer: str, device_type: str) -> ModuleType:
+def backend_of(formulas: ModuleType, device_type: str) -> ModuleType:
     """The module of an optimizer's passes as kernels for a type of device.
 
     Args:
-        optimizer: Name of the optimizer's modules, such as ``"lans"``.
+        formulas: The module of its passes by multi-tensor calls, which has the same name.
         device_type: Type of the device, for which there are kernels.
     """
-    return _module(device_type, optimizer)
+    return _module(device_type, formulas.__name__.rpartition(".")[2])
 
 
 def _module(device_type: str, name: str) -> ModuleType:
     return importlib.import_module(f"steadygrad.kernels.{BACKENDS[device_type]}.{name}")
 
 
-def prepare(optimizer: str, device: torch.device, types: Types) -> None:
+def prepare(formulas: ModuleType, device: torch.device, types: Types) -> None:
     """Compiles an optimizer's kernels, so that no step finds in its midst that they cannot be.
 
     Raises:
         KernelError: If one cannot be compiled. Errors of the device, such as a lack of memory, are
             passed on.
     """
-    kernels = backend_of(optimizer, device.type).KERNELS
+    kernels = backend_of(formulas, device.type).KERNELS
     _module(device.type, "runtime").prepare(kernels, types, device)
 
 

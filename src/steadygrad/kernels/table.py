@@ -10,7 +10,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["BLOCK", "CHUNK", "GRAD", "MOST_SUMS", "PARAM", "STATES", "WEIGHT", "PointerTable", "Types"]
+__all__ = [
+    "BLOCK",
+    "CHUNK",
+    "GRAD",
+    "MOST_SUMS",
+    "PARAM",
+    "STATES",
+    "WEIGHT",
+    "PointerTable",
+    "Types",
+]
 
 # Elements of a chunk: with fewer the memory's own look-ahead starts anew too often (of 16,384 to
 # 1,048,576 all from 65,536 on took the same time, fewer up to 8% more).

@@ -1,5 +1,6 @@
-"""Checks of the options and parameters that both optimizers take."""
+"""Checks of the options and parameters that all optimizers take."""
 
+import warnings
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -10,16 +11,35 @@ from torch import Tensor
 from steadygrad._checks import InputError, check_number
 from steadygrad.sharding import local
 
-__all__ = ["check_options", "check_parameter", "dense_gradient"]
+__all__ = [
+    "FOREIGN",
+    "LARGEST",
+    "check_options",
+    "check_parameter",
+    "check_state_tensor",
+    "dense_gradient",
+]
 
 # What torch and its schedules put into groups.
 _KNOWN_TO_OTHERS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_lr"}
+LARGEST = torch.finfo(torch.float64).max
 _SWITCHES: dict[str, tuple[bool | None, ...]] = {
     "foreach": (True, False, None),
     "fused": (True, False, None),
     "master_weights": (True, False, None),
     "maximize": (True, False),
     "capturable": (True, False),
+}
+
+
+# Options of other optimizers, which do nothing here.
+FOREIGN = {
+    *("alpha", "amsgrad", "beta2_decay", "betas", "centered", "clip_value", "clipping_scale"),
+    *("clipping_update_period", "d", "dampening", "decoupled_weight_decay", "eps", "etas"),
+    *("initial_accumulator_value", "lambd", "lower_bound", "lr_decay", "max_grad_norm"),
+    *("momentum", "momentum_decay", "nesterov", "ns_steps", "param_max_rms", "param_min_rms"),
+    *("recipe", "rho", "scalar_lr_scale", "scalar_max", "size_update_period", "step_sizes", "t0"),
+    *("upper_bound", "weight_decay"),
 }
 
 
@@ -69,6 +89,42 @@ def check_parameter(parameter: Tensor, name: str = "") -> None:
         )
 
 
+def check_state_tensor(
+    name: str, value: Any, shape: tuple[int, ...], bounds: tuple[float, float] | None
+) -> None:
+    """Raises InputError unless a saved state can be loaded.
+
+    Args:
+        name: Its name.
+        value: The state, a tensor or, of shape ``()``, a number.
+        shape: The shape that it must have.
+        bounds: Its least and largest value; None: any finite number.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = torch.tensor(value, dtype=torch.float64, device="cpu")
+    wrong = ""
+    if not isinstance(value, Tensor):
+        wrong = type(value).__name__
+    elif tuple(value.shape) != shape:
+        wrong = f"shape {tuple(value.shape)}"
+    elif value.is_complex() or value.dtype is torch.bool or value.layout is not torch.strided:
+        wrong = f"{value.dtype}, {value.layout}"
+    elif value.is_meta:
+        wrong = "a meta tensor, which has no values"
+    elif (own := local(value)).numel():
+        low, high = bounds or (-LARGEST, LARGEST)
+        least, largest = (float(x) for x in torch.aminmax(own.detach()))
+        # A comparison with NaN is false.
+        if not low <= least <= largest <= high:
+            wrong = f"values from {least:g} to {largest:g}"
+    if wrong:
+        kind = "of finite numbers" if bounds is None else f"of numbers from {bounds[0]:g} up"
+        raise InputError(
+            f"Expected a state `{name}` of shape {shape} {kind}. Found {wrong}. Remedy: load a "
+            "state dict that is not damaged, of a model with the same parameters in this order."
+        )
+
+
 def dense_gradient(parameter: Tensor, name: str = "") -> Tensor:
     """A parameter's gradient; a zero that takes no memory for None.
 
@@ -88,11 +144,13 @@ def dense_gradient(parameter: Tensor, name: str = "") -> Tensor:
     return gradient
 
 
-def _check_lr(lr: float | Tensor) -> None:
+def _check_lr(lr: Any) -> None:
     if not isinstance(lr, Tensor):
-        check_number("lr", lr, low=0)
+        # Numbers of numpy are no Python ones, but schedules compute with them.
+        is_scalar = hasattr(lr, "item") and getattr(lr, "ndim", 1) == 0
+        check_number("lr", lr.item() if is_scalar else lr, low=0)
         return
-    if lr.numel() != 1 or lr.ndim > 1:
+    if lr.numel() != 1:
         raise InputError(
             f"Parameter `lr` should have one element. Found shape {tuple(lr.shape)}. "
             "Remedy: a 0-d tensor, and groups for several learning rates."
@@ -122,3 +180,9 @@ def _check_names(group: Mapping[str, Any], options: Collection[str]) -> None:
                 f"Expected the options of an optimizer in a group. Found {name!r}. "
                 f"Remedy: did you mean {near[0]!r}?"
             )
+    if foreign := sorted((FOREIGN - {*options}) & {*group}):
+        warnings.warn(
+            f"Expected the options of this optimizer in a group: {sorted(options)}. Found "
+            f"{foreign}, which it does not have and leaves aside. Remedy: leave them out.",
+            stacklevel=2,
+        )

@@ -59,7 +59,7 @@ class LANS(ShardedOptimizer):
         | https://arxiv.org/abs/2006.13484
     """
 
-    _passes = "lans"
+    _passes = lans
     _large = ("exp_avg", "exp_avg_sq")
     _small = ("step",)
 

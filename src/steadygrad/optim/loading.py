@@ -16,6 +16,9 @@ from steadygrad._checks import InputError
 __all__ = ["TypeKeepingOptimizer", "paired_states"]
 
 
+_PARTS = {"state": Mapping, "param_groups": Sequence}
+
+
 class _Kept:
     """A tensor that torch hands through as it is, neither cast nor moved."""
 
@@ -48,6 +51,11 @@ class TypeKeepingOptimizer(Optimizer):
 
     def _check_loaded(self, given: Mapping[str, Any]) -> None:
         """Raises before anything is changed if a state cannot be this optimizer's."""
+        if not all(isinstance(given.get(name), kind) for name, kind in _PARTS.items()):
+            raise InputError(
+                f"Expected a state dict with {' and '.join(_PARTS)}. Found "
+                f"{sorted(map(str, given))}. Remedy: load what state_dict() returned."
+            )
         for own, other in zip(self.param_groups, given["param_groups"], strict=False):
             _check_order(own.get("param_names"), other.get("param_names"))
         for parameter, state in paired_states(self.param_groups, given):
@@ -77,11 +85,10 @@ class TypeKeepingOptimizer(Optimizer):
         optimizer._check_loaded(state_dict)
         return {
             **state_dict,
+            # Options that are newer than the state dict, as in torch.
+            "param_groups": [{**optimizer.defaults, **g} for g in state_dict["param_groups"]],
             "state": {
-                index: {
-                    name: _Kept(value) if isinstance(value, Tensor) else value
-                    for name, value in values.items()
-                }
+                index: {name: _kept(value) for name, value in values.items()}
                 for index, values in state_dict["state"].items()
             },
         }
@@ -94,6 +101,13 @@ class TypeKeepingOptimizer(Optimizer):
                 for name, value in values.items():
                     if isinstance(value, _Kept):
                         values[name] = self._place(p, group, name, value.tensor)
+
+
+def _kept(value: Any) -> Any:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        # Old programs count steps in plain numbers.
+        value = torch.tensor(value, dtype=torch.float64, device="cpu")
+    return _Kept(value) if isinstance(value, Tensor) else value
 
 
 def paired_states(

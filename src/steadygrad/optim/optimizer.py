@@ -5,26 +5,19 @@ little arithmetic on columns with one number for each tensor in between. Everyth
 decides on the device: nothing here makes the host wait for one.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from steadygrad import kernels
 from steadygrad._checks import check_count, check_number
 from steadygrad.formulas.tensors import exact
-from steadygrad.kernels import KernelError
-from steadygrad.kernels.table import Types
-from steadygrad.optim.batch import ParamBatch, kernel_types
-from steadygrad.optim.checks import dense_gradient
+from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.diagnostics import Report
-from steadygrad.optim.masters import ensure_master
-from steadygrad.optim.state import StatefulOptimizer
-from steadygrad.sharding import ShardSum, aligned_locals, is_sharded, local
+from steadygrad.optim.gathering import GatheringOptimizer, refresh, working
+from steadygrad.sharding import PackedSum
 
 __all__ = ["AmpState", "ShardedOptimizer"]
 
@@ -50,31 +43,25 @@ class AmpState:
         return sign / self.grad_scale.to(device).to(sign.dtype).reshape(())
 
 
-class ShardedOptimizer(StatefulOptimizer):
+class ShardedOptimizer(GatheringOptimizer):
     """An optimizer whose norms are those of whole tensors, however they are sharded.
 
-    A subclass names its backend modules and its states, and says how a step goes; this class keeps
-    torch's contract.
+    A subclass says how a step goes; this class keeps torch's contract.
 
     Attributes:
         skipped: Steps left out because a gradient was not finite, a tensor.
     """
 
-    # Name of the modules with its passes in `formulas` and in each package of `kernels`.
-    _passes: str
-    # States with the parameter's shape, and small ones; those that a parameter lacks are left out.
-    _large: tuple[str, ...]
-    _small: tuple[str, ...]
-    # Whether a parameter without a gradient, unless it is frozen, takes part as if it were zero.
-    _none_is_zero = False
+    _packed_sum: PackedSum | None = None
 
-    # Caches, none of which is saved or copied.
-    _params: Sequence[Tensor] = ()
-    _sharded: Sequence[bool] = ()
-    _params_of: Any = None
-    _built: Sequence[ParamBatch] = ()
-    _built_for: Any = None
-    _shard_sum: tuple[Any, ShardSum] | None = None
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a GradScaler hands over its scale and what it found, without a wait.
+
+        As in torch only where ``fused=True`` was asked for: trainers take it for a promise about
+        gradients that they must not clip, and about steps that they cannot see to be skipped.
+        """
+        return all(group["fused"] is True for group in self.param_groups)
 
     @property
     def skipped(self) -> Tensor:
@@ -129,12 +116,6 @@ class ShardedOptimizer(StatefulOptimizer):
         """
         raise NotImplementedError
 
-    def _check_state(self, group: Mapping[str, Any]) -> None:
-        """Refuses a group whose options are not those that its state is for."""
-
-    def _kind(self, parameter: Tensor) -> Any:
-        """What parameters of one batch have in common besides group, device and types."""
-
     def _check_capture(self) -> None:
         """A graph keeps what it has seen: the user must have said that this is meant."""
         if torch.compiler.is_compiling() or not torch.cuda.is_available():
@@ -152,144 +133,6 @@ class ShardedOptimizer(StatefulOptimizer):
         everywhere = (self.state[p]["skipped"] for g in self.param_groups for p in g["params"])
         for count in {id(count): count for count in everywhere}.values():
             count.add_((~ok).to(count.device))
-
-    # Batches: which parameters are worked on together, and by which backend.
-
-    def _batches(self) -> list[ParamBatch]:
-        """The parameters of this step with their gradients."""
-        self._find_params()
-        for group in self.param_groups:
-            self._check_state(group)
-        grads, present, works = self._gradients()
-        if torch.compiler.is_compiling():
-            batches = self._build(grads)
-        else:
-            modes = [(g["foreach"], g["fused"], g["master_weights"]) for g in self.param_groups]
-            key = (self._snapshot, modes, kernels.given_up())
-            if self._built_for != key or not _refresh(self._built, grads, present, works):
-                self._built, self._built_for = self._build(grads), key
-                batches = self._built
-            else:
-                return _working(self._built, works)
-        if not _refresh(batches, grads, present, works):
-            raise RuntimeError(
-                "Expected gradients that stay the same during a step. Found one that changed. "
-                "Remedy: no backward pass and no zero_grad() in another thread meanwhile."
-            )
-        return _working(batches, works)
-
-    def _find_params(self) -> None:
-        self._fill_state()
-        if self._params_of is not self._snapshot:
-            self._params_of = self._snapshot
-            self._params = [p for g in self.param_groups for p in g["params"] if p.numel()]
-            self._sharded = [is_sharded(p) for p in self._params]
-
-    def _gradients(self) -> tuple[list[Tensor | None], list[bool], list[bool]]:
-        """Local gradients of all parameters, whether there is one, and whether to work on it."""
-        grads: list[Tensor | None] = [p.grad for p in self._params]
-        present = [
-            g is not None or (self._none_is_zero and p.requires_grad)
-            for p, g in zip(self._params, grads, strict=True)
-        ]
-        found = [i for i, g in enumerate(grads) if g is not None]
-        is_odd = any(grads[i].layout is not torch.strided for i in found)  # type: ignore[union-attr]
-        if not any(self._sharded) and not is_odd:
-            return grads, present, present
-        # All at once: partial sums of several are added up in one collective.
-        params = [self._params[i] for i in found]
-        own = aligned_locals([dense_gradient(p) for p in params], params)
-        for i, gradient in zip(found, own, strict=True):
-            grads[i] = gradient
-        # Another process may have a gradient where this one has none.
-        works = [
-            here or (shared and p.requires_grad)
-            for here, shared, p in zip(present, self._sharded, self._params, strict=True)
-        ]
-        return grads, present, works
-
-    def _build(self, grads: Sequence[Tensor | None]) -> list[ParamBatch]:
-        batches, place = [], 0
-        for group in self.param_groups:
-            places = []
-            for p in group["params"]:
-                if p.numel():
-                    places.append(place)
-                    place += 1
-            batches += self._build_group(group, places, grads)
-        return batches
-
-    def _build_group(
-        self,
-        group: dict[str, Any],
-        places: Sequence[int],
-        grads: Sequence[Tensor | None],
-        *,
-        is_report: bool = False,
-    ) -> list[ParamBatch]:
-        """Batches of a group.
-
-        Args:
-            group: The group.
-            places: Indices of its parameters.
-            grads: Local gradients of all parameters.
-            is_report: Whether nothing is to change: multi-tensor calls on copies of the columns.
-        """
-        kinds: dict[Any, list[int]] = defaultdict(list)
-        for i in places:
-            p, state = self._params[i], self.state[self._params[i]]
-            ensure_master(p, state, group)
-            types = None if is_report else self._kernel_types(p, grads[i], group)
-            state_dtype = state[self._large[0]].dtype
-            kinds[p.device, p.dtype, state_dtype, types, self._kind(p)].append(i)
-        batches = []
-        for (device, _, _, types, _), members in kinds.items():
-            params = [self._params[i] for i in members]
-            states = [self.state[p] for p in params]
-            small = [name for name in self._small if name in states[0]]
-            passes, table = import_module(f"steadygrad.formulas.{self._passes}"), None
-            if types is not None:
-                passes = kernels.backend_of(self._passes, device.type)
-                sizes = [local(p).numel() for p in params]
-                table = kernels.table_for(device, sizes, types, len(self._large))
-            batch = ParamBatch(
-                group,
-                params,
-                members,
-                states,
-                self._large,
-                small,
-                passes,
-                table,
-                single=group["foreach"] is False,
-                views=not (is_report or torch.compiler.is_compiling()),
-            )
-            batches.append(batch)
-        return batches
-
-    def _kernel_types(
-        self, parameter: Tensor, gradient: Tensor | None, group: Mapping[str, Any]
-    ) -> Types | None:
-        """Types for which kernels take a parameter; None: multi-tensor calls work on it."""
-        if not kernels.wants_fused(group["foreach"], group["fused"]):
-            return None
-        name, device = type(self).__name__, parameter.device
-        why = kernels.missing(device.type)
-        if why is None:
-            types = kernel_types(parameter, gradient, self.state[parameter], self._large)
-            if isinstance(types, str):
-                if group["fused"]:
-                    kernels.warn_about_tensor(name, parameter, types)
-                return None
-            try:
-                kernels.prepare(self._passes, device, types)
-                return types
-            except KernelError as error:
-                why = f"it cannot be compiled ({error})"
-                kernels.give_up(device.type, why)
-        if group["fused"] or device.type in kernels.BACKENDS:
-            kernels.warn_about_kernels(name, why)
-        return None
 
     # Sums over shards, and what all processes decide from them.
 
@@ -320,7 +163,7 @@ class ShardedOptimizer(StatefulOptimizer):
         else:
             # A plain tensor's infinity, and who has a gradient, travel with the sums.
             rows = [torch.cat([c, b.active.to(c)[None]]) for b, c in zip(batches, own, strict=True)]
-            totals, bad = self._packed(total, batches, rows, bad)
+            totals, bad = total([b.index for b in batches], rows, bad)
             actives = [sums[-1] > 0 for sums in totals]
             totals = [sums[:-1] for sums in totals]
             bad = bad | self._bad(totals, finite, AmpState()).to(bad.device)
@@ -343,43 +186,15 @@ class ShardedOptimizer(StatefulOptimizer):
     def _sums(self, batches: Sequence[ParamBatch], own: Sequence[Tensor]) -> list[Tensor]:
         """Sums over all shards of local sums, each with shape ``(k, tensors)``."""
         total = self._over_shards()
-        return list(own) if total is None else self._packed(total, batches, own, None)[0]
+        return list(own) if total is None else total([b.index for b in batches], own)[0]
 
-    def _over_shards(self) -> ShardSum | None:
+    def _over_shards(self) -> PackedSum | None:
         """Adds up columns of all parameters over shards; None: nothing is sharded."""
         if not any(self._sharded):
             return None
-        layout = [
-            (getattr(p, "device_mesh", None), getattr(p, "placements", None)) for p in self._params
-        ]
-        if self._shard_sum is None or self._shard_sum[0] != layout:
-            # One column more, for what every process must know.
-            self._shard_sum = (layout, ShardSum(self._params, flags=1))
-        total = self._shard_sum[1]
-        return total if total.collectives else None
-
-    def _packed(
-        self,
-        total: ShardSum,
-        batches: Sequence[ParamBatch],
-        own: Sequence[Tensor],
-        bad: Tensor | None,
-    ) -> tuple[list[Tensor], Tensor]:
-        """Sums and a flag in one collective, whose columns are all parameters on every process."""
-        device = batches[0].device
-        shape = len(own[0]), len(self._params) + 1
-        # In float64, so that the order of processes costs no digits.
-        packed = torch.zeros(shape, dtype=exact(device), device=device)
-        for batch, sums in zip(batches, own, strict=True):
-            packed[:, batch.index.to(device)] = sums.to(packed)
-        if bad is not None:
-            packed[0, -1] = bad.to(packed)
-        packed = total(packed)
-        parts = [
-            packed[:, batch.index.to(device)].to(sums)
-            for batch, sums in zip(batches, own, strict=True)
-        ]
-        return parts, packed[0, -1] != 0
+        if self._packed_sum is None or not self._packed_sum.is_of(self._params):
+            self._packed_sum = PackedSum(self._params)
+        return self._packed_sum if self._packed_sum.collectives else None
 
     def diagnostics(self, top: int = 10, *, grad_scale: float = 1.0) -> list[dict[str, Any]]:
         """What stands out, by group; see :mod:`steadygrad.optim.diagnostics`.
@@ -406,8 +221,8 @@ class ShardedOptimizer(StatefulOptimizer):
                 places = range(first, first + count)
                 first += count
                 batches = self._build_group(group, places, gathered[0], is_report=True)
-                _refresh(batches, *gathered)
-                batches = _working(batches, gathered[2])
+                refresh(batches, *gathered)
+                batches = working(batches, gathered[2])
                 report = Report(i, group, self.state, top, grad_scale)
                 reports.append(self._diagnose(group, batches, report, grad_scale))
         return reports
@@ -420,12 +235,3 @@ class ShardedOptimizer(StatefulOptimizer):
         grad_scale: float,
     ) -> dict[str, Any]:
         raise NotImplementedError
-
-
-def _refresh(batches: Sequence[ParamBatch], *gathered: Any) -> bool:
-    return all([batch.refresh(*gathered) for batch in batches])
-
-
-def _working(batches: Sequence[ParamBatch], works: Sequence[bool]) -> list[ParamBatch]:
-    """Batches of which at least one parameter is worked on."""
-    return [batch for batch in batches if any(works[i] for i in batch.places)]

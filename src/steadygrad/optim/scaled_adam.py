@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 from steadygrad._checks import InputError, check_choice, check_count, check_number
 from steadygrad.formulas import clipping, scaled_adam
 from steadygrad.optim.batch import ParamBatch
+from steadygrad.optim.checks import LARGEST
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.icefall import unstack
 from steadygrad.optim.optimizer import AmpState, ShardedOptimizer
@@ -72,8 +72,15 @@ class ScaledAdam(ShardedOptimizer):
         "model_norm_threshold": torch.float64,
         "num_clipped": torch.float32,
     }
+    _ranges: Mapping[str, tuple[float, float]] = {
+        **ShardedOptimizer._ranges,
+        **dict.fromkeys(("param_rms", "scale_exp_avg_sq", "model_norms"), (0.0, LARGEST)),
+        "num_clipped": (0.0, LARGEST),
+        # Infinite before there is one.
+        "model_norm_threshold": (0.0, torch.inf),
+    }
     _none_is_zero = True
-    _passes = "scaled_adam"
+    _passes = scaled_adam
     _large = ("exp_avg_sq", "delta")
     _small = ("step", *SIZES)
 
@@ -153,6 +160,12 @@ class ScaledAdam(ShardedOptimizer):
             state["scale_exp_avg_sq"] = torch.zeros((), dtype=dtype, device=device)
             state["scale_grads"] = torch.zeros(period, dtype=dtype, device=device)
         return state
+
+    def _shape_of(self, name: str, parameter: Tensor, group: Mapping[str, Any]) -> tuple[int, ...]:
+        lengths = {"scale_grads": "size_update_period", "model_norms": "clipping_update_period"}
+        if name in lengths:
+            return (group[lengths[name]],)
+        return super()._shape_of(name, parameter, group)
 
     def _check_state(self, group: Mapping[str, Any]) -> None:
         """Refuses periods that were changed since, before anything has moved."""
@@ -241,7 +254,7 @@ class ScaledAdam(ShardedOptimizer):
         amp = AmpState(torch.tensor(grad_scale, dtype=torch.float64, device="cpu"))
         work = [_Update(batch, amp) for batch in batches]
         own = []
-        for batch, update in zip(batches, work, strict=True):
+        for batch in batches:
             more = report.bad_elements(batch), torch.stack([v.sum() for v in batch.moments[0]])
             sums = scaled_adam.sums(batch, None)
             own.append(torch.cat([sums, *(row.to(sums)[None] for row in more)]))
@@ -360,8 +373,8 @@ def _norm_and_step(members: Sequence[_Update]) -> tuple[Tensor, Tensor]:
         # In the group's order: that of the batches may differ from process to process.
         places = torch.cat([update.batch.index.to(device) for update in members])
         terms = terms[places.argsort()]
-        by_place = sorted(zip((i for u in members for i in u.batch.places), params, strict=True), key=lambda pair: pair[0])
-        params = [p for _, p in by_place]
+        on_host = [place for update in members for place in update.batch.places]
+        params = [params[i] for i in sorted(range(len(params)), key=on_host.__getitem__)]
     # Asked for in float64 only, and slow to gather.
     shapes = [(str(p.dtype), *p.shape) for p in params] if terms.dtype is torch.float64 else []
     # A parameter that was frozen for a time is behind its group.

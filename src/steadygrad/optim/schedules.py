@@ -168,9 +168,10 @@ class Eden(_FactorLR):
                            \Bigl(1 + \tfrac{e^2}{E^2}\Bigr)^{-1/4}
                            \min\Bigl(1, s + (1 - s) \tfrac{b}{b_w}\Bigr)
 
-    Call ``step()`` once an optimizer step and ``step_epoch()`` once an epoch. Unlike in icefall
-    the learning rate is warmed up from construction on, not from the first ``step()``, and the
-    base learning rates are part of the state; ``step_batch()`` is called ``step()`` here.
+    Call ``step()`` once an optimizer step and ``step_epoch()`` once an epoch; a loop of icefall's
+    calls ``step_batch()`` instead, before the optimizer's step. Unlike in icefall the learning rate
+    is warmed up from construction on, not from the first ``step()``, and the base learning rates
+    are part of the state.
 
     Args:
         optimizer: The optimizer; each group's learning rate now is its base, :math:`\eta`. Tensor
@@ -228,6 +229,18 @@ class Eden(_FactorLR):
             warmup_batches=self.warmup_batches,
             warmup_start=self.warmup_start,
         )
+
+    def step_batch(self, batch: float | None = None) -> None:
+        """Counts a batch as icefall does, before the optimizer's step, or sets the count.
+
+        Args:
+            batch: Batches so far, over all epochs. None: one more than before.
+        """
+        count = self.last_epoch + 1 if batch is None else check_number("batch", batch, low=0)
+        self.last_epoch = int(count)
+        # So that torch does not take the next step for one that precedes the optimizer's first.
+        self._step_count = self.last_epoch + 1
+        self._write(self.get_lr())
 
     def step_epoch(self, epoch: float | None = None) -> None:
         """Sets the epoch and the learning rate that goes with it; counts no batch.

@@ -12,8 +12,14 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from steadygrad._checks import InputError
-from steadygrad.formulas.tensors import wide
-from steadygrad.optim.checks import check_options, check_parameter
+from steadygrad.formulas.tensors import exact, wide
+from steadygrad.optim.checks import (
+    FOREIGN,
+    LARGEST,
+    check_options,
+    check_parameter,
+    check_state_tensor,
+)
 from steadygrad.optim.loading import TypeKeepingOptimizer, paired_states
 from steadygrad.optim.masters import MASTER, ensure_master, wants_master
 from steadygrad.sharding import shared_out
@@ -63,6 +69,10 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     _elementwise = frozenset({"exp_avg", "exp_avg_sq", "delta", MASTER})
     # Types of small states; the others have that of the averages.
     _types: Mapping[str, torch.dtype] = {"step": torch.float32, "skipped": torch.float32}
+    # Least and largest values of states; the others may be any finite number.
+    _ranges: Mapping[str, tuple[float, float]] = dict.fromkeys(
+        ("step", "skipped", "exp_avg_sq"), (0.0, LARGEST)
+    )
     # States that exist once a group and device, and are seen from every parameter of it.
     _shared: tuple[str, ...] = ("skipped",)
 
@@ -91,6 +101,10 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         Raises:
             InputError: If an option is wrong or a parameter is not of a real floating type.
         """
+        if "named_params" in param_group and "params" not in param_group:
+            # As icefall's get_parameter_groups_with_lrs makes them.
+            param_group = {**param_group, "params": param_group["named_params"]}
+            del param_group["named_params"]
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -113,6 +127,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
                 continue
             shared = self._shared_of(group)
             for p in missing:
+                exact(p.device)  # Found out now, because a compiler would trace the attempt.
                 self.state[p].update(self._new_state(p, group))
                 if wants_master(p, group):
                     self.state[p][MASTER] = p.detach().to(torch.float32)
@@ -172,15 +187,22 @@ class StatefulOptimizer(TypeKeepingOptimizer):
 
     def _check_loaded(self, given: Mapping[str, Any]) -> None:
         super()._check_loaded(given)
-        # Any load lets torch add this one to the defaults.
-        options = set(self.defaults) - {"differentiable"}
-        for group in given["param_groups"]:
-            if not options <= set(group):
-                raise self._not_its_own("groups", options, group)
-        for parameter, state in paired_states(self.param_groups, given):
-            expected = set(self.state[parameter]) - {MASTER}
-            if not expected <= set(state):
-                raise self._not_its_own("a state", expected, state)
+        self._fill_state()
+        for own, saved in zip(self.param_groups, given["param_groups"], strict=False):
+            if foreign := FOREIGN & {*saved} - {*self.defaults}:
+                raise self._not_its_own("groups", self.defaults, foreign)
+            self._check_group({**self.defaults, **saved})
+            for parameter, state in paired_states([own], {**given, "param_groups": [saved]}):
+                expected = set(self.state[parameter]) - {MASTER}
+                if not expected <= set(state):
+                    raise self._not_its_own("a state", expected, state)
+                for name in expected | ({MASTER} & set(state)):
+                    shape = self._shape_of(name, parameter, {**self.defaults, **saved})
+                    check_state_tensor(name, state[name], shape, self._ranges.get(name))
+
+    def _shape_of(self, name: str, parameter: Tensor, group: Mapping[str, Any]) -> tuple[int, ...]:
+        """Shape of a state of a parameter in a group with some options."""
+        return tuple(parameter.shape) if name in self._elementwise else ()
 
     def _not_its_own(self, what: str, expected: Iterable[str], found: Iterable[str]) -> InputError:
         return InputError(

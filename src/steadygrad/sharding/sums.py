@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from steadygrad._checks import InputError
+from steadygrad.formulas.tensors import exact
 from steadygrad.sharding.groups import group_of
 
-__all__ = ["ShardSum"]
+__all__ = ["PackedSum", "ShardSum"]
 
 
 class ShardSum:
@@ -80,6 +82,59 @@ class ShardSum:
             shares = torch.tensor(self._shares, dtype=torch.float64, device=device)
             self._constants[device] = shares, members
         return self._constants[device]
+
+
+class PackedSum:
+    """Sums over the shards of all parameters of an optimizer, and one flag, in one collective.
+
+    The columns of all parameters travel in every call, those that nobody works on as zeros: so
+    they have one length on all processes, whatever each of them works on.
+
+    Args:
+        params: The parameters, in an order that is the same on all processes.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._layout, self._count = _layout_of(params), len(params)
+        self._total = ShardSum(params, flags=1)
+
+    @property
+    def collectives(self) -> int:
+        """How many collectives a call makes."""
+        return self._total.collectives
+
+    def is_of(self, params: Sequence[Tensor]) -> bool:
+        """Whether these parameters are sharded as those that it was made for."""
+        return self._layout == _layout_of(params)
+
+    def __call__(
+        self, indices: Sequence[Tensor], columns: Sequence[Tensor], flag: Tensor | None = None
+    ) -> tuple[list[Tensor], Tensor]:
+        """Adds up over shards.
+
+        Args:
+            indices: Indices of some parameters, one tensor for each of ``columns``.
+            columns: Local sums of these parameters, each with shape ``(k, len(index))``.
+            flag: What every process must know, with shape ``()``; None: nothing.
+
+        Returns:
+            The sums, and whether the flag is up on any process.
+        """
+        device = columns[0].device
+        # In the widest type, so that the order of processes costs no digits.
+        packed = torch.zeros(len(columns[0]), self._count + 1, dtype=exact(device), device=device)
+        places = [index.to(device) for index in indices]
+        for place, own in zip(places, columns, strict=True):
+            packed[:, place] = own.to(packed)
+        if flag is not None:
+            packed[0, -1] = flag.to(packed)
+        packed = self._total(packed)
+        found = [packed[:, p].to(own) for p, own in zip(places, columns, strict=True)]
+        return found, packed[0, -1] != 0
+
+
+def _layout_of(params: Sequence[Tensor]) -> list[Any]:
+    return [(getattr(p, "device_mesh", None), getattr(p, "placements", None)) for p in params]
 
 
 def _shard_axes(tensor: Tensor) -> tuple[DeviceMesh | None, set[int]]:

@@ -25,7 +25,9 @@ from steadygrad.kernels.table import BLOCK, GRAD, PARAM, STATES, WEIGHT
 __all__ = ["KERNELS", "apply", "grad_sq_norms", "update_moments"]
 
 SOURCE = source_of(Rule._fields, Normalizers._fields, Coefficients._fields)
-NORMALIZERS, COEFFICIENTS, OPTIONS = map(len, (Normalizers._fields, Coefficients._fields, Rule._fields))
+NORMALIZERS, COEFFICIENTS, OPTIONS = map(
+    len, (Normalizers._fields, Coefficients._fields, Rule._fields)
+)
 
 
 def grad_sq_norms(batch: KernelBatch) -> Tensor:
