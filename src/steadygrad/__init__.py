@@ -16,11 +16,13 @@ _HOMES = {
     "LossBalancer": "steadygrad.balance",
     "LayerwiseGradScaler": "steadygrad.scale",
     "ScaledAdam": "steadygrad.optim",
+    "LAMB": "steadygrad.optim",
     "LANS": "steadygrad.optim",
     "Task": "steadygrad.tasks",
 }
 
 __all__ = [
+    "LAMB",
     "LANS",
     "BatchSizeController",
     "LayerwiseGradScaler",

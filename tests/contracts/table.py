@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from steadygrad.optim import LANS, ScaledAdam
+from steadygrad.optim import LAMB, LANS, ScaledAdam
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,25 @@ OPTIMIZERS = {
             "upper_bound": 2.0,
             "clip_value": 0.5,
         },
+    ),
+    "lamb": Entry(
+        LAMB,
+        ("exp_avg", "exp_avg_sq"),
+        {"lr": 1e-2},
+        wrong=(
+            *_SHARED_WRONG,
+            ({"eps": 0.0}, "`eps`"),
+            ({"weight_decay": -0.1}, "`weight_decay`"),
+            ({"max_grad_norm": 0.0}, "`max_grad_norm`"),
+            ({"adapt": None}, "`adapt`"),
+            ({"lower_bound": 2.0, "upper_bound": 1.0}, "`lower_bound`"),
+        ),
+    ),
+    # Every step is above the norm.
+    "lamb-nvidia": Entry(
+        LAMB,
+        ("exp_avg", "exp_avg_sq"),
+        {"lr": 1e-2, "weight_decay": 0.1, "upper_bound": 2.0, "max_grad_norm": 1.0},
     ),
     "scaled_adam": Entry(
         ScaledAdam,

@@ -37,7 +37,9 @@ from steadygrad.formulas.tensors import (
     Bucket,
     buckets_of,
     correction,
+    decay_of,
     joined,
+    moved_by,
     sanitized,
     square_sums,
     wide,
@@ -192,16 +194,20 @@ def grad_sq_norms(batch: Batch) -> Tensor:
 def update_moments(batch: Batch, by: Normalizers, rule: Rule) -> Tensor:
     """Moves the moments; what :func:`direction_sums` returns."""
     for bucket in buckets_of(batch):
-        m, v = bucket.moments
-        g = _normalized(bucket, by, rule.clip_value)
-        # Who does not take the step keeps its moments: they decay by one, and zero is added.
-        keep = (torch.where(by.taken, beta, 1.0).to(m[0].dtype) for beta in rule[:2])
-        keep1, keep2 = (bucket.scalars(column) for column in keep)
-        torch._foreach_mul_(m, keep1)
-        torch._foreach_add_(m, g, alpha=1 - rule.beta1)
-        torch._foreach_mul_(v, keep2)
-        torch._foreach_addcmul_(v, g, g, value=1 - rule.beta2)
+        _update_moments(bucket, by, rule)
     return direction_sums(batch, by, rule)
+
+
+def _update_moments(bucket: Bucket, by: Normalizers, rule: Rule) -> None:
+    m, v = bucket.moments
+    g = _normalized(bucket, by, rule.clip_value)
+    # Who does not take the step keeps its moments: they decay by one, and zero is added.
+    decays = (decay_of(beta, by.taken, m[0].dtype) for beta in rule[:2])
+    decay1, decay2 = (bucket.scalars(column) for column in decays)
+    torch._foreach_mul_(m, decay1)
+    torch._foreach_add_(m, g, alpha=1 - rule.beta1)
+    torch._foreach_mul_(v, decay2)
+    torch._foreach_addcmul_(v, g, g, value=1 - rule.beta2)
 
 
 def direction_sums(batch: Batch, by: Normalizers, rule: Rule) -> Tensor:
@@ -243,21 +249,18 @@ def pattern_sums(batch: Batch, by: Normalizers, rule: Rule) -> Tensor:
 def apply(batch: Batch, by: Coefficients, rule: Rule) -> None:
     """Moves the weights: the equation's last line, with both directions over one denominator."""
     for bucket in buckets_of(batch):
-        x, (m, _) = bucket.weights, bucket.moments
-        dtype = m[0].dtype
-        u = _normalized(bucket, by, rule.clip_value)
-        torch._foreach_mul_(u, bucket.scalars(by.gradient.to(dtype)))
-        for total, own, factor in zip(u, m, bucket.scalars(by.momentum.to(dtype)), strict=True):
-            total.addcmul_(own, factor)
-        torch._foreach_div_(u, _denominators(bucket, by.unbias2, rule.eps))
-        if x[0].dtype == dtype:
-            torch._foreach_mul_(x, bucket.scalars(by.keep.to(dtype)))
-            torch._foreach_sub_(x, u)
-            continue
-        for own, step, keep in zip(x, u, bucket.scalars(by.keep), strict=True):
-            # Rounded to the weight's type once, not after each operation.
-            work = torch.promote_types(own.dtype, dtype)
-            own.copy_(own.to(work).mul_(keep.to(work)).sub_(step))
+        _apply(bucket, by, rule)
+
+
+def _apply(bucket: Bucket, by: Coefficients, rule: Rule) -> None:
+    x, (m, _) = bucket.weights, bucket.moments
+    dtype = m[0].dtype
+    u = _normalized(bucket, by, rule.clip_value)
+    torch._foreach_mul_(u, bucket.scalars(by.gradient.to(dtype)))
+    for total, own, factor in zip(u, m, bucket.scalars(by.momentum.to(dtype)), strict=True):
+        total.addcmul_(own, factor)
+    torch._foreach_div_(u, _denominators(bucket, by.unbias2, rule.eps))
+    moved_by(x, bucket.scalars(by.keep), u)
 
 
 def _normalized(bucket: Bucket, by: Normalizers | Coefficients, clip_value: float) -> list[Tensor]:

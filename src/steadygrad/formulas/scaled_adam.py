@@ -39,6 +39,7 @@ from steadygrad.formulas.tensors import (
     Bucket,
     buckets_of,
     correction,
+    decay_of,
     inner_products,
     joined,
     sanitized,
@@ -305,11 +306,11 @@ def _update(bucket: Bucket, by: StepScales, rule: Rule) -> None:
     dtype = v[0].dtype
     taken = bucket.scalars(by.taken)
     # Who does not take the step keeps its averages: they decay by one, and zero is added.
-    columns = (torch.where(by.taken, beta, 1.0).to(dtype) for beta in rule.betas)
-    keep1, keep2 = (bucket.scalars(column) for column in columns)
+    decays = (decay_of(beta, by.taken, dtype) for beta in rule.betas)
+    decay1, decay2 = (bucket.scalars(column) for column in decays)
     g = sanitized(bucket.grads, taken, dtype)
     torch._foreach_mul_(g, bucket.scalars(by.unscale.to(dtype)))
-    torch._foreach_mul_(v, keep2)
+    torch._foreach_mul_(v, decay2)
     torch._foreach_addcmul_(v, g, g, value=1 - beta2)
     d = list(torch._foreach_mul(v, bucket.scalars(by.second_moment.to(dtype))))
     torch._foreach_sqrt_(d)
@@ -318,24 +319,27 @@ def _update(bucket: Bucket, by: StepScales, rule: Rule) -> None:
     del d  # Two temporaries at a time, no more.
     torch._foreach_mul_(g, bucket.scalars(by.gradient.to(dtype)))
     if by.weight is not None:
-        for move, p, s in zip(g, bucket.weights, bucket.scalars(by.weight.to(dtype)), strict=True):
-            # A weight that is not finite must not reach `delta` by way of zero.
-            move.add_(p.to(dtype, copy=True).mul_(s).masked_fill_(s == 0, 0.0))
-    torch._foreach_mul_(delta, keep1)
+        # A weight that is not finite must not reach `delta` by way of zero. One element with an
+        # axis, for the outcome to have the state's type.
+        zero = torch.zeros(1, dtype=dtype, device=g[0].device)
+        used = bucket.scalars(by.weight != 0)
+        own = [torch.where(c, p, zero) for c, p in zip(used, bucket.weights, strict=True)]
+        torch._foreach_addcmul_(g, own, bucket.scalars(by.weight.to(dtype)))
+        del own
+    torch._foreach_mul_(delta, decay1)
     torch._foreach_add_(delta, g, alpha=1 - beta1)
     del g
-    _move_weights(bucket, delta, taken, rule, by.weight is None)
+    _move_weights(bucket, by, rule)
 
 
-def _move_weights(
-    bucket: Bucket, delta: list[Tensor], taken: list[Tensor], rule: Rule, is_scalar: bool
-) -> None:
+def _move_weights(bucket: Bucket, by: StepScales, rule: Rule) -> None:
     """Adds the averages of updates to the weights; one-element ones are bounded."""
-    dtype = delta[0].dtype
+    delta, is_scalar = bucket.moments[1], by.weight is None
+    dtype, taken = delta[0].dtype, bucket.scalars(by.taken)
     if is_scalar and rule.original:
         _bound_(bucket.weights, taken, rule.scalar_max)
     # Zero times an average that is finite: a step that is not taken leaves the weight as it is.
-    moves = torch._foreach_mul(delta, [ok.to(dtype) for ok in taken])
+    moves = torch._foreach_mul(delta, bucket.scalars(by.taken.to(dtype)))
     torch._foreach_add_(bucket.weights, moves)
     if is_scalar and not rule.original:
         _bound_(bucket.weights, taken, rule.scalar_max)

@@ -13,9 +13,11 @@ __all__ = [
     "Bucket",
     "buckets_of",
     "correction",
+    "decay_of",
     "exact",
     "inner_products",
     "joined",
+    "moved_by",
     "sanitized",
     "square_sums",
     "wide",
@@ -168,6 +170,9 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
 
 def inner_products(first: Sequence[Tensor], second: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Inner product of each pair, taken in ``dtype``, with shape ``(tensors)``."""
+    if all(tensor.numel() <= PIECE for tensor in first):
+        products = torch._foreach_mul([a.to(dtype) for a in first], [b.to(dtype) for b in second])
+        return torch.stack([product.sum() for product in products])
     return torch.stack(
         [_inner(a.to(dtype), b.to(dtype)) for a, b in zip(first, second, strict=True)]
     )
@@ -181,6 +186,38 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
     if len(pairs) == 1:
         return torch.dot(a.view(-1), b.view(-1))
     return torch.stack([torch.dot(*pair) for pair in pairs]).sum()
+
+
+def decay_of(beta: float, taken: Tensor, dtype: torch.dtype) -> Tensor:
+    """Factor on an average: ``beta`` where a parameter takes the step, else one.
+
+    Args:
+        beta: Decay of the average.
+        taken: Whether each parameter takes the step, with shape ``(tensors)``.
+        dtype: Type of the factor.
+    """
+    factor = torch.full(taken.shape, beta, dtype=dtype, device=taken.device)
+    return factor.masked_fill_(~taken, 1.0)
+
+
+def moved_by(
+    weights: Sequence[Tensor], keep: Sequence[Tensor], steps: Sequence[Tensor]
+) -> None:
+    """Moves weights: each times a factor, less a step.
+
+    Args:
+        weights: The weights, in any floating type.
+        keep: Factor on each, with shape ``()``.
+        steps: Steps, in the type of the state.
+    """
+    if weights[0].dtype == steps[0].dtype:
+        torch._foreach_mul_(weights, [factor.to(weights[0].dtype) for factor in keep])
+        torch._foreach_sub_(weights, steps)
+        return
+    for weight, factor, step in zip(weights, keep, steps, strict=True):
+        # Rounded to the weight's type once, not after each operation.
+        work = torch.promote_types(weight.dtype, step.dtype)
+        weight.copy_(weight.to(work).mul_(factor.to(work)).sub_(step))
 
 
 def sanitized(

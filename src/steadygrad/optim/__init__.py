@@ -1,9 +1,18 @@
-"""Optimizers: ScaledAdam and LANS, exact, sharded and resumable; schedules; groups by pattern."""
+"""Optimizers: ScaledAdam, LANS and LAMB, exact, sharded and resumable; schedules; groups by pattern."""
 
 from steadygrad.optim.batched import BatchedOptimizer
 from steadygrad.optim.groups import param_groups
+from steadygrad.optim.lamb import LAMB
 from steadygrad.optim.lans import LANS
 from steadygrad.optim.scaled_adam import ScaledAdam
 from steadygrad.optim.schedules import Eden, WarmupHoldDecay
 
-__all__ = ["LANS", "BatchedOptimizer", "Eden", "ScaledAdam", "WarmupHoldDecay", "param_groups"]
+__all__ = [
+    "LAMB",
+    "LANS",
+    "BatchedOptimizer",
+    "Eden",
+    "ScaledAdam",
+    "WarmupHoldDecay",
+    "param_groups",
+]

@@ -115,6 +115,7 @@ class ParamBatch:
         if not torch.compiler.is_compiling():
             self._layout = Layout(self._own)
             self._grad_layout = Layout(self._own, None if table is None else table.types[0])
+            self._state_layout = Layout(self._large_states())
             self._addresses = self._state_addresses()
 
     @property
@@ -171,13 +172,16 @@ class ParamBatch:
                 all(map(is_, map(dict.get, self.states, repeat(name)), kept))
                 for name, kept in self._kept.items()
             )
+            # Their memory may have been exchanged through `state.data`.
+            and self._state_layout.matches(self._large_states())
             and np.array_equal(self._addresses, self._state_addresses())
         )
 
+    def _large_states(self) -> list[Tensor]:
+        return [t for tensors in (*self.moments, self._masters) for t in tensors]
+
     def _state_addresses(self) -> Any:
-        small = [view for name in self.columns for view in self._kept[name]]
-        large = [t for tensors in (*self.moments, self._masters) for t in tensors]
-        return addresses_of([*large, *small])
+        return addresses_of([view for name in self.columns for view in self._kept[name]])
 
     def _for_kernels(self, grads: list[Tensor | None]) -> list[Tensor | None] | None:
         """Gradients with the memory order of their parameters; None if kernels cannot take one."""

@@ -14,9 +14,11 @@ from steadygrad.sharding import local
 __all__ = [
     "FOREIGN",
     "LARGEST",
+    "check_bounds",
     "check_options",
     "check_parameter",
     "check_state_tensor",
+    "check_switch",
     "dense_gradient",
 ]
 
@@ -60,15 +62,33 @@ def check_options(group: Mapping[str, Any], options: Collection[str]) -> None:
     for beta in betas:
         check_number("betas", beta, low=0, high=1, high_open=True)
     for name, values in _SWITCHES.items():
-        # By identity: 1 and a tensor of it are equal to True.
-        if not any(group[name] is value for value in values):
-            raise InputError(
-                f"Parameter `{name}` should be one of {', '.join(map(str, values))}. "
-                f"Found {group[name]!r}. Remedy: one of these."
-            )
+        check_switch(name, group[name], values)
     if group["foreach"] and group["fused"]:
         raise InputError(
             "Expected at most one of `foreach` and `fused`. Found both. Remedy: leave one out."
+        )
+
+
+def check_switch(name: str, found: Any, values: tuple[bool | None, ...]) -> None:
+    """Raises InputError unless an option is one of some constants."""
+    # By identity: 1 and a tensor of it are equal to True.
+    if not any(found is value for value in values):
+        raise InputError(
+            f"Parameter `{name}` should be one of {', '.join(map(str, values))}. "
+            f"Found {found!r}. Remedy: one of these."
+        )
+
+
+def check_bounds(group: Mapping[str, Any]) -> None:
+    """Raises InputError unless bounds on the norms of weights are in order."""
+    low, high = group["lower_bound"], group["upper_bound"]
+    for name in ("lower_bound", "upper_bound"):
+        if group[name] is not None:
+            check_number(name, group[name], low=0)
+    if low is not None and high is not None and low > high:
+        raise InputError(
+            "Parameter `lower_bound` should be at most `upper_bound`. "
+            f"Found {low} and {high}. Remedy: exchange them."
         )
 
 
@@ -90,7 +110,11 @@ def check_parameter(parameter: Tensor, name: str = "") -> None:
 
 
 def check_state_tensor(
-    name: str, value: Any, shape: tuple[int, ...], bounds: tuple[float, float] | None
+    name: str,
+    value: Any,
+    shape: tuple[int, ...],
+    bounds: tuple[float, float] | None,
+    parameter: Tensor,
 ) -> None:
     """Raises InputError unless a saved state can be loaded.
 
@@ -99,6 +123,7 @@ def check_state_tensor(
         value: The state, a tensor or, of shape ``()``, a number.
         shape: The shape that it must have.
         bounds: Its least and largest value; None: any finite number.
+        parameter: The parameter that it is of.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         value = torch.tensor(value, dtype=torch.float64, device="cpu")
@@ -110,7 +135,7 @@ def check_state_tensor(
     elif value.is_complex() or value.dtype is torch.bool or value.layout is not torch.strided:
         wrong = f"{value.dtype}, {value.layout}"
     elif value.is_meta:
-        wrong = "a meta tensor, which has no values"
+        wrong = "" if parameter.is_meta else "a meta tensor, which has no values"
     elif (own := local(value)).numel():
         low, high = bounds or (-LARGEST, LARGEST)
         least, largest = (float(x) for x in torch.aminmax(own.detach()))

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from steadygrad._checks import InputError, check_number
+from steadygrad._checks import check_number
 from steadygrad.formulas import lans
 from steadygrad.optim.batch import ParamBatch
+from steadygrad.optim.checks import check_bounds
 from steadygrad.optim.diagnostics import Report
-from steadygrad.optim.optimizer import AmpState, ShardedOptimizer
+from steadygrad.optim.optimizer import AmpState, ShardedOptimizer, finite_norms
+from steadygrad.optim.state import adam_state
 
 __all__ = ["LANS"]
 
@@ -100,29 +102,16 @@ class LANS(ShardedOptimizer):
         super()._check_group(group)
         check_number("eps", group["eps"], low=0, low_open=True)
         check_number("weight_decay", group["weight_decay"], low=0)
-        for name in ("lower_bound", "upper_bound"):
-            if group[name] is not None:
-                check_number(name, group[name], low=0)
+        check_bounds(group)
         if group["clip_value"] is not None:
             check_number("clip_value", group["clip_value"], low=0, low_open=True)
-        low, high = group["lower_bound"], group["upper_bound"]
-        if low is not None and high is not None and low > high:
-            raise InputError(
-                "Parameter `lower_bound` should be at most `upper_bound`. "
-                f"Found {low} and {high}. Remedy: exchange them."
-            )
 
     def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        dtype = self._state_dtype(parameter, group)
-        return {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, dtype=dtype),
-            "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
-        }
+        return adam_state(parameter, self._state_dtype(parameter, group))
 
     def _update(self, batches: Sequence[ParamBatch], amp: AmpState) -> Tensor:
         own = [b.passes.grad_sq_norms(b) for b in batches]
-        norms, taken, ok = self._first_sums(batches, own, [_finite] * len(batches), amp)
+        norms, taken, ok = self._first_sums(batches, own, [finite_norms] * len(batches), amp)
         rules = [_rule(b.group) for b in batches]
         by = []
         for batch, sums, takes, rule in zip(batches, norms, taken, rules, strict=True):
@@ -131,8 +120,8 @@ class LANS(ShardedOptimizer):
             maximize = batch.group["maximize"]
             by.append(lans.normalizers(sums[0], step, takes, rule, maximize=maximize))
         steps = list(zip(batches, by, rules, strict=True))
-        sums = self._sums(batches, [b.passes.update_moments(b, x, rule) for b, x, rule in steps])
-        for (batch, x, rule), total in zip(steps, sums, strict=True):
+        own = [b.passes.update_moments(b, x, rule) for b, x, rule in steps]
+        for (batch, x, rule), total in zip(steps, self._sums(batches, own), strict=True):
             batch.passes.apply(batch, _coefficients(batch, x, rule, total), rule)
         return ok
 
@@ -169,15 +158,10 @@ class LANS(ShardedOptimizer):
         return report.finish()
 
 
-def _finite(sums: Tensor) -> Tensor:
-    return torch.isfinite(sums[0])
-
-
 def _rule(group: Mapping[str, Any]) -> lans.Rule:
-    bound = group["clip_value"]
-    return lans.Rule(
-        *group["betas"], group["eps"], group["weight_decay"], torch.inf if bound is None else bound
-    )
+    (beta1, beta2), bound = group["betas"], group["clip_value"]
+    bound = torch.inf if bound is None else bound
+    return lans.Rule(beta1, beta2, group["eps"], group["weight_decay"], bound)
 
 
 def _coefficients(

@@ -19,7 +19,7 @@ from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.gathering import GatheringOptimizer, refresh, working
 from steadygrad.sharding import PackedSum
 
-__all__ = ["AmpState", "ShardedOptimizer"]
+__all__ = ["AmpState", "ShardedOptimizer", "finite_norms"]
 
 
 @dataclass(frozen=True)
@@ -235,3 +235,8 @@ class ShardedOptimizer(GatheringOptimizer):
         grad_scale: float,
     ) -> dict[str, Any]:
         raise NotImplementedError
+
+
+def finite_norms(sums: Tensor) -> Tensor:
+    """Whether sums whose first row are squared norms can be used, with shape ``(tensors)``."""
+    return torch.isfinite(sums[0])

@@ -24,7 +24,7 @@ from steadygrad.optim.loading import TypeKeepingOptimizer, paired_states
 from steadygrad.optim.masters import MASTER, ensure_master, wants_master
 from steadygrad.sharding import shared_out
 
-__all__ = ["StatefulOptimizer"]
+__all__ = ["StatefulOptimizer", "adam_state"]
 
 
 class StateSnapshot:
@@ -198,7 +198,8 @@ class StatefulOptimizer(TypeKeepingOptimizer):
                     raise self._not_its_own("a state", expected, state)
                 for name in expected | ({MASTER} & set(state)):
                     shape = self._shape_of(name, parameter, {**self.defaults, **saved})
-                    check_state_tensor(name, state[name], shape, self._ranges.get(name))
+                    bounds = self._ranges.get(name)
+                    check_state_tensor(name, state[name], shape, bounds, parameter)
 
     def _shape_of(self, name: str, parameter: Tensor, group: Mapping[str, Any]) -> tuple[int, ...]:
         """Shape of a state of a parameter in a group with some options."""
@@ -216,3 +217,12 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             shared = self._shared_of(group)
             for p in group["params"]:
                 self.state[p].update(shared[p.device])
+
+
+def adam_state(parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A new step count and new averages of the gradient and of its square."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter, dtype=dtype),
+        "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
+    }

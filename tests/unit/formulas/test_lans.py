@@ -1,22 +1,26 @@
-"""LANS on plain tensors: the passes of a step, on what a block may hold."""
+"""LANS on plain tensors: the passes of a step and the columns between them."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from steadygrad.formulas.lans import (
-    Block,
-    apply_,
+    Normalizers,
+    Rule,
+    apply,
     coefficients,
     direction_sums,
+    grad_sq_norms,
+    normalizers,
     trust_ratio,
-    update_moments_,
+    update_moments,
 )
-from steadygrad.formulas.tensors import square_sums
 from tests.reference.lans import Lans
 
 SHAPES = [(5, 3), (7,), (), (4,)]
-SHAPE = {"eps": 1e-6, "weight_decay": 0.1, "clip_value": 0.4}
+RULE = Rule(0.9, 0.99, 1e-6, 0.1, 0.4)
 
 
 def draw(seed):
@@ -28,17 +32,20 @@ def number(value):
     return torch.tensor(value, dtype=torch.float64)
 
 
-def block(x, g, m, v, t, ok=True):
-    inverse = square_sums(g).rsqrt()
-    inverse = torch.where(inverse.isfinite(), inverse, 0.0)
-    corrections = [(number(1 - 0.9**t), number(1 - 0.99**t))] * len(x)
-    return Block(x, g, m, v, list(inverse.unbind()), corrections, torch.tensor(ok))
+def batch(x, g, m, v):
+    return SimpleNamespace(weights=x, grads=g, moments=(m, v), buckets=[[0, 1], [2, 3]][: len(x)])
 
 
-def take_step(some, lr=0.05, bounds=(None, None)):
-    update_moments_(some, betas=(0.9, 0.99), clip_value=SHAPE["clip_value"])
-    by = coefficients(direction_sums(some, **SHAPE), some.ok, lr=lr, beta1=0.9, bounds=bounds)
-    apply_(some, by, **SHAPE)
+def factors(some, t, ok=True):
+    taken = torch.tensor([ok and g is not None for g in some.grads])
+    step = torch.full((len(some.weights),), float(t))
+    return normalizers(grad_sq_norms(some)[0], step, taken, RULE, maximize=False)
+
+
+def take_step(some, t, *, ok=True, lr=0.05, bounds=(None, None)):
+    by = factors(some, t, ok)
+    sums = update_moments(some, by, RULE)
+    apply(some, coefficients(sums, by, RULE, lr=lr, bounds=bounds), RULE)
 
 
 @pytest.mark.parametrize("bounds", [(None, None), (0.5, 1.5), (0.0, 2.0)], ids=str)
@@ -52,7 +59,7 @@ def test_three_passes_are_the_equation(bounds):
     for t in range(1, 20):
         g = draw(t)
         g[1] *= t % 3  # a block without gradient, now and then
-        take_step(block(x, g, m, v, t), bounds=bounds)
+        take_step(batch(x, g, m, v), t, bounds=bounds)
         reference.step(expected, [t.numpy() for t in g])
     for found, wanted in zip(x, expected, strict=True):
         # 19 steps of rounding in another order.
@@ -64,7 +71,7 @@ def test_nothing_moves_unless_all_is_finite(bad):
     x, m, v, g = draw(0), draw(1), [t.square() for t in draw(2)], draw(3)
     g[1][2] = bad
     before = [t.clone() for t in (*x, *m, *v)]
-    take_step(block(x, g, m, v, 3, ok=False))
+    take_step(batch(x, g, m, v), 3, ok=False)
     assert all(torch.equal(a, b) for a, b in zip((*x, *m, *v), before, strict=True))
 
 
@@ -74,30 +81,39 @@ def test_trust_ratio_is_one_where_there_is_nothing_to_compare():
     assert trust_ratio(weight, direction).tolist() == [0.5, 1.0, 1.0, 1.0]
 
 
+def norms_of(*taken):
+    ones = torch.ones(3, dtype=torch.float64)
+    return Normalizers(torch.tensor(taken), ones, ones, ones)
+
+
 def test_coefficients():
     sums = number([[4.0, 4.0, 0.0], [1.0, 16.0, 1.0], [64.0, 0.0, 1.0]])
-    by = coefficients(sums, torch.tensor(True), lr=number(0.1), beta1=0.75)
+    rule, all_take = RULE._replace(beta1=0.75), norms_of(True, True, True)
+    by = coefficients(sums, all_take, rule, lr=number(0.1))
     expected = number([[0.15, 0.0375, 0.075], [0.00625, 0.025, 0.025]])
     found = torch.stack([by.momentum, by.gradient])
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
-    bounded = coefficients(sums, torch.tensor(True), lr=0.1, beta1=0.75, bounds=(0.5, 1.0))
+    torch.testing.assert_close(by.keep, 1 - 0.1 * expected.sum(0), rtol=1e-14, atol=0)
+    bounded = coefficients(sums, all_take, rule, lr=0.1, bounds=(0.5, 1.0))
     # Norms of 2, 2 and 0 become 1, 1 and 0.5.
     torch.testing.assert_close(bounded.momentum, torch.tensor([0.075, 0.01875, 0.0375]).double())
-    none = coefficients(sums, torch.tensor(False), lr=0.1, beta1=0.75)
-    assert not none.momentum.any()
-    assert not none.gradient.any()
+    sums[:, 1] = torch.nan
+    some = coefficients(sums, norms_of(True, False, True), rule, lr=0.1)
+    assert some.momentum.tolist() == [by.momentum[0], 0.0, by.momentum[2]]
+    assert some.keep[1] == 1.0
 
 
 def test_direction_sums_add_up_over_shards():
     """Squared norms of parts sum to those of the whole: what sharding stands on."""
     x, m, v, g = ([t[0]] for t in (draw(0), draw(1), [t.square() for t in draw(2)], draw(3)))
-    whole = block(x, g, m, v, 5)
-    halves = [
-        Block(*([t[part] for t in ts] for ts in (x, g, m, v)), *list(vars(whole).values())[4:])
-        for part in (slice(0, 2), slice(2, 5))
-    ]
-    parts = sum(direction_sums(half, **SHAPE) for half in halves)
-    torch.testing.assert_close(parts, direction_sums(whole, **SHAPE), rtol=1e-14, atol=0)
+    whole = batch(x, g, m, v)
+    whole.buckets = [[0]]
+    by = factors(whole, 5)
+    halves = [batch(*([t[part] for t in ts] for ts in (x, g, m, v))) for part in (slice(2), slice(2, 5))]
+    for half in halves:
+        half.buckets = [[0]]
+    parts = sum(direction_sums(half, by, RULE) for half in halves)
+    torch.testing.assert_close(parts, direction_sums(whole, by, RULE), rtol=1e-14, atol=0)
 
 
 def test_moments_stay_below_one():
@@ -105,6 +121,22 @@ def test_moments_stay_below_one():
     m, v = [torch.zeros(6).double()], [torch.zeros(6).double()]
     for t in range(1, 50):
         g = [torch.randn(6, generator=torch.Generator().manual_seed(t)).double() * 10.0**t]
-        update_moments_(block([torch.ones(6).double()], g, m, v, t), betas=(0.9, 0.99))
+        some = batch([torch.ones(6).double()], g, m, v)
+        some.buckets = [[0]]
+        update_moments(some, factors(some, t), RULE._replace(clip_value=torch.inf))
         assert m[0].norm() <= 1
         assert v[0].sum() <= 1
+
+
+def test_a_parameter_without_gradient_is_left_alone():
+    x, m, v, g = draw(0), draw(1), [t.square() for t in draw(2)], draw(3)
+    g[1] = None
+    before = [t[1].clone() for t in (x, m, v)]
+    some = batch(x, g, m, v)
+    by = factors(some, 3)
+    sums = update_moments(some, by, RULE)
+    apply(some, coefficients(sums, by, RULE, lr=0.05), RULE)
+    assert all(torch.equal(a, b) for a, b in zip((x[1], m[1], v[1]), before, strict=True))
+    assert not torch.equal(x[2], draw(0)[2])
+    # The others' sums stay in their places.
+    assert (sums != 0).any(0).tolist() == [True, False, True, True]

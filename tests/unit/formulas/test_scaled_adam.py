@@ -2,26 +2,29 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from steadygrad.formulas.scaled_adam import (
-    Block,
     Rule,
     Sizes,
     StepScales,
-    parameter_sums,
+    finite,
+    needs_products,
+    remembered,
     size_step,
     step_scales,
-    update_,
+    sums,
+    update,
 )
 from tests.reference import scaled_adam as reference
 
 NEW = Rule(0.1, (0.9, 0.98), 1e-8, 0.1, 1e-5, 3.0, 10.0, 4, original=False)
 OLD = replace(NEW, original=True)
 rules = pytest.mark.parametrize("rule", [NEW, OLD], ids=["zipformer", "stateless7"])
-TRUE, FALSE = torch.tensor(True), torch.tensor(False)
+TRUE, FALSE = torch.tensor([True]), torch.tensor([False])
 
 
 def vector(*values):
@@ -32,11 +35,43 @@ def steps_at(t, count):
     return torch.full((count,), float(t))
 
 
-def test_parameter_sums_are_those_of_the_originals_loop():
+def batch(p, g, v=(), delta=()):
+    places = [[i] for i in range(len(p))]
+    return SimpleNamespace(weights=p, grads=g, moments=(list(v), list(delta)), buckets=places)
+
+
+@pytest.mark.parametrize("needed", [None, [True, False], [False, False]], ids=str)
+def test_sums_are_those_of_the_originals_loop(needed):
     p, g = (torch.arange(1.0, 7).view(2, 3), torch.ones(2, 3).half())
     expected = torch.tensor([[6.0, 6], [21, -21], [91, 91]])
+    some = batch([p, p], [g, -g], [p, p], [p, p])
+    found = sums(some, needed if needed is None else torch.tensor(needed))
+    if needed == [False, False]:
+        expected[1:] = 0  # the weights are not read
     # A norm is squared again: float32 roundings.
-    torch.testing.assert_close(parameter_sums([p, p], [g, -g]), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("period", [1, 4])
+def test_products_are_needed_at_the_first_step_and_at_size_steps(period):
+    found = [bool(needs_products(steps_at(t, 1), replace(NEW, period=period))) for t in range(8)]
+    expected = {1: [True] * 8, 4: [True, False, False, True, False, False, False, True]}
+    assert found == expected[period]
+
+
+def test_sums_that_overflow_stop_a_step_where_they_are_used():
+    rows = torch.tensor([[1.0, 1.0, torch.inf], [1e30, 1e30, 1.0], [1.0, torch.nan, 1.0]])
+    needed = torch.tensor([True, False, False])
+    assert finite(rows, needed, torch.float32).tolist() == [False, True, False]
+    assert finite(rows[:, :1].double(), needed[:1], torch.float64).tolist() == [True]
+
+
+def test_the_last_gradients_of_sizes_are_remembered():
+    ring = torch.zeros(3, 4)
+    h = torch.tensor([2.0, 1e30, 5.0])
+    found = remembered(ring, h, steps_at(6, 3), torch.tensor([True, True, False]))
+    # One whose square overflows counts as zero; one that is not taken is not remembered.
+    assert found.tolist() == [[0, 0, 2, 0], [0] * 4, [0] * 4]
 
 
 @rules
@@ -53,6 +88,8 @@ def test_sizes_are_learned_as_in_the_reference(rule):
         # The last parameter is too large, the first too small, for a while.
         rms = vector(1e-6 if t < 20 else 0.1, 0.5, 5.0 if t > 10 else 2.999)
         known, size = size_step(known, h, rms, steps_at(t, count), TRUE, rule)
+        ring = remembered(known.gradients, h, steps_at(t, count), TRUE)
+        known = replace(known, gradients=ring)
         slow.t = t
         for i, state in enumerate(states):
             state["ring"][t % period] = h[i].item()
@@ -104,57 +141,69 @@ def test_a_parameter_of_zeros_has_no_size_step(rule):
 @pytest.mark.parametrize("t", [0, 1, 100, 227, 228, 5000])
 def test_step_scales(rule, t):
     correction = 1 - 0.98 ** (t + 1)
-    scalar = step_scales(steps_at(t, 2), None, rule)
+    scalar = step_scales(steps_at(t, 2), None, one(0.5)[0], TRUE, rule)
     assert scalar.weight is None
     assert scalar.gradient.tolist() == pytest.approx([-0.01, -0.01], rel=1e-15)
     # The recipe of 2022 corrects scalars for ever.
     corrected = 1 / correction if rule.original or correction < 0.99 else 1.0
     assert scalar.second_moment.tolist() == pytest.approx([corrected] * 2, rel=1e-12)
     sizes = Sizes(vector(0.5, 1e-9), vector(1, 1), torch.zeros(2, 4))
-    tensor = step_scales(steps_at(t, 2), (sizes, vector(0.3, 0)), rule)
+    tensor = step_scales(steps_at(t, 2), (sizes, vector(0.3, 0)), one(0.5)[0], TRUE, rule)
     corrected = 1 / correction if correction < 0.99 else 1.0
     assert tensor.second_moment.tolist() == pytest.approx([corrected] * 2, rel=1e-12)
     assert tensor.gradient.tolist() == pytest.approx([-0.05, -1e-6], rel=1e-12)
-    assert torch.equal(tensor.part(1, 2).weight, vector(0))
+    assert torch.equal(tensor.weight, vector(0.3, 0))
+    assert tensor.unscale.tolist() == [0.5, 0.5]
 
 
 def one(value):
     return torch.tensor([value], dtype=torch.float64)
 
 
-def block(gradient_scale, ok=TRUE, bad=0.0):
+def start(bad=0.0):
     g = vector(1.0 + bad, -4.0)
-    v, delta = vector(0.0, 9.0), vector(0.5, -0.5)
-    return Block([vector(2.0, 3.0)], [g], [v], [delta], one(gradient_scale)[0], ok)
+    return batch([vector(2.0, 3.0)], [g], [vector(0.0, 9.0)], [vector(0.5, -0.5)])
 
 
 def test_the_update_by_hand():
-    some = block(0.5)
-    update_(some, StepScales(one(2.0), one(-0.1), one(0.25)), replace(NEW, eps=1.0))
+    some = start()
+    by = StepScales(TRUE, one(0.5), one(2.0), one(-0.1), one(0.25))
+    # The product is that of the weights before the update.
+    assert update(some, by, replace(NEW, eps=1.0)).tolist() == [2.0 - 12.0]
     v = [0.02 * 0.25, 0.98 * 9 + 0.02 * 4]
     step = [-0.1 * g / (math.sqrt(2 * x) + 1) for g, x in zip((0.5, -2.0), v, strict=True)]
     before = zip((0.5, -0.5), step, (2.0, 3.0), strict=True)
     delta = [0.9 * d + 0.1 * (s + 0.25 * p) for d, s, p in before]
-    torch.testing.assert_close(some.v[0], vector(*v), rtol=1e-14, atol=0)
-    torch.testing.assert_close(some.delta[0], vector(*delta), rtol=1e-14, atol=0)
+    torch.testing.assert_close(some.moments[0][0], vector(*v), rtol=1e-14, atol=0)
+    torch.testing.assert_close(some.moments[1][0], vector(*delta), rtol=1e-14, atol=0)
     expected = vector(2.0 + delta[0], 3.0 + delta[1])
-    torch.testing.assert_close(some.p[0], expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close(some.weights[0], expected, rtol=1e-14, atol=0)
 
 
 @rules
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0], ids=str)
 @pytest.mark.parametrize("size", [None, 0.0])
 def test_nothing_moves_unless_the_step_is_taken(rule, bad, size):
-    some, before = block(1.0, FALSE, bad), block(1.0)
-    update_(some, StepScales(one(1.0), one(-0.1), None if size is None else one(size)), rule)
-    for name in ("p", "v", "delta"):
-        assert torch.equal(getattr(some, name)[0], getattr(before, name)[0])
+    some, before = start(bad), start()
+    weight = None if size is None else one(size)
+    update(some, StepScales(FALSE, one(1.0), one(1.0), one(-0.1), weight), rule)
+    assert torch.equal(some.weights[0], before.weights[0])
+    for found, expected in zip(some.moments, before.moments, strict=True):
+        assert torch.equal(found[0], expected[0])
+
+
+@rules
+def test_a_weight_that_is_not_finite_does_not_reach_the_averages(rule):
+    some = start()
+    some.weights[0][0] = math.nan
+    update(some, StepScales(TRUE, one(1.0), one(1.0), one(-0.1), one(0.0)), rule)
+    assert some.moments[1][0].isfinite().all()
 
 
 @pytest.mark.parametrize(("rule", "expected"), [(NEW, 10.0), (OLD, 10.45)])
 def test_when_a_scalar_is_bounded(rule, expected):
     """Now after the step; in 2022 before it, so that a scalar could lie past its bound."""
     p = one(20.0)
-    some = Block([p], [one(0.0)], [one(0.0)], [one(0.5)], one(1.0)[0], TRUE)
-    update_(some, StepScales(one(1.0), one(-0.1), None), rule)
+    some = batch([p], [one(0.0)], [one(0.0)], [one(0.5)])
+    update(some, StepScales(TRUE, one(1.0), one(1.0), one(-0.1), None), rule)
     assert p.item() == pytest.approx(expected)

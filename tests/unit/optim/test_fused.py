@@ -137,7 +137,6 @@ def test_state_from_before_a_load_is_let_go(make):
     steps([(params, optimizer)], range(2))
     gc.collect()
     assert old() is None
-    assert len(optimizer._plans) == 1
 
 
 @every_optimizer
@@ -180,7 +179,7 @@ def test_what_loops_cannot_take_goes_by_calls(make, monkeypatch):
 
     ours, theirs = mixed(), mixed()
     one, two = make(ours, fused=True), make(theirs, foreach=True)
-    with pytest.warns(UserWarning, match="Expected dense tensors on the CPU") as caught:
+    with pytest.warns(UserWarning, match="Expected parameters that fused kernels can take") as caught:
         steps([(ours, one), (theirs, two)], range(4))
     assert len(caught) == 1
     assert_close([(ours, one), (theirs, two)])

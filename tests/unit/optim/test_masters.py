@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from steadygrad.optim.masters import MASTER, wants_master, working_weight, write_back
+from steadygrad.optim.masters import (
+    MASTER,
+    ensure_master,
+    round_masters,
+    sync_masters,
+    wants_master,
+)
 
 WANTED = {"master_weights": None}
 narrow = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -28,11 +34,16 @@ def test_who_has_a_master(dtype, wish, expected):
     assert wants_master(torch.zeros(2, dtype=dtype), {"master_weights": wish}) is expected
 
 
+def synced(parameter, state):
+    sync_masters([parameter.detach()], [state[MASTER]])
+    return state[MASTER]
+
+
 @narrow
 def test_an_untouched_master_keeps_every_bit(dtype):
     parameter, state = pair(dtype)
     expected = state[MASTER].clone()
-    assert working_weight(parameter, state, WANTED) is state[MASTER]
+    assert synced(parameter, state) is state[MASTER]
     assert torch.equal(state[MASTER], expected)
     assert (state[MASTER] != parameter.detach().float()).any()
 
@@ -59,7 +70,7 @@ def test_a_written_weight_is_followed_and_others_keep_their_bits(dtype, write):
     value[3] = -7.0
     value[0, 0] = 0.0
     write(parameter, value)
-    followed = working_weight(parameter, state, WANTED)
+    followed = synced(parameter, state)
     expected = master.clone()
     expected[2] = 7.0
     expected[3] = -7.0
@@ -73,30 +84,35 @@ def test_a_swap_out_and_back_in_loses_nothing(dtype):
     master, weights = state[MASTER].clone(), parameter.detach().clone()
     parameter.data.zero_()
     parameter.data.copy_(weights)
-    assert torch.equal(working_weight(parameter, state, WANTED), master)
+    assert torch.equal(synced(parameter, state), master)
 
 
 def test_a_weight_that_is_not_finite_is_followed_too():
     parameter, state = pair(torch.float16)
     parameter.data[0, 0], parameter.data[1, 1] = torch.nan, torch.inf
-    followed = working_weight(parameter, state, WANTED)
+    followed = synced(parameter, state)
     assert followed[0, 0].isnan()
     assert followed[1, 1].isinf()
     assert followed.isfinite().sum() == followed.numel() - 2
 
 
-def test_without_a_master_the_weight_itself_is_worked_on():
-    parameter = torch.zeros(3, requires_grad=True)
-    weight = working_weight(parameter, {}, WANTED)
-    assert not weight.requires_grad
-    weight.add_(1)
-    assert torch.equal(parameter.detach(), torch.ones(3))
+@narrow
+def test_a_master_comes_and_goes_with_the_models_type(dtype):
+    parameter, state = pair(dtype)
+    master = state[MASTER]
+    ensure_master(parameter, state, WANTED)
+    assert state[MASTER] is master
+    parameter.data = parameter.data.float()
+    ensure_master(parameter, state, WANTED)
+    assert MASTER not in state
+    parameter.data = parameter.data.to(dtype)
+    ensure_master(parameter, state, WANTED)
+    assert torch.equal(state[MASTER], parameter.detach().float())
 
 
 @narrow
-def test_writes_back_the_nearest(dtype):
+def test_masters_are_rounded_to_the_nearest(dtype):
     parameter, state = pair(dtype)
     state[MASTER].mul_(1.1)
-    plain = torch.ones(2)
-    write_back([parameter, plain], [state[MASTER], plain])
+    round_masters([parameter.detach()], [state[MASTER]])
     assert torch.equal(parameter.detach(), state[MASTER].to(dtype))

@@ -1,0 +1,115 @@
+"""LAMB as compiled loops: the passes of :mod:`steadygrad.formulas.lamb`."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from steadygrad.formulas.lamb import Coefficients, Rule, Scales
+from steadygrad.kernels.numba.lans import grad_kernel, grad_sq_norms
+from steadygrad.kernels.numba.numbers import (
+    arguments,
+    block_at,
+    chunk_of,
+    gradient_at,
+    narrow,
+    source_of,
+    sync_masters,
+    wide,
+    widen,
+)
+from steadygrad.kernels.numba.runtime import KernelBatch, launch
+from steadygrad.kernels.table import BLOCK, GRAD, PARAM, STATES, WEIGHT
+
+__all__ = ["KERNELS", "apply", "grad_sq_norms", "update_moments"]
+
+SOURCE = source_of(Rule._fields, Scales._fields, Coefficients._fields)
+SCALES, COEFFICIENTS, OPTIONS = len(Scales._fields), len(Coefficients._fields), len(Rule._fields)
+
+
+def update_moments(batch: KernelBatch, by: Scales, rule: Rule) -> Tensor:
+    """As in :mod:`steadygrad.formulas.lamb`. Masters take what was written to parameters."""
+    launch(moments_kernel, batch.table, by, rule)
+    return batch.table.sums(2, batch.sum_dtype)
+
+
+def apply(batch: KernelBatch, by: Coefficients, rule: Rule) -> None:
+    """As in :mod:`steadygrad.formulas.lamb`. 16-bit parameters are rounded from their masters."""
+    launch(apply_kernel, batch.table, by, rule)
+
+
+def moments_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
+    """Moves the moments; squared norms of weights and directions."""
+    source, rounded = SOURCE, param is not weight
+
+    def kernel(data: Any) -> None:
+        args, table, sums, factors, options = arguments(data, SCALES, OPTIONS + 0 * source)
+        beta1, beta2 = state(options[0]), state(options[1])
+        rest1, rest2 = state(1 - options[0]), state(1 - options[1])
+        eps, decay = state(options[2]), state(options[3])
+        while True:
+            c, tensor, start, stop = chunk_of(args)
+            if c < 0:
+                return
+            sums[c, 0] = sums[c, 1] = 0.0
+            if factors[0, tensor] == 0.0:
+                continue
+            scale = state(factors[1, tensor])
+            unbias1, unbias2 = state(factors[2, tensor]), state(factors[3, tensor])
+            for first in range(start, stop, BLOCK):
+                size = min(BLOCK, stop - first)
+                g = gradient_at(args, table[tensor, GRAD], first, size, grad)
+                x = block_at(table[tensor, WEIGHT], first, size, weight)
+                m = block_at(table[tensor, STATES], first, size, state)
+                v = block_at(table[tensor, STATES + 1], first, size, state)
+                if rounded:
+                    sync_masters(x, block_at(table[tensor, PARAM], first, size, param), size)
+                part_x, part_u = state(0), state(0)
+                for i in range(size):
+                    slope = state(widen(g[i])) * scale
+                    m[i] = beta1 * m[i] + rest1 * slope
+                    v[i] = beta2 * v[i] + rest2 * (slope * slope)
+                    here = state(widen(x[i]))
+                    u = m[i] * unbias1 / (math.sqrt(v[i] * unbias2) + eps) + decay * here
+                    part_x += here * here
+                    part_u += u * u
+                sums[c, 0] += np.float64(part_x)
+                sums[c, 1] += np.float64(part_u)
+
+    return kernel
+
+
+def apply_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
+    """Moves the weights, and the parameters that are their roundings."""
+    source, exact, rounded = SOURCE, wide(weight), param is not weight
+
+    def kernel(data: Any) -> None:
+        args, table, _sums, factors, options = arguments(data, COEFFICIENTS, OPTIONS + 0 * source)
+        eps = state(options[2])
+        while True:
+            c, tensor, start, stop = chunk_of(args)
+            if c < 0:
+                return
+            if factors[0, tensor] == 0.0:
+                continue
+            unbias2, by_m = state(factors[1, tensor]), state(factors[2, tensor])
+            keep = exact(factors[3, tensor])
+            for first in range(start, stop, BLOCK):
+                size = min(BLOCK, stop - first)
+                x = block_at(table[tensor, WEIGHT], first, size, weight)
+                m = block_at(table[tensor, STATES], first, size, state)
+                v = block_at(table[tensor, STATES + 1], first, size, state)
+                for i in range(size):
+                    step = by_m * m[i] / (math.sqrt(v[i] * unbias2) + eps)
+                    x[i] = narrow(keep * exact(widen(x[i])) - step, x[i])
+                if rounded:
+                    p = block_at(table[tensor, PARAM], first, size, param)
+                    for i in range(size):
+                        p[i] = narrow(x[i], p[i])
+
+    return kernel
+
+
+KERNELS = (grad_kernel, moments_kernel, apply_kernel)
