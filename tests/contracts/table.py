@@ -18,6 +18,7 @@ class Entry:
         options: Options of this variant.
         large: Names of the states that have the parameter's shape, masters aside.
         none_moves: Whether a parameter without a gradient may move.
+        joint: Whether a parameter's step depends on the gradients of others.
         wrong: Options that must be refused, each with a piece of the message.
         mode: How steps are computed, unless a test says it.
     """
@@ -26,6 +27,7 @@ class Entry:
     large: tuple[str, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     none_moves: bool = False
+    joint: bool = False
     wrong: tuple[tuple[dict[str, Any], str], ...] = ()
     mode: Mapping[str, Any] = field(default_factory=dict)
 
@@ -84,6 +86,7 @@ OPTIMIZERS = {
         LAMB,
         ("exp_avg", "exp_avg_sq"),
         {"lr": 1e-2, "weight_decay": 0.1, "upper_bound": 2.0, "max_grad_norm": 1.0},
+        joint=True,
     ),
     "scaled_adam": Entry(
         ScaledAdam,
@@ -105,12 +108,14 @@ OPTIMIZERS = {
         ("delta", "exp_avg_sq"),
         {"clipping_scale": 0.9, "clipping_update_period": 4},
         none_moves=True,
+        joint=True,
     ),
     "scaled_adam-2022": Entry(
         ScaledAdam,
         ("delta", "exp_avg_sq"),
         {"recipe": "stateless7", "clipping_scale": 0.9, "clipping_update_period": 4},
         none_moves=True,
+        joint=True,
     ),
 }
 

@@ -13,7 +13,7 @@ from tests.contracts.problems import (
     snapshot,
     tensors_of,
 )
-from tests.contracts.table import TABLE
+from tests.contracts.table import OPTIMIZERS, TABLE
 
 every_optimizer = pytest.mark.parametrize("entry", TABLE.values(), ids=TABLE)
 NARROW = [torch.bfloat16, torch.float16]
@@ -140,6 +140,14 @@ def test_a_grad_scaler_skips_what_overflows_and_goes_on(entry, dtype):
     scaled, plain = parameters(dtype), parameters(dtype)
     ours, theirs = entry(scaled), entry(plain)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    # As in torch: a fused step does what is left to do itself, and the host does not wait.
+    by_itself = bool(ours.param_groups[0]["fused"])
+    if dtype is torch.float16 and not by_itself:
+        give_gradients(scaled, 0, none=False)
+        scaler.scale(torch.zeros(()))
+        with pytest.raises(ValueError, match="unscale FP16 gradients"):
+            scaler.step(ours)
+        return
     for step in range(8):
         give_gradients(plain, step, none=False)
         theirs.step()
@@ -152,7 +160,41 @@ def test_a_grad_scaler_skips_what_overflows_and_goes_on(entry, dtype):
                 scaled[0].grad[0, 0] = torch.inf
             scaler.step(ours)
             scaler.update()
-    assert ours.skipped == 2
+    assert ours.skipped == (2 if by_itself else 0)
     # Powers of two scale exactly.
     assert_same(scaled, plain)
     assert not hasattr(ours, "grad_scale")
+
+
+def test_only_fused_steps_take_what_a_scaler_leaves():
+    """Lightning clips no gradients, and Accelerate sees no skipped step, where they do."""
+    for entry in OPTIMIZERS.values():
+        found = [
+            entry(parameters(), **mode)._step_supports_amp_scaling
+            for mode in ({"fused": True}, {"fused": None}, {"fused": False}, {"foreach": True})
+        ]
+        assert found == [True, False, False, False]
+
+
+@every_optimizer
+def test_many_skipped_steps_in_a_row_are_told_once(entry):
+    params = parameters()
+    optimizer = entry(params)
+    optimizer.warn_after_skips = 3
+
+    def skip(count):
+        for _ in range(count):
+            give_gradients(params, 0, none=False)
+            params[0].grad[0, 0] = torch.nan
+            optimizer.step()
+
+    skip(2)
+    run(optimizer, params, [1])  # not in a row
+    skip(2)
+    with pytest.warns(UserWarning, match=r"3 steps in a row.*diagnostics\(\)") as caught:
+        skip(5)
+    assert len(caught) == 1
+    optimizer.warn_after_skips = None
+    run(optimizer, params, [2])
+    skip(5)
+    assert optimizer.skipped == 14

@@ -111,7 +111,8 @@ def scales(gradient_scale: Tensor, step: Tensor, taken: Tensor, rule: Rule) -> S
     # A first step that is not taken leaves the count at zero; its corrections go unused.
     t = step.clamp(min=1)
     unbias = (1 / correction(beta, t) for beta in (rule.beta1, rule.beta2))
-    return Scales(taken, gradient_scale.expand(step.shape), *unbias)
+    # Of a step that is not taken the norm, and so the factor, may be no number.
+    return Scales(taken, torch.where(taken, gradient_scale, 0.0), *unbias)
 
 
 def coefficients(

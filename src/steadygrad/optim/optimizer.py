@@ -17,6 +17,7 @@ from steadygrad.formulas.tensors import exact
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.gathering import GatheringOptimizer, refresh, working
+from steadygrad.optim.skipping import SkipMonitor
 from steadygrad.sharding import PackedSum
 
 __all__ = ["AmpState", "ShardedOptimizer", "finite_norms"]
@@ -50,8 +51,11 @@ class ShardedOptimizer(GatheringOptimizer):
 
     Attributes:
         skipped: Steps left out because a gradient was not finite, a tensor.
+        warn_after_skips: Skipped steps in a row to warn after; None: never.
     """
 
+    warn_after_skips: int | None = 100
+    _skip_monitor: SkipMonitor | None = None
     _packed_sum: PackedSum | None = None
 
     @property
@@ -118,10 +122,14 @@ class ShardedOptimizer(GatheringOptimizer):
 
     def _check_capture(self) -> None:
         """A graph keeps what it has seen: the user must have said that this is meant."""
-        if torch.compiler.is_compiling() or not torch.cuda.is_available():
+        if torch.compiler.is_compiling() or not is_capturing():
             return
-        if not torch.cuda.is_current_stream_capturing():
-            return
+        for group in self.param_groups:
+            if isinstance(group["lr"], Tensor) and group["lr"].device.type == "cpu":
+                raise RuntimeError(
+                    "Expected an `lr` on the device while a CUDA graph records the step. Found a "
+                    "tensor on the CPU, whose value now would hold for ever. Remedy: lr.cuda()."
+                )
         if not all(group["capturable"] for group in self.param_groups):
             raise RuntimeError(
                 "Expected capturable=True while a CUDA graph records the step. Found False. "
@@ -130,6 +138,15 @@ class ShardedOptimizer(GatheringOptimizer):
             )
 
     def _count_skipped(self, ok: Tensor) -> None:
+        if torch.compiler.is_compiling() or ok.device.type != "cpu" or not bool(ok.numpy()):
+            self._add_skipped(ok)
+        if self.warn_after_skips is None or torch.compiler.is_compiling() or is_capturing():
+            return
+        if self._skip_monitor is None:
+            self._skip_monitor = SkipMonitor(type(self).__name__)
+        self._skip_monitor.note(ok, self.skipped, self.warn_after_skips)
+
+    def _add_skipped(self, ok: Tensor) -> None:
         everywhere = (self.state[p]["skipped"] for g in self.param_groups for p in g["params"])
         for count in {id(count): count for count in everywhere}.values():
             count.add_((~ok).to(count.device))
@@ -235,6 +252,11 @@ class ShardedOptimizer(GatheringOptimizer):
         grad_scale: float,
     ) -> dict[str, Any]:
         raise NotImplementedError
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph records what is done now."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def finite_norms(sums: Tensor) -> Tensor:

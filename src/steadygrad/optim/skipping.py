@@ -1,0 +1,64 @@
+"""A warning about steps that are skipped one after the other."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["SkipMonitor"]
+
+
+class SkipMonitor:
+    """Counts skipped steps in a row; the host does not wait for an accelerator.
+
+    On an accelerator the count of skipped steps is copied to the host now and then, and looked at
+    one interval later: the warning comes after at most twice as many steps.
+
+    Args:
+        name: Name of the optimizer, for the warning.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._in_a_row = self._steps = 0
+        self._copied: tuple[Tensor, Any] | None = None
+        self._last = 0.0
+
+    def note(self, ok: Tensor, skipped: Tensor, limit: int) -> None:
+        """Notes a step, and warns when the limit is reached.
+
+        Args:
+            ok: Whether the step was taken, with shape ``()``.
+            skipped: Steps skipped so far, with shape ``()``.
+            limit: Skipped steps in a row to warn after.
+        """
+        if ok.device.type == "cpu":
+            self._in_a_row = 0 if bool(ok.numpy()) else self._in_a_row + 1
+            if self._in_a_row == limit:
+                self._warn(limit)
+        else:
+            self._steps += 1
+            if self._steps % limit == 0:
+                self._look(skipped, limit)
+
+    def _look(self, skipped: Tensor, limit: int) -> None:
+        """Compares the count of an interval ago with the one before it, and copies this one."""
+        if self._copied is not None and self._copied[1].query():
+            count = float(self._copied[0])
+            if count - self._last >= limit:
+                self._warn(limit)
+            self._last = count
+        on_host = torch.empty((), dtype=skipped.dtype, pin_memory=True)
+        on_host.copy_(skipped, non_blocking=True)
+        event = torch.Event(skipped.device)
+        event.record()
+        self._copied = on_host, event
+
+    def _warn(self, limit: int) -> None:
+        warnings.warn(
+            f"Expected finite gradients in {self._name}. Found none in {limit} steps in a row, "
+            "which were skipped. Remedy: diagnostics() between backward and zero_grad names the "
+            f"parameters; {self._name}.warn_after_skips says after how many steps to warn.",
+            stacklevel=2,
+        )
