@@ -9,21 +9,25 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from steadygrad.optim import LANS, ScaledAdam
+from steadygrad.optim import LAMB, LANS, ScaledAdam
 
 BATCH = 8
 
 
-def lans(params):
-    return LANS(params, lr=1e-2, weight_decay=0.05)
+def lans(params, **mode):
+    return LANS(params, lr=1e-2, weight_decay=0.05, **mode)
 
 
-def scaled_adam(params):
+def lamb(params, **mode):
+    return LAMB(params, lr=1e-2, weight_decay=0.05, max_grad_norm=0.1, **mode)
+
+
+def scaled_adam(params, **mode):
     # A period of 5 takes a threshold from the fifth step on, and this scale clips by it.
-    return ScaledAdam(params, lr=1e-2, clipping_scale=0.9, clipping_update_period=5)
+    return ScaledAdam(params, lr=1e-2, clipping_scale=0.9, clipping_update_period=5, **mode)
 
 
-MAKERS = {"lans": lans, "scaled_adam": scaled_adam}
+MAKERS = {"lans": lans, "lamb": lamb, "scaled_adam": scaled_adam}
 
 
 class Net(nn.Module):

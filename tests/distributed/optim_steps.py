@@ -159,7 +159,8 @@ def scaler(world, clean):
     for name, maker in MAKERS.items():
         for explicit in (False, True):
             model = make("fsdp")
-            optimizer = maker(model.parameters())
+            # Only a fused step takes what the scaler leaves, and counts what it skips.
+            optimizer = maker(model.parameters(), fused=True)
             amp = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
             visits = [
                 (s, bad) for s in range(EARLY) for bad in (True, False) if s in (0, 3) or not bad

@@ -9,10 +9,10 @@ from tests.distributed.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 
-COLLECTIVES = {"lans": 2, "scaled_adam": 1}
+COLLECTIVES = {"lans": 2, "lamb": 2, "scaled_adam": 1}
 # Over how many processes each goes: replicas are not asked.
 GROUP = {(2, "fsdp"): 2, (2, "tp"): 2, (4, "fsdp"): 4, (4, "hsdp"): 2, (4, "2d"): 4}
-SHARED = {"lans": 1, "scaled_adam": 4}  # tensors that all parameters of a group share
+SHARED = {"lans": 1, "lamb": 1, "scaled_adam": 4}  # tensors that all parameters of a group share
 FORMS = ("nested", "flat")
 
 

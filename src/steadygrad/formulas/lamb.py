@@ -27,9 +27,7 @@ from steadygrad.formulas.lans import grad_sq_norms, trust_ratio
 from steadygrad.formulas.tensors import (
     Batch,
     Bucket,
-    buckets_of,
-    correction,
-    decay_of,
+    decays_of,
     joined,
     moved_by,
     sanitized,
@@ -104,13 +102,14 @@ def scales(gradient_scale: Tensor, step: Tensor, taken: Tensor, rule: Rule) -> S
 
     Args:
         gradient_scale: Factor on all gradients, with shape ``()``.
-        step: Steps that each parameter has taken, this one included, with shape ``(tensors)``.
+        step: Steps that each parameter has taken, this one included, with shape ``(tensors)`` and
+            in the widest type there is.
         taken: Whether each takes this step, with shape ``(tensors)``.
         rule: The group's options.
     """
     # A first step that is not taken leaves the count at zero; its corrections go unused.
     t = step.clamp(min=1)
-    unbias = (1 / correction(beta, t) for beta in (rule.beta1, rule.beta2))
+    unbias = (1 / (1 - beta**t) for beta in (rule.beta1, rule.beta2))
     # Of a step that is not taken the norm, and so the factor, may be no number.
     return Scales(taken, torch.where(taken, gradient_scale, 0.0), *unbias)
 
@@ -148,7 +147,7 @@ def coefficients(
 
 def update_moments(batch: Batch, by: Scales, rule: Rule) -> Tensor:
     """Moves the moments; what :func:`direction_sums` returns."""
-    for bucket in buckets_of(batch):
+    for bucket in batch.buckets:
         _update_moments(bucket, by, rule)
     return direction_sums(batch, by, rule)
 
@@ -156,11 +155,11 @@ def update_moments(batch: Batch, by: Scales, rule: Rule) -> Tensor:
 def _update_moments(bucket: Bucket, by: Scales, rule: Rule) -> None:
     m, v = bucket.moments
     dtype = m[0].dtype
-    g = sanitized(bucket.grads, bucket.scalars(by.taken), dtype)
-    torch._foreach_mul_(g, bucket.scalars(by.gradient.to(dtype)))
+    taken, scale = bucket.pick((by.taken, by.gradient), dtype)
+    g = sanitized(bucket.grads, taken, dtype)
+    torch._foreach_mul_(g, scale)
     # Who does not take the step keeps its moments: they decay by one, and zero is added.
-    decays = (decay_of(beta, by.taken, dtype) for beta in rule[:2])
-    decay1, decay2 = (bucket.scalars(column) for column in decays)
+    decay1, decay2 = decays_of(bucket, rule[:2], by.taken)
     torch._foreach_mul_(m, decay1)
     torch._foreach_add_(m, g, alpha=1 - rule.beta1)
     torch._foreach_mul_(v, decay2)
@@ -169,33 +168,33 @@ def _update_moments(bucket: Bucket, by: Scales, rule: Rule) -> None:
 
 def direction_sums(batch: Batch, by: Scales, rule: Rule) -> Tensor:
     """Squared norms of this process's :math:`x` and :math:`u`, with shape ``(2, tensors)``."""
-    parts = [(b.places, _direction_sums(b, by, rule)) for b in buckets_of(batch)]
+    parts = [(b.places, _direction_sums(b, by, rule)) for b in batch.buckets]
     return joined(batch, parts, 2)
 
 
 def _direction_sums(bucket: Bucket, by: Scales, rule: Rule) -> Tensor:
     x, m = bucket.weights, bucket.moments[0]
-    dtype = torch.promote_types(m[0].dtype, x[0].dtype)
     u = _directions(bucket, by.unbias1, by.unbias2, rule.eps)
     torch._foreach_add_(u, x, alpha=rule.weight_decay)
-    return torch.stack([square_sums(x, dtype), square_sums(u, dtype)])
+    return square_sums([*x, *u], torch.promote_types(m[0].dtype, x[0].dtype)).view(2, -1)
 
 
 def apply(batch: Batch, by: Coefficients, rule: Rule) -> None:
     """Moves the weights."""
-    for bucket in buckets_of(batch):
+    for bucket in batch.buckets:
+        (keep,) = bucket.pick([by.keep], bucket.weights[0].dtype)
         steps = _directions(bucket, by.momentum, by.unbias2, rule.eps)
-        moved_by(bucket.weights, bucket.scalars(by.keep), steps)
+        moved_by(bucket.weights, keep, steps)
         del steps  # Before the next ones are made.
 
 
 def _directions(bucket: Bucket, factor: Tensor, unbias2: Tensor, eps: float) -> list[Tensor]:
     r""":math:`m / (\sqrt{\hat v} + \epsilon)` of each, times a factor."""
     m, v = bucket.moments
-    dtype = m[0].dtype
-    d = list(torch._foreach_mul(v, bucket.scalars(unbias2.to(dtype))))
+    factors, unbias = bucket.pick((factor, unbias2), m[0].dtype)
+    d = list(torch._foreach_mul(v, unbias))
     torch._foreach_sqrt_(d)
     torch._foreach_add_(d, eps)
-    found = list(torch._foreach_mul(m, bucket.scalars(factor.to(dtype))))
+    found = list(torch._foreach_mul(m, factors))
     torch._foreach_div_(found, d)
     return found

@@ -35,9 +35,7 @@ from torch import Tensor
 from steadygrad.formulas.tensors import (
     Batch,
     Bucket,
-    buckets_of,
-    correction,
-    decay_of,
+    decays_of,
     joined,
     moved_by,
     sanitized,
@@ -123,7 +121,8 @@ def normalizers(
 
     Args:
         sq_norms: Squared norms of the gradients over all shards, with shape ``(tensors)``.
-        step: Steps that each parameter has taken, this one included, with shape ``(tensors)``.
+        step: Steps that each parameter has taken, this one included, with shape ``(tensors)`` and
+            in the widest type there is.
         taken: Whether each takes this step, with shape ``(tensors)``.
         rule: The group's options.
         maximize: Whether to go up instead of down.
@@ -134,8 +133,8 @@ def normalizers(
     return Normalizers(
         taken,
         -inverse if maximize else inverse,
-        1 / correction(rule.beta1, t),
-        1 / correction(rule.beta2, t),
+        1 / (1 - rule.beta1**t),
+        1 / (1 - rule.beta2**t),
     )
 
 
@@ -187,13 +186,13 @@ def trust_ratio(weight: Tensor, direction: Tensor) -> Tensor:
 def grad_sq_norms(batch: Batch) -> Tensor:
     """Squared norms of this process's gradients, with shape ``(1, tensors)``."""
     dtype = wide(batch.weights[0].dtype)
-    parts = [(b.places, square_sums(b.grads, dtype)[None]) for b in buckets_of(batch)]
+    parts = [(b.places, square_sums(b.grads, dtype)[None]) for b in batch.buckets]
     return joined(batch, parts, 1)
 
 
 def update_moments(batch: Batch, by: Normalizers, rule: Rule) -> Tensor:
     """Moves the moments; what :func:`direction_sums` returns."""
-    for bucket in buckets_of(batch):
+    for bucket in batch.buckets:
         _update_moments(bucket, by, rule)
     return direction_sums(batch, by, rule)
 
@@ -202,8 +201,7 @@ def _update_moments(bucket: Bucket, by: Normalizers, rule: Rule) -> None:
     m, v = bucket.moments
     g = _normalized(bucket, by, rule.clip_value)
     # Who does not take the step keeps its moments: they decay by one, and zero is added.
-    decays = (decay_of(beta, by.taken, m[0].dtype) for beta in rule[:2])
-    decay1, decay2 = (bucket.scalars(column) for column in decays)
+    decay1, decay2 = decays_of(bucket, rule[:2], by.taken)
     torch._foreach_mul_(m, decay1)
     torch._foreach_add_(m, g, alpha=1 - rule.beta1)
     torch._foreach_mul_(v, decay2)
@@ -212,24 +210,26 @@ def _update_moments(bucket: Bucket, by: Normalizers, rule: Rule) -> None:
 
 def direction_sums(batch: Batch, by: Normalizers, rule: Rule) -> Tensor:
     """Squared norms of this process's :math:`x, u_m, u_g`, with shape ``(3, tensors)``."""
-    parts = [(b.places, _direction_sums(b, by, rule)) for b in buckets_of(batch)]
+    parts = [(b.places, _direction_sums(b, by, rule)) for b in batch.buckets]
     return joined(batch, parts, 3)
 
 
 def _direction_sums(bucket: Bucket, by: Normalizers, rule: Rule) -> Tensor:
     m, x = bucket.moments[0], bucket.weights
-    d = _denominators(bucket, by.unbias2, rule.eps)
+    unbias1, unbias2 = bucket.pick((by.unbias1, by.unbias2), m[0].dtype)
+    d = _denominators(bucket, unbias2, rule.eps)
     u = _normalized(bucket, by, rule.clip_value)
     torch._foreach_div_(u, d)
     torch._foreach_add_(u, x, alpha=rule.weight_decay)
     dtype = torch.promote_types(m[0].dtype, x[0].dtype)
     gradient_part = square_sums(u, dtype)
     del u  # Two temporaries at a time, no more.
-    u = list(torch._foreach_mul(m, bucket.scalars(by.unbias1.to(m[0].dtype))))
+    u = list(torch._foreach_mul(m, unbias1))
     torch._foreach_div_(u, d)
     del d
     torch._foreach_add_(u, x, alpha=rule.weight_decay)
-    return torch.stack([square_sums(x, dtype), square_sums(u, dtype), gradient_part])
+    both = square_sums([*x, *u], dtype).view(2, -1)
+    return torch.cat([both, gradient_part[None]])
 
 
 def pattern_sums(batch: Batch, by: Normalizers, rule: Rule) -> Tensor:
@@ -239,45 +239,47 @@ def pattern_sums(batch: Batch, by: Normalizers, rule: Rule) -> Tensor:
         This process's part, with shape ``(tensors)``.
     """
     parts = []
-    for bucket in buckets_of(batch):
-        u = _normalized(bucket, by, torch.inf)
-        torch._foreach_div_(u, _denominators(bucket, by.unbias2, rule.eps))
-        parts.append((bucket.places, square_sums(u, bucket.moments[0][0].dtype)[None]))
+    for bucket in batch.buckets:
+        u, dtype = _normalized(bucket, by, torch.inf), bucket.moments[0][0].dtype
+        (unbias2,) = bucket.pick([by.unbias2], dtype)
+        torch._foreach_div_(u, _denominators(bucket, unbias2, rule.eps))
+        parts.append((bucket.places, square_sums(u, dtype)[None]))
     return joined(batch, parts, 1)[0]
 
 
 def apply(batch: Batch, by: Coefficients, rule: Rule) -> None:
     """Moves the weights: the equation's last line, with both directions over one denominator."""
-    for bucket in buckets_of(batch):
+    for bucket in batch.buckets:
         _apply(bucket, by, rule)
 
 
 def _apply(bucket: Bucket, by: Coefficients, rule: Rule) -> None:
-    x, (m, _) = bucket.weights, bucket.moments
-    dtype = m[0].dtype
+    m, dtype = bucket.moments[0], bucket.moments[0][0].dtype
     u = _normalized(bucket, by, rule.clip_value)
-    torch._foreach_mul_(u, bucket.scalars(by.gradient.to(dtype)))
-    for total, own, factor in zip(u, m, bucket.scalars(by.momentum.to(dtype)), strict=True):
+    unbias2, momentum, gradient = bucket.pick((by.unbias2, by.momentum, by.gradient), dtype)
+    (keep,) = bucket.pick([by.keep], bucket.weights[0].dtype)
+    torch._foreach_mul_(u, gradient)
+    for total, own, factor in zip(u, m, momentum, strict=True):
         total.addcmul_(own, factor)
-    torch._foreach_div_(u, _denominators(bucket, by.unbias2, rule.eps))
-    moved_by(x, bucket.scalars(by.keep), u)
+    torch._foreach_div_(u, _denominators(bucket, unbias2, rule.eps))
+    moved_by(bucket.weights, keep, u)
 
 
 def _normalized(bucket: Bucket, by: Normalizers | Coefficients, clip_value: float) -> list[Tensor]:
     """The normalised gradients, clipped elementwise."""
     dtype = bucket.moments[0][0].dtype
-    found = sanitized(bucket.grads, bucket.scalars(by.taken), dtype)
-    torch._foreach_mul_(found, bucket.scalars(by.inverse_norm.to(dtype)))
+    taken, inverse = bucket.pick((by.taken, by.inverse_norm), dtype)
+    found = sanitized(bucket.grads, taken, dtype)
+    torch._foreach_mul_(found, inverse)
     if clip_value != torch.inf:
         torch._foreach_clamp_min_(found, -clip_value)
         torch._foreach_clamp_max_(found, clip_value)
     return found
 
 
-def _denominators(bucket: Bucket, unbias2: Tensor, eps: float) -> list[Tensor]:
+def _denominators(bucket: Bucket, unbias2: list[Tensor], eps: float) -> list[Tensor]:
     """:math:`d` of each."""
-    v = bucket.moments[1]
-    found = list(torch._foreach_mul(v, bucket.scalars(unbias2.to(v[0].dtype))))
+    found = list(torch._foreach_mul(bucket.moments[1], unbias2))
     torch._foreach_sqrt_(found)
     torch._foreach_add_(found, eps)
     return found

@@ -37,9 +37,7 @@ from torch import Tensor
 from steadygrad.formulas.tensors import (
     Batch,
     Bucket,
-    buckets_of,
-    correction,
-    decay_of,
+    decays_of,
     inner_products,
     joined,
     sanitized,
@@ -173,7 +171,7 @@ def size_step(
         mean_square=torch.where(due, mean, sizes.mean_square),
         gradients=sizes.gradients,
     )
-    scale = correction(beta, (step + 1) // rule.period).sqrt().to(mean)
+    scale = (1 - beta ** ((step + 1) // rule.period)).sqrt().to(mean)
     lr = rule.lr * rule.scalar_lr_scale
     raw = -lr * scale * ring.sum(1) / (known.mean_square.sqrt() + rule.eps)
     return known, torch.where(due, _bounded(raw, known.rms, lr, rule), 0.0)
@@ -234,13 +232,13 @@ def step_scales(
     """Works out the factors of the update.
 
     Args:
-        step: :math:`t` of each parameter, with shape ``(tensors)``.
+        step: :math:`t` of each parameter, with shape ``(tensors)`` and in the widest type there is.
         known: What :func:`size_step` returned; None for one-element parameters.
         unscale: Factor on the gradients, with shape ``()``.
         taken: Whether each takes this step, with shape ``(tensors)``.
         rule: The group's numbers.
     """
-    remaining = correction(rule.betas[1], step + 1)
+    remaining = 1 - rule.betas[1] ** (step + 1)
     factor = 1 / remaining
     # In 2022 one-element parameters were corrected without end.
     if known is not None or not rule.original:
@@ -266,7 +264,7 @@ def sums(batch: Batch, needed: Tensor | None) -> Tensor:
     """
     dtype, parts = wide(batch.weights[0].dtype), []
     read = needed is None or _on_device(needed) or bool(needed.numpy().any())
-    for b in buckets_of(batch):
+    for b in batch.buckets:
         squares = square_sums(b.grads, dtype)
         if read:
             products = inner_products(b.weights, b.grads, dtype)
@@ -295,7 +293,7 @@ def update(batch: Batch, by: StepScales, rule: Rule) -> Tensor:
         ``(tensors)``.
     """
     dtype, parts = wide(batch.weights[0].dtype), []
-    for bucket in buckets_of(batch):
+    for bucket in batch.buckets:
         parts.append((bucket.places, inner_products(bucket.weights, bucket.grads, dtype)[None]))
         _update(bucket, by, rule)
     return joined(batch, parts, 1)[0]
@@ -304,43 +302,45 @@ def update(batch: Batch, by: StepScales, rule: Rule) -> Tensor:
 def _update(bucket: Bucket, by: StepScales, rule: Rule) -> None:
     (v, delta), (beta1, beta2) = bucket.moments, rule.betas
     dtype = v[0].dtype
-    taken = bucket.scalars(by.taken)
+    taken, unscale, unbias, factor, moves = bucket.pick((*by[:4], by.taken.to(dtype)), dtype)
     # Who does not take the step keeps its averages: they decay by one, and zero is added.
-    decays = (decay_of(beta, by.taken, dtype) for beta in rule.betas)
-    decay1, decay2 = (bucket.scalars(column) for column in decays)
+    decay1, decay2 = decays_of(bucket, rule.betas, by.taken)
     g = sanitized(bucket.grads, taken, dtype)
-    torch._foreach_mul_(g, bucket.scalars(by.unscale.to(dtype)))
+    torch._foreach_mul_(g, unscale)
     torch._foreach_mul_(v, decay2)
     torch._foreach_addcmul_(v, g, g, value=1 - beta2)
-    d = list(torch._foreach_mul(v, bucket.scalars(by.second_moment.to(dtype))))
+    d = list(torch._foreach_mul(v, unbias))
     torch._foreach_sqrt_(d)
     torch._foreach_add_(d, rule.eps)
     torch._foreach_div_(g, d)
     del d  # Two temporaries at a time, no more.
-    torch._foreach_mul_(g, bucket.scalars(by.gradient.to(dtype)))
+    torch._foreach_mul_(g, factor)
     if by.weight is not None:
-        # A weight that is not finite must not reach `delta` by way of zero. One element with an
-        # axis, for the outcome to have the state's type.
-        zero = torch.zeros(1, dtype=dtype, device=g[0].device)
-        used = bucket.scalars(by.weight != 0)
-        own = [torch.where(c, p, zero) for c, p in zip(used, bucket.weights, strict=True)]
-        torch._foreach_addcmul_(g, own, bucket.scalars(by.weight.to(dtype)))
-        del own
+        _add_size_step(g, bucket, by.weight, dtype)
     torch._foreach_mul_(delta, decay1)
     torch._foreach_add_(delta, g, alpha=1 - beta1)
     del g
-    _move_weights(bucket, by, rule)
+    _move_weights(bucket, taken, moves, rule, is_scalar=by.weight is None)
 
 
-def _move_weights(bucket: Bucket, by: StepScales, rule: Rule) -> None:
+def _add_size_step(moves: list[Tensor], bucket: Bucket, weight: Tensor, dtype: torch.dtype) -> None:
+    """Adds the weights, times the size step."""
+    used, factors = bucket.pick((weight != 0, weight), dtype)
+    # A weight that is not finite must not reach `delta` by way of zero. One element with an axis,
+    # for the outcome to have the state's type.
+    zero = torch.zeros(1, dtype=dtype, device=weight.device)
+    own = [torch.where(c, p, zero) for c, p in zip(used, bucket.weights, strict=True)]
+    torch._foreach_addcmul_(moves, own, factors)
+
+
+def _move_weights(
+    bucket: Bucket, taken: list[Tensor], moves: list[Tensor], rule: Rule, *, is_scalar: bool
+) -> None:
     """Adds the averages of updates to the weights; one-element ones are bounded."""
-    delta, is_scalar = bucket.moments[1], by.weight is None
-    dtype, taken = delta[0].dtype, bucket.scalars(by.taken)
     if is_scalar and rule.original:
         _bound_(bucket.weights, taken, rule.scalar_max)
     # Zero times an average that is finite: a step that is not taken leaves the weight as it is.
-    moves = torch._foreach_mul(delta, bucket.scalars(by.taken.to(dtype)))
-    torch._foreach_add_(bucket.weights, moves)
+    torch._foreach_add_(bucket.weights, torch._foreach_mul(bucket.moments[1], moves))
     if is_scalar and not rule.original:
         _bound_(bucket.weights, taken, rule.scalar_max)
 

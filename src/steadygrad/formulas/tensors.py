@@ -1,7 +1,6 @@
 """Sums and guards over lists of tensors that several rules share."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,9 +10,7 @@ from torch import Tensor
 __all__ = [
     "Batch",
     "Bucket",
-    "buckets_of",
-    "correction",
-    "decay_of",
+    "decays_of",
     "exact",
     "inner_products",
     "joined",
@@ -24,57 +21,46 @@ __all__ = [
 ]
 
 
-class Batch(Protocol):
-    """Local tensors of several parameters, each list with one entry for each of them.
-
-    Attributes:
-        weights: Weights, or the float32 masters of 16-bit ones.
-        grads: Gradients, in any floating type; None: the parameter takes no part in the step.
-        moments: Large states, one list for each of them, all in one type.
-        buckets: Indices of parameters that are worked on together.
-    """
-
-    weights: list[Tensor]
-    grads: list[Tensor | None]
-    moments: tuple[list[Tensor], ...]
-    buckets: list[list[int]]
-
-
 @dataclass(frozen=True)
 class Bucket:
-    """Some parameters of a batch that one multi-tensor call works on.
+    """Some parameters of a batch that one multi-tensor call works on, each with a gradient.
 
     Attributes:
         places: Their indices in the batch.
-        weights: Their weights.
-        grads: Their gradients.
-        moments: Their large states, a list for each state.
+        weights: Local weights, or the float32 masters of 16-bit ones.
+        grads: Local gradients, in any floating type.
+        moments: Local large states, a list for each of them, all in one type.
     """
 
     places: list[int]
     weights: list[Tensor]
     grads: list[Tensor]
-    moments: list[list[Tensor]]
+    moments: tuple[list[Tensor], ...]
 
-    def scalars(self, column: Tensor) -> list[Tensor]:
-        """Their entries of a column with shape ``(tensors)``, each with shape ``()``."""
-        values = column.unbind()
-        return [values[i] for i in self.places]
+    def pick(self, columns: Iterable[Tensor], dtype: torch.dtype) -> list[list[Tensor]]:
+        """Their entries of columns with shape ``(tensors)``, each with shape ``()``.
+
+        Args:
+            columns: The columns.
+            dtype: Type of the entries, other than truth values.
+        """
+        found = []
+        for column in columns:
+            values = (column if column.dtype is torch.bool else column.to(dtype)).unbind()
+            found.append([values[i] for i in self.places])
+        return found
 
 
-def buckets_of(batch: Batch) -> Iterator[Bucket]:
-    """The buckets of a batch, without parameters that have no gradient."""
-    for bucket in batch.buckets:
-        pairs = [(i, g) for i in bucket if (g := batch.grads[i]) is not None]
-        if not pairs:
-            continue
-        places = [i for i, _ in pairs]
-        yield Bucket(
-            places,
-            [batch.weights[i] for i in places],
-            [g for _, g in pairs],
-            [[states[i] for i in places] for states in batch.moments],
-        )
+class Batch(Protocol):
+    """Local tensors of several parameters.
+
+    Attributes:
+        weights: Weights of all of them, or the float32 masters of 16-bit ones.
+        buckets: Those that have a gradient, in groups that are worked on together.
+    """
+
+    weights: list[Tensor]
+    buckets: list[Bucket]
 
 
 def joined(batch: Batch, parts: Sequence[tuple[list[int], Tensor]], rows: int) -> Tensor:
@@ -112,15 +98,6 @@ def exact(device: torch.device) -> torch.dtype:
         except (TypeError, RuntimeError):
             _WIDEST[device.type] = torch.float32
     return _WIDEST[device.type]
-
-
-def correction(beta: float, step: Tensor) -> Tensor:
-    r""":math:`1 - \beta^t` for each count of steps, in the widest type of its device."""
-    dtype = exact(step.device)
-    if dtype is torch.float64 or beta == 0.0:
-        return 1 - beta ** step.to(dtype)
-    # The difference would lose most of float32's digits for a beta near one.
-    return -torch.expm1(step.to(dtype) * math.log(beta))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -188,30 +165,30 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([torch.dot(*pair) for pair in pairs]).sum()
 
 
-def decay_of(beta: float, taken: Tensor, dtype: torch.dtype) -> Tensor:
-    """Factor on an average: ``beta`` where a parameter takes the step, else one.
+def decays_of(bucket: Bucket, betas: Iterable[float], taken: Tensor) -> list[list[Tensor]]:
+    """Factors on averages: each ``beta`` where a parameter takes the step, else one.
 
     Args:
-        beta: Decay of the average.
-        taken: Whether each parameter takes the step, with shape ``(tensors)``.
-        dtype: Type of the factor.
+        bucket: The parameters.
+        betas: Decays of the averages.
+        taken: Whether each parameter of the batch takes the step, with shape ``(tensors)``.
     """
-    factor = torch.full(taken.shape, beta, dtype=dtype, device=taken.device)
-    return factor.masked_fill_(~taken, 1.0)
+    dtype = bucket.moments[0][0].dtype
+    rest = torch.ones(taken.shape, dtype=dtype, device=taken.device)
+    columns = [torch.where(taken, torch.full_like(rest, beta), rest) for beta in betas]
+    return bucket.pick(columns, dtype)
 
 
-def moved_by(
-    weights: Sequence[Tensor], keep: Sequence[Tensor], steps: Sequence[Tensor]
-) -> None:
+def moved_by(weights: Sequence[Tensor], keep: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
     """Moves weights: each times a factor, less a step.
 
     Args:
         weights: The weights, in any floating type.
-        keep: Factor on each, with shape ``()``.
+        keep: Factor on each, with shape ``()``; in their type, if it is that of the state.
         steps: Steps, in the type of the state.
     """
     if weights[0].dtype == steps[0].dtype:
-        torch._foreach_mul_(weights, [factor.to(weights[0].dtype) for factor in keep])
+        torch._foreach_mul_(weights, keep)
         torch._foreach_sub_(weights, steps)
         return
     for weight, factor, step in zip(weights, keep, steps, strict=True):

@@ -19,10 +19,10 @@ from steadygrad.kernels.table import PointerTable, Types
 
 __all__ = [
     "BACKENDS",
+    "BROKEN",
     "KernelError",
     "backend_of",
     "give_up",
-    "given_up",
     "missing",
     "prepare",
     "table_for",
@@ -37,7 +37,7 @@ BACKENDS = {"cpu": "numba", "cuda": "triton"}
 _NEEDED = {"numba": ("numba",), "triton": ("numpy", "triton")}
 
 # Why the kernels of a type of device are not tried again in this process.
-_BROKEN: dict[str, str] = {}
+BROKEN: dict[str, str] = {}
 # Optimizer and reason of each warning given.
 _WARNED: set[tuple[str, str]] = set()
 # The process that read this file, which is always read before there is anything to compile.
@@ -53,10 +53,12 @@ def was_forked() -> bool:
     return os.getpid() != _PROCESS
 
 
-def wants_fused(foreach: bool | None, fused: bool | None) -> bool:
+def wants_fused(foreach: bool | None, fused: bool | None, device_type: str) -> bool:
     """Whether a step is to be fused where it can be."""
+    # On other devices only for who asks: nobody has timed kernels beside multi-tensor calls there.
+    default = fused is None and foreach is None and device_type == "cpu"
     # Torch's own compiler writes kernels of its own.
-    return bool(fused or (fused is None and foreach is None)) and not torch.compiler.is_compiling()
+    return bool(fused or default) and not torch.compiler.is_compiling()
 
 
 @cache
@@ -78,17 +80,12 @@ def missing(device_type: str) -> str | None:
     """Why there are no kernels for a type of device; None if there are."""
     if device_type not in BACKENDS:
         return f"there are none for {device_type} devices"
-    return _BROKEN.get(device_type) or _missing_package(BACKENDS[device_type])
+    return BROKEN.get(device_type) or _missing_package(BACKENDS[device_type])
 
 
 def give_up(device_type: str, why: str) -> None:
     """Leaves the kernels of a type of device alone from now on in this process."""
-    _BROKEN[device_type] = why
-
-
-def given_up() -> list[str]:
-    """Types of devices whose kernels are left alone."""
-    return list(_BROKEN)
+    BROKEN[device_type] = why
 
 
 def backend_of(formulas: ModuleType, device_type: str) -> ModuleType:

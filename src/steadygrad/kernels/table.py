@@ -20,6 +20,8 @@ __all__ = [
     "WEIGHT",
     "PointerTable",
     "Types",
+    "addresses_of",
+    "is_recording",
 ]
 
 # Elements of a chunk: with fewer the memory's own look-ahead starts anew too often (of 16,384 to
@@ -104,3 +106,8 @@ def addresses_of(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
     """Where each tensor's memory begins."""
     # Without a loop in Python: there are thousands of them a step.
     return np.fromiter(map(torch._C.TensorBase.data_ptr, tensors), np.int64, len(tensors))
+
+
+def is_recording(device: torch.device) -> bool:
+    """Whether a CUDA graph records what is started on a device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError
-from steadygrad.formulas.tensors import wide
-from steadygrad.kernels.table import PointerTable, Types, addresses_of
-from steadygrad.optim.masters import MASTER, round_masters, sync_masters, wants_master
+from steadygrad.formulas.tensors import Bucket, exact, wide
+from steadygrad.kernels.table import PointerTable, Types, addresses_of, is_recording
+from steadygrad.optim.masters import MASTER, round_masters, sync_masters
 from steadygrad.sharding import is_sharded, local
 
 __all__ = ["BUCKET", "ParamBatch", "buckets_of", "kernel_types"]
@@ -71,10 +71,12 @@ class ParamBatch:
         grads: Local gradients; None: the parameter takes no part in this step.
         moments: Local large states, a list for each of them.
         columns: Small states, stacked along the first axis.
-        active: Whether each parameter has a gradient, with shape ``(tensors)``.
+        present: Whether each parameter has a gradient, or counts as having one, on this process.
+        active: The same, with shape ``(tensors)``.
         numel: Elements of each parameter over all shards.
+        exact: The widest type of their device.
         index: Indices of the parameters among all, with shape ``(tensors)``.
-        buckets: Indices of parameters that multi-tensor calls work on together.
+        buckets: Parameters that multi-tensor calls work on together.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class ParamBatch:
         single: bool = False,
         views: bool = True,
     ) -> None:
-        self.group, self.params, self.places, self.states = group, params, places, states
+        self.group, self.params, self.places, self.states = group, list(params), places, states
         self.passes, self.table, self.device = passes, table, params[0].device
         self.sharded = any(map(is_sharded, params))
         self.numel = torch.tensor([p.numel() for p in params], device=self.device)
@@ -106,12 +108,14 @@ class ParamBatch:
         self._kept = {name: [state[name] for state in states] for name in names}
         self.moments = tuple([local(t) for t in self._kept[name]] for name in large)
         self._masters = [local(t) for t in self._kept.get(MASTER, ())]
-        self._own = [local(p) for p in params]
+        self._own = [local(p) for p in params] if self.sharded else self.params
+        self.exact = exact(self.device)
         self.weights = self._masters or self._own
-        self.buckets = [[i] for i in range(len(params))] if single else buckets_of(self.weights)
+        self._bucketed = [[i] for i in range(len(params))] if single else buckets_of(self.weights)
         self.state_dtype, self.sum_dtype = self.moments[0][0].dtype, wide(self.weights[0].dtype)
         self.grads: list[Tensor | None] = []
-        self._actives: list[bool] = []
+        self.buckets: list[Bucket] = []
+        self.present: list[bool] = []
         if not torch.compiler.is_compiling():
             self._layout = Layout(self._own)
             self._grad_layout = Layout(self._own, None if table is None else table.types[0])
@@ -142,33 +146,48 @@ class ParamBatch:
             works: Whether each of them is worked on.
         """
         if not torch.compiler.is_compiling():
-            self._own = [local(p) for p in self.params]
+            self._own = [local(p) for p in self.params] if self.sharded else self.params
             if not self._layout.matches(self._own) or not self._keeps_states():
                 return False
         self.weights = self._masters or self._own
         own_grads = [grads[i] for i in self.places]
         if self.table is None:
-            self.grads = [
-                (_zero(own) if g is None else g) if works[i] else None
-                for i, g, own in zip(self.places, own_grads, self._own, strict=True)
-            ]
-            sync_masters(self._own, self._masters) if self._masters else None
+            if self._masters:
+                sync_masters(self._own, self._masters)
+            self._fill_buckets(own_grads, works)
         else:
             found = self._for_kernels(own_grads)
             if found is None:
                 return False
             self.grads = found
             self.table.fill(self._own, self.weights, found, self.moments)
-        actives = [present[i] for i in self.places]
-        if actives != self._actives:
-            self.active, self._actives = torch.tensor(actives, device=self.device), actives
+        self._set_active([present[i] for i in self.places])
         return True
+
+    def _fill_buckets(self, grads: list[Tensor | None], works: Sequence[bool]) -> None:
+        pairs = zip(self.places, grads, self._own, strict=True)
+        self.grads = [(_zero(own) if g is None else g) if works[i] else None for i, g, own in pairs]
+        self.buckets = []
+        for bucket in self._bucketed:
+            if places := [i for i in bucket if self.grads[i] is not None]:
+                lists = (self.weights, self.grads, *self.moments)
+                weights, own, *moments = ([some[i] for i in places] for some in lists)
+                self.buckets.append(Bucket(places, weights, own, tuple(moments)))  # type: ignore[arg-type]
+
+    def _set_active(self, actives: list[bool]) -> None:
+        # A graph makes its own, as later steps replace this one.
+        recording = not torch.compiler.is_compiling() and is_recording(self.device)
+        if recording or actives != self.present:
+            no = torch.zeros((), dtype=torch.bool, device=self.device)
+            flags = no, ~no
+            # Not copied from the host, which would wait for it.
+            self.active = torch.stack([flags[here] for here in actives])
+            self.present = [] if recording else actives
 
     def _keeps_states(self) -> bool:
         """Whether every state still is the tensor that it was, where it was."""
         return (
-            (MASTER in self._kept) == wants_master(self.params[0], self.group)
-            and all(
+            all(
                 all(map(is_, map(dict.get, self.states, repeat(name)), kept))
                 for name, kept in self._kept.items()
             )
@@ -214,7 +233,7 @@ class ParamBatch:
         elif self._masters:
             round_masters(self._own, self._masters)
         # Memory of gradients, which the next ones may want, and of weights.
-        self.grads, self.weights, self._own = [], [], []
+        self.grads, self.weights, self._own, self.buckets = [], [], [], []
 
 
 def _stacked(rows: Sequence[Tensor]) -> Tensor:

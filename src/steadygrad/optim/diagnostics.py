@@ -71,8 +71,8 @@ class Report:
 
     def add(self, kind: str, batch: ParamBatch, values: Tensor) -> None:
         """Takes one number for each parameter."""
-        for p, g, value in zip(batch.params, batch.grads, values.tolist(), strict=True):
-            if g is not None:
+        for p, here, value in zip(batch.params, batch.present, values.tolist(), strict=True):
+            if here:
                 self._values.setdefault(kind, {})[self._names[id(p)]] = value
 
     def add_gradients(self, batch: ParamBatch, sums: Tensor) -> None:

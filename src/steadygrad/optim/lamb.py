@@ -116,7 +116,7 @@ class LAMB(ShardedOptimizer):
         total = _total(norms)
         steps = []
         for batch, takes in zip(batches, taken, strict=True):
-            step = batch.columns["step"] + takes
+            step = batch.columns["step"].to(batch.exact) + takes
             batch.store("step", step)
             rule, scale = _rule(batch.group), _gradient_scale(batch, amp, total)
             steps.append((batch, lamb.scales(scale, step, takes, rule), rule))
@@ -148,7 +148,7 @@ class LAMB(ShardedOptimizer):
             report.add_gradients(batch, sums[:2])
             report.add_unusual(batch, sums[0].to(torch.float64) / grad_scale**2, sums[2])
             one = torch.ones((), dtype=sums.dtype, device=batch.device)
-            by.append(lamb.scales(one, batch.columns["step"], batch.active, rule))
+            by.append(lamb.scales(one, batch.columns["step"].to(batch.exact), batch.active, rule))
         own = [lamb.direction_sums(b, x, rule) for b, x in zip(batches, by, strict=True)]
         for batch, sums in zip(batches, self._sums(batches, own), strict=True):
             x, u = sums.sqrt().unbind()
@@ -172,7 +172,7 @@ def _total(norms: Sequence[Tensor]) -> Tensor:
 
 def _gradient_scale(batch: ParamBatch, amp: AmpState, total: Tensor) -> Tensor:
     """Factor on a batch's gradients: what the scaler left, direction and global norm."""
-    unscale = amp.unscale(batch.device, maximize=batch.group["maximize"])
+    unscale = amp.unscale(batch)
     bound = batch.group["max_grad_norm"]
     if bound is None:
         return unscale

@@ -115,7 +115,7 @@ class LANS(ShardedOptimizer):
         rules = [_rule(b.group) for b in batches]
         by = []
         for batch, sums, takes, rule in zip(batches, norms, taken, rules, strict=True):
-            step = batch.columns["step"] + takes
+            step = batch.columns["step"].to(batch.exact) + takes
             batch.store("step", step)
             maximize = batch.group["maximize"]
             by.append(lans.normalizers(sums[0], step, takes, rule, maximize=maximize))
@@ -142,7 +142,7 @@ class LANS(ShardedOptimizer):
         for batch, sums in zip(batches, self._sums(batches, own), strict=True):
             report.add_gradients(batch, sums)
             takes = batch.active & torch.isfinite(sums[0]).all()
-            step = batch.columns["step"]
+            step = batch.columns["step"].to(batch.exact)
             by.append(lans.normalizers(sums[0], step, takes, rule, maximize=group["maximize"]))
         own = [
             torch.cat([lans.direction_sums(b, x, rule), lans.pattern_sums(b, x, rule)[None]])

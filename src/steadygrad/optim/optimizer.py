@@ -5,20 +5,23 @@ little arithmetic on columns with one number for each tensor in between. Everyth
 decides on the device: nothing here makes the host wait for one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
+from steadygrad import kernels
 from steadygrad._checks import check_count, check_number
-from steadygrad.formulas.tensors import exact
 from steadygrad.optim.batch import ParamBatch
+from steadygrad.optim.building import BatchBuilder
+from steadygrad.optim.checks import dense_gradient
 from steadygrad.optim.diagnostics import Report
-from steadygrad.optim.gathering import GatheringOptimizer, refresh, working
 from steadygrad.optim.skipping import SkipMonitor
-from steadygrad.sharding import PackedSum
+from steadygrad.sharding import PackedSum, aligned_locals, is_sharded
 
 __all__ = ["AmpState", "ShardedOptimizer", "finite_norms"]
 
@@ -36,15 +39,48 @@ class AmpState:
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
-    def unscale(self, device: torch.device, *, maximize: bool) -> Tensor:
+    def unscale(self, batch: ParamBatch) -> Tensor:
         """Factor that removes the loss scale and gives gradients their direction."""
-        sign = torch.full((), -1.0 if maximize else 1.0, dtype=exact(device), device=device)
+        sign = torch.full(
+            (), -1.0 if batch.group["maximize"] else 1.0, dtype=batch.exact, device=batch.device
+        )
         if self.grad_scale is None:
             return sign
-        return sign / self.grad_scale.to(device).to(sign.dtype).reshape(())
+        return sign / self.grad_scale.to(batch.device).to(batch.exact).reshape(())
 
 
-class ShardedOptimizer(GatheringOptimizer):
+class StateSnapshot:
+    """Which parameters and states an optimizer had, to tell whether they are still the same.
+
+    Compared without a look-up by parameter: each of these calls Python for the hash of a tensor.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._keys, self._states = list(optimizer.state), list(optimizer.state.values())
+
+    def matches(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has the same ones, in the same order."""
+        groups, state = optimizer.param_groups, optimizer.state
+        return (
+            len(groups) == len(self._groups)
+            and all(
+                _same(group["params"], own) for group, own in zip(groups, self._groups, strict=True)
+            )
+            and _same(state, self._keys)
+            and _same(state.values(), self._states)
+            and all(self._states)
+        )
+
+
+def _same(found: Collection[Any], known: Sequence[Any]) -> bool:
+    return len(found) == len(known) and all(map(is_, found, known))
+
+
+class ShardedOptimizer(BatchBuilder):
     """An optimizer whose norms are those of whole tensors, however they are sharded.
 
     A subclass says how a step goes; this class keeps torch's contract.
@@ -55,8 +91,13 @@ class ShardedOptimizer(GatheringOptimizer):
     """
 
     warn_after_skips: int | None = 100
-    _skip_monitor: SkipMonitor | None = None
+    # Caches, neither saved nor copied.
+    _snapshot: StateSnapshot | None = None
+    _sharded: Sequence[bool] = ()
+    _built: Sequence[ParamBatch] = ()
+    _built_for: Any = None
     _packed_sum: PackedSum | None = None
+    _skip_monitor: SkipMonitor | None = None
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -120,6 +161,9 @@ class ShardedOptimizer(GatheringOptimizer):
         """
         raise NotImplementedError
 
+    def _check_states(self) -> None:
+        """Refuses groups whose options are not those that their states are for."""
+
     def _check_capture(self) -> None:
         """A graph keeps what it has seen: the user must have said that this is meant."""
         if torch.compiler.is_compiling() or not is_capturing():
@@ -138,18 +182,72 @@ class ShardedOptimizer(GatheringOptimizer):
             )
 
     def _count_skipped(self, ok: Tensor) -> None:
-        if torch.compiler.is_compiling() or ok.device.type != "cpu" or not bool(ok.numpy()):
-            self._add_skipped(ok)
-        if self.warn_after_skips is None or torch.compiler.is_compiling() or is_capturing():
+        compiling = torch.compiler.is_compiling()
+        if not compiling and ok.device.type == "cpu" and bool(ok.numpy()):
+            if self._skip_monitor is not None:
+                self._skip_monitor.in_a_row = 0
+            return
+        everywhere = (self.state[p]["skipped"] for g in self.param_groups for p in g["params"])
+        for count in {id(count): count for count in everywhere}.values():
+            count.add_((~ok).to(count.device))
+        if compiling or is_capturing() or self.warn_after_skips is None:
             return
         if self._skip_monitor is None:
             self._skip_monitor = SkipMonitor(type(self).__name__)
         self._skip_monitor.note(ok, self.skipped, self.warn_after_skips)
 
-    def _add_skipped(self, ok: Tensor) -> None:
-        everywhere = (self.state[p]["skipped"] for g in self.param_groups for p in g["params"])
-        for count in {id(count): count for count in everywhere}.values():
-            count.add_((~ok).to(count.device))
+    def _batches(self) -> list[ParamBatch]:
+        """The parameters of this step with their gradients."""
+        self._find_params()
+        self._check_states()
+        grads, present, works = self._gradients()
+        if torch.compiler.is_compiling():
+            batches = self._build(grads)
+        else:
+            modes = [(g["foreach"], g["fused"], g["master_weights"]) for g in self.param_groups]
+            key = (self._snapshot, modes, list(kernels.BROKEN))
+            if self._built_for != key or not _refresh(self._built, grads, present, works):
+                self._built, self._built_for = self._build(grads), key
+                batches = self._built
+            else:
+                return _working(self._built, works)
+        if not _refresh(batches, grads, present, works):
+            raise RuntimeError(
+                "Expected gradients that stay the same during a step. Found one that changed. "
+                "Remedy: no backward pass and no zero_grad() in another thread meanwhile."
+            )
+        return _working(batches, works)
+
+    def _find_params(self) -> None:
+        """Lists the parameters anew where they or their states were exchanged."""
+        if self._snapshot is None or not self._snapshot.matches(self):
+            self._fill_state()
+            self._snapshot = StateSnapshot(self)
+            self._params = [p for g in self.param_groups for p in g["params"] if p.numel()]
+            self._sharded = [is_sharded(p) for p in self._params]
+
+    def _gradients(self) -> tuple[list[Tensor | None], list[bool], list[bool]]:
+        """Local gradients of all parameters, whether there is one, and whether to work on it."""
+        grads: list[Tensor | None] = [p.grad for p in self._params]
+        present = [
+            g is not None or (self._none_is_zero and p.requires_grad)
+            for p, g in zip(self._params, grads, strict=True)
+        ]
+        found = [i for i, g in enumerate(grads) if g is not None]
+        is_odd = any(grads[i].layout is not torch.strided for i in found)  # type: ignore[union-attr]
+        if not is_odd and not any(self._sharded):
+            return grads, present, present
+        # All at once: partial sums of several are added up in one collective.
+        params = [self._params[i] for i in found]
+        own = aligned_locals([dense_gradient(p) for p in params], params)
+        for i, gradient in zip(found, own, strict=True):
+            grads[i] = gradient
+        # Another process may have a gradient where this one has none.
+        works = [
+            here or (shared and p.requires_grad)
+            for here, shared, p in zip(present, self._sharded, self._params, strict=True)
+        ]
+        return grads, present, works
 
     # Sums over shards, and what all processes decide from them.
 
@@ -238,8 +336,8 @@ class ShardedOptimizer(GatheringOptimizer):
                 places = range(first, first + count)
                 first += count
                 batches = self._build_group(group, places, gathered[0], is_report=True)
-                refresh(batches, *gathered)
-                batches = working(batches, gathered[2])
+                _refresh(batches, *gathered)
+                batches = _working(batches, gathered[2])
                 report = Report(i, group, self.state, top, grad_scale)
                 reports.append(self._diagnose(group, batches, report, grad_scale))
         return reports
@@ -262,3 +360,13 @@ def is_capturing() -> bool:
 def finite_norms(sums: Tensor) -> Tensor:
     """Whether sums whose first row are squared norms can be used, with shape ``(tensors)``."""
     return torch.isfinite(sums[0])
+
+
+def _refresh(batches: Sequence[ParamBatch], *gathered: Any) -> bool:
+    """Reads weights and gradients of all batches; False if they must be built anew."""
+    return all(batch.refresh(*gathered) for batch in batches)
+
+
+def _working(batches: Sequence[ParamBatch], works: Sequence[bool]) -> list[ParamBatch]:
+    """Batches of which at least one parameter is worked on."""
+    return [batch for batch in batches if any(works[i] for i in batch.places)]

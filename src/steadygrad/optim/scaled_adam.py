@@ -167,8 +167,12 @@ class ScaledAdam(ShardedOptimizer):
             return (group[lengths[name]],)
         return super()._shape_of(name, parameter, group)
 
-    def _check_state(self, group: Mapping[str, Any]) -> None:
+    def _check_states(self) -> None:
         """Refuses periods that were changed since, before anything has moved."""
+        for group in self.param_groups:
+            self._check_periods(group)
+
+    def _check_periods(self, group: Mapping[str, Any]) -> None:
         sized = next((p for p in group["params"] if p.numel() != 1), None)
         lengths = {"clipping_update_period": ("model_norms", next(iter(group["params"]), None))}
         lengths["size_update_period"] = ("scale_grads", sized)
@@ -290,8 +294,8 @@ class _Update:
         self.batch, self.group, self.rule = batch, batch.group, _rule(batch)
         self.key = id(batch.group), batch.device
         self.is_scalar = "param_rms" not in batch.columns
-        self.step = batch.columns["step"].clone()
-        self.unscale = amp.unscale(batch.device, maximize=batch.group["maximize"])
+        self.step = batch.columns["step"].to(batch.exact, copy=True)
+        self.unscale = amp.unscale(batch)
         needed = scaled_adam.needs_products(self.step, self.rule)
         self.needed = torch.zeros_like(needed) if self.is_scalar else needed
 

@@ -17,25 +17,28 @@ class SkipMonitor:
 
     Args:
         name: Name of the optimizer, for the warning.
+
+    Attributes:
+        in_a_row: Steps on the CPU that were skipped one after the other.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._in_a_row = self._steps = 0
+        self.in_a_row = self._steps = 0
         self._copied: tuple[Tensor, Any] | None = None
         self._last = 0.0
 
     def note(self, ok: Tensor, skipped: Tensor, limit: int) -> None:
-        """Notes a step, and warns when the limit is reached.
+        """Notes a step that was skipped, or any on an accelerator; warns at the limit.
 
         Args:
-            ok: Whether the step was taken, with shape ``()``.
+            ok: Whether the step was taken, with shape ``()``; not, on the CPU.
             skipped: Steps skipped so far, with shape ``()``.
             limit: Skipped steps in a row to warn after.
         """
         if ok.device.type == "cpu":
-            self._in_a_row = 0 if bool(ok.numpy()) else self._in_a_row + 1
-            if self._in_a_row == limit:
+            self.in_a_row += 1
+            if self.in_a_row == limit:
                 self._warn(limit)
         else:
             self._steps += 1

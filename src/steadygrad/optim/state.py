@@ -3,13 +3,11 @@
 Checkpoints are then the same before the first step as after it, on every process.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from operator import is_
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer
 
 from steadygrad._checks import InputError
 from steadygrad.formulas.tensors import exact, wide
@@ -27,44 +25,12 @@ from steadygrad.sharding import shared_out
 __all__ = ["StatefulOptimizer", "adam_state"]
 
 
-class StateSnapshot:
-    """Which parameters and states an optimizer had, to tell whether they are still the same.
-
-    Compared without a look-up by parameter: each of these calls Python for the hash of a tensor.
-
-    Args:
-        optimizer: The optimizer.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        self._keys, self._states = list(optimizer.state), list(optimizer.state.values())
-
-    def matches(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer has the same ones, in the same order."""
-        groups, state = optimizer.param_groups, optimizer.state
-        return (
-            len(groups) == len(self._groups)
-            and all(
-                _same(group["params"], own) for group, own in zip(groups, self._groups, strict=True)
-            )
-            and _same(state, self._keys)
-            and _same(state.values(), self._states)
-            and all(self._states)
-        )
-
-
-def _same(found: Collection[Any], known: Sequence[Any]) -> bool:
-    return len(found) == len(known) and all(map(is_, found, known))
-
-
 class StatefulOptimizer(TypeKeepingOptimizer):
     """An optimizer with eager state for each parameter, and masters for 16-bit ones.
 
     A subclass says what a new state is.
     """
 
-    _snapshot: StateSnapshot | None = None
     # All other states are small and not sharded.
     _elementwise = frozenset({"exp_avg", "exp_avg_sq", "delta", MASTER})
     # Types of small states; the others have that of the averages.
@@ -119,8 +85,6 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     @torch.no_grad()
     def _fill_state(self) -> None:
         """State of parameters that have none, as at construction or where a wrapper put others."""
-        if self._snapshot is not None and self._snapshot.matches(self):
-            return
         for group in self.param_groups:
             missing = [p for p in group["params"] if not self.state.get(p)]
             if not missing:
@@ -138,7 +102,6 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         if len(self.state) > len(known):
             for p in [p for p in self.state if p not in known]:
                 del self.state[p]
-        self._snapshot = StateSnapshot(self)
 
     @torch.no_grad()
     def _ensure_masters(self) -> None:

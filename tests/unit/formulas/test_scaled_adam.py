@@ -19,6 +19,7 @@ from steadygrad.formulas.scaled_adam import (
     sums,
     update,
 )
+from steadygrad.formulas.tensors import Bucket
 from tests.reference import scaled_adam as reference
 
 NEW = Rule(0.1, (0.9, 0.98), 1e-8, 0.1, 1e-5, 3.0, 10.0, 4, original=False)
@@ -32,12 +33,14 @@ def vector(*values):
 
 
 def steps_at(t, count):
-    return torch.full((count,), float(t))
+    return torch.full((count,), float(t), dtype=torch.float64)
 
 
-def batch(p, g, v=(), delta=()):
-    places = [[i] for i in range(len(p))]
-    return SimpleNamespace(weights=p, grads=g, moments=(list(v), list(delta)), buckets=places)
+def batch(p, g, v, delta):
+    buckets = [
+        Bucket([i], [p[i]], [g[i]], tuple([t[i]] for t in (v, delta))) for i in range(len(p))
+    ]
+    return SimpleNamespace(weights=p, moments=(v, delta), buckets=buckets)
 
 
 @pytest.mark.parametrize("needed", [None, [True, False], [False, False]], ids=str)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from numba import njit
 
-from steadygrad.kernels import numba_parts
+from steadygrad.kernels.numba import numbers
 
 KINDS = {torch.bfloat16: np.uint16, torch.float16: np.int16}
 kinds = pytest.mark.parametrize(("dtype", "bits"), KINDS.items(), ids=map(str, KINDS))
@@ -13,16 +13,16 @@ EVERY = torch.arange(-(2**15), 2**15, dtype=torch.int16)
 
 
 # With the flags that the loops are compiled with.
-@njit(fastmath=numba_parts.FAST, error_model="numpy")
+@njit(fastmath=numbers.FAST, error_model="numpy")
 def widen_all(given, found):
     for i in range(len(given)):
-        found[i] = numba_parts.widen(given[i])
+        found[i] = numbers.widen(given[i])
 
 
-@njit(fastmath=numba_parts.FAST, error_model="numpy")
+@njit(fastmath=numbers.FAST, error_model="numpy")
 def narrow_all(given, found):
     for i in range(len(given)):
-        found[i] = numba_parts.narrow(given[i], found[i])
+        found[i] = numbers.narrow(given[i], found[i])
 
 
 def assert_same_numbers(found, expected):

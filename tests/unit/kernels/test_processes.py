@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from steadygrad import kernels
-from steadygrad.kernels import threads
+from steadygrad.kernels.numba import lans, numbers, runtime
 from steadygrad.optim import LANS, ScaledAdam
 
 MAKERS = {"lans": LANS, "scaled_adam": lambda p, **k: ScaledAdam(p, clipping_scale=2.0, **k)}
@@ -117,26 +118,24 @@ def test_the_first_compiled_step_may_come_after_the_fork():
 def step_beside_a_lock(connection):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    connection.send(([p.numpy() for p in trained(LANS)], kernels.choose_mode("LANS", None, None)))
+    connection.send(([p.numpy() for p in trained(LANS)], kernels.missing("cpu")))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_fork_while_something_is_compiled_goes_by_calls():
     """The thread that compiles is not forked along, and would never open the lock."""
-    from steadygrad.kernels import cpu
-
     expected = trained(LANS, foreach=True)
     ours, theirs = multiprocessing.Pipe()
-    with cpu._LOCK:
+    with runtime._LOCK:
         child = multiprocessing.get_context("fork").Process(
             target=step_beside_a_lock, args=(theirs,)
         )
         child.start()
     arrived = ours.poll(30)
-    found, mode = ours.recv() if arrived else ([], "it hangs")
+    found, why = ours.recv() if arrived else ([], "it hangs")
     child.kill()
-    assert mode == "foreach"
+    assert why == "this process was forked while another thread compiled"
     assert same([torch.from_numpy(x) for x in found], expected)
 
 
@@ -147,7 +146,7 @@ p = torch.ones(5, requires_grad=True)
 optimizer = LANS([p], fused=True)
 p.grad = torch.ones(5)
 optimizer.step()
-print(optimizer._plans is not None, float(p.detach()[0]))
+print(optimizer._built[0].table is not None, float(p.detach()[0]))
 """
 
 
@@ -167,9 +166,7 @@ def test_a_cache_folder_that_cannot_be_written():
     "error", [RuntimeError, PermissionError, EOFError], ids=lambda e: e.__name__
 )
 def test_without_any_folder_it_is_compiled_for_the_process(error, monkeypatch):
-    from steadygrad.kernels import cpu, numba_parts
-
-    asked, compiled = [], numba_parts.compiled
+    asked, compiled = [], numbers.compiled
 
     def nowhere(function, cache):
         asked.append(cache)
@@ -177,8 +174,8 @@ def test_without_any_folder_it_is_compiled_for_the_process(error, monkeypatch):
             raise error("no locator available")
         return compiled(function, cache)
 
-    monkeypatch.setattr(numba_parts, "compiled", nowhere)
-    found = cpu._address_of.__wrapped__("lans_norms", (torch.float32,) * 4)
+    monkeypatch.setattr(runtime, "compiled", nowhere)
+    found = runtime._compiled_at.__wrapped__(lans.grad_kernel, (torch.float32,) * 4)
     assert asked == [True, False]
     assert found > 0
 
@@ -191,18 +188,18 @@ def test_nothing_is_loaded_before_it_is_needed():
 
 @every_optimizer
 def test_a_compiler_that_fails_is_left_alone(make, monkeypatch):
-    from steadygrad.kernels import cpu
-
     calls = []
 
-    def fail(name, types):
-        calls.append(name)
-        raise cpu.NoKernelError("no such processor")
+    def fail(make_kernel, types):
+        calls.append(make_kernel)
+        raise kernels.KernelError("no such processor")
 
-    monkeypatch.setattr(kernels, "_BROKEN", [])
+    monkeypatch.setattr(kernels, "BROKEN", {})
     monkeypatch.setattr(kernels, "_WARNED", set())
-    monkeypatch.setattr(cpu, "address_of", fail)
-    with pytest.warns(UserWarning, match=r"cannot compile.*no such processor.*Remedy") as caught:
+    monkeypatch.setattr(runtime, "_address_of", fail)
+    with pytest.warns(
+        UserWarning, match=r"cannot be compiled.*no such processor.*Remedy"
+    ) as caught:
         found = trained(make)
     assert len(caught) == 1
     assert len(calls) == 1
@@ -210,30 +207,53 @@ def test_a_compiler_that_fails_is_left_alone(make, monkeypatch):
     assert same(found, trained(make, foreach=True))
 
 
+def test_every_reason_is_told_once(monkeypatch):
+    """A first warning does not hide the next, of another reason."""
+    monkeypatch.setattr(kernels, "_WARNED", set())
+    params = [torch.ones(6, 4)[:, ::2].requires_grad_(), torch.ones(3).requires_grad_()]
+    optimizer = LANS(params, fused=True)
+
+    def step(gradient):
+        params[0].grad, params[1].grad = torch.ones(6, 2), gradient
+        optimizer.step()
+
+    with pytest.warns(UserWarning, match="with gaps"):
+        step(torch.ones(3))
+    with pytest.warns(UserWarning, match="gradients of type TwoTensor") as caught:
+        step(TwoTensor(torch.ones(3), torch.ones(3)))
+    assert len(caught) == 1
+
+
 def test_reasons(monkeypatch):
     import numba
 
-    assert kernels.missing() is None
+    assert kernels.missing("cpu") is None
+    assert kernels.missing("xla") == "there are none for xla devices"
+    missing = kernels._missing_package.__wrapped__
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
-    assert kernels.missing.__wrapped__() == "NUMBA_DISABLE_JIT is set"
+    assert missing("numba") == "NUMBA_DISABLE_JIT is set"
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert kernels.missing.__wrapped__() == "numba is not installed"
+    assert missing("numba") == "numba is not installed"
 
 
-def test_what_is_no_fault_of_the_compiler_is_raised():
+def test_what_is_no_fault_of_the_compiler_is_raised(monkeypatch):
+    def fail(make_kernel, types):
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(runtime, "_compiled_at", fail)
     p = torch.ones(3).requires_grad_()
     optimizer = LANS([p], fused=True)
     p.grad = torch.ones(3)
-    del optimizer.state[p]["exp_avg"]
-    with pytest.raises(KeyError, match="exp_avg"):
+    with pytest.raises(MemoryError, match="out of memory"):
         optimizer.step()
-    assert kernels.choose_mode("LANS", None, None) == "fused"
+    assert kernels.missing("cpu") is None
+    assert torch.equal(p.detach(), torch.ones(3))
 
 
 @every_optimizer
 def test_without_numba_one_warning_says_what_it_costs(make, monkeypatch):
     monkeypatch.setattr(kernels, "_WARNED", set())
-    monkeypatch.setattr(kernels, "missing", lambda: "numba is not installed")
+    monkeypatch.setattr(kernels, "missing", lambda device: "numba is not installed")
     with pytest.warns(UserWarning, match=r"numba is not installed.*steadygrad\[cpu\]") as caught:
         found = trained(make)
     assert len(caught) == 1
@@ -245,16 +265,16 @@ def test_loops_run_on_torchs_threads(threads_of_torch, elements, monkeypatch):
     """As many as torch has, its very own; one for little work."""
     asked = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads_of_torch)
-    monkeypatch.setattr(threads, "_pool", lambda count: pytest.fail("threads of its own"))
-    team = threads._team()
+    monkeypatch.setattr(runtime, "_pool", lambda count: pytest.fail("threads of its own"))
+    team = runtime._team()
     if sys.platform == "linux":
         assert team is not None
     start, end = (lambda *given: asked.append(given[2])), (lambda: asked.append("end"))
-    monkeypatch.setattr(threads, "_team", lambda: (start, end))
-    monkeypatch.setattr(threads, "_KERNEL", lambda address: lambda place: asked.append("own"))
-    threads.run(0, torch.zeros(1).numpy(), elements, lambda: asked.append("meanwhile"))
-    team = threads_of_torch == 2 and elements > threads.SMALL
-    assert asked == ([2, "meanwhile", "own", "end"] if team else ["meanwhile", "own"])
+    monkeypatch.setattr(runtime, "_team", lambda: (start, end))
+    monkeypatch.setattr(runtime, "_KERNEL", lambda address: lambda place: asked.append("own"))
+    runtime._run(0, torch.zeros(1).numpy(), elements)
+    team = threads_of_torch == 2 and elements > runtime._SMALL
+    assert asked == ([2, "own", "end"] if team else ["own"])
 
 
 @pytest.mark.parametrize("how", ["team", "pool"])
@@ -267,50 +287,51 @@ def test_all_threads_are_waited_for_where_the_own_one_is_interrupted(how, monkey
     pool = SimpleNamespace(submit=lambda *_: SimpleNamespace(result=lambda: waited.append(1)))
     team = (lambda *given: None), (lambda: waited.append(1))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(threads, "_team", lambda: team if how == "team" else None)
-    monkeypatch.setattr(threads, "_pool", lambda count: pool)
-    monkeypatch.setattr(threads, "_KERNEL", lambda address: kernel)
+    monkeypatch.setattr(runtime, "_team", lambda: team if how == "team" else None)
+    monkeypatch.setattr(runtime, "_pool", lambda count: pool)
+    monkeypatch.setattr(runtime, "_KERNEL", lambda address: kernel)
     with pytest.raises(KeyboardInterrupt):
-        threads.run(0, torch.zeros(1).numpy(), 10**6)
+        runtime._run(0, torch.zeros(1).numpy(), 10**6)
     assert waited == [1]
 
 
-def test_a_team_ends_where_something_raises_meanwhile(monkeypatch):
-    asked = []
-    start, end = (lambda *given: asked.append("start")), (lambda: asked.append("end"))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(threads, "_team", lambda: (start, end))
-    monkeypatch.setattr(threads, "_KERNEL", lambda address: lambda place: asked.append("own"))
-    with pytest.raises(ZeroDivisionError):
-        threads.run(0, torch.zeros(1).numpy(), 10**6, lambda: 1 / 0)
-    assert asked == ["start", "own", "end"]
-
-
 def test_loops_are_made_anew_where_their_parts_change():
-    from zlib import crc32
-
-    from steadygrad.kernels import numba_parts
-
-    place = Path(numba_parts.__file__).parent
-    parts = b"".join(part.read_bytes() for part in numba_parts.PARTS)
-    assert crc32(parts) == numba_parts.SOURCE
-    read = {f"steadygrad.{part.parent.name}.{part.stem}" for part in numba_parts.PARTS}
-    for loop in place.glob("numba_*.py"):
-        assert set(re.findall(r"from (steadygrad\.[\w.]+) import", loop.read_text())) <= read
-    # Those that take a constant from it, as every loop must.
-    loops = [name for name in place.glob("numba_*.py") if name.name != "numba_parts.py"]
-    assert all("SOURCE" in loop.read_text() for loop in loops)
+    """Every module of loops takes a number of what they share, and of its factors' names."""
+    place = Path(numbers.__file__).parent
+    loops = [path for path in place.glob("*.py") if "_kernel(" in path.read_text()]
+    assert sorted(path.stem for path in loops) == ["lamb", "lans", "scaled_adam"]
+    for path in loops:
+        text = path.read_text()
+        assert text.count("source") >= 2 * text.count("def kernel(")
+        read = set(re.findall(r"from steadygrad\.kernels\.([\w.]+) import", text))
+        # A kernel of another module holds on to that module's number.
+        assert read <= {"numba.numbers", "numba.runtime", "table", "numba.lans"}
+    assert numbers.source_of(("a", "b")) != numbers.source_of(("b", "a"))
     # Given `nnan` or `ninf`, what guards against such values may be dropped.
-    assert {"reassoc", "contract", "arcp", "nsz", "afn"} == numba_parts.FAST
+    assert {"reassoc", "contract", "arcp", "nsz", "afn"} == numbers.FAST
 
 
-def test_who_decides():
-    assert kernels.choose_mode("X", None, None) == "fused"
-    assert kernels.choose_mode("X", None, True) == "fused"
-    assert kernels.choose_mode("X", None, False) == "foreach"
-    assert kernels.choose_mode("X", True, None) == "foreach"
-    assert kernels.choose_mode("X", False, None) == "single"
-    assert kernels.choose_mode("X", False, True) == "fused"
+@pytest.mark.parametrize(
+    ("foreach", "fused", "kernel", "single"),
+    [
+        (None, None, True, False),
+        (None, True, True, False),
+        (None, False, False, False),
+        (True, None, False, False),
+        (False, None, False, True),
+        (False, True, True, False),
+    ],
+)
+def test_who_decides(foreach, fused, kernel, single):
+    params = [torch.ones(3).requires_grad_() for _ in range(2)]
+    optimizer = LANS(params, foreach=foreach, fused=fused)
+    for p in params:
+        p.grad = torch.ones(3)
+    optimizer.step()
+    (batch,) = optimizer._built
+    assert (batch.table is not None) is kernel
+    if not kernel:
+        assert len(batch._bucketed) == (2 if single else 1)
 
 
 @pytest.mark.parametrize("error", [OSError, SystemError, AttributeError])
@@ -318,9 +339,10 @@ def test_a_broken_numba_is_none(error, monkeypatch):
     def broken(name):
         raise error("libllvmlite.so cannot be found")
 
-    kernels.missing.cache_clear()
+    kernels._missing_package.cache_clear()
     monkeypatch.setattr(kernels.importlib, "import_module", broken)
     try:
-        assert kernels.missing() == "numba cannot be loaded (libllvmlite.so cannot be found)"
+        found = kernels.missing("cpu")
+        assert found == "numba cannot be loaded (libllvmlite.so cannot be found)"
     finally:
-        kernels.missing.cache_clear()
+        kernels._missing_package.cache_clear()

@@ -4,44 +4,51 @@ import numpy as np
 import pytest
 import torch
 
-from steadygrad.kernels import cpu, threads
-from steadygrad.kernels.tables import CHUNK, ChunkTable, Job
+from steadygrad.kernels.numba import lans, runtime
+from steadygrad.kernels.table import CHUNK, GRAD, PARAM, STATES, WEIGHT, PointerTable
 
+CPU = torch.device("cpu")
 FLOATS = (torch.float32,) * 4
 SIZES = [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5, 7]
 
 
 def test_every_element_is_in_one_chunk():
-    table = ChunkTable(SIZES, 5)
+    table = PointerTable(SIZES, FLOATS, 2, CPU)
     assert table.elements == sum(SIZES)
     for tensor, size in enumerate(SIZES):
         own = table.chunks[table.chunks[:, 0] == tensor]
         covered = np.concatenate([np.arange(start, start + n) for _, start, n in own])
         assert np.array_equal(covered, np.arange(size))
         assert own[:, 2].max() <= CHUNK
+        assert table.chunks[table.firsts[tensor], 0] == tensor
 
 
 def test_starts_beyond_two_to_the_31():
-    table = ChunkTable([3 * 2**31], 1)
+    table = PointerTable([3 * 2**31], FLOATS, 1, CPU)
     assert table.chunks[-1].tolist() == [0, 3 * 2**31 - CHUNK, CHUNK]
     assert table.chunks.dtype == np.int64
 
 
+def test_addresses_stand_in_their_columns():
+    tensors = [[torch.zeros(3) for _ in range(2)] for _ in range(5)]
+    params, weights, grads, m, v = tensors
+    table = PointerTable([3, 3], FLOATS, 2, CPU)
+    table.fill(params, weights, [None, grads[1]], (m, v))
+    for column, own in ((PARAM, params), (WEIGHT, weights), (STATES, m), (STATES + 1, v)):
+        assert table.addresses[:, column].tolist() == [t.data_ptr() for t in own]
+    assert table.addresses[:, GRAD].tolist() == [0, grads[1].data_ptr()]
+
+
 def table_of(tensors):
-    table = ChunkTable([t.numel() for t in tensors], 5)
-    table.addresses[:, 0] = [t.data_ptr() for t in tensors]
+    table = PointerTable([t.numel() for t in tensors], FLOATS, 2, CPU)
+    table.addresses[:, GRAD] = [t.data_ptr() for t in tensors]
     return table
-
-
-def whole(table):
-    """The first sums, of whole tensors."""
-    return np.add.reduceat(table.sums[:, 0], table.firsts)
 
 
 def square_sums(tensors):
     table = table_of(tensors)
-    cpu.launch("square_sums", FLOATS, table)
-    return whole(table)
+    runtime.launch(lans.grad_kernel, table)
+    return table.sums(1, torch.float64)[0]
 
 
 def drawn():
@@ -50,26 +57,26 @@ def drawn():
 
 
 def test_sums_are_those_of_float64():
-    expected = [float(t.double().square().sum()) for t in drawn()]
+    expected = torch.stack([t.double().square().sum() for t in drawn()])
     # Blocks of 4096 are added up in float32, by 64 numbers side by side.
-    np.testing.assert_allclose(square_sums(drawn()), expected, rtol=1e-6)
+    torch.testing.assert_close(square_sums(drawn()), expected, rtol=1e-6, atol=0)
 
 
 def test_no_gradient_counts_as_zeros():
     tensors = drawn()
     table = table_of(tensors)
-    table.addresses[3, 0] = 0
-    cpu.launch("square_sums", FLOATS, table)
-    found = whole(table)
-    assert found[3] == 0
-    assert np.array_equal(np.delete(found, 3), np.delete(square_sums(tensors), 3))
+    table.addresses[3, GRAD] = 0
+    runtime.launch(lans.grad_kernel, table)
+    found, expected = table.sums(1, torch.float64)[0], square_sums(tensors)
+    expected[3] = 0
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("how", ["team", "pool"])
 def test_sums_do_not_depend_on_the_number_of_threads(how, monkeypatch):
     if how == "pool":
-        monkeypatch.setattr(threads, "_team", lambda: None)
-    elif threads._team() is None:
+        monkeypatch.setattr(runtime, "_team", lambda: None)
+    elif runtime._team() is None:
         pytest.skip("torch has no OpenMP of its own here")
     tensors, before = drawn(), torch.get_num_threads()
     found = []
@@ -80,35 +87,5 @@ def test_sums_do_not_depend_on_the_number_of_threads(how, monkeypatch):
     finally:
         torch.set_num_threads(before)
     assert found[0].min() > 0
-    assert np.array_equal(found[0], found[1])
-    assert np.array_equal(found[0], found[2])
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("how", ["team", "pool"])
-def test_an_error_meanwhile_leaves_the_threads_usable(how, error, monkeypatch):
-    """A kernel that has begun comes to its end, and another can begin."""
-    if how == "pool":
-        monkeypatch.setattr(threads, "_team", lambda: None)
-    elif threads._team() is None:
-        pytest.skip("torch has no OpenMP of its own here")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    tensors = drawn()
-    expected = square_sums(tensors)
-
-    def fail():
-        raise error
-
-    table = table_of(tensors)
-    with pytest.raises(error):
-        cpu.launch("square_sums", FLOATS, table, meanwhile=fail)
-    assert np.array_equal(whole(table), expected)
-    assert np.array_equal(square_sums(tensors), expected)
-
-
-def test_a_job_names_every_place():
-    job = ChunkTable(SIZES, 5).job(factors=11, settings=22)
-    assert len(job) == len(Job)
-    assert (job[Job.FACTORS], job[Job.SETTINGS]) == (11, 22)
-    assert (job[Job.TENSORS], job[Job.FIELDS]) == (len(SIZES), 5)
-    assert job[Job.COUNTER] % 64 == 0 or job[Job.COUNTER] > 0
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])

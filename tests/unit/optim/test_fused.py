@@ -179,7 +179,9 @@ def test_what_loops_cannot_take_goes_by_calls(make, monkeypatch):
 
     ours, theirs = mixed(), mixed()
     one, two = make(ours, fused=True), make(theirs, foreach=True)
-    with pytest.warns(UserWarning, match="Expected parameters that fused kernels can take") as caught:
+    with pytest.warns(
+        UserWarning, match="Expected parameters that fused kernels can take"
+    ) as caught:
         steps([(ours, one), (theirs, two)], range(4))
     assert len(caught) == 1
     assert_close([(ours, one), (theirs, two)])

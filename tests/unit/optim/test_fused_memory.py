@@ -50,7 +50,10 @@ def test_rows_that_were_cut_off_are_left_alone(make):
     rest = whole[4:].clone()
     p.data = p.data[:4]
     # As multi-tensor calls do, for the state is still of eight rows.
-    with pytest.warns(UserWarning, match="another memory order"), pytest.raises(RuntimeError, match="size"):
+    with (
+        pytest.warns(UserWarning, match="another memory order"),
+        pytest.raises(RuntimeError, match="size"),
+    ):
         step(p, optimizer, 1)
     assert torch.equal(whole[4:], rest)
 
@@ -112,7 +115,10 @@ def test_a_state_whose_memory_was_replaced_by_less(make):
     whole = state.data
     state.data = whole[:4]
     rest = whole[4:].clone()
-    with pytest.warns(UserWarning, match="another memory order"), pytest.raises(RuntimeError, match="size"):
+    with (
+        pytest.warns(UserWarning, match="another memory order"),
+        pytest.raises(RuntimeError, match="size"),
+    ):
         step(p, optimizer, 1)
     assert torch.equal(whole[4:], rest)
 
