@@ -195,7 +195,9 @@ def update_moments(batch: Batch, by: Normalizers, rule: Rule) -> Tensor:
         m, v = bucket.moments
         g = _normalized(bucket, by, rule.clip_value)
         # Who does not take the step keeps its moments: they decay by one, and zero is added.
-        keep = (torch.where(by.taken, beta, 1.0).to(m[0].dtype) for beta in rule[:2])
+        # Of two plain numbers torch would make float32.
+        one = torch.ones_like(by.unbias1)
+        keep = (torch.where(by.taken, beta, one).to(m[0].dtype) for beta in rule[:2])
         keep1, keep2 = (bucket.scalars(column) for column in keep)
         torch._foreach_mul_(m, keep1)
         torch._foreach_add_(m, g, alpha=1 - rule.beta1)

@@ -305,7 +305,9 @@ def _update(bucket: Bucket, by: StepScales, rule: Rule) -> None:
     dtype = v[0].dtype
     taken = bucket.scalars(by.taken)
     # Who does not take the step keeps its averages: they decay by one, and zero is added.
-    columns = (torch.where(by.taken, beta, 1.0).to(dtype) for beta in rule.betas)
+    # Of two plain numbers torch would make float32.
+    one = torch.ones_like(by.second_moment)
+    columns = (torch.where(by.taken, beta, one).to(dtype) for beta in rule.betas)
     keep1, keep2 = (bucket.scalars(column) for column in columns)
     g = sanitized(bucket.grads, taken, dtype)
     torch._foreach_mul_(g, bucket.scalars(by.unscale.to(dtype)))
