@@ -53,10 +53,12 @@ def was_forked() -> bool:
     return os.getpid() != _PROCESS
 
 
-def wants_fused(foreach: bool | None, fused: bool | None) -> bool:
+def wants_fused(foreach: bool | None, fused: bool | None, device_type: str) -> bool:
     """Whether a step is to be fused where it can be."""
+    # On other devices only for who asks: nobody has timed kernels beside multi-tensor calls there.
+    default = fused is None and foreach is None and device_type == "cpu"
     # Torch's own compiler writes kernels of its own.
-    return bool(fused or (fused is None and foreach is None)) and not torch.compiler.is_compiling()
+    return bool(fused or default) and not torch.compiler.is_compiling()
 
 
 @cache

@@ -10,7 +10,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["BLOCK", "CHUNK", "GRAD", "MOST_SUMS", "PARAM", "STATES", "WEIGHT", "PointerTable", "Types"]
+__all__ = [
+    "BLOCK",
+    "CHUNK",
+    "GRAD",
+    "MOST_SUMS",
+    "PARAM",
+    "STATES",
+    "WEIGHT",
+    "PointerTable",
+    "Types",
+    "is_recording",
+]
 
 # Elements of a chunk: with fewer the memory's own look-ahead starts anew too often (of 16,384 to
 # 1,048,576 all from 65,536 on took the same time, fewer up to 8% more).
@@ -94,3 +105,8 @@ def addresses_of(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
     """Where each tensor's memory begins."""
     # Without a loop in Python: there are thousands of them a step.
     return np.fromiter(map(torch._C.TensorBase.data_ptr, tensors), np.int64, len(tensors))
+
+
+def is_recording(device: torch.device) -> bool:
+    """Whether a CUDA graph records what is started on a device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from steadygrad._checks import InputError
 from steadygrad.formulas.tensors import wide
-from steadygrad.kernels.table import PointerTable, Types, addresses_of
+from steadygrad.kernels.table import PointerTable, Types, addresses_of, is_recording
 from steadygrad.optim.masters import MASTER, round_masters, sync_masters, wants_master
 from steadygrad.sharding import is_sharded, local
 
@@ -158,10 +158,18 @@ class ParamBatch:
                 return False
             self.grads = found
             self.table.fill(self._own, self.weights, found, self.moments)
-        actives = [present[i] for i in self.places]
-        if actives != self._actives:
-            self.active, self._actives = torch.tensor(actives, device=self.device), actives
+        self._set_active([present[i] for i in self.places])
         return True
+
+    def _set_active(self, actives: list[bool]) -> None:
+        # A graph makes its own, as later steps replace this one.
+        recording = not torch.compiler.is_compiling() and is_recording(self.device)
+        if recording or actives != self._actives:
+            no = torch.zeros((), dtype=torch.bool, device=self.device)
+            flags = no, ~no
+            # Not copied from the host, which would wait for it.
+            self.active = torch.stack([flags[here] for here in actives])
+            self._actives = [] if recording else actives
 
     def _keeps_states(self) -> bool:
         """Whether every state still is the tensor that it was, where it was."""

@@ -18,7 +18,7 @@ from steadygrad import kernels
 from steadygrad._checks import check_count, check_number
 from steadygrad.formulas.tensors import exact
 from steadygrad.kernels import KernelError
-from steadygrad.kernels.table import Types
+from steadygrad.kernels.table import Types, is_recording
 from steadygrad.optim.batch import ParamBatch, kernel_types
 from steadygrad.optim.checks import dense_gradient
 from steadygrad.optim.diagnostics import Report
@@ -209,6 +209,11 @@ class ShardedOptimizer(StatefulOptimizer):
         return grads, present, works
 
     def _build(self, grads: Sequence[Tensor | None]) -> list[ParamBatch]:
+        if any(is_recording(device) for device in {p.device for p in self._params}):
+            raise RuntimeError(
+                "Expected a step outside of CUDA graphs before one that a graph records. Found "
+                "none with these parameters and options. Remedy: take one first."
+            )
         batches, place = [], 0
         for group in self.param_groups:
             places = []
@@ -271,9 +276,9 @@ class ShardedOptimizer(StatefulOptimizer):
         self, parameter: Tensor, gradient: Tensor | None, group: Mapping[str, Any]
     ) -> Types | None:
         """Types for which kernels take a parameter; None: multi-tensor calls work on it."""
-        if not kernels.wants_fused(group["foreach"], group["fused"]):
-            return None
         name, device = type(self).__name__, parameter.device
+        if not kernels.wants_fused(group["foreach"], group["fused"], device.type):
+            return None
         why = kernels.missing(device.type)
         if why is None:
             types = kernel_types(parameter, gradient, self.state[parameter], self._large)
