@@ -6,46 +6,46 @@ import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
 from steadygrad import kernels
-from steadygrad.kernels import device
 from tests.distributed.optim_models import MAKERS, batch, difference, make, train, whole
 
 STEPS = 7
 
 
-def _launches(optimizer, step):
+def _launches(step):
     """Kernels that a step starts, by name, and its collectives."""
-    found, launch = Counter(), device.launch
+    from steadygrad.kernels.triton import runtime
 
-    def counted(name, *given, **constants):
-        found[name] += 1
-        launch(name, *given, **constants)
+    found, start = Counter(), runtime._start
 
-    device.launch = counted
+    def counted(kernel, *given, **named):
+        found[kernel.fn.__name__] += 1
+        start(kernel, *given, **named)
+
+    runtime._start = counted
     try:
         with CommDebugMode() as collectives:
             step()
     finally:
-        device.launch = launch
+        runtime._start = start
     return dict(found), collectives.get_total_counts()
 
 
 def compare(rank, world):
     """Sharded steps by kernels against whole ones by formulas: weights, launches, collectives."""
     results = {}
+    kernels.BACKENDS = {"cpu": "triton"}
     for name, maker in MAKERS.items():
-        kernels.DEVICES = {"cuda"}
         plain = make("none", gain_shape=(1,))
         reference = maker(plain.parameters())
         reference.param_groups[0]["foreach"] = True
         train(plain, reference, range(STEPS))
-        kernels.DEVICES = {"cpu"}
         model = make("fsdp")
         optimizer = maker(model.parameters())
         optimizer.param_groups[0]["fused"] = True
         train(model, optimizer, range(STEPS - 1), "fsdp")
         optimizer.zero_grad()
         model(batch(STEPS - 1, "fsdp")).square().mean().backward()
-        launches, collectives = _launches(optimizer, optimizer.step)
+        launches, collectives = _launches(optimizer.step)
         results[name] = {
             "difference": difference(model, plain),
             "launches": launches,

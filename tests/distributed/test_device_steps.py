@@ -1,4 +1,4 @@
-"""Kernels for accelerators on shards: by Triton's interpreter, on two processes."""
+"""Triton's kernels on shards: by its interpreter, on two processes."""
 
 import os
 
@@ -8,13 +8,9 @@ from tests.distributed.device_steps import compare
 from tests.distributed.ranks import on_ranks
 
 LAUNCHES = {
-    "lans": {"square_sums": 1, "totals": 2, "lans_directions": 1, "lans_apply": 1},
-    "scaled_adam": {
-        "scaled_adam_sums": 1,
-        "totals": 1,
-        "clip_and_learn": 1,
-        "scaled_adam_update": 1,
-    },
+    "lans": {"grad_kernel": 1, "sum_kernel": 2, "moments_kernel": 1, "apply_kernel": 1},
+    # The one-element gain is worked on by itself.
+    "scaled_adam": {"sums_kernel": 2, "sum_kernel": 4, "update_kernel": 2},
 }
 
 

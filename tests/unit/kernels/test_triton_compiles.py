@@ -1,4 +1,4 @@
-"""Kernels for accelerators compile for them, which needs no such device."""
+"""Triton's kernels compile for an accelerator, which needs no such device."""
 
 import os
 import subprocess
@@ -12,35 +12,34 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from steadygrad.kernels import triton_clipping, triton_lans, triton_lans_apply
-from steadygrad.kernels import triton_parts, triton_scaled_adam, triton_sizes
+from steadygrad.kernels.triton import lans, runtime, scaled_adam
 
-KINDS = dict.fromkeys(("head", "groups", "rows", "chunks"), "*i64")
-KINDS |= dict.fromkeys(("sums", "ready", "factors"), "*fp64") | {"flags": "*i32"}
-KINDS |= dict.fromkeys(("start", "slots", "tensors"), "i32")
+KINDS = dict.fromkeys(("addresses", "chunks", "bounds"), "*i64")
+KINDS |= dict.fromkeys(("sums", "factors", "found"), "*fp64")
 
 def assembled(kernel, **constants):
-    names = kernel.arg_names
-    signature = {name: KINDS.get(name, "constexpr") for name in names}
-    tables = [i for i, name in enumerate(names) if signature[name][0] == "*"]
+    # Options are of 64 bits whatever they are: they say so themselves.
+    own = {p.name: p.annotation_type or "i32" for p in kernel.params}
+    signature = {n: "constexpr" if n in constants else KINDS.get(n, own[n]) for n in own}
+    tables = [i for i, name in enumerate(own) if signature[name][0] == "*"]
     aligned = {(i,): [["tt.divisibility", 16]] for i in tables}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
-passes = [triton_lans.square_sums, triton_lans.lans_directions, triton_lans_apply.lans_apply]
-passes += [triton_scaled_adam.scaled_adam_sums, triton_scaled_adam.scaled_adam_update]
 types = [(tl.float32,) * 4, (tl.bfloat16, tl.float32, tl.float32, tl.bfloat16), (tl.float64,) * 4]
-for grad, weight, state, param in types:
-    for kernel in passes:
-        kind = dict(grad=grad, weight=weight, state=state, param=param)
-        ptx = assembled(kernel, **kind, whole=True, block=1024, aligned=True)
-        # 16 bytes at a time, and nothing spilled to memory.
-        assert re.search(r"ld\\.global\\.v[24]", ptx), kernel.__name__
-        assert ".local" not in ptx, kernel.__name__
-assembled(passes[1], **kind, whole=False, block=1024, aligned=False)
-assembled(triton_parts.totals, first=1, count=3)
-assembled(triton_sizes.learn_each, width=4, history=1, whole=True)
-assembled(triton_clipping.clip_and_learn, width=4, history=128, whole=True)
+for kind in types:
+    for kernel in (*lans.KERNELS, *scaled_adam.KERNELS):
+        options = set(kernel.arg_names) - {*runtime.ARGUMENTS, *runtime.CONSTANTS}
+        assert all(p.annotation_type == "i64" for p in kernel.params if p.name in options)
+        assert all(p.do_not_specialize for p in kernel.params if p.name in options)
+        for aligned in (True, False):
+            constants = dict(zip(runtime.CONSTANTS, (*kind, 1024, aligned)))
+            ptx = assembled(kernel, **constants)
+            # 16 bytes at a time, and nothing spilled to memory.
+            assert aligned == bool(re.search(r"ld\\.global\\.v[24]", ptx)), kernel.__name__
+            assert ".local" not in ptx, kernel.__name__
+for KINDS["found"] in ("*fp32", "*fp64"):
+    assembled(runtime.sum_kernel)
 print("compiled")
 """
 

@@ -1,185 +1,236 @@
-"""What kernels for accelerators are made of: what they read in their tables, and sums of chunks."""
+"""Triton kernels for accelerators: how they are compiled and started, and what they are handed.
 
-from typing import Any
+One program works on one chunk. Its sums go to a place of its own, and another kernel adds up those
+of each tensor, always in the same order.
+"""
 
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from steadygrad.kernels.device_tables import Group, Head, Row
+from steadygrad.kernels import KernelError
+from steadygrad.kernels.table import MOST_SUMS, PointerTable, Types, is_recording
 
-__all__ = [
-    "accumulated",
-    "addresses",
-    "chunk_at",
-    "first_chunk",
-    "group_of",
-    "is_finite",
-    "last_chunk",
-    "number",
-    "partial_sum",
-    "rate",
-    "totals",
-]
+__all__ = ["KernelBatch", "Table", "launch", "place_of", "prepare"]
 
-# Plain numbers, as the compiler takes them for constants.
-FOUND_INF, GROUPS = tl.constexpr(int(Head.FOUND_INF)), tl.constexpr(int(Head.GROUPS))
-ROW, GROUP_ROW = tl.constexpr(len(Row)), tl.constexpr(len(Group))
-ACTIVE, GROUP = tl.constexpr(int(Row.ACTIVE)), tl.constexpr(int(Row.GROUP))
-GRAD, WEIGHT = tl.constexpr(int(Row.GRAD)), tl.constexpr(int(Row.WEIGHT))
-FIRST, SECOND = tl.constexpr(int(Row.FIRST)), tl.constexpr(int(Row.SECOND))
-PARAM = tl.constexpr(int(Row.PARAM))
-SLOT, SLOTS = tl.constexpr(int(Row.SLOT)), tl.constexpr(int(Row.SLOTS))
-LR, LR_AT = tl.constexpr(int(Group.LR)), tl.constexpr(int(Group.LR_AT))
-LR_DOUBLE, SKIPPED = tl.constexpr(int(Group.LR_DOUBLE)), tl.constexpr(int(Group.SKIPPED))
-# Numbers that a kernel leaves to a later one for each tensor.
-FACTORS = tl.constexpr(8)
+# Elements of a chunk, the work of one program: with fewer a tensor's programs have more partial
+# sums to add up, with more some processors have nothing left to do at the end.
+CHUNK = 32768
+# Elements that a program works on at a time.
+BLOCK = 1024
 # Partial sums that are added up side by side.
 WIDTH = tl.constexpr(256)
+# Steps that CUDA graphs can record between two that are taken outside of them.
+SPARES = 4
+# Arguments that all kernels have; the others are options.
+ARGUMENTS = ("addresses", "chunks", "sums", "factors", "tensors", "fields")
+CONSTANTS = ("grad", "weight", "state", "param", "block", "aligned")
+# Fields that kernels may ask for while they are compiled.
+MOST_FACTORS = 16
 
 
-@triton.jit
-def number(place: tl.tensor) -> Any:
-    """A float64 of a table."""
-    return tl.load(place).to(tl.float64, bitcast=True)
+class Table(PointerTable):
+    """A table of pointers whose addresses are copied to the device where they have changed.
+
+    A CUDA graph copies a table of its own at each replay, from pinned memory that later steps do
+    not write to. Nobody tells when a graph is gone: such memory lives as long as this table, as the
+    other tensors of a batch do that a graph works on, and graphs with equal addresses share it.
+
+    Args:
+        sizes: Elements of each tensor.
+        types: Types of the batch.
+        states: Number of large states.
+        device: Device of the tensors.
+
+    Attributes:
+        device_addresses: The addresses on the device, as they were last sent.
+        device_chunks: The chunks on the device.
+        device_sums: Sums of the last pass over each chunk, with shape ``(MOST_SUMS, chunks)``.
+        aligned: Whether all memory starts at multiples of 16 bytes.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], types: Types, states: int, device: torch.device
+    ) -> None:
+        super().__init__(sizes, types, states, device, CHUNK)
+        self.device_chunks = torch.from_numpy(self.chunks).to(device)
+        ends = np.append(self.firsts, len(self.chunks))
+        self._bounds = torch.from_numpy(ends).to(device)
+        shape = MOST_SUMS, len(self.chunks)
+        self.device_sums = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.aligned = True
+        self._sent = self.addresses.copy()
+        self._own = torch.from_numpy(self._sent).to(device, copy=True)
+        self.device_addresses = self._own
+        self._spares: list[tuple[Tensor, Tensor]] = []
+        self._recorded: list[tuple[Tensor, Tensor]] = []
+        self._add_spares()
+
+    def fill(
+        self,
+        params: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        moments: Sequence[Sequence[Tensor]],
+    ) -> None:
+        """Writes where everything lies now, and sends it; the host does not wait for that."""
+        super().fill(params, weights, grads, moments)
+        self.aligned = not (self.addresses % 16).any()
+        if is_recording(self.device):
+            self._record()
+            return
+        self._add_spares()
+        self.device_addresses = self._own
+        if not np.array_equal(self._sent, self.addresses):
+            self._sent = self.addresses.copy()
+            sent = torch.from_numpy(self._sent)
+            # Pinned memory goes back to its pool after the copy, not before.
+            sent = sent.pin_memory() if self.device.type == "cuda" else sent
+            self._own.copy_(sent, non_blocking=True)
+
+    def _record(self) -> None:
+        equal = (p for p in self._recorded if np.array_equal(p[0].numpy(), self.addresses))
+        host, table = next(equal, None) or self._new_record()
+        table.copy_(host, non_blocking=True)
+        self.device_addresses = table
+
+    def _new_record(self) -> tuple[Tensor, Tensor]:
+        if not self._spares:
+            raise RuntimeError(
+                f"Expected at most {SPARES} recorded steps between two outside of CUDA graphs. "
+                "Found one more. Remedy: a step outside before it."
+            )
+        self._recorded.append(self._spares.pop())
+        self._recorded[-1][0].copy_(torch.from_numpy(self.addresses))
+        return self._recorded[-1]
+
+    def _add_spares(self) -> None:
+        # A recording needs memory that was made before it.
+        pinned = self.device.type == "cuda"
+        while len(self._spares) < SPARES:
+            host = torch.zeros(self._own.shape, dtype=torch.int64, pin_memory=pinned)
+            self._spares.append((host, torch.zeros_like(self._own)))
+
+    def sums(self, rows: int, dtype: torch.dtype) -> Tensor:
+        """Sums of the last pass over each tensor, with shape ``(rows, tensors)``."""
+        tensors = len(self.addresses)
+        found = torch.empty(rows, tensors, dtype=dtype, device=self.device)
+        given = self.device_sums, self._bounds, found, len(self.chunks)
+        _start(sum_kernel, (tensors, rows), self.device, *given)
+        return found
 
 
-@triton.jit
-def is_finite(x: tl.tensor) -> Any:
-    """Whether a number is neither infinite nor NaN."""
-    return tl.abs(x) < float("inf")
+class KernelBatch(Protocol):
+    """Parameters of a batch, as kernels see them.
+
+    Attributes:
+        table: Addresses of their tensors.
+        sum_dtype: Type of sums over a parameter.
+    """
+
+    table: Table
+    sum_dtype: torch.dtype
 
 
-@triton.jit
-def chunk_at(chunks: tl.tensor, place: tl.tensor) -> Any:
-    """A chunk's tensor, first element, length and place of partial sums."""
-    at = chunks + place.to(tl.int64) * 4
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2).to(tl.int32), tl.load(at + 3)
-
-
-@triton.jit
-def addresses(row: tl.tensor) -> Any:
-    """Where a tensor's gradient, weight, both large states and 16-bit parameter are."""
-    first, second = tl.load(row + FIRST), tl.load(row + SECOND)
-    return tl.load(row + GRAD), tl.load(row + WEIGHT), first, second, tl.load(row + PARAM)
-
-
-@triton.jit
-def group_of(groups: tl.tensor, row: tl.tensor) -> Any:
-    """The row of a tensor's group."""
-    return groups + tl.load(row + GROUP) * GROUP_ROW
-
-
-@triton.jit
-def rate(group: tl.tensor) -> Any:
-    """A group's learning rate, from where it is kept."""
-    address = tl.load(group + LR_AT)
-    found = number(group + LR)
-    if address != 0:
-        if tl.load(group + LR_DOUBLE) != 0:
-            found = tl.load(address.to(tl.pointer_type(tl.float64)))
-        else:
-            found = tl.load(address.to(tl.pointer_type(tl.float32))).to(tl.float64)
-    return found
-
-
-@triton.jit
-def note_found_inf(head: tl.tensor, flags: tl.tensor) -> None:
-    """Raises the flag if a gradient scaler has found a gradient that is not finite."""
-    address = tl.load(head + FOUND_INF)
-    if address != 0:
-        if tl.load(address.to(tl.pointer_type(tl.float32))) != 0:
-            tl.store(flags, 1)
-
-
-@triton.jit
-def accumulated(sums: tl.tensor, slots: tl.tensor, row: tl.tensor, column: tl.constexpr) -> Any:
-    """What a tensor's chunks add up to: always in the same order."""
-    first, count = tl.load(row + SLOT), tl.load(row + SLOTS).to(tl.int32)
-    place = sums + column * slots.to(tl.int64) + first
-    found = tl.zeros((WIDTH,), tl.float64)
+@triton.jit(do_not_specialize=["width"])
+def sum_kernel(sums: tl.tensor, bounds: tl.tensor, found: tl.tensor, width: tl.tensor) -> None:
+    """Sums of tensors from those of their chunks: a program for each tensor and row."""
+    tensor, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first = tl.load(bounds + tensor)
+    count = (tl.load(bounds + tensor + 1) - first).to(tl.int32)
+    place = sums + row * width + first
+    total = tl.zeros((WIDTH,), tl.float64)
     for start in range(0, count, WIDTH):
         offsets = start + tl.arange(0, WIDTH)
-        found += tl.load(place + offsets, mask=offsets < count, other=0.0)
-    return tl.sum(found)
+        total += tl.load(place + offsets, mask=offsets < count, other=0.0)
+    tl.store(found + row * tl.num_programs(0) + tensor, tl.sum(total))
 
 
-@triton.jit
-def partial_sum(
-    sums: tl.tensor,
-    slots: tl.tensor,
-    ready: tl.tensor,
-    tensors: tl.tensor,
-    tensor: tl.tensor,
-    row: tl.tensor,
-    column: tl.constexpr,
-    whole: tl.constexpr,
-) -> Any:
-    """A tensor's sum: from its chunks, or one that is ready because shards were added up."""
-    if whole:
-        found = accumulated(sums, slots, row, column)
-    else:
-        found = tl.load(ready + column * tensors.to(tl.int64) + tensor)
-    return found
+def place_of(fields: Any, name: str) -> Any:
+    """The row of a field of a NamedTuple among its factors, as a constant of kernels."""
+    return tl.constexpr(fields._fields.index(name))
 
 
-@triton.jit(do_not_specialize=["slots", "tensors"])
-def totals(
-    rows: tl.tensor,
-    sums: tl.tensor,
-    ready: tl.tensor,
-    slots: tl.tensor,
-    tensors: tl.tensor,
-    first: tl.constexpr,
-    count: tl.constexpr,
+def prepare(kernels: Sequence[Any], types: Types, device: torch.device) -> None:
+    """Compiles kernels for some types, if they are not yet compiled.
+
+    Raises:
+        KernelError: If one cannot be compiled. Errors of the device are passed on.
+    """
+    for kernel in kernels:
+        _prepare(kernel, types, device)
+
+
+# What a device raises and no compiler does; older versions of torch have no name for the latter.
+_OF_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+
+
+@cache
+def _prepare(kernel: Any, types: Types, device: torch.device) -> None:
+    """Compiles a kernel and loads it, by a run over an empty tensor."""
+    table = Table([0], types, 2, device)
+    factors = torch.zeros(MOST_FACTORS, 1, dtype=torch.float64, device=device)
+    options = {name: 0.0 for name in kernel.arg_names if name not in ARGUMENTS + CONSTANTS}
+    try:
+        for table.aligned in (True, False):
+            _launch(kernel, table, factors, options)
+        table.sums(1, torch.promote_types(types[1], torch.float32))
+    except _OF_DEVICE:
+        raise
+    except Exception as error:
+        # Whatever a compiler may raise on a machine nobody has seen.
+        message = " ".join(str(error).split())
+        if message.startswith(("CUDA error", "Triton Error")):
+            raise
+        raise KernelError(message[:200]) from error
+
+
+def launch(kernel: Any, table: Table, columns: Sequence[Any] = (), **options: float) -> None:
+    """Starts a kernel over a table.
+
+    Args:
+        kernel: The kernel.
+        table: The tensors.
+        columns: Factors of each tensor, each with shape ``(tensors)``.
+        options: Numbers that hold for all tensors, by the names of the kernel's arguments.
+    """
+    # A kernel without factors is handed what it does not read.
+    factors = torch.stack(tuple(columns)).to(torch.float64) if columns else table.device_sums
+    _launch(kernel, table, factors, options)
+
+
+def _launch(kernel: Any, table: Table, factors: Tensor, options: Mapping[str, float]) -> None:
+    # Bits, which Triton hands over whole, and which are not what a kernel is compiled for.
+    numbers = np.array([*options.values()], np.float64).view(np.int64).tolist()
+    constants = *map(_type, table.types), BLOCK, table.aligned
+    _start(
+        kernel,
+        (len(table.chunks),),
+        table.device,
+        table.device_addresses,
+        table.device_chunks,
+        table.device_sums,
+        factors,
+        *table.addresses.shape,
+        **dict(zip(options, numbers, strict=True)),
+        **dict(zip(CONSTANTS, constants, strict=True)),
+    )
+
+
+def _start(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, *given: Any, **named: Any
 ) -> None:
-    """Sums of each tensor, one program for one tensor; zeros for those that take no part."""
-    tensor = tl.program_id(0).to(tl.int64)
-    row = rows + tensor * ROW
-    active = tl.load(row + ACTIVE) != 0
-    for column in tl.static_range(first, first + count):
-        found = accumulated(sums, slots, row, column)
-        tl.store(ready + column * tensors.to(tl.int64) + tensor, tl.where(active, found, 0.0))
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](*given, **named)
 
 
-@triton.jit
-def finish(head: tl.tensor, groups: tl.tensor, flags: tl.tensor) -> None:
-    """Counts a step that was left out, and makes ready for the next one."""
-    if tl.load(flags + 1) != 0:
-        for g in range(tl.load(head + GROUPS).to(tl.int32)):
-            address = tl.load(groups + g * GROUP_ROW + SKIPPED)
-            if address != 0:
-                place = address.to(tl.pointer_type(tl.float32))
-                tl.store(place, tl.load(place) + 1.0)
-    tl.store(flags, 0)
-
-
-@triton.jit
-def first_chunk(
-    head: tl.tensor, rows: tl.tensor, chunks: tl.tensor, flags: tl.tensor, start: tl.tensor
-) -> Any:
-    """This program's chunk in a step's first pass: row, whether active, first, length, slot."""
-    place = start + tl.program_id(0)
-    if place == 0:
-        note_found_inf(head, flags)
-    tensor, first, length, slot = chunk_at(chunks, place)
-    row = rows + tensor * ROW
-    return row, tl.load(row + ACTIVE), first, length, slot
-
-
-@triton.jit
-def last_chunk(
-    head: tl.tensor,
-    groups: tl.tensor,
-    rows: tl.tensor,
-    chunks: tl.tensor,
-    flags: tl.tensor,
-    start: tl.tensor,
-) -> Any:
-    """This program's chunk in the last pass: tensor, row, whether active, first, length."""
-    place = start + tl.program_id(0)
-    bad = tl.load(flags + 1)
-    if place == 0:
-        finish(head, groups, flags)
-    tensor, first, length, _slot = chunk_at(chunks, place)
-    row = rows + tensor * ROW
-    return tensor, row, tl.where(bad == 0, tl.load(row + ACTIVE), 0), first, length
+@cache
+def _type(dtype: torch.dtype) -> Any:
+    return getattr(tl, str(dtype).removeprefix("torch."))

@@ -1,195 +1,210 @@
-"""ScaledAdam for accelerators: both large passes of :mod:`steadygrad.formulas.scaled_adam`.
-
-One program works on one chunk. What lies between the passes is in ``triton_sizes``.
-"""
+"""ScaledAdam as Triton kernels: both passes of :mod:`steadygrad.formulas.scaled_adam`."""
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from steadygrad.kernels.device_tables import Group
-from steadygrad.kernels.triton_memory import follow, read, read_gradient, widened, write
-from steadygrad.kernels.triton_parts import (
-    FACTORS,
-    SLOTS,
-    addresses,
-    first_chunk,
-    group_of,
-    is_finite,
-    last_chunk,
+from steadygrad.formulas.scaled_adam import Rule, StepScales
+from steadygrad.kernels.triton.memory import (
+    addresses_at,
+    bounded,
+    chunk_at,
+    factor,
     number,
+    read,
+    read_gradient,
+    sync_masters,
+    widened,
+    write,
 )
+from steadygrad.kernels.triton.runtime import KernelBatch, launch, place_of
 
-__all__ = ["scaled_adam_sums", "scaled_adam_update"]
+__all__ = ["KERNELS", "sums", "update"]
 
-BETA1, BETA2 = tl.constexpr(int(Group.BETA1)), tl.constexpr(int(Group.BETA2))
-EPS = tl.constexpr(int(Group.EPS))
+TAKEN, UNSCALE = place_of(StepScales, "taken"), place_of(StepScales, "unscale")
+SECOND_MOMENT = place_of(StepScales, "second_moment")
+GRADIENT, WEIGHT = place_of(StepScales, "gradient"), place_of(StepScales, "weight")
+
+
+def sums(batch: KernelBatch, needed: Tensor | None) -> Tensor:
+    """As in :mod:`steadygrad.formulas.scaled_adam`. Masters take what was written to parameters."""
+    if needed is None:
+        needed = torch.ones(len(batch.table.addresses), device=batch.table.device)
+    launch(sums_kernel, batch.table, [needed])
+    return batch.table.sums(3, batch.sum_dtype)
+
+
+def update(batch: KernelBatch, by: StepScales, rule: Rule) -> Tensor:
+    """As in :mod:`steadygrad.formulas.scaled_adam`. 16-bit parameters follow their masters."""
+    bound = torch.inf if by.weight is not None else rule.scalar_max
+    before, after = (bound, torch.inf) if rule.original else (torch.inf, bound)
+    weight = torch.zeros_like(by.gradient) if by.weight is None else by.weight
+    beta1, beta2 = rule.betas
+    launch(
+        update_kernel,
+        batch.table,
+        by._replace(weight=weight),
+        beta1=beta1,
+        beta2=beta2,
+        eps=rule.eps,
+        before=before,
+        after=after,
+    )
+    return batch.table.sums(1, batch.sum_dtype)[0]
 
 
 @triton.jit
 def _products(
-    places: tl.tensor,
-    active: tl.tensor,
-    first: tl.tensor,
-    offsets: tl.tensor,
-    length: tl.tensor,
+    places: tl.tuple,
+    needed: tl.tensor,
+    here: tl.tuple,
     types: tl.constexpr,
     aligned: tl.constexpr,
     masked: tl.constexpr,
 ) -> Any:
-    """A block's squares of gradients, products with weights, and squares of these."""
+    """A block's squares of gradients; if needed, products with weights and squares of these."""
     grad: tl.constexpr = types[0]
     weight: tl.constexpr = types[1]
     param: tl.constexpr = types[3]
-    wide: tl.constexpr = types[4]
+    exact: tl.constexpr = types[4]
     at_g, at_p, _at_v, _at_d, at_out = places
-    g = read_gradient(active, at_g, first, offsets, length, grad, aligned, masked).to(wide)
-    p = widened(read(at_p, first, offsets, length, weight, aligned, masked), weight)
-    if param != weight:
-        p = follow(p, at_p, at_out, first, offsets, length, param, aligned, masked)
-    p = p.to(wide)
+    g = read_gradient(at_g, here, grad, aligned, masked).to(exact)
+    p = tl.zeros_like(g)
+    if needed:
+        stored = widened(read(at_p, here, weight, aligned, masked), weight)
+        if param != weight:
+            stored = sync_masters(stored, at_p, at_out, here, param, aligned, masked)
+        p = stored.to(exact)
     return g * g, g * p, p * p
 
 
-@triton.jit(do_not_specialize=["start", "slots", "tensors"])
-def scaled_adam_sums(
-    head: tl.tensor,
-    groups: tl.tensor,
-    rows: tl.tensor,
+@triton.jit(do_not_specialize=["tensors", "fields"])
+def sums_kernel(
+    addresses: tl.tensor,
     chunks: tl.tensor,
     sums: tl.tensor,
-    ready: tl.tensor,
     factors: tl.tensor,
-    flags: tl.tensor,
-    start: tl.tensor,
-    slots: tl.tensor,
     tensors: tl.tensor,
+    fields: tl.tensor,
     grad: tl.constexpr,
     weight: tl.constexpr,
     state: tl.constexpr,
     param: tl.constexpr,
-    whole: tl.constexpr,
     block: tl.constexpr,
     aligned: tl.constexpr,
 ) -> None:
-    """Squared norms of gradients, inner products with weights, squared norms of weights.
-
-    Into columns 0 to 2 of sums. Raises a flag where a gradient is not finite, or where the square
-    of a tensor's inner product may not be.
-    """
-    row, active, first, length, slot = first_chunk(head, rows, chunks, flags, start)
-    if active != 0:
-        wide: tl.constexpr = tl.float64 if weight == tl.float64 else tl.float32
-        types: tl.constexpr = (grad, weight, state, param, wide)
-        places, lanes = addresses(row), tl.arange(0, block)
-        total_g = tl.zeros((block,), wide)
-        total_pg = tl.zeros((block,), wide)
-        total_p = tl.zeros((block,), wide)
-        full = length // block * block
-        for begin in range(0, full, block):
-            at = begin + lanes
-            g, pg, p = _products(places, active, first, at, length, types, aligned, False)
-            total_g += g
-            total_pg += pg
-            total_p += p
-        if full < length:
-            at = full + lanes
-            g, pg, p = _products(places, active, first, at, length, types, aligned, True)
-            total_g += g
-            total_pg += pg
-            total_p += p
-        found, inner = tl.sum(total_g), tl.sum(total_pg)
-        own, width = sums + slot, slots.to(tl.int64)
-        tl.store(own, found.to(tl.float64))
-        tl.store(own + width, inner.to(tl.float64))
-        tl.store(own + 2 * width, tl.sum(total_p).to(tl.float64))
-        # No sum of a tensor's chunks is larger than as many times the largest.
-        most = inner.to(state) * tl.load(row + SLOTS).to(state)
-        if is_finite(found) & is_finite(most * most) == 0:
-            tl.store(flags, 1)
+    """Squared norms of gradients; where needed, products with weights and their norms too."""
+    tensor, first, length = chunk_at(chunks)
+    needed = factor(factors, tensors, tensor, 0) != 0
+    exact: tl.constexpr = tl.float64 if weight == tl.float64 else tl.float32
+    types: tl.constexpr = (grad, weight, state, param, exact)
+    total_g, total_pg = tl.zeros((block,), exact), tl.zeros((block,), exact)
+    total_p, lanes = tl.zeros((block,), exact), tl.arange(0, block)
+    places, full = addresses_at(addresses, fields, tensor), length // block * block
+    for begin in range(0, full, block):
+        here = (first, begin + lanes, length)
+        g, pg, p = _products(places, needed, here, types, aligned, False)
+        total_g += g
+        total_pg += pg
+        total_p += p
+    if full < length:
+        here = (first, full + lanes, length)
+        g, pg, p = _products(places, needed, here, types, aligned, True)
+        total_g += g
+        total_pg += pg
+        total_p += p
+    own, width = sums + tl.program_id(0), tl.num_programs(0).to(tl.int64)
+    tl.store(own, tl.sum(total_g).to(tl.float64))
+    tl.store(own + width, tl.sum(total_pg).to(tl.float64))
+    tl.store(own + 2 * width, tl.sum(total_p).to(tl.float64))
 
 
 @triton.jit
 def _move(
-    places: tl.tensor,
-    numbers: tl.tensor,
-    active: tl.tensor,
-    first: tl.tensor,
-    offsets: tl.tensor,
-    length: tl.tensor,
+    places: tl.tuple,
+    numbers: tl.tuple,
+    here: tl.tuple,
     types: tl.constexpr,
     aligned: tl.constexpr,
     masked: tl.constexpr,
-) -> None:
-    """Moves a block of ``v``, ``delta`` and weights, and parameters that are their roundings."""
+) -> Any:
+    """Moves a block of ``v``, ``delta`` and weights; gradients times the weights as they were."""
     grad: tl.constexpr = types[0]
     weight: tl.constexpr = types[1]
     state: tl.constexpr = types[2]
     param: tl.constexpr = types[3]
-    wide: tl.constexpr = types[4]
+    exact: tl.constexpr = types[4]
     at_g, at_p, at_v, at_d, at_out = places
-    beta1, rest1, beta2, rest2, eps, scale, unbias, by_g, by_p, before, after = numbers
-    g = read_gradient(active, at_g, first, offsets, length, grad, aligned, masked)
+    scale, unbias, by_g, by_p, beta1, rest1, beta2, rest2, eps, before, after = numbers
+    g = read_gradient(at_g, here, grad, aligned, masked)
     slope = g.to(state) * scale
-    v = beta2 * read(at_v, first, offsets, length, state, aligned, masked) + rest2 * (slope * slope)
-    write(at_v, first, offsets, length, v, state, aligned, masked)
-    p = widened(read(at_p, first, offsets, length, weight, aligned, masked), weight).to(wide)
-    move = by_g * slope / (tl.sqrt(v * unbias) + eps) + by_p * p.to(state)
-    delta = beta1 * read(at_d, first, offsets, length, state, aligned, masked) + rest1 * move
-    write(at_d, first, offsets, length, delta, state, aligned, masked)
-    moved = tl.minimum(tl.maximum(p, -before), before) + delta.to(wide)
-    moved = tl.minimum(tl.maximum(moved, -after), after)
-    write(at_p, first, offsets, length, moved, weight, aligned, masked)
+    v = beta2 * read(at_v, here, state, aligned, masked) + rest2 * (slope * slope)
+    write(at_v, here, v, state, aligned, masked)
+    p = widened(read(at_p, here, weight, aligned, masked), weight)
     if param != weight:
-        write(at_out, first, offsets, length, moved, param, aligned, masked)
+        p = sync_masters(p, at_p, at_out, here, param, aligned, masked)
+    p = p.to(exact)
+    # A weight that is not finite must not reach `delta` by way of zero.
+    move = by_g * slope / (tl.sqrt(v * unbias) + eps) + tl.where(by_p != 0, by_p * p.to(state), 0.0)
+    delta = beta1 * read(at_d, here, state, aligned, masked) + rest1 * move
+    write(at_d, here, delta, state, aligned, masked)
+    moved = bounded(bounded(p, before) + delta.to(exact), after)
+    write(at_p, here, moved, weight, aligned, masked)
+    if param != weight:
+        write(at_out, here, moved, param, aligned, masked)
+    return g.to(exact) * p
 
 
-@triton.jit(do_not_specialize=["start", "slots", "tensors"])
-def scaled_adam_update(
-    head: tl.tensor,
-    groups: tl.tensor,
-    rows: tl.tensor,
+@triton.jit(do_not_specialize=["tensors", "fields", "beta1", "beta2", "eps", "before", "after"])
+def update_kernel(
+    addresses: tl.tensor,
     chunks: tl.tensor,
     sums: tl.tensor,
-    ready: tl.tensor,
     factors: tl.tensor,
-    flags: tl.tensor,
-    start: tl.tensor,
-    slots: tl.tensor,
     tensors: tl.tensor,
+    fields: tl.tensor,
+    beta1: tl.int64,
+    beta2: tl.int64,
+    eps: tl.int64,
+    before: tl.int64,
+    after: tl.int64,
     grad: tl.constexpr,
     weight: tl.constexpr,
     state: tl.constexpr,
     param: tl.constexpr,
-    whole: tl.constexpr,
     block: tl.constexpr,
     aligned: tl.constexpr,
 ) -> None:
-    """Moves ``v``, ``delta`` and weights, by the factors that ``triton_sizes`` has left."""
-    tensor, row, active, first, length = last_chunk(head, groups, rows, chunks, flags, start)
-    if active != 0:
-        wide: tl.constexpr = tl.float64 if weight == tl.float64 else tl.float32
-        types: tl.constexpr = (grad, weight, state, param, wide)
-        group, own = group_of(groups, row), factors + tensor * FACTORS
-        beta1, beta2 = number(group + BETA1), number(group + BETA2)
+    """Moves ``v``, ``delta`` and weights; products of gradients with the weights as they were."""
+    tensor, first, length = chunk_at(chunks)
+    exact: tl.constexpr = tl.float64 if weight == tl.float64 else tl.float32
+    total, lanes = tl.zeros((block,), exact), tl.arange(0, block)
+    if factor(factors, tensors, tensor, TAKEN) != 0:
         numbers = (
-            beta1.to(state),
-            (1 - beta1).to(state),
-            beta2.to(state),
-            (1 - beta2).to(state),
-            number(group + EPS).to(state),
-            tl.load(own).to(state),
-            tl.load(own + 1).to(state),
-            tl.load(own + 2).to(state),
-            tl.load(own + 3).to(state),
-            tl.load(own + 4).to(wide),
-            tl.load(own + 5).to(wide),
+            factor(factors, tensors, tensor, UNSCALE).to(state),
+            factor(factors, tensors, tensor, SECOND_MOMENT).to(state),
+            factor(factors, tensors, tensor, GRADIENT).to(state),
+            factor(factors, tensors, tensor, WEIGHT).to(state),
+            number(beta1).to(state),
+            (1 - number(beta1)).to(state),
+            number(beta2).to(state),
+            (1 - number(beta2)).to(state),
+            number(eps).to(state),
+            number(before).to(exact),
+            number(after).to(exact),
         )
-        places, lanes, full = addresses(row), tl.arange(0, block), length // block * block
+        places, full = addresses_at(addresses, fields, tensor), length // block * block
+        types: tl.constexpr = (grad, weight, state, param, exact)
         for begin in range(0, full, block):
-            at = begin + lanes
-            _move(places, numbers, active, first, at, length, types, aligned, False)
+            here = (first, begin + lanes, length)
+            total += _move(places, numbers, here, types, aligned, False)
         if full < length:
-            at = full + lanes
-            _move(places, numbers, active, first, at, length, types, aligned, True)
+            here = (first, full + lanes, length)
+            total += _move(places, numbers, here, types, aligned, True)
+    tl.store(sums + tl.program_id(0), tl.sum(total).to(tl.float64))
+
+
+KERNELS = (sums_kernel, update_kernel)
