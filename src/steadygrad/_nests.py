@@ -20,7 +20,7 @@ __all__ = ["tree_map_tensors", "tree_tensors"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _SEQUENCES = (tuple, list, set, frozenset, deque)
-# How deep to search for tensors in objects that cannot be taken apart.
+# How deep to search the containers in an object that cannot be taken apart.
 _DEPTH = 3
 
 
@@ -107,7 +107,10 @@ def _rebuild_record(record: Any, walk: Callable[[Any], Any]) -> Any:
 
 
 def _refuse_hidden(leaf: Any, where: str) -> None:
-    if not _holds_tensors(leaf, _DEPTH):
+    if isinstance(leaf, (type, nn.Module)):
+        return
+    attributes = [] if type(leaf) in _SEQUENCES else getattr(leaf, "__dict__", {}).values()
+    if not any(_holds_tensors(part, _DEPTH) for part in (leaf, *attributes)):
         return
     remedy = "`vars(y)`, the dict of what it holds"
     if isinstance(leaf, Mapping):
@@ -122,16 +125,14 @@ def _refuse_hidden(leaf: Any, where: str) -> None:
 
 
 def _holds_tensors(value: Any, depth: int) -> bool:
-    """Whether a tensor that requires a gradient lies in an object, at most ``depth`` deep."""
+    """Whether a tensor that requires a gradient is, or lies in a container, ``depth`` deep.
+
+    Other objects are not searched. Hugging Face's layers are handed a cache of all layers' keys:
+    an object with objects in it, of which each layer reads what it wrote itself.
+    """
     if isinstance(value, Tensor):
         return value.requires_grad
-    if depth == 0 or isinstance(value, (*_PLAIN, type, nn.Module)):
+    if depth == 0 or not isinstance(value, (Mapping, *_SEQUENCES)):
         return False
-    parts: list[Any] = []
-    if isinstance(value, Mapping):
-        parts += value.values()
-    elif isinstance(value, _SEQUENCES):
-        parts += value
-    if type(value) not in (dict, *_SEQUENCES):
-        parts += getattr(value, "__dict__", {}).values()
+    parts = value.values() if isinstance(value, Mapping) else value
     return any(_holds_tensors(part, depth - 1) for part in parts)

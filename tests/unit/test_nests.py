@@ -211,6 +211,12 @@ def test_what_cannot_be_taken_apart_is_refused(kind, nested):
     assert tree_map_tensors(lambda t: t, [kept], "y")[0] is kept
 
 
+def test_objects_in_an_object_are_not_searched():
+    """As transformers' caches are, which its layers are handed in training too."""
+    cache = types.SimpleNamespace(layers=[Slot(torch.ones(2, requires_grad=True))])
+    assert tree_map_tensors(lambda t: 2 * t, [cache], "y")[0] is cache
+
+
 def test_modules_are_not_looked_into():
     @dataclass(eq=False)
     class Layer(nn.Module):
