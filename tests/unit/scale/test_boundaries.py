@@ -105,7 +105,7 @@ def test_sees_an_overflow_in_a_pass_that_makes_a_graph():
     scaler.update()
     assert scaler.culprits() == [""]
     # And the next step begins anew.
-    assert not scaler._table.found.any()
+    assert not scaler._table.nonfinite.any()
     for parameter in model.parameters():
         parameter.grad = None  # it holds a graph that holds it
 

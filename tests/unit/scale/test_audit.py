@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler, usage
+from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler, audit
 from tests.unit.scale.topologies import Block
 from tests.unit.scale.training import SCALES, make, train_step
 
@@ -159,8 +159,8 @@ def test_no_alarm_for_parametrized_weights_or_a_second_scaler():
 
 
 def test_looks_in_the_first_step_only_and_again_at_other_parameters(monkeypatch):
-    looks, walk = [], usage._walk
-    monkeypatch.setattr(usage, "_walk", lambda *args: looks.append(1) or walk(*args))
+    looks, walk = [], audit._walk
+    monkeypatch.setattr(audit, "_walk", lambda *args: looks.append(1) or walk(*args))
     model, optimizer = make()
     scaler = LayerwiseGradScaler(model, SCALES)
     for step in range(3):
