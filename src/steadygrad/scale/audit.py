@@ -6,7 +6,6 @@ stays unknown, and is trusted.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -27,20 +26,6 @@ _UNKNOWN = -1
 def is_narrow(dtype: torch.dtype) -> bool:
     """Whether a floating type holds less than float32 does."""
     return dtype.itemsize < torch.float32.itemsize
-
-
-@dataclass
-class _GraphUses:
-    """Uses of parameters and boundaries in a graph.
-
-    Attributes:
-        leaves: For each leaf, the layers in which its gradient arises, and whether the gradient
-            may have been of a narrow type just before.
-        bypasses: Pairs of a boundary's layer and another layer in which the boundary was met.
-    """
-
-    leaves: dict[Tensor, set[tuple[int, bool]]] = field(default_factory=dict)
-    bypasses: set[tuple[int, int]] = field(default_factory=set)
 
 
 class GraphAudit:
@@ -91,12 +76,13 @@ class GraphAudit:
             return
         if len(self._layers.layers) == 1 and not self._table.measuring:
             return
-        uses = _walk(loss, {leaf: i for i, leaf in enumerate(self._table.nonfinite_leaves)})
-        owners = self._layers.owners(list(uses.leaves))
+        boundaries = {leaf: i for i, leaf in enumerate(self._table.nonfinite_leaves)}
+        uses, crossed = _walk(loss, boundaries)
+        owners = self._layers.owners(list(uses))
         if self._seen != self._layers.version:
             self._seen, self._stayed_wide = self._layers.version, {}
-        bypasses = dict.fromkeys(sorted(uses.bypasses), "")
-        for (leaf, met), owner in zip(uses.leaves.items(), owners, strict=True):
+        bypasses = dict.fromkeys(sorted(crossed), "")
+        for (leaf, met), owner in zip(uses.items(), owners, strict=True):
             if owner is not None:
                 wide = not any(narrow for _, narrow in met)
                 self._stayed_wide[id(leaf)] = wide and self._stayed_wide.get(id(leaf), True)
@@ -139,11 +125,8 @@ class GraphAudit:
     def uncalled(self, gradients: Mapping[int, Collection[Tensor]]) -> InputError | None:
         """The error for a layer that was never called although its parameters have gradients.
 
-        Their gradients crossed no boundary, and to divide them would be wrong. Waits for the device
-        only where a layer was not called: wrappers give zeros to layers that took no part.
-
-        Args:
-            gradients: By the index of their layer.
+        These crossed no boundary, and to divide them would be wrong. Waits for the device only
+        where a layer was not called: wrappers give zeros to layers that took no part.
         """
         for index, tensors in gradients.items():
             for i in self._layers.chain(index):
@@ -159,14 +142,17 @@ class GraphAudit:
         return None
 
 
-def _walk(loss: Tensor, boundaries: Mapping[Tensor, int]) -> _GraphUses:
-    """Follows a graph from the loss to its leaves.
+def _walk(
+    loss: Tensor, boundaries: Mapping[Tensor, int]
+) -> tuple[dict[Tensor, set[tuple[int, bool]]], set[tuple[int, int]]]:
+    """Follows a graph from the loss to its leaves; ``boundaries`` are leaves of the scales' table.
 
-    Args:
-        loss: The loss.
-        boundaries: Index of the layer of each leaf in which boundaries report.
+    Returns:
+        For each leaf the layers in which its gradient arises, and whether it may have been of a
+        narrow type just before; and pairs of a boundary's layer and another one where it was met.
     """
-    uses = _GraphUses()
+    uses: dict[Tensor, set[tuple[int, bool]]] = {}
+    bypasses: set[tuple[int, int]] = set()
     start = (loss.grad_fn, 0, False)
     # The set keeps the nodes alive too: the id of one that is freed could be given to another one.
     seen, stack = {start}, [start]
@@ -175,17 +161,21 @@ def _walk(loss: Tensor, boundaries: Mapping[Tensor, int]) -> _GraphUses:
         if node is None:
             continue
         if hasattr(node, "variable"):
-            uses.leaves.setdefault(node.variable, set()).add((layer, was_narrow))
+            uses.setdefault(node.variable, set()).add((layer, was_narrow))
             continue
-        for step in _next_steps(node, layer, was_narrow, boundaries, uses):
+        for step in _next_steps(node, layer, was_narrow, boundaries, bypasses):
             if step not in seen:
                 seen.add(step)
                 stack.append(step)
-    return uses
+    return uses, bypasses
 
 
 def _next_steps(
-    node: Any, layer: int, was_narrow: bool, boundaries: Mapping[Tensor, int], uses: _GraphUses
+    node: Any,
+    layer: int,
+    was_narrow: bool,
+    boundaries: Mapping[Tensor, int],
+    bypasses: set[tuple[int, int]],
 ) -> Iterator[tuple[Any, int, bool]]:
     """The nodes behind a node, their layer, and whether the gradient there may have been narrow."""
     edges = [edge for edge in node.next_functions if edge[0] is not None]
@@ -197,7 +187,7 @@ def _next_steps(
             layer, was_narrow = _UNKNOWN, True
         elif mine is not None:  # otherwise it is another scaler's
             if layer not in (mine, _UNKNOWN):
-                uses.bypasses.add((mine, layer))
+                bypasses.add((mine, layer))
             layer = node.into_layer
         yield from ((following, layer, was_narrow) for following, _ in edges)
     else:

@@ -9,6 +9,7 @@ Where one layer's output is the next one's input, the next one's node replaces b
 by :math:`s_a / s_b`: in half precision the plain gradient between the two might be zero.
 """
 
+import copyreg
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from steadygrad._nests import tree_map_tensors, tree_tensors
 from steadygrad.formulas.exponents import exponent_histograms
 from steadygrad.scale.audit import CallTracker, is_narrow
+from steadygrad.scale.layers import Layers
 from steadygrad.scale.table import ScaleTable
 from steadygrad.sharding import local
 
@@ -127,27 +129,29 @@ class ScaleHooks:
 
     Args:
         index: Index of the layer.
-        parent: Index of the layer around it.
-        table: The scales.
+        layers: The layers.
+        table: Their scales.
 
     Attributes:
         tracker: Records whether the module was called.
     """
 
-    def __init__(self, index: int, parent: int, table: ScaleTable) -> None:
-        self._table = table
-        self._name = repr(table.names[index])
+    def __init__(self, index: int, layers: Layers, table: ScaleTable) -> None:
+        self._layer, self._table = layers.layers[index], table
+        self._name = repr(self._layer.name)
         self.tracker = CallTracker(self._name)
         self._handles: list[RemovableHandle] = []
-        self._enter = _ScalePath(into=parent, out_of=index, over=(index,))
-        self._leave = _ScalePath(into=index, out_of=parent, times=(index,))
+        self._enter = _ScalePath(into=self._layer.parent, out_of=index, over=(index,))
+        self._leave = _ScalePath(into=index, out_of=self._layer.parent, times=(index,))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the model belongs to no scaler: its gradients must not be scaled.
-        return _inert_hooks, ()
+        return copyreg.__newobj__, (ScaleHooks,), {"_table": None}  # type: ignore[attr-defined]
 
-    def attach(self, module: nn.Module) -> None:
-        """Registers the hooks on a module."""
+    def attach(self) -> None:
+        """Registers the hooks."""
+        module = self._layer.module
+        assert module is not None
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, with_kwargs=True),
@@ -158,10 +162,13 @@ class ScaleHooks:
         for handle in self._handles:
             handle.remove()
 
+    def _is_active(self) -> bool:
+        return self._table is not None and self._table.enabled and torch.is_grad_enabled()
+
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not (self._table.enabled and torch.is_grad_enabled()):
+        if not self._is_active():
             return None
         self.tracker.note_call()
         where = f"an argument of {self._name}"
@@ -171,7 +178,7 @@ class ScaleHooks:
     def _after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        if not (self._table.enabled and torch.is_grad_enabled()):
+        if not self._is_active():
             return output
         left = self._cross_nest(output, self._leave, f"an output of {self._name}")
         if torch.compiler.is_compiling():
@@ -223,16 +230,3 @@ class ScaleHooks:
             delattr(tensor, _TAG)
             if tensor._version != tag.versions[1]:
                 tag.argument.copy_(self._cross(tensor, self._leave))
-
-
-class _Off:
-    """The table of hooks that do nothing."""
-
-    enabled = False
-
-
-def _inert_hooks() -> ScaleHooks:
-    """Makes the hooks of a copied or unpickled model."""
-    hooks = object.__new__(ScaleHooks)
-    vars(hooks)["_table"] = _Off
-    return hooks

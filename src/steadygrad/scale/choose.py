@@ -22,21 +22,15 @@ def choose_layers(
     rule: LayerScale,
     scales_loss: bool,
 ) -> tuple[Layers, list[LayerScale]]:
-    """Finds the chosen modules.
+    """Makes the layers, and for each of them its first scale and growth rule.
 
     Args:
         model: The model, wrapped or not; names are those inside the wrappers.
         layer_scales: Scales by patterns of names, or automatic scales.
         rule: Growth rule of the scaler, and first scale of the loss.
         scales_loss: Whether the caller gave the loss a scale.
-
-    Returns:
-        The layers, and for each its first scale and growth rule.
-
-    Raises:
-        InputError: If a pattern matches nothing, or a parameter is under two different scales.
     """
-    loss_rule = rule if scales_loss else rule.fixed()
+    loss_rule = rule if scales_loss else replace(rule, growth_factor=1.0, backoff_factor=1.0)
     if isinstance(layer_scales, AutoScale):
         # Measurements take the place of growth.
         loss_rule = rule = replace(rule, growth_factor=1.0)
@@ -121,11 +115,15 @@ def parts_of(model: nn.Module) -> list[str]:
     named = _named_modules(model)
     paths = [path for _, path in module_paths(model)]
     parts = _first_names(named, _children(named, paths, ""))
-    while len(alone := [name for name in parts if _has_parameters(named[name])]) == 1:
-        inner = _children(named, paths, alone[0])
-        if not any(_has_parameters(named[name]) for name in inner):
+
+    def trained(names: Iterable[str]) -> list[str]:
+        return [name for name in names if any(p.numel() for p in named[name].parameters())]
+
+    while len(trained(parts)) == 1:
+        where = parts.index(trained(parts)[0])
+        inner = _children(named, paths, parts[where])
+        if not trained(inner):
             break
-        where = parts.index(alone[0])
         parts = _first_names(named, [*parts[:where], *inner, *parts[where + 1 :]])
     return parts
 
@@ -159,10 +157,6 @@ def _shares_parameters(module: nn.Module, paths: Iterable[list[nn.Module]]) -> b
     own = {id(parameter) for parameter in module.parameters()}
     outside = (path[-1] for path in paths if not any(m is module for m in path))
     return any(id(p) in own for other in outside for p in other._parameters.values())
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(parameter.numel() for parameter in module.parameters())
 
 
 def _has_forward(module: nn.Module) -> bool:

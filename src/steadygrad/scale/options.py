@@ -9,7 +9,7 @@ import torch
 
 from steadygrad._checks import InputError, check_count, check_number
 
-__all__ = ["AutoScale", "LayerScale", "check_layer_scales", "check_rule", "check_scale"]
+__all__ = ["AutoScale", "LayerScale", "check_layer_scales", "check_scale"]
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,18 @@ class LayerScale:
     def with_defaults(self, rule: "LayerScale") -> "LayerScale":
         """Fills in what is None."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
-        return check_rule(replace(rule, **given))
+        return replace(rule, **given).checked()
 
-    def fixed(self) -> "LayerScale":
-        """Copies this rule without growth and backoff."""
-        return replace(self, growth_factor=1.0, backoff_factor=1.0)
+    def checked(self) -> "LayerScale":
+        """Returns this rule if all of its values are in range; none is None."""
+        given = asdict(self)
+        check_number("growth_factor", given["growth_factor"], low=1)
+        check_number("backoff_factor", given["backoff_factor"], low=0, high=1, low_open=True)
+        check_count("growth_interval", given["growth_interval"])
+        largest = float(torch.finfo(torch.float32).max)
+        high = check_number("max_scale", given["max_scale"], low=0, high=largest, low_open=True)
+        check_number("min_scale", given["min_scale"], low=0, high=high, low_open=True)
+        return self
 
     def may_rest_at_one(self, auto: bool) -> bool:
         """Whether a scale of one may stay one: it is fixed, or automatic."""
@@ -91,18 +98,6 @@ class AutoScale:
     def due(self, step: int) -> bool:
         """Whether the step of this number, from zero, is measured."""
         return step < self.warmup or step % self.every == 0
-
-
-def check_rule(rule: LayerScale) -> LayerScale:
-    """Returns a growth rule all of whose values are in range."""
-    given = asdict(rule)
-    check_number("growth_factor", given["growth_factor"], low=1)
-    check_number("backoff_factor", given["backoff_factor"], low=0, high=1, low_open=True)
-    check_count("growth_interval", given["growth_interval"])
-    largest = float(torch.finfo(torch.float32).max)
-    high = check_number("max_scale", given["max_scale"], low=0, high=largest, low_open=True)
-    check_number("min_scale", given["min_scale"], low=0, high=high, low_open=True)
-    return rule
 
 
 def check_scale(name: str, scale: Any) -> float:

@@ -11,14 +11,7 @@ from steadygrad._checks import InputError, check_count, check_type
 from steadygrad.scale.audit import GraphAudit
 from steadygrad.scale.boundary import ScaleHooks
 from steadygrad.scale.choose import choose_layers
-from steadygrad.scale.layers import Layers
-from steadygrad.scale.options import (
-    AutoScale,
-    LayerScale,
-    check_layer_scales,
-    check_rule,
-    check_scale,
-)
+from steadygrad.scale.options import AutoScale, LayerScale, check_layer_scales, check_scale
 from steadygrad.scale.table import ScaleTable
 from steadygrad.scale.unscale import MeasuredExponents, StepUnscaler
 
@@ -71,6 +64,9 @@ class LayerwiseGradScaler:
             the stages of a pipeline do; layers of one name count as one.
         enabled: False: every method does what it would without scaling.
 
+    Attributes:
+        skipped: Number of steps skipped because a value was not finite, with shape ``()``.
+
     Raises:
         InputError: If an argument is wrong, a pattern matches nothing, or a parameter would be
             under two different scales.
@@ -97,23 +93,26 @@ class LayerwiseGradScaler:
     ) -> None:
         check_type("model", model, nn.Module, "hand in the model first, then the scales")
         first = 1.0 if init_scale is None else check_scale("init_scale", init_scale)
-        rule = check_rule(
-            LayerScale(first, growth_factor, backoff_factor, growth_interval, min_scale, max_scale)
-        )
+        rule = LayerScale(
+            first, growth_factor, backoff_factor, growth_interval, min_scale, max_scale
+        ).checked()
         checked = check_layer_scales(layer_scales)
         self._auto = checked if isinstance(checked, AutoScale) else None
         layers, rules = choose_layers(model, checked, rule, init_scale is not None)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._table = ScaleTable(layers, rules, device)
         self._table.enabled = enabled
-        self._hooks = _attach_hooks(layers, self._table) if enabled else {}
+        chosen = range(1, len(layers.layers)) if enabled else ()
+        self._hooks = {index: ScaleHooks(index, layers, self._table) for index in chosen}
         trackers = {index: hooks.tracker for index, hooks in self._hooks.items()}
         self._audit = GraphAudit(layers, self._table, self._auto is not None, trackers)
         self._unscaler = StepUnscaler(layers, self._table, self._audit, process_group)
         self._steps, self._measure_all = 0, False
-        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._last_nonfinite: Tensor | None = None
         self._begin_step()
+        for hooks in self._hooks.values():
+            hooks.attach()
 
     def _begin_step(self) -> None:
         self._audit.end_step()
@@ -121,24 +120,15 @@ class LayerwiseGradScaler:
         self.measure(self._measure_all)
 
     @property
-    def skipped(self) -> Tensor:
-        """Number of steps skipped because a value was not finite, with shape ``()``."""
-        return self._skipped
-
-    @property
     def measured(self) -> MeasuredExponents | None:
         """Exponents of the last measured step; None before there is one."""
         return self._unscaler.measured
 
     def measure(self, active: bool = True) -> None:
-        """Measures all passes to come, or only those that ``auto`` needs; on all processes alike.
-
-        Args:
-            active: Whether all are measured.
-        """
+        """Measures all passes to come, or only those of ``auto``; to be called on all processes."""
         self._measure_all = active
         due = self._auto is not None and self._auto.due(self._steps)
-        self._table.measure(self._table.enabled and (due or active))
+        self._table.measuring = self._table.enabled and (due or active)
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies the loss by its own scale; in the first step it audits the loss's graph.
@@ -164,38 +154,23 @@ class LayerwiseGradScaler:
         )
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divides the gradients by the scales they carry, once a step.
+        """Divides an optimizer's gradients by the scales they carry, once a step.
 
         float16 gradients become float32 where the optimizer keeps float32 masters; elsewhere they
         are rounded to float16, and may be too small for it.
-
-        Args:
-            optimizer: Whose gradients.
 
         Raises:
             RuntimeError: If it was done already, or the step was taken.
             InputError: If a chosen module has a gradient but was not called.
         """
-        if not self._table.enabled:
-            return
-        stage = self._unscaler.stages.get(optimizer)
-        if stage is not None:
-            raise RuntimeError(
-                f"Expected one unscale_() and one step() between two update() calls. Found this "
-                f"optimizer {stage} already. Remedy: call update() at the end of each step."
-            )
-        self._unscaler.unscale(optimizer)
+        if self._table.enabled:
+            self._unscaler.unscale(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Takes the optimizer's step, or skips it; before, unscales what is not unscaled yet.
 
-        Args:
-            optimizer: The optimizer.
-            *args: Handed on.
-            **kwargs: Handed on.
-
         Returns:
-            What ``optimizer.step`` returns; None where the step was skipped.
+            What ``optimizer.step(*args, **kwargs)`` returns; None where the step was skipped.
 
         Raises:
             RuntimeError: If the step was taken already, or a closure is handed in.
@@ -237,10 +212,10 @@ class LayerwiseGradScaler:
                 "Remedy: call step(optimizer), or unscale_(optimizer), before update()."
             )
         else:
-            own_nonfinite = self._unscaler.own_rows(nonfinite)
-            self._table.update(own_nonfinite, self._unscaler.counts, self._auto)
+            own_rows = self._unscaler.row_sum.own(nonfinite)
+            self._table.update(own_rows, self._unscaler.counts, self._auto)
             self._last_nonfinite = nonfinite
-            self._skipped += nonfinite.any()
+            self.skipped += nonfinite.any()
             self._steps += 1
         self._begin_step()
 
@@ -250,19 +225,18 @@ class LayerwiseGradScaler:
 
     def get_scales(self) -> dict[str, float]:
         """Each layer's own scale by its name, the loss's by ``""``; waits for the device."""
-        return dict(zip(self._table.names, self._table.own.tolist(), strict=True))
+        return {name: row["scale"] for name, row in self._table.state_dict().items()}
 
     def left_out(self) -> list[str]:
-        """Layers that count as part of those around them, because their scales must stay one.
+        """Layers that count as part of those around them; known after the first ``scale``.
 
-        Known after the first ``scale``: with ``"auto"``, or scales that are fixed at one, those
-        with weights or inner values that are used without passing their boundaries.
+        Their weights or inner values are used without passing their boundaries.
         """
         return [self._table.names[i] for i in sorted(self._table.merged)]
 
     def get_overflows(self) -> dict[str, int]:
         """Number of steps with a non-finite value in each layer; waits for the device."""
-        return dict(zip(self._table.names, self._table.overflows.tolist(), strict=True))
+        return {name: int(row["overflows"]) for name, row in self._table.state_dict().items()}
 
     def culprits(self) -> list[str]:
         """Layers where a value was not finite in the last step; waits for the device.
@@ -271,18 +245,18 @@ class LayerwiseGradScaler:
         Layers that only other processes have are named, too.
         """
         flags = [] if self._last_nonfinite is None else self._last_nonfinite.tolist()
-        return [name for name, bad in zip(self._unscaler.names, flags, strict=False) if bad]
+        return [name for name, bad in zip(self._unscaler.row_sum.names, flags, strict=False) if bad]
 
     def is_enabled(self) -> bool:
         """Whether gradients are scaled."""
         return self._table.enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, the same on every process; to be saved after ``update``."""
+        """Plain numbers, the same on processes with the same layers; save it after ``update``."""
         if not self._table.enabled:
             return {}
-        state = {"layers": self._table.state_dict()}
-        return {**state, "steps": self._steps, "skipped": self._skipped.item()}
+        layers = self._table.state_dict()
+        return {"layers": layers, "steps": self._steps, "skipped": self.skipped.item()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a saved state; a step that had begun is forgotten.
@@ -291,28 +265,27 @@ class LayerwiseGradScaler:
         sets the loss's scale.
 
         Raises:
-            InputError: If the state is of other layers.
+            InputError: If the state is of other layers, or damaged; then nothing has changed.
         """
         if not self._table.enabled:
             return
-        if "layers" in state:
-            steps, skipped = (
-                check_count(f"state_dict['{name}']", state.get(name), low=0)  # type: ignore[arg-type]
-                for name in ("steps", "skipped")
-            )
-            self._table.load_state_dict(state["layers"])
-            self._steps = steps
-            self._skipped.fill_(skipped)
-        elif "scale" in state:
-            saved = self._table.state_dict()
-            tracker = state.get("_growth_tracker", 0)
-            loss = {**saved[""], "scale": state["scale"], "growth_tracker": tracker}
-            self._table.load_state_dict({**saved, "": loss})
-        else:
+        if not state.keys() & {"layers", "scale"}:
             raise InputError(
                 f"Expected a scaler's state. Found the keys {sorted(state)}. Remedy: hand in what "
                 "state_dict() returned while the scaler was enabled."
             )
+        if "layers" in state:
+            layers = state["layers"]
+        else:
+            loss = {"scale": state["scale"], "growth_tracker": state.get("_growth_tracker", 0)}
+            now = self.state_dict()
+            layers, state = {**now["layers"], "": {**now["layers"][""], **loss}}, now
+        counts = {name: state.get(name, 0) for name in ("steps", "skipped")}
+        for name, count in counts.items():
+            check_count(f"state_dict['{name}']", count, low=0)
+        self._table.load_state_dict(layers)
+        self._steps = counts["steps"]
+        self.skipped.fill_(counts["skipped"])
         self._last_nonfinite = None
         self._audit.reset()
         self._begin_step()
@@ -322,13 +295,3 @@ class LayerwiseGradScaler:
         for hooks in self._hooks.values():
             hooks.remove()
         self._table.enabled = False
-
-
-def _attach_hooks(layers: Layers, table: ScaleTable) -> dict[int, ScaleHooks]:
-    """Puts a boundary around each chosen module; by the layers' indices."""
-    attached = {}
-    for index, layer in enumerate(layers.layers):
-        if layer.module is not None:
-            attached[index] = ScaleHooks(index, layer.parent, table)
-            attached[index].attach(layer.module)
-    return attached

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad._checks import InputError, check_count
+from steadygrad._checks import InputError, check_count, shown
 from steadygrad.formulas.exponents import BINS
 from steadygrad.formulas.loss_scaling import (
     Growth,
@@ -68,9 +68,10 @@ class ScaleTable:
         self.overflows = torch.zeros(count, dtype=torch.int64, device=device)
         self.nonfinite = torch.zeros(count, device=device)
         self.counts = torch.zeros(count, BINS, device=device)
-        self._rows = self.nonfinite.unbind(), self.counts.unbind()
-        self.nonfinite_leaves, self.count_leaves = ([_leaf(r) for r in rows] for rows in self._rows)
-        self.enabled, self.measuring, self._counted = True, False, False
+        self._rows = (*self.nonfinite.unbind(), *self.counts.unbind())
+        leaves = [_leaf(row) for row in self._rows]
+        self.nonfinite_leaves, self.count_leaves = leaves[:count], leaves[count:]
+        self.enabled, self.measuring = True, False
         self.merged: set[int] = set()
         self._merged_into = torch.arange(count, device=device)
         self.set_scales(self.own)
@@ -100,21 +101,20 @@ class ScaleTable:
 
     def collect(self) -> None:
         """Copies the leaves' gradients to their rows, where they are not the rows themselves."""
-        _collect(self.nonfinite_leaves, self._rows[0])
-        if self._counted:
-            _collect(self.count_leaves, self._rows[1])
+        leaves = (*self.nonfinite_leaves, *self.count_leaves)
+        for leaf, row in zip(leaves, self._rows, strict=True):
+            gradient = leaf.grad
+            # backward(create_graph=True) does not add in place.
+            if gradient is not row:
+                if gradient is not None:
+                    row.copy_(gradient.detach())
+                leaf.grad = row
 
     def clear(self) -> None:
         """Forgets what this step's backward passes have detected."""
         self.collect()
         self.nonfinite.zero_()
-        if self._counted:
-            self.counts.zero_()
-        self._counted = self.measuring
-
-    def measure(self, active: bool) -> None:
-        """Sets whether the passes to come count exponents."""
-        self.measuring, self._counted = active, self._counted or active
+        self.counts.zero_()
 
     @torch.no_grad()
     def update(self, nonfinite: Tensor, counts: Tensor | None, auto: AutoScale | None) -> None:
@@ -154,7 +154,8 @@ class ScaleTable:
         Raises:
             InputError: If it is of other layers or damaged; the table is as it was.
         """
-        missing, other = sorted({*self.names} - {*saved}), sorted({*saved} - {*self.names})
+        names = set(map(str, saved)) if isinstance(saved, Mapping) else set()
+        missing, other = sorted({*self.names} - names), sorted(names - {*self.names})
         if missing or other:
             raise InputError(
                 "Expected a state of the layers that are scaled now. Found one without "
@@ -171,17 +172,14 @@ def _checked_row(name: str, row: Any) -> dict[str, Any]:
     where = f"state_dict['layers'][{name!r}]"
     if not (isinstance(row, Mapping) and _COLUMNS.keys() <= row.keys()):
         raise InputError(
-            f"Expected a mapping with {list(_COLUMNS)} in {where}. Found {str(row)[:60]!r}. "
+            f"Expected a mapping with {list(_COLUMNS)} in {where}. Found {shown(row)}. "
             "Remedy: hand in what state_dict() returned."
         )
     check_scale(f"{where}['scale']", row["scale"])
     for key in ("growth_tracker", "overflows"):
-        if check_count(f"{where}['{key}']", row[key], low=0) >= 2**31:
-            raise InputError(
-                f"Parameter `{where}['{key}']` should be less than 2**31. Found {row[key]}. "
-                "Remedy: hand in what state_dict() returned."
-            )
-    return {key: row[key] for key in _COLUMNS}
+        check_count(f"{where}['{key}']", row[key], low=0)
+    # Of the tracker no more is needed than that the interval is over.
+    return {**row, "growth_tracker": min(row["growth_tracker"], 2**31 - 2)}
 
 
 def _growth_columns(rules: Sequence[LayerScale], device: torch.device) -> Growth:
@@ -193,16 +191,6 @@ def _growth_columns(rules: Sequence[LayerScale], device: torch.device) -> Growth
         return torch.tensor([getattr(rule, name) for rule in rules], dtype=dtype, device=device)
 
     return Growth(*map(column, Growth._fields))
-
-
-def _collect(leaves: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-    # backward(create_graph=True) does not add in place.
-    for leaf, row in zip(leaves, rows, strict=True):
-        gradient = leaf.grad
-        if gradient is not row:
-            if gradient is not None:
-                row.copy_(gradient.detach())
-            leaf.grad = row
 
 
 def _leaf(row: Tensor) -> Tensor:

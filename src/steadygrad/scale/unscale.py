@@ -1,7 +1,7 @@
 """Takes the scales out of an optimizer's gradients, and takes or skips its step."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -44,10 +44,11 @@ class StepUnscaler:
     Args:
         layers: The layers.
         table: Their scales.
-        audit: Tells which gradients can have lost anything, and which layers were not called.
+        audit: Knows which gradients can have lost anything, and which layers were called.
         group: Processes that skip a step together, as the user gave them.
 
     Attributes:
+        row_sum: Adds up over processes.
         measured: Exponents of the last measured step.
         counts: This step's exponents, of activations and weights, if it is measured.
         stages: ``"unscaled"`` or ``"stepped"`` for this step's optimizers.
@@ -55,14 +56,9 @@ class StepUnscaler:
 
     def __init__(self, layers: Layers, table: ScaleTable, audit: GraphAudit, group: Any) -> None:
         self._layers, self._table, self._audit = layers, table, audit
-        self._row_sum = _RowSum(table.names, group)
+        self.row_sum = RowSum(table.names, group)
         self.measured: MeasuredExponents | None = None
         self.begin()
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the layers of all processes; this one's come first if it is the first."""
-        return self._row_sum.names
 
     def begin(self) -> None:
         """Forgets the step under way."""
@@ -75,8 +71,15 @@ class StepUnscaler:
         """Unscales an optimizer's gradients, and adds up what all processes detect.
 
         Raises:
+            RuntimeError: If that was done already.
             InputError: If a chosen module has a gradient but was not called.
         """
+        if optimizer in self.stages:
+            raise RuntimeError(
+                "Expected one unscale_() and one step() between two update() calls. Found this "
+                f"optimizer {self.stages[optimizer]} already. Remedy: call update() at the end of "
+                "each step."
+            )
         table = self._table
         table.collect()
         widen_gradients(optimizer)
@@ -89,7 +92,7 @@ class StepUnscaler:
             columns += [table.counts, count_exponents(narrow, table.own)]
         columns[0] = columns[0] + unscale_gradients(gradients, table.inverse_totals)[:, None]
         rows = table.merge_rows(torch.cat(columns, dim=1))
-        everywhere, own = self._row_sum(rows)
+        everywhere, own = self.row_sum(rows)
         if uncalled is not None:
             # Not before: the other processes would wait in the collective.
             raise uncalled
@@ -138,18 +141,14 @@ class StepUnscaler:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
     def nonfinite(self) -> Tensor | None:
-        """Whether a value in each of :attr:`names` was not finite; None before an unscaling."""
+        """Whether a value in each layer of all processes was not finite; None if none is known."""
         if not self._nonfinite:
             return None
         first, *more = self._nonfinite.values()
         return sum(more, first) > 0
 
-    def own_rows(self, rows: Tensor) -> Tensor:
-        """This process's layers, of rows of :attr:`names`."""
-        return self._row_sum.own(rows)
 
-
-class _RowSum:
+class RowSum:
     """Adds up rows of layers over processes, by the layers' names, in one collective.
 
     Processes may have other layers, as the stages of a pipeline do. Before the first sum they
@@ -170,10 +169,7 @@ class _RowSum:
         self._places: Tensor | None = None
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds up rows.
-
-        Args:
-            rows: This process's, with shape ``(layers, n)``; ``n`` is the same everywhere.
+        """Adds up rows, with shape ``(layers, n)`` and the same ``n`` on all processes.
 
         Returns:
             The sums for all names, and for this process's layers.
@@ -220,19 +216,17 @@ def widen_gradients(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def unscale_gradients(gradients: Gradients, inverse: Tensor) -> Tensor:
-    """Multiplies gradients in place by the reciprocals of their layers' total scales.
-
-    Args:
-        gradients: By layer.
-        inverse: The reciprocals, with shape ``(layers)``.
+    """Multiplies gradients in place by ``inverse``, the reciprocals of the layers' total scales.
 
     Returns:
         1 where a layer had a value that is not finite, 0 elsewhere, with shape ``(layers)``.
     """
     nonfinite = torch.zeros_like(inverse)
     for index, whole in gradients.items():
-        for part in _by_kind(whole):
-            device = part[0].device
+        kinds = defaultdict(list)
+        for gradient in whole:
+            kinds[gradient.device, gradient.dtype].append(gradient)
+        for (device, _), part in kinds.items():
             # Set where a value is not finite, and left as it was elsewhere.
             flag = nonfinite[index].to(device)
             factor = inverse[index].to(device)
@@ -240,13 +234,6 @@ def unscale_gradients(gradients: Gradients, inverse: Tensor) -> Tensor:
             if device != nonfinite.device:
                 nonfinite[index].copy_(flag)
     return nonfinite
-
-
-def _by_kind(gradients: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    kinds: dict[Any, list[Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        kinds[gradient.device, gradient.dtype].append(gradient)
-    return kinds.values()
 
 
 def count_exponents(gradients: Gradients, own: Tensor) -> Tensor:

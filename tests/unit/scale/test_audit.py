@@ -220,3 +220,35 @@ def test_only_what_float16_can_have_cut_off_is_counted():
 def test_automatic_scales_leave_alone_what_float16_cannot_cut_off():
     scales = islands(AutoScale(layers=("first", "norm")), 4).get_scales()
     assert scales["first"] * scales[""] == 1.0
+
+
+class Transposed(nn.Module):
+    """Its weight is seen through views before and after autocast casts it."""
+
+    def __init__(self, views):
+        super().__init__()
+        self.lin, self.views = nn.Linear(6, 6, bias=False), views
+
+    def forward(self, x):
+        return F.linear(x, self.views(self.lin.weight))
+
+
+VIEWS = {
+    "none": (lambda weight: weight, 36),
+    "transposed": (lambda weight: weight.t(), 36),
+    "viewed": (lambda weight: weight.view(2, 3, 6).flatten(0, 1).contiguous(), 36),
+    "squared": (lambda weight: weight.square() + weight, 0),
+}
+
+
+@pytest.mark.parametrize("case", VIEWS)
+def test_gradients_that_were_cast_are_found_behind_views(case):
+    views, count = VIEWS[case]
+    model = nn.Sequential(Transposed(views))
+    scaler = LayerwiseGradScaler(model, {"0": 2.0})
+    scaler.measure()
+    with torch.autocast("cpu", torch.float16):
+        loss = model(torch.ones(2, 6)).float().sum()
+    scaler.scale(loss).backward()
+    scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert scaler.measured.weights.sum() == count

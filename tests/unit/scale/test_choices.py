@@ -179,8 +179,10 @@ OPTION_ERRORS = {
 
 @pytest.mark.parametrize("name", OPTION_ERRORS)
 def test_refuses_options(name):
+    model = Model()
     with pytest.raises(ValueError, match=f"Parameter `{name}`.*Remedy: "):
-        LayerwiseGradScaler(Model(), {"a": 2.0}, **OPTION_ERRORS[name])
+        LayerwiseGradScaler(model, {"a": 2.0}, **OPTION_ERRORS[name])
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 AUTO_ERRORS = {

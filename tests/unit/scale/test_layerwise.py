@@ -201,6 +201,24 @@ def test_a_state_goes_through_a_file_without_pickles(tmp_path):
     assert other.get_scales() == {"": 1.0, **SCALES}
 
 
+def test_a_state_as_the_first_version_saved_it_is_loaded():
+    row = {"growth_tracker": 1, "overflows": 2}
+    state = {
+        "layers": {
+            "b": {"scale": 64.0, **row},
+            "": {"scale": 8.0, **row},
+            "b.1": {"scale": 0.5, **row},
+            "a": {"scale": 2.0, **row},
+        },
+        "steps": 5,
+        "skipped": 3,
+    }
+    scaler = LayerwiseGradScaler(make()[0], SCALES, init_scale=1.0)
+    scaler.load_state_dict(state)
+    assert scaler.state_dict() == state
+    assert scaler.get_overflows() == dict.fromkeys(["", *SCALES], 2)
+
+
 def test_disabled_it_does_nothing():
     model, optimizer = make()
     twin, plain = make()
