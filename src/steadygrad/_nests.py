@@ -38,6 +38,8 @@ def tree_map_tensors(function: Callable[[Tensor], Tensor], nest: Any, where: str
     Raises:
         InputError: If a tensor that requires a gradient is in an object that cannot be taken apart.
     """
+    if isinstance(nest, Tensor):
+        return function(nest) if nest.requires_grad else nest
     replaced = False
 
     def visit(leaf: Any) -> Any:
