@@ -218,11 +218,7 @@ class ScaleHooks:
 
     def _hand_back(self, nest: Any) -> None:
         """Applies a module's in-place changes of its arguments to the caller's tensors."""
-        if isinstance(nest, Tensor):
-            tensors = [nest]  # most are, and a walk takes as long as a node
-        else:
-            tensors = tree_tensors(nest, f"an argument of {self._name}")
-        for tensor in tensors:
+        for tensor in tree_tensors(nest, f"an argument of {self._name}"):
             tag = getattr(tensor, _TAG, None)
             if tag is None or tag.table is not self._table:
                 continue
