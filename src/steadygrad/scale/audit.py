@@ -24,7 +24,7 @@ _UNKNOWN = -1
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Whether a floating type holds less than float32 does."""
+    """Tells whether a floating type holds less than float32 does."""
     return dtype.itemsize < torch.float32.itemsize
 
 
@@ -45,7 +45,7 @@ class GraphAudit:
         self.reset()
 
     def reset(self) -> None:
-        """Audits the next step again."""
+        """Forgets all audits; the next step is audited again."""
         # Versions of the layers: at the last audit, and at the last step that was audited whole.
         self._seen: int | None = None
         self._done: int | None = None
@@ -57,7 +57,7 @@ class GraphAudit:
         self._done = self._seen
 
     def may_be_narrow(self, parameter: Tensor) -> bool:
-        """Whether a parameter's gradient is, or may have been, of a type narrower than float32."""
+        """Tells whether a parameter's gradient is, or was, of a type narrower than float32."""
         gradient = parameter.grad
         known = self._seen == self._layers.version
         return (
@@ -92,7 +92,7 @@ class GraphAudit:
             self._merge_or_refuse(bypasses)
 
     def _merge_or_refuse(self, bypasses: Mapping[tuple[int, int], str]) -> None:
-        """Merges bypassed layers into those around them if their scales stay one."""
+        """Merges bypassed layers into the layers around them, if their scales stay one."""
         own = self._table.own.tolist()
         merged = set()
         for (owner, met), name in bypasses.items():
@@ -123,7 +123,7 @@ class GraphAudit:
         return next((plain_name(name) for name, parameter in named if parameter is leaf), "")
 
     def uncalled(self, gradients: Mapping[int, Collection[Tensor]]) -> InputError | None:
-        """The error for a layer that was never called although its parameters have gradients.
+        """Returns the error for a layer that has gradients but was never called.
 
         These crossed no boundary, and to divide them would be wrong. Waits for the device only
         where a layer was not called: wrappers give zeros to layers that took no part.
@@ -177,7 +177,7 @@ def _next_steps(
     boundaries: Mapping[Tensor, int],
     bypasses: set[tuple[int, int]],
 ) -> Iterator[tuple[Any, int, bool]]:
-    """The nodes behind a node, their layer, and whether the gradient there may have been narrow."""
+    """Yields the nodes behind a node, their layers, and whether gradients may have been narrow."""
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     if isinstance(node, BackwardCFunction):
         leaves = [following.variable for following, _ in edges if hasattr(following, "variable")]
@@ -201,7 +201,7 @@ def _takes_narrow(node: Any) -> bool:
 
 
 def _keeps_elements(node: Any, following: Any, number: int) -> bool:
-    """Whether a node may be a cast or a view: it hands on as many numbers as it takes."""
+    """Tells whether a node may be a cast or a view: it returns as many numbers as it takes."""
     taken, given = _gradient_metadata(node), _gradient_metadata(following)
     one, other = taken[0], given[number] if number < len(given) else None
     if one is None or other is None or one.is_nested_tensor or other.is_nested_tensor:
@@ -210,7 +210,7 @@ def _keeps_elements(node: Any, following: Any, number: int) -> bool:
 
 
 def _gradient_metadata(node: Any) -> Any:
-    """Types and shapes of the gradients that a node takes; ``[None]`` where they are unknown."""
+    """Lists types and shapes of the gradients that a node takes; ``[None]`` if unknown."""
     return getattr(node, "_input_metadata", None) or [None]
 
 
@@ -256,7 +256,7 @@ _TRACKERS: "WeakValueDictionary[str, CallTracker]" = WeakValueDictionary()
 
 
 def _at_trace_time(callback: Callable[[Any], None], key: str, tensor: Tensor | None = None) -> None:
-    """Calls back while this is traced; the callback reads ``key`` and ``tensor`` from here."""
+    """Runs a callback while dynamo traces; it reads this function's ``key`` and ``tensor``."""
     from torch._dynamo.comptime import comptime  # its import takes a second
 
     comptime(callback)

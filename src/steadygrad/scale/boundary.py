@@ -32,7 +32,7 @@ _TAG = "_steadygrad_boundary"
 
 @dataclass(frozen=True)
 class _ScalePath:
-    """Boundaries that a gradient crosses at one node, as indices of layers.
+    """Lists the boundaries that a gradient crosses at one node, as indices of layers.
 
     Attributes:
         into: The layer that the gradient enters.
@@ -47,7 +47,7 @@ class _ScalePath:
     over: tuple[int, ...] = ()
 
     def joined(self, earlier: "_ScalePath") -> "_ScalePath":
-        """This path with another one before it; scales that cancel are left out."""
+        """Joins an earlier path to this one; scales that cancel are left out."""
         times, over = [*self.times, *earlier.times], [*self.over, *earlier.over]
         for index in list(times):
             if index in over:
@@ -57,7 +57,7 @@ class _ScalePath:
 
 
 class _BoundaryTag(NamedTuple):
-    """Attribute of a tensor behind a boundary, by which the next boundary can replace its node.
+    """Marks a tensor behind a boundary, so that the next boundary can replace its node.
 
     Attributes:
         table: The scaler's table.
@@ -74,7 +74,7 @@ class _BoundaryTag(NamedTuple):
     argument: Tensor
 
     def allows_replacement(self, tensor: Tensor, table: ScaleTable) -> bool:
-        """Whether both tensors are unchanged, and nobody listens to the gradient between them."""
+        """Checks that both tensors are unchanged and the one between them has no hooks."""
         return (
             self.table is table
             and not (tensor._backward_hooks or tensor.retains_grad)
@@ -83,7 +83,7 @@ class _BoundaryTag(NamedTuple):
 
 
 class _ScaleGrad(torch.autograd.Function):
-    """The node. What its backward pass detects becomes the gradient of leaves of the table."""
+    """Scales gradients; what it detects becomes the gradient of leaves of the table."""
 
     @staticmethod
     def forward(
@@ -125,7 +125,7 @@ class _ScaleGrad(torch.autograd.Function):
 
 
 class ScaleHooks:
-    """The forward hooks of one chosen module.
+    """Puts a boundary around one chosen module, by its forward hooks.
 
     Args:
         index: Index of the layer.

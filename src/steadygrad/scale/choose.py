@@ -49,7 +49,7 @@ def choose_layers(
 
 
 def _matching(model: nn.Module, patterns: Iterable[str]) -> list[tuple[str, nn.Module, str]]:
-    """Finds modules by patterns: their names, themselves, and the last pattern that matches."""
+    """Lists matching modules: name, module, and the last pattern that matches."""
     named = _named_modules(model)
     chosen: dict[int, tuple[str, nn.Module, str]] = {}
     for pattern in patterns:
@@ -131,7 +131,7 @@ def parts_of(model: nn.Module) -> list[str]:
 def _children(
     named: Mapping[str, nn.Module], paths: Sequence[list[nn.Module]], name: str
 ) -> list[str]:
-    """Names of a module's children that can be parts; of others their own children."""
+    """Lists children of a module that can be parts; others are replaced by their children."""
     parts: list[str] = []
     for part, child in named[name]._modules.items():
         full = plain_name(f"{name}.{part}" if name else part)
@@ -153,7 +153,7 @@ def _first_names(named: Mapping[str, nn.Module], names: Iterable[str]) -> list[s
 
 
 def _shares_parameters(module: nn.Module, paths: Iterable[list[nn.Module]]) -> bool:
-    """Whether a parameter of the module is also in use on a path outside of it."""
+    """Tells whether a parameter of the module is also in a module outside of it."""
     own = {id(parameter) for parameter in module.parameters()}
     outside = (path[-1] for path in paths if not any(m is module for m in path))
     return any(id(p) in own for other in outside for p in other._parameters.values())

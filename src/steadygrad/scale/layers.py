@@ -18,7 +18,7 @@ LOSS = 0
 
 @dataclass(frozen=True)
 class Layer:
-    """A module whose gradients have a scale of their own, or the loss.
+    """Describes a module whose gradients have a scale of their own, or the loss.
 
     Attributes:
         name: The module's name without wrappers; empty for the loss.
@@ -33,7 +33,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A place of a parameter in the model: ``module._parameters[name]``."""
+    """Names a place of a parameter in the model: ``module._parameters[name]``."""
 
     module: nn.Module
     name: str
@@ -44,7 +44,7 @@ class _Slot:
 
 
 class Layers:
-    """The chosen modules of a model, after the loss, which is layer 0.
+    """Lists the chosen modules of a model, after the loss, which is layer 0.
 
     Args:
         model: The model.
@@ -63,14 +63,14 @@ class Layers:
         self._refresh()
 
     def chain(self, index: int) -> Iterator[int]:
-        """A layer and those around it, from the inside out."""
+        """Yields the indices of a layer and those around it, from the inside out."""
         yield index
         while index:
             index = self.layers[index].parent
             yield index
 
     def owners(self, parameters: Sequence[Tensor]) -> list[int | None]:
-        """Indices of the innermost layers around parameters; None for those of other models.
+        """Finds the innermost layers around parameters; None for parameters of other models.
 
         Wrappers exchange parameters, and Python gives the id of an old one to a new one. So each
         call compares the model's parameters with those that the table of ids was made of.
@@ -81,8 +81,8 @@ class Layers:
         return [self._owners.get(id(parameter)) for parameter in parameters]
 
     def _refresh(self) -> None:
-        """Fills the tables of slots and owners."""
-        index = {id(layer.module): i for i, layer in enumerate(self.layers) if layer.module}
+        """Rebuilds the table of slots, and the table of owners by the parameters' ids."""
+        index = {id(layer.module): i for i, layer in enumerate(self.layers) if i}
         owners: dict[int, tuple[int, str]] = {}
         slots = []
         for name, modules in module_paths(self.model):
@@ -110,7 +110,7 @@ class Layers:
         )
 
     def described(self, index: int) -> str:
-        """Words for a layer in an error."""
+        """Names a layer in an error."""
         return f"the chosen {self.layers[index].name!r}" if index else "no chosen module"
 
 

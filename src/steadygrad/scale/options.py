@@ -14,7 +14,7 @@ __all__ = ["AutoScale", "LayerScale", "check_layer_scales", "check_scale"]
 
 @dataclass(frozen=True)
 class LayerScale:
-    """First scale of a layer, and its growth rule; None stands for the scaler's own value.
+    """Sets the first scale of a layer and its growth rule; None means the scaler's value.
 
     Attributes:
         scale: First scale.
@@ -33,12 +33,12 @@ class LayerScale:
     max_scale: float | None = None
 
     def with_defaults(self, rule: "LayerScale") -> "LayerScale":
-        """Fills in what is None."""
+        """Replaces each None by the value of another rule."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
         return replace(rule, **given).checked()
 
     def checked(self) -> "LayerScale":
-        """Returns this rule if all of its values are in range; none is None."""
+        """Checks that all values are in range, and returns this rule."""
         given = asdict(self)
         check_number("growth_factor", given["growth_factor"], low=1)
         check_number("backoff_factor", given["backoff_factor"], low=0, high=1, low_open=True)
@@ -49,7 +49,7 @@ class LayerScale:
         return self
 
     def may_rest_at_one(self, auto: bool) -> bool:
-        """Whether a scale of one may stay one: it is fixed, or automatic."""
+        """Tells whether a scale of one may stay one: it is fixed, or automatic."""
         rests = auto or self.growth_factor == self.backoff_factor == 1.0
         return rests and (self.min_scale or 0.0) <= 1.0 <= (self.max_scale or math.inf)
 
@@ -96,7 +96,7 @@ class AutoScale:
         check_count("AutoScale.warmup", self.warmup, low=0)
 
     def due(self, step: int) -> bool:
-        """Whether the step of this number, from zero, is measured."""
+        """Tells whether the step of this number, from zero, is measured."""
         return step < self.warmup or step % self.every == 0
 
 

@@ -125,7 +125,7 @@ class LayerwiseGradScaler:
         return self._unscaler.measured
 
     def measure(self, active: bool = True) -> None:
-        """Measures all passes to come, or only those of ``auto``; to be called on all processes."""
+        """Measures all passes to come, or only those of ``auto``; call it on all processes."""
         self._measure_all = active
         due = self._auto is not None and self._auto.due(self._steps)
         self._table.measuring = self._table.enabled and (due or active)
@@ -188,14 +188,14 @@ class LayerwiseGradScaler:
 
     @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Moves the scales; to be called at the end of every step.
+        """Moves the scales; call it at the end of every step.
 
         Args:
             new_scale: A scale for the loss to use from now on; the others stay. Default: every
                 scale moves by its rule.
 
         Raises:
-            RuntimeError: If no gradients were looked at in this step.
+            RuntimeError: If no gradients were unscaled in this step.
         """
         if not self._table.enabled:
             return
@@ -220,26 +220,26 @@ class LayerwiseGradScaler:
         self._begin_step()
 
     def get_scale(self) -> float:
-        """The scale of the loss; waits for the device."""
+        """Returns the scale of the loss; waits for the device."""
         return self._table.own[0].item() if self._table.enabled else 1.0
 
     def get_scales(self) -> dict[str, float]:
-        """Each layer's own scale by its name, the loss's by ``""``; waits for the device."""
+        """Returns each layer's own scale by name, the loss's by ``""``; waits for the device."""
         return {name: row["scale"] for name, row in self._table.state_dict().items()}
 
     def left_out(self) -> list[str]:
-        """Layers that count as part of those around them; known after the first ``scale``.
+        """Lists layers that count as part of those around them; known after the first ``scale``.
 
         Their weights or inner values are used without passing their boundaries.
         """
         return [self._table.names[i] for i in sorted(self._table.merged)]
 
     def get_overflows(self) -> dict[str, int]:
-        """Number of steps with a non-finite value in each layer; waits for the device."""
+        """Counts the steps with a non-finite value in each layer; waits for the device."""
         return {name: int(row["overflows"]) for name, row in self._table.state_dict().items()}
 
     def culprits(self) -> list[str]:
-        """Layers where a value was not finite in the last step; waits for the device.
+        """Lists layers where a value was not finite in the last step; waits for the device.
 
         ``""`` stands for everything outside the chosen modules: the loss, and what lies between.
         Layers that only other processes have are named, too.
@@ -248,11 +248,11 @@ class LayerwiseGradScaler:
         return [name for name, bad in zip(self._unscaler.row_sum.names, flags, strict=False) if bad]
 
     def is_enabled(self) -> bool:
-        """Whether gradients are scaled."""
+        """Tells whether gradients are scaled."""
         return self._table.enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, the same on processes with the same layers; save it after ``update``."""
+        """Returns plain numbers, alike on processes with the same layers; save after ``update``."""
         if not self._table.enabled:
             return {}
         layers = self._table.state_dict()

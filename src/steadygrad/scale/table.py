@@ -25,7 +25,7 @@ _COLUMNS = {"scale": "own", "growth_tracker": "tracker", "overflows": "overflows
 
 
 class ScaleTable:
-    """Scales of all layers, and what the backward passes of a step detect; the loss is row 0.
+    """Holds the scales of all layers, and what a step's backward passes detect; row 0 is the loss.
 
     The tensors are made once and changed in place: a compiled step and a CUDA graph keep seeing
     them. What a backward pass detects arrives as the gradient of leaf tensors that take part in
@@ -77,7 +77,7 @@ class ScaleTable:
         self.set_scales(self.own)
 
     def set_scales(self, own: Tensor) -> None:
-        """Writes scales, with shape ``(layers)``, and what is computed from them."""
+        """Writes the scales, with shape ``(layers)``, their reciprocals and their products."""
         self.own.copy_(own)
         # As torch does it: the quotient is rounded once.
         self.inverse.copy_(_widened(self.own).reciprocal())
@@ -85,7 +85,7 @@ class ScaleTable:
         self.inverse_totals.copy_(_widened(self.totals).reciprocal())
 
     def merge(self, indices: Collection[int]) -> None:
-        """Makes layers, whose own scales are one, part of the layers around them."""
+        """Counts layers, whose own scales are one, as part of the layers around them."""
         self.merged |= set(indices)
         into = [
             next(j for j in self._layers.chain(i) if j not in self.merged)
@@ -140,7 +140,7 @@ class ScaleTable:
         self.overflows.add_(nonfinite)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """Each layer's scale, finite steps and overflows by its name; waits for the device."""
+        """Lists each layer's scale, finite steps and overflows by name; waits for the device."""
         columns = {key: getattr(self, column).tolist() for key, column in _COLUMNS.items()}
         return {
             name: {key: values[i] for key, values in columns.items()}

@@ -21,7 +21,7 @@ Gradients = dict[int, list[Tensor]]
 
 
 class MeasuredExponents(NamedTuple):
-    """Exponents of one step's gradients, as they were scaled; rows are layers, the loss first.
+    """Counts the exponents of one step's scaled gradients; rows are layers, the loss first.
 
     Only gradients of types narrower than float32 are counted, and float32 ones of parameters that
     may have been so just before, as under autocast: others lose nothing.
@@ -39,7 +39,7 @@ class MeasuredExponents(NamedTuple):
 
 
 class StepUnscaler:
-    """Unscales gradients, and keeps what one step detects until the update.
+    """Unscales gradients, and keeps flags and exponent counts of one step until the update.
 
     Args:
         layers: The layers.
@@ -68,7 +68,7 @@ class StepUnscaler:
         self._table.clear()
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Unscales an optimizer's gradients, and adds up what all processes detect.
+        """Unscales an optimizer's gradients, and adds up the flags and counts of all processes.
 
         Raises:
             RuntimeError: If that was done already.
@@ -104,7 +104,7 @@ class StepUnscaler:
     def _gradients_by_layer(
         self, optimizer: Optimizer, wanted: Callable[[Tensor], bool] = lambda parameter: True
     ) -> Gradients:
-        """This process's gradients of those parameters that are wanted."""
+        """Collects this process's gradients of the wanted parameters."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients: Gradients = defaultdict(list)
         for parameter, owner in zip(parameters, self._layers.owners(parameters), strict=True):
@@ -141,7 +141,7 @@ class StepUnscaler:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
     def nonfinite(self) -> Tensor | None:
-        """Whether a value in each layer of all processes was not finite; None if none is known."""
+        """Flags the layers of all processes with a non-finite value; None before an unscaling."""
         if not self._nonfinite:
             return None
         first, *more = self._nonfinite.values()
@@ -184,7 +184,7 @@ class RowSum:
         return summed, self.own(summed)
 
     def own(self, rows: Tensor) -> Tensor:
-        """This process's layers, of rows of all names."""
+        """Selects the rows of this process's layers."""
         return rows if self._places is None else rows[self._places]
 
     def _agree(self, world: World, device: torch.device) -> None:
@@ -198,9 +198,9 @@ class RowSum:
 
 
 def widen_gradients(optimizer: Optimizer) -> None:
-    """Makes an optimizer's float16 gradients float32, where it keeps float32 masters.
+    """Casts an optimizer's float16 gradients to float32, where it keeps float32 masters.
 
-    What is unscaled may be no float16 number; for the masters it need not be.
+    An unscaled gradient may be too small for float16.
     """
     for group in optimizer.param_groups:
         # How steadygrad's optimizers, and others, say so; False: no masters.
