@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from steadygrad._checks import InputError, check_count, check_type
+from steadygrad._checks import InputError, check_type
 from steadygrad.scale.audit import GraphAudit
 from steadygrad.scale.boundary import ScaleHooks
 from steadygrad.scale.choose import choose_layers
 from steadygrad.scale.options import AutoScale, LayerScale, check_layer_scales, check_scale
-from steadygrad.scale.table import ScaleTable
+from steadygrad.scale.table import ScaleTable, check_saved_count
 from steadygrad.scale.unscale import MeasuredExponents, StepUnscaler
 
 __all__ = ["LayerwiseGradScaler"]
@@ -280,12 +280,13 @@ class LayerwiseGradScaler:
             loss = {"scale": state["scale"], "growth_tracker": state.get("_growth_tracker", 0)}
             now = self.state_dict()
             layers, state = {**now["layers"], "": {**now["layers"][""], **loss}}, now
-        counts = {name: state.get(name, 0) for name in ("steps", "skipped")}
-        for name, count in counts.items():
-            check_count(f"state_dict['{name}']", count, low=0)
+        steps, skipped = (
+            check_saved_count(f"state_dict['{name}']", state.get(name, 0))
+            for name in ("steps", "skipped")
+        )
         self._table.load_state_dict(layers)
-        self._steps = counts["steps"]
-        self.skipped.fill_(counts["skipped"])
+        self._steps = steps
+        self.skipped.fill_(skipped)
         self._last_nonfinite = None
         self._audit.reset()
         self._begin_step()

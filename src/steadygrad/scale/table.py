@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad._checks import InputError, check_count, shown
+from steadygrad._checks import InputError, check_count, check_number, shown
 from steadygrad.formulas.exponents import BINS
 from steadygrad.formulas.loss_scaling import (
     Growth,
@@ -18,7 +18,7 @@ from steadygrad.formulas.loss_scaling import (
 from steadygrad.scale.layers import Layers
 from steadygrad.scale.options import AutoScale, LayerScale, check_scale
 
-__all__ = ["ScaleTable"]
+__all__ = ["ScaleTable", "check_saved_count"]
 
 # Keys of a saved row, and the tensors that they come from.
 _COLUMNS = {"scale": "own", "growth_tracker": "tracker", "overflows": "overflows"}
@@ -176,10 +176,15 @@ def _checked_row(name: str, row: Any) -> dict[str, Any]:
             "Remedy: hand in what state_dict() returned."
         )
     check_scale(f"{where}['scale']", row["scale"])
-    for key in ("growth_tracker", "overflows"):
-        check_count(f"{where}['{key}']", row[key], low=0)
-    # Of the tracker no more is needed than that the interval is over.
-    return {**row, "growth_tracker": min(row["growth_tracker"], 2**31 - 2)}
+    check_saved_count(f"{where}['growth_tracker']", row["growth_tracker"], bits=31)
+    check_saved_count(f"{where}['overflows']", row["overflows"])
+    return dict(row)
+
+
+def check_saved_count(name: str, count: Any, bits: int = 63) -> int:
+    """Returns a saved count if a signed integer of so many bits and one more can hold it."""
+    check_number(name, check_count(name, count, low=0), high=2**bits - 1)
+    return int(count)
 
 
 def _growth_columns(rules: Sequence[LayerScale], device: torch.device) -> Growth:

@@ -139,6 +139,9 @@ DAMAGED = {
     "negative tracker": (damaged("growth_tracker", -1), "'b'"),
     "fraction": (damaged("overflows", 1.5), "'b'"),
     "negative steps": (damaged("steps", -3), "steps"),
+    "past int32": (damaged("growth_tracker", 2**31), "'b'"),
+    "past int64": (damaged("overflows", 2**63), "'b'"),
+    "steps past int64": (damaged("skipped", 2**70), "skipped"),
     "text": (damaged("skipped", "3"), "skipped"),
 }
 
