@@ -191,13 +191,11 @@ def _next_steps(
             layer = node.into_layer
         yield from ((following, layer, was_narrow) for following, _ in edges)
     else:
+        taken = _gradient_metadata(node)
+        was_narrow |= any(entry is None or is_narrow(entry.dtype) for entry in taken)
         for following, number in edges:
             keeps = len(edges) == 1 and _keeps_elements(node, following, number)
-            yield following, layer, keeps and (was_narrow or _takes_narrow(node))
-
-
-def _takes_narrow(node: Any) -> bool:
-    return any(entry is None or is_narrow(entry.dtype) for entry in _gradient_metadata(node))
+            yield following, layer, keeps and was_narrow
 
 
 def _keeps_elements(node: Any, following: Any, number: int) -> bool:

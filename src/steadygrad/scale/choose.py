@@ -24,11 +24,7 @@ def choose_layers(
 ) -> tuple[Layers, list[LayerScale]]:
     """Makes the layers, and for each of them its first scale and growth rule.
 
-    Args:
-        model: The model, wrapped or not; names are those inside the wrappers.
-        layer_scales: Scales by patterns of names, or automatic scales.
-        rule: Growth rule of the scaler, and first scale of the loss.
-        scales_loss: Whether the caller gave the loss a scale.
+    ``rule`` is the scaler's own; its scale is the loss's. ``scales_loss`` tells whether that moves.
     """
     loss_rule = rule if scales_loss else replace(rule, growth_factor=1.0, backoff_factor=1.0)
     if isinstance(layer_scales, AutoScale):

@@ -31,18 +31,6 @@ class Layer:
     parent: int = LOSS
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """Names a place of a parameter in the model: ``module._parameters[name]``."""
-
-    module: nn.Module
-    name: str
-    parameter: "weakref.ref[Tensor]"
-
-    def is_current(self) -> bool:
-        return self.module._parameters.get(self.name) is self.parameter()
-
-
 class Layers:
     """Lists the chosen modules of a model, after the loss, which is layer 0.
 
@@ -59,7 +47,8 @@ class Layers:
 
     def __init__(self, model: nn.Module, layers: list[Layer]) -> None:
         self.model, self.layers, self.version = model, layers, 0
-        self._slots: list[_Slot] = []
+        # Module and name of each parameter, so that an exchanged one is noticed.
+        self._slots: list[tuple[nn.Module, str, weakref.ref[nn.Parameter]]] = []
         self._refresh()
 
     def chain(self, index: int) -> Iterator[int]:
@@ -75,7 +64,7 @@ class Layers:
         Wrappers exchange parameters, and Python gives the id of an old one to a new one. So each
         call compares the model's parameters with those that the table of ids was made of.
         """
-        current = all(slot.is_current() for slot in self._slots)
+        current = all(m._parameters.get(name) is old() for m, name, old in self._slots)
         if not current or any(id(parameter) not in self._owners for parameter in parameters):
             self._refresh()
         return [self._owners.get(id(parameter)) for parameter in parameters]
@@ -93,9 +82,9 @@ class Layers:
                     other, first = owners.setdefault(id(parameter), (owner, full))
                     if other != owner:
                         raise self._two_scales(first, other, full, owner)
-                    slots.append(_Slot(modules[-1], leaf, weakref.ref(parameter)))
+                    slots.append((modules[-1], leaf, weakref.ref(parameter)))
         same = len(slots) == len(self._slots) and all(
-            new.parameter() is old.parameter() for new, old in zip(slots, self._slots, strict=True)
+            new[2]() is old[2]() for new, old in zip(slots, self._slots, strict=True)
         )
         self.version += not same
         self._slots = slots

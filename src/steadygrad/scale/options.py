@@ -107,11 +107,7 @@ def check_scale(name: str, scale: Any) -> float:
 
 
 def check_layer_scales(layer_scales: Any) -> dict[str, LayerScale] | AutoScale:
-    """Brings the argument ``layer_scales`` into one of two forms.
-
-    Raises:
-        InputError: If it is of another kind, or a scale is not a positive finite number.
-    """
+    """Brings the argument ``layer_scales`` into one of two forms."""
     if isinstance(layer_scales, AutoScale):
         return layer_scales
     if layer_scales == "auto":

@@ -38,10 +38,8 @@ class ScaleTable:
         device: Device of the tensors.
 
     Attributes:
-        own: Scales, float32 with shape ``(layers)``; changes in ``update``.
-        inverse: Their reciprocals.
-        totals: Product of each layer's scale and those around it.
-        inverse_totals: Their reciprocals.
+        own: Scales, float32 with shape ``(layers)``; ``inverse`` holds their reciprocals.
+        totals: Product of each layer's scale and those around it; ``inverse_totals`` likewise.
         tracker: Finite steps in a row, int32.
         overflows: Number of steps with a value that was not finite, int64.
         nonfinite: How many non-finite gradients left each layer through its boundary in this step.

@@ -76,3 +76,20 @@ def test_a_parameter_that_moves_to_another_layer_is_unscaled_by_that_ones_scale(
 
     for found, expected in zip(moved({"0": 4.0, "2": 8.0}), moved({}), strict=True):
         assert torch.equal(found, expected)
+
+
+def test_parameters_of_another_model_carry_the_losss_scale_alone():
+    torch.manual_seed(0)
+    model, other = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 1)
+    scaler = LayerwiseGradScaler(model, {"0": 8.0}, init_scale=4.0)
+    optimizer = torch.optim.SGD([*other.parameters(), *model.parameters()], lr=0.0)
+    for _ in range(2):
+        x = torch.ones(2, 4)
+        scaler.scale(other(model(x)).sum()).backward()
+        scaler.unscale_(optimizer)
+        found = [parameter.grad for parameter in optimizer.param_groups[0]["params"]]
+        optimizer.zero_grad()
+        scaler.update()
+        plain = torch.autograd.grad(other(model[0].forward(x)).sum(), [*other.parameters()])
+        for gradient, expected in zip(found, plain, strict=False):
+            assert torch.equal(gradient, expected)
