@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from steadygrad.scale import AutoScale, LayerwiseGradScaler
 from tests.distributed.ranks import on_ranks
-from tests.unit.scale.test_usage import TOKENS, Head
+from tests.unit.scale.test_audit import TOKENS, Head
 from tests.unit.scale.training import SCALES, Poison, assert_equal, batch, make, weights_of
 
 pytestmark = pytest.mark.distributed
@@ -72,9 +72,10 @@ def check_wrapper(wrap, rank, world, before):
     found, scaler = run(
         wrap, rank, world, scales=SCALES, bad_rank=world - 1, before=before, seen=seen
     )
-    # One collective a step, the flags; and the layer at fault is the same one everywhere.
+    # One collective a step, the flags, after two that exchange the layers' names; and the layer at
+    # fault is the same one everywhere.
     assert [culprits for culprits, _ in seen] == [[], [], ["b"], [], []]
-    assert [count for _, count in seen] == [1] * STEPS
+    assert [count for _, count in seen] == [3] + [1] * (STEPS - 1)
     assert scaler.get_scales() == {"": 8.0, **SCALES, "b": SCALES["b"] / 2}
     assert scaler.skipped == 1
     close(found, whole(world))
@@ -114,6 +115,29 @@ def check_refused(rank, world):
         scaler.scale(wrapped(TOKENS).sum())
 
 
+def check_other_layers(rank, world):
+    """One layer more on each process than on the one before, as in the stages of a pipeline."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2 + rank))).half()
+    scaler = LayerwiseGradScaler(model, {"*": 4.0}, growth_interval=2)
+    poison = Poison(torch.nn.Identity())
+    # The last layer's input, behind its boundary.
+    model[-1].register_forward_pre_hook(lambda module, args: poison.hook(module, None, args[0]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for step in range(4):
+        scaler.measure(step == 3)
+        poison.active = step == 1 and rank == world - 1
+        before = weights_of(model)
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 4).half()).float().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        moved = not torch.equal(weights_of(model)["0.weight"], before["0.weight"])
+        seen.append([scaler.culprits(), moved])
+    return seen, scaler.get_scales(), scaler.measured.weights.sum(1).tolist()
+
+
 def everything(rank, world):
     check_refused(rank, world)
     states = [
@@ -138,3 +162,16 @@ def test_all_processes_do_the_same(world, tmp_path):
     assert [result["alone"] for result in results] == [["b"], *[[]] * (world - 1)]
     # Every process's gradients are counted.
     assert results[0]["auto"][1] == world * (20 + 5 + 30 + 30 + 12)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_with_other_layers_skip_together(world, tmp_path):
+    results = on_ranks(world, check_other_layers, tmp_path)
+    last = str(world)
+    for rank, (seen, scales, weights) in enumerate(results):
+        # All leave the same step out, and name the layer, whoever has it.
+        assert seen == [[[], True], [[last], False], [[], True], [[], True]]
+        grown = {str(i): 16.0 for i in range(2 + rank)}
+        assert scales == {"": 1.0, **grown} | ({last: 4.0} if rank == world - 1 else {})
+        # Each layer's exponents are those of the processes that have it.
+        assert weights == [0.0, *(20.0 * (world - max(i - 1, 0)) for i in range(2 + rank))]

@@ -27,21 +27,21 @@ BLIND_STEP = 8
 
 
 class Growth(NamedTuple):
-    """What scales grow by; every field has shape ``(layers)`` and is float64 unless said.
+    """The layers' growth rules as columns, with shape ``(layers)`` and float64 unless said.
 
     Attributes:
-        factor: Multiplies a scale after ``interval`` finite steps in a row; 1: it does not grow.
-        backoff: Multiplies it after a step that was not finite in this layer.
-        interval: int32.
-        low: Least scale.
-        high: Largest scale.
+        growth_factor: Multiplies a scale after ``growth_interval`` finite steps; 1: it is fixed.
+        backoff_factor: Multiplies it after a step that was not finite in this layer.
+        growth_interval: Number of steps, int32.
+        min_scale: Least scale.
+        max_scale: Largest scale.
     """
 
-    factor: Tensor
-    backoff: Tensor
-    interval: Tensor
-    low: Tensor
-    high: Tensor
+    growth_factor: Tensor
+    backoff_factor: Tensor
+    growth_interval: Tensor
+    min_scale: Tensor
+    max_scale: Tensor
 
 
 def total_scales(own: Tensor, around: Tensor) -> Tensor:
@@ -75,14 +75,14 @@ def next_scales(
         Scales and counts, with shape ``(layers)``.
     """
     counted = tracker + 1
-    due = counted >= growth.interval
+    due = counted >= growth.growth_interval
     # The factors are float64, and so is the product until it is rounded: as torch's kernel does.
-    grown = (own * growth.factor).to(own.dtype)
+    grown = (own * growth.growth_factor).to(own.dtype)
     # Growth into infinity is left out, as torch does it.
     grown = torch.where(due & torch.isfinite(grown), grown, own)
-    moved = torch.where(found, (own * growth.backoff).to(own.dtype), grown)
+    moved = torch.where(found, (own * growth.backoff_factor).to(own.dtype), grown)
     kept = moved == own
-    moved = torch.where(kept, own, moved.clamp(growth.low, growth.high).to(own.dtype))
+    moved = torch.where(kept, own, moved.clamp(growth.min_scale, growth.max_scale).to(own.dtype))
     return moved, torch.where(found | due, 0, counted)
 
 

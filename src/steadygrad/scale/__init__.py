@@ -3,8 +3,8 @@
 :class:`LayerwiseGradScaler` takes the place of ``torch.amp.GradScaler``.
 """
 
-from steadygrad.scale.findings import MeasuredExponents
-from steadygrad.scale.layerwise import LayerwiseGradScaler
 from steadygrad.scale.options import AutoScale, LayerScale
+from steadygrad.scale.scaler import LayerwiseGradScaler
+from steadygrad.scale.unscale import MeasuredExponents
 
 __all__ = ["AutoScale", "LayerScale", "LayerwiseGradScaler", "MeasuredExponents"]

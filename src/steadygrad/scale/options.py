@@ -1,50 +1,23 @@
-"""What a user may say of a layer's scale, and of scales that follow what is measured."""
+"""Options of layers: first scale and growth rule, or scales that follow measured exponents."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from steadygrad._checks import InputError, check_count, check_number
 
-__all__ = ["AutoScale", "LayerScale", "Rule", "check_layer_scales", "check_scale"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """How one scale moves.
-
-    Attributes:
-        growth_factor: Multiplies it after ``growth_interval`` finite steps in a row; 1: fixed.
-        backoff_factor: Multiplies it after a step that was not finite in this layer.
-        growth_interval: Number of steps.
-        min_scale: Least scale.
-        max_scale: Largest scale.
-    """
-
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    min_scale: float
-    max_scale: float
-
-    def __post_init__(self) -> None:
-        check_number("growth_factor", self.growth_factor, low=1)
-        check_number("backoff_factor", self.backoff_factor, low=0, high=1, low_open=True)
-        check_count("growth_interval", self.growth_interval)
-        high = float(torch.finfo(torch.float32).max)
-        check_number("max_scale", self.max_scale, low=0, high=high, low_open=True)
-        check_number("min_scale", self.min_scale, low=0, high=self.max_scale, low_open=True)
+__all__ = ["AutoScale", "LayerScale", "check_layer_scales", "check_scale"]
 
 
 @dataclass(frozen=True)
 class LayerScale:
-    """A layer's first scale with a rule of its own; what is None is as the scaler says.
+    """Sets the first scale of a layer and its growth rule; None means the scaler's value.
 
     Attributes:
-        scale: The scale to begin with.
+        scale: First scale.
         growth_factor: Multiplies it after ``growth_interval`` finite steps in a row; 1: fixed.
         backoff_factor: Multiplies it after a step that was not finite in this layer; 1: fixed.
         growth_interval: Number of steps.
@@ -59,11 +32,26 @@ class LayerScale:
     min_scale: float | None = None
     max_scale: float | None = None
 
-    def rule(self, default: Rule) -> Rule:
-        """This layer's rule, where the scaler's is ``default``."""
-        names = Rule.__dataclass_fields__
-        own = {name: getattr(self, name) for name in names}
-        return Rule(**{k: getattr(default, k) if v is None else v for k, v in own.items()})
+    def with_defaults(self, rule: "LayerScale") -> "LayerScale":
+        """Replaces each None by the value of another rule."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return replace(rule, **given).checked()
+
+    def checked(self) -> "LayerScale":
+        """Checks that all values are in range, and returns this rule."""
+        given = asdict(self)
+        check_number("growth_factor", given["growth_factor"], low=1)
+        check_number("backoff_factor", given["backoff_factor"], low=0, high=1, low_open=True)
+        check_count("growth_interval", given["growth_interval"])
+        largest = float(torch.finfo(torch.float32).max)
+        high = check_number("max_scale", given["max_scale"], low=0, high=largest, low_open=True)
+        check_number("min_scale", given["min_scale"], low=0, high=high, low_open=True)
+        return self
+
+    def may_rest_at_one(self, auto: bool) -> bool:
+        """Tells whether a scale of one may stay one: it is fixed, or automatic."""
+        rests = auto or self.growth_factor == self.backoff_factor == 1.0
+        return rests and (self.min_scale or 0.0) <= 1.0 <= (self.max_scale or math.inf)
 
 
 @dataclass(frozen=True)
@@ -108,22 +96,18 @@ class AutoScale:
         check_count("AutoScale.warmup", self.warmup, low=0)
 
     def due(self, step: int) -> bool:
-        """Whether the step of this number, from zero, is measured."""
+        """Tells whether the step of this number, from zero, is measured."""
         return step < self.warmup or step % self.every == 0
 
 
 def check_scale(name: str, scale: Any) -> float:
-    """Returns a scale that float32 can hold, and its reciprocal too."""
+    """Returns a scale if float32 can hold both it and its reciprocal."""
     tiny = float(torch.finfo(torch.float32).tiny)
     return check_number(name, scale, low=0, high=1 / tiny, low_open=True)
 
 
 def check_layer_scales(layer_scales: Any) -> dict[str, LayerScale] | AutoScale:
-    """Brings what the user handed in into one form.
-
-    Raises:
-        InputError: If it is of another kind, or a scale is not a positive finite number.
-    """
+    """Brings the argument ``layer_scales`` into one of two forms."""
     if isinstance(layer_scales, AutoScale):
         return layer_scales
     if layer_scales == "auto":
@@ -134,9 +118,9 @@ def check_layer_scales(layer_scales: Any) -> dict[str, LayerScale] | AutoScale:
             f"or an AutoScale. Found {type(layer_scales).__name__} "
             f"`{' '.join(repr(layer_scales).split())[:60]}`. Remedy: {{'blocks.*': 2**8}}."
         )
-    found = {}
+    checked = {}
     for pattern, value in layer_scales.items():
         layer = value if isinstance(value, LayerScale) else LayerScale(value)
         check_scale(f"layer_scales[{pattern!r}]", layer.scale)
-        found[str(pattern)] = layer
-    return found
+        checked[str(pattern)] = layer
+    return checked

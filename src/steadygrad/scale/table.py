@@ -1,10 +1,12 @@
-"""The scales of all layers, and what backward passes find out about them: tensors on one device."""
+"""The table of scales: one row for each layer, as tensors on one device."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from steadygrad._checks import InputError, check_count, check_number, shown
 from steadygrad.formulas.exponents import BINS
 from steadygrad.formulas.loss_scaling import (
     Growth,
@@ -14,167 +16,193 @@ from steadygrad.formulas.loss_scaling import (
     total_scales,
 )
 from steadygrad.scale.layers import Layers
-from steadygrad.scale.options import AutoScale, Rule
+from steadygrad.scale.options import AutoScale, LayerScale, check_scale
 
-__all__ = ["ScaleTable"]
+__all__ = ["ScaleTable", "check_saved_count"]
+
+# Keys of a saved row, and the tensors that they come from.
+_COLUMNS = {"scale": "own", "growth_tracker": "tracker", "overflows": "overflows"}
 
 
 class ScaleTable:
-    """One row for each layer, the loss first.
+    """Holds the scales of all layers, and what a step's backward passes detect; row 0 is the loss.
 
     The tensors are made once and changed in place: a compiled step and a CUDA graph keep seeing
-    them. What a backward pass finds comes back as the gradient of ``flags`` and ``gauges``, leaves
-    that the boundaries take part in with; so it needs no side effect, adds up over micro-batches,
-    and happens once under activation checkpointing.
+    them. What a backward pass detects arrives as the gradient of leaf tensors that take part in
+    each boundary. So it needs no side effect, adds up over micro-batches, and happens once under
+    activation checkpointing.
 
     Args:
         layers: The layers.
-        scales: Their own scales.
-        rules: How these move.
-        device: Where the tensors live.
+        rules: First scale and growth rule of each layer.
+        device: Device of the tensors.
 
     Attributes:
-        own: Scales, with shape ``(layers)``; changes in ``update``.
-        inverse: Their reciprocals.
-        totals: What each layer's gradients are multiplied by.
-        inverse_totals: Their reciprocals.
+        own: Scales, float32 with shape ``(layers)``; ``inverse`` holds their reciprocals.
+        totals: Product of each layer's scale and those around it; ``inverse_totals`` likewise.
         tracker: Finite steps in a row, int32.
-        overflows: How often something not finite arose in each layer, int64.
-        found: Whether something not finite has passed a boundary out of each layer in this step.
-        seen: Counts of exponents at the boundaries, with shape ``(layers, BINS)``.
-        measuring: Whether the passes now under way count exponents.
-        home: Index of the layer that each one counts as, with shape ``(layers)``; None: itself.
+        overflows: Number of steps with a value that was not finite, int64.
+        nonfinite: How many non-finite gradients left each layer through its boundary in this step.
+        counts: Exponents at the boundaries in this step, with shape ``(layers, BINS)``.
+        nonfinite_leaves: A leaf for each row, whose gradient is that row of ``nonfinite``.
+        count_leaves: A leaf for each row, whose gradient is that row of ``counts``.
+        measuring: Whether backward passes count exponents.
+        merged: Indices of layers that count as part of the layer around them.
     """
 
-    def __init__(
-        self,
-        layers: Layers,
-        scales: Sequence[float],
-        rules: Sequence[Rule],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, layers: Layers, rules: Sequence[LayerScale], device: torch.device) -> None:
+        count, rows = len(rules), range(len(rules))
         self.names = [layer.name for layer in layers.layers]
         self.rules = list(rules)
-        self.parent = torch.tensor([layer.parent for layer in layers.layers], device=device)
-        self._around = torch.tensor(layers.around(), device=device)
-        self._growth = growth_of(rules, device)
+        self._layers, self._growth = layers, _growth_columns(rules, device)
+        self._parent = torch.tensor([layer.parent for layer in layers.layers], device=device)
+        chains = [set(layers.chain(i)) for i in rows]
+        self._around = torch.tensor([[j in chain for j in rows] for chain in chains], device=device)
+        scales = [rule.scale for rule in rules]
         self.own = torch.tensor(scales, dtype=torch.float32, device=device)
-        self.inverse = self.own.clone()
-        self.tracker = torch.zeros(len(rules), dtype=torch.int32, device=device)
-        self.overflows = torch.zeros(len(rules), dtype=torch.int64, device=device)
-        self.found = torch.zeros(len(rules), device=device)
-        self.seen = torch.zeros(len(rules), BINS, device=device)
-        self._rows = self.found.unbind(), self.seen.unbind()
-        self.flags = [_leaf(row) for row in self._rows[0]]
-        self.gauges = [_leaf(row) for row in self._rows[1]]
-        self.enabled, self.measuring, self._gauged = True, False, False
-        self.home: Tensor | None = None
-        self.totals, self.inverse_totals = self.own.clone(), self.own.clone()
-        self.changed()
+        self.inverse, self.totals = self.own.clone(), self.own.clone()
+        self.inverse_totals = self.own.clone()
+        self.tracker = torch.zeros(count, dtype=torch.int32, device=device)
+        self.overflows = torch.zeros(count, dtype=torch.int64, device=device)
+        self.nonfinite = torch.zeros(count, device=device)
+        self.counts = torch.zeros(count, BINS, device=device)
+        self._rows = (*self.nonfinite.unbind(), *self.counts.unbind())
+        leaves = [_leaf(row) for row in self._rows]
+        self.nonfinite_leaves, self.count_leaves = leaves[:count], leaves[count:]
+        self.enabled, self.measuring = True, False
+        self.merged: set[int] = set()
+        self._merged_into = torch.arange(count, device=device)
+        self.set_scales(self.own)
 
-    def leave_out(self, indices: Collection[int], layers: Layers) -> None:
-        """Makes layers, whose own scales are one, part of what lies around them."""
-        rows = range(len(layers.layers))
-        home = [next(j for j in layers.chain(i) if j not in indices) for i in rows]
-        self.home = torch.tensor(home, device=self.own.device)
-
-    def at_home(self, rows: Tensor) -> Tensor:
-        """Adds the rows of layers that were left out to those around them."""
-        return rows if self.home is None else torch.zeros_like(rows).index_add_(0, self.home, rows)
-
-    def changed(self) -> None:
-        """To be called after ``own`` was written to."""
+    def set_scales(self, own: Tensor) -> None:
+        """Writes the scales, with shape ``(layers)``, their reciprocals and their products."""
+        self.own.copy_(own)
         # As torch does it: the quotient is rounded once.
-        self.inverse.copy_(_wide(self.own).reciprocal())
+        self.inverse.copy_(_widened(self.own).reciprocal())
         self.totals.copy_(total_scales(self.own, self._around))
-        self.inverse_totals.copy_(_wide(self.totals).reciprocal())
+        self.inverse_totals.copy_(_widened(self.totals).reciprocal())
+
+    def merge(self, indices: Collection[int]) -> None:
+        """Counts layers, whose own scales are one, as part of the layers around them."""
+        self.merged |= set(indices)
+        into = [
+            next(j for j in self._layers.chain(i) if j not in self.merged)
+            for i in range(len(self.names))
+        ]
+        self._merged_into = torch.tensor(into, device=self.own.device)
+
+    def merge_rows(self, rows: Tensor) -> Tensor:
+        """Adds the rows of merged layers to those around them; with shape ``(layers, *)``."""
+        if not self.merged:
+            return rows
+        return torch.zeros_like(rows).index_add_(0, self._merged_into, rows)
 
     def collect(self) -> None:
-        """Brings what was found into ``found`` and ``seen``, if it is not there already."""
-        _gather(self.flags, self._rows[0])
-        if self._gauged:
-            _gather(self.gauges, self._rows[1])
+        """Copies the leaves' gradients to their rows, where they are not the rows themselves."""
+        leaves = (*self.nonfinite_leaves, *self.count_leaves)
+        for leaf, row in zip(leaves, self._rows, strict=True):
+            gradient = leaf.grad
+            # backward(create_graph=True) does not add in place.
+            if gradient is not row:
+                if gradient is not None:
+                    row.copy_(gradient.detach())
+                leaf.grad = row
 
     def clear(self) -> None:
-        """Forgets what this step's backward passes have found."""
+        """Forgets what this step's backward passes have detected."""
         self.collect()
-        self.found.zero_()
-        if self._gauged:
-            self.seen.zero_()
-        self._gauged = self.measuring
-
-    def measure(self, active: bool) -> None:
-        """Says whether the passes to come count exponents."""
-        self.measuring, self._gauged = active, self._gauged or active
+        self.nonfinite.zero_()
+        self.counts.zero_()
 
     @torch.no_grad()
-    def update(
-        self,
-        found: Tensor,
-        bad: float | None,
-        histograms: Tensor | None,
-        auto: AutoScale | None,
-    ) -> None:
+    def update(self, nonfinite: Tensor, counts: Tensor | None, auto: AutoScale | None) -> None:
         """Moves the scales.
 
         Args:
-            found: Whether something not finite arose in each layer, with shape ``(layers)``.
-            bad: Whether it did in any; None: the host would have to wait to know.
-            histograms: This step's exponents, with shape ``(layers, BINS)``, if it was measured.
+            nonfinite: Whether a value in each layer was not finite, with shape ``(layers)``.
+            counts: This step's exponents, with shape ``(layers, BINS)``, if it was measured.
             auto: How scales follow them, if they do.
         """
-        if histograms is None and bad == 0 and (self.tracker + 1 < self._growth.interval).all():
-            # All stay as they are.
-            self.tracker.add_(1)
-            return
-        own, tracker = next_scales(self.own, self.tracker, found, self._growth)
-        if auto is not None and histograms is not None:
+        own, tracker = next_scales(self.own, self.tracker, nonfinite, self._growth)
+        if auto is not None and counts is not None:
             shift = followed_shift(
-                histograms, underflow=auto.underflow, headroom=auto.headroom, dtype=auto.dtype
+                counts, underflow=auto.underflow, headroom=auto.headroom, dtype=auto.dtype
             )
-            shift = shift if self.home is None else shift[self.home]
-            moved = torch.ldexp(self.own, relative_shift(shift, self.parent))
-            moved = moved.clamp(self._growth.low, self._growth.high).to(own)
-            # What has been measured says more than a flag, unless it says nothing.
-            own = torch.where(found & (moved >= self.own), own, moved)
-        self.own.copy_(own)
+            relative = relative_shift(shift[self._merged_into], self._parent)
+            moved = torch.ldexp(self.own, relative)
+            moved = moved.clamp(self._growth.min_scale, self._growth.max_scale).to(own)
+            # A measurement says more than a flag, unless nothing was measured.
+            own = torch.where(nonfinite & (moved >= self.own), own, moved)
+        self.set_scales(own)
         self.tracker.copy_(tracker)
-        self.overflows.add_(found)
-        self.changed()
+        self.overflows.add_(nonfinite)
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """Lists each layer's scale, finite steps and overflows by name; waits for the device."""
+        columns = {key: getattr(self, column).tolist() for key, column in _COLUMNS.items()}
+        return {
+            name: {key: values[i] for key, values in columns.items()}
+            for i, name in enumerate(self.names)
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Loads what :meth:`state_dict` returned, whatever the order of the layers.
+
+        Raises:
+            InputError: If it is of other layers or damaged; the table is as it was.
+        """
+        names = set(map(str, saved)) if isinstance(saved, Mapping) else set()
+        missing, other = sorted({*self.names} - names), sorted(names - {*self.names})
+        if missing or other:
+            raise InputError(
+                "Expected a state of the layers that are scaled now. Found one without "
+                f"{missing} and with {other}. Remedy: build the scaler with the same layer_scales."
+            )
+        rows = [_checked_row(name, saved[name]) for name in self.names]
+        columns = {key: [row[key] for row in rows] for key in _COLUMNS}
+        self.set_scales(torch.tensor(columns["scale"]).to(self.own))
+        self.tracker.copy_(torch.tensor(columns["growth_tracker"]))
+        self.overflows.copy_(torch.tensor(columns["overflows"]))
 
 
-def growth_of(rules: Sequence[Rule], device: torch.device) -> Growth:
-    """One tensor for each column of the rules."""
+def _checked_row(name: str, row: Any) -> dict[str, Any]:
+    where = f"state_dict['layers'][{name!r}]"
+    if not (isinstance(row, Mapping) and _COLUMNS.keys() <= row.keys()):
+        raise InputError(
+            f"Expected a mapping with {list(_COLUMNS)} in {where}. Found {shown(row)}. "
+            "Remedy: hand in what state_dict() returned."
+        )
+    check_scale(f"{where}['scale']", row["scale"])
+    check_saved_count(f"{where}['growth_tracker']", row["growth_tracker"], bits=31)
+    check_saved_count(f"{where}['overflows']", row["overflows"])
+    return dict(row)
 
-    def column(name: str, dtype: torch.dtype) -> Tensor:
+
+def check_saved_count(name: str, count: Any, bits: int = 63) -> int:
+    """Returns a saved count if a signed integer of so many bits and one more can hold it."""
+    check_number(name, check_count(name, count, low=0), high=2**bits - 1)
+    return int(count)
+
+
+def _growth_columns(rules: Sequence[LayerScale], device: torch.device) -> Growth:
+    """Makes a tensor of each field of the rules."""
+    wide = torch.float32 if device.type == "mps" else torch.float64
+
+    def column(name: str) -> Tensor:
+        dtype = torch.int32 if name == "growth_interval" else wide
         return torch.tensor([getattr(rule, name) for rule in rules], dtype=dtype, device=device)
 
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    return Growth(
-        factor=column("growth_factor", wide),
-        backoff=column("backoff_factor", wide),
-        interval=column("growth_interval", torch.int32),
-        low=column("min_scale", wide),
-        high=column("max_scale", wide),
-    )
-
-
-def _gather(leaves: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-    # backward(create_graph=True) does not add in place.
-    for leaf, row in zip(leaves, rows, strict=True):
-        gradient = leaf.grad
-        if gradient is not row:
-            if gradient is not None:
-                row.copy_(gradient.detach())
-            leaf.grad = row
+    return Growth(*map(column, Growth._fields))
 
 
 def _leaf(row: Tensor) -> Tensor:
-    """A leaf whose gradient is added up in a row."""
+    """Makes a leaf whose gradient is accumulated in a row of the table."""
     leaf = torch.zeros_like(row, requires_grad=True)
     leaf.grad = row
     return leaf
 
 
-def _wide(scales: Tensor) -> Tensor:
+def _widened(scales: Tensor) -> Tensor:
+    # float64 does not exist on Apple's GPUs.
     return scales if scales.device.type == "mps" else scales.to(torch.float64)

@@ -42,8 +42,8 @@ def test_scales_move_by_the_rule():
 
 
 def test_a_scale_does_not_grow_into_infinity():
-    rule = growth()._replace(high=torch.full((3,), torch.inf, dtype=torch.float64))
-    rule = rule._replace(interval=torch.ones(3, dtype=torch.int32))
+    rule = growth()._replace(max_scale=torch.full((3,), torch.inf, dtype=torch.float64))
+    rule = rule._replace(growth_interval=torch.ones(3, dtype=torch.int32))
     own = torch.tensor([3e38, 3e38, 3e38])
     moved, _ = next_scales(own, torch.zeros(3, dtype=torch.int32), torch.zeros(3) > 0, rule)
     assert torch.equal(moved, own)

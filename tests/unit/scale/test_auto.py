@@ -105,6 +105,6 @@ def test_a_flag_counts_where_the_measurement_says_nothing():
     _, scaler = run(1.0, steps=5)
     table, auto = scaler._table, AutoScale()
     before = table.own.clone()
-    found = torch.tensor([False, True, False, False])
-    table.update(found, 1.0, torch.zeros(4, table.seen.shape[1]), auto)
+    nonfinite = torch.tensor([False, True, False, False])
+    table.update(nonfinite, torch.zeros(4, table.counts.shape[1]), auto)
     assert torch.equal(table.own, before * torch.tensor([1.0, 0.5, 1.0, 1.0]))

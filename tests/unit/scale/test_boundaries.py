@@ -5,7 +5,9 @@ import torch
 
 from steadygrad.optim import LANS
 from steadygrad.scale import LayerwiseGradScaler
+from tests.unit.scale.topologies import Record
 from tests.unit.scale.training import SCALES, Poison, loss_on, make, train_step
+from tests.unit.test_nests import HIDDEN, KINDS
 
 
 class Shrink(torch.nn.Linear):
@@ -105,7 +107,7 @@ def test_sees_an_overflow_in_a_pass_that_makes_a_graph():
     scaler.update()
     assert scaler.culprits() == [""]
     # And the next step begins anew.
-    assert not scaler._table.found.any()
+    assert not scaler._table.nonfinite.any()
     for parameter in model.parameters():
         parameter.grad = None  # it holds a graph that holds it
 
@@ -173,3 +175,75 @@ def test_batched_gradients_pass():
     rows = [torch.autograd.grad(out, x, row, retain_graph=True)[0] for row in torch.eye(2)]
     assert torch.equal(whole, torch.stack(rows))
     assert torch.equal(whole[:, 0], model[0].weight)
+
+
+class Returns(torch.nn.Linear):
+    """Returns a nest, and takes one."""
+
+    def __init__(self, make_nest, value_of):
+        super().__init__(4, 4)
+        self.make_nest, self.value_of = make_nest, value_of
+
+    def forward(self, nest):
+        return self.make_nest(super().forward(self.value_of(nest)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_in_every_kind_of_nest_are_the_plain_ones(kind):
+    """Which are those that `LossBalancer.fork` takes, too."""
+    make_nest, value_of = KINDS[kind]
+
+    def gradients(scales):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(Returns(make_nest, value_of) for _ in range(3)))
+        scaler = LayerwiseGradScaler(model, scales)
+        nest = make_nest(torch.ones(2, 4, requires_grad=True))
+        scaler.scale(value_of(model(nest)).square().sum()).backward()
+        scaler.unscale_(torch.optim.SGD(model.parameters()))
+        return [parameter.grad for parameter in model.parameters()]
+
+    for found, expected in zip(gradients({"0": 4.0, "1": 8.0}), gradients({}), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_gradients_in_packed_sequences_are_the_plain_ones():
+    def gradients(scales):
+        torch.manual_seed(0)
+        model = torch.nn.ModuleDict({"embed": torch.nn.Linear(4, 4), "rnn": torch.nn.LSTM(4, 3)})
+        scaler = LayerwiseGradScaler(model, scales)
+        x = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 4), torch.ones(2, 4)])
+        x = x._replace(data=model["embed"](x.data))
+        out, _ = model["rnn"](torch.nn.utils.rnn.PackedSequence(*x))
+        scaler.scale(out.data.square().sum()).backward()
+        scaler.unscale_(torch.optim.SGD(model.parameters()))
+        return [parameter.grad for parameter in model.parameters()]
+
+    for found, expected in zip(gradients({"rnn": 8.0}), gradients({}), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_outputs_that_cannot_be_taken_apart_are_refused(kind):
+    make_nest, remedy = HIDDEN[kind]
+    model = torch.nn.Sequential(Returns(make_nest, lambda tensor: tensor))
+    LayerwiseGradScaler(model, {"0": 2.0})
+    with pytest.raises(ValueError, match=rf"an output of '0' to be .*{remedy}"):
+        model(torch.ones(2, 4))
+
+
+def test_a_tensor_of_a_data_class_that_is_changed_in_place_is_handed_back():
+    class Doubles(torch.nn.Module):
+        def forward(self, record):
+            record.value.mul_(2)
+
+    def outcome(scales):
+        torch.manual_seed(0)
+        model = torch.nn.ModuleDict({"first": torch.nn.Linear(4, 4), "doubles": Doubles()})
+        LayerwiseGradScaler(model, scales)
+        record = Record(model["first"](torch.ones(2, 4)))
+        model["doubles"](record)
+        record.value.square().sum().backward()
+        return record.value.detach(), model["first"].weight.grad
+
+    for found, expected in zip(outcome({"doubles": 4.0}), outcome({}), strict=True):
+        assert torch.equal(found, expected)

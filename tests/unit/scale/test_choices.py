@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler
-from steadygrad.scale.layers import parts_of
+from steadygrad.scale.choose import parts_of
 from tests.unit.scale.topologies import Block, Tied, TiedWhole
 from tests.unit.scale.training import Model
 
@@ -179,8 +179,10 @@ OPTION_ERRORS = {
 
 @pytest.mark.parametrize("name", OPTION_ERRORS)
 def test_refuses_options(name):
+    model = Model()
     with pytest.raises(ValueError, match=f"Parameter `{name}`.*Remedy: "):
-        LayerwiseGradScaler(Model(), {"a": 2.0}, **OPTION_ERRORS[name])
+        LayerwiseGradScaler(model, {"a": 2.0}, **OPTION_ERRORS[name])
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 AUTO_ERRORS = {
@@ -200,7 +202,7 @@ def test_refuses_automatic_options(told):
 
 
 def test_refuses_something_that_is_no_model():
-    with pytest.raises(ValueError, match=r"Found dict\. Remedy: hand in the model first"):
+    with pytest.raises(ValueError, match=r"of type dict\. Remedy: hand in the model first"):
         LayerwiseGradScaler({"a": 2.0}, Model())
 
 
@@ -215,5 +217,7 @@ def test_refuses_tensors_hidden_in_objects():
 
     model = nn.Sequential(Boxed(4, 4))
     LayerwiseGradScaler(model, {"0": 2.0})
-    with pytest.raises(ValueError, match=r"Box\.value, an output of '0'\. Remedy: torch"):
+    with pytest.raises(
+        ValueError, match=r"an output of '0' to be .* a Box .* Remedy: `vars\(y\)`.* torch"
+    ):
         model(torch.ones(2, 4))

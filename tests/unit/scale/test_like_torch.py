@@ -113,15 +113,49 @@ def test_misuse_is_told():
     with pytest.raises(RuntimeError, match="without a closure"):
         scaler.step(optimizer, lambda: None)
     scaler.update()
-    for bad, told in (
-        ({}, "Found the keys"),
-        ({"layers": {"": {}}, "steps": 0, "skipped": 0}, "without \\['a', 'b', 'b.1'\\]"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            scaler.load_state_dict(bad)
-    state = scaler.state_dict()
-    state["layers"]["b"]["scale"] = -1.0
+
+
+def damaged(key, value):
+    def change(state):
+        if key in state:
+            state[key] = value
+        else:
+            state["layers"]["b"][key] = value
+        return state
+
+    return change
+
+
+DAMAGED = {
+    "empty": (lambda state: {}, "Found the keys"),
+    "other layers": (
+        lambda state: {**state, "layers": {"": {}}},
+        "without \\['a', 'b', 'b.1'\\]",
+    ),
+    "no layers": (damaged("layers", None), "without \\['', 'a'"),
+    "no mapping": (lambda state: {**state, "layers": {**state["layers"], "a": 3}}, "Found 3"),
+    "negative scale": (damaged("scale", -1.0), "'b'"),
+    "scale that is no number": (damaged("scale", float("nan")), "'b'"),
+    "negative tracker": (damaged("growth_tracker", -1), "'b'"),
+    "fraction": (damaged("overflows", 1.5), "'b'"),
+    "negative steps": (damaged("steps", -3), "steps"),
+    "past int32": (damaged("growth_tracker", 2**31), "'b'"),
+    "past int64": (damaged("overflows", 2**63), "'b'"),
+    "steps past int64": (damaged("skipped", 2**70), "skipped"),
+    "text": (damaged("skipped", "3"), "skipped"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_state_changes_nothing(case):
+    change, told = DAMAGED[case]
+    model, optimizer = make()
+    scaler = LayerwiseGradScaler(model, SCALES, growth_interval=2)
     before = scaler.state_dict()
-    with pytest.raises(ValueError, match="'b'"):
-        scaler.load_state_dict(state)
-    assert scaler.state_dict() == before
+    train_step(model, optimizer, scaler, 0)
+    train_step(model, optimizer, scaler, 1)
+    now = scaler.state_dict()
+    with pytest.raises(ValueError, match=told) as error:
+        scaler.load_state_dict(change(before))
+    assert "Remedy: " in str(error.value)
+    assert scaler.state_dict() == now

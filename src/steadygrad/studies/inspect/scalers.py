@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler
-from steadygrad.scale.layers import parts_of
+from steadygrad.scale.choose import parts_of
 
 __all__ = ["FIRST_SCALE", "follow_one_scale", "given_scales", "searched_scales"]
 

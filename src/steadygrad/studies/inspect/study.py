@@ -19,7 +19,7 @@ from steadygrad.record.schema.inspect import (
     Settings,
     layers_of,
 )
-from steadygrad.scale.layers import parts_of
+from steadygrad.scale.choose import parts_of
 from steadygrad.studies.inspect.diagnosis import by_phase, diagnose, propose, shares_of
 from steadygrad.studies.inspect.explain import code, explain
 from steadygrad.studies.inspect.scalers import given_scales

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler, usage
+from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler, audit
 from tests.unit.scale.topologies import Block
 from tests.unit.scale.training import SCALES, make, train_step
 
@@ -159,8 +159,8 @@ def test_no_alarm_for_parametrized_weights_or_a_second_scaler():
 
 
 def test_looks_in_the_first_step_only_and_again_at_other_parameters(monkeypatch):
-    looks, walk = [], usage._walk
-    monkeypatch.setattr(usage, "_walk", lambda *args: looks.append(1) or walk(*args))
+    looks, walk = [], audit._walk
+    monkeypatch.setattr(audit, "_walk", lambda *args: looks.append(1) or walk(*args))
     model, optimizer = make()
     scaler = LayerwiseGradScaler(model, SCALES)
     for step in range(3):
@@ -220,3 +220,35 @@ def test_only_what_float16_can_have_cut_off_is_counted():
 def test_automatic_scales_leave_alone_what_float16_cannot_cut_off():
     scales = islands(AutoScale(layers=("first", "norm")), 4).get_scales()
     assert scales["first"] * scales[""] == 1.0
+
+
+class Transposed(nn.Module):
+    """Its weight is seen through views before and after autocast casts it."""
+
+    def __init__(self, views):
+        super().__init__()
+        self.lin, self.views = nn.Linear(6, 6, bias=False), views
+
+    def forward(self, x):
+        return F.linear(x, self.views(self.lin.weight))
+
+
+VIEWS = {
+    "none": (lambda weight: weight, 36),
+    "transposed": (lambda weight: weight.t(), 36),
+    "viewed": (lambda weight: weight.view(2, 3, 6).flatten(0, 1).contiguous(), 36),
+    "squared": (lambda weight: weight.square() + weight, 0),
+}
+
+
+@pytest.mark.parametrize("case", VIEWS)
+def test_gradients_that_were_cast_are_found_behind_views(case):
+    views, count = VIEWS[case]
+    model = nn.Sequential(Transposed(views))
+    scaler = LayerwiseGradScaler(model, {"0": 2.0})
+    scaler.measure()
+    with torch.autocast("cpu", torch.float16):
+        loss = model(torch.ones(2, 6)).float().sum()
+    scaler.scale(loss).backward()
+    scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert scaler.measured.weights.sum() == count

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from steadygrad._checks import InputError
-from steadygrad.scale.build import bound, set_up
-from steadygrad.scale.findings import Findings, MeasuredExponents
-from steadygrad.scale.gradients import known
-from steadygrad.scale.options import AutoScale, LayerScale, Rule, check_scale
-from steadygrad.scale.state import read_state, table_state
-from steadygrad.scale.usage import Usage
+from steadygrad._checks import InputError, check_type
+from steadygrad.scale.audit import GraphAudit
+from steadygrad.scale.boundary import ScaleHooks
+from steadygrad.scale.choose import choose_layers
+from steadygrad.scale.options import AutoScale, LayerScale, check_layer_scales, check_scale
+from steadygrad.scale.table import ScaleTable, check_saved_count
+from steadygrad.scale.unscale import MeasuredExponents, StepUnscaler
 
 __all__ = ["LayerwiseGradScaler"]
 
@@ -41,10 +41,10 @@ class LayerwiseGradScaler:
     step is left out for all layers on all processes, and that layer's scale backs off. With
     ``layer_scales={}`` and an ``init_scale`` this is ``torch.amp.GradScaler``, to the bit.
 
-    No forward pass may lie on the other side of an ``update`` from its backward pass. Nothing
-    waits for the device, but for ``step`` with an optimizer that cannot skip a step by itself, as
-    in torch; ``fused=True`` optimizers of torch and those of steadygrad can. Build the scaler
-    before a compiled model is called for the first time.
+    Do not call ``update`` between a forward pass and its backward pass. Nothing waits for the
+    device but ``step`` with an optimizer that cannot skip a step by itself, as in torch;
+    ``fused=True`` optimizers of torch and those of steadygrad can. Build the scaler before a
+    compiled model is called for the first time.
 
     Args:
         model: The model. Wrapped, sharded or compiled before or after.
@@ -60,8 +60,12 @@ class LayerwiseGradScaler:
         init_scale: First scale of the loss, around all layers; it moves by the same rule. None:
             the loss is not scaled, but with ``"auto"`` its scale begins at 1.
         process_group: Processes that must skip a step together, by one collective a step:
-            ``"all"``, a process group, or None for this one alone.
+            ``"all"``, a process group, or None for this one alone. They may have other layers, as
+            the stages of a pipeline do; layers of one name count as one.
         enabled: False: every method does what it would without scaling.
+
+    Attributes:
+        skipped: Number of steps skipped because a value was not finite, with shape ``()``.
 
     Raises:
         InputError: If an argument is wrong, a pattern matches nothing, or a parameter would be
@@ -87,50 +91,47 @@ class LayerwiseGradScaler:
         process_group: Any = "all",
         enabled: bool = True,
     ) -> None:
-        rule = Rule(
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            min_scale=min_scale,
-            max_scale=max_scale,
-        )
-        setup = set_up(model, layer_scales, rule, init_scale)
-        self._layers, self._table, self._auto = setup.layers, setup.table, setup.auto
+        check_type("model", model, nn.Module, "hand in the model first, then the scales")
+        first = 1.0 if init_scale is None else check_scale("init_scale", init_scale)
+        rule = LayerScale(
+            first, growth_factor, backoff_factor, growth_interval, min_scale, max_scale
+        ).checked()
+        checked = check_layer_scales(layer_scales)
+        self._auto = checked if isinstance(checked, AutoScale) else None
+        layers, rules = choose_layers(model, checked, rule, init_scale is not None)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._table = ScaleTable(layers, rules, device)
         self._table.enabled = enabled
-        self._boundaries = bound(self._layers, self._table) if enabled else {}
-        self._steps, self._wanted = 0, False
-        self._skipped = torch.zeros((), dtype=torch.int64, device=self._table.own.device)
-        self._last: Tensor | None = None
-        self._usage = Usage(self._layers, self._table, self._auto is not None)
-        self._findings = Findings(
-            self._layers, self._table, self._boundaries, self._usage, process_group
-        )
-        self._begin()
+        chosen = range(1, len(layers.layers)) if enabled else ()
+        self._hooks = {index: ScaleHooks(index, layers, self._table) for index in chosen}
+        trackers = {index: hooks.tracker for index, hooks in self._hooks.items()}
+        self._audit = GraphAudit(layers, self._table, self._auto is not None, trackers)
+        self._unscaler = StepUnscaler(layers, self._table, self._audit, process_group)
+        self._steps, self._measure_all = 0, False
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._last_nonfinite: Tensor | None = None
+        self._begin_step()
+        for hooks in self._hooks.values():
+            hooks.attach()
 
-    def _begin(self) -> None:
-        """Starts a step."""
-        self._usage.done()
-        self._findings.begin()
-        self.measure(self._wanted)
-
-    @property
-    def skipped(self) -> Tensor:
-        """Steps left out because a value was not finite, with shape ``()``."""
-        return self._skipped
+    def _begin_step(self) -> None:
+        self._audit.end_step()
+        self._unscaler.begin()
+        self.measure(self._measure_all)
 
     @property
     def measured(self) -> MeasuredExponents | None:
         """Exponents of the last measured step; None before there is one."""
-        return self._findings.measured
+        return self._unscaler.measured
 
     def measure(self, active: bool = True) -> None:
-        """Says whether all passes to come are measured; otherwise only ``auto`` decides."""
-        self._wanted = active
+        """Measures all passes to come, or only those of ``auto``; call it on all processes."""
+        self._measure_all = active
         due = self._auto is not None and self._auto.due(self._steps)
-        self._table.measure(self._table.enabled and (due or active))
+        self._table.measuring = self._table.enabled and (due or active)
 
     def scale(self, outputs: Any) -> Any:
-        """Multiplies the loss by its own scale; in the first step its graph is looked at.
+        """Multiplies the loss by its own scale; in the first step it audits the loss's graph.
 
         Args:
             outputs: A tensor, or an iterable of tensors.
@@ -142,7 +143,7 @@ class LayerwiseGradScaler:
         if not self._table.enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            self._usage.look(outputs)
+            self._audit.inspect(outputs)
             return outputs * self._table.own[0].to(outputs.device, non_blocking=True)
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
             scaled = (self.scale(output) for output in outputs)
@@ -153,38 +154,23 @@ class LayerwiseGradScaler:
         )
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divides the gradients by the scales they carry, once a step.
+        """Divides an optimizer's gradients by the scales they carry, once a step.
 
         float16 gradients become float32 where the optimizer keeps float32 masters; elsewhere they
         are rounded to float16, and may be too small for it.
-
-        Args:
-            optimizer: Whose gradients.
 
         Raises:
             RuntimeError: If it was done already, or the step was taken.
             InputError: If a chosen module has a gradient but was not called.
         """
-        if not self._table.enabled:
-            return
-        stage = self._findings.stages.get(id(optimizer))
-        if stage is not None:
-            raise RuntimeError(
-                f"Expected one unscale_() and one step() between two update() calls. Found this "
-                f"optimizer {stage} already. Remedy: call update() at the end of each step."
-            )
-        self._findings.take(optimizer)
+        if self._table.enabled:
+            self._unscaler.unscale(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscales, if that is still to be done, and takes the optimizer's step, or leaves it out.
-
-        Args:
-            optimizer: The optimizer.
-            *args: Handed on.
-            **kwargs: Handed on.
+        """Takes the optimizer's step, or skips it; before, unscales what is not unscaled yet.
 
         Returns:
-            What ``optimizer.step`` returns; None where the step was left out.
+            What ``optimizer.step(*args, **kwargs)`` returns; None where the step was skipped.
 
         Raises:
             RuntimeError: If the step was taken already, or a closure is handed in.
@@ -196,83 +182,81 @@ class LayerwiseGradScaler:
                 "Expected a step without a closure. Found one. Remedy: evaluate the loss before "
                 "scaler.step(optimizer)."
             )
-        if self._findings.stages.get(id(optimizer)) != "unscaled":
+        if self._unscaler.stages.get(optimizer) != "unscaled":
             self.unscale_(optimizer)
-        return self._findings.step(optimizer, *args, **kwargs)
+        return self._unscaler.step(optimizer, *args, **kwargs)
 
     @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Moves the scales; to be called at the end of every step.
+        """Moves the scales; call it at the end of every step.
 
         Args:
             new_scale: A scale for the loss to use from now on; the others stay. Default: every
                 scale moves by its rule.
 
         Raises:
-            RuntimeError: If no gradients were looked at in this step.
+            RuntimeError: If no gradients were unscaled in this step.
         """
         if not self._table.enabled:
             return
-        found = self._findings.found()
+        nonfinite = self._unscaler.nonfinite()
         if new_scale is not None:
             if not isinstance(new_scale, Tensor):
                 check_scale("new_scale", new_scale)
-            self._table.own[0] = new_scale
-            self._table.changed()
-        elif found is None:
+            own = self._table.own.clone()
+            own[0] = new_scale
+            self._table.set_scales(own)
+        elif nonfinite is None:
             raise RuntimeError(
                 "Expected gradients that were unscaled since the last update(). Found none. "
                 "Remedy: call step(optimizer), or unscale_(optimizer), before update()."
             )
         else:
-            self._last, bad = found, known(found.any())
-            self._table.update(found, bad, self._findings.counts, self._auto)
-            if bad != 0:
-                self._skipped += found.any()
+            own_rows = self._unscaler.row_sum.own(nonfinite)
+            self._table.update(own_rows, self._unscaler.counts, self._auto)
+            self._last_nonfinite = nonfinite
+            self.skipped += nonfinite.any()
             self._steps += 1
-        self._begin()
+        self._begin_step()
 
     def get_scale(self) -> float:
-        """The scale of the loss; waits for the device."""
+        """Returns the scale of the loss; waits for the device."""
         return self._table.own[0].item() if self._table.enabled else 1.0
 
     def get_scales(self) -> dict[str, float]:
-        """Each layer's own scale by its name, the loss's by ``""``; waits for the device."""
-        return dict(zip(self._table.names, self._table.own.tolist(), strict=True))
+        """Returns each layer's own scale by name, the loss's by ``""``; waits for the device."""
+        return {name: row["scale"] for name, row in self._table.state_dict().items()}
 
     def left_out(self) -> list[str]:
-        """Layers that count as part of what lies around them: no scale but one would be right.
+        """Lists layers that count as part of those around them; known after the first ``scale``.
 
-        Known after the first ``scale``: with ``"auto"``, or scales that are fixed at one, those
-        with weights or inner values that are used without passing their boundaries.
+        Their weights or inner values are used without passing their boundaries.
         """
-        return [self._table.names[i] for i in sorted(self._usage.left_out)]
+        return [self._table.names[i] for i in sorted(self._table.merged)]
 
     def get_overflows(self) -> dict[str, int]:
-        """In how many steps something not finite arose in each layer; waits for the device."""
-        return dict(zip(self._table.names, self._table.overflows.tolist(), strict=True))
+        """Counts the steps with a non-finite value in each layer; waits for the device."""
+        return {name: int(row["overflows"]) for name, row in self._table.state_dict().items()}
 
     def culprits(self) -> list[str]:
-        """Layers where something not finite arose in the last step; waits for the device.
+        """Lists layers where a value was not finite in the last step; waits for the device.
 
         ``""`` stands for everything outside the chosen modules: the loss, and what lies between.
+        Layers that only other processes have are named, too.
         """
-        bad = [] if self._last is None else self._last.tolist()
-        return [name for name, wrong in zip(self._table.names, bad, strict=False) if wrong]
+        flags = [] if self._last_nonfinite is None else self._last_nonfinite.tolist()
+        return [name for name, bad in zip(self._unscaler.row_sum.names, flags, strict=False) if bad]
 
     def is_enabled(self) -> bool:
-        """Whether gradients are scaled."""
+        """Tells whether gradients are scaled."""
         return self._table.enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, the same on every process; to be saved after ``update``."""
+        """Returns plain numbers, alike on processes with the same layers; save after ``update``."""
         if not self._table.enabled:
             return {}
-        return {
-            "layers": table_state(self._table),
-            "steps": self._steps,
-            "skipped": self._skipped.item(),
-        }
+        layers = self._table.state_dict()
+        return {"layers": layers, "steps": self._steps, "skipped": self.skipped.item()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a saved state; a step that had begun is forgotten.
@@ -281,20 +265,34 @@ class LayerwiseGradScaler:
         sets the loss's scale.
 
         Raises:
-            InputError: If the state is of other layers.
+            InputError: If the state is of other layers, or damaged; then nothing has changed.
         """
         if not self._table.enabled:
             return
-        ours = read_state(self._table, state)
-        if ours is not None:
-            self._steps = int(ours["steps"])
-            self._skipped.fill_(ours["skipped"])
-        self._last = None
-        self._usage.forget()
-        self._begin()
+        if not state.keys() & {"layers", "scale"}:
+            raise InputError(
+                f"Expected a scaler's state. Found the keys {sorted(state)}. Remedy: hand in what "
+                "state_dict() returned while the scaler was enabled."
+            )
+        if "layers" in state:
+            layers = state["layers"]
+        else:
+            loss = {"scale": state["scale"], "growth_tracker": state.get("_growth_tracker", 0)}
+            now = self.state_dict()
+            layers, state = {**now["layers"], "": {**now["layers"][""], **loss}}, now
+        steps, skipped = (
+            check_saved_count(f"state_dict['{name}']", state.get(name, 0))
+            for name in ("steps", "skipped")
+        )
+        self._table.load_state_dict(layers)
+        self._steps = steps
+        self.skipped.fill_(skipped)
+        self._last_nonfinite = None
+        self._audit.reset()
+        self._begin_step()
 
     def remove(self) -> None:
         """Takes every boundary off the model; the scaler must not be used any more."""
-        for boundary in self._boundaries.values():
-            boundary.remove()
+        for hooks in self._hooks.values():
+            hooks.remove()
         self._table.enabled = False

@@ -1,0 +1,95 @@
+"""Parameters that are exchanged after the scaler was built; ids of the old ones are used again."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from steadygrad.scale import LayerwiseGradScaler
+
+LAYERS = 12
+
+
+def exchange_each(model):
+    for layer in model:
+        for name in ("weight", "bias"):
+            setattr(layer, name, nn.Parameter(getattr(layer, name).detach().clone()))
+
+
+def exchange_by_conversion(model):
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        model.double()
+        model.float()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def exchange_by_loading(model):
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def gradients(exchange, order):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS)))
+    scales = {str(i): 2.0 ** (i % 5 + 1) for i in range(LAYERS)}
+    scaler = LayerwiseGradScaler(model, scales, process_group=None)
+    exchange(model)
+    gc.collect()
+    optimizer = torch.optim.SGD(sorted(model.parameters(), key=order), lr=1.0)
+    scaler.scale(model(torch.ones(4, 8)).square().sum()).backward()
+    scaler.unscale_(optimizer)
+    return [parameter.grad for parameter in model.parameters()]
+
+
+ORDERS = {
+    "as registered": lambda parameter: 0,
+    "biases first": lambda parameter: parameter.ndim,
+    "by address": id,
+    "by address, reversed": lambda parameter: -id(parameter),
+    "by last weight": lambda parameter: -parameter.flatten()[-1].item(),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("exchange", [exchange_each, exchange_by_conversion, exchange_by_loading])
+def test_each_is_unscaled_by_its_own_layers_scale(exchange, order):
+    plain = gradients(lambda model: None, ORDERS["as registered"])
+    for found, expected in zip(gradients(exchange, ORDERS[order]), plain, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_parameter_that_moves_to_another_layer_is_unscaled_by_that_ones_scale():
+    """Its object is known and stays alive; an optimizer of other parameters comes first."""
+
+    def moved(scales):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        scaler = LayerwiseGradScaler(model, scales, process_group=None)
+        first, last = model[0].weight, model[2].weight
+        model[0].weight, model[2].weight = last, first
+        scaler.scale(model(torch.ones(4, 8)).square().sum()).backward()
+        scaler.unscale_(torch.optim.SGD(model.parameters(), lr=1.0))
+        return [parameter.grad for parameter in model.parameters()]
+
+    for found, expected in zip(moved({"0": 4.0, "2": 8.0}), moved({}), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_parameters_of_another_model_carry_the_losss_scale_alone():
+    torch.manual_seed(0)
+    model, other = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 1)
+    scaler = LayerwiseGradScaler(model, {"0": 8.0}, init_scale=4.0)
+    optimizer = torch.optim.SGD([*other.parameters(), *model.parameters()], lr=0.0)
+    for _ in range(2):
+        x = torch.ones(2, 4)
+        scaler.scale(other(model(x)).sum()).backward()
+        scaler.unscale_(optimizer)
+        found = [parameter.grad for parameter in optimizer.param_groups[0]["params"]]
+        optimizer.zero_grad()
+        scaler.update()
+        plain = torch.autograd.grad(other(model[0].forward(x)).sum(), [*other.parameters()])
+        for gradient, expected in zip(found, plain, strict=False):
+            assert torch.equal(gradient, expected)
