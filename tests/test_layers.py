@@ -27,6 +27,7 @@ FLOORS = [
     {"averages"},
     {"kernels"},
     {"formulas"},
+    {"_nests"},
     {"_checks", "_studies"},
 ]
 FLOOR_OF = {room: height for height, rooms in enumerate(reversed(FLOORS)) for room in rooms}
