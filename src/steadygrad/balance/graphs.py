@@ -1,4 +1,4 @@
-"""Looks at graphs before anything is computed: what depends on what, and by which way."""
+"""Checks of autograd graphs before anything is computed: which tensor depends on which, and how."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -7,17 +7,17 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from steadygrad._checks import InputError
 
-__all__ = ["check_leaves", "check_losses", "independent"]
+__all__ = ["check_outputs", "check_losses", "independent"]
 
 Edge = tuple[Node, int]
 
 
-def check_leaves(leaves: Sequence[Tensor], heads: Sequence[Tensor]) -> set[Node] | None:
-    """Refuses outputs and heads' parameters that an output is made from: they would count twice.
+def check_outputs(outputs: Sequence[Tensor], heads: Sequence[Tensor]) -> set[Node] | None:
+    """Refuses outputs and head parameters that an output is made from: they would count twice.
 
     Args:
-        leaves: The model's outputs.
-        heads: Parameters of the losses.
+        outputs: The model's outputs.
+        heads: Head parameters.
 
     Returns:
         The nodes upstream of the outputs, or None if there was no need to look.
@@ -25,9 +25,9 @@ def check_leaves(leaves: Sequence[Tensor], heads: Sequence[Tensor]) -> set[Node]
     Raises:
         InputError: If there are such outputs or parameters.
     """
-    if len(leaves) < 2 and not heads:
+    if len(outputs) < 2 and not heads:
         return None
-    ends = {get_gradient_edge(leaf).node for leaf in leaves}
+    ends = {get_gradient_edge(output).node for output in outputs}
     upstream = _behind(ends)
     if not ends.isdisjoint(upstream):
         raise InputError(
@@ -47,23 +47,23 @@ def check_leaves(leaves: Sequence[Tensor], heads: Sequence[Tensor]) -> set[Node]
 
 
 def check_losses(
-    losses: Mapping[str, Tensor], leaves: Sequence[Tensor], upstream: set[Node] | None = None
+    losses: Mapping[str, Tensor], outputs: Sequence[Tensor], upstream: set[Node] | None = None
 ) -> dict[str, int]:
-    """Looks at losses and their graphs before anything is computed.
+    """Checks losses and their graphs before anything is computed.
 
     Args:
         losses: Losses by name.
-        leaves: The model's outputs.
-        upstream: What :func:`check_leaves` gave.
+        outputs: The model's outputs.
+        upstream: The result of :func:`check_outputs`.
 
     Returns:
-        Each loss with how many of the later ones share nodes of its graph.
+        For each loss, how many of the later ones share nodes of its graph.
 
     Raises:
         InputError: If a loss is no scalar, does not depend on the outputs, reaches the model
             beside them, or goes through a reentrant checkpoint.
     """
-    edges = {_edge(leaf) for leaf in leaves}
+    edges = {_edge(output) for output in outputs}
     stops = {node for node, _ in edges}
     graphs: dict[str, set[Node]] = {}
     for name, loss in losses.items():
@@ -84,7 +84,7 @@ def check_losses(
             )
         if not reached <= edges:
             raise _beside(name)
-        # Every way into the model ends at a leaf: without one of its own a loss has no other way.
+        # Every path into the model ends at a leaf: a loss without one of its own has no other path.
         if any(not node.next_functions for node in nodes):
             upstream = _behind(stops) if upstream is None else upstream
             if not nodes.isdisjoint(upstream):
@@ -99,7 +99,7 @@ def check_losses(
 
 
 def independent(name: str) -> InputError:
-    """What to say of a loss that no gradient of the outputs comes from."""
+    """Makes the error for a loss that does not depend on the outputs."""
     return InputError(
         f"Loss {name!r} should depend on `y`. Found a graph in which it does not. Remedy: compute "
         "it from the very tensor handed in as `y`, not from a copy, a detached tensor or another "
@@ -135,7 +135,7 @@ def _edge(tensor: Tensor) -> Edge:
 
 
 def _above(loss: Tensor, stops: set[Node]) -> tuple[set[Node], set[Edge]]:
-    """The nodes between a loss and the outputs, and the edges by which it reaches their nodes."""
+    """Finds the nodes between a loss and the outputs, and the edges by which it reaches the outputs."""
     if not loss.requires_grad:
         return set(), set()
     start = _edge(loss)
@@ -145,14 +145,14 @@ def _above(loss: Tensor, stops: set[Node]) -> tuple[set[Node], set[Edge]]:
 
 
 def _behind(ends: set[Node]) -> set[Node]:
-    """The nodes upstream of the outputs'."""
+    """Finds the nodes upstream of the outputs."""
     starts = [after for end in ends for after, _ in end.next_functions if after is not None]
-    # Once for all of them: a graph has no circles, so no output is upstream of itself.
+    # One walk for all outputs: a graph has no circles, so no output is upstream of itself.
     return _upstream(starts, set())
 
 
 def _upstream(stack: list[Node], stops: set[Node]) -> set[Node]:
-    """All nodes that a backward pass from these would reach, not going on behind ``stops``."""
+    """Finds all nodes that a backward pass from ``stack`` reaches, without going past ``stops``."""
     found: set[Node] = set()
     while stack:
         node = stack.pop()

@@ -1,86 +1,87 @@
-"""A balancer's arguments, as attributes that are live or refuse to be set."""
+"""Options of a balancer: one record, and the properties by which they are read and set."""
 
-from collections.abc import Mapping
-from functools import partial
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor
 
-from steadygrad._checks import check_count, check_number
-from steadygrad.balance.combine import Aggregator, Combiner, load_aggregator
-from steadygrad.balance.join import Join, Outcome
-from steadygrad.balance.settings import Fixed, Live, Shared, flag
-from steadygrad.balance.told import GradScale, check_scale
-from steadygrad.balance.weights import check_weights
-from steadygrad.balance.window import Kind, NormAverages
-from steadygrad.sharding import RankSum
+from steadygrad._checks import InputError, check_type
+from steadygrad.balance.loss_context import GradScale
+from steadygrad.formulas.balance import norms_from_sums
 
-__all__ = ["Options"]
-
-OTHER_NORM = "a new balancer, because averages of one norm are none of another"
-NEW_ONE = "a new balancer, to which `load_state_dict` hands the averages"
+__all__ = ["BalancerOptions", "check_flag", "fixed_option", "live_option"]
 
 
-class Options(nn.Module):
-    """What :class:`LossBalancer` was told; its docstring names the arguments."""
+@dataclass
+class BalancerOptions:
+    """Record of the options that :class:`LossBalancer` documents."""
 
-    balance_grads = Live("core.balance", flag)
-    total_norm = Live("core.total_norm", partial(check_number, low=0, low_open=True))
-    ema_decay = Live("core.averages.steps.decay", partial(check_number, low=0, high=1))
-    eps = Live("core.eps", partial(check_number, low=0))
-    lag = Live("core.averages.lag", flag)
-    monitor = Live("core.monitor", flag)
-    grad_scale = Live("_grad_scale.value", lambda _, scale: check_scale(scale))
-    accumulation_steps = Live("_accumulation_steps", check_count)
-    weights = Fixed[Mapping[str, float]]("core.weights_by_name", "`set_weights({...})`")
-    per_batch_item = Fixed[bool]("core.averages.kind.per_item", OTHER_NORM)
-    batch_independent = Fixed[bool]("core.averages.kind.batch_independent", OTHER_NORM)
-    combine = Fixed[Aggregator | None]("aggregator", NEW_ONE)
-    process_group = Fixed[Any]("core.ranks.members", NEW_ONE)
+    per_batch_item: bool
+    batch_independent: bool
+    balance_grads: bool = True
+    total_norm: float = 1.0
+    eps: float = 1e-12
+    lag: bool = False
+    monitor: bool = False
+    grad_scale: GradScale | None = None
+    accumulation_steps: int = 1
 
-    def __init__(
-        self,
-        weights: Mapping[str, float],
-        balance_grads: bool = True,
-        total_norm: float = 1.0,
-        ema_decay: float = 0.999,
-        per_batch_item: bool = True,
-        eps: float = 1e-12,
-        *,
-        batch_independent: bool = False,
-        lag: bool = False,
-        monitor: bool = False,
-        combine: str | Aggregator | None = None,
-        grad_scale: GradScale | None = None,
-        accumulation_steps: int = 1,
-        process_group: Any = "all",
-    ) -> None:
-        super().__init__()
-        checked = check_weights(weights)
-        kind = Kind(
-            flag("per_batch_item", per_batch_item), flag("batch_independent", batch_independent)
+    def norms(self, sums: Tensor, items: Tensor, ranks: int) -> Tensor:
+        """Computes norms from sums over items, as the two options of the norm say."""
+        return norms_from_sums(
+            sums,
+            items,
+            per_item=self.per_batch_item,
+            batch_independent=self.batch_independent,
+            ranks=ranks,
         )
-        self.aggregator = load_aggregator(combine)
-        self.core = Join(
-            list(checked),
-            NormAverages(len(checked), kind),
-            Combiner(self.aggregator),
-            RankSum(process_group),
-        )
-        self.core.set_weights(list(checked.values()))
-        # In a box, because a scaler that is a module would become a part of this one.
-        self._grad_scale: Shared[GradScale | None] = Shared(None)
-        self.balance_grads, self.total_norm, self.eps = balance_grads, total_norm, eps
-        self.ema_decay, self.lag, self.monitor = ema_decay, lag, monitor
-        self.grad_scale, self.accumulation_steps = grad_scale, accumulation_steps
-        self._last: Outcome | None = None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an option, or raises, also where the value is a module: torch would file that."""
-        if name == "aggregator" and "core" in self._modules:
-            name = "combine"  # what is asked for gradients is not looked up here
-        option = getattr(type(self), name, None)
-        if isinstance(option, Live):
-            option.__set__(self, value)
-        else:
-            super().__setattr__(name, value)
+    def __deepcopy__(self, memo: dict[int, object]) -> "BalancerOptions":
+        """Copies the record but shares the gradient scaler, as copies of a model do."""
+        return copy.copy(self)
+
+
+def live_option(name: str, check: Callable[[str, Any], Any]) -> Any:
+    """Makes a property of an option that may be set between steps.
+
+    Args:
+        name: Field of :class:`BalancerOptions`.
+        check: Given the name and a value, returns the value or raises.
+    """
+
+    def read(balancer: Any) -> Any:
+        return getattr(balancer.core.options, name)
+
+    def write(balancer: Any, value: Any) -> None:
+        setattr(balancer.core.options, name, check(name, value))
+
+    return property(read, write)
+
+
+def fixed_option(name: str, read: Callable[[Any], Any], remedy: str) -> Any:
+    """Makes a property of an option that raises when it is set.
+
+    Args:
+        name: Name of the option.
+        read: Reads it from a balancer.
+        remedy: What to do instead of setting it.
+    """
+
+    def refuse(balancer: Any, value: Any) -> None:
+        raise InputError(
+            f"Attribute `{name}` should be left as it was made. Found it set to {value!r}. "
+            f"Remedy: {remedy}."
+        )
+
+    return property(read, refuse)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Returns ``value`` if it is True or False.
+
+    Raises:
+        InputError: If it is something else.
+    """
+    return check_type(name, value, bool, "True or False")

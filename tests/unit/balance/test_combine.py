@@ -242,7 +242,7 @@ def test_what_torchjd_s_names_may_be(monkeypatch):
             super().__init__()
 
     fake = SimpleNamespace(Aggregator=Aggregator, Known=Known, Needy=Needy, Helper=dict)
-    monkeypatch.setattr("steadygrad.balance.combine.import_module", lambda _: fake)
+    monkeypatch.setattr("steadygrad.balance.aggregators.import_module", lambda _: fake)
     assert isinstance(LossBalancer(WEIGHTS, combine="Known").aggregator, Known)
     for name, match in [
         ("Needy", "no arguments"),

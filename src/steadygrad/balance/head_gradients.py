@@ -1,4 +1,4 @@
-"""Gradients of single losses, each through its own part of the graph only."""
+"""Gradients of single losses, with respect to the outputs and to the parameters of loss heads."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,39 +10,39 @@ from torch import Tensor, nn
 from steadygrad._checks import InputError
 from steadygrad.balance.graphs import independent
 
-__all__ = ["Heads", "Partials", "parameters_of", "part_gradients"]
+__all__ = ["HeadParameters", "PerLossGradients", "head_parameters_of", "loss_gradients"]
 
 
-class Partials(NamedTuple):
-    """Gradients of several losses.
+class PerLossGradients(NamedTuple):
+    """Gradients of several losses, by the losses' names.
 
     Attributes:
-        outputs: For each loss the gradients of the model's outputs.
-        heads: For each loss the gradients of the heads' parameters.
+        outputs: Gradients of the model's outputs.
+        heads: Gradients of the head parameters.
     """
 
     outputs: dict[str, list[Tensor | None]]
     heads: dict[str, list[Tensor | None]]
 
 
-Heads = nn.Module | Tensor | Iterable["nn.Module | Tensor | tuple[str, Tensor]"]
+HeadParameters = nn.Module | Tensor | Iterable["nn.Module | Tensor | tuple[str, Tensor]"]
 
 
-def parameters_of(source: Heads) -> list[Tensor]:
-    """The parameters that want a gradient, each once.
+def head_parameters_of(source: HeadParameters) -> list[Tensor]:
+    """Collects the parameters that require a gradient, each once.
 
     Raises:
-        InputError: If there is something else among them.
+        InputError: If ``source`` holds something else.
     """
     # A parameter shared by two heads must be asked for once.
-    found = {id(p): p for p in _parameters(source) if p.requires_grad}
-    for p in found.values():
+    unique = {id(p): p for p in _parameters(source) if p.requires_grad}
+    for p in unique.values():
         if not p.is_leaf:
             raise InputError(
                 "Parameter `head_parameters` should hold parameters. Found a tensor of shape "
                 f"{tuple(p.shape)} that was computed. Remedy: what it was computed from."
             )
-    return list(found.values())
+    return list(unique.values())
 
 
 def _parameters(source: Any) -> Iterator[Tensor]:
@@ -54,13 +54,13 @@ def _parameters(source: Any) -> Iterator[Tensor]:
         for part in source:
             pair = isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str)
             if not isinstance(part[1] if pair else part, (nn.Module, Tensor)):
-                raise _no_heads(part)
+                raise _not_parameters(part)
             yield from _parameters(part[1] if pair else part)
     else:
-        raise _no_heads(source)
+        raise _not_parameters(source)
 
 
-def _no_heads(found: object) -> InputError:
+def _not_parameters(found: object) -> InputError:
     return InputError(
         "Parameter `head_parameters` should be a module, parameters or pairs of names and "
         f"parameters. Found a {type(found).__name__}. Remedy: `head_parameters=critic`, or "
@@ -68,42 +68,42 @@ def _no_heads(found: object) -> InputError:
     )
 
 
-def part_gradients(
+def loss_gradients(
     losses: Mapping[str, Tensor],
     overlaps: Mapping[str, int],
-    leaves: Sequence[Tensor],
+    outputs: Sequence[Tensor],
     heads: Sequence[Tensor],
     *,
     retain_graph: bool,
-) -> Partials:
+) -> PerLossGradients:
     """Differentiates each loss by itself.
 
     Args:
         losses: Losses by name.
-        overlaps: What :func:`check_losses` gave; a graph that a later loss needs is kept.
-        leaves: The model's outputs.
-        heads: Parameters of the losses.
+        overlaps: The result of :func:`check_losses`; a graph that a later loss needs is kept.
+        outputs: The model's outputs.
+        heads: Head parameters.
         retain_graph: Whether to keep every graph.
 
     Raises:
         InputError: If a loss depends on none of the outputs, or several share a compiled graph.
     """
-    found = Partials({}, {})
-    inputs = [*leaves, *heads]
+    gradients = PerLossGradients({}, {})
+    inputs = [*outputs, *heads]
     for name, shared in overlaps.items():
         keep = retain_graph or shared > 0
-        with _silent(leaves), _donated(name):
+        with _without_hooks(outputs), _compiled_graph_error(name):
             grads = torch.autograd.grad(losses[name], inputs, retain_graph=keep, allow_unused=True)
-        found.outputs[name] = list(grads[: len(leaves)])
-        found.heads[name] = list(grads[len(leaves) :])
-        if all(g is None for g in found.outputs[name]):
+        gradients.outputs[name] = list(grads[: len(outputs)])
+        gradients.heads[name] = list(grads[len(outputs) :])
+        if all(g is None for g in gradients.outputs[name]):
             raise independent(name)
-    return found
+    return gradients
 
 
 @contextmanager
-def _donated(name: str) -> Iterator[None]:
-    """Says what to do about a compiled graph that writes over what it has kept as it goes back."""
+def _compiled_graph_error(name: str) -> Iterator[None]:
+    """Explains the error of a compiled graph that cannot run backward twice: it reuses its memory."""
     try:
         yield
     except RuntimeError as error:
@@ -117,15 +117,15 @@ def _donated(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _silent(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Keeps the outputs' own hooks from seeing partial gradients; they see the balanced one.
+def _without_hooks(outputs: Sequence[Tensor]) -> Iterator[None]:
+    """Hides partial gradients from the outputs' own hooks; those see the balanced one.
 
     FSDP2 gathers parameters in such a hook: once for every loss, and for ever on a process that
     waits for one with fewer losses.
     """
-    hooks = [leaf._backward_hooks for leaf in leaves]
+    hooks = [output._backward_hooks for output in outputs]
     kept = [dict(h) if h else {} for h in hooks]
-    retained = [(leaf, leaf.grad) for leaf in leaves if leaf.retains_grad]
+    retained = [(output, output.grad) for output in outputs if output.retains_grad]
     for h in hooks:
         if h:
             h.clear()
@@ -135,5 +135,5 @@ def _silent(leaves: Sequence[Tensor]) -> Iterator[None]:
         for h, k in zip(hooks, kept, strict=True):
             if h is not None:
                 h.update(k)
-        for leaf, gradient in retained:
-            leaf.grad = gradient
+        for output, gradient in retained:
+            output.grad = gradient
