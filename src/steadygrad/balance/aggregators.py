@@ -37,30 +37,32 @@ def load_aggregator(combine: "str | Aggregator | None") -> "Aggregator | None":
         torchjd: Any = import_module(TORCHJD)
         made: Aggregator | None = getattr(torchjd, combine, lambda: None)()
     except ImportError as error:
-        raise InputError(
-            f"Parameter `combine` should name an aggregator of TorchJD. Found {combine!r}, and "
-            f"TorchJD is not there or not whole ({error}). "
-            'Remedy: pip install "steadygrad[torchjd]".'
+        raise _no_aggregator(
+            f"{combine!r}, and TorchJD is not there or not whole ({error})",
+            'pip install "steadygrad[torchjd]"',
         ) from error
     except TypeError as error:
-        raise InputError(
-            f"Parameter `combine` should name an aggregator that needs no arguments. Found "
-            f"{combine!r}: {error}. Remedy: make it yourself and hand it in."
+        raise _no_aggregator(
+            f"{combine!r}, which needs arguments, where one with no arguments is made ({error})",
+            "make it yourself and hand it in",
         ) from error
     if (
         made is None
         or not hasattr(torchjd, "Aggregator")
         or not isinstance(made, torchjd.Aggregator)
     ):
-        raise InputError(
-            f"Parameter `combine` should name an aggregator of TorchJD. Found {combine!r}. "
-            "Remedy: one of torchjd.aggregation, such as 'UPGrad'."
-        )
+        raise _no_aggregator(repr(combine), "one of torchjd.aggregation, such as 'UPGrad'")
     return made
 
 
+def _no_aggregator(what: str, remedy: str) -> InputError:
+    return InputError(
+        f"Parameter `combine` should name an aggregator of TorchJD. Found {what}. Remedy: {remedy}."
+    )
+
+
 class Combiner:
-    """Applies an aggregator, or the sum, to gradients that are scaled already.
+    """Applies an aggregator, or the sum for None, to gradients that are scaled already.
 
     An aggregator with a `gramian_weighting`, as TorchJD's, is asked for weights from the gradients'
     inner products: those can be summed over processes, and no matrix of gradients is made.
@@ -68,38 +70,18 @@ class Combiner:
     Losses the host knows are inactive are dropped from the matrix, unless the aggregator has one
     number per row or a memory. Losses only the device knows are inactive appear as zero rows.
     TorchJD's MGDA would return zero for those, so they are replaced by a copy of an active row.
-
-    Args:
-        aggregator: A function of a matrix with shape ``(K, n)`` that returns ``(n,)``, or None for
-            the sum.
     """
 
     def __init__(self, aggregator: Aggregator | None) -> None:
         self.aggregator = aggregator
         self.weighting = getattr(aggregator, "gramian_weighting", None)
-
-    @property
-    def needs_gram(self) -> bool:
-        """Whether inner products are all it looks at."""
-        return self.weighting is not None
-
-    @property
-    def needs_matrix(self) -> bool:
-        """Whether it looks at the gradients themselves."""
-        return self.aggregator is not None and not self.needs_gram
-
-    @property
-    def name(self) -> str:
-        """Name of the aggregator, the same in every process."""
-        name: str = getattr(self.aggregator, "__name__", type(self.aggregator).__name__)
-        return name
+        self.needs_gram = self.weighting is not None
+        self.needs_matrix = aggregator is not None and not self.needs_gram
+        # The same in every process.
+        self.name: str = getattr(aggregator, "__name__", type(aggregator).__name__)
 
     def check(self, ranks: int) -> None:
-        """Refuses what would differ between processes.
-
-        Raises:
-            InputError: If the aggregator looks at the gradients themselves, on several processes.
-        """
+        """Refuses an aggregator of whole gradients on several processes."""
         if self.needs_matrix and ranks > 1:
             raise InputError(
                 f"Expected one process, or an aggregator with a `gramian_weighting`. Found {ranks} "
@@ -108,73 +90,66 @@ class Combiner:
             )
 
     def weights(
-        self, products: Tensor, active: Tensor, *, slots: Sequence[int], seed: int
+        self, products: Tensor, active: Tensor, scales: Tensor, slots: Sequence[int], seed: int
     ) -> Tensor:
-        """Computes weights from inner products of the scaled gradients.
+        """Computes weights of the scaled gradients from the gradients' inner products.
 
         Args:
-            products: The inner products, with shape ``(K, K)``; zero for losses left out.
-            active: Which losses are not left out, boolean with shape ``(K,)``.
-            slots: The losses that the host does not know to be left out.
+            products: The inner products, with shape ``(K, K)``.
+            active: Which losses took part, boolean with shape ``(K,)``.
+            scales: The losses' factors, with shape ``(K,)``.
+            slots: The losses that the host does not know to be inactive.
             seed: Seed for an aggregator that draws numbers, the same on all processes.
-
-        Returns:
-            Weights with shape ``(K,)``, zero for losses without a row.
         """
+        products = torch.where(active[:, None] & active, products, 0.0)
+        products = scales[:, None] * products * scales
         rows = self._rows(len(products), slots)
         weights = list(products.new_zeros(len(products)).unbind())
         if rows and self.weighting is not None:
             # Picked one by one: a list as an index is copied to the device.
             chosen = torch.stack([products[i] for i in rows])
             chosen = torch.stack([chosen[:, i] for i in rows], dim=1)
-            stand_in = None
+            stand_in = torch.eye(len(rows), dtype=chosen.dtype, device=chosen.device)
             if _is_mgda(self.aggregator):
-                stand_in = _stand_ins(torch.stack([active[i] for i in rows])).to(chosen)
-                chosen = stand_in @ chosen @ stand_in.T
+                counted = active & (scales > 0)
+                stand_in = _stand_ins(torch.stack([counted[i] for i in rows])).to(chosen)
             with _seeded(seed, products.device), _without_autocast(chosen):
-                row_weights = self.weighting(chosen)
+                row_weights = self.weighting(stand_in @ chosen @ stand_in.T)
             _check_shape(row_weights, len(rows), self.name)
-            if stand_in is not None:
-                row_weights = row_weights.to(chosen) @ stand_in
-            for i, weight in zip(rows, row_weights.to(products).unbind(), strict=True):
+            for i, weight in zip(rows, (row_weights.to(chosen) @ stand_in).unbind(), strict=True):
                 weights[i] = weight
         return torch.stack(weights)
 
     def __call__(
         self, columns: Iterable[Sequence[Tensor | None]], scales: Tensor, slots: Sequence[int]
     ) -> list[Tensor | None]:
-        """Combines each tensor's gradients by loss into one.
+        """Combines gradients by an aggregator that looks at the gradients themselves.
 
         Args:
             columns: For each tensor the losses' gradients, None where there is none.
             scales: The losses' factors, with shape ``(K,)``.
-            slots: The losses that the host does not know to be left out.
+            slots: The losses that the host does not know to be inactive.
         """
-        if self.aggregator is None or self.needs_gram:
-            return [weighted_sum(column, scales) for column in columns]
         columns = list(columns)
         samples = [next((g for g in column if g is not None), None) for column in columns]
+        gradients = [None if sample is None else torch.zeros_like(sample) for sample in samples]
+        present = [(i, sample) for i, sample in enumerate(samples) if sample is not None]
         rows = self._rows(len(scales), slots)
-        if not rows:
-            return [None if sample is None else torch.zeros_like(sample) for sample in samples]
-        present = [i for i, sample in enumerate(samples) if sample is not None]
+        if not rows or self.aggregator is None:
+            return gradients
         matrix = torch.stack(
-            [
-                torch.cat([_scaled(columns[i][k], samples[i], scales[k]) for i in present])
-                for k in rows
-            ]
+            [torch.cat([_scaled(columns[i][k], s, scales[k]) for i, s in present]) for k in rows]
         )
         with _without_autocast(matrix):
             line = self.aggregator(matrix)
         _check_shape(line, matrix.shape[1], self.name)
-        gradients: list[Tensor | None] = [None] * len(columns)
-        sizes = [sample.numel() for sample in samples if sample is not None]
-        for i, part in zip(present, line.split(sizes), strict=True):
-            gradients[i] = part.view_as(samples[i]).to(samples[i].dtype)  # type: ignore[union-attr, arg-type]
+        parts = line.split([sample.numel() for _, sample in present])
+        for (i, sample), part in zip(present, parts, strict=True):
+            gradients[i] = part.view(sample.shape).to(sample.dtype)
         return gradients
 
     def _rows(self, count: int, slots: Sequence[int]) -> Sequence[int]:
-        """Chooses the losses that are rows: by name those of ``slots``, or all as they were given."""
+        """Chooses the losses that are rows: those of ``slots``, or all in the weights' order."""
         return range(count) if _needs_every_row(self.aggregator) else slots
 
 
@@ -192,19 +167,18 @@ def _is_mgda(aggregator: Aggregator | None) -> bool:
 
 
 def _stand_ins(active: Tensor) -> Tensor:
-    """Makes a matrix, boolean with shape ``(K, K)``, that puts the first active row for inactive ones.
+    """Makes a matrix, boolean with shape ``(K, K)``, that replaces inactive rows by an active one.
 
-    A hull has the same points if one of its corners is named twice. So rows are left out without
-    a matrix whose size only the device knows.
+    A corner that occurs twice changes no hull, and the number of rows stays known to the host.
     """
     places = torch.arange(len(active), device=active.device)
     first = active.to(torch.uint8).argmax()
     return torch.where(active, places, first)[:, None] == places
 
 
-def _scaled(gradient: Tensor | None, sample: Tensor | None, scale: Tensor) -> Tensor:
+def _scaled(gradient: Tensor | None, sample: Tensor, scale: Tensor) -> Tensor:
     """Flattens one loss's scaled gradient, in float32 or wider; zeros where it has none."""
-    gradient = torch.zeros_like(sample) if gradient is None else gradient  # type: ignore[arg-type]
+    gradient = torch.zeros_like(sample) if gradient is None else gradient
     wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     return weighted_sum([wide], scale.reshape(1)).reshape(-1)  # type: ignore[union-attr]
 

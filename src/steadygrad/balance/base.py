@@ -7,13 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from steadygrad._checks import check_choice, check_count, check_number
+from steadygrad._checks import check_count, check_number
 from steadygrad.balance.aggregators import Aggregator, Combiner, load_aggregator
 from steadygrad.balance.core import BalancerCore
 from steadygrad.balance.loss_context import (
     GradScale,
     check_metric_names,
-    check_names,
     check_scale,
     check_weights,
 )
@@ -40,24 +39,18 @@ class BalancerBase(nn.Module):
     total_norm: float = live_option("total_norm", partial(check_number, low=0, low_open=True))
     eps: float = live_option("eps", partial(check_number, low=0))
     lag: bool = live_option("lag", check_flag)
-    grad_scale: GradScale | None = live_option("grad_scale", check_scale)
+    grad_scale: GradScale = live_option("grad_scale", check_scale)
     accumulation_steps: int = live_option("accumulation_steps", check_count)
+    per_batch_item: bool = fixed_option("per_batch_item", OTHER_NORM)
+    batch_independent: bool = fixed_option("batch_independent", OTHER_NORM)
     weights: Mapping[str, float] = fixed_option(
-        "weights",
-        lambda b: MappingProxyType(dict(zip(b.core.names, b.core.host_weights, strict=True))),
-        "`set_weights({...})`",
+        "weights", "`set_weights({...})`", lambda b: MappingProxyType(b.core.weights_by_name)
     )
-    per_batch_item: bool = fixed_option(
-        "per_batch_item", lambda b: b.core.options.per_batch_item, OTHER_NORM
-    )
-    batch_independent: bool = fixed_option(
-        "batch_independent", lambda b: b.core.options.batch_independent, OTHER_NORM
-    )
-    combine: Aggregator | None = fixed_option("combine", lambda b: b.aggregator, NEW_ONE)
-    process_group: Any = fixed_option("process_group", lambda b: b.core.ranks.members, NEW_ONE)
+    combine: Aggregator | None = fixed_option("combine", NEW_ONE, lambda b: b.aggregator)
+    process_group: Any = fixed_option("process_group", NEW_ONE, lambda b: b.core.ranks.members)
     # The name under which an aggregator's own state is saved.
     aggregator: Aggregator | None = fixed_option(
-        "combine", lambda b: b.core.combiner.aggregator, NEW_ONE
+        "combine", NEW_ONE, lambda b: b.core.combiner.aggregator
     )
 
     def __init__(
@@ -73,19 +66,17 @@ class BalancerBase(nn.Module):
         lag: bool = False,
         monitor: bool = False,
         combine: str | Aggregator | None = None,
-        grad_scale: GradScale | None = None,
+        grad_scale: GradScale = None,
         accumulation_steps: int = 1,
         process_group: Any = "all",
     ) -> None:
         super().__init__()
         checked, aggregator = check_weights(weights), load_aggregator(combine)
-        options = BalancerOptions(
-            check_flag("per_batch_item", per_batch_item),
-            check_flag("batch_independent", batch_independent),
-        )
+        flags = {"per_batch_item": per_batch_item, "batch_independent": batch_independent}
+        options = BalancerOptions(**{name: check_flag(name, flag) for name, flag in flags.items()})
         ranks = RankSum(process_group)
         self.core = BalancerCore(list(checked), options, Combiner(aggregator), ranks)
-        self.core.set_weights(list(checked.values()))
+        self.core.set_weights(checked)
         if isinstance(aggregator, nn.Module):
             self._modules["aggregator"] = aggregator
         self.balance_grads, self.total_norm, self.eps = balance_grads, total_norm, eps
@@ -126,9 +117,7 @@ class BalancerBase(nn.Module):
         Raises:
             InputError: If a name is unknown, a weight negative, or no positive one is left.
         """
-        for name in check_names(weights):
-            check_choice("weights", name, self.core.names)
-        self.core.set_weights(list(check_weights({**self.weights, **weights}).values()))
+        self.core.set_weights(check_weights(weights, self.weights))
 
     @property
     def metrics(self) -> dict[str, Tensor]:

@@ -1,13 +1,13 @@
-"""Checks of autograd graphs before anything is computed: which tensor depends on which, and how."""
+"""Checks of autograd graphs, before anything is computed."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from steadygrad._checks import InputError
 
-__all__ = ["check_outputs", "check_losses", "independent"]
+__all__ = ["check_losses", "check_outputs", "independent"]
 
 Edge = tuple[Node, int]
 
@@ -15,15 +15,8 @@ Edge = tuple[Node, int]
 def check_outputs(outputs: Sequence[Tensor], heads: Sequence[Tensor]) -> set[Node] | None:
     """Refuses outputs and head parameters that an output is made from: they would count twice.
 
-    Args:
-        outputs: The model's outputs.
-        heads: Head parameters.
-
     Returns:
         The nodes upstream of the outputs, or None if there was no need to look.
-
-    Raises:
-        InputError: If there are such outputs or parameters.
     """
     if len(outputs) < 2 and not heads:
         return None
@@ -49,12 +42,7 @@ def check_outputs(outputs: Sequence[Tensor], heads: Sequence[Tensor]) -> set[Nod
 def check_losses(
     losses: Mapping[str, Tensor], outputs: Sequence[Tensor], upstream: set[Node] | None = None
 ) -> dict[str, int]:
-    """Checks losses and their graphs before anything is computed.
-
-    Args:
-        losses: Losses by name.
-        outputs: The model's outputs.
-        upstream: The result of :func:`check_outputs`.
+    """Refuses losses whose gradient would be wrong or lost; ``upstream`` is of `check_outputs`.
 
     Returns:
         For each loss, how many of the later ones share nodes of its graph.
@@ -75,7 +63,8 @@ def check_losses(
             )
         nodes, reached = _above(loss, stops)
         if reached.isdisjoint(edges):
-            raise _one_compiled(name) if _compiled(reached) else independent(name)
+            compiled = any(node.name().startswith("CompiledFunction") for node, _ in reached)
+            raise _one_compiled(name) if compiled else independent(name)
         if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
             raise InputError(
                 f"Loss {name!r} should have a graph that can be differentiated by parts. Found a "
@@ -125,17 +114,13 @@ def _one_compiled(name: str) -> InputError:
     )
 
 
-def _compiled(edges: Iterable[Edge]) -> bool:
-    return any(node.name().startswith("CompiledFunction") for node, _ in edges)
-
-
 def _edge(tensor: Tensor) -> Edge:
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr
 
 
 def _above(loss: Tensor, stops: set[Node]) -> tuple[set[Node], set[Edge]]:
-    """Finds the nodes between a loss and the outputs, and the edges by which it reaches the outputs."""
+    """Finds the nodes between a loss and the outputs, and the edges that reach the outputs."""
     if not loss.requires_grad:
         return set(), set()
     start = _edge(loss)

@@ -14,12 +14,7 @@ __all__ = ["HeadParameters", "PerLossGradients", "head_parameters_of", "loss_gra
 
 
 class PerLossGradients(NamedTuple):
-    """Gradients of several losses, by the losses' names.
-
-    Attributes:
-        outputs: Gradients of the model's outputs.
-        heads: Gradients of the head parameters.
-    """
+    """Gradients of the model's outputs and of the head parameters, by the losses' names."""
 
     outputs: dict[str, list[Tensor | None]]
     heads: dict[str, list[Tensor | None]]
@@ -34,8 +29,21 @@ def head_parameters_of(source: HeadParameters) -> list[Tensor]:
     Raises:
         InputError: If ``source`` holds something else.
     """
-    # A parameter shared by two heads must be asked for once.
-    unique = {id(p): p for p in _parameters(source) if p.requires_grad}
+    one = isinstance(source, (nn.Module, Tensor, str, Mapping)) or not isinstance(source, Iterable)
+    parts: Iterable[Any] = [source] if one else source  # type: ignore[assignment]
+    unique = {}
+    for part in parts:
+        named = isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str)
+        owner = part[1] if named else part
+        if not isinstance(owner, (nn.Module, Tensor)):
+            raise InputError(
+                "Parameter `head_parameters` should be a module, parameters or pairs of names and "
+                f"parameters. Found a {type(part).__name__}. Remedy: `head_parameters=critic`, or "
+                "`critic.parameters()`."
+            )
+        # A parameter shared by two heads must be asked for once.
+        parameters = owner.parameters() if isinstance(owner, nn.Module) else [owner]
+        unique.update({id(p): p for p in parameters if p.requires_grad})
     for p in unique.values():
         if not p.is_leaf:
             raise InputError(
@@ -43,29 +51,6 @@ def head_parameters_of(source: HeadParameters) -> list[Tensor]:
                 f"{tuple(p.shape)} that was computed. Remedy: what it was computed from."
             )
     return list(unique.values())
-
-
-def _parameters(source: Any) -> Iterator[Tensor]:
-    if isinstance(source, nn.Module):
-        yield from source.parameters()
-    elif isinstance(source, Tensor):
-        yield source
-    elif isinstance(source, Iterable) and not isinstance(source, (str, Mapping)):
-        for part in source:
-            pair = isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str)
-            if not isinstance(part[1] if pair else part, (nn.Module, Tensor)):
-                raise _not_parameters(part)
-            yield from _parameters(part[1] if pair else part)
-    else:
-        raise _not_parameters(source)
-
-
-def _not_parameters(found: object) -> InputError:
-    return InputError(
-        "Parameter `head_parameters` should be a module, parameters or pairs of names and "
-        f"parameters. Found a {type(found).__name__}. Remedy: `head_parameters=critic`, or "
-        "`critic.parameters()`."
-    )
 
 
 def loss_gradients(
@@ -76,14 +61,7 @@ def loss_gradients(
     *,
     retain_graph: bool,
 ) -> PerLossGradients:
-    """Differentiates each loss by itself.
-
-    Args:
-        losses: Losses by name.
-        overlaps: The result of :func:`check_losses`; a graph that a later loss needs is kept.
-        outputs: The model's outputs.
-        heads: Head parameters.
-        retain_graph: Whether to keep every graph.
+    """Differentiates each loss by itself; frees its graph unless ``overlaps`` says it is needed.
 
     Raises:
         InputError: If a loss depends on none of the outputs, or several share a compiled graph.
@@ -103,7 +81,7 @@ def loss_gradients(
 
 @contextmanager
 def _compiled_graph_error(name: str) -> Iterator[None]:
-    """Explains the error of a compiled graph that cannot run backward twice: it reuses its memory."""
+    """Explains the error of a compiled graph, which can run backward once: it reuses its memory."""
     try:
         yield
     except RuntimeError as error:

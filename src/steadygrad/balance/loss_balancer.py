@@ -11,14 +11,9 @@ from steadygrad.balance.base import BalancerBase
 from steadygrad.balance.fork import Fork, GradientRows, eager
 from steadygrad.balance.graphs import check_losses, check_outputs
 from steadygrad.balance.head_gradients import HeadParameters, head_parameters_of, loss_gradients
-from steadygrad.balance.loss_context import (
-    GradScale,
-    LossContext,
-    check_losses_present,
-    present_losses,
-)
+from steadygrad.balance.loss_context import GradScale, LossContext, present_losses
 from steadygrad.balance.norm_averages import commit
-from steadygrad.balance.outputs import TensorMeta, branches, item_count, output_tensors
+from steadygrad.balance.outputs import branches, item_count, output_tensors
 from steadygrad.balance.results import BalancedGradients, effective_loss
 
 __all__ = ["LossBalancer"]
@@ -30,9 +25,9 @@ class LossBalancer(BalancerBase):
     .. math:: G = \sum_k \frac{T}{\epsilon + \langle \lVert g_k \rVert \rangle}
               \frac{w_k}{\sum_j w_j}\, g_k, \qquad g_k = \frac{\partial \ell_k}{\partial y}
 
-    ``y`` is the model's output that the losses are computed from. With weights of 1 and 4 the second
-    loss makes 80 % of the gradient's norms, whatever the losses' own scales. This is the rule of
-    audiocraft's and EnCodec's balancer.
+    ``y`` is the model's output, from which the losses are computed. With weights of 1 and 4 the
+    second loss makes 80 % of the gradient's norms, whatever the losses' own scales. This is the
+    rule of audiocraft's and EnCodec's balancer.
 
     .. code-block:: python
 
@@ -50,10 +45,9 @@ class LossBalancer(BalancerBase):
     float64 if the model is cast; a copy of the model asks the same scaler. Nothing waits for the
     device, but an aggregator may. A call that raises has counted nothing.
 
-    The arguments are attributes. ``balance_grads``, ``total_norm``, ``ema_decay``, ``eps``,
-    ``lag``, ``monitor``, ``grad_scale`` and ``accumulation_steps`` may be set between steps, on all
-    processes alike; :meth:`set_weights` changes weights; ``weights``, ``per_batch_item``,
-    ``batch_independent``, ``combine`` and ``process_group`` raise when they are set.
+    The arguments are attributes that may be set between steps, on all processes alike; but
+    ``weights`` (see :meth:`set_weights`), ``per_batch_item``, ``batch_independent``, ``combine``
+    and ``process_group`` raise when they are set.
 
     Args:
         weights: Weight of each loss, zero or more. Losses may come and go, but not be others.
@@ -96,7 +90,7 @@ class LossBalancer(BalancerBase):
         y: Any,
         *,
         head_parameters: HeadParameters = (),
-        grad_scale: GradScale | None = None,
+        grad_scale: GradScale = None,
         accumulation_steps: int | None = None,
         retain_graph: bool = False,
     ) -> Tensor:
@@ -127,9 +121,7 @@ class LossBalancer(BalancerBase):
                 Nothing has changed then.
         """
         core = self.core
-        present = present_losses(losses, core.names)
-        if core.ranks.size == 1:  # else another process may have losses, and waits for this one
-            check_losses_present(list(present), self.weights)
+        present = present_losses(losses, self.weights, core.ranks.size)
         outputs = output_tensors(y)
         heads = head_parameters_of(head_parameters)
         upstream = check_outputs(outputs, heads)
@@ -140,7 +132,7 @@ class LossBalancer(BalancerBase):
         partial = loss_gradients(present, overlaps, outputs, heads, retain_graph=retain_graph)
         balanced = core.balance(partial.outputs, items, context)
         of_heads = core.head_gradients(partial.heads, balanced.result) or [None] * len(heads)
-        of_outputs = self._filled(balanced.gradients, [TensorMeta.of(t) for t in outputs])
+        of_outputs = self._filled(balanced.gradients, outputs, outputs[0].device)
         pairs = zip([*outputs, *heads], [*of_outputs, *of_heads], strict=True)
         tensors, gradients = zip(*((t, g) for t, g in pairs if g is not None), strict=True)
         torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
@@ -152,7 +144,7 @@ class LossBalancer(BalancerBase):
         self,
         y: Any,
         *,
-        grad_scale: GradScale | None = None,
+        grad_scale: GradScale = None,
         accumulation_steps: int | None = None,
     ) -> dict[str, Any]:
         """Copies ``y`` once for each loss; where the copies meet, their gradients are balanced.
@@ -186,20 +178,21 @@ class LossBalancer(BalancerBase):
         # Mistakes are reported here, not in the backward pass.
         self._context(grad_scale, accumulation_steps, device)
         self._prepare(device)
-        metas = [TensorMeta.of(t) for t in outputs]
+        # Without values, which the graph would keep alive.
+        metas = [output.detach().to("meta") for output in outputs]
 
         def join(rows: GradientRows) -> Sequence[Tensor | None]:
             present = {n: row for n, row in zip(names, rows, strict=True) if row}
             context = self._context(grad_scale, accumulation_steps, device)
             balanced = self.core.balance(present, items, context)
             self._commit(balanced)
-            return self._filled(balanced.gradients, metas)
+            return self._filled(balanced.gradients, metas, device)
 
         copies = iter(Fork.apply(join, len(names), *outputs))  # type: ignore[no-untyped-call]
         return branches(y, outputs, names, copies)
 
     def _context(
-        self, grad_scale: GradScale | None, accumulation_steps: int | None, device: torch.device
+        self, grad_scale: GradScale, accumulation_steps: int | None, device: torch.device
     ) -> LossContext:
         scale = self.grad_scale if grad_scale is None else grad_scale
         steps = self.accumulation_steps if accumulation_steps is None else accumulation_steps
@@ -220,13 +213,13 @@ class LossBalancer(BalancerBase):
         self.core.prepare(device)
 
     def _filled(
-        self, gradients: Sequence[Tensor | None], metas: Sequence[TensorMeta]
+        self, gradients: Sequence[Tensor | None], like: Sequence[Tensor], device: torch.device
     ) -> list[Tensor | None]:
         """Fills in zeros for missing gradients, if other processes may have one to reduce."""
         if self.core.ranks.size == 1:
             return list(gradients)
-        there = gradients or [None] * len(metas)
-        return [m.zeros() if g is None else g for g, m in zip(there, metas, strict=True)]
+        pairs = zip(gradients or [None] * len(like), like, strict=True)
+        return [torch.zeros_like(t, device=device) if g is None else g for g, t in pairs]
 
     def _commit(self, balanced: BalancedGradients) -> None:
         commit(balanced.updates)

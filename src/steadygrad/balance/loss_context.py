@@ -1,4 +1,4 @@
-"""What the losses of one call are: their names and weights, loss scale and micro-batches."""
+"""Names, weights, loss scale and accumulation divisor of the losses."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,7 @@ from steadygrad._checks import InputError, check_choice, check_count, check_numb
 __all__ = [
     "GradScale",
     "LossContext",
-    "check_losses_present",
     "check_metric_names",
-    "check_names",
     "check_scale",
     "check_weights",
     "cosine_name",
@@ -24,13 +22,12 @@ __all__ = [
 
 
 class Scaler(Protocol):
-    """Gradient scaler, of which only the method `scale` is used."""
+    """Gradient scaler, which multiplies by its loss scale without waiting for the device."""
 
-    def scale(self, outputs: Tensor, /) -> Tensor:
-        """Multiplies by the loss scale, without waiting for the device."""
+    def scale(self, outputs: Tensor, /) -> Tensor: ...
 
 
-GradScale = float | Tensor | Scaler
+GradScale = float | Tensor | Scaler | None
 
 
 class LossContext(NamedTuple):
@@ -45,7 +42,7 @@ class LossContext(NamedTuple):
 
     grad_scale: Tensor | float | None
     accumulation_steps: int
-    skips: bool = False
+    skips: bool
 
     @property
     def unscaling(self) -> Tensor | float:
@@ -54,25 +51,25 @@ class LossContext(NamedTuple):
 
     @classmethod
     def read(
-        cls, grad_scale: GradScale | None, accumulation_steps: int, device: torch.device
+        cls, source: GradScale, accumulation_steps: int, device: torch.device
     ) -> "LossContext":
-        """Checks both numbers and asks a scaler for its scale.
-
-        Raises:
-            InputError: If one of the two is out of its range.
-        """
+        """Checks both numbers and asks a scaler for its scale."""
         check_count("accumulation_steps", accumulation_steps)
-        scale = _scale_on(check_scale("grad_scale", grad_scale), device)
-        skips = scale is not None and not isinstance(grad_scale, (int, float, Tensor))
-        return cls(scale, accumulation_steps, skips)
+        check_scale("grad_scale", source)
+        if source is None or isinstance(source, (int, float)):
+            return cls(source, accumulation_steps, False)
+        if isinstance(source, Tensor):
+            scale = source.detach().to(device, torch.float64).reshape(())
+            return cls(scale, accumulation_steps, False)
+        if not getattr(source, "is_enabled", lambda: True)():
+            return cls(None, accumulation_steps, False)
+        # The public method gives the scale without waiting for the device.
+        scale = source.scale(torch.ones((), device=device)).detach().double()
+        return cls(scale, accumulation_steps, True)
 
 
-def check_scale(name: str, source: GradScale | None) -> GradScale | None:
-    """Returns a loss scale or scaler.
-
-    Raises:
-        InputError: If it is neither, or a number that is not positive.
-    """
+def check_scale(name: str, source: GradScale) -> GradScale:
+    """Refuses what is no loss scale and no gradient scaler."""
     if isinstance(source, Tensor):
         if source.numel() != 1:
             raise InputError(
@@ -89,93 +86,58 @@ def check_scale(name: str, source: GradScale | None) -> GradScale | None:
     return source
 
 
-def _scale_on(source: GradScale | None, device: torch.device) -> Tensor | float | None:
-    if source is None or isinstance(source, (int, float)):
-        return source
-    if isinstance(source, Tensor):
-        return source.detach().to(device, torch.float64).reshape(())
-    if not getattr(source, "is_enabled", lambda: True)():
-        return None
-    # The public method gives the scale without waiting for the device.
-    return source.scale(torch.ones((), device=device)).detach().double()
-
-
-def check_names(weights: Mapping[str, float]) -> Mapping[str, float]:
-    """Returns the weights.
-
-    Raises:
-        InputError: If they are no mapping from names.
-    """
+def check_weights(
+    weights: Mapping[str, float], current: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Merges weights into the ``current`` ones, if any, whose names they must have."""
     if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
         raise InputError(
             f"Parameter `weights` should map names to numbers. Found {weights!r}. "
             'Remedy: {"l1": 1.0, "adv": 4.0}.'
         )
-    return weights
-
-
-def check_weights(weights: Mapping[str, float]) -> dict[str, float]:
-    """Copies the weights.
-
-    Raises:
-        InputError: If it is no mapping of names to numbers of zero or more, or none is positive.
-    """
-    checked = {
-        name: float(check_number(f"weights[{name!r}]", weight, low=0))
-        for name, weight in check_names(weights).items()
-    }
-    if not any(checked.values()):
+    merged = dict(current or {})
+    for name, weight in weights.items():
+        if current is not None:
+            check_choice("weights", name, current)
+        merged[name] = float(check_number(f"weights[{name!r}]", weight, low=0))
+    if not any(merged.values()):
         raise InputError(
             "Parameter `weights` should hold at least one positive weight. "
-            f"Found {dict(weights)}. Remedy: give a loss a weight."
+            f"Found {merged}. Remedy: give a loss a weight."
         )
-    return checked
+    return merged
 
 
-def present_losses(losses: Mapping[str, Tensor | None], names: Sequence[str]) -> dict[str, Tensor]:
-    """Returns the losses that are not None.
-
-    Raises:
-        InputError: If ``losses`` is no mapping, or a name is unknown.
-    """
+def present_losses(
+    losses: Mapping[str, Tensor | None], weights: Mapping[str, float], processes: int
+) -> dict[str, Tensor]:
+    """Returns the losses that are not None; a single process must have one with a weight."""
     if not isinstance(losses, Mapping):
         raise InputError(
             f"Parameter `losses` should map names to losses. Found a {type(losses).__name__}. "
-            f"Remedy: {{{names[0]!r}: loss}}, with names out of {list(names)}."
+            f"Remedy: {{{next(iter(weights))!r}: loss}}, with names out of {list(weights)}."
         )
     for name in losses:
-        check_choice("losses", name, names)
-    return {name: loss for name, loss in losses.items() if loss is not None}
-
-
-def check_losses_present(names: Sequence[str], weights: Mapping[str, float]) -> None:
-    """Refuses a step of a single process in which there is nothing to do.
-
-    Raises:
-        InputError: If no loss is present or none of those present has a weight.
-    """
-    if any(weights[name] for name in names):
-        return
-    found = f"only {list(names)}, of weight zero" if names else "none"
-    raise InputError(
-        f"Parameter `losses` should hold a loss with a positive weight. Found {found}. "
-        f"Remedy: one or more of {[n for n, w in weights.items() if w]}, or skip the step."
-    )
+        check_choice("losses", name, weights)
+    present = {name: loss for name, loss in losses.items() if loss is not None}
+    # Another process may have losses, and waits for this one.
+    if processes == 1 and not any(weights[name] for name in present):
+        found = f"only {list(present)}, of weight zero" if present else "none"
+        raise InputError(
+            f"Parameter `losses` should hold a loss with a positive weight. Found {found}. "
+            f"Remedy: one or more of {[n for n, w in weights.items() if w]}, or skip the step."
+        )
+    return present
 
 
 def check_metric_names(names: Sequence[str]) -> None:
-    """Refuses names of losses of which two pairs would share a metric.
-
-    Raises:
-        InputError: If there are such pairs.
-    """
+    """Refuses names of losses of which two pairs would share a metric."""
     counts = Counter(cosine_name(a, b) for a, b in combinations(names, 2))
-    for a, b in combinations(names, 2):
-        if counts[cosine_name(a, b)] > 1:
+    for name, count in counts.most_common(1):
+        if count > 1:
             raise InputError(
                 "Parameter `monitor` should be False for these names of losses. Found "
-                f"{counts[cosine_name(a, b)]} pairs whose metric would be {cosine_name(a, b)!r}. "
-                f"Remedy: rename {a!r} or {b!r}."
+                f"{count} pairs whose metric would be {name!r}. Remedy: rename one of these losses."
             )
 
 

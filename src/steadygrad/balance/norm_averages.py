@@ -22,15 +22,11 @@ def commit(updates: BufferUpdates) -> None:
 
 
 class NormAverages(DoubleBuffers):
-    """Averages over steps of norms that are pooled over each step's micro-batches.
+    """Averages over steps of ``count`` norms, pooled over each step's micro-batches.
 
     A micro-batch sees the average as it would be if the step ended with it. So a step moves the
     average once, by the norm of all its micro-batches, however many there are. Whether the step
     ends is decided on the device.
-
-    Args:
-        count: Number of losses.
-        options: Which norm is averaged, and whether averages lag by a step.
     """
 
     sums: Tensor
@@ -83,24 +79,17 @@ class NormAverages(DoubleBuffers):
             return self._used(total, mass), self._step_updates(total, mass, where)
         # Stays set if the micro-batch fails: an empty pool changes no number.
         self._pooling = True
-        spoiled = self.spoiled if skipped is None else torch.maximum(self.spoiled, skipped.double())
         counted = active.to(sums)
         pooled = self.sums + torch.where(active, sums, 0.0)
         pooled_items, parts = self.items + items * counted, self.parts + counted
+        position = self.position + 1
+        spoiled = self.spoiled if skipped is None else torch.maximum(self.spoiled, skipped.double())
         norms = self.options.norms(pooled / parts, pooled_items / parts, ranks)
         total, mass = self.steps.with_values(norms, parts > 0)
-        position = self.position + 1
-        ended = position >= micro_batches
-        pool = (
-            (self.sums, pooled),
-            (self.items, pooled_items),
-            (self.parts, parts),
-            (self.position, position),
-            (self.spoiled, spoiled),
-        )
-        going_on = ended.logical_not()
-        updates = self._step_updates(total, mass, ended & (spoiled == 0))
-        updates += [(buffer, value * going_on) for buffer, value in pool]
+        going_on = position < micro_batches
+        updates = self._step_updates(total, mass, ~going_on & (spoiled == 0))
+        pool = (pooled, pooled_items, parts, position, spoiled)
+        updates += [(b, value * going_on) for b, value in zip(self._pool(), pool, strict=True)]
         return self._used(total, mass), updates
 
     @torch.no_grad()
@@ -113,16 +102,11 @@ class NormAverages(DoubleBuffers):
         commit(self._step_updates(total, mass, self.spoiled == 0))
         self._clear_pool()
 
-    def shared_state(self) -> dict[str, Tensor]:
-        """Returns the buffers that all processes must have in common."""
-        steps = self.steps
-        averages = {"averages": steps.total, "masses of the averages": steps.mass}
-        pool = {"sums": self.sums, "items": self.items, "parts": self.parts}
-        step = {"position in the step": self.position, "skipped step": self.spoiled}
-        return {**averages, **{f"pooled {k}": v for k, v in pool.items()}, **step}
+    def _pool(self) -> tuple[Tensor, ...]:
+        return self.sums, self.items, self.parts, self.position, self.spoiled
 
     def _clear_pool(self) -> None:
-        for buffer in (self.sums, self.items, self.parts, self.position, self.spoiled):
+        for buffer in self._pool():
             buffer.zero_()
         self._pooling = False
 

@@ -25,18 +25,13 @@ class BalancerOptions:
     eps: float = 1e-12
     lag: bool = False
     monitor: bool = False
-    grad_scale: GradScale | None = None
+    grad_scale: GradScale = None
     accumulation_steps: int = 1
 
     def norms(self, sums: Tensor, items: Tensor, ranks: int) -> Tensor:
-        """Computes norms from sums over items, as the two options of the norm say."""
-        return norms_from_sums(
-            sums,
-            items,
-            per_item=self.per_batch_item,
-            batch_independent=self.batch_independent,
-            ranks=ranks,
-        )
+        """Computes the chosen norms from sums over items of ``ranks`` processes."""
+        kind = {"per_item": self.per_batch_item, "batch_independent": self.batch_independent}
+        return norms_from_sums(sums, items, ranks=ranks, **kind)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "BalancerOptions":
         """Copies the record but shares the gradient scaler, as copies of a model do."""
@@ -44,30 +39,16 @@ class BalancerOptions:
 
 
 def live_option(name: str, check: Callable[[str, Any], Any]) -> Any:
-    """Makes a property of an option that may be set between steps.
-
-    Args:
-        name: Field of :class:`BalancerOptions`.
-        check: Given the name and a value, returns the value or raises.
-    """
-
-    def read(balancer: Any) -> Any:
-        return getattr(balancer.core.options, name)
+    """Makes a property of a field of the options; ``check`` gets what it is set to."""
 
     def write(balancer: Any, value: Any) -> None:
         setattr(balancer.core.options, name, check(name, value))
 
-    return property(read, write)
+    return property(lambda balancer: getattr(balancer.core.options, name), write)
 
 
-def fixed_option(name: str, read: Callable[[Any], Any], remedy: str) -> Any:
-    """Makes a property of an option that raises when it is set.
-
-    Args:
-        name: Name of the option.
-        read: Reads it from a balancer.
-        remedy: What to do instead of setting it.
-    """
+def fixed_option(name: str, remedy: str, read: Callable[[Any], Any] | None = None) -> Any:
+    """Makes a property of a field of the options, or of what ``read`` gives, that cannot be set."""
 
     def refuse(balancer: Any, value: Any) -> None:
         raise InputError(
@@ -75,13 +56,9 @@ def fixed_option(name: str, read: Callable[[Any], Any], remedy: str) -> Any:
             f"Remedy: {remedy}."
         )
 
-    return property(read, refuse)
+    return property(read or (lambda b: getattr(b.core.options, name)), refuse)
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Returns ``value`` if it is True or False.
-
-    Raises:
-        InputError: If it is something else.
-    """
+    """Refuses what is not True or False."""
     return check_type(name, value, bool, "True or False")

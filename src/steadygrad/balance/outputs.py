@@ -1,9 +1,8 @@
 """The model's output `y` that the losses depend on: a tensor, or a nest of tensors."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError
@@ -11,24 +10,7 @@ from steadygrad._nests import tree_map_tensors, tree_tensors
 from steadygrad.balance.options import BalancerOptions
 from steadygrad.sharding import is_sharded
 
-__all__ = ["TensorMeta", "branches", "item_count", "output_tensors"]
-
-
-class TensorMeta(NamedTuple):
-    """Shape, type and device of a tensor, for a graph that must not keep its values alive."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "TensorMeta":
-        """Reads them from a tensor."""
-        return cls(tensor.shape, tensor.dtype, tensor.device)
-
-    def zeros(self) -> Tensor:
-        """Makes a tensor of zeros."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+__all__ = ["branches", "item_count", "output_tensors"]
 
 
 def output_tensors(y: Any) -> list[Tensor]:
@@ -63,23 +45,19 @@ def branches(
     y: Any, outputs: Sequence[Tensor], names: Sequence[str], copies: Iterator[Tensor]
 ) -> dict[str, Any]:
     """Makes a nest like ``y`` for each name, with the next copies in place of the outputs."""
-    return {name: _with_copies(y, outputs, copies) for name in names}
 
+    def branch() -> Any:
+        copy_of = {id(output): next(copies) for output in outputs}
+        return tree_map_tensors(lambda tensor: copy_of[id(tensor)], y, "parameter `y`")
 
-def _with_copies(y: Any, outputs: Sequence[Tensor], copies: Iterator[Tensor]) -> Any:
-    copy_of = {id(output): next(copies) for output in outputs}
-    return tree_map_tensors(lambda tensor: copy_of[id(tensor)], y, "parameter `y`")
+    return {name: branch() for name in names}
 
 
 def item_count(outputs: Sequence[Tensor], options: BalancerOptions) -> int:
-    """Counts the items of a batch.
-
-    Args:
-        outputs: The tensors, with shapes ``(B, *)``.
-        options: Whether the norm depends on items, so that the first dimensions must agree.
+    """Counts the items of a batch of outputs with shapes ``(B, *)``.
 
     Raises:
-        InputError: If they must, and a tensor has no dimension or another first one.
+        InputError: If the norm depends on items, and the first dimensions differ.
     """
     sizes = {output.shape[0] if output.ndim else None for output in outputs}
     if len(sizes) == 1 and None not in sizes:

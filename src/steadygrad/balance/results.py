@@ -1,7 +1,8 @@
-"""Numbers that balancing one micro-batch gives: gradients, effective loss, metrics."""
+"""Results of balancing one micro-batch: gradients, effective loss, metrics."""
 
 import functools
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 import torch
@@ -41,13 +42,7 @@ class StepResult(NamedTuple):
 
 
 class BalancedGradients(NamedTuple):
-    """Gradients of one micro-batch, before anything is stored.
-
-    Attributes:
-        gradients: One gradient for each tensor of the outputs, None where no loss has one.
-        result: Numbers that they were computed from.
-        updates: Values that the micro-batch gives the buffers.
-    """
+    """One gradient for each tensor of the outputs, with its origin; nothing is stored yet."""
 
     gradients: list[Tensor | None]
     result: StepResult
@@ -75,9 +70,9 @@ def effective_loss(
     return (total * context.accumulation_steps / context.grad_scale).to(dtype)
 
 
-def loss_metrics(names: Sequence[str], norms: Tensor, result: StepResult) -> dict[str, Tensor]:
-    """Names each loss's numbers as in the table of :attr:`LossBalancer.metrics`."""
-    vectors = {
+def loss_metrics(norms: Tensor, result: StepResult) -> dict[str, Tensor]:
+    """Names vectors with one number a loss as :attr:`LossBalancer.metrics` does."""
+    return {
         "ratio": shares(result.averages, result.active),
         "share_before": shares(norms, result.active),
         # An aggregator's weights may be negative.
@@ -86,11 +81,6 @@ def loss_metrics(names: Sequence[str], norms: Tensor, result: StepResult) -> dic
         "norm": norms,
         "average": result.averages,
         "scale": result.scales,
-    }
-    return {
-        f"{kind}_{name}": value
-        for kind, vector in vectors.items()
-        for name, value in zip(names, vector, strict=True)
     }
 
 
@@ -105,10 +95,5 @@ def angle_metrics(names: Sequence[str], result: StepResult) -> dict[str, Tensor]
         total = (result.scales @ products @ result.scales).clamp_min(0).sqrt()
     lengths = inner.diagonal().sqrt()
     cosines = inner / (lengths[:, None] * lengths)
-    pairs = {
-        cosine_name(a, b): cosines[i, j]
-        for i, a in enumerate(names)
-        for j, b in enumerate(names)
-        if i < j
-    }
-    return {"total": total, **pairs}
+    pairs = combinations(range(len(names)), 2)
+    return {"total": total, **{cosine_name(names[i], names[j]): cosines[i, j] for i, j in pairs}}

@@ -1,7 +1,7 @@
 """Saved state of a balancer: buffers with one number a loss, loaded by the losses' names."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,17 +18,13 @@ __all__ = ["BalancerState"]
 class BalancerState(DoubleBuffers):
     """Weights, counts and averages of all losses, as buffers.
 
-    Args:
-        names: The losses, in the order of all vectors.
-        options: Options of the balancer.
-
     Attributes:
+        names: The losses, in the order of all vectors.
         weights: The losses' weights, float64 with shape ``(K,)``.
-        host_weights: The same as numbers: reading the buffer would wait for the device.
+        weights_by_name: The same as numbers: reading the buffer would wait for the device.
         nonfinite: Micro-batches left out for a non-finite gradient, with shape ``(K,)``.
         zero: Micro-batches left out for a gradient of zero, with shape ``(K,)``.
         draws: Number of seeds given to an aggregator, with shape ``()``.
-        averages: The norms' averages.
         partial: Whether a state of other losses may be loaded, as far as names agree.
     """
 
@@ -43,7 +39,7 @@ class BalancerState(DoubleBuffers):
         # torch does not tell a module whether loading is strict.
         self.names, self.options, self.partial = tuple(names), options, False
         count = len(self.names)
-        self.host_weights = (0.0,) * count
+        self.weights_by_name = dict.fromkeys(self.names, 0.0)
         self.register_buffer("weights", torch.zeros(count, dtype=torch.float64))
         self.register_buffer("nonfinite", torch.zeros(count, dtype=torch.int64))
         self.register_buffer("zero", torch.zeros(count, dtype=torch.int64))
@@ -53,17 +49,17 @@ class BalancerState(DoubleBuffers):
         self.register_buffer("names_json", _encoded(self.names))
         self.averages = NormAverages(count, options)
 
-    def set_weights(self, weights: Sequence[float]) -> None:
-        """Sets all weights, in the order of the names."""
-        self.host_weights = tuple(weights)
-        for slot, weight in enumerate(weights):
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Sets all weights."""
+        self.weights_by_name = {name: weights[name] for name in self.names}
+        for slot, weight in enumerate(self.weights_by_name.values()):
             # Filling waits for nothing, copying from the host would.
             self.weights[slot].fill_(weight)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Starts anew with the current weights; fills what `to_empty` left."""
-        self.set_weights(self.host_weights)
+        self.set_weights(self.weights_by_name)
         self.names_json.copy_(_encoded(self.names))
         for count in (self.nonfinite, self.zero, self.draws):
             count.zero_()
@@ -96,17 +92,17 @@ class BalancerState(DoubleBuffers):
             self._reorder(state_dict, prefix, names)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         if not self.weights.is_meta:
-            self.host_weights = tuple(self.weights.tolist())
+            self.weights_by_name = dict(zip(self.names, self.weights.tolist(), strict=True))
 
     def _reorder(self, state_dict: dict[str, Any], prefix: str, names: list[str]) -> None:
-        """Puts saved vectors into the order of this state; losses that were not saved keep theirs."""
+        """Puts saved vectors into the order of this state; of losses not saved, numbers stay."""
         for key, current in self.state_dict().items():
             saved = state_dict.get(prefix + key)
             if saved is None or saved.shape != (len(names),):
                 continue
             fresh = torch.zeros_like(current, device="cpu") if current.is_meta else current
             if current.is_meta and key == "weights":
-                fresh = saved.new_tensor(self.host_weights)
+                fresh = saved.new_tensor(list(self.weights_by_name.values()))
             ordered = fresh.to(saved, copy=True)
             for slot, name in enumerate(self.names):
                 if name in names:

@@ -1,4 +1,4 @@
-"""Sums over data-parallel processes in the midst of a backward pass, with a check that they agree."""
+"""Sums over data-parallel processes in a backward pass, and checks that they agree."""
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ __all__ = ["RankSum"]
 
 
 class RankSum:
-    """Sums one small vector over data-parallel processes and compares another one, in one collective.
+    """Sums a small vector over data-parallel processes and compares another, in one collective.
 
     It uses a process group of its own: a backward pass that reduces gradients has collectives
     under way, in an order that processes do not share with ours.
