@@ -46,11 +46,7 @@ def load_aggregator(combine: "str | Aggregator | None") -> "Aggregator | None":
             f"{combine!r}, which needs arguments, where one with no arguments is made ({error})",
             "make it yourself and hand it in",
         ) from error
-    if (
-        made is None
-        or not hasattr(torchjd, "Aggregator")
-        or not isinstance(made, torchjd.Aggregator)
-    ):
+    if made is None or not isinstance(made, getattr(torchjd, "Aggregator", ())):
         raise _no_aggregator(repr(combine), "one of torchjd.aggregation, such as 'UPGrad'")
     return made
 

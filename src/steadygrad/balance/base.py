@@ -1,22 +1,22 @@
 """Options, weights, metrics and saved state of a balancer: all but the passing of gradients."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
-from steadygrad._checks import check_count, check_number
+from steadygrad._checks import InputError, check_count, check_number, check_type
 from steadygrad.balance.aggregators import Aggregator, Combiner, load_aggregator
 from steadygrad.balance.core import BalancerCore
 from steadygrad.balance.loss_context import (
+    BalancerOptions,
     GradScale,
     check_metric_names,
     check_scale,
     check_weights,
 )
-from steadygrad.balance.options import BalancerOptions, check_flag, fixed_option, live_option
 from steadygrad.balance.results import StepResult
 from steadygrad.sharding import RankSum
 
@@ -24,6 +24,32 @@ __all__ = ["BalancerBase"]
 
 OTHER_NORM = "a new balancer, because averages of one norm are none of another"
 NEW_ONE = "a new balancer, to which `load_state_dict` hands the averages"
+
+
+def live_option(name: str, check: Callable[[str, Any], Any]) -> Any:
+    """Makes a property of a field of the options; ``check`` gets what it is set to."""
+
+    def write(balancer: Any, value: Any) -> None:
+        setattr(balancer.core.options, name, check(name, value))
+
+    return property(lambda balancer: getattr(balancer.core.options, name), write)
+
+
+def fixed_option(name: str, remedy: str, read: Callable[[Any], Any] | None = None) -> Any:
+    """Makes a property of a field of the options, or of what ``read`` gives, that cannot be set."""
+
+    def refuse(balancer: Any, value: Any) -> None:
+        raise InputError(
+            f"Attribute `{name}` should be left as it was made. Found it set to {value!r}. "
+            f"Remedy: {remedy}."
+        )
+
+    return property(read or (lambda b: getattr(b.core.options, name)), refuse)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Refuses what is not True or False."""
+    return check_type(name, value, bool, "True or False")
 
 
 class BalancerBase(nn.Module):

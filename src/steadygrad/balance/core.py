@@ -9,9 +9,8 @@ from torch import Tensor
 from steadygrad._checks import InputError
 from steadygrad.balance.aggregators import Combiner
 from steadygrad.balance.exchange import Exchange, GradientRow, JoinedSums, local_sums
-from steadygrad.balance.loss_context import LossContext
+from steadygrad.balance.loss_context import BalancerOptions, LossContext
 from steadygrad.balance.norm_averages import BufferUpdates
-from steadygrad.balance.options import BalancerOptions
 from steadygrad.balance.results import BalancedGradients, StepResult, angle_metrics, loss_metrics
 from steadygrad.balance.state import BalancerState
 from steadygrad.formulas.balance import (
@@ -29,14 +28,7 @@ T = TypeVar("T", Tensor, Tensor | None)
 
 
 class BalancerCore(BalancerState):
-    """Balances the gradients of one micro-batch, and computes what it adds to the state.
-
-    Args:
-        names: The losses, in the order of all vectors.
-        options: Options of the balancer.
-        combiner: Sum or aggregator that makes one gradient of several.
-        ranks: The processes that share each batch.
-    """
+    """Balances the gradients of one micro-batch, and computes what it adds to the state."""
 
     def __init__(
         self, names: Sequence[str], options: BalancerOptions, combiner: Combiner, ranks: RankSum

@@ -59,9 +59,7 @@ def local_sums(
 class Exchange:
     """Sums over all processes, and checks that they agree.
 
-    Args:
-        names: The losses. Processes may have another order each: vectors are sent sorted by name.
-        ranks: The processes that share each batch.
+    Processes may have the losses in another order each: vectors are sent sorted by name.
 
     Attributes:
         differs: Whether the processes' options or states ever differed, boolean with shape

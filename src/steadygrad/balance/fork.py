@@ -1,15 +1,16 @@
-"""One node of the graph that receives every loss's gradient by itself."""
+"""Copies of the output `y`, and the node of the graph in which their gradients meet."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError
+from steadygrad._nests import tree_map_tensors
 
-__all__ = ["Fork", "GradientRows", "eager"]
+__all__ = ["Fork", "GradientRows", "branches", "eager"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,6 +54,18 @@ class Fork(torch.autograd.Function):
         joined = ctx.join(present)
         ctx.joined = True
         return None, None, *joined
+
+
+def branches(
+    y: Any, outputs: Sequence[Tensor], names: Sequence[str], copies: Iterator[Tensor]
+) -> dict[str, Any]:
+    """Makes a nest like ``y`` for each name, with the next copies in place of the outputs."""
+
+    def branch() -> Any:
+        copy_of = {id(output): next(copies) for output in outputs}
+        return tree_map_tensors(lambda tensor: copy_of[id(tensor)], y, "parameter `y`")
+
+    return {name: branch() for name in names}
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:

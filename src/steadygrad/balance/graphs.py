@@ -1,15 +1,65 @@
-"""Checks of autograd graphs, before anything is computed."""
+"""Checks of the output `y` and of autograd graphs, before anything is computed."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from steadygrad._checks import InputError
+from steadygrad._nests import tree_tensors
+from steadygrad.balance.loss_context import BalancerOptions
+from steadygrad.sharding import is_sharded
 
-__all__ = ["check_losses", "check_outputs", "independent"]
+__all__ = ["check_losses", "check_outputs", "independent", "item_count", "output_tensors"]
 
 Edge = tuple[Node, int]
+
+
+def output_tensors(y: Any) -> list[Tensor]:
+    """Collects the tensors of ``y`` that require a gradient, each once, in the nest's order.
+
+    Raises:
+        InputError: If there is none, one is complex or sharded, or some are in an object that
+            cannot be taken apart.
+    """
+    tensors = tree_tensors(y, "parameter `y`")
+    if not tensors:
+        raise InputError(
+            "Parameter `y` should hold a tensor that requires a gradient. Found none. Remedy: "
+            "hand in the model's output as the losses see it: not detached, not made under "
+            "`torch.no_grad()`."
+        )
+    for tensor in tensors:
+        if is_sharded(tensor):
+            raise InputError(
+                "Parameter `y` should hold plain tensors. Found a DTensor. "
+                "Remedy: `y.to_local()` or `y.full_tensor()` before the losses."
+            )
+        if not tensor.is_floating_point():
+            raise InputError(
+                f"Parameter `y` should hold real tensors. Found one of {tensor.dtype}. "
+                "Remedy: `torch.view_as_real(y)` before the losses."
+            )
+    return tensors
+
+
+def item_count(outputs: Sequence[Tensor], options: BalancerOptions) -> int:
+    """Counts the items of a batch of outputs with shapes ``(B, *)``.
+
+    Raises:
+        InputError: If the norm depends on items, and the first dimensions differ.
+    """
+    sizes = {output.shape[0] if output.ndim else None for output in outputs}
+    if len(sizes) == 1 and None not in sizes:
+        return outputs[0].shape[0]
+    if options.per_batch_item or options.batch_independent:
+        raise InputError(
+            "Parameter `y` should hold tensors with one common first dimension, the batch. Found "
+            f"shapes {[tuple(t.shape) for t in outputs]}. Remedy: per_batch_item=False, and "
+            "no batch_independent=True."
+        )
+    return outputs[0].shape[0] if outputs[0].ndim else 1
 
 
 def check_outputs(outputs: Sequence[Tensor], heads: Sequence[Tensor]) -> set[Node] | None:

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from steadygrad._checks import InputError
 from steadygrad.balance.base import BalancerBase
-from steadygrad.balance.fork import Fork, GradientRows, eager
-from steadygrad.balance.graphs import check_losses, check_outputs
+from steadygrad.balance.fork import Fork, GradientRows, branches, eager
+from steadygrad.balance.graphs import check_losses, check_outputs, item_count, output_tensors
 from steadygrad.balance.head_gradients import HeadParameters, head_parameters_of, loss_gradients
 from steadygrad.balance.loss_context import GradScale, LossContext, present_losses
 from steadygrad.balance.norm_averages import commit
-from steadygrad.balance.outputs import branches, item_count, output_tensors
 from steadygrad.balance.results import BalancedGradients, effective_loss
 
 __all__ = ["LossBalancer"]

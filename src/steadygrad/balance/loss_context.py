@@ -1,7 +1,9 @@
-"""Names, weights, loss scale and accumulation divisor of the losses."""
+"""Options of a balancer, and names, weights and loss scale of the losses."""
 
+import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple, Protocol
 
@@ -9,8 +11,10 @@ import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError, check_choice, check_count, check_number
+from steadygrad.formulas.balance import norms_from_sums
 
 __all__ = [
+    "BalancerOptions",
     "GradScale",
     "LossContext",
     "check_metric_names",
@@ -28,6 +32,30 @@ class Scaler(Protocol):
 
 
 GradScale = float | Tensor | Scaler | None
+
+
+@dataclass
+class BalancerOptions:
+    """Record of the options that :class:`LossBalancer` documents."""
+
+    per_batch_item: bool
+    batch_independent: bool
+    balance_grads: bool = True
+    total_norm: float = 1.0
+    eps: float = 1e-12
+    lag: bool = False
+    monitor: bool = False
+    grad_scale: GradScale = None
+    accumulation_steps: int = 1
+
+    def norms(self, sums: Tensor, items: Tensor, ranks: int) -> Tensor:
+        """Computes the chosen norms from sums over items of ``ranks`` processes."""
+        kind = {"per_item": self.per_batch_item, "batch_independent": self.batch_independent}
+        return norms_from_sums(sums, items, ranks=ranks, **kind)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "BalancerOptions":
+        """Copies the record but shares the gradient scaler, as copies of a model do."""
+        return copy.copy(self)
 
 
 class LossContext(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.averages import DoubleBuffers, MaskedAverages
-from steadygrad.balance.options import BalancerOptions
+from steadygrad.balance.loss_context import BalancerOptions
 
 __all__ = ["BufferUpdates", "NormAverages", "commit"]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from steadygrad._checks import InputError
 from steadygrad.averages import DoubleBuffers
+from steadygrad.balance.loss_context import BalancerOptions
 from steadygrad.balance.norm_averages import NormAverages
-from steadygrad.balance.options import BalancerOptions
 
 __all__ = ["BalancerState"]
 
