@@ -63,6 +63,7 @@ class BalancerBase(nn.Module):
 
     balance_grads: bool = live_option("balance_grads", check_flag)
     total_norm: float = live_option("total_norm", partial(check_number, low=0, low_open=True))
+    ema_decay: float = live_option("ema_decay", partial(check_number, low=0, high=1))
     eps: float = live_option("eps", partial(check_number, low=0))
     lag: bool = live_option("lag", check_flag)
     grad_scale: GradScale = live_option("grad_scale", check_scale)
@@ -116,15 +117,6 @@ class BalancerBase(nn.Module):
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
-
-    @property
-    def ema_decay(self) -> float:
-        """Decay of the moving average of norms."""
-        return self.core.averages.steps.decay
-
-    @ema_decay.setter
-    def ema_decay(self, value: float) -> None:
-        self.core.averages.steps.decay = check_number("ema_decay", value, low=0, high=1)
 
     @property
     def monitor(self) -> bool:

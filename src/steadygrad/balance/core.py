@@ -8,13 +8,14 @@ from torch import Tensor
 
 from steadygrad._checks import InputError
 from steadygrad.balance.aggregators import Combiner
-from steadygrad.balance.exchange import Exchange, GradientRow, JoinedSums, local_sums
+from steadygrad.balance.exchange import Exchange, GradientRow, JoinedSums
 from steadygrad.balance.loss_context import BalancerOptions, LossContext
 from steadygrad.balance.norm_averages import BufferUpdates
 from steadygrad.balance.results import BalancedGradients, StepResult, angle_metrics, loss_metrics
 from steadygrad.balance.state import BalancerState
 from steadygrad.formulas.balance import (
     balanced_scales,
+    gram,
     norm_sum,
     plain_sum,
     shares,
@@ -114,39 +115,40 @@ class BalancerCore(BalancerState):
         self, rows: Mapping[str, GradientRow], items: int, context: LossContext
     ) -> JoinedSums:
         """Sums over all processes, of losses without loss scale and accumulation divisor."""
-        per_item, factor, ranks = self.options.per_batch_item, context.unscaling, self.ranks.size
-        sums = local_sums(
-            [rows.get(name) for name in self.names],
-            items,
-            per_item=per_item,
-            with_products=self.options.monitor or self.combiner.needs_gram,
-            device=self.weights.device,
-        )
+        options, factor, ranks = self.options, context.unscaling, self.ranks.size
+        named = [rows.get(name) for name in self.names]
+        present = [[g for g in row or () if g is not None] for row in named]
+        # In float64, whatever a state was loaded as: processes without losses have nothing else.
+        zero = torch.zeros((), dtype=torch.float64, device=self.weights.device)
+        one, count = torch.ones_like(zero), len(named)
+        norms = [norm_sum(row, per_item=options.per_batch_item) if row else zero for row in present]
+        counts = [one if row else zero for row in present]
+        products = None
+        if options.monitor or self.combiner.needs_gram:
+            products = gram(named) if any(present) else zero.new_zeros(count, count)
+        all_items = torch.full_like(zero, items)
+        sums = JoinedSums(torch.stack(norms), torch.stack(counts), all_items, products)
         if ranks > 1:
             sums = self.exchange(sums, self._agreed(context))
-        products = None if sums.products is None else sums.products * (factor / ranks) ** 2
-        norms = sums.norms * (factor if per_item else factor**2)
-        return sums._replace(norms=norms, products=products)
+        if sums.products is not None:
+            sums = sums._replace(products=sums.products * (factor / ranks) ** 2)
+        return sums._replace(norms=sums.norms * (factor if options.per_batch_item else factor**2))
 
     def _agreed(self, context: LossContext) -> dict[str, Tensor]:
         """Collects the numbers that all processes should have in common, options first."""
-        live = ("balance_grads", "total_norm", "eps", "lag")
+        live = ("balance_grads", "total_norm", "ema_decay", "eps", "lag")
         options = {f"`{name}`": float(getattr(self.options, name)) for name in live}
-        options["`ema_decay`"] = float(self.averages.steps.decay)
         options["`accumulation_steps`"] = float(context.accumulation_steps)
         options["`grad_scale` being a scaler"] = float(context.skips)
-        one = torch.ones_like(self.averages.position)
+        one = torch.ones((), dtype=torch.float64, device=self.weights.device)
         if self._sent[0] != (options, one.device):
             # Filled on the device: a copy from the host would wait.
             numbers = {name: torch.full_like(one, value) for name, value in options.items()}
             self._sent = (options, one.device), numbers
-        state = dict(self.averages.named_buffers(prefix="averages"))
-        numbers = {
-            **self._sent[1],
-            "`weights`": self.weights,
-            "loss scale": one * context.unscaling,
-        }
-        return {**numbers, **state, "draws": self.draws}
+        agreed = {**self._sent[1], "`weights`": self.weights}
+        agreed["loss scale"] = one * context.unscaling
+        agreed.update(self.averages.named_buffers(prefix="averages"))
+        return {**agreed, "draws": self.draws}
 
     def _measure(
         self, joined: JoinedSums, context: LossContext
@@ -159,8 +161,7 @@ class BalancerCore(BalancerState):
         # Most likely the loss scale is too large. Whoever chose it must see that.
         overflowed = (bad & (self.weights > 0)).any() if context.skips else None
         averages, updates = self.averages.preview(
-            joined.norms,
-            joined.items,
+            joined,
             active,
             ranks=self.ranks.size,
             micro_batches=context.accumulation_steps,

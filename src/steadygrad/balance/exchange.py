@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError
-from steadygrad.formulas.balance import gram, norm_sum
 from steadygrad.sharding import RankSum
 
-__all__ = ["Exchange", "GradientRow", "JoinedSums", "local_sums"]
+__all__ = ["Exchange", "GradientRow", "JoinedSums"]
 
 # A loss's gradients, one for each tensor of the outputs.
 GradientRow = Sequence[Tensor | None]
@@ -30,30 +29,6 @@ class JoinedSums(NamedTuple):
     present: Tensor
     items: Tensor
     products: Tensor | None
-
-
-def local_sums(
-    rows: Sequence[GradientRow | None],
-    items: int,
-    *,
-    per_item: bool,
-    with_products: bool,
-    device: torch.device,
-) -> JoinedSums:
-    """Measures each loss's gradients on this process; a row is None for a missing loss."""
-    # In float64, whatever a state was loaded as: processes without losses have nothing else.
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    one, count = torch.ones_like(zero), len(rows)
-    present = [[g for g in row or () if g is not None] for row in rows]
-    products = None
-    if with_products:
-        products = gram(rows) if any(present) else zero.new_zeros(count, count)
-    return JoinedSums(
-        torch.stack([norm_sum(row, per_item=per_item) if row else zero for row in present]),
-        torch.stack([one if row else zero for row in present]),
-        torch.full_like(zero, items),
-        products,
-    )
 
 
 class Exchange:

@@ -42,6 +42,7 @@ class BalancerOptions:
     batch_independent: bool
     balance_grads: bool = True
     total_norm: float = 1.0
+    ema_decay: float = 0.999
     eps: float = 1e-12
     lag: bool = False
     monitor: bool = False

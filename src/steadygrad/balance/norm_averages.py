@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.averages import DoubleBuffers, MaskedAverages
+from steadygrad.balance.exchange import JoinedSums
 from steadygrad.balance.loss_context import BalancerOptions
 
 __all__ = ["BufferUpdates", "NormAverages", "commit"]
@@ -38,7 +39,7 @@ class NormAverages(DoubleBuffers):
     def __init__(self, count: int, options: BalancerOptions) -> None:
         super().__init__()
         self.options = options
-        self.steps = MaskedAverages(0.0, count)
+        self.steps = MaskedAverages(count)
         for name in ("sums", "items", "parts"):
             self.register_buffer(name, torch.zeros(count, dtype=torch.float64))
         for name in ("position", "spoiled"):
@@ -49,8 +50,7 @@ class NormAverages(DoubleBuffers):
     @torch.no_grad()
     def preview(
         self,
-        sums: Tensor,
-        items: Tensor,
+        joined: JoinedSums,
         active: Tensor,
         *,
         ranks: int,
@@ -60,10 +60,9 @@ class NormAverages(DoubleBuffers):
         """Computes the averages that one micro-batch leads to, without storing them.
 
         Args:
-            sums: Sums of the micro-batch's norms, with shape ``(K,)``.
-            items: Number of items, with shape ``()``.
+            joined: Sums of the micro-batch.
             active: Which losses have a norm, boolean with shape ``(K,)``.
-            ranks: Number of processes behind ``sums``.
+            ranks: Number of processes.
             micro_batches: Number of micro-batches in a step.
             skipped: Whether the scaler will skip this step, boolean with shape ``()``; then no
                 average moves in it, whatever its other micro-batches are. None: it will not.
@@ -72,9 +71,10 @@ class NormAverages(DoubleBuffers):
             Averages to scale by, with shape ``(K,)``, NaN for losses that never had a norm; and
             what :func:`commit` has to write.
         """
+        sums, items = joined.norms, joined.items
         if micro_batches == 1 and not self._pooling:
             norms = self.options.norms(sums, items, ranks)
-            total, mass = self.steps.with_values(norms, active)
+            total, mass = self.steps.with_values(norms, active, self.options.ema_decay)
             where = None if skipped is None else skipped.logical_not()
             return self._used(total, mass), self._step_updates(total, mass, where)
         # Stays set if the micro-batch fails: an empty pool changes no number.
@@ -85,7 +85,7 @@ class NormAverages(DoubleBuffers):
         position = self.position + 1
         spoiled = self.spoiled if skipped is None else torch.maximum(self.spoiled, skipped.double())
         norms = self.options.norms(pooled / parts, pooled_items / parts, ranks)
-        total, mass = self.steps.with_values(norms, parts > 0)
+        total, mass = self.steps.with_values(norms, parts > 0, self.options.ema_decay)
         going_on = position < micro_batches
         updates = self._step_updates(total, mass, ~going_on & (spoiled == 0))
         pool = (pooled, pooled_items, parts, position, spoiled)
@@ -98,7 +98,7 @@ class NormAverages(DoubleBuffers):
         if not self._pooling:
             return
         norms = self.options.norms(self.sums / self.parts, self.items / self.parts, ranks)
-        total, mass = self.steps.with_values(norms, self.parts > 0)
+        total, mass = self.steps.with_values(norms, self.parts > 0, self.options.ema_decay)
         commit(self._step_updates(total, mass, self.spoiled == 0))
         self._clear_pool()
 
