@@ -100,7 +100,7 @@ DIFFERS = {
     "load": "averages.steps.total",
     "load between micro-batches": "averages.sums",
     "reset": "averages.steps.total",
-    "end_step": "averages.steps.total",
+    "end_step": "averages.sums",
     "scaler": "`grad_scale` being a scaler",
     "same scaler": "`grad_scale` being a scaler",
 }
