@@ -150,7 +150,7 @@ class Combiner:
 
 
 def _needs_every_row(aggregator: Aggregator | None) -> bool:
-    """Whether an aggregator has a number for each row, or a memory of what it saw in each."""
+    """Whether an aggregator has one number per row, or a memory of each row."""
     weighting = getattr(aggregator, "weighting", None)
     named = [(aggregator, name) for name in ("pref_vector", "weights", "n_tasks", "reset")]
     return any(getattr(x, name, None) is not None for x, name in [*named, (weighting, "weights")])
@@ -191,7 +191,7 @@ def _check_shape(returned: object, size: int, name: str) -> None:
 
 
 def _without_autocast(matrix: Tensor) -> AbstractContextManager[object]:
-    """Keeps autocast from narrowing what an aggregator computes with."""
+    """Keeps autocast from narrowing an aggregator's operands."""
     kind = matrix.device.type
     if not torch.amp.is_autocast_available(kind):
         return nullcontext()

@@ -27,7 +27,7 @@ NEW_ONE = "a new balancer, to which `load_state_dict` hands the averages"
 
 
 def live_option(name: str, check: Callable[[str, Any], Any]) -> Any:
-    """Makes a property of a field of the options; ``check`` gets what it is set to."""
+    """Makes a property of a field of the options, whose new values pass through ``check``."""
 
     def write(balancer: Any, value: Any) -> None:
         setattr(balancer.core.options, name, check(name, value))
@@ -36,7 +36,7 @@ def live_option(name: str, check: Callable[[str, Any], Any]) -> Any:
 
 
 def fixed_option(name: str, remedy: str, read: Callable[[Any], Any] | None = None) -> Any:
-    """Makes a property of a field of the options, or of what ``read`` gives, that cannot be set."""
+    """Makes a property that raises when it is set; it reads the options, or calls ``read``."""
 
     def refuse(balancer: Any, value: Any) -> None:
         raise InputError(
@@ -48,7 +48,7 @@ def fixed_option(name: str, remedy: str, read: Callable[[Any], Any] | None = Non
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Refuses what is not True or False."""
+    """Refuses values other than True and False."""
     return check_type(name, value, bool, "True or False")
 
 
@@ -152,7 +152,7 @@ class BalancerBase(nn.Module):
         ``scale_NAME``         factor on the loss's gradient
         ``nonfinite_NAME``     micro-batches it was left out of for a gradient that was not finite
         ``zero_NAME``          micro-batches it was left out of for a gradient of zero
-        ``total``              with ``monitor``: norm of the whole batch's gradient handed on
+        ``total``              with ``monitor``: norm of the whole batch's balanced gradient
         ``cosine_NAME_NAME``   with ``monitor``: between two losses' gradients
         ``disagreement``       on several processes: whether their options ever differed
         ====================== ================================================================
@@ -190,7 +190,7 @@ class BalancerBase(nn.Module):
         Args:
             state_dict: The result of ``state_dict``.
             strict: Whether the losses must be those of old. If not, losses that were not saved
-                start afresh, with their weights, and what was saved of others is dropped.
+                start afresh, with their weights, and the state of others is dropped.
             assign: As in torch.
 
         Raises:

@@ -178,10 +178,9 @@ class BalancerCore(BalancerState):
 
     def _slots(self, present: Container[str]) -> list[int]:
         """Finds the losses that may take part, as far as the host knows, sorted by name."""
-        found = [n for n, w in self.weights_by_name.items() if w]
-        if self.ranks.size == 1:
-            found = [n for n in found if n in present]
-        return [self.names.index(n) for n in sorted(found)]
+        alone = self.ranks.size == 1
+        weighted = sorted(name for name, weight in self.weights_by_name.items() if weight)
+        return [self.names.index(name) for name in weighted if name in present or not alone]
 
     def _columns(self, rows: Mapping[str, GradientRow]) -> Iterator[list[Tensor | None]]:
         """Yields for each tensor the losses' gradients, in the order of the names."""

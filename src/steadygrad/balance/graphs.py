@@ -188,11 +188,11 @@ def _behind(ends: set[Node]) -> set[Node]:
 
 def _upstream(stack: list[Node], stops: set[Node]) -> set[Node]:
     """Finds all nodes that a backward pass from ``stack`` reaches, without going past ``stops``."""
-    found: set[Node] = set()
+    reached: set[Node] = set()
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in reached:
+            reached.add(node)
             if node not in stops:
                 stack += [after for after, _ in node.next_functions if after is not None]
-    return found
+    return reached

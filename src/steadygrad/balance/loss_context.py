@@ -98,7 +98,7 @@ class LossContext(NamedTuple):
 
 
 def check_scale(name: str, source: GradScale) -> GradScale:
-    """Refuses what is no loss scale and no gradient scaler."""
+    """Refuses a value that is neither a positive loss scale nor a gradient scaler."""
     if isinstance(source, Tensor):
         if source.numel() != 1:
             raise InputError(

@@ -58,7 +58,7 @@ class BalancerState(DoubleBuffers):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Starts anew with the current weights; fills what `to_empty` left."""
+        """Clears all state but the weights; fills buffers made by `to_empty`."""
         self.set_weights(self.weights_by_name)
         self.names_json.copy_(_encoded(self.names))
         for count in (self.nonfinite, self.zero, self.draws):

@@ -101,5 +101,5 @@ class RankSum:
         return RankSum(self.members)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Keeps of a group only that there was one: it cannot be saved."""
+        """Saves whether there was a group; the group itself cannot be saved."""
         return RankSum, ("all" if self.members is not None else None,)
