@@ -91,7 +91,7 @@ class Exchange:
                 f"has {agreed[name].tolist()}. Remedy: set it in the same way on all of them."
             )
         raise InputError(
-            "Expected the same state and loss scale on every process. Found that they differ, first "
-            f"in `{name}`. Remedy: hand the same `grad_scale` to all of them, and load a state, "
-            "`reset` and `end_step` on all of them or on none."
+            "Expected the same state and loss scale on every process. Found that they differ, "
+            f"first in `{name}`. Remedy: hand the same `grad_scale` to all of them, and load a "
+            "state, `reset` and `end_step` on all of them or on none."
         )
