@@ -110,7 +110,6 @@ class MaskedAverages(DoubleBuffers):
     :class:`MovingAverage` each entry has a mass of its own.
 
     Args:
-        decay: :math:`\beta`, in [0, 1].
         count: Number of averages.
 
     Attributes:
@@ -121,21 +120,21 @@ class MaskedAverages(DoubleBuffers):
     total: Tensor
     mass: Tensor
 
-    def __init__(self, decay: float, count: int) -> None:
+    def __init__(self, count: int) -> None:
         super().__init__()
-        self.decay = check_number("decay", decay, low=0, high=1)
         self.register_buffer("total", torch.zeros(count, dtype=torch.float64))
         self.register_buffer("mass", torch.zeros(count, dtype=torch.float64))
 
-    def with_values(self, values: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-        """Total and mass as they would be after new values, without taking them in.
+    def with_values(self, values: Tensor, where: Tensor, decay: float) -> tuple[Tensor, Tensor]:
+        r"""Total and mass as they would be after new values, without taking them in.
 
         Args:
             values: The new values, with shape ``(count,)``.
             where: Which entries have one, boolean with shape ``(count,)``.
+            decay: :math:`\beta`, in [0, 1].
         """
-        total = torch.where(where, self.total * self.decay + values, self.total)
-        mass = torch.where(where, self.mass * self.decay + 1, self.mass)
+        total = torch.where(where, self.total * decay + values, self.total)
+        mass = torch.where(where, self.mass * decay + 1, self.mass)
         return total, mass
 
     @torch.no_grad()

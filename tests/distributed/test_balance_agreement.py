@@ -95,6 +95,17 @@ def other_states(rank, call):
     return found
 
 
+# What the error names; the loss scale for all others.
+DIFFERS = {
+    "load": "averages.steps.total",
+    "load between micro-batches": "averages.sums",
+    "reset": "averages.steps.total",
+    "end_step": "averages.sums",
+    "scaler": "`grad_scale` being a scaler",
+    "same scaler": "`grad_scale` being a scaler",
+}
+
+
 def whole_and_broken_numbers(rank, call):
     """Options that are alike, but not to the letter; and losses and states of narrow types."""
     total = {"total_norm": 2, "ema_decay": 1, "eps": 0}
@@ -270,6 +281,7 @@ def test_states_and_loss_scales_that_differ_are_refused_and_count_nothing(runs):
             for name, (error, kept, last) in by_name.items():
                 wanted = "same options" if "scaler" in name.split() else "same state and loss scale"
                 assert wanted in error, name
+                assert DIFFERS.get(name, "loss scale") in error, name
                 assert kept, name
                 assert last is None, name
 

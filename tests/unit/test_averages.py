@@ -54,11 +54,11 @@ def test_bad_rates(rate):
 
 
 def test_masked_averages_move_one_by_one():
-    averages = MaskedAverages(0.5, 2)
+    averages = MaskedAverages(2)
     both, first = torch.tensor([True, True]), torch.tensor([True, False])
-    averages.set(*averages.with_values(torch.tensor([4.0, 1.0]), both))
+    averages.set(*averages.with_values(torch.tensor([4.0, 1.0]), both, 0.5))
     assert averages.value().tolist() == [4.0, 1.0]
-    averages.set(*averages.with_values(torch.tensor([1.0, torch.nan]), first))
+    averages.set(*averages.with_values(torch.tensor([1.0, torch.nan]), first, 0.5))
     # (0.5 * 4 + 1) / (0.5 * 1 + 1)
     assert averages.value().tolist() == [2.0, 1.0]
     averages.reset()
@@ -67,9 +67,9 @@ def test_masked_averages_move_one_by_one():
 
 @pytest.mark.parametrize(("decay", "expected"), [(0.0, 6.0), (1.0, 3.0)])
 def test_masked_averages_at_their_ends(decay, expected):
-    averages = MaskedAverages(decay, 1)
+    averages = MaskedAverages(1)
     for value in (1.0, 2.0, 6.0):
-        averages.set(*averages.with_values(torch.tensor([value]), torch.tensor([True])))
+        averages.set(*averages.with_values(torch.tensor([value]), torch.tensor([True]), decay))
     assert averages.value().item() == expected
 
 

@@ -1,33 +1,76 @@
-"""Looks at graphs before anything is computed: what depends on what, and by which way."""
+"""Checks of the output `y` and of autograd graphs, before anything is computed."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from steadygrad._checks import InputError
+from steadygrad._nests import tree_tensors
+from steadygrad.balance.loss_context import BalancerOptions
+from steadygrad.sharding import is_sharded
 
-__all__ = ["check_leaves", "check_losses", "independent"]
+__all__ = ["check_losses", "check_outputs", "independent", "item_count", "output_tensors"]
 
 Edge = tuple[Node, int]
 
 
-def check_leaves(leaves: Sequence[Tensor], heads: Sequence[Tensor]) -> set[Node] | None:
-    """Refuses outputs and heads' parameters that an output is made from: they would count twice.
+def output_tensors(y: Any) -> list[Tensor]:
+    """Collects the tensors of ``y`` that require a gradient, each once, in the nest's order.
 
-    Args:
-        leaves: The model's outputs.
-        heads: Parameters of the losses.
+    Raises:
+        InputError: If there is none, one is complex or sharded, or some are in an object that
+            cannot be taken apart.
+    """
+    tensors = tree_tensors(y, "parameter `y`")
+    if not tensors:
+        raise InputError(
+            "Parameter `y` should hold a tensor that requires a gradient. Found none. Remedy: "
+            "hand in the model's output as the losses see it: not detached, not made under "
+            "`torch.no_grad()`."
+        )
+    for tensor in tensors:
+        if is_sharded(tensor):
+            raise InputError(
+                "Parameter `y` should hold plain tensors. Found a DTensor. "
+                "Remedy: `y.to_local()` or `y.full_tensor()` before the losses."
+            )
+        if not tensor.is_floating_point():
+            raise InputError(
+                f"Parameter `y` should hold real tensors. Found one of {tensor.dtype}. "
+                "Remedy: `torch.view_as_real(y)` before the losses."
+            )
+    return tensors
+
+
+def item_count(outputs: Sequence[Tensor], options: BalancerOptions) -> int:
+    """Counts the items of a batch of outputs with shapes ``(B, *)``.
+
+    Raises:
+        InputError: If the norm depends on items, and the first dimensions differ.
+    """
+    sizes = {output.shape[0] if output.ndim else None for output in outputs}
+    if len(sizes) == 1 and None not in sizes:
+        return outputs[0].shape[0]
+    if options.per_batch_item or options.batch_independent:
+        raise InputError(
+            "Parameter `y` should hold tensors with one common first dimension, the batch. Found "
+            f"shapes {[tuple(t.shape) for t in outputs]}. Remedy: per_batch_item=False, and "
+            "no batch_independent=True."
+        )
+    return outputs[0].shape[0] if outputs[0].ndim else 1
+
+
+def check_outputs(outputs: Sequence[Tensor], heads: Sequence[Tensor]) -> set[Node] | None:
+    """Refuses outputs and head parameters that an output is made from: they would count twice.
 
     Returns:
         The nodes upstream of the outputs, or None if there was no need to look.
-
-    Raises:
-        InputError: If there are such outputs or parameters.
     """
-    if len(leaves) < 2 and not heads:
+    if len(outputs) < 2 and not heads:
         return None
-    ends = {get_gradient_edge(leaf).node for leaf in leaves}
+    ends = {get_gradient_edge(output).node for output in outputs}
     upstream = _behind(ends)
     if not ends.isdisjoint(upstream):
         raise InputError(
@@ -47,23 +90,18 @@ def check_leaves(leaves: Sequence[Tensor], heads: Sequence[Tensor]) -> set[Node]
 
 
 def check_losses(
-    losses: Mapping[str, Tensor], leaves: Sequence[Tensor], upstream: set[Node] | None = None
+    losses: Mapping[str, Tensor], outputs: Sequence[Tensor], upstream: set[Node] | None = None
 ) -> dict[str, int]:
-    """Looks at losses and their graphs before anything is computed.
-
-    Args:
-        losses: Losses by name.
-        leaves: The model's outputs.
-        upstream: What :func:`check_leaves` gave.
+    """Refuses losses whose gradient would be wrong or lost; ``upstream`` is of `check_outputs`.
 
     Returns:
-        Each loss with how many of the later ones share nodes of its graph.
+        For each loss, how many of the later ones share nodes of its graph.
 
     Raises:
         InputError: If a loss is no scalar, does not depend on the outputs, reaches the model
             beside them, or goes through a reentrant checkpoint.
     """
-    edges = {_edge(leaf) for leaf in leaves}
+    edges = {_edge(output) for output in outputs}
     stops = {node for node, _ in edges}
     graphs: dict[str, set[Node]] = {}
     for name, loss in losses.items():
@@ -75,7 +113,8 @@ def check_losses(
             )
         nodes, reached = _above(loss, stops)
         if reached.isdisjoint(edges):
-            raise _one_compiled(name) if _compiled(reached) else independent(name)
+            compiled = any(node.name().startswith("CompiledFunction") for node, _ in reached)
+            raise _one_compiled(name) if compiled else independent(name)
         if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
             raise InputError(
                 f"Loss {name!r} should have a graph that can be differentiated by parts. Found a "
@@ -84,7 +123,7 @@ def check_losses(
             )
         if not reached <= edges:
             raise _beside(name)
-        # Every way into the model ends at a leaf: without one of its own a loss has no other way.
+        # Every path into the model ends at a leaf: a loss without one of its own has no other path.
         if any(not node.next_functions for node in nodes):
             upstream = _behind(stops) if upstream is None else upstream
             if not nodes.isdisjoint(upstream):
@@ -99,7 +138,7 @@ def check_losses(
 
 
 def independent(name: str) -> InputError:
-    """What to say of a loss that no gradient of the outputs comes from."""
+    """Makes the error for a loss that does not depend on the outputs."""
     return InputError(
         f"Loss {name!r} should depend on `y`. Found a graph in which it does not. Remedy: compute "
         "it from the very tensor handed in as `y`, not from a copy, a detached tensor or another "
@@ -125,17 +164,13 @@ def _one_compiled(name: str) -> InputError:
     )
 
 
-def _compiled(edges: Iterable[Edge]) -> bool:
-    return any(node.name().startswith("CompiledFunction") for node, _ in edges)
-
-
 def _edge(tensor: Tensor) -> Edge:
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr
 
 
 def _above(loss: Tensor, stops: set[Node]) -> tuple[set[Node], set[Edge]]:
-    """The nodes between a loss and the outputs, and the edges by which it reaches their nodes."""
+    """Finds the nodes between a loss and the outputs, and the edges that reach the outputs."""
     if not loss.requires_grad:
         return set(), set()
     start = _edge(loss)
@@ -145,19 +180,19 @@ def _above(loss: Tensor, stops: set[Node]) -> tuple[set[Node], set[Edge]]:
 
 
 def _behind(ends: set[Node]) -> set[Node]:
-    """The nodes upstream of the outputs'."""
+    """Finds the nodes upstream of the outputs."""
     starts = [after for end in ends for after, _ in end.next_functions if after is not None]
-    # Once for all of them: a graph has no circles, so no output is upstream of itself.
+    # One walk for all outputs: a graph has no circles, so no output is upstream of itself.
     return _upstream(starts, set())
 
 
 def _upstream(stack: list[Node], stops: set[Node]) -> set[Node]:
-    """All nodes that a backward pass from these would reach, not going on behind ``stops``."""
-    found: set[Node] = set()
+    """Finds all nodes that a backward pass from ``stack`` reaches, without going past ``stops``."""
+    reached: set[Node] = set()
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in reached:
+            reached.add(node)
             if node not in stops:
                 stack += [after for after, _ in node.next_functions if after is not None]
-    return found
+    return reached

@@ -7,28 +7,26 @@ import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError
-from steadygrad.balance.eager import eager
-from steadygrad.balance.fork import Fork, Gradients
-from steadygrad.balance.graphs import check_leaves, check_losses
-from steadygrad.balance.join import Joined, effective_loss
-from steadygrad.balance.ledger import Ledger
-from steadygrad.balance.nests import Outline, branches, differentiable, item_count, outlines
-from steadygrad.balance.partials import Heads, parameters_of, part_gradients
-from steadygrad.balance.told import GradScale, Told
-from steadygrad.balance.weights import check_named, check_present
+from steadygrad.balance.base import BalancerBase
+from steadygrad.balance.fork import Fork, GradientRows, branches, eager
+from steadygrad.balance.graphs import check_losses, check_outputs, item_count, output_tensors
+from steadygrad.balance.head_gradients import HeadParameters, head_parameters_of, loss_gradients
+from steadygrad.balance.loss_context import GradScale, LossContext, present_losses
+from steadygrad.balance.norm_averages import commit
+from steadygrad.balance.results import BalancedGradients, effective_loss
 
 __all__ = ["LossBalancer"]
 
 
-class LossBalancer(Ledger):
+class LossBalancer(BalancerBase):
     r"""Gives each of several losses the share of the gradient that its weight asks for.
 
     .. math:: G = \sum_k \frac{T}{\epsilon + \langle \lVert g_k \rVert \rangle}
               \frac{w_k}{\sum_j w_j}\, g_k, \qquad g_k = \frac{\partial \ell_k}{\partial y}
 
-    ``y`` is what the model puts out and the losses look at. With weights of 1 and 4 the second
-    loss makes 80 % of the gradient's norms, whatever the losses' own scales. This is the rule of
-    audiocraft's and EnCodec's balancer.
+    ``y`` is the model's output, from which the losses are computed. With weights of 1 and 4 the
+    second loss makes 80 % of the gradient's norms, whatever the losses' own scales. This is the
+    rule of audiocraft's and EnCodec's balancer.
 
     .. code-block:: python
 
@@ -37,7 +35,7 @@ class LossBalancer(Ledger):
         (l1_loss(ys["l1"]) + adv_loss(ys["adv"])).backward()
         balancer.backward({"l1": l1, "adv": adv}, y)        # or: as audiocraft has it
 
-    A loss takes part in a step if it is there and its gradient is neither zero nor non-finite.
+    A loss takes part in a step if it is present and its gradient is neither zero nor non-finite.
     Otherwise it is left out of the step and of its average, which is counted in
     :attr:`left_out`, and the others share the total norm. On several processes the norm is that
     of the joined batch: see :mod:`steadygrad.formulas.balance`.
@@ -46,10 +44,9 @@ class LossBalancer(Ledger):
     float64 if the model is cast; a copy of the model asks the same scaler. Nothing waits for the
     device, but an aggregator may. A call that raises has counted nothing.
 
-    The arguments are attributes. ``balance_grads``, ``total_norm``, ``ema_decay``, ``eps``,
-    ``lag``, ``monitor``, ``grad_scale`` and ``accumulation_steps`` may be set between steps, on all
-    processes alike; :meth:`set_weights` changes weights; ``weights``, ``per_batch_item``,
-    ``batch_independent``, ``combine`` and ``process_group`` raise when they are set.
+    The arguments are attributes that may be set between steps, on all processes alike; but
+    ``weights`` (see :meth:`set_weights`), ``per_batch_item``, ``batch_independent``, ``combine``
+    and ``process_group`` raise when they are set.
 
     Args:
         weights: Weight of each loss, zero or more. Losses may come and go, but not be others.
@@ -66,12 +63,12 @@ class LossBalancer(Ledger):
         lag: Whether to scale by averages as they were before the step. Then micro-batches have
             one batch's scales, with ``batch_independent`` and from the second step on.
         monitor: Whether to measure the angles between gradients, for :attr:`metrics`.
-        combine: What takes the place of the sum: an aggregator of TorchJD or its name, or a
-            function of a matrix with one gradient a row. None: the sum.
+        combine: An aggregator in place of the sum: one of TorchJD or its name, or a function of a
+            matrix with one gradient a row. None: the sum.
         grad_scale: Loss scale that the losses carry: a number, a tensor, or a gradient scaler,
             which copies of the balancer share. Only a scaler is shown an overflow, by a gradient of
             NaN, and no average moves in that step.
-        accumulation_steps: By how many micro-batches the losses are divided.
+        accumulation_steps: Number of micro-batches that the losses are divided by.
         process_group: The processes whose gradients are averaged: ``"all"`` if there are several,
             None for none, or a group.
 
@@ -91,8 +88,8 @@ class LossBalancer(Ledger):
         losses: Mapping[str, Tensor | None],
         y: Any,
         *,
-        head_parameters: Heads = (),
-        grad_scale: GradScale | None = None,
+        head_parameters: HeadParameters = (),
+        grad_scale: GradScale = None,
         accumulation_steps: int | None = None,
         retain_graph: bool = False,
     ) -> Tensor:
@@ -106,7 +103,7 @@ class LossBalancer(Ledger):
                 pairs as from ``named_parameters()``. Each gets the gradient of the plain sum of
                 losses as it is, overflows included, but for losses left out as not finite.
             grad_scale: Loss scale in ``losses``. Default: the constructor's.
-            accumulation_steps: By how many micro-batches they are divided. Default: likewise.
+            accumulation_steps: Number of micro-batches they are divided by. Default: likewise.
             retain_graph: Whether to keep all graphs. If not, a loss's graph is kept only while
                 another loss needs parts of it.
 
@@ -122,34 +119,34 @@ class LossBalancer(Ledger):
                 other options, states or loss scales each; or ``combine`` returns a wrong shape.
                 Nothing has changed then.
         """
-        there = check_named(losses, self.core.names)
-        check_present(list(there), self.weights, self.core.ranks.size)
-        leaves = differentiable(y)
-        heads = parameters_of(head_parameters)
-        upstream = check_leaves(leaves, heads)
-        items = item_count(leaves, self.core.averages.kind)
-        overlaps = check_losses(there, leaves, upstream)
-        told = self._told(grad_scale, accumulation_steps, leaves[0].device)
-        self._follow(leaves[0].device)
-        parts = part_gradients(there, overlaps, leaves, heads, retain_graph=retain_graph)
-        joined = self.core.join(parts.outputs, items, told)
-        of_heads = self.core.head_gradients(parts.heads, joined.outcome) or [None] * len(heads)
-        of_leaves = self._completed(joined.gradients, outlines(leaves))
-        pairs = zip([*leaves, *heads], [*of_leaves, *of_heads], strict=True)
+        core = self.core
+        present = present_losses(losses, self.weights, core.ranks.size)
+        outputs = output_tensors(y)
+        heads = head_parameters_of(head_parameters)
+        upstream = check_outputs(outputs, heads)
+        items = item_count(outputs, core.options)
+        overlaps = check_losses(present, outputs, upstream)
+        context = self._context(grad_scale, accumulation_steps, outputs[0].device)
+        self._prepare(outputs[0].device)
+        partial = loss_gradients(present, overlaps, outputs, heads, retain_graph=retain_graph)
+        balanced = core.balance(partial.outputs, items, context)
+        of_heads = core.head_gradients(partial.heads, balanced.result) or [None] * len(heads)
+        of_outputs = self._filled(balanced.gradients, outputs, outputs[0].device)
+        pairs = zip([*outputs, *heads], [*of_outputs, *of_heads], strict=True)
         tensors, gradients = zip(*((t, g) for t, g in pairs if g is not None), strict=True)
         torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
-        self._commit(joined)
-        return effective_loss(there, self.core.names, joined.outcome, told)
+        self._commit(balanced)
+        return effective_loss(present, core.names, balanced.result, context)
 
     @eager
     def fork(
         self,
         y: Any,
         *,
-        grad_scale: GradScale | None = None,
+        grad_scale: GradScale = None,
         accumulation_steps: int | None = None,
     ) -> dict[str, Any]:
-        """Copies of ``y``, one for each loss, whose gradients are balanced where they meet.
+        """Copies ``y`` once for each loss; where the copies meet, their gradients are balanced.
 
         Compute each loss from its own copy, add the losses up and call ``backward()`` on the sum
         as usual, in whatever trainer. Factors on single losses cancel. A copy that no loss uses
@@ -160,59 +157,48 @@ class LossBalancer(Ledger):
             y: The model's output: a tensor, or a nest of tensors.
             grad_scale: Loss scale that the sum will carry. Default: the constructor's. A scaler
                 is asked when gradients arrive.
-            accumulation_steps: By how many micro-batches it will be divided. Default: likewise.
+            accumulation_steps: Number of micro-batches it will be divided by. Default: likewise.
 
         Returns:
             For each loss a nest like ``y``. Without gradients, as in evaluation, ``y`` itself.
 
         Raises:
             InputError: If no tensor of ``y`` requires a gradient though gradients are enabled, one
-                is complex, a DTensor or in a container that torch does not know, or their first
+                is complex, a DTensor or in an object that cannot be taken apart, or their first
                 dimensions differ; if ``grad_scale`` or ``accumulation_steps`` is out of its range;
                 or if ``combine`` looks at whole gradients and there are several processes.
         """
+        names = self.core.names
         if not torch.is_grad_enabled():
-            return dict.fromkeys(self.core.names, y)
-        leaves = differentiable(y)
-        items = item_count(leaves, self.core.averages.kind)
-        device = leaves[0].device
+            return dict.fromkeys(names, y)
+        outputs = output_tensors(y)
+        items = item_count(outputs, self.core.options)
+        device = outputs[0].device
         # Mistakes are reported here, not in the backward pass.
-        self._told(grad_scale, accumulation_steps, device)
-        self._follow(device)
-        shapes = outlines(leaves)
+        self._context(grad_scale, accumulation_steps, device)
+        self._prepare(device)
+        # Without values, which the graph would keep alive.
+        metas = [output.detach().to("meta") for output in outputs]
 
-        def join(rows: Gradients) -> Sequence[Tensor | None]:
-            named = {n: row for n, row in zip(self.core.names, rows, strict=True) if row}
-            told = self._told(grad_scale, accumulation_steps, device)
-            joined = self.core.join(named, items, told)
-            self._commit(joined)
-            return self._completed(joined.gradients, shapes)
+        def join(rows: GradientRows) -> Sequence[Tensor | None]:
+            present = {n: row for n, row in zip(names, rows, strict=True) if row}
+            context = self._context(grad_scale, accumulation_steps, device)
+            balanced = self.core.balance(present, items, context)
+            self._commit(balanced)
+            return self._filled(balanced.gradients, metas, device)
 
-        copies = iter(Fork.apply(join, len(self.core.names), *leaves))  # type: ignore[no-untyped-call]
-        return branches(y, leaves, self.core.names, copies)
+        copies = iter(Fork.apply(join, len(names), *outputs))  # type: ignore[no-untyped-call]
+        return branches(y, outputs, names, copies)
 
-    def _completed(
-        self, gradients: Sequence[Tensor | None], shapes: Sequence[Outline]
-    ) -> list[Tensor | None]:
-        """Zeros for tensors without a gradient, if other processes may have one to reduce."""
-        if self.core.ranks.size == 1:
-            return list(gradients)
-        found = gradients or [None] * len(shapes)
-        return [o.zeros() if g is None else g for g, o in zip(found, shapes, strict=True)]
-
-    def _commit(self, joined: Joined) -> None:
-        self.core.commit(joined)
-        self._last = joined.outcome
-
-    def _told(
-        self, grad_scale: GradScale | None, accumulation_steps: int | None, device: torch.device
-    ) -> Told:
+    def _context(
+        self, grad_scale: GradScale, accumulation_steps: int | None, device: torch.device
+    ) -> LossContext:
         scale = self.grad_scale if grad_scale is None else grad_scale
         steps = self.accumulation_steps if accumulation_steps is None else accumulation_steps
-        return Told.read(scale, steps, device)
+        return LossContext.read(scale, steps, device)
 
-    def _follow(self, device: torch.device) -> None:
-        """Moves to where the gradients are, once, and meets the other processes."""
+    def _prepare(self, device: torch.device) -> None:
+        """Moves the state to the gradients' device and creates the process group, once."""
         self.core.combiner.check(self.core.ranks.size)
         if self.core.weights.is_meta and device.type != "meta":
             raise InputError(
@@ -221,5 +207,30 @@ class LossBalancer(Ledger):
                 "state dict."
             )
         if self.core.weights.device != device:
+            _check_float64(device)
             self.to(device)
         self.core.prepare(device)
+
+    def _filled(
+        self, gradients: Sequence[Tensor | None], like: Sequence[Tensor], device: torch.device
+    ) -> list[Tensor | None]:
+        """Fills in zeros for missing gradients, if other processes may have one to reduce."""
+        if self.core.ranks.size == 1:
+            return list(gradients)
+        pairs = zip(gradients or [None] * len(like), like, strict=True)
+        return [torch.zeros_like(t, device=device) if g is None else g for g, t in pairs]
+
+    def _commit(self, balanced: BalancedGradients) -> None:
+        commit(balanced.updates)
+        self._last = balanced.result
+
+
+def _check_float64(device: torch.device) -> None:
+    """Refuses a device without float64, as Apple's GPUs are: averages need its digits."""
+    try:
+        torch.zeros((), dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError) as error:
+        raise InputError(
+            f"Expected a device with float64. Found {str(device)!r}, which has none ({error}). "
+            "Remedy: `y.cpu()` before the losses."
+        ) from error

@@ -1,8 +1,7 @@
-"""What is known of every loss, as buffers that find their losses by name."""
+"""Saved state of a balancer: buffers with one number a loss, loaded by the losses' names."""
 
 import json
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,24 +9,23 @@ from torch import Tensor
 
 from steadygrad._checks import InputError
 from steadygrad.averages import DoubleBuffers
-from steadygrad.balance.window import NormAverages
+from steadygrad.balance.loss_context import BalancerOptions
+from steadygrad.balance.norm_averages import NormAverages
 
-__all__ = ["State"]
+__all__ = ["BalancerState"]
 
 
-class State(DoubleBuffers):
-    """Weights, counts and averages; some of them on the host too, which waits for nothing then.
-
-    Args:
-        names: The losses, in the order of all vectors.
+class BalancerState(DoubleBuffers):
+    """Weights, counts and averages of all losses, as buffers.
 
     Attributes:
+        names: The losses, in the order of all vectors.
         weights: The losses' weights, float64 with shape ``(K,)``.
-        nonfinite: Micro-batches left out for a gradient that was not finite, with shape ``(K,)``.
+        weights_by_name: The same as numbers: reading the buffer would wait for the device.
+        nonfinite: Micro-batches left out for a non-finite gradient, with shape ``(K,)``.
         zero: Micro-batches left out for a gradient of zero, with shape ``(K,)``.
-        draws: How often an aggregator was given a seed, with shape ``()``.
-        averages: The norms' averages.
-        partly: Whether to take a state of other losses, as far as they are the same.
+        draws: Number of seeds given to an aggregator, with shape ``()``.
+        partial: Whether a state of other losses may be loaded, as far as names agree.
     """
 
     weights: Tensor
@@ -35,42 +33,34 @@ class State(DoubleBuffers):
     zero: Tensor
     draws: Tensor
     names_json: Tensor
-    averages: NormAverages
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], options: BalancerOptions) -> None:
         super().__init__()
-        # torch tells no module whether loading is strict.
-        self.names, self.partly = tuple(names), False
+        # torch does not tell a module whether loading is strict.
+        self.names, self.options, self.partial = tuple(names), options, False
         count = len(self.names)
-        self.host_weights = (0.0,) * count
+        self.weights_by_name = dict.fromkeys(self.names, 0.0)
         self.register_buffer("weights", torch.zeros(count, dtype=torch.float64))
         self.register_buffer("nonfinite", torch.zeros(count, dtype=torch.int64))
         self.register_buffer("zero", torch.zeros(count, dtype=torch.int64))
-        # Seeds of aggregators that draw numbers; the host counts along.
-        self.host_draws = 0
         self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
-        # As a tensor, because then the whole state is tensors, which every format can hold. Of
-        # floats, because copies of a model may average buffers: rounding brings a float back.
-        self.register_buffer("names_json", _as_bytes(self.names))
+        # A tensor, because every file format holds those, without pickle. Of floats, because
+        # averaged copies of a model average buffers: rounding brings a float back.
+        self.register_buffer("names_json", _encoded(self.names))
+        self.averages = NormAverages(count, options)
 
-    @property
-    def weights_by_name(self) -> Mapping[str, float]:
-        """Every loss's weight, to be read."""
-        return MappingProxyType(dict(zip(self.names, self.host_weights, strict=True)))
-
-    def set_weights(self, weights: Sequence[float]) -> None:
-        """Takes new weights, in the order of the names."""
-        self.host_weights = tuple(weights)
-        for slot, weight in enumerate(weights):
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Sets all weights."""
+        self.weights_by_name = {name: weights[name] for name in self.names}
+        for slot, weight in enumerate(self.weights_by_name.values()):
             # Filling waits for nothing, copying from the host would.
             self.weights[slot].fill_(weight)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Begins anew, with the weights as they are on the host: `to_empty` leaves no buffer."""
-        self.set_weights(self.host_weights)
-        self.names_json.copy_(_as_bytes(self.names))
-        self.host_draws = 0
+        """Clears all state but the weights; fills buffers made by `to_empty`."""
+        self.set_weights(self.weights_by_name)
+        self.names_json.copy_(_encoded(self.names))
         for count in (self.nonfinite, self.zero, self.draws):
             count.zero_()
         self.averages.reset_parameters()
@@ -82,55 +72,56 @@ class State(DoubleBuffers):
         local_metadata: dict[str, Any],
         *rest: Any,
     ) -> None:
-        """Takes each loss's numbers by its name, in whatever order they were saved."""
-        saved = state_dict.get(prefix + "names_json")
-        if saved is not None and not saved.is_meta:
+        """Loads each loss's numbers by its name, in whatever order they were saved."""
+        encoded = state_dict.get(prefix + "names_json")
+        if encoded is not None and not encoded.is_meta:
             if self.weights.is_meta and not local_metadata.get("assign_to_params_buffers", False):
                 raise InputError(
                     "Expected a balancer with state to load into. Found it on `meta`, as it was "
                     "built. Remedy: `to_empty(device=...)` first, or "
                     "`load_state_dict(..., assign=True)`."
                 )
-            names = _from_bytes(saved)
-            if not self.partly and sorted(names) != sorted(self.names):
+            names = _decoded(encoded)
+            if not self.partial and sorted(names) != sorted(self.names):
                 raise InputError(
                     f"Expected the state of losses {sorted(self.names)}. Found that of "
                     f"{sorted(names)}. Remedy: a balancer with the names of old, or "
                     "balancer.load_state_dict(..., strict=False), called by itself: losses that "
                     "are new start afresh then."
                 )
-            self._take_by_name(state_dict, prefix, names)
+            self._reorder(state_dict, prefix, names)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         if not self.weights.is_meta:
-            self.host_weights = tuple(self.weights.tolist())
-            self.host_draws = int(self.draws)
+            self.weights_by_name = dict(zip(self.names, self.weights.tolist(), strict=True))
 
-    def _take_by_name(self, state_dict: dict[str, Any], prefix: str, names: list[str]) -> None:
-        """Puts a saved state into this one's order; what was not saved stays."""
-        for key, own in self.state_dict().items():
-            found = state_dict.get(prefix + key)
-            if found is not None and found.shape == (len(names),):
-                mine = torch.zeros(own.shape).to(found) if own.is_meta else own.to(found, copy=True)
-                if own.is_meta and key == "weights":
-                    mine = found.new_tensor(self.host_weights)
-                for slot, name in enumerate(self.names):
-                    if name in names:
-                        mine[slot] = found[names.index(name)]
-                state_dict[prefix + key] = mine
+    def _reorder(self, state_dict: dict[str, Any], prefix: str, names: list[str]) -> None:
+        """Puts saved vectors into the order of this state; of losses not saved, numbers stay."""
+        for key, current in self.state_dict().items():
+            saved = state_dict.get(prefix + key)
+            if saved is None or saved.shape != (len(names),):
+                continue
+            fresh = torch.zeros_like(current, device="cpu") if current.is_meta else current
+            if current.is_meta and key == "weights":
+                fresh = saved.new_tensor(list(self.weights_by_name.values()))
+            ordered = fresh.to(saved, copy=True)
+            for slot, name in enumerate(self.names):
+                if name in names:
+                    ordered[slot] = saved[names.index(name)]
+            state_dict[prefix + key] = ordered
         device = state_dict[prefix + "names_json"].device
-        state_dict[prefix + "names_json"] = _as_bytes(self.names).to(device)
+        state_dict[prefix + "names_json"] = _encoded(self.names).to(device)
 
 
-def _as_bytes(names: Sequence[str]) -> Tensor:
+def _encoded(names: Sequence[str]) -> Tensor:
     return torch.tensor(list(json.dumps(list(names)).encode()), dtype=torch.float64)
 
 
-def _from_bytes(saved: Tensor) -> list[str]:
+def _decoded(encoded: Tensor) -> list[str]:
     try:
-        names = json.loads(bytes(saved.double().round().long().tolist()))
+        names = json.loads(bytes(encoded.reshape(-1).double().round().long().tolist()))
         if isinstance(names, list) and all(isinstance(name, str) for name in names):
             return names
-    except ValueError:
+    except (ValueError, OverflowError):
         pass
     raise InputError(
         "Expected the losses' names in `names_json`. Found something that spells none. Remedy: the "

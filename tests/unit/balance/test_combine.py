@@ -1,5 +1,6 @@
 """Aggregators in place of the sum: our own stand-ins always, TorchJD's where it is installed."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -69,10 +70,23 @@ class Sized(ByMatrix):
     pref_vector = torch.ones(3)
 
 
+class Constant(ByMatrix):
+    """As TorchJD's: its weighting has the numbers."""
+
+    weighting = SimpleNamespace(weights=torch.ones(3))
+
+
+class Remembers(ByMatrix):
+    """An aggregator with a memory."""
+
+    def reset(self):
+        pass
+
+
 @pytest.mark.parametrize(
     ("aggregator", "count"),
-    [(ByProducts(), 2), (ByMatrix(), 2), (Sized(), 3)],
-    ids=["products", "matrix", "sized"],
+    [(ByProducts(), 2), (ByMatrix(), 2), (Sized(), 3), (Constant(), 3), (Remembers(), 3)],
+    ids=["products", "matrix", "sized", "constant", "remembers"],
 )
 def test_missing_losses_are_no_rows_and_broken_ones_are_zeros(aggregator, count):
     """The host knows that one is not there, but only the device that one is broken."""
@@ -135,7 +149,8 @@ class MGDA(ByProducts):
 
 @CALLS
 @pytest.mark.parametrize("why", ["not finite", "zero", "weight", "missing"])
-def test_a_hull_does_not_have_a_corner_at_zero(call, why):
+def test_a_hull_does_not_have_a_corner_at_zero(call, why, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchjd.aggregation", SimpleNamespace(MGDA=MGDA))
     y = draw(4, 7)
     weights = {**WEIGHTS, "l1": 0.0 if why == "weight" else 1.0}
     factor = {"not finite": torch.nan, "zero": 0.0}.get(why, 1.0)
@@ -242,7 +257,7 @@ def test_what_torchjd_s_names_may_be(monkeypatch):
             super().__init__()
 
     fake = SimpleNamespace(Aggregator=Aggregator, Known=Known, Needy=Needy, Helper=dict)
-    monkeypatch.setattr("steadygrad.balance.combine.import_module", lambda _: fake)
+    monkeypatch.setattr("steadygrad.balance.aggregators.import_module", lambda _: fake)
     assert isinstance(LossBalancer(WEIGHTS, combine="Known").aggregator, Known)
     for name, match in [
         ("Needy", "no arguments"),

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from steadygrad import LossBalancer
-from steadygrad.balance.eager import eager
+from steadygrad.balance.fork import eager
 from tests.unit.balance.problems import (
     WEIGHTS,
     draw,

@@ -67,7 +67,42 @@ def test_a_copy_whose_buffers_are_averaged_can_be_loaded(rule):
         }
 
 
-@pytest.mark.parametrize("wrong", [[255.0, 1.0], list(b"{}"), list(b"[1]"), []])
+# What `state_dict` gave before the first release: in a step of which one micro-batch is there.
+SAVED = {
+    "core.weights": [2.0, 4.0],
+    "core.nonfinite": [0, 0],
+    "core.zero": [0, 1],
+    "core.draws": 0,
+    "core.names_json": [float(byte) for byte in b'["l2", "adv"]'],
+    "core.averages.sums": [8.60555127546399, 1.4142135623730951],
+    "core.averages.items": [2.0, 2.0],
+    "core.averages.parts": [1.0, 1.0],
+    "core.averages.position": 1.0,
+    "core.averages.spoiled": 0.0,
+    "core.averages.steps.total": [3.766123775561495, 0.7071067811865476],
+    "core.averages.steps.mass": [1.0, 1.0],
+}
+NEXT = [[0.2784850831254335, 0.32126790585568454], [0.36405072858593557, 0.4068335513161866]]
+
+
+@pytest.mark.parametrize("names", [["l2", "adv"], ["adv", "l2"]])
+def test_an_older_state_is_taken_and_goes_on_as_it_did(names):
+    balancer = LossBalancer(dict.fromkeys(names, 1.0), accumulation_steps=2, ema_decay=0.5)
+    saved = {
+        k: torch.tensor(v, dtype=None if k in ("core.nonfinite", "core.zero", "core.draws")
+                        else torch.float64) for k, v in SAVED.items()
+    }  # fmt: skip
+    assert balancer.state_dict().keys() == saved.keys()
+    balancer.load_state_dict(saved)
+    y = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64).requires_grad_()
+    balancer.backward({"l2": y.square().mean(), "adv": 0.25 * y.sum()}, y)
+    torch.testing.assert_close(y.grad, torch.tensor(NEXT, dtype=torch.float64), **CLOSE)
+    assert balancer.left_out["zero"]["adv"].item() == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [[255.0, 1.0], list(b"{}"), list(b"[1]"), [], 1e15, [1e300], [torch.nan]]
+)
 def test_names_that_are_none_are_refused(wrong):
     state = LossBalancer(WEIGHTS).state_dict()
     state["core.names_json"] = torch.tensor(wrong)

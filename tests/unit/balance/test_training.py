@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
 from torch import nn
 
 from steadygrad import LossBalancer
+from steadygrad._checks import InputError
 from tests.unit.balance.problems import (
     WEIGHTS,
     draw,
@@ -91,3 +93,21 @@ def test_a_fork_in_evaluation_is_the_output_itself():
     assert set(ys) == set(WEIGHTS)
     assert all(v is y for v in ys.values())
     assert balancer.core.averages.steps.mass.sum() == 0
+
+
+@CALLS
+def test_a_device_without_float64_is_refused(call, monkeypatch):
+    """As Apple's GPUs are; here a device plays one."""
+    zeros = torch.zeros
+
+    def refusing(*shape, dtype=None, device=None, **options):
+        if dtype == torch.float64 and str(device) == "meta":
+            raise TypeError("no float64 here")
+        return zeros(*shape, dtype=dtype, device=device, **options)
+
+    monkeypatch.setattr(torch, "zeros", refusing)
+    y, balancer = torch.ones(2, 3, device="meta", requires_grad=True), LossBalancer(WEIGHTS)
+    match = re.escape("Found 'meta', which has none (no float64 here). Remedy")
+    with pytest.raises(InputError, match=match):
+        balancer.fork(y) if call == "fork" else balancer.backward({"l1": y.sum()}, y)
+    assert balancer.core.weights.device.type == "cpu"
