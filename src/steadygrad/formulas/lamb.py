@@ -32,6 +32,7 @@ from steadygrad.formulas.tensors import (
     moved_by,
     sanitized,
     square_sums,
+    sum_type,
 )
 
 __all__ = [
@@ -176,13 +177,13 @@ def _direction_sums(bucket: Bucket, by: Scales, rule: Rule) -> Tensor:
     x, m = bucket.weights, bucket.moments[0]
     u = _directions(bucket, by.unbias1, by.unbias2, rule.eps)
     torch._foreach_add_(u, x, alpha=rule.weight_decay)
-    return square_sums([*x, *u], torch.promote_types(m[0].dtype, x[0].dtype)).view(2, -1)
+    return square_sums([*x, *u], sum_type(bucket)).view(2, -1)
 
 
 def apply(batch: Batch, by: Coefficients, rule: Rule) -> None:
     """Moves the weights."""
     for bucket in batch.buckets:
-        (keep,) = bucket.pick([by.keep], bucket.weights[0].dtype)
+        (keep,) = bucket.pick([by.keep], sum_type(bucket))
         steps = _directions(bucket, by.momentum, by.unbias2, rule.eps)
         moved_by(bucket.weights, keep, steps)
         del steps  # Before the next ones are made.

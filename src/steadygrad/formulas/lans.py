@@ -40,6 +40,7 @@ from steadygrad.formulas.tensors import (
     moved_by,
     sanitized,
     square_sums,
+    sum_type,
     wide,
 )
 
@@ -221,7 +222,7 @@ def _direction_sums(bucket: Bucket, by: Normalizers, rule: Rule) -> Tensor:
     u = _normalized(bucket, by, rule.clip_value)
     torch._foreach_div_(u, d)
     torch._foreach_add_(u, x, alpha=rule.weight_decay)
-    dtype = torch.promote_types(m[0].dtype, x[0].dtype)
+    dtype = sum_type(bucket)
     gradient_part = square_sums(u, dtype)
     del u  # Two temporaries at a time, no more.
     u = list(torch._foreach_mul(m, unbias1))
@@ -257,7 +258,7 @@ def _apply(bucket: Bucket, by: Coefficients, rule: Rule) -> None:
     m, dtype = bucket.moments[0], bucket.moments[0][0].dtype
     u = _normalized(bucket, by, rule.clip_value)
     unbias2, momentum, gradient = bucket.pick((by.unbias2, by.momentum, by.gradient), dtype)
-    (keep,) = bucket.pick([by.keep], bucket.weights[0].dtype)
+    (keep,) = bucket.pick([by.keep], sum_type(bucket))
     torch._foreach_mul_(u, gradient)
     for total, own, factor in zip(u, m, momentum, strict=True):
         total.addcmul_(own, factor)

@@ -17,6 +17,7 @@ __all__ = [
     "moved_by",
     "sanitized",
     "square_sums",
+    "sum_type",
     "wide",
 ]
 
@@ -165,6 +166,11 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([torch.dot(*pair) for pair in pairs]).sum()
 
 
+def sum_type(bucket: Bucket) -> torch.dtype:
+    """The wider type of its weights and states."""
+    return torch.promote_types(bucket.weights[0].dtype, bucket.moments[0][0].dtype)
+
+
 def decays_of(bucket: Bucket, betas: Iterable[float], taken: Tensor) -> list[list[Tensor]]:
     """Factors on averages: each ``beta`` where a parameter takes the step, else one.
 
@@ -184,7 +190,7 @@ def moved_by(weights: Sequence[Tensor], keep: Sequence[Tensor], steps: Sequence[
 
     Args:
         weights: The weights, in any floating type.
-        keep: Factor on each, with shape ``()``; in their type, if it is that of the state.
+        keep: Factor on each, with shape ``()`` and in the wider type of weight and step.
         steps: Steps, in the type of the state.
     """
     if weights[0].dtype == steps[0].dtype:
@@ -194,7 +200,7 @@ def moved_by(weights: Sequence[Tensor], keep: Sequence[Tensor], steps: Sequence[
     for weight, factor, step in zip(weights, keep, steps, strict=True):
         # Rounded to the weight's type once, not after each operation.
         work = torch.promote_types(weight.dtype, step.dtype)
-        weight.copy_(weight.to(work).mul_(factor.to(work)).sub_(step))
+        weight.copy_(weight.to(work).mul_(factor).sub_(step))
 
 
 def sanitized(

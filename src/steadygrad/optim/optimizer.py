@@ -183,14 +183,16 @@ class ShardedOptimizer(BatchBuilder):
 
     def _count_skipped(self, ok: Tensor) -> None:
         compiling = torch.compiler.is_compiling()
-        if not compiling and ok.device.type == "cpu" and bool(ok.numpy()):
+        # A wrapped gradient leaves a wrapped outcome, which the host cannot read.
+        readable = type(ok) is Tensor and not compiling
+        if readable and ok.device.type == "cpu" and bool(ok.numpy()):
             if self._skip_monitor is not None:
                 self._skip_monitor.in_a_row = 0
             return
         everywhere = (self.state[p]["skipped"] for g in self.param_groups for p in g["params"])
         for count in {id(count): count for count in everywhere}.values():
             count.add_((~ok).to(count.device))
-        if compiling or is_capturing() or self.warn_after_skips is None:
+        if not readable or is_capturing() or self.warn_after_skips is None:
             return
         if self._skip_monitor is None:
             self._skip_monitor = SkipMonitor(type(self).__name__)

@@ -49,9 +49,9 @@ def tables_of(optimizer):
     return [batch.table for batch in optimizer._built]
 
 
-def mixed(none=True):
+def mixed(types=TYPES):
     """All types in two groups, some of them frozen, some without gradients at times."""
-    groups = [parameters(dtype)[:5:2] + parameters(dtype)[1:2] for dtype in TYPES]
+    groups = [parameters(dtype)[:5:2] + parameters(dtype)[1:2] for dtype in types]
     params = [p for group in groups for p in group]
     params[2].requires_grad_(False)
     return params
@@ -70,7 +70,9 @@ def fill(params, step):
 @every_optimizer
 @pytest.mark.usefixtures("small_chunks")
 def test_a_model_of_all_types(entry):
-    ours, theirs = mixed(), mixed()
+    # A norm over all gradients brings the roundings of narrow types to float64.
+    types = TYPES[: 3 if "max_grad_norm" in entry.options else 4]
+    ours, theirs = mixed(types), mixed(types)
     one, two = entry(groups_of(ours), fused=True), entry(groups_of(theirs), foreach=True)
     for step in range(6):
         for params, optimizer in ((ours, one), (theirs, two)):
@@ -243,7 +245,7 @@ def broken(monkeypatch, runtime, error):
         raise error
 
     monkeypatch.setattr(kernels, "_WARNED", set())
-    monkeypatch.setattr(kernels, "_BROKEN", {})
+    monkeypatch.setattr(kernels, "BROKEN", {})
     monkeypatch.setattr(runtime, "_start", fail)
 
 
@@ -271,7 +273,7 @@ def test_an_error_of_the_device_is_passed_on(error, runtime, monkeypatch):
         broken(patch, runtime, error)
         with pytest.raises(type(error), match=str(error)[:6]):
             run(optimizer, params, [0])
-        assert kernels.given_up() == []
+        assert kernels.BROKEN == {}
     run(optimizer, params, [0])
     assert None not in tables_of(optimizer)
 
