@@ -1,4 +1,4 @@
-"""An output that one tool takes, the other takes too: the balancer's side of tests/unit/test_nests."""
+"""An output that one tool takes, the other takes too: the side of the balancer."""
 
 import pytest
 import torch

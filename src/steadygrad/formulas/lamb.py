@@ -174,7 +174,7 @@ def direction_sums(batch: Batch, by: Scales, rule: Rule) -> Tensor:
 
 
 def _direction_sums(bucket: Bucket, by: Scales, rule: Rule) -> Tensor:
-    x, m = bucket.weights, bucket.moments[0]
+    x = bucket.weights
     u = _directions(bucket, by.unbias1, by.unbias2, rule.eps)
     torch._foreach_add_(u, x, alpha=rule.weight_decay)
     return square_sums([*x, *u], sum_type(bucket)).view(2, -1)

@@ -185,7 +185,7 @@ def decays_of(bucket: Bucket, betas: Iterable[float], taken: Tensor) -> list[lis
     return bucket.pick(columns, dtype)
 
 
-def moved_by(weights: Sequence[Tensor], keep: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
+def moved_by(weights: list[Tensor], keep: list[Tensor], steps: list[Tensor]) -> None:
     """Moves weights: each times a factor, less a step.
 
     Args:

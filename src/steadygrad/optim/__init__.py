@@ -1,4 +1,4 @@
-"""Optimizers: ScaledAdam, LANS and LAMB, exact, sharded and resumable; schedules; groups by pattern."""
+"""ScaledAdam, LANS and LAMB, exact, sharded and resumable; schedules; groups by pattern."""
 
 from steadygrad.optim.batched import BatchedOptimizer
 from steadygrad.optim.groups import param_groups

@@ -170,9 +170,14 @@ class ParamBatch:
         self.buckets = []
         for bucket in self._bucketed:
             if places := [i for i in bucket if self.grads[i] is not None]:
-                lists = (self.weights, self.grads, *self.moments)
-                weights, own, *moments = ([some[i] for i in places] for some in lists)
-                self.buckets.append(Bucket(places, weights, own, tuple(moments)))  # type: ignore[arg-type]
+                self.buckets.append(
+                    Bucket(
+                        places,
+                        [self.weights[i] for i in places],
+                        [g for i in places if (g := self.grads[i]) is not None],
+                        tuple([states[i] for i in places] for states in self.moments),
+                    )
+                )
 
     def _set_active(self, actives: list[bool]) -> None:
         # A graph makes its own, as later steps replace this one.
@@ -207,7 +212,7 @@ class ParamBatch:
         if (
             {*map(type, grads)} == {Tensor}
             and self._grad_layout.matches(grads)  # type: ignore[arg-type]
-            and not any(map(Tensor.is_neg, grads))
+            and not any(map(Tensor.is_neg, grads))  # type: ignore[arg-type]
         ):
             return grads
         assert self.table is not None

@@ -177,7 +177,8 @@ def _gradient_scale(batch: ParamBatch, amp: AmpState, total: Tensor) -> Tensor:
     if bound is None:
         return unscale
     norm = total.to(batch.device).sqrt() * unscale.abs()
-    return unscale / (norm / bound).clamp(min=1.0)
+    factor: Tensor = unscale / (norm / bound).clamp(min=1.0)
+    return factor
 
 
 def _coefficients(

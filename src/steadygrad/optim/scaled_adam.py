@@ -303,7 +303,8 @@ class _Update:
         """This process's part of the sums."""
         # Products of shards are of use only once they are added up: with the others, each step.
         every_step = self.batch.sharded and not self.is_scalar
-        return self.batch.passes.sums(self.batch, None if every_step else self.needed)
+        sums: Tensor = self.batch.passes.sums(self.batch, None if every_step else self.needed)
+        return sums
 
     def finite(self, sums: Tensor) -> Tensor:
         """Whether sums can be used, with shape ``(tensors)``."""

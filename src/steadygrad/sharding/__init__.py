@@ -5,8 +5,8 @@ Everything here also works without a process group, where a sum over ranks is th
 
 from steadygrad.sharding.processes import join_processes, leave_processes
 from steadygrad.sharding.rank_sum import RankSum
-from steadygrad.sharding.shards import aligned, aligned_locals, is_sharded, local, shared_out
 from steadygrad.sharding.shard_sum import PackedSum, ShardSum
+from steadygrad.sharding.shards import aligned, aligned_locals, is_sharded, local, shared_out
 from steadygrad.sharding.whole import (
     load_model_state,
     load_optimizer_state,

@@ -45,7 +45,7 @@ def update(batch: KernelBatch, by: StepScales, rule: Rule) -> Tensor:
     bounds = (bound, torch.inf) if rule.original else (torch.inf, bound)
     weight = torch.zeros_like(by.gradient) if by.weight is None else by.weight
     options = (*rule.betas, rule.eps, *bounds)
-    launch(update_kernel, batch.table, by._replace(weight=weight), options)
+    launch(update_kernel, batch.table, [*by[:4], weight], options)
     return batch.table.sums(1, batch.sum_dtype)[0]
 
 
