@@ -24,7 +24,7 @@ import torch
 from side_by_side import Timing, hardware, measure, save
 from torch import Tensor
 
-from steadygrad.optim import LANS, ScaledAdam
+from steadygrad.optim import LAMB, LANS, ScaledAdam
 
 STEPS = 4
 
@@ -61,6 +61,8 @@ MAKERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "LANS(fused=True)": lambda p: LANS(p, lr=RATE, fused=True),
     "LANS(foreach=True)": lambda p: LANS(p, lr=RATE, foreach=True),
     "LANS(foreach=False)": lambda p: LANS(p, lr=RATE, foreach=False),
+    "LAMB(fused=True)": lambda p: LAMB(p, lr=RATE, fused=True),
+    "LAMB(foreach=True)": lambda p: LAMB(p, lr=RATE, foreach=True),
     "ScaledAdam(fused=True)": lambda p: ScaledAdam(p, RATE, clipping_scale=2.0, fused=True),
     "ScaledAdam(foreach=True)": lambda p: ScaledAdam(p, RATE, clipping_scale=2.0, foreach=True),
     "ScaledAdam(foreach=False)": lambda p: ScaledAdam(p, RATE, clipping_scale=2.0, foreach=False),
@@ -70,7 +72,7 @@ if lamb() is not None:
 # Bytes an element: AdamW reads four tensors and writes three. LANS reads the gradient for its norm,
 # then all four twice, and writes two and one. ScaledAdam reads the gradient for the clipping, the
 # weight too in every fourth step, then four, and writes three.
-FLOORS = {"torch AdamW": 28, "LANS": 48, "ScaledAdam": 33}
+FLOORS = {"torch AdamW": 28, "LANS": 48, "LAMB": 44, "ScaledAdam": 33}
 
 
 def parameters(name: str) -> list[Tensor]:
@@ -112,7 +114,7 @@ def draw(found: dict[str, dict[str, Timing]], path: Path) -> None:
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
     for axes, (name, some) in zip(panels, found.items(), strict=True):
-        ours = ["LANS(fused=True)", "ScaledAdam(fused=True)"]
+        ours = ["LANS(fused=True)", "LAMB(fused=True)", "ScaledAdam(fused=True)"]
         keys = [*ours, *(key for key in some if key not in ours)][::-1]
         ratios = [some[key].ratio for key in keys]
         bars = axes.barh(keys, ratios, color=["C0" if key in ours else "0.7" for key in keys])

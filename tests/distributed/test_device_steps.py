@@ -9,6 +9,7 @@ from tests.distributed.ranks import on_ranks
 
 LAUNCHES = {
     "lans": {"grad_kernel": 1, "sum_kernel": 2, "moments_kernel": 1, "apply_kernel": 1},
+    "lamb": {"grad_kernel": 1, "sum_kernel": 2, "moments_kernel": 1, "apply_kernel": 1},
     # The one-element gain is worked on by itself.
     "scaled_adam": {"sums_kernel": 2, "sum_kernel": 4, "update_kernel": 2},
 }
@@ -25,5 +26,5 @@ def test_sharded_steps_are_those_of_the_formulas(tmp_path):
             # Float32 sums in another order.
             assert found["difference"] < 1e-5
             assert found["launches"] == LAUNCHES[name]
-            assert found["collectives"] == {"lans": 2, "scaled_adam": 1}[name]
+            assert found["collectives"] == {"lans": 2, "lamb": 2, "scaled_adam": 1}[name]
             assert (found["moved"], found["skipped"]) == (False, 1)
