@@ -169,15 +169,12 @@ class ParamBatch:
         self.grads = [(_zero(own) if g is None else g) if works[i] else None for i, g, own in pairs]
         self.buckets = []
         for bucket in self._bucketed:
-            if places := [i for i in bucket if self.grads[i] is not None]:
-                self.buckets.append(
-                    Bucket(
-                        places,
-                        [self.weights[i] for i in places],
-                        [g for i in places if (g := self.grads[i]) is not None],
-                        tuple([states[i] for i in places] for states in self.moments),
-                    )
-                )
+            pairs = [(i, g) for i in bucket for g in [self.grads[i]] if g is not None]
+            if pairs:
+                places = [i for i, _ in pairs]
+                weights = [self.weights[i] for i in places]
+                moments = tuple([states[i] for i in places] for states in self.moments)
+                self.buckets.append(Bucket(places, weights, [g for _, g in pairs], moments))
 
     def _set_active(self, actives: list[bool]) -> None:
         # A graph makes its own, as later steps replace this one.

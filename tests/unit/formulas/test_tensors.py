@@ -1,9 +1,22 @@
 """Sums that neither round nor overflow in 16 bits, and guards decided on the device."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from steadygrad.formulas.tensors import inner_products, sanitized, select, square_sums, wide
+from steadygrad.formulas import tensors
+from steadygrad.formulas.tensors import (
+    Bucket,
+    decays_of,
+    exact,
+    inner_products,
+    joined,
+    moved_by,
+    sanitized,
+    square_sums,
+    wide,
+)
 
 NARROW = [torch.float16, torch.bfloat16]
 
@@ -62,21 +75,58 @@ def test_sanitized_copies(dtype):
     given = [draw(3, 2, dtype=dtype), torch.zeros((), dtype=dtype).expand(2, 2)]
     given[0][1, 1] = torch.nan
     before = [g.clone() for g in given]
-    kept = sanitized(given, torch.tensor(True), torch.float32)
+    kept = sanitized(given, [torch.tensor(True)] * 2, torch.float32)
     for copy, g in zip(kept, given, strict=True):
         assert copy.dtype == torch.float32
         torch.testing.assert_close(copy, g.float(), rtol=0, atol=0, equal_nan=True)
         copy.fill_(7.0)
-    gone = sanitized(given, torch.tensor(False), torch.float32)
+    gone = sanitized(given, [torch.tensor(False)] * 2, torch.float32)
     assert all(torch.equal(copy, torch.zeros(g.shape)) for copy, g in zip(gone, given, strict=True))
     for g, b in zip(given, before, strict=True):
         torch.testing.assert_close(g, b, rtol=0, atol=0, equal_nan=True)
 
 
-def test_select():
-    assert select(torch.tensor(True), 0.25, 1.0, torch.float64).item() == 0.25
-    chosen = select(torch.tensor(False), 0.25, 1.0, torch.float32)
-    assert (chosen.item(), chosen.dtype, chosen.shape) == (1.0, torch.float32, ())
+def bucket_of(places, dtype):
+    """Parameters at some places of a batch, all of them alike."""
+    one = [torch.ones(2, dtype=dtype) for _ in places]
+    return Bucket(places, one, one, (one, one))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_averages_decay_where_a_step_is_taken(dtype):
+    bucket, taken = bucket_of([2, 0], dtype), torch.tensor([True, False, False])
+    first, second = decays_of(bucket, (0.9, 0.999), taken)
+    # To the last digit of the state's own type.
+    assert [x.item() for x in first] == [1.0, torch.tensor(0.9, dtype=dtype).item()]
+    assert [x.item() for x in second] == [1.0, torch.tensor(0.999, dtype=dtype).item()]
+    assert {x.dtype for x in (*first, *second)} == {dtype}
+
+
+def test_sums_of_buckets_stand_in_their_places():
+    batch = SimpleNamespace(weights=[torch.ones(1)] * 4)
+    parts = [([3], torch.tensor([[3.0], [30.0]])), ([0, 1], torch.tensor([[1.0, 2], [10, 20]]))]
+    assert joined(batch, parts, 2).tolist() == [[1, 2, 0, 3], [10, 20, 0, 30]]
+    assert joined(batch, [], 2).tolist() == [[0] * 4] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_are_rounded_once_where_they_move(dtype):
+    weight, step = torch.full((3,), 1.5, dtype=dtype), torch.full((3,), 0.001)
+    moved_by([weight], [torch.tensor(0.9999)], [step])
+    expected = torch.tensor(1.5) * torch.tensor(0.9999) - 0.001
+    assert torch.equal(weight, torch.full((3,), expected.item()).to(dtype))
+
+
+def test_the_widest_type_of_a_device_is_found_out(monkeypatch):
+    monkeypatch.setattr(tensors, "_WIDEST", {})
+    assert exact(torch.device("cpu")) is torch.float64
+    monkeypatch.setattr(tensors, "_WIDEST", {})
+
+    def narrow(*shape, dtype, device):
+        raise TypeError("this device has no float64")
+
+    monkeypatch.setattr(torch, "zeros", narrow)
+    assert exact(torch.device("cpu")) is torch.float32
 
 
 @pytest.mark.parametrize("layout", ["plain", "transposed", "strided"])
