@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from steadygrad.formulas import tensors
 from tests.contracts.problems import assert_same, give_gradients, parameters, run, snapshot
 from tests.contracts.table import OPTIMIZERS
 from tests.rounding import assert_alike
@@ -190,3 +192,36 @@ def test_a_model_cast_to_float64_keeps_its_digits(entry, foreach):
     before = p.detach().clone()
     run(optimizer, [p], range(4), none=False)
     assert torch.equal(p, before)
+
+
+class Types(TorchDispatchMode):
+    """Types of all tensors that operations return."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        leaves = torch.utils._pytree.tree_leaves(result)
+        self.seen |= {t.dtype for t in leaves if isinstance(t, torch.Tensor)}
+        return result
+
+
+@every_optimizer
+def test_devices_without_float64(entry, monkeypatch):
+    """Columns are of float32 there, as on Apple's: the same but for its rounding."""
+    narrow, wide = parameters(), parameters()
+    theirs = entry(wide, foreach=True)
+    run(theirs, wide, range(12))
+    monkeypatch.setattr(tensors, "_WIDEST", {"cpu": torch.float32})
+    ours = entry(narrow, foreach=True)
+    with Types() as types:
+        run(ours, narrow, range(6))
+        ours.load_state_dict(ours.state_dict())
+        run(ours, narrow, range(6, 12))
+    assert torch.float32 in types.seen
+    assert torch.float64 not in types.seen
+    # A correction of one less a power near one loses up to four of seven digits in the first steps.
+    for a, b in zip(narrow, wide, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)

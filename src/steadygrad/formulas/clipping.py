@@ -81,9 +81,10 @@ def clip(
     # A norm may overflow where each gradient is finite: it must not switch the threshold off.
     seen = place & taken & norm.isfinite()
     norms = torch.where(seen, norm.to(known.norms), known.norms)
-    threshold, due = _threshold(norms, step, scale, () if original else EARLY)
+    ordered = norms.sort().values.to(known.threshold.dtype)
+    threshold, due = _threshold(ordered, step, scale, () if original else EARLY)
     due = due & taken
-    threshold = torch.where(due, threshold.to(known.threshold), known.threshold)
+    threshold = torch.where(due, threshold, known.threshold)
     # A product with the reciprocal, in float32, as the original's quotient is computed.
     factor = ((norm.to(norms) + 1e-20).reciprocal() * threshold.to(norms)).clamp(max=1.0)
     # Without a threshold infinity over an infinite norm is no number.
@@ -93,10 +94,10 @@ def clip(
 
 
 def _threshold(
-    norms: Tensor, step: Tensor, scale: float, early: tuple[int, ...]
+    ordered: Tensor, step: Tensor, scale: float, early: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """The threshold that this step would take, and whether it takes one."""
-    period, ordered = len(norms), norms.sort().values.to(torch.float64)
+    """The threshold that this step would take of sorted norms, and whether it takes one."""
+    period = len(ordered)
     threshold = scale * ordered[min(period - 1, period // 4 * 2)]
     due = step % period == 0
     for count in early:

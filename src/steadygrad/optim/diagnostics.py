@@ -82,12 +82,12 @@ class Report:
             batch: The parameters.
             sums: With shape ``(2, parameters)``.
         """
-        self.add("square", batch, sums[0].to(torch.float64) / self._grad_scale**2)
+        self.add("square", batch, sums[0].cpu().to(torch.float64) / self._grad_scale**2)
         self.add("bad", batch, sums[1])
 
     def add_unusual(self, batch: ParamBatch, squares: Tensor, expected: Tensor) -> None:
         """Takes a squared size of each gradient and what its history lets expect."""
-        squares = squares.to(torch.float64)
+        squares, expected = squares.cpu().to(torch.float64), expected.cpu()
         # Without any gradient there is nothing unusual.
         self.add("unusual", batch, torch.where(squares == 0, 0.0, (squares / expected).sqrt()))
 

@@ -146,7 +146,7 @@ class LAMB(ShardedOptimizer):
         by = []
         for batch, sums in zip(batches, self._sums(batches, own), strict=True):
             report.add_gradients(batch, sums[:2])
-            report.add_unusual(batch, sums[0].to(torch.float64) / grad_scale**2, sums[2])
+            report.add_unusual(batch, sums[0].cpu().to(torch.float64) / grad_scale**2, sums[2])
             one = torch.ones((), dtype=sums.dtype, device=batch.device)
             by.append(lamb.scales(one, batch.columns["step"].to(batch.exact), batch.active, rule))
         own = [lamb.direction_sums(b, x, rule) for b, x in zip(batches, by, strict=True)]

@@ -10,6 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from steadygrad._checks import InputError, check_choice, check_count, check_number
 from steadygrad.formulas import clipping, scaled_adam
+from steadygrad.formulas.tensors import exact
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import LARGEST
 from steadygrad.optim.diagnostics import Report
@@ -216,7 +217,7 @@ class ScaledAdam(ShardedOptimizer):
             "model_norms": torch.zeros(
                 group["clipping_update_period"], dtype=torch.float32, device=device
             ),
-            "model_norm_threshold": torch.full((), torch.inf, dtype=torch.float64, device=device),
+            "model_norm_threshold": torch.full((), torch.inf, dtype=exact(device), device=device),
             "num_clipped": torch.zeros((), dtype=torch.float32, device=device),
         }
 
@@ -265,7 +266,7 @@ class ScaledAdam(ShardedOptimizer):
         for batch, update, sums in zip(batches, work, self._sums(batches, own), strict=True):
             update.sums = sums[:3]
             report.add_gradients(batch, sums[[0, 3]])
-            report.add_unusual(batch, sums[0].to(torch.float64) / grad_scale**2, sums[4])
+            report.add_unusual(batch, sums[0].cpu().to(torch.float64) / grad_scale**2, sums[4])
             report.add("dominance", batch, update.norm_terms())
             if not update.is_scalar:
                 report.add("rms", batch, batch.columns["param_rms"])

@@ -144,6 +144,8 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     ) -> Tensor:
         # To the type it is kept in, should it have been saved in another.
         dtype = self._types.get(name) or self._state_dtype(parameter, group)
+        if dtype is torch.float64:
+            dtype = exact(parameter.device)
         if name not in self._elementwise:
             return value.detach().to(parameter.device, dtype, copy=True)
         return shared_out(value.detach().to(parameter.device, dtype, copy=True), parameter)

@@ -79,7 +79,7 @@ class ShardSum:
         if device not in self._constants:
             members = [torch.tensor(member, device=device) for member in self._members]
             # A third in float32 is not one in float64.
-            shares = torch.tensor(self._shares, dtype=torch.float64, device=device)
+            shares = torch.tensor(self._shares, dtype=exact(device), device=device)
             self._constants[device] = shares, members
         return self._constants[device]
 
