@@ -17,6 +17,9 @@ WARM_UP_STEPS = 4
 SECONDS = 0.3
 # Workers pay for their start, and share the memory's bandwidth.
 WORTH = 1.3
+# Several threads for one trial have to be so much faster than one: on a busy machine they wait for
+# one another.
+WORTH_THREADS = 1.1
 LEAST_BUDGET = 60.0
 MOST_WORKERS = 16
 # As OMP_NUM_THREADS says them, before a study has set others.
@@ -78,14 +81,18 @@ def _choose_workers(settings: Any, trainer: Trainer, cluster: int) -> int:
             threads = min(GIVEN_THREADS, cores if cluster else max(1, cores // asked))
         torch.set_num_threads(threads)
         return asked or max(1, cores // threads)
-    whole = _measured_speed(trainer)
-    if settings.budget < LEAST_BUDGET or cores == 1:
+    workers = 1
+    if settings.budget >= LEAST_BUDGET:
+        workers = min(cores, MOST_WORKERS, _fitting(trainer))
+    if cores == 1 or workers == threads == 1:
         return 1
+    whole = _measured_speed(trainer)
     torch.set_num_threads(1)
-    workers = min(cores, MOST_WORKERS, _fitting(trainer))
-    if workers > 1 and _measured_speed(trainer) * workers > WORTH * whole:
+    one = _measured_speed(trainer)
+    if workers > 1 and one * workers > WORTH * whole:
         return workers
-    torch.set_num_threads(threads)
+    if whole > WORTH_THREADS * one:
+        torch.set_num_threads(threads)
     return 1
 
 

@@ -290,6 +290,28 @@ def test_what_it_cannot_tell(make_run: Any, task: Any, settings: Any, words: str
     assert words in Reader(render(make_run(1, task=task, settings=settings))).text
 
 
+@pytest.mark.parametrize(
+    ("trained", "words"),
+    [
+        (True, "rest on seed 0 alone. So do the runs from scratch. What was"),
+        (False, "rest on seed 0 alone. What was"),
+    ],
+)
+@pytest.mark.usefixtures("no_charts")
+def test_no_runs_from_scratch_have_zero_seeds(make_run: Any, trained: bool, words: str):
+    """A small plan has runs at other learning rates, and no others."""
+
+    def edit(events: list[Event]) -> list[Event]:
+        return [e for e in events if not isinstance(e, Scratch) or (trained and e.rate != 1)]
+
+    run = make_run(edit=edit)
+    plan = replace(run.header.plan, seeds=0, candidates=0)
+    small = dataclasses.replace(run, header=replace(run.header, plan=plan))
+    text = Reader(render(small)).text
+    assert "0 seeds" not in text
+    assert words in " ".join(text.split())
+
+
 @pytest.mark.parametrize("sample", [NASTY, "字" * 300, "x", "$\\frac$"])
 def test_every_string_is_escaped(make_run: Any, sample: str):
     def change(summary: dict[str, Any]) -> None:
@@ -438,8 +460,20 @@ def test_the_title_says_where_no_larger_batch_is_known(make_run: Any):
 
 @pytest.mark.usefixtures("no_charts")
 def test_the_title_of_a_prediction_says_that_it_is_one(make_run: Any):
+    def change(summary: dict[str, Any]) -> None:
+        summary["recommendation"] |= {"basis": "predicted", "batch_size": 64}
+
+    text = Reader(render(make_run(2, "interrupted", summary=change))).text
+    assert "Predicted, not trained: 64 sequences per step for char-lm." in text
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_the_tasks_own_batch_size_is_no_prediction(make_run: Any):
+    """It was trained: what is not known is whether a larger one is as good."""
     run = make_run(2, "interrupted")
-    assert run.summary["recommendation"]["basis"] == "predicted"
-    size = run.summary["recommendation"]["batch_size"]
+    assert run.summary["recommendation"]["basis"] == "own"
+    assert run.summary["recommendation"]["batch_size"] == 8
     text = Reader(render(run)).text
-    assert f"Predicted, not trained: {size} sequences per step for char-lm." in text
+    assert "Stay at 8 sequences per step: no larger batch is known to be as good." in text
+    assert "the task's own, for 1,536 sequences" in text
+    assert "The fixed batch size is predicted" not in text

@@ -37,7 +37,7 @@ def check_title(title, header, summary):
     assert f" {size:,} rows per step" in title
     # Nothing is told to be trained that was not.
     assert title.startswith("Predicted, not trained:") == (advice["basis"] == "predicted")
-    assert title.startswith("Stay") == (advice["basis"] == "trained" and size == 8)
+    assert title.startswith("Stay") == (advice["basis"] in ("own", "trained") and size == 8)
     assert title.startswith("Train") == (advice["basis"] == "trained" and size > 8)
     if title.startswith("Stay"):
         assert title.endswith("known to be as good.") == (not advice["known"])
@@ -52,6 +52,7 @@ def check_figures(found, header, summary):
     value, detail = found["Batch size"]
     assert number(value) == size
     assert detail.startswith("trained") == (advice["basis"] == "trained")
+    assert detail.startswith("the task's own") == (advice["basis"] == "own")
     assert detail.endswith(f" {advice['samples']:,} rows")
     value, detail = found["Learning rate"]
     factor = {"sqrt": 0.5, "linear": 1.0, "constant": 0.0}[header.task.lr_rule]
@@ -121,6 +122,9 @@ def test_no_page_contradicts_its_summary():
         check_figures(figures_of(page), header, summary)
         seen.update(check_verdicts(page, summary))
         assert all(line in page for line in summary["words"])
+        advised = bool(summary["schedule"] and summary["schedule"]["advised"])
+        assert ("<pre" in page) == advised
+        assert "have 0 seeds" not in page
     # Red without these, and what is above says nothing.
     assert {"none", "Predicted,", "Stay", "Train"} <= set(seen)
     assert {"within 20%", "not within 20%", "not certain", "diverged"} <= set(seen)

@@ -144,7 +144,10 @@ def test_without_tokens_no_trainer_counts_them(make_run: Any):
             {"check": {"overhead": 0.7, "low": 0.4, "high": 3.0}, "advised": False},
             "It is not advised. Trained from scratch, its sample overhead was 70% (95%",
         ),
-        ({"check": None, "advised": False}, "predicted from branches and not trained."),
+        (
+            {"check": None, "advised": False},
+            "It is not advised. It was predicted from branches and not trained.",
+        ),
     ],
 )
 def test_the_schedule_says_what_it_stands_on(make_run: Any, change: Any, words: str):
@@ -154,8 +157,9 @@ def test_the_schedule_says_what_it_stands_on(make_run: Any, change: Any, words: 
 
     page = render(make_run(summary=edit))
     assert words in page
-    refused = change["check"] is not None and not change["advised"]
-    assert (forms_of(page) == {}) == refused
+    assert (forms_of(page) != {}) == change["advised"]
+    assert ("set the learning rates of the table yourself" in page) == change["advised"]
+    assert ("the growing batch below, which is not advised." in page) != change["advised"]
     assert "It takes 420 steps. Its learning rate is warmed up over the first 384" in page
 
 

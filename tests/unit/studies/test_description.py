@@ -78,6 +78,34 @@ def test_ranks_keep_the_threads_that_their_launcher_gave_them(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("budget", "speeds", "chosen"),
+    [
+        # A busy machine: eight threads wait for one another.
+        (20.0, {8: 32.0, 1: 6889.0}, (6889.0, 1, 1)),
+        (20.0, {8: 100.0, 1: 100.0}, (100.0, 1, 1)),
+        (20.0, {8: 400.0, 1: 100.0}, (400.0, 1, 8)),
+        (300.0, {8: 32.0, 1: 6889.0}, (6889.0, 8, 1)),
+        (300.0, {8: 400.0, 1: 10.0}, (400.0, 1, 8)),
+    ],
+)
+def test_one_thread_is_tried_whatever_the_budget(monkeypatch, budget, speeds, chosen):
+    place = "steadygrad.studies.calibration."
+    monkeypatch.setattr(place + "_measured_speed", lambda _: speeds[torch.get_num_threads()])
+    monkeypatch.setattr(place + "environment", lambda: {"cores": 8, "memory_bytes": 1 << 40})
+    trainer = make_trainer(make_task(samples_per_second=None))
+    before = torch.get_num_threads()
+    torch.set_num_threads(8)
+    try:
+        settings = SimpleNamespace(workers=0, threads=0, budget=budget)
+        speed, workers = calibrate(settings, trainer, 0)
+        # Rounded down by a quarter power of two at most.
+        assert chosen[0] / 2**0.25 < speed <= 1.001 * chosen[0]
+        assert (workers, torch.get_num_threads()) == chosen[1:]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
     ("figure", "measured", "speed"),
     [
         (200.0, 201.0, 200.0),

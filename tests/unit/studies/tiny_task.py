@@ -259,6 +259,16 @@ def buffer_on_meta() -> Task:
     return make_task(make_model=model)
 
 
+def still() -> Task:
+    """Its optimizer ignores the learning rate that it is given, and has none."""
+    return make_task(make_optimizer=lambda parameters, lr: _Still(parameters, lr=lr))
+
+
+class _Still(torch.optim.AdamW):
+    def step(self, closure=None) -> None:
+        """Moves nothing."""
+
+
 def frozen() -> Task:
     return make_task(make_model=lambda: make_model().requires_grad_(False))
 

@@ -17,6 +17,7 @@ __all__ = ["page"]
 BASES = {
     "trained": "trained from scratch over",
     "predicted": "predicted from branches and not trained, for",
+    "own": "the task's own, for",
 }
 HALF_LIVES = {"half_life": "Adam's second moment", "decay_half_life": "the weight decay"}
 RULES = {
@@ -119,8 +120,7 @@ def _what_it_cannot_tell(advice: Advice) -> dict[str, str]:
         "Other optimizer settings.": _optimizer(advice),
         "Other seeds.": (
             f"The branches, and the advice on going on, rest on seed "
-            f"{show(advice.header.settings.seed)} alone. The runs from scratch have "
-            f"{show(advice.header.plan.seeds)} seeds."
+            f"{show(advice.header.settings.seed)} alone.{_seeds(advice)}"
         ),
         "What was not trained.": _predicted(advice),
         "Your clock.": (
@@ -128,6 +128,13 @@ def _what_it_cannot_tell(advice: Advice) -> dict[str, str]:
             f"Batch sizes below {base} were not tried."
         ),
     }
+
+
+def _seeds(advice: Advice) -> str:
+    """How many seeds the runs from scratch have, where there are any."""
+    if advice.header.plan.seeds:
+        return f" The runs from scratch have {show(advice.header.plan.seeds)} seeds."
+    return " So do the runs from scratch." if advice.scratch else ""
 
 
 def _decay(advice: Advice) -> str:

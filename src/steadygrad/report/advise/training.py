@@ -41,7 +41,8 @@ def over_training(advice: Advice) -> Html | None:
         return None
     caption = SIZES
     if advice.schedule:
-        caption += " Grey: the growing batch below."
+        advised = "" if advice.schedule["advised"] else ", which is not advised"
+        caption += f" Grey: the growing batch below{advised}."
     elif advice.batch_size:
         caption += " Grey: the fixed batch size for a run from scratch."
     said = fill(caption, tolerance=advice.tolerance, samples=advice.samples)
@@ -57,7 +58,7 @@ def _schedule(advice: Advice) -> Iterable[Html]:
     rows = ([show(stage[key]) for key in keys] for stage in schedule["stages"])
     yield table("A growing batch", head, rows)
     yield el("p.more", " ".join(_known(advice)))
-    if schedule["check"] and not schedule["advised"]:
+    if not schedule["advised"]:
         return
     for name, text in _forms(advice):
         # A box that scrolls has to be reachable by keyboard.
@@ -68,16 +69,18 @@ def _schedule(advice: Advice) -> Iterable[Html]:
 def _known(advice: Advice) -> Iterable[str]:
     """What is known of the growing batch."""
     schedule, check = advice.schedule, advice.schedule["check"]
+    if not schedule["advised"]:
+        yield "It is not advised."
     if check is None:
         yield "It was predicted from branches and not trained."
     else:
-        if not schedule["advised"]:
-            yield "It is not advised."
         cost, span = percent(check["overhead"]), percent_interval(check["low"], check["high"])
         yield f"Trained from scratch, its sample overhead was {cost} (95% interval {span})."
     yield f"It takes {show(schedule['steps'])} steps."
     if warmup := schedule["warmup_samples"]:
         yield f"Its learning rate is warmed up over the first {show(warmup)} {advice.samples}."
+    if not schedule["advised"]:
+        return
     others = "trainers"
     if advice.task.tokens_per_sample:
         yield "OLMo-core's callback raises the learning rate by the square root of the growth."

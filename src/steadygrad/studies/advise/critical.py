@@ -27,7 +27,7 @@ from steadygrad.studies.statistics import (
     unimodal,
 )
 
-__all__ = ["CAP", "REACH", "Critical", "crossing", "find_critical"]
+__all__ = ["CAP", "REACH", "ROUNDING", "Critical", "crossing", "find_critical"]
 
 # The curve starts at a quarter of the branch: a loss above it is at least this much overhead.
 CAP = 3.0
@@ -36,6 +36,8 @@ REACH = 1.5
 DRAWS = 800
 # The smallest batch must fall by so many standard errors over the branch.
 LEAST_FALL = 3.0
+# A fall that is no larger a part of the loss is a rounding error.
+ROUNDING = 1e-6
 # Ratio of the interval's ends above which the critical batch size is not known.
 WIDE = 4.0
 
@@ -55,7 +57,8 @@ class Critical:
             smallest batch's loss did not fall.
         low: Lower end of the 95% interval, at most ``within``.
         high: Upper end, at least ``beyond``.
-        fall: Fall of the smallest batch's loss over the branch, in standard errors.
+        fall: Fall of the smallest batch's loss over the branch, in standard errors; 0 where it is
+            within rounding of the loss.
         level: Validation loss that a batch size within the tolerance reaches.
         spread: Standard deviation of one branch's loss, its data order included.
     """
@@ -76,6 +79,11 @@ class Critical:
     def resolved(self) -> bool:
         """Whether the loss fell enough for any batch size to be told from another."""
         return not math.isnan(self.value)
+
+    @property
+    def falls(self) -> bool:
+        """Whether the smallest batch's loss falls at all, surely or not."""
+        return not self.fall <= 0
 
     @property
     def known(self) -> bool:
@@ -240,6 +248,9 @@ class _Table:
         """Fall of the smallest batch's loss from a quarter of the branch on, in standard errors."""
         first = float(self.places[0])
         fall = float(curve(first) - curve(self.length))
+        # Weights that never move have losses without any error, and one may be rounded.
+        if abs(fall) <= ROUNDING * abs(float(curve(first))):
+            return 0.0
         low, high = np.quantile(redrawn(first) - redrawn(self.length), (0.16, 0.84))
         # Not the standard deviation: a few draws of an unknown variance are very wide.
         own = (self.curve[0] - self.curve[-1]).std(ddof=1) / math.sqrt(self.repeats)

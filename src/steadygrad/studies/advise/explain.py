@@ -1,6 +1,7 @@
 """The findings of a study in at most six lines that a practitioner can act on."""
 
 import math
+from collections.abc import Sequence
 
 from steadygrad.record import plural
 from steadygrad.studies.advise.check import Checked
@@ -65,7 +66,8 @@ class _Words:
             other = " No smaller one was tried." if sure and not evidence.known else ""
             return f"{stay} {self.failed(failed)}{other}"
         if size == self.base:
-            return f"{stay} Predicted from branches, not trained from scratch."
+            more = f"need at most {self.tolerance:.0%} more {self.samples} from scratch"
+            return f"{stay} No larger one was shown to {more}."
         more = "" if self.plan.candidates else " A longer --budget trains it."
         comma = "," if warmup else ""
         return (
@@ -98,9 +100,15 @@ class _Words:
             )
         return (
             "No batch size can be recommended: the validation loss of the smallest batch "
-            f"fell by less than three standard errors along its branches.{go_on} "
+            f"{self.flat(list(criticals))} along its branches.{go_on} "
             "Try another Task.lr, more data, or a shorter run."
         )
+
+    def flat(self, points: Sequence[int]) -> str:
+        """What the smallest batch's loss does along the branches of unresolved points."""
+        if any(self.evidence.criticals[i].falls for i in points):
+            return "falls by less than three standard errors"
+        return "does not fall"
 
     def going_on(self) -> str:
         """Going on from the last point that tells."""
@@ -136,7 +144,8 @@ class _Words:
         assert constant is not None
         rows, steps = f"{rows} {self.samples}", self.steps(evidence.steps(stages), constant)
         if run is None:
-            return f"Growing batch, predicted, not trained: {rows}. {steps}"
+            said = "predicted from branches and not trained from scratch"
+            return f"A growing batch is not advised: {rows}, {said}. {steps}"
         needs = self.needs(run)
         if run.within(self.tolerance):
             return f"Growing batch: {rows}. Trained from scratch, it {needs}. {steps}"
@@ -173,12 +182,13 @@ class _Words:
                 f"Preliminary: the study {ENDS[self.status]} after measuring "
                 f"{len(evidence.criticals)} of {len(points)} points{go_on}."
             )
-        flat = [points[i] for i, critical in evidence.criticals.items() if not critical.resolved]
+        flat = [i for i, critical in evidence.criticals.items() if not critical.resolved]
         if flat:
-            where = ", ".join(f"{samples:,}" for samples in flat)
+            where = ", ".join(self.count(points[i]) + self.seen(points[i]) for i in flat)
+            begin = "branches that begin" if len(flat) > 1 else "branch that begins"
             parts.append(
-                f"The validation loss falls by less than three standard errors after {where} "
-                f"{self.samples}{self.seen(flat[0])}, so no batch size can be judged there."
+                f"Over the {begin} after {where} the validation loss {self.flat(flat)}, so no "
+                "batch size can be judged there."
             )
         if evidence.checked:
             parts.append(f"The runs from scratch have {evidence.checked[0].seeds} seeds.")

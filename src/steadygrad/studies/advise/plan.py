@@ -98,12 +98,19 @@ def make_plan(
             f"batch size {batch_size}. Found {train_size}. Remedy: a smaller Task.batch_size or "
             "more data."
         )
-    seconds = math.ceil(least.span / (SHARE_OF_BUDGET * speed) + start_up)
+    seconds = _rounded_up(least.span / (SHARE_OF_BUDGET * speed) + start_up)
+    rate = f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"
     raise InputError(
         f"The budget is too small to measure anything: found {budget:g}s, expected at least "
-        f"{seconds}s for this task at {speed:g} samples a second. Remedy: --budget {seconds}s or "
-        "more."
+        f"{seconds}s for this task at {rate} samples a second. Remedy: --budget {seconds}s or "
+        "more; where other programs keep the cores busy, --threads 1."
     )
+
+
+def _rounded_up(seconds: float) -> int:
+    """Seconds, rounded up to two significant digits and to whole ones."""
+    unit = int(10 ** max(0, len(str(math.ceil(seconds))) - 2))
+    return math.ceil(seconds / unit) * unit
 
 
 def _longest(horizons: Sequence[int], priced: Callable[[int], Plan], span: float) -> Plan | None:

@@ -9,7 +9,7 @@ import numpy as np
 from steadygrad.formulas.batch_size import learning_rate
 from steadygrad.record.schema.advise import Branch, Header, Noise, Point, Scratch
 from steadygrad.studies.advise.check import Baseline, Checked, baseline_of, checked_runs
-from steadygrad.studies.advise.critical import LEAST_FALL, Critical, find_critical
+from steadygrad.studies.advise.critical import LEAST_FALL, ROUNDING, Critical, find_critical
 from steadygrad.studies.advise.overhead import MeasuredPoint, predict
 from steadygrad.studies.advise.rates import RateVerdict, judge_rate
 from steadygrad.studies.advise.trials import Stages, averaged_end, stretches
@@ -261,7 +261,8 @@ def _still_falls(point: Point, spread: float) -> bool:
     residuals = losses - losses.mean() - slope * progress
     error = math.sqrt(residuals @ residuals / (len(curve) - 2) / (progress @ progress))
     fall = losses[0] - losses[-1]
-    return bool(fall > LEAST_FALL * spread and -slope > LEAST_FALL * error)
+    least = max(LEAST_FALL * spread, ROUNDING * abs(losses[0]))
+    return bool(fall > least and -slope > LEAST_FALL * error)
 
 
 def _power_of_two(size: float, base: int) -> int:

@@ -70,16 +70,16 @@ def _recommendation(evidence: Evidence) -> dict[str, Any]:
         names = ["batch_size", "lr", "warmup_samples", "samples", "overhead", "low", "high"]
         names += ["half_life", "decay_half_life"]
         return {**dict.fromkeys(names), "basis": "none", "known": False}
-    unknown = 0.0 if size == base else None
+    basis = "trained" if run or evidence.failed else "own" if size == base else "predicted"
     return {
         "batch_size": size,
         "lr": evidence.lr(size),
         "warmup_samples": 0 if size == base else evidence.warmup_samples,
         "samples": evidence.length,
-        "overhead": run.overhead if run else unknown,
-        "low": run.low if run else unknown,
-        "high": run.high if run else unknown,
-        "basis": "trained" if run or evidence.failed else "predicted",
+        "overhead": run.overhead if run else None,
+        "low": run.low if run else None,
+        "high": run.high if run else None,
+        "basis": basis,
         "known": evidence.known,
         **_half_lives(evidence, size),
     }

@@ -18,17 +18,19 @@ AT_MOST = rf"needs at most (\d+)% more rows than the best batch, over the next {
 INTERVAL = rf"95% interval {N} to ({N}|no limit)"
 STAGES = r"((?:[\d,]+ from [\d,]+(?:, )?)+) rows"
 TRIED = rf"\(validation loss after {N} rows from scratch at batch {N} by learning rate: (.+)\)"
+FLAT = r"(?P<flat>does not fall|falls by less than three standard errors)"
+SEEN = r"(?: \(data seen \d+ times by then\))?"
 FORMS = {
     "trained": rf"From scratch over {N} rows: train at {SETTINGS}\. Trained so, it {NEEDS}\. "
     rf"{STEPS} {OTHER}",
     "stay": rf"{STAY} {OTHER}( No smaller one was tried\.)?",
-    "own": rf"{STAY} Predicted from branches, not trained from scratch\.",
+    "own": rf"{STAY} No larger one was shown to need at most (\d+)% more rows from scratch\.",
     "predicted": rf"Predicted, not trained: from scratch over {N} rows, {SETTINGS} should stay "
     rf"within (\d+)% more rows than batch {N}\.( A longer --budget trains it\.)?",
     "exhausted": rf"No batch size for a run from scratch: the validation loss no longer falls by "
     rf"more than its noise at {N} rows( \(data seen (\d+) times by then\))?\.(?: --resume .*)?",
-    "flat": r"No batch size can be recommended: the validation loss of the smallest batch fell by "
-    r"less than three standard errors along its branches\..*",
+    "flat": r"No batch size can be recommended: the validation loss of the smallest batch "
+    rf"{FLAT} along its branches\..*",
     "nothing": r"Nothing can be said yet: no point of training is measured\.(?: --resume .*)?",
     "going unknown": rf"{START}the critical batch size is not known \({INTERVAL}\); until it is, "
     rf"use batch {N} with learning rate {X}\.",
@@ -38,7 +40,8 @@ FORMS = {
     r"no larger one was tried\.",
     "going": rf"{START}batch {N} with learning rate {X} {AT_MOST}; batch {N} "
     rf"(diverged|needs more) \(limit {N}, {INTERVAL}\)\.",
-    "growing predicted": rf"Growing batch, predicted, not trained: {STAGES}\. {STEPS}",
+    "growing predicted": rf"A growing batch is not advised: {STAGES}, predicted from branches and "
+    rf"not trained from scratch\. {STEPS}",
     "growing": rf"Growing batch: {STAGES}\. Trained from scratch, it {NEEDS}\. {STEPS}",
     "growing failed": rf"A growing batch is not advised: {STAGES}, trained from scratch, {NEEDS}\.",
     "rate fits": rf"No better learning rate than {X} was found: none surely saves (\d+)% of the "
@@ -50,9 +53,10 @@ FORMS = {
     "noise": rf"Gradient noise scale after {N} rows: {N} \(95% interval {N} to {N}\)\. It is no "
     r"recommendation\.",
     "certainty": r"(?P<partial>Preliminary: the study .+? after measuring (?P<done>\d+) of "
-    r"(?P<planned>\d+) points(?:; --resume goes on with it)?\.)? ?(?P<level>The validation loss "
-    r"falls by less than three standard errors after (?P<where>[\d, ]+) rows(?: \(data seen "
-    r"(?P<seen>\d+) times by then\))?, so no batch size can be judged there\.)? ?(?:The "
+    r"(?P<planned>\d+) points(?:; --resume goes on with it)?\.)? ?(?:Over the "
+    r"(?P<begin>branches that begin|branch that begins) after "
+    rf"(?P<where>(?:[\d,]+ rows{SEEN}(?:, )?)+) the validation loss {FLAT}, so no batch size can "
+    r"be judged there\.)? ?(?:The "
     r"runs from scratch have (?P<count>\d+) seeds\. )?(?P<seeds>The branches, and the advice on "
     r"going on, rest on one seed\.)?",
 }

@@ -121,6 +121,7 @@ class Sentences:
         self.length(length)
         assert number(base) == self.advice["batch_size"] == 8
         assert self.advice["basis"] == "trained"
+        self.nothing_measured()
         self.other(*other)
         assert not other[0].startswith("No")
         (size,) = (number(each) for each in (other[1], other[3]) if each)
@@ -130,10 +131,17 @@ class Sentences:
         assert self.advice["known"] == (sure and nearest)
         assert bool(untried) == (sure and not nearest)
 
-    def say_own(self, length, base):
+    def say_own(self, length, base, percent):
         self.length(length)
         assert number(base) == self.advice["batch_size"] == 8
-        self.only_predicted()
+        assert int(percent) == 100 * self.tolerance
+        assert not self.checked
+        assert self.advice["basis"] == "own"
+        assert not self.advice["known"]
+        self.nothing_measured()
+
+    def nothing_measured(self):
+        assert [self.advice[name] for name in ("overhead", "low", "high")] == [None] * 3
 
     def say_predicted(self, length, size, lr, warmup, percent, base, budget):
         self.length(length)
@@ -146,6 +154,7 @@ class Sentences:
     def only_predicted(self):
         assert self.advice["basis"] == "predicted"
         assert not self.checked
+        self.nothing_measured()
 
     def say_exhausted(self, at, _, epochs):
         assert self.advice["batch_size"] is None
@@ -154,10 +163,16 @@ class Sentences:
         seen = number(at) / self.task.train_size
         assert epochs is None if seen < 1.5 else int(epochs) == round(seen)
 
-    def say_flat(self):
+    def say_flat(self, said):
+        self.level(said, [point for point in self.points.values() if point["critical"]])
         assert self.advice["batch_size"] is None
         assert not any(point["resolved"] for point in self.points.values())
         assert any(point["critical"] for point in self.points.values())
+
+    def level(self, said, flat):
+        falls = [point["critical"]["fall"] for point in flat]
+        assert all(fall < 3 for fall in falls)
+        assert (said == "does not fall") == all(fall <= 0 for fall in falls)
 
     def say_nothing(self):
         assert not any(point["critical"] for point in self.points.values())
@@ -219,6 +234,7 @@ class Sentences:
     def say_growing_predicted(self, stages, percent, size):
         self.stages(stages)
         assert self.schedule["basis"] == "predicted"
+        assert not self.schedule["advised"]
         self.fewer(percent, size)
 
     def fewer(self, percent, size):
@@ -280,7 +296,7 @@ class Sentences:
         assert [*map(number, numbers)] == [noise.value, noise.low, noise.high]
 
     def say_certainty(self, *groups):
-        partial, done, planned, level, where, seen, count, branches = groups
+        partial, done, planned, begin, where, level, count, branches = groups
         measured = {n: point for n, point in self.points.items() if point["critical"]}
         assert bool(partial) == (self.summary["status"] != "complete")
         if partial:
@@ -288,13 +304,22 @@ class Sentences:
         flat = [n for n, point in measured.items() if not point["resolved"]]
         assert bool(level) == bool(flat)
         if level:
-            assert [number(n) for n in where.split(", ")] == flat
-            assert all(measured[n]["critical"]["fall"] < 3 for n in flat)
-            epochs = flat[0] / self.task.train_size
-            assert seen is None if epochs < 1.5 else int(seen) == round(epochs)
+            assert (begin == "branches that begin") == (len(flat) > 1)
+            told = [self.seen(each) for each in where.split(", ")]
+            assert [samples for samples, _ in told] == flat
+            for samples, seen in told:
+                epochs = samples / self.task.train_size
+                assert seen is None if epochs < 1.5 else int(seen) == round(epochs)
+            self.level(level, [measured[n] for n in flat])
         assert bool(branches) == bool(measured)
         assert bool(count) == bool(self.checked)
         assert not count or int(count) == self.plan.seeds
+
+    def seen(self, text):
+        """A number of samples, and how often the data were seen by then."""
+        pattern = rf"{N} rows(?: \(data seen (\d+) times by then\))?"
+        samples, seen = re.fullmatch(pattern, text).groups()
+        return number(samples), seen
 
     def lowest_diverged(self):
         """Smallest batch size that diverged anywhere, from the events themselves."""

@@ -203,6 +203,27 @@ def test_a_constant_loss_does_not_fall(loss):
     assert not find_critical(flat, 0.2).resolved
 
 
+@pytest.mark.parametrize("drift", [0.0, 1e-10, 1e-16])
+def test_a_fall_within_rounding_is_none(drift):
+    """Weights that never move: no error, and whatever the average of equal losses rounds to."""
+    draw = random.Random(0)
+    for loss in [draw.uniform(0.01, 9.0) for _ in range(20)]:
+        still = []
+        for b in branches(250.0):
+            curve = [(s, loss * (1 - drift * s)) for s, _ in b.curve]
+            still.append(branch(b.batch_size, b.repeat, curve[-1][1], curve=curve))
+        found = find_critical(still, 0.2)
+        assert (found.fall, found.resolved) == (0.0, False)
+
+
+def test_a_small_fall_without_noise_is_one():
+    made = []
+    for b in branches(250.0):
+        curve = [(s, 2.0 + 1e-4 * y) for s, y in b.curve]
+        made.append(branch(b.batch_size, b.repeat, curve[-1][1], curve=curve))
+    assert find_critical(made, 0.2).resolved
+
+
 @pytest.mark.parametrize(("end", "diverged"), [(9.0, None), (1e9, None), (math.inf, SIZES[3])])
 def test_where_the_loss_is_flat_only_what_is_not_finite_has_diverged(end, diverged):
     """A level loss has no quarter of the branch to end above but by its noise."""

@@ -1,5 +1,6 @@
 """The plan: arithmetic from a budget to amounts of work."""
 
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -143,6 +144,16 @@ def test_a_budget_too_small_says_what_would_do():
     assert plan_of(least).repeats == 2
     with pytest.raises(InputError):
         plan_of(least - 1)
+
+
+def test_a_budget_too_small_is_told_in_round_numbers():
+    with pytest.raises(InputError) as caught:
+        plan_of(20, speed=26.9087)
+    said = str(caught.value)
+    seconds = re.search(r"expected at least (\d\d0)s for this task at 27 samples a second", said)[1]
+    assert f"Remedy: --budget {seconds}s or more; where other programs keep the cores" in said
+    assert said.endswith("busy, --threads 1.")
+    assert plan_of(int(seconds), speed=26.9087).repeats == 2
 
 
 def test_data_too_few_for_three_batch_sizes():

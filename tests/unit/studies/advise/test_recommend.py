@@ -13,6 +13,7 @@ from steadygrad.studies.advise.trials import RUN_ENDS, end_marks, run_marks
 from steadygrad.studies.journal import Journal
 from tests.unit.studies.advise.events import (
     SIZES,
+    branch,
     branches,
     law,
     make_header,
@@ -319,6 +320,18 @@ def test_nothing_is_recommended_where_the_loss_does_not_fall():
     assert evidence.constant is None
     assert evidence.schedule == ()
     assert Chooser(make_header(POINTS))(("baseline", 1), evidence.journal) is None
+
+
+def test_a_run_whose_loss_falls_by_a_rounding_does_not_fall():
+    still = [
+        point(i, samples, losses=lambda s: 2.0 - 1e-15 * s) for i, samples in enumerate(POINTS)
+    ]
+    level = []
+    for b in [b for i in (0, 1) for b in branches(1e5, point=i)]:
+        curve = [(s, 2.0) for s, _ in b.curve]
+        level.append(branch(b.batch_size, b.repeat, 2.0, curve=curve, point=b.point))
+    evidence = Evidence(make_header(POINTS), Journal(events=[*still, *level]))
+    assert (evidence.end, evidence.constant, evidence.last) == (None, None, None)
 
 
 def test_where_no_branch_tells_runs_from_scratch_begin_next_to_the_smallest_batch():

@@ -15,7 +15,7 @@ from steadygrad.studies.advise.trials import (
 )
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.study import Workplace
-from tests.unit.studies.framework import PLAN, make_trainer
+from tests.unit.studies.framework import PLAN, begin, make_trainer
 from tests.unit.studies.tiny_task import diverging_branches, make_task, without_dropout
 
 
@@ -131,3 +131,14 @@ def test_a_run_that_diverges_has_one_loss(tmp_path):
     place = Workplace(trainer, Checkpoints(tmp_path), lambda samples, what: None)
     run = run_job(scratch_job(((0, 64),), 1024), plan(1024), place)
     assert (run.loss, run.curve) == (math.inf, ((1024, math.inf),))
+
+
+def test_weights_that_never_move_give_no_advice(tmp_path):
+    """The optimizer ignores its learning rate: all losses are equal, and none falls."""
+    found, _ = begin(tmp_path / "run", "still", at=None)
+    assert found.summary["recommendation"]["batch_size"] is None
+    assert found.summary["going_on"] is None
+    assert [point["critical"]["fall"] for point in found.summary["points"]] == [0.0, 0.0]
+    words = found.summary["words"]
+    assert "loss of the smallest batch does not fall along its branches" in words[0]
+    assert any("after 64 rows, 256 rows the validation loss does not fall" in s for s in words)
