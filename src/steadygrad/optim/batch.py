@@ -165,8 +165,8 @@ class ParamBatch:
         return True
 
     def _fill_buckets(self, grads: list[Tensor | None], works: Sequence[bool]) -> None:
-        pairs = zip(self.places, grads, self._own, strict=True)
-        self.grads = [(_zero(own) if g is None else g) if works[i] else None for i, g, own in pairs]
+        given = zip(self.places, grads, self._own, strict=True)
+        self.grads = [(_zero(own) if g is None else g) if works[i] else None for i, g, own in given]
         self.buckets = []
         for bucket in self._bucketed:
             pairs = [(i, g) for i in bucket for g in [self.grads[i]] if g is not None]
