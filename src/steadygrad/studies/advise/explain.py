@@ -167,9 +167,14 @@ class _Words:
                 f"No better learning rate than {lr:.3g} was found: none surely saves "
                 f"{WORTH:.0%} of the {self.samples} {tried}."
             )
+        said = (
+            f"The learning rate {lr:.3g} looks too {found.verdict} for a run of "
+            f"{self.count(self.plan.length)} {tried}"
+        )
+        if self.evidence.constant is not None and self.evidence.length != self.plan.length:
+            return f"{said}. That says nothing of a run of {self.count(self.evidence.length)}."
         return (
-            f"The learning rate {lr:.3g} looks too {found.verdict} for a run of that length "
-            f"{tried}: every batch size here was measured with it and is an upper bound. Tune it "
+            f"{said}: every batch size here was measured with it and is an upper bound. Tune it "
             f"first: try a {'higher' if found.verdict == 'low' else 'lower'} one."
         )
 

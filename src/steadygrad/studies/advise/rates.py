@@ -8,6 +8,7 @@ import numpy as np
 
 from steadygrad.record.schema.advise import Plan, Point, Scratch
 from steadygrad.studies.advise.check import Baseline
+from steadygrad.studies.advise.critical import ROUNDING
 from steadygrad.studies.advise.plan import END_STEP
 from steadygrad.studies.advise.trials import RUN_ENDS, Curve, averaged_end
 from steadygrad.studies.journal import Journal
@@ -25,8 +26,8 @@ class RateVerdict:
     """Whether the task's learning rate suits a run of this length.
 
     Attributes:
-        verdict: ``"low"``, ``"high"``, ``"fits"``, or ``""`` where it was not asked or the
-            validation loss rises.
+        verdict: ``"low"``, ``"high"``, ``"fits"``, or ``""`` where it was not asked, the
+            validation loss rises, or it does not depend on the rate.
         losses: Final losses from scratch by rate relative to the task's own, that one included.
         overheads: Extra samples that each rate needs, as a fraction; negative where it needs fewer.
     """
@@ -73,6 +74,8 @@ def judge_rate(plan: Plan, journal: Journal, *, decays: bool = False) -> RateVer
         for rate, behind in late.items()
         if (behind < 0).all() and -overheads[rate] / (1 + overheads[rate]) > WORTH
     ]
+    if all(np.allclose(behind, 0, atol=ROUNDING * abs(values[-1])) for behind in late.values()):
+        return RateVerdict()  # the losses do not depend on the rate
     best = min(better, key=lambda rate: overheads[rate], default=1.0)
     verdict = "low" if best > 1 else "high" if best < 1 else "fits"
     if values[-LATE:].min() > values[:-LATE].max():

@@ -274,8 +274,15 @@ class Sentences:
         assert self.tried(lr, *tried) == "fits"
         assert int(percent) == 10
 
-    def say_rate(self, lr, verdict, length, base, losses, other):
+    def say_rate_elsewhere(self, lr, verdict, whole, length, base, losses, said):
         assert self.tried(lr, length, base, losses) == verdict
+        assert number(whole) == self.plan.length != number(said)
+        assert number(said) == self.summary["recommendation"]["samples"]
+
+    def say_rate(self, lr, verdict, whole, length, base, losses, other):
+        assert self.tried(lr, length, base, losses) == verdict
+        assert number(whole) == self.plan.length
+        assert self.summary["recommendation"]["samples"] in (None, self.plan.length)
         assert other == {"low": "higher", "high": "lower"}[verdict]
         told = self.told(losses)
         better = [a for a, b in told.items() if b < told[float(lr)]]

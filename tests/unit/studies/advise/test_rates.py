@@ -28,7 +28,7 @@ def verdict(**slower):
         (1.5, 0.6, "low"),
         (0.6, 1.5, "high"),
         (1.5, 1.5, "fits"),
-        (1.0, 1.0, "fits"),
+        (1.0, 1.0, ""),
         (1.05, 0.95, "fits"),
         (0.8, 0.6, "low"),
         (0.6, 0.8, "high"),
@@ -116,3 +116,19 @@ def test_a_validation_loss_that_rises_has_no_verdict():
     found = judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events))
     assert found.verdict == ""
     assert found.losses[0.5] < found.losses[1.0]
+
+
+def test_losses_that_do_not_depend_on_the_rate_give_no_verdict():
+    """An optimizer that leaves its rate aside."""
+
+    def still(samples):
+        return 9.0
+
+    runs = [scratch(8, 0, LENGTH, rate=rate) for rate in (0.5, 2.0)]
+    runs = [
+        msgspec.structs.replace(run, curve=tuple((place, 9.0) for place, _ in run.curve), loss=9.0)
+        for run in runs
+    ]
+    events = [point(0, 1024, losses=still), point(1, LENGTH, losses=still), *runs]
+    found = judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events))
+    assert (found.verdict, found.overheads) == ("", {})
