@@ -46,8 +46,8 @@ FORMS = {
     "growing failed": rf"A growing batch is not advised: {STAGES}, trained from scratch, {NEEDS}\.",
     "rate fits": rf"No better learning rate than {X} was found: none surely saves (\d+)% of the "
     rf"rows {TRIED}\.",
-    "rate elsewhere": rf"The learning rate {X} looks too (low|high) for a run of {N} rows {TRIED}\. "
-    rf"That says nothing of a run of {N} rows\.",
+    "rate elsewhere": rf"The learning rate {X} looks too (low|high) for a run of {N} rows "
+    rf"{TRIED}\. That says nothing of a run of {N} rows\.",
     "rate": rf"The learning rate {X} looks too (low|high) for a run of {N} rows {TRIED}: every "
     r"batch size here was measured with it and is an upper bound\. Tune it first: try a "
     r"(higher|lower) one\.",
