@@ -19,7 +19,7 @@ from steadygrad.record.schema.advise import Branch, Noise, Point, Scratch
 from steadygrad.report import render, write
 from steadygrad.report.advise import training
 from steadygrad.report.advise.data import Advice
-from tests.unit.report.conftest import loss_at
+from tests.unit.report.conftest import POINTS, loss_at
 
 NASTY = "<script>document.title='x'</script><img src=x onerror=alert(1)>\x00$a_b$"
 BRANCHES = ("branches0", "branches1", "branches2", "branches3")
@@ -241,14 +241,36 @@ def test_the_bracket_the_interval_and_the_limit_are_drawn(make_run: Any):
 @pytest.mark.parametrize(
     ("verdict", "words"),
     [
-        ("low", "The task's learning rate 0.001 looks too low. Every batch size here was measured"),
-        ("high", "The task's learning rate 0.001 looks too high. Every batch size here was"),
-        ("fits", "No better learning rate than 0.001 was found."),
+        ("low", "The task's learning rate 0.001 looks too low for a run of {n}. Every batch size"),
+        ("high", "The task's learning rate 0.001 looks too high for a run of {n}. Every batch"),
+        ("fits", "No better learning rate than 0.001 was found for a run of {n}."),
     ],
 )
 def test_the_verdict_on_the_learning_rate(make_run: Any, verdict: str, words: str):
     run = make_run(summary=lambda total: total["rate"].update(verdict=verdict))
-    assert words in Reader(render(run)).text
+    words, other = words.format(n=f"{POINTS[-1]:,} sequences"), "That says nothing of a run of"
+    text = Reader(render(run)).text
+    assert words in text
+    assert other not in text
+
+    def shorter(total: dict[str, Any]) -> None:
+        total["rate"].update(verdict=verdict)
+        total["recommendation"]["samples"] = POINTS[-1] // 4
+
+    text = Reader(render(make_run(summary=shorter))).text
+    assert words.split(". Every")[0] in text
+    assert f"{other} {POINTS[-1] // 4:,} sequences." in text
+    assert "Every batch size here was measured" not in text
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_without_a_verdict_nothing_is_said_of_the_learning_rate(make_run: Any):
+    def rising(total: dict[str, Any]) -> None:
+        total["rate"].update(verdict="", overheads={}, why="rising")
+
+    page = render(make_run(summary=rising))
+    assert "looks too" not in page
+    assert "The smallest batch from scratch at other" not in page
 
 
 @pytest.mark.usefixtures("no_charts")

@@ -23,10 +23,10 @@ CAPTION = (
     "{base} had reached the same loss. The distance from there to the end is the sample overhead. "
     'A <span class="noise">cross</span> marks a run that diverged.'
 )
-MISFIT = (
-    "The task's learning rate {lr} looks too {verdict}. Every batch size here was measured with it "
-    "and is an upper bound. Tune it first."
-)
+FITS = "No better learning rate than {lr} was found for a run of {length}."
+MISFIT = "The task's learning rate {lr} looks too {verdict} for a run of {length}."
+BOUND = "Every batch size here was measured with it and is an upper bound. Tune it first."
+ELSEWHERE = "That says nothing of a run of {advised}."
 
 
 def scratch(advice: Advice) -> Html | None:
@@ -129,7 +129,8 @@ def learning_rate(advice: Advice) -> Html | None:
     """The smallest batch at half, once and twice the task's learning rate."""
     own = advice.task.lr
     losses = {float(rate) * own: [loss] for rate, loss in advice.rate.get("losses", {}).items()}
-    if not losses:
+    verdict = advice.rate.get("verdict")
+    if not verdict:
         return None
 
     def paint(figure: Figure, _: bool) -> None:
@@ -138,12 +139,20 @@ def learning_rate(advice: Advice) -> Html | None:
         charts.losses(axes, dict(sorted(losses.items())))
         axes.set_xlabel("learning rate")
 
+    planned = advice.header.plan.length
+    length = f"{show(planned)} {advice.samples}"
     spoken = "Validation loss over learning rate, from scratch."
     caption = (
-        f"Validation loss of batch {show(advice.base)} after {show(advice.header.plan.length)} "
-        f"{advice.samples} from scratch, at half, once and twice the task's learning rate."
+        f"Mean validation loss of batch {show(advice.base)} over the last 40% of {length} from "
+        "scratch, at half, once and twice the task's learning rate."
     )
-    fits = advice.rate["verdict"] == "fits"
-    said = "No better learning rate than {lr} was found." if fits else MISFIT
-    verdict = el("p", said.format(lr=show(own), verdict=advice.rate["verdict"]))
-    return section("Learning rate", verdict, figure(charts.panel("rate", spoken, paint), caption))
+    parts = [FITS if verdict == "fits" else MISFIT]
+    if advice.length not in (0, planned):
+        parts.append(ELSEWHERE)
+    elif verdict != "fits":
+        parts.append(BOUND)
+    advised = f"{show(advice.length)} {advice.samples}"
+    said = " ".join(parts).format(lr=show(own), verdict=verdict, length=length, advised=advised)
+    return section(
+        "Learning rate", el("p", said), figure(charts.panel("rate", spoken, paint), caption)
+    )

@@ -96,7 +96,7 @@ def _rates(advice: Advice) -> Html | None:
     found = advice.rate
     columns = {
         "learning rate": lambda rate: show(float(rate) * advice.task.lr),
-        "validation loss": lambda rate: loss(found["losses"][rate]),
+        "mean loss, last 40%": lambda rate: loss(found["losses"][rate]),
         "sample overhead": lambda rate: percent(found["overheads"].get(rate, 0.0)),
     }
     rates = sorted(found["losses"], key=float) if found.get("verdict") else []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from steadygrad.record import plural
 from steadygrad.studies.advise.check import Checked
 from steadygrad.studies.advise.critical import CAP, REACH
-from steadygrad.studies.advise.rates import WORTH
+from steadygrad.studies.advise.rates import LATE_PART, WORTH
 from steadygrad.studies.advise.recommend import Evidence
 
 __all__ = ["explain"]
@@ -155,28 +155,42 @@ class _Words:
         """The verdict on the learning rate."""
         found, lr = self.evidence.rate, self.evidence.task.lr
         if not found.verdict:
-            return ""
+            return self.no_verdict() if found.why else ""
+        length = self.count(self.plan.length)
         shown = {rate: f"{loss:.4g}" for rate, loss in found.losses.items() if loss < math.inf}
         losses = (f"{lr * rate:.3g}: {shown.get(rate, 'diverged')}" for rate in found.losses)
         tried = (
-            f"(validation loss after {self.count(self.plan.length)} from scratch at batch "
-            f"{self.base:,} by learning rate: {', '.join(losses)})"
+            f"(mean validation loss over the last {LATE_PART:.0%} of {length} from scratch at "
+            f"batch {self.base:,} by learning rate: {', '.join(losses)})"
         )
+        elsewhere = ""
+        if self.evidence.constant is not None and self.evidence.length != self.plan.length:
+            elsewhere = f" That says nothing of a run of {self.count(self.evidence.length)}."
         if found.verdict == "fits":
             return (
-                f"No better learning rate than {lr:.3g} was found: none surely saves "
-                f"{WORTH:.0%} of the {self.samples} {tried}."
+                f"No better learning rate than {lr:.3g} was found for a run of {length}: none "
+                f"surely saves {WORTH:.0%} of the {self.samples} {tried}.{elsewhere}"
             )
-        said = (
-            f"The learning rate {lr:.3g} looks too {found.verdict} for a run of "
-            f"{self.count(self.plan.length)} {tried}"
-        )
-        if self.evidence.constant is not None and self.evidence.length != self.plan.length:
-            return f"{said}. That says nothing of a run of {self.count(self.evidence.length)}."
+        said = f"The learning rate {lr:.3g} looks too {found.verdict} for a run of {length} {tried}"
+        if elsewhere:
+            return f"{said}.{elsewhere}"
         return (
             f"{said}: every batch size here was measured with it and is an upper bound. Tune it "
             f"first: try a {'higher' if found.verdict == 'low' else 'lower'} one."
         )
+
+    def no_verdict(self) -> str:
+        """Why other learning rates were trained and nothing is said of the task's."""
+        found, lr, length = self.evidence.rate, self.evidence.task.lr, self.count(self.plan.length)
+        others = " and ".join(f"{lr * rate:.3g}" for rate in found.losses if rate != 1)
+        reasons = {
+            "alone": f"no run at it is as long as those at {others} ({length})",
+            "same": f"over {length} from scratch the validation losses at {others} are equal to "
+            "those at it, so that they do not depend on the rate",
+            "rising": f"over the last {LATE_PART:.0%} of {length} from scratch the validation loss "
+            "is above all before, and a rate that trains less looks better",
+        }
+        return f"No verdict on the learning rate {lr:.3g}: {reasons[found.why]}."
 
     def certainty(self) -> str:
         """How sure all that is."""

@@ -13,26 +13,32 @@ from steadygrad.studies.advise.plan import END_STEP
 from steadygrad.studies.advise.trials import RUN_ENDS, Curve, averaged_end
 from steadygrad.studies.journal import Journal
 
-__all__ = ["RateVerdict", "judge_rate"]
+__all__ = ["LATE_PART", "WORTH", "RateVerdict", "judge_rate"]
 
 # Another rate is better if its loss is lower at each of the last evaluations, from 60 % of the run
 # on, and if it saves so large a part of the samples.
-LATE = 5
+LATE, LATE_PART = 5, 0.4
 WORTH = 0.1
 
 
 @dataclass(frozen=True)
 class RateVerdict:
-    """Whether the task's learning rate suits a run of this length.
+    """Whether the task's learning rate suits a run as long as the main trajectory.
 
     Attributes:
         verdict: ``"low"``, ``"high"``, ``"fits"``, or ``""`` where it was not asked, the
             validation loss rises, or it does not depend on the rate.
-        losses: Final losses from scratch by rate relative to the task's own, that one included.
-        overheads: Extra samples that each rate needs, as a fraction; negative where it needs fewer.
+        why: Why other rates were trained and there is no verdict: ``"alone"``, no run at the
+            task's own rate is as long; ``"same"``, the losses do not depend on the rate;
+            ``"rising"``, the validation loss rises. Otherwise empty.
+        losses: Mean losses over the last 40 % from scratch, by rate relative to the task's own,
+            that one included where there is such a run.
+        overheads: Extra samples that each rate needs by these means, as a fraction; negative where
+            it needs fewer. Empty without a verdict.
     """
 
     verdict: str = ""
+    why: str = ""
     losses: Mapping[float, float] = field(default_factory=dict)
     overheads: Mapping[float, float] = field(default_factory=dict)
 
@@ -42,7 +48,8 @@ class RateVerdict:
             {f"{rate:g}": value for rate, value in found.items()}
             for found in (self.losses, self.overheads)
         )
-        return {"verdict": self.verdict, "losses": losses, "overheads": overheads}
+        rest = {"losses": losses, "overheads": overheads}
+        return {"verdict": self.verdict, "why": self.why, **rest}
 
 
 def judge_rate(plan: Plan, journal: Journal, *, decays: bool = False) -> RateVerdict:
@@ -62,26 +69,31 @@ def judge_rate(plan: Plan, journal: Journal, *, decays: bool = False) -> RateVer
         for run in journal.select(Scratch)
         if run.purpose == "constant" and run.batch_size == plan.batch_size and run.rate != 1
     }
-    if own is None or not runs:
+    if not runs:
         return RateVerdict()
+    # A run that diverged has one loss, which is infinite.
+    ends = {rate: np.array(runs[rate].curve[-LATE:], dtype=float)[:, 1] for rate in sorted(runs)}
+    losses = {rate: float(end.mean()) for rate, end in ends.items()}
+    if own is None:
+        return RateVerdict(why="alone", losses=losses)
     places, values = np.array(own, dtype=float).T
     base = Baseline((0,), places, values[:, None])
-    # A run that diverged has one loss, which is infinite.
-    late = {rate: np.array(run.curve[-LATE:])[:, 1] - values[-LATE:] for rate, run in runs.items()}
+    losses = dict(sorted({1.0: float(values[-LATE:].mean()), **losses}.items()))
+    late = {rate: end - values[-LATE:] for rate, end in ends.items()}
+    if all(np.allclose(behind, 0, atol=ROUNDING * abs(values[-1])) for behind in late.values()):
+        return RateVerdict(why="same", losses=losses)
+    if values[-LATE:].min() > values[:-LATE].max():
+        # The data have ended: a rate that trains less looks better.
+        return RateVerdict(why="rising", losses=losses)
     overheads = {rate: base.overhead(behind, int(places[-1])) for rate, behind in late.items()}
     better = [
         rate
         for rate, behind in late.items()
         if (behind < 0).all() and -overheads[rate] / (1 + overheads[rate]) > WORTH
     ]
-    if all(np.allclose(behind, 0, atol=ROUNDING * abs(values[-1])) for behind in late.values()):
-        return RateVerdict()  # the losses do not depend on the rate
     best = min(better, key=lambda rate: overheads[rate], default=1.0)
     verdict = "low" if best > 1 else "high" if best < 1 else "fits"
-    if values[-LATE:].min() > values[:-LATE].max():
-        verdict = ""  # the data have ended: a rate that trains less looks better
-    losses = {1.0: float(values[-1]), **{rate: run.loss for rate, run in runs.items()}}
-    return RateVerdict(verdict, dict(sorted(losses.items())), dict(sorted(overheads.items())))
+    return RateVerdict(verdict, losses=losses, overheads=overheads)
 
 
 def _own_curve(plan: Plan, journal: Journal, *, decays: bool) -> Curve | None:

@@ -173,8 +173,14 @@ class Evidence:
 
     @property
     def warmup_samples(self) -> int:
-        """Samples over which a raised rate is warmed up: until the first point nothing is known."""
-        return 0 if self.task.lr_rule == "constant" else self.plan.points[0]
+        """Samples over which a raised rate is warmed up: until the first point nothing is known.
+
+        At most a quarter of the run.
+        """
+        if self.task.lr_rule == "constant":
+            return 0
+        size = self.plan.batch_size
+        return min(self.plan.points[0], self.length // 4 // size * size)
 
     @cached_property
     def schedule(self) -> Stages:

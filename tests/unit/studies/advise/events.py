@@ -136,6 +136,7 @@ def scratch(
     rate=1.0,
     purpose="constant",
     stages=None,
+    warmup_samples=None,
 ) -> Scratch:
     """A run from scratch that needs ``slower`` times the samples of the smallest batch."""
     ends = end_marks(samples, SIZES[0])
@@ -150,7 +151,7 @@ def scratch(
         batch_size=size,
         rate=rate,
         stages=tuple(Stage(from_samples=s, batch_size=b, lr=0.001) for s, b in rows),
-        warmup_samples=0 if base else 1024,
+        warmup_samples=(0 if base else 1024) if warmup_samples is None else warmup_samples,
         steps=samples // size,
         samples=mean,
         loss=loss,

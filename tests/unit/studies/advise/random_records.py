@@ -23,7 +23,7 @@ STATUSES = ("complete", "interrupted", "budget", "failed")
 def random_journal(seed):
     """A header and events of any kind that a study may leave, whole or cut short."""
     draw = random.Random(seed)
-    count = draw.randint(1, 4)
+    count, decay = draw.randint(1, 4), "linear" if seed % 9 == 4 else "none"
     points = tuple(1024 * 4**i for i in range(count))
     header = make_header(
         points,
@@ -34,6 +34,7 @@ def random_journal(seed):
             "weight_decay": draw.choice([None, 0.0, 0.1]),
             "tokens_per_sample": draw.choice([None, 64]),
             "train_size": draw.choice([1000, 100_000]),
+            "lr_decay": decay,
         },
         candidates=draw.choice([0, 2, 3]) if count > 1 else 0,
         rates=draw.random() < 0.5,
@@ -43,6 +44,7 @@ def random_journal(seed):
     events, loud = [], draw.random() < 0.1
     for i, samples in enumerate(points):
         losses = law if draw.random() < 0.8 else (lambda s: law(min(s, 400)))
+        losses = (lambda s: 1 + s / 1e5) if seed % 25 == 3 else losses
         events.append(point(i, samples, losses=losses))
         if draw.random() < 0.8:
             value = draw.choice([math.nan, 30.0])
@@ -65,14 +67,18 @@ def random_journal(seed):
     return header, events, draw
 
 
-def with_runs(header, events, draw):
+def with_runs(header, events, draw, seed):
     """Adds the runs from scratch that the study would have chosen."""
     chooser, critical = Chooser(header), 10 ** draw.uniform(0.5, 4)
     for rate in (0.5, 2.0) if header.plan.rates else ():
         slower = 10 ** draw.uniform(-0.4, 0.4)
         noise = math.inf if draw.random() < 0.1 else 0.0
+        # An optimizer that leaves its rate aside.
+        slower, noise = (1.0, 0.0) if seed % 11 == 5 else (slower, noise)
         events.append(scratch(8, 0, header.plan.length, rate=rate, slower=slower, noise=noise))
-    for repeat in (1, 2) if header.plan.candidates else ():
+    # The main trajectory of a task whose rate decays is none of the runs from scratch.
+    seeds = (0, 1, 2) if header.task.lr_decay != "none" else (1, 2)
+    for repeat in seeds if header.plan.candidates else ():
         job = chooser(("baseline", repeat), Journal(events=events))
         if job:
             noise = draw.gauss(0, 0.01)
@@ -95,6 +101,7 @@ def with_runs(header, events, draw):
                         noise=lost,
                         purpose=job["purpose"],
                         stages=[tuple(stage) for stage in job["stages"]],
+                        warmup_samples=job["warmup_samples"],
                     )
                 )
     return events
@@ -103,7 +110,7 @@ def with_runs(header, events, draw):
 def random_record(seed):
     """A header, a journal and the summary."""
     header, events, draw = random_journal(seed)
-    events = with_runs(header, events, draw)
+    events = with_runs(header, events, draw, seed)
     if draw.random() < 0.3:
         events = events[: draw.randint(0, len(events))]
     status = draw.choice(STATUSES)

@@ -17,7 +17,12 @@ START = rf"Going on from {N} rows: "
 AT_MOST = rf"needs at most (\d+)% more rows than the best batch, over the next {N} rows"
 INTERVAL = rf"95% interval {N} to ({N}|no limit)"
 STAGES = r"((?:[\d,]+ from [\d,]+(?:, )?)+) rows"
-TRIED = rf"\(validation loss after {N} rows from scratch at batch {N} by learning rate: (.+)\)"
+TRIED = (
+    rf"\(mean validation loss over the last (\d+)% of {N} rows from scratch at batch {N} by "
+    r"learning rate: (.+)\)"
+)
+NOTHING = rf"(?: That says nothing of a run of {N} rows\.)?"
+NO_VERDICT = rf"No verdict on the learning rate {X}: "
 FLAT = r"(?P<flat>does not fall|falls by less than three standard errors)"
 SEEN = r"(?: \(data seen \d+ times by then\))?"
 FORMS = {
@@ -44,8 +49,13 @@ FORMS = {
     rf"not trained from scratch\. {STEPS}",
     "growing": rf"Growing batch: {STAGES}\. Trained from scratch, it {NEEDS}\. {STEPS}",
     "growing failed": rf"A growing batch is not advised: {STAGES}, trained from scratch, {NEEDS}\.",
-    "rate fits": rf"No better learning rate than {X} was found: none surely saves (\d+)% of the "
-    rf"rows {TRIED}\.",
+    "rate fits": rf"No better learning rate than {X} was found for a run of {N} rows: none surely "
+    rf"saves (\d+)% of the rows {TRIED}\.{NOTHING}",
+    "rate alone": rf"{NO_VERDICT}no run at it is as long as those at (.+?) \({N} rows\)\.",
+    "rate same": rf"{NO_VERDICT}over {N} rows from scratch the validation losses at (.+?) are "
+    r"equal to those at it, so that they do not depend on the rate\.",
+    "rate rising": rf"{NO_VERDICT}over the last (\d+)% of {N} rows from scratch the validation "
+    r"loss is above all before, and a rate that trains less looks better\.",
     "rate elsewhere": rf"The learning rate {X} looks too (low|high) for a run of {N} rows "
     rf"{TRIED}\. That says nothing of a run of {N} rows\.",
     "rate": rf"The learning rate {X} looks too (low|high) for a run of {N} rows {TRIED}: every "

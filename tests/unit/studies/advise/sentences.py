@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from steadygrad.record.schema.advise import Branch, Noise, Scratch
+from steadygrad.record.schema.advise import Branch, Noise, Point, Scratch
 from tests.unit.studies.advise.sentence_forms import FORMS, N
 
 
@@ -52,8 +52,19 @@ class Sentences:
         assert number(size) == self.advice["batch_size"]
         assert float(lr) == pytest.approx(self.lr(number(size)), rel=0.005)
         assert self.advice["lr"] == pytest.approx(self.lr(number(size)))
-        warmed = 0 if self.task.lr_rule == "constant" else self.plan.points[0]
-        assert self.advice["warmup_samples"] == number(warmup or "0") == warmed
+        assert self.advice["warmup_samples"] == number(warmup or "0") == self.warmed()
+        self.warmed_as_recorded("constant", number(size))
+
+    def warmed(self):
+        """Until the first point, and over a quarter of the run at most."""
+        quarter = self.advice["samples"] // 4
+        most = quarter - quarter % 8
+        return 0 if self.task.lr_rule == "constant" else min(self.plan.points[0], most)
+
+    def warmed_as_recorded(self, purpose, size):
+        runs = [r for r in self.journal.select(Scratch) if (r.purpose, r.rate) == (purpose, 1)]
+        runs = [r for r in runs if r.batch_size == size != 8]
+        assert {r.warmup_samples for r in runs} <= {self.warmed()}
 
     def length(self, text):
         assert number(text) == self.advice["samples"]
@@ -244,6 +255,9 @@ class Sentences:
     def say_growing(self, stages, needs, percent, size):
         self.stages(stages)
         assert self.schedule["advised"]
+        own = self.schedule["stages"][0]["batch_size"] == 8
+        assert self.schedule["warmup_samples"] == (0 if own else self.warmed())
+        assert self.schedule["check"]["warmup_samples"] == self.warmed()
         assert self.schedule["check"]["overhead"] <= self.tolerance
         self.needs(needs, self.schedule["check"])
         self.fewer(percent, size)
@@ -258,8 +272,17 @@ class Sentences:
         pairs = (each.split(": ") for each in losses.split(", "))
         return {float(lr): math.inf if loss == "diverged" else float(loss) for lr, loss in pairs}
 
-    def tried(self, lr, length, base, losses):
+    def nothing_of(self, said):
+        """The verdict is of runs that may be longer than the one that is advised."""
+        length = self.advice["samples"]
+        elsewhere = length is not None and length != self.plan.length
+        assert elsewhere == (said is not None)
+        assert said is None or number(said) == length
+
+    def tried(self, lr, whole, late, length, base, losses):
         assert float(lr) == pytest.approx(self.task.lr)
+        assert number(whole) == self.plan.length
+        assert late == "40"
         assert number(length) == self.plan.length
         assert number(base) == 8
         told = self.told(losses)
@@ -267,22 +290,63 @@ class Sentences:
         assert len(told) == len(runs) + 1
         for run in runs:
             lr = float(f"{run.rate * self.task.lr:.3g}")
-            assert told[lr] == pytest.approx(run.loss, rel=0.001)
+            # Means over the marks of which the verdict is.
+            late = [loss for _, loss in run.curve[-5:]]
+            assert told[lr] == pytest.approx(sum(late) / len(late), rel=0.001)
+        self.lower_is_less(told)
         return self.summary["rate"]["verdict"]
 
-    def say_rate_fits(self, lr, percent, *tried):
-        assert self.tried(lr, *tried) == "fits"
+    def lower_is_less(self, told):
+        """No rate with a larger loss needs fewer samples, and none with a lower one needs more."""
+        own = told[self.task.lr]
+        for rate, overhead in self.summary["rate"]["overheads"].items():
+            loss = told[float(f"{float(rate) * self.task.lr:.3g}")]
+            assert (loss - own) * overhead >= 0 or abs(loss - own) < 1e-3 * abs(own)
+
+    def others(self, text):
+        """Rates beside the task's own, all that were tried."""
+        runs = [r for r in self.journal.select(Scratch) if r.rate != 1]
+        told = [float(lr) for lr in text.split(" and ")]
+        assert told == sorted(float(f"{r.rate * self.task.lr:.3g}") for r in runs)
+        assert (self.summary["rate"]["verdict"], self.summary["rate"]["overheads"]) == ("", {})
+        return runs
+
+    def say_rate_alone(self, lr, others, length):
+        assert float(lr) == pytest.approx(self.task.lr)
+        assert number(length) == self.plan.length
+        assert self.others(others)
+        assert self.task.lr_decay != "none"
+        own = [r for r in self.journal.select(Scratch) if (r.batch_size, r.rate) == (8, 1)]
+        assert all(r.repeat or r.samples < 0.9 * self.plan.length for r in own)
+
+    def say_rate_same(self, lr, length, others):
+        assert float(lr) == pytest.approx(self.task.lr)
+        assert number(length) == self.plan.length
+        first, *rest = [[loss for _, loss in run.curve[-5:]] for run in self.others(others)]
+        assert all(losses == pytest.approx(first) for losses in rest)
+
+    def say_rate_rising(self, lr, late, length):
+        assert float(lr) == pytest.approx(self.task.lr)
+        assert (late, number(length)) == ("40", self.plan.length)
+        losses = [loss for _, loss in self.journal.select(Point)[-1].curve]
+        assert losses[-1] > losses[0]
+        assert self.summary["rate"]["verdict"] == ""
+
+    def say_rate_fits(self, lr, whole, percent, *tried):
+        *tried, said = tried
+        assert self.tried(lr, whole, *tried) == "fits"
         assert int(percent) == 10
+        self.nothing_of(said)
 
-    def say_rate_elsewhere(self, lr, verdict, whole, length, base, losses, said):
-        assert self.tried(lr, length, base, losses) == verdict
-        assert number(whole) == self.plan.length != number(said)
-        assert number(said) == self.summary["recommendation"]["samples"]
+    def say_rate_elsewhere(self, lr, verdict, *tried):
+        *tried, said = tried
+        assert self.tried(lr, *tried) == verdict
+        assert said is not None
+        self.nothing_of(said)
 
-    def say_rate(self, lr, verdict, whole, length, base, losses, other):
-        assert self.tried(lr, length, base, losses) == verdict
-        assert number(whole) == self.plan.length
-        assert self.summary["recommendation"]["samples"] in (None, self.plan.length)
+    def say_rate(self, lr, verdict, whole, late, length, base, losses, other):
+        assert self.tried(lr, whole, late, length, base, losses) == verdict
+        self.nothing_of(None)
         assert other == {"low": "higher", "high": "lower"}[verdict]
         told = self.told(losses)
         better = [a for a, b in told.items() if b < told[float(lr)]]

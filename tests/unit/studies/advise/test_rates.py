@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from steadygrad.studies.advise.rates import judge_rate
+from steadygrad.studies.advise.trials import averaged_end
 from steadygrad.studies.journal import Journal
 from tests.unit.studies.advise.events import make_header, point, scratch
 
@@ -93,10 +94,12 @@ def test_a_decaying_rate_is_compared_with_a_run_that_decays():
     header, twice = make_header((1024, LENGTH)), scratch(8, 0, LENGTH, rate=2.0, slower=0.6)
     # The main trajectory leaves the decay out.
     events = [point(0, 1024), point(1, LENGTH, losses=lambda s: 9.0), twice]
-    assert judge_rate(header.plan, Journal(events=events), decays=True).verdict == ""
-    for length, expected in ((1024, ""), (LENGTH, "low")):
-        found = Journal(events=[*events, scratch(8, 0, length)])
-        assert judge_rate(header.plan, found, decays=True).verdict == expected
+    without = judge_rate(header.plan, Journal(events=events), decays=True)
+    assert (without.verdict, without.why) == ("", "alone")
+    for length, expected in ((1024, ("", "alone")), (LENGTH, ("low", ""))):
+        journal = Journal(events=[*events, scratch(8, 0, length)])
+        found = judge_rate(header.plan, journal, decays=True)
+        assert (found.verdict, found.why) == expected
 
 
 def test_without_runs_there_is_no_verdict():
@@ -114,7 +117,7 @@ def test_a_validation_loss_that_rises_has_no_verdict():
     ahead = msgspec.structs.replace(ahead, curve=curve, loss=curve[-1][1])
     events = [point(0, 1024, losses=rising), point(1, LENGTH, losses=rising), ahead]
     found = judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events))
-    assert found.verdict == ""
+    assert (found.verdict, found.overheads, found.why) == ("", {}, "rising")
     assert found.losses[0.5] < found.losses[1.0]
 
 
@@ -131,4 +134,19 @@ def test_losses_that_do_not_depend_on_the_rate_give_no_verdict():
     ]
     events = [point(0, 1024, losses=still), point(1, LENGTH, losses=still), *runs]
     found = judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events))
-    assert (found.verdict, found.overheads) == ("", {})
+    assert (found.verdict, found.overheads, found.why) == ("", {}, "same")
+
+
+def test_the_losses_are_those_that_are_compared():
+    """A rate that is ahead until shortly before the end, and saves samples by the mean."""
+    run = scratch(8, 0, LENGTH, rate=2.0, slower=0.6)
+    own = point(1, LENGTH)
+    end = averaged_end(own.curve)[-1][1] + 0.01
+    run = msgspec.structs.replace(run, curve=(*run.curve[:-1], (run.samples, end)), loss=end)
+    found = judge_rate(make_header((1024, LENGTH)).plan, Journal(events=[point(0, 1024), own, run]))
+    assert run.loss > averaged_end(own.curve)[-1][1]
+    assert found.overheads[2.0] < 0
+    assert found.losses[2.0] < found.losses[1.0]
+    late = {1.0: averaged_end(own.curve)[-5:], 2.0: run.curve[-5:]}
+    for rate, curve in late.items():
+        assert found.losses[rate] == pytest.approx(sum(loss for _, loss in curve) / 5)

@@ -356,3 +356,22 @@ def test_a_batch_that_may_be_tolerable_is_not_known(slower, known):
     first = explain(evidence, "complete")[0]
     assert ("may be as good or not" in first) == (not known)
     assert ("its 3 runs differ too much" in first) == (not known)
+
+
+@pytest.mark.parametrize(
+    ("points", "rule", "expected"),
+    [
+        ((1024, 4096), "sqrt", 1024),
+        ((640,), "linear", 160),
+        ((1048, 4104), "linear", 1024),
+        ((1024, 4096), "constant", 0),
+    ],
+)
+def test_the_warm_up_is_a_quarter_of_the_run_at_most(points, rule, expected):
+    made = [e for i, n in enumerate(points) for e in (point(i, n), *branches(1e5, point=i))]
+    header = make_header(points, task={"lr_rule": rule})
+    evidence = Evidence(header, Journal(events=made))
+    assert (evidence.length, evidence.warmup_samples) == (points[-1], expected)
+    if len(points) > 1:
+        job = Chooser(header)(("candidate", 0, 0), evidence.journal)
+        assert job["warmup_samples"] == expected
