@@ -64,7 +64,8 @@ class ParamBatch:
         passes: The backend: a module with the optimizer's passes.
         table: Table of pointers that the backend needs; None: it works by multi-tensor calls.
         single: Whether those calls are to work on one parameter at a time.
-        views: Whether the states become views of the columns; if not, nothing can be stored.
+        views: Whether the states become views of the columns; if not, new values are copied to
+            each of them.
 
     Attributes:
         weights: Local weights, or their float32 masters.
@@ -73,6 +74,7 @@ class ParamBatch:
         columns: Small states, stacked along the first axis.
         present: Whether each parameter has a gradient, or counts as having one, on this process.
         active: The same, with shape ``(tensors)``.
+        working: Whether each is worked on, on any process, with shape ``(tensors)``.
         numel: Elements of each parameter over all shards.
         exact: The widest type of their device.
         index: Indices of the parameters among all, with shape ``(tensors)``.
@@ -116,6 +118,7 @@ class ParamBatch:
         self.grads: list[Tensor | None] = []
         self.buckets: list[Bucket] = []
         self.present: list[bool] = []
+        self._works: list[bool] = []
         if not torch.compiler.is_compiling():
             self._layout = Layout(self._own)
             self._grad_layout = Layout(self._own, None if table is None else table.types[0])
@@ -161,7 +164,7 @@ class ParamBatch:
                 return False
             self.grads = found
             self.table.fill(self._own, self.weights, found, self.moments)
-        self._set_active([present[i] for i in self.places])
+        self._set_flags([present[i] for i in self.places], [works[i] for i in self.places])
         return True
 
     def _fill_buckets(self, grads: list[Tensor | None], works: Sequence[bool]) -> None:
@@ -176,15 +179,16 @@ class ParamBatch:
                 moments = tuple([states[i] for i in places] for states in self.moments)
                 self.buckets.append(Bucket(places, weights, [g for _, g in pairs], moments))
 
-    def _set_active(self, actives: list[bool]) -> None:
-        # A graph makes its own, as later steps replace this one.
+    def _set_flags(self, present: list[bool], works: list[bool]) -> None:
+        # A graph makes its own, as later steps replace these.
         recording = not torch.compiler.is_compiling() and is_recording(self.device)
-        if recording or actives != self.present:
+        if recording or (present, works) != (self.present, self._works):
             no = torch.zeros((), dtype=torch.bool, device=self.device)
             flags = no, ~no
             # Not copied from the host, which would wait for it.
-            self.active = torch.stack([flags[here] for here in actives])
-            self.present = [] if recording else actives
+            self.active = torch.stack([flags[here] for here in present])
+            self.working = torch.stack([flags[here] for here in works])
+            self.present, self._works = ([], []) if recording else (present, works)
 
     def _keeps_states(self) -> bool:
         """Whether every state still is the tensor that it was, where it was."""

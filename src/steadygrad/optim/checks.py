@@ -37,7 +37,7 @@ _SWITCHES: dict[str, tuple[bool | None, ...]] = {
 # Options of other optimizers, which do nothing here.
 FOREIGN = {
     *("alpha", "amsgrad", "beta2_decay", "betas", "centered", "clip_value", "clipping_scale"),
-    *("clipping_update_period", "d", "dampening", "decoupled_weight_decay", "eps", "etas"),
+    *("clipping_update_period", "dampening", "decoupled_weight_decay", "eps", "etas"),
     *("initial_accumulator_value", "lambd", "lower_bound", "lr_decay", "max_grad_norm"),
     *("momentum", "momentum_decay", "nesterov", "ns_steps", "param_max_rms", "param_min_rms"),
     *("recipe", "rho", "scalar_lr_scale", "scalar_max", "size_update_period", "step_sizes", "t0"),

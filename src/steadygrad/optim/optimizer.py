@@ -189,14 +189,16 @@ class ShardedOptimizer(BatchBuilder):
             if self._skip_monitor is not None:
                 self._skip_monitor.in_a_row = 0
             return
-        everywhere = (self.state[p]["skipped"] for g in self.param_groups for p in g["params"])
-        for count in {id(count): count for count in everywhere}.values():
+        # Without a look-up by parameter: on accelerators this is done in every step.
+        counts = {id(state["skipped"]): state["skipped"] for state in self.state.values()}
+        for count in counts.values():
             count.add_((~ok).to(count.device))
         if not readable or is_capturing() or self.warn_after_skips is None:
             return
         if self._skip_monitor is None:
             self._skip_monitor = SkipMonitor(type(self).__name__)
-        self._skip_monitor.note(ok, self.skipped, self.warn_after_skips)
+        first = next(iter(counts.values()))
+        self._skip_monitor.note(ok, first, self.warn_after_skips)
 
     def _batches(self) -> list[ParamBatch]:
         """The parameters of this step with their gradients."""

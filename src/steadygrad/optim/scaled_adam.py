@@ -297,14 +297,16 @@ class _Update:
         self.is_scalar = "param_rms" not in batch.columns
         self.step = batch.columns["step"].to(batch.exact, copy=True)
         self.unscale = amp.unscale(batch)
-        needed = scaled_adam.needs_products(self.step, self.rule)
+        # Nobody looks at the weights of a frozen parameter, whose step stays zero.
+        needed = scaled_adam.needs_products(self.step, self.rule) & batch.working
         self.needed = torch.zeros_like(needed) if self.is_scalar else needed
 
     def local_sums(self) -> Tensor:
         """This process's part of the sums."""
         # Products of shards are of use only once they are added up: with the others, each step.
         every_step = self.batch.sharded and not self.is_scalar
-        sums: Tensor = self.batch.passes.sums(self.batch, None if every_step else self.needed)
+        needed = self.batch.working if every_step else self.needed
+        sums: Tensor = self.batch.passes.sums(self.batch, needed)
         return sums
 
     def finite(self, sums: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from steadygrad import kernels
+from steadygrad.formulas import scaled_adam
 from steadygrad.optim import LANS, ScaledAdam
 from tests.contracts.problems import assert_rounded_alike
 
@@ -257,3 +258,28 @@ def test_a_count_that_was_edited_is_noticed(count):
     both = pair(ScaledAdam)
     steps(both, range(6), edit)
     assert_close(both)
+
+
+@pytest.mark.parametrize("mode", ["fused", "foreach"])
+def test_a_frozen_parameter_is_not_looked_at(mode, monkeypatch):
+    """Its weights may even be no numbers; they stop no step, and no pass reads them."""
+    params = start()
+    params[0].requires_grad_(False)
+    params[0][0, 0] = torch.nan
+    before = params[0].clone()
+    optimizer, asked = ScaledAdam(params, **{mode: True}), []
+    look = scaled_adam.finite
+    monkeypatch.setattr(
+        scaled_adam,
+        "finite",
+        lambda sums, needed, dtype: asked.append(needed) or look(sums, needed, dtype),
+    )
+    for step in range(5):
+        fill(params[1:], step)
+        optimizer.step()
+    assert optimizer.skipped == 0
+    assert torch.equal(params[0].nan_to_num(7.0), before.nan_to_num(7.0))
+    matrices = [needed for needed in asked if len(needed) == 2]
+    assert [needed.tolist() for needed in matrices] == [
+        [False, step in (0, 3)] for step in range(5)
+    ]

@@ -60,6 +60,8 @@ def sums_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any
             if c < 0:
                 return
             total_g, total_pg, total_p = 0.0, 0.0, 0.0
+            if table[tensor, GRAD] == 0 and needed[0, tensor] == 0.0:
+                stop = start
             for first in range(start, stop, BLOCK):
                 size = min(BLOCK, stop - first)
                 g = gradient_at(args, table[tensor, GRAD], first, size, grad)

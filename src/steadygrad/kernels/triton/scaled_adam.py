@@ -103,7 +103,10 @@ def sums_kernel(
     types: tl.constexpr = (grad, weight, state, param, exact)
     total_g, total_pg = tl.zeros((block,), exact), tl.zeros((block,), exact)
     total_p, lanes = tl.zeros((block,), exact), tl.arange(0, block)
-    places, full = addresses_at(addresses, fields, tensor), length // block * block
+    places = addresses_at(addresses, fields, tensor)
+    if places[0] == 0 and not needed:
+        length = 0
+    full = length // block * block
     for begin in range(0, full, block):
         here = (first, begin + lanes, length)
         g, pg, p = _products(places, needed, here, types, aligned, False)
