@@ -45,10 +45,12 @@ class Bucket:
             columns: The columns.
             dtype: Type of the entries, other than truth values.
         """
-        found = []
+        first, stop, found = self.places[0], self.places[-1] + 1, []
         for column in columns:
-            values = (column if column.dtype is torch.bool else column.to(dtype)).unbind()
-            found.append([values[i] for i in self.places])
+            # Of this bucket only: there may be as many buckets as parameters.
+            own = column[first:stop]
+            values = (own if own.dtype is torch.bool else own.to(dtype)).unbind()
+            found.append([values[i - first] for i in self.places])
         return found
 
 
