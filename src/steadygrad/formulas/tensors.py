@@ -45,7 +45,7 @@ class Bucket:
             columns: The columns.
             dtype: Type of the entries, other than truth values.
         """
-        first, stop, found = self.places[0], self.places[-1] + 1, []
+        first, stop, found = min(self.places), max(self.places) + 1, []
         for column in columns:
             # Of this bucket only: there may be as many buckets as parameters.
             own = column[first:stop]
