@@ -85,7 +85,7 @@ def _recommended(advice: Advice, size: int) -> Iterable[Figure]:
     yield "Learning rate", show(found["lr"]), origin
     if size != advice.base and found["overhead"] is not None:
         span = f"95% interval {percent_interval(found['low'], found['high'])}"
-        detail = f"more {samples} than batch {base}; {span}"
+        detail = f"in {samples}, against batch {base}; {span}"
         yield "Sample overhead", percent(found["overhead"]), detail
         steps, own = advice.steps(size), advice.steps(advice.base)
         if steps and own:
@@ -119,7 +119,7 @@ def _what_it_cannot_tell(advice: Advice) -> dict[str, str]:
         "Other learning-rate schedules.": _decay(advice),
         "Other optimizer settings.": _optimizer(advice),
         "Other seeds.": (
-            f"The branches, and the advice on going on, rest on seed "
+            f"The branches, and any advice on going on, rest on seed "
             f"{show(advice.header.settings.seed)} alone.{_seeds(advice)}"
         ),
         "What was not trained.": _predicted(advice),
@@ -132,8 +132,10 @@ def _what_it_cannot_tell(advice: Advice) -> dict[str, str]:
 
 def _seeds(advice: Advice) -> str:
     """How many seeds the runs from scratch have, where there are any."""
-    if advice.header.plan.seeds:
-        return f" The runs from scratch have {show(advice.header.plan.seeds)} seeds."
+    # The main trajectory is a run from scratch with the first seed.
+    count = len({0, *(run.repeat for run in advice.scratch)})
+    if count > 1:
+        return f" The runs from scratch have {show(count)} seeds."
     return " So do the runs from scratch." if advice.scratch else ""
 
 

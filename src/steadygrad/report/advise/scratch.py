@@ -23,9 +23,13 @@ CAPTION = (
     "{base} had reached the same loss. The distance from there to the end is the sample overhead. "
     'A <span class="noise">cross</span> marks a run that diverged.'
 )
-FITS = "No better learning rate than {lr} was found for a run of {length}."
+FITS = (
+    "No better learning rate than {lr} was found for a run of {length}: none is ahead at each of "
+    "the last five evaluations and surely saves a tenth of the samples."
+)
 MISFIT = "The task's learning rate {lr} looks too {verdict} for a run of {length}."
-BOUND = "Every batch size here was measured with it and is an upper bound. Tune it first."
+BOUND = "Every batch size here was measured with it and is an upper bound."
+TUNE = "Tune it first: try a {other} one."
 ELSEWHERE = "That says nothing of a run of {advised}."
 
 
@@ -139,20 +143,20 @@ def learning_rate(advice: Advice) -> Html | None:
         charts.losses(axes, dict(sorted(losses.items())))
         axes.set_xlabel("learning rate")
 
-    planned = advice.header.plan.length
-    length = f"{show(planned)} {advice.samples}"
+    judged = advice.rate["samples"]
+    length = f"{show(judged)} {advice.samples}"
     spoken = "Validation loss over learning rate, from scratch."
     caption = (
         f"Mean validation loss of batch {show(advice.base)} over the last 40% of {length} from "
         "scratch, at half, once and twice the task's learning rate."
     )
     parts = [FITS if verdict == "fits" else MISFIT]
-    if advice.length not in (0, planned):
+    if verdict != "low" and advice.length not in (0, judged):
         parts.append(ELSEWHERE)
     elif verdict != "fits":
-        parts.append(BOUND)
-    advised = f"{show(advice.length)} {advice.samples}"
-    said = " ".join(parts).format(lr=show(own), verdict=verdict, length=length, advised=advised)
-    return section(
-        "Learning rate", el("p", said), figure(charts.panel("rate", spoken, paint), caption)
-    )
+        parts += [BOUND] * any(point.resolved for point in advice.points) + [TUNE]
+    values = {"lr": show(own), "verdict": verdict, "length": length}
+    values["other"] = "higher" if verdict == "low" else "lower"
+    said = " ".join(parts).format(**values, advised=f"{show(advice.length)} {advice.samples}")
+    drawn = el("div.panels", el("div", charts.panel("rate", spoken, paint)))
+    return section("Learning rate", el("p", said), figure(drawn, caption))

@@ -97,7 +97,6 @@ def _rates(advice: Advice) -> Html | None:
     columns = {
         "learning rate": lambda rate: show(float(rate) * advice.task.lr),
         "mean loss, last 40%": lambda rate: loss(found["losses"][rate]),
-        "sample overhead": lambda rate: percent(found["overheads"].get(rate, 0.0)),
     }
     rates = sorted(found["losses"], key=float) if found.get("verdict") else []
     return listing("The smallest batch from scratch at other learning rates", rates, columns)

@@ -217,7 +217,8 @@ def the_run(advice: Advice) -> Html | None:
     caption = RUN
     if unresolved:
         caption += (
-            " Shaded: the validation loss no longer falls, and nothing is known of that time."
+            " Shaded: branches over which the validation loss of the smallest batch fell by less "
+            "than three standard errors, so that they tell of no batch size."
         )
     drawn = charts.chart("training", spoken, paint, height=280)
     return section("The run itself", figure(drawn, fill(caption, base=show(advice.base))))

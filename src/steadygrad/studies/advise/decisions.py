@@ -51,6 +51,11 @@ class Chooser:
         length = Evidence(self.header, journal).length
         return scratch_job(((0, self.plan.batch_size),), length) if length else None
 
+    def _rate(self, journal: Journal, rate: str) -> Job | None:
+        """The smallest batch at another learning rate, where there is a run to compare it with."""
+        job = self._baseline(journal)
+        return job and {**job, "rate": float(rate)}
+
     def _candidate(self, journal: Journal, number: int) -> Job | None:
         """The next batch size that the evidence suggests."""
         evidence = self._before(journal, number)

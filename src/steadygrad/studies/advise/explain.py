@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from steadygrad.record import plural
+from steadygrad.record import listed, plural
 from steadygrad.studies.advise.check import Checked
 from steadygrad.studies.advise.critical import CAP, REACH
 from steadygrad.studies.advise.rates import LATE_PART, WORTH
@@ -93,15 +93,15 @@ class _Words:
         if not criticals:
             return f"Nothing can be said yet: no point of training is measured.{go_on}"
         if self.evidence.measured:
-            first = self.plan.points[min(criticals)]
             return (
-                "No batch size for a run from scratch: the validation loss no longer falls by more "
-                f"than its noise at {self.count(first)}{self.seen(first)}.{go_on}"
+                "No batch size for a run from scratch: over the second half of the way to each "
+                "point of training, the validation loss of the smallest batch did not surely fall."
+                f"{go_on} Try a lower Task.lr, more data, or another --budget."
             )
         return (
             "No batch size can be recommended: the validation loss of the smallest batch "
             f"{self.flat(list(criticals))} along its branches.{go_on} "
-            "Try another Task.lr, more data, or a shorter run."
+            "Try another Task.lr, more data, or a longer --budget."
         )
 
     def flat(self, points: Sequence[int]) -> str:
@@ -156,39 +156,40 @@ class _Words:
         found, lr = self.evidence.rate, self.evidence.task.lr
         if not found.verdict:
             return self.no_verdict() if found.why else ""
-        length = self.count(self.plan.length)
+        length = self.count(found.samples)
         shown = {rate: f"{loss:.4g}" for rate, loss in found.losses.items() if loss < math.inf}
         losses = (f"{lr * rate:.3g}: {shown.get(rate, 'diverged')}" for rate in found.losses)
         tried = (
             f"(mean validation loss over the last {LATE_PART:.0%} of {length} from scratch at "
             f"batch {self.base:,} by learning rate: {', '.join(losses)})"
         )
-        elsewhere = ""
-        if self.evidence.constant is not None and self.evidence.length != self.plan.length:
-            elsewhere = f" That says nothing of a run of {self.count(self.evidence.length)}."
+        other = self.evidence.constant is not None and self.evidence.length != found.samples
+        elsewhere = f" That says nothing of a run of {self.count(self.evidence.length)}."
+        elsewhere = elsewhere if other else ""
         if found.verdict == "fits":
             return (
                 f"No better learning rate than {lr:.3g} was found for a run of {length}: none "
                 f"surely saves {WORTH:.0%} of the {self.samples} {tried}.{elsewhere}"
             )
         said = f"The learning rate {lr:.3g} looks too {found.verdict} for a run of {length} {tried}"
-        if elsewhere:
+        if found.verdict == "high" and elsewhere:
             return f"{said}.{elsewhere}"
-        return (
-            f"{said}: every batch size here was measured with it and is an upper bound. Tune it "
-            f"first: try a {'higher' if found.verdict == 'low' else 'lower'} one."
-        )
+        # The best constant rate falls with the length of the run: it is too low for shorter ones.
+        bound = "every batch size here was measured with it and is an upper bound"
+        said += f": {bound}." if self.evidence.measured else "."
+        return f"{said} Tune it first: try a {'higher' if found.verdict == 'low' else 'lower'} one."
 
     def no_verdict(self) -> str:
         """Why other learning rates were trained and nothing is said of the task's."""
-        found, lr, length = self.evidence.rate, self.evidence.task.lr, self.count(self.plan.length)
-        others = " and ".join(f"{lr * rate:.3g}" for rate in found.losses if rate != 1)
+        found, lr = self.evidence.rate, self.evidence.task.lr
+        others = listed(f"{lr * rate:.3g}" for rate in found.losses if rate != 1)
+        place = f"over the last {LATE_PART:.0%} of {self.count(found.samples)} from scratch"
         reasons = {
-            "alone": f"no run at it is as long as those at {others} ({length})",
-            "same": f"over {length} from scratch the validation losses at {others} are equal to "
-            "those at it, so that they do not depend on the rate",
-            "rising": f"over the last {LATE_PART:.0%} of {length} from scratch the validation loss "
-            "is above all before, and a rate that trains less looks better",
+            "same": f"{place} the validation losses at {others} are the same as at {lr:.3g}. "
+            "Check that Task.make_optimizer uses its learning rate",
+            "rising": f"{place} the validation loss is above that of the evaluations before. "
+            "Another rate would look better by overfitting less. Try more data or a smaller "
+            "--budget",
         }
         return f"No verdict on the learning rate {lr:.3g}: {reasons[found.why]}."
 
@@ -203,7 +204,7 @@ class _Words:
             )
         flat = [i for i, critical in evidence.criticals.items() if not critical.resolved]
         if flat:
-            where = ", ".join(self.count(points[i]) + self.seen(points[i]) for i in flat)
+            where = listed(self.count(points[i]) + self.seen(points[i]) for i in flat)
             begin = "branches that begin" if len(flat) > 1 else "branch that begins"
             parts.append(
                 f"Over the {begin} after {where} the validation loss {self.flat(flat)}, so no "
@@ -212,7 +213,8 @@ class _Words:
         if evidence.checked:
             parts.append(f"The runs from scratch have {evidence.checked[0].seeds} seeds.")
         if evidence.criticals:
-            parts.append("The branches, and the advice on going on, rest on one seed.")
+            going_on = ", and the advice on going on," if evidence.last is not None else ""
+            parts.append(f"The branches{going_on} rest on one seed.")
         return " ".join(parts)
 
     def seen(self, samples: int) -> str:
@@ -227,7 +229,8 @@ class _Words:
             return ""
         seen = self.count(self.plan.points[noise.point])
         if not noise.resolved:
-            return f"Gradient noise scale after {seen}: unresolved, above {noise.low:,.0f}."
+            above = f", above {noise.low:,.0f}" if noise.low >= 1 else ""
+            return f"Gradient noise scale after {seen}: unresolved{above}."
         return (
             f"Gradient noise scale after {seen}: {noise.value:,.0f} (95% interval "
             f"{noise.low:,.0f} to {noise.high:,.0f}). It is no recommendation."

@@ -212,10 +212,14 @@ class Evidence:
 
     @cached_property
     def rate(self) -> RateVerdict:
-        """Verdict on the task's learning rate."""
+        """Verdict on the task's learning rate.
+
+        It is for a run as long as the main trajectory; if the rate decays, for one from scratch.
+        """
         plan, decays = self.plan, self.task.lr_decay != "none"
         whole = len(plan.points) - 1 in self.criticals
-        return judge_rate(plan, self.journal, decays=decays) if whole else RateVerdict()
+        samples = self.length if decays else plan.length * whole
+        return judge_rate(plan, self.journal, samples, decays=decays) if samples else RateVerdict()
 
     @property
     def noise(self) -> Noise | None:

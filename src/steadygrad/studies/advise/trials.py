@@ -50,10 +50,11 @@ def make_trials(
         valid_size: Samples in one evaluation.
         decide: Makes the jobs that depend on results.
         decays: Whether the task's learning rate decays. The main trajectory and the branches
-            leave the decay out, so that none of the runs from scratch is the main trajectory.
+            leave the decay out, so that none of the runs from scratch is the main trajectory, and
+            other rates are compared with a run of the length that the branches suggest.
     """
     maker = _Maker(plan, evaluation_cost(valid_size), decide)
-    return [*maker.points(), *maker.runs(range(0 if decays else 1, plan.seeds))]
+    return [*maker.points(), *maker.runs(decays=decays)]
 
 
 class _Maker:
@@ -101,15 +102,22 @@ class _Maker:
                 yield self.trial(("middle", i, repeat), length, END_MARKS, what, needs)
             start = samples
 
-    def runs(self, seeds: range) -> Iterator[Trial]:
-        """The runs from scratch; ``seeds`` are those of the smallest batch."""
+    def rates(self, needs: tuple[Key, ...] = (), *, decays: bool) -> Iterator[Trial]:
+        """The smallest batch at other learning rates, from scratch."""
         plan, whole = self.plan, len(RUN_FRACTIONS) + RUN_ENDS
         for rate in RATES if plan.rates else ():
             job = scratch_job(((0, plan.batch_size),), plan.length, rate=rate)
-            what = f"learning rate times {rate:g} from scratch"
-            yield self.trial(("rate", f"{rate:g}"), plan.length, whole, what, (), job)
+            what, key = f"learning rate times {rate:g} from scratch", ("rate", f"{rate:g}", 0)
+            yield self.trial(key, plan.length, whole, what, needs, None if decays else job)
+
+    def runs(self, *, decays: bool) -> Iterator[Trial]:
+        """The runs from scratch."""
+        plan, whole = self.plan, len(RUN_FRACTIONS) + RUN_ENDS
+        if not decays:
+            yield from self.rates(decays=decays)
         if not plan.candidates:
             return
+        seeds = range(0 if decays else 1, plan.seeds)
         # A prediction rests on them.
         needs = tuple(t.key for t in self.points() if t.key[0] in ("point", "branch", "middle"))
         baselines: list[Key] = [("baseline", seed) for seed in seeds]
@@ -122,6 +130,8 @@ class _Maker:
             for key in keys:
                 yield self.trial(key, plan.length, RUN_ENDS, "a candidate from scratch", needs)
             needs = (*needs, *keys)
+        if decays:
+            yield from self.rates(tuple(baselines), decays=decays)
         for repeat in range(plan.seeds):
             what = "the schedule from scratch"
             yield self.trial(("schedule", repeat), plan.length, RUN_ENDS, what, needs)

@@ -70,14 +70,18 @@ def random_journal(seed):
 def with_runs(header, events, draw, seed):
     """Adds the runs from scratch that the study would have chosen."""
     chooser, critical = Chooser(header), 10 ** draw.uniform(0.5, 4)
-    for rate in (0.5, 2.0) if header.plan.rates else ():
+    length, decays = header.plan.length, header.task.lr_decay != "none"
+    if decays:
+        job = chooser(("baseline", 0), Journal(events=events)) if header.plan.candidates else None
+        length = job["samples"] if job else 0
+    for rate in (0.5, 2.0) if header.plan.rates and length else ():
         slower = 10 ** draw.uniform(-0.4, 0.4)
         noise = math.inf if draw.random() < 0.1 else 0.0
         # An optimizer that leaves its rate aside.
         slower, noise = (1.0, 0.0) if seed % 11 == 5 else (slower, noise)
-        events.append(scratch(8, 0, header.plan.length, rate=rate, slower=slower, noise=noise))
+        events.append(scratch(8, 0, length, rate=rate, slower=slower, noise=noise))
     # The main trajectory of a task whose rate decays is none of the runs from scratch.
-    seeds = (0, 1, 2) if header.task.lr_decay != "none" else (1, 2)
+    seeds = (0, 1, 2) if decays else (1, 2)
     for repeat in seeds if header.plan.candidates else ():
         job = chooser(("baseline", repeat), Journal(events=events))
         if job:

@@ -32,8 +32,9 @@ FORMS = {
     "own": rf"{STAY} No larger one was shown to need at most (\d+)% more rows from scratch\.",
     "predicted": rf"Predicted, not trained: from scratch over {N} rows, {SETTINGS} should stay "
     rf"within (\d+)% more rows than batch {N}\.( A longer --budget trains it\.)?",
-    "exhausted": rf"No batch size for a run from scratch: the validation loss no longer falls by "
-    rf"more than its noise at {N} rows( \(data seen (\d+) times by then\))?\.(?: --resume .*)?",
+    "exhausted": r"No batch size for a run from scratch: over the second half of the way to each "
+    r"point of training, the validation loss of the smallest batch did not surely fall\.(?: "
+    r"--resume goes on with it\.)? Try a lower Task\.lr, more data, or another --budget\.",
     "flat": r"No batch size can be recommended: the validation loss of the smallest batch "
     rf"{FLAT} along its branches\..*",
     "nothing": r"Nothing can be said yet: no point of training is measured\.(?: --resume .*)?",
@@ -51,24 +52,25 @@ FORMS = {
     "growing failed": rf"A growing batch is not advised: {STAGES}, trained from scratch, {NEEDS}\.",
     "rate fits": rf"No better learning rate than {X} was found for a run of {N} rows: none surely "
     rf"saves (\d+)% of the rows {TRIED}\.{NOTHING}",
-    "rate alone": rf"{NO_VERDICT}no run at it is as long as those at (.+?) \({N} rows\)\.",
-    "rate same": rf"{NO_VERDICT}over {N} rows from scratch the validation losses at (.+?) are "
-    r"equal to those at it, so that they do not depend on the rate\.",
+    "rate same": rf"{NO_VERDICT}over the last (\d+)% of {N} rows from scratch the validation "
+    rf"losses at (.+?) are the same as at {X}\. Check that Task\.make_optimizer uses its learning "
+    r"rate\.",
     "rate rising": rf"{NO_VERDICT}over the last (\d+)% of {N} rows from scratch the validation "
-    r"loss is above all before, and a rate that trains less looks better\.",
-    "rate elsewhere": rf"The learning rate {X} looks too (low|high) for a run of {N} rows "
+    r"loss is above that of the evaluations before\. Another rate would look better by "
+    r"overfitting less\. Try more data or a smaller --budget\.",
+    "rate elsewhere": rf"The learning rate {X} looks too (high) for a run of {N} rows "
     rf"{TRIED}\. That says nothing of a run of {N} rows\.",
-    "rate": rf"The learning rate {X} looks too (low|high) for a run of {N} rows {TRIED}: every "
-    r"batch size here was measured with it and is an upper bound\. Tune it first: try a "
+    "rate": rf"The learning rate {X} looks too (low|high) for a run of {N} rows {TRIED}(: every "
+    r"batch size here was measured with it and is an upper bound)?\. Tune it first: try a "
     r"(higher|lower) one\.",
-    "noise unresolved": rf"Gradient noise scale after {N} rows: unresolved, above {N}\.",
+    "noise unresolved": rf"Gradient noise scale after {N} rows: unresolved(?:, above {N})?\.",
     "noise": rf"Gradient noise scale after {N} rows: {N} \(95% interval {N} to {N}\)\. It is no "
     r"recommendation\.",
     "certainty": r"(?P<partial>Preliminary: the study .+? after measuring (?P<done>\d+) of "
     r"(?P<planned>\d+) points(?:; --resume goes on with it)?\.)? ?(?:Over the "
     r"(?P<begin>branches that begin|branch that begins) after "
-    rf"(?P<where>(?:[\d,]+ rows{SEEN}(?:, )?)+) the validation loss {FLAT}, so no batch size can "
-    r"be judged there\.)? ?(?:The "
-    r"runs from scratch have (?P<count>\d+) seeds\. )?(?P<seeds>The branches, and the advice on "
-    r"going on, rest on one seed\.)?",
+    rf"(?P<where>(?:[\d,]+ rows{SEEN}(?:, | and )?)+) the validation loss {FLAT}, so no batch size "
+    r"can be judged there\.)? ?(?:The "
+    r"runs from scratch have (?P<count>\d+) seeds\. )?(?P<seeds>The branches(?P<going>, and the "
+    r"advice on going on,)? rest on one seed\.)?",
 }

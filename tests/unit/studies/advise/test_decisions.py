@@ -114,3 +114,22 @@ def test_a_middle_size_is_trained_where_the_bracket_is_known():
     # 96 samples are no whole shares of 64 processes.
     shared = make_header(POINTS, runtime={"world_size": 64})
     assert Chooser(shared)(("middle", 1, 0), Journal(events=measured())) is None
+
+
+def test_other_rates_of_a_decaying_task_are_trained_over_the_advised_length():
+    """Not before the branches say it, and over the whole trajectory where nothing decays."""
+    header = make_header((1024, 4096), task={"lr_decay": "linear"})
+    flat = [point(0, 1024), point(1, 4096, losses=lambda s: law(400))]
+    events = [*flat, *(b for i in (0, 1) for b in branches(200, sigma=0.001, seed=i, point=i))]
+    trials = {t.key: t for t in make_trials(header.plan, 64, Chooser(header), decays=True)}
+    journal = Journal(events=events)
+    baseline, rate = (trials[key] for key in (("baseline", 0), ("rate", "2", 0)))
+    assert rate.job(Journal()) is None
+    trials = {t.key: t for t in make_trials(header.plan, 64, Chooser(header), decays=True)}
+    job = trials["rate", "2", 0].job(journal)
+    assert (job["samples"], job["rate"]) == (1024, 2.0)
+    assert trials["baseline", 0].job(journal) == {**job, "rate": 1.0}
+    assert baseline.key in rate.needs
+    plain = {t.key: t for t in make_trials(header.plan, 64, Chooser(header))}["rate", "2", 0]
+    assert plain.job(Journal())["samples"] == 4096
+    assert plain.needs == ()

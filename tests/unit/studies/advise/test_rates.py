@@ -20,7 +20,7 @@ def verdict(**slower):
         scratch(8, 0, LENGTH, rate=rates[name], slower=factor) for name, factor in slower.items()
     ]
     events = [point(0, 1024), point(1, LENGTH), *runs]
-    return judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events))
+    return judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events), LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def changed(place, by):
     curve[place] = (curve[place][0], curve[place][1] + by)
     run = msgspec.structs.replace(run, curve=tuple(curve), loss=curve[-1][1])
     events = [point(0, 1024), point(1, LENGTH), run]
-    return judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events))
+    return judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events), LENGTH)
 
 
 @pytest.mark.parametrize("place", [-5, -4, -3, -2, -1])
@@ -85,21 +85,29 @@ def test_a_rate_that_diverges_is_not_better(slower):
     lost = scratch(8, 0, LENGTH, rate=2.0, slower=slower, noise=math.inf)
     for run in (lost, msgspec.structs.replace(lost, curve=((LENGTH, math.inf),))):
         events = [point(0, 1024), point(1, LENGTH), run]
-        found = judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events))
+        found = judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events), LENGTH)
         assert found.verdict == "fits"
         assert math.isinf(found.losses[2.0])
 
 
-def test_a_decaying_rate_is_compared_with_a_run_that_decays():
-    header, twice = make_header((1024, LENGTH)), scratch(8, 0, LENGTH, rate=2.0, slower=0.6)
+def test_a_decaying_rate_is_compared_with_a_run_of_the_same_length_that_decays():
+    plan, length = make_header((1024, LENGTH)).plan, 1024
     # The main trajectory leaves the decay out.
-    events = [point(0, 1024), point(1, LENGTH, losses=lambda s: 9.0), twice]
-    without = judge_rate(header.plan, Journal(events=events), decays=True)
-    assert (without.verdict, without.why) == ("", "alone")
-    for length, expected in ((1024, ("", "alone")), (LENGTH, ("low", ""))):
-        journal = Journal(events=[*events, scratch(8, 0, length)])
-        found = judge_rate(header.plan, journal, decays=True)
-        assert (found.verdict, found.why) == expected
+    main = [point(0, 1024), point(1, LENGTH, losses=lambda s: 9.0)]
+    twice = scratch(8, 0, length, rate=2.0, slower=0.6)
+    for own, expected in ((scratch(8, 0, LENGTH), ""), (scratch(8, 0, length), "low")):
+        found = judge_rate(plan, Journal(events=[*main, twice, own]), length, decays=True)
+        assert (found.verdict, found.samples) == (expected, length * bool(expected))
+    # Neither another length nor another seed of the other rate.
+    longer = scratch(8, 0, LENGTH, rate=2.0, slower=0.6)
+    for run in (longer, msgspec.structs.replace(twice, repeat=1)):
+        journal = Journal(events=[*main, scratch(8, 0, length), run])
+        assert judge_rate(plan, journal, length, decays=True).losses == {}
+
+
+def test_one_rate_whose_losses_are_the_same_is_not_all_of_them():
+    assert verdict(half=1.0, twice=0.6).verdict == "low"
+    assert verdict(half=1.0, twice=1.0).why == "same"
 
 
 def test_without_runs_there_is_no_verdict():
@@ -116,7 +124,7 @@ def test_a_validation_loss_that_rises_has_no_verdict():
     curve = tuple((place, rising(place) - 0.004) for place, _ in ahead.curve)
     ahead = msgspec.structs.replace(ahead, curve=curve, loss=curve[-1][1])
     events = [point(0, 1024, losses=rising), point(1, LENGTH, losses=rising), ahead]
-    found = judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events))
+    found = judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events), LENGTH)
     assert (found.verdict, found.overheads, found.why) == ("", {}, "rising")
     assert found.losses[0.5] < found.losses[1.0]
 
@@ -133,7 +141,7 @@ def test_losses_that_do_not_depend_on_the_rate_give_no_verdict():
         for run in runs
     ]
     events = [point(0, 1024, losses=still), point(1, LENGTH, losses=still), *runs]
-    found = judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events))
+    found = judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events), LENGTH)
     assert (found.verdict, found.overheads, found.why) == ("", {}, "same")
 
 
@@ -143,7 +151,9 @@ def test_the_losses_are_those_that_are_compared():
     own = point(1, LENGTH)
     end = averaged_end(own.curve)[-1][1] + 0.01
     run = msgspec.structs.replace(run, curve=(*run.curve[:-1], (run.samples, end)), loss=end)
-    found = judge_rate(make_header((1024, LENGTH)).plan, Journal(events=[point(0, 1024), own, run]))
+    found = judge_rate(
+        make_header((1024, LENGTH)).plan, Journal(events=[point(0, 1024), own, run]), LENGTH
+    )
     assert run.loss > averaged_end(own.curve)[-1][1]
     assert found.overheads[2.0] < 0
     assert found.losses[2.0] < found.losses[1.0]

@@ -274,8 +274,9 @@ def test_a_run_whose_loss_falls_no_more_has_no_batch_size():
     header = make_header(POINTS, task={"train_size": 100})
     words = explain(Evidence(header, Journal(events=events)), "complete")
     assert words[0] == (
-        "No batch size for a run from scratch: the validation loss no longer falls by more than "
-        "its noise at 1,024 rows (data seen 10 times by then)."
+        "No batch size for a run from scratch: over the second half of the way to each point of "
+        "training, the validation loss of the smallest batch did not surely fall. Try a lower "
+        "Task.lr, more data, or another --budget."
     )
     assert words[1].startswith("Going on from 4,096 rows: ")
 

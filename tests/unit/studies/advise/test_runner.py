@@ -141,4 +141,4 @@ def test_weights_that_never_move_give_no_advice(tmp_path):
     assert [point["critical"]["fall"] for point in found.summary["points"]] == [0.0, 0.0]
     words = found.summary["words"]
     assert "loss of the smallest batch does not fall along its branches" in words[0]
-    assert any("after 64 rows, 256 rows the validation loss does not fall" in s for s in words)
+    assert any("after 64 rows and 256 rows the validation loss does not fall" in s for s in words)
