@@ -137,10 +137,10 @@ def test_groups_with_rates_of_their_own_and_empty_ones(entry, schedule):
     problem, apart = Problem(), Problem()
     groups = [
         {"params": [], "lr": 0.5},
-        {"params": [problem.weight], "lr": 0.02},
-        {"params": []},
-        {"params": [problem.bias], "lr": 0.01},
+        {"params": [torch.zeros(0, requires_grad=True), problem.weight], "lr": 0.02},
         {"params": [torch.zeros(0, requires_grad=True)], "betas": (0.5, 0.5)},
+        {"params": [problem.bias], "lr": 0.01},
+        {"params": []},
     ]
     optimizer = entry(groups)
     schedules = [make(optimizer) for make in SCHEDULES[schedule]]
@@ -151,6 +151,18 @@ def test_groups_with_rates_of_their_own_and_empty_ones(entry, schedule):
     assert_same(problem.params, apart.params)
     assert optimizer.state[problem.bias]["step"] == 20
     assert optimizer.param_groups[0]["lr"] == pytest.approx(25 * optimizer.param_groups[1]["lr"])
+
+
+@every_optimizer_and_mode
+def test_a_first_step_is_at_the_rate_of_the_group(entry):
+    both = Problem()
+    optimizer = entry([{"params": [both.weight], "lr": 0.02}, {"params": [both.bias], "lr": 0.01}])
+    both.train(optimizer, steps=1)
+    for rate in (0.02, 0.01):
+        one = Problem()
+        one.train(entry(one.params, lr=rate), steps=1)
+        assert torch.equal(both.weight, one.weight) == (rate == 0.02)
+        assert torch.equal(both.bias, one.bias) == (rate == 0.01)
 
 
 @pytest.mark.parametrize("name", ["LANS", "LAMB"])
