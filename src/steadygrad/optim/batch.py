@@ -79,6 +79,7 @@ class ParamBatch:
         exact: The widest type of their device.
         index: Indices of the parameters among all, with shape ``(tensors)``.
         buckets: Parameters that multi-tensor calls work on together.
+        recorded: Whether a CUDA graph has recorded a step of this batch.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class ParamBatch:
         self.state_dtype, self.sum_dtype = self.moments[0][0].dtype, wide(self.weights[0].dtype)
         self.grads: list[Tensor | None] = []
         self.buckets: list[Bucket] = []
+        self.recorded = False
         self.present: list[bool] = []
         self._works: list[bool] = []
         if not torch.compiler.is_compiling():
@@ -189,6 +191,7 @@ class ParamBatch:
             self.active = torch.stack([flags[here] for here in present])
             self.working = torch.stack([flags[here] for here in works])
             self.present, self._works = ([], []) if recording else (present, works)
+            self.recorded = self.recorded or recording
 
     def _keeps_states(self) -> bool:
         """Whether every state still is the tensor that it was, where it was."""
