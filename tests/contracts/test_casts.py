@@ -118,3 +118,26 @@ def test_to_other_types_and_back(pair, mode, types, then):
                 same = master.to(dtype) == p.detach()
                 weights[i] = wide(torch.where(same, master, p.detach().to(master.dtype)))
         step_both(optimizer, params, reference, weights, step)
+
+
+@every_pair
+@every_mode
+@pytest.mark.parametrize("then", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_may_stay_wider_than_their_weights(pair, mode, then):
+    """As where `p.data` is cast and `p.grad` is not."""
+    make, make_reference, options = pair
+    params = [*mixed([torch.float64]).parameters()]
+    optimizer, reference = make(params, **options, **mode), make_reference(**options)
+    weights = exact_weights(optimizer, params)
+    for step in range(2):
+        step_both(optimizer, params, reference, weights, step)
+    give_gradients(params, 2, none=False)
+    gradients = [wide(p.grad) for p in params]
+    for p in params:
+        p.data = p.data.to(then)
+        assert p.grad.dtype is torch.float64
+    weights = [wide(p) for p in params]
+    reference.step(weights, gradients)
+    optimizer.step()
+    assert_close(exact_weights(optimizer, params), weights)
+    assert optimizer.skipped == 0
