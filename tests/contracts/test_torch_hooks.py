@@ -168,6 +168,7 @@ def test_zero_grad_forgets_or_zeroes(entry):
 REFUSED = {
     "one tensor": (lambda a, b: a, {}, TypeError, "iterable of Tensors or dicts"),
     "a set": (lambda a, b: [{"params": {a, b}}], {}, TypeError, "ordered collections"),
+    "a dictionary": (lambda a, b: {"params": [a]}, {}, TypeError, "can only optimize Tensors"),
     "nothing": (lambda a, b: [], {}, ValueError, "empty parameter list"),
     "no tensors": (lambda a, b: [a, 3.0], {}, TypeError, "can only optimize Tensors"),
     "no leaf": (lambda a, b: [a * 2], {}, ValueError, "non-leaf"),

@@ -165,6 +165,24 @@ def test_a_first_step_is_at_the_rate_of_the_group(entry):
         assert torch.equal(both.bias, one.bias) == (rate == 0.01)
 
 
+@every_optimizer_and_mode
+def test_parameters_without_elements_alone_and_among_others(entry):
+    empty = [torch.zeros(0, 3, requires_grad=True), torch.zeros(2, 0, requires_grad=True)]
+    alone, (full, other) = entry(empty), (torch.ones(3, requires_grad=True) for _ in range(2))
+    among, without = entry([empty[0], full, empty[1]]), entry([other])
+    for _ in range(3):
+        for p in (*empty, full, other):
+            p.grad = torch.full_like(p, 0.5)
+        assert alone.step(lambda: 2.0) == 2.0
+        among.step()
+        without.step()
+    assert_same([full.detach()], [other.detach()])
+    assert not torch.equal(full, torch.ones(3))
+    assert [p.shape for p in empty] == [(0, 3), (2, 0)]
+    assert alone.skipped == 0
+    assert {float(alone.state[p]["step"]) for p in empty} == {0.0}
+
+
 @pytest.mark.parametrize("name", ["LANS", "LAMB"])
 @pytest.mark.parametrize("mode", [{"fused": True}, {"foreach": True}], ids=str)
 def test_weight_decay_is_that_of_the_group(name, mode):

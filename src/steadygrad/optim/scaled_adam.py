@@ -57,11 +57,9 @@ class ScaledAdam(ShardedOptimizer):
             on CPUs with the extra ``cpu``.
         maximize: Whether to go up instead of down.
         capturable: Whether steps may be recorded in a CUDA graph; nothing else depends on it. A
-            graph keeps to the tensors that it recorded. Record it anew after ``add_param_group``,
-            ``load_state_dict``, a cast of the model, another ``foreach``, ``fused`` or
-            ``master_weights``, and gradients of another type in a step outside of it: an old one
-            would still move the weights, by states and step counts that no longer are those of
-            the optimizer.
+            graph keeps to the tensors that it recorded: record it anew after ``add_param_group``,
+            ``load_state_dict``, a cast of the model or of gradients, and another mode. An old one
+            moves the weights by states that no longer are the optimizer's.
 
     Raises:
         InputError: If an option is out of range or a parameter is complex or sparse.
