@@ -2,7 +2,8 @@
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import Parameter
 
 from steadygrad.optim import LAMB, LANS, ScaledAdam
@@ -25,6 +26,7 @@ def agreement(rank, world):
                 local_infinity(make, options, mesh, rank, "gradient"),
                 local_infinity(make, options, mesh, rank, "scaler"),
                 *none_on_one(make, options, mesh, rank),
+                *rebuilt_on_one(make, options, mesh, rank),
             ]
     return found
 
@@ -61,3 +63,27 @@ def none_on_one(make, options, mesh, rank):
         results.append([p.detach().to_local().tolist() for p in params])
     untouched = torch.full((4 // mesh.size(), 4), 3.0).tolist()
     return [results[0] == results[1], results[0][2] == untouched]
+
+
+def rebuilt_on_one(make, options, mesh, rank):
+    """Weights, and collectives a step, where one process finds its states exchanged.
+
+    It builds its batches anew after the collective that adds up partial gradients.
+    """
+    results, counts = [], []
+    for exchanged in (False, True):
+        copied = distribute_tensor(torch.ones(3), mesh, [Replicate()])
+        params = [Parameter(sharded(1.0, mesh)), Parameter(copied)]
+        optimizer = make(params, lr=0.1, **options)
+        for step in range(4):
+            part = torch.arange(3.0) + rank + step
+            params[0].grad = sharded(1.0, mesh)
+            params[1].grad = DTensor.from_local(part, mesh, [Partial()])
+            if exchanged and rank == 0 and step == 2:
+                state = optimizer.state[params[1]]
+                state["step"], state["exp_avg_sq"] = state["step"].clone(), +state["exp_avg_sq"]
+            with CommDebugMode() as communication:
+                optimizer.step()
+            counts.append(communication.get_total_counts())
+        results.append([p.detach().to_local().tolist() for p in params])
+    return [results[0] == results[1], counts]

@@ -33,3 +33,12 @@ def test_a_gradient_of_none_on_all_processes_is_none(results):
     """ScaledAdam's momentum goes on without a gradient, from zero here."""
     for found in results:
         assert {key: found[key][3] for key in keys()} == dict.fromkeys(keys(), True)
+
+
+def test_batches_built_anew_on_one_process_repeat_no_collective(results):
+    for found in results:
+        for key in keys():
+            same, counts = found[key][4:]
+            # The first sum over shards, the second of LANS and LAMB, and the partial gradients.
+            assert counts == [2 if key.startswith("scaled_adam") else 3] * 8
+            assert same

@@ -105,7 +105,7 @@ class PointerTable:
 def addresses_of(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
     """Where each tensor's memory begins."""
     # Without a loop in Python: there are thousands of them a step.
-    return np.fromiter(map(torch._C.TensorBase.data_ptr, tensors), np.int64, len(tensors))
+    return np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
 
 
 def is_recording(device: torch.device) -> bool:

@@ -79,6 +79,7 @@ class ParamBatch:
         exact: The widest type of their device.
         index: Indices of the parameters among all, with shape ``(tensors)``.
         buckets: Parameters that multi-tensor calls work on together.
+        recorded: Whether a CUDA graph has recorded a step of this batch.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class ParamBatch:
         self.state_dtype, self.sum_dtype = self.moments[0][0].dtype, wide(self.weights[0].dtype)
         self.grads: list[Tensor | None] = []
         self.buckets: list[Bucket] = []
+        self.recorded = False
         self.present: list[bool] = []
         self._works: list[bool] = []
         if not torch.compiler.is_compiling():
@@ -169,7 +171,7 @@ class ParamBatch:
 
     def _fill_buckets(self, grads: list[Tensor | None], works: Sequence[bool]) -> None:
         given = zip(self.places, grads, self._own, strict=True)
-        self.grads = [(_zero(own) if g is None else g) if works[i] else None for i, g, own in given]
+        self.grads = [self._for_calls(g, own) if works[i] else None for i, g, own in given]
         self.buckets = []
         for bucket in self._bucketed:
             pairs = [(i, g) for i in bucket for g in [self.grads[i]] if g is not None]
@@ -178,6 +180,13 @@ class ParamBatch:
                 weights = [self.weights[i] for i in places]
                 moments = tuple([states[i] for i in places] for states in self.moments)
                 self.buckets.append(Bucket(places, weights, [g for _, g in pairs], moments))
+
+    def _for_calls(self, gradient: Tensor | None, like: Tensor) -> Tensor:
+        """A gradient no wider than its sums; a zero that takes no memory for None."""
+        if gradient is None:
+            return like.new_zeros(()).expand(like.shape)
+        # Left behind where a parameter's memory was cast and its gradient was not.
+        return gradient.to(self.sum_dtype) if gradient.dtype is torch.float64 else gradient
 
     def _set_flags(self, present: list[bool], works: list[bool]) -> None:
         # A graph makes its own, as later steps replace these.
@@ -189,6 +198,7 @@ class ParamBatch:
             self.active = torch.stack([flags[here] for here in present])
             self.working = torch.stack([flags[here] for here in works])
             self.present, self._works = ([], []) if recording else (present, works)
+            self.recorded = self.recorded or recording
 
     def _keeps_states(self) -> bool:
         """Whether every state still is the tensor that it was, where it was."""
@@ -244,11 +254,6 @@ class ParamBatch:
 
 def _stacked(rows: Sequence[Tensor]) -> Tensor:
     return torch.stack([row.detach() for row in rows])
-
-
-def _zero(like: Tensor) -> Tensor:
-    """A zero gradient that takes no memory."""
-    return like.new_zeros(()).expand(like.shape)
 
 
 def buckets_of(weights: Sequence[Tensor]) -> list[list[int]]:

@@ -96,6 +96,7 @@ class ShardedOptimizer(BatchBuilder):
     _sharded: Sequence[bool] = ()
     _built: Sequence[ParamBatch] = ()
     _built_for: Any = None
+    _recorded: Sequence[ParamBatch] = ()
     _packed_sum: PackedSum | None = None
     _skip_monitor: SkipMonitor | None = None
 
@@ -211,6 +212,8 @@ class ShardedOptimizer(BatchBuilder):
             modes = [(g["foreach"], g["fused"], g["master_weights"]) for g in self.param_groups]
             key = (self._snapshot, modes, list(kernels.BROKEN))
             if self._built_for != key or not _refresh(self._built, grads, present, works):
+                # Replays of a graph go on writing to what it has recorded: none of it is freed.
+                self._recorded = [*self._recorded, *(b for b in self._built if b.recorded)]
                 self._built, self._built_for = self._build(grads), key
                 batches = self._built
             else:

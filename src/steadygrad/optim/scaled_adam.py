@@ -56,7 +56,10 @@ class ScaledAdam(ShardedOptimizer):
         fused: Whether to use fused kernels: compiled loops on CPUs, Triton's on CUDA devices; None:
             on CPUs with the extra ``cpu``.
         maximize: Whether to go up instead of down.
-        capturable: Whether steps may be recorded in a CUDA graph; nothing else depends on it.
+        capturable: Whether steps may be recorded in a CUDA graph; nothing else depends on it. A
+            graph keeps to the tensors that it recorded: record it anew after ``add_param_group``,
+            ``load_state_dict``, a cast of the model or of gradients, and another mode. An old one
+            moves the weights by states that no longer are the optimizer's.
 
     Raises:
         InputError: If an option is out of range or a parameter is complex or sparse.

@@ -103,9 +103,8 @@ class WarmupHoldDecay(_FactorLR):
         optimizer: The optimizer; each group's learning rate now is its top, :math:`\eta`. Tensor
             learning rates are written in place, without waiting for the device.
         total_steps: Optimizer steps :math:`T` of the whole run.
-        warmup: Length :math:`W` of the warm-up: an int counts steps, a float is a share of
-            ``total_steps`` (so 1 is one step and 1.0 is all of them). The default is that of
-            gluon-nlp's script.
+        warmup: Length :math:`W` of the warm-up: an int counts steps, a float below 1
+            is a share of ``total_steps``. The default is that of gluon-nlp's script.
         hold: Length :math:`H` of the constant stretch, likewise.
         last_epoch: -1, or the number of the last step done, to go on without a state.
 
@@ -158,7 +157,9 @@ def _length(name: str, value: float, total_steps: int) -> float:
     """A number of steps, from one or from a share of all."""
     if isinstance(value, int):
         return check_number(name, value, low=0, high=total_steps)
-    return check_number(name, value, low=0, high=1) * total_steps
+    # A whole run is not to be had for a 1.0 that somebody meant as one step.
+    remedy = f"an int for steps (1, or all {total_steps}), a float below 1 for a share of them"
+    return check_number(name, value, low=0, high=1, high_open=True, remedy=remedy) * total_steps
 
 
 class Eden(_FactorLR):

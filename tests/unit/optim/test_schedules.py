@@ -40,6 +40,14 @@ def test_an_int_counts_steps_and_a_float_is_a_share():
     assert advance(one, steps, 40) == advance(other, shares, 40)
 
 
+def test_one_step_and_the_whole_run_are_ints():
+    one, all_steps = make_optimizer(1.0), make_optimizer(1.0)
+    short = advance(one, WarmupHoldDecay(one, 4, warmup=1, hold=0), 5)
+    long = advance(all_steps, WarmupHoldDecay(all_steps, 4, warmup=4, hold=0), 5)
+    assert [lr for (lr,) in short] == pytest.approx([0, 1, 2 / 3, 1 / 3, 0])
+    assert [lr for (lr,) in long] == pytest.approx([0, 0.25, 0.5, 0.75, 0])
+
+
 def test_shares_may_be_fractions_of_a_step():
     optimizer = make_optimizer(1.0)
     got = advance(optimizer, WarmupHoldDecay(optimizer, 10, warmup=0.25, hold=0.0), 4)
@@ -179,7 +187,9 @@ def test_a_group_added_later():
     [
         ({"total_steps": 0}, "`total_steps` should be an integer of at least 1"),
         ({"total_steps": 10.0}, "`total_steps` should be an integer"),
-        ({"warmup": 1.5}, "`warmup` should be a finite number in \\[0, 1\\]"),
+        ({"warmup": 1.5}, "`warmup` should be a finite number in \\[0, 1\\)"),
+        ({"warmup": 1.0, "hold": 0}, r"an int for steps \(1, or all 10\), a float below 1"),
+        ({"warmup": 0, "hold": 1.0}, r"Found `hold = 1.0`. Remedy: an int for steps"),
         ({"warmup": 11}, "`warmup` should be a finite number in \\[0, 10\\]"),
         ({"hold": -1}, "`hold` should be"),
         ({"hold": True}, "`hold` should be"),

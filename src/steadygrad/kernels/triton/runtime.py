@@ -40,8 +40,8 @@ class Table(PointerTable):
     """A table of pointers whose addresses are copied to the device where they have changed.
 
     A CUDA graph copies a table of its own at each replay, from pinned memory that later steps do
-    not write to. Nobody tells when a graph is gone: such memory lives as long as this table, as the
-    other tensors of a batch do that a graph works on, and graphs with equal addresses share it.
+    not write to. Nobody tells when a graph is gone: such memory lives as long as this table, which
+    an optimizer then keeps. Graphs with equal addresses share it.
 
     Args:
         sizes: Elements of each tensor.
