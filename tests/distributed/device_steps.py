@@ -18,7 +18,7 @@ def _launches(step):
     found, start = Counter(), runtime._start
 
     def counted(kernel, *given, **named):
-        found[kernel.fn.__name__] += 1
+        found[named.get("body", kernel).fn.__name__] += 1
         start(kernel, *given, **named)
 
     runtime._start = counted

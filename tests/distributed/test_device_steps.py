@@ -8,10 +8,10 @@ from tests.distributed.device_steps import compare
 from tests.distributed.ranks import on_ranks
 
 LAUNCHES = {
-    "lans": {"grad_kernel": 1, "sum_kernel": 2, "moments_kernel": 1, "apply_kernel": 1},
-    "lamb": {"grad_kernel": 1, "sum_kernel": 2, "moments_kernel": 1, "apply_kernel": 1},
+    "lans": {"square_gradients": 1, "sum_kernel": 2, "move_moments": 1, "move_weights": 1},
+    "lamb": {"square_gradients": 1, "sum_kernel": 2, "move_moments": 1, "move_weights": 1},
     # The one-element gain is worked on by itself.
-    "scaled_adam": {"sums_kernel": 2, "sum_kernel": 4, "update_kernel": 2},
+    "scaled_adam": {"square_sums": 2, "sum_kernel": 4, "move_all": 2},
 }
 
 

@@ -132,11 +132,11 @@ def launches(optimizer):
 # Kernels of ours in a step, each with its sums; ScaledAdam has them twice, for one-element
 # parameters by themselves.
 OURS = (
-    "grad_kernel",
-    "moments_kernel",
-    "apply_kernel",
-    "sums_kernel",
-    "update_kernel",
+    "square_gradients",
+    "move_moments",
+    "move_weights",
+    "square_sums",
+    "move_all",
     "sum_kernel",
 )
 MAKERS = {

@@ -20,7 +20,7 @@ def interpreter(monkeypatch):
     launches, start = [], runtime._start
 
     def counted(kernel, *given, **named):
-        launches.append(kernel.fn.__name__)
+        launches.append(named.get("body", kernel).fn.__name__)
         start(kernel, *given, **named)
 
     monkeypatch.setattr(runtime, "_start", counted)

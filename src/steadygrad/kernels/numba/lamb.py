@@ -11,17 +11,17 @@ from steadygrad.formulas.lamb import Coefficients, Rule, Scales
 from steadygrad.kernels.numba.lans import grad_kernel, grad_sq_norms
 from steadygrad.kernels.numba.numbers import (
     arguments,
-    block_at,
+    arrays_at,
     chunk_of,
-    gradient_at,
     narrow,
+    round_masters,
     source_of,
     sync_masters,
     wide,
     widen,
 )
 from steadygrad.kernels.numba.runtime import KernelBatch, launch
-from steadygrad.kernels.table import BLOCK, GRAD, PARAM, STATES, WEIGHT
+from steadygrad.kernels.table import BLOCK
 
 __all__ = ["KERNELS", "apply", "grad_sq_norms", "update_moments"]
 
@@ -42,7 +42,7 @@ def apply(batch: KernelBatch, by: Coefficients, rule: Rule) -> None:
 
 def moments_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
     """Moves the moments; squared norms of weights and directions."""
-    source, rounded = SOURCE, param is not weight
+    source, types, rounded = SOURCE, (grad, weight, state, param), param is not weight
 
     def kernel(data: Any) -> None:
         args, table, sums, factors, options = arguments(data, SCALES, OPTIONS + 0 * source)
@@ -50,22 +50,16 @@ def moments_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[
         rest1, rest2 = state(1 - options[0]), state(1 - options[1])
         eps, decay = state(options[2]), state(options[3])
         while True:
-            c, tensor, start, stop = chunk_of(args)
+            c, tensor, start, stop = chunk_of(args, table, sums, factors, False)
             if c < 0:
                 return
-            sums[c, 0] = sums[c, 1] = 0.0
-            if factors[0, tensor] == 0.0:
-                continue
             scale = state(factors[1, tensor])
             unbias1, unbias2 = state(factors[2, tensor]), state(factors[3, tensor])
             for first in range(start, stop, BLOCK):
                 size = min(BLOCK, stop - first)
-                g = gradient_at(args, table[tensor, GRAD], first, size, grad)
-                x = block_at(table[tensor, WEIGHT], first, size, weight)
-                m = block_at(table[tensor, STATES], first, size, state)
-                v = block_at(table[tensor, STATES + 1], first, size, state)
+                g, x, m, v, p = arrays_at(args, table[tensor], first, size, types)
                 if rounded:
-                    sync_masters(x, block_at(table[tensor, PARAM], first, size, param), size)
+                    sync_masters(x, p, size)
                 part_x, part_u = state(0), state(0)
                 for i in range(size):
                     slope = state(widen(g[i])) * scale
@@ -83,31 +77,26 @@ def moments_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[
 
 def apply_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
     """Moves the weights, and the parameters that are their roundings."""
-    source, exact, rounded = SOURCE, wide(weight), param is not weight
+    source, types, rounded = SOURCE, (grad, weight, state, param), param is not weight
+    exact = wide(weight)
 
     def kernel(data: Any) -> None:
-        args, table, _sums, factors, options = arguments(data, COEFFICIENTS, OPTIONS + 0 * source)
+        args, table, sums, factors, options = arguments(data, COEFFICIENTS, OPTIONS + 0 * source)
         eps = state(options[2])
         while True:
-            c, tensor, start, stop = chunk_of(args)
+            c, tensor, start, stop = chunk_of(args, table, sums, factors, False)
             if c < 0:
                 return
-            if factors[0, tensor] == 0.0:
-                continue
             unbias2, by_m = state(factors[1, tensor]), state(factors[2, tensor])
             keep = exact(factors[3, tensor])
             for first in range(start, stop, BLOCK):
                 size = min(BLOCK, stop - first)
-                x = block_at(table[tensor, WEIGHT], first, size, weight)
-                m = block_at(table[tensor, STATES], first, size, state)
-                v = block_at(table[tensor, STATES + 1], first, size, state)
+                _g, x, m, v, p = arrays_at(args, table[tensor], first, size, types)
                 for i in range(size):
                     step = by_m * m[i] / (math.sqrt(v[i] * unbias2) + eps)
                     x[i] = narrow(keep * exact(widen(x[i])) - step, x[i])
                 if rounded:
-                    p = block_at(table[tensor, PARAM], first, size, param)
-                    for i in range(size):
-                        p[i] = narrow(x[i], p[i])
+                    round_masters(x, p, size)
 
     return kernel
 

@@ -10,17 +10,17 @@ from torch import Tensor
 from steadygrad.formulas.lans import Coefficients, Normalizers, Rule
 from steadygrad.kernels.numba.numbers import (
     arguments,
-    block_at,
+    arrays_at,
     chunk_of,
-    gradient_at,
     narrow,
+    round_masters,
     source_of,
     sync_masters,
     wide,
     widen,
 )
 from steadygrad.kernels.numba.runtime import KernelBatch, launch
-from steadygrad.kernels.table import BLOCK, GRAD, PARAM, STATES, WEIGHT
+from steadygrad.kernels.table import BLOCK
 
 __all__ = ["KERNELS", "apply", "grad_sq_norms", "update_moments"]
 
@@ -49,32 +49,29 @@ def apply(batch: KernelBatch, by: Coefficients, rule: Rule) -> None:
 
 def grad_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
     """Squared norms of gradients."""
-    source, exact = SOURCE, wide(weight)
+    source, exact, types = SOURCE, wide(weight), (grad, weight, state, param)
 
     def kernel(data: Any) -> None:
-        args, table, sums, _factors, _options = arguments(data, 0, 0 * source)
+        args, table, sums, factors, _options = arguments(data, 0, 0 * source)
         while True:
-            c, tensor, start, stop = chunk_of(args)
+            c, tensor, start, stop = chunk_of(args, table, sums, factors, True)
             if c < 0:
                 return
-            total = 0.0
-            if table[tensor, GRAD] != 0:
-                for first in range(start, stop, BLOCK):
-                    size = min(BLOCK, stop - first)
-                    g = block_at(table[tensor, GRAD], first, size, grad)
-                    part = exact(0)
-                    for i in range(size):
-                        x = exact(widen(g[i]))
-                        part += x * x
-                    total += np.float64(part)
-            sums[c, 0] = total
+            for first in range(start, stop, BLOCK):
+                size = min(BLOCK, stop - first)
+                g, _x, _m, _v, _p = arrays_at(args, table[tensor], first, size, types)
+                part = exact(0)
+                for i in range(size):
+                    x = exact(widen(g[i]))
+                    part += x * x
+                sums[c, 0] += np.float64(part)
 
     return kernel
 
 
 def moments_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
     """Moves the moments; squared norms of weights and both directions."""
-    source, rounded = SOURCE, param is not weight
+    source, types, rounded = SOURCE, (grad, weight, state, param), param is not weight
 
     def kernel(data: Any) -> None:
         args, table, sums, factors, options = arguments(data, NORMALIZERS, OPTIONS + 0 * source)
@@ -82,22 +79,16 @@ def moments_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[
         beta1, beta2, rest1, rest2 = state(beta1), state(beta2), state(rest1), state(rest2)
         eps, decay, bound = state(options[2]), state(options[3]), state(options[4])
         while True:
-            c, tensor, start, stop = chunk_of(args)
+            c, tensor, start, stop = chunk_of(args, table, sums, factors, False)
             if c < 0:
                 return
-            sums[c, 0] = sums[c, 1] = sums[c, 2] = 0.0
-            if factors[0, tensor] == 0.0:
-                continue
             inverse = state(factors[1, tensor])
             unbias1, unbias2 = state(factors[2, tensor]), state(factors[3, tensor])
             for first in range(start, stop, BLOCK):
                 size = min(BLOCK, stop - first)
-                g = gradient_at(args, table[tensor, GRAD], first, size, grad)
-                x = block_at(table[tensor, WEIGHT], first, size, weight)
-                m = block_at(table[tensor, STATES], first, size, state)
-                v = block_at(table[tensor, STATES + 1], first, size, state)
+                g, x, m, v, p = arrays_at(args, table[tensor], first, size, types)
                 if rounded:
-                    sync_masters(x, block_at(table[tensor, PARAM], first, size, param), size)
+                    sync_masters(x, p, size)
                 part_x, part_m, part_g = state(0), state(0), state(0)
                 for i in range(size):
                     scaled = state(widen(g[i])) * inverse
@@ -120,26 +111,22 @@ def moments_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[
 
 def apply_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
     """Moves the weights, and the parameters that are their roundings."""
-    source, exact, rounded = SOURCE, wide(weight), param is not weight
+    source, types, rounded = SOURCE, (grad, weight, state, param), param is not weight
+    exact = wide(weight)
 
     def kernel(data: Any) -> None:
-        args, table, _sums, factors, options = arguments(data, COEFFICIENTS, OPTIONS + 0 * source)
+        args, table, sums, factors, options = arguments(data, COEFFICIENTS, OPTIONS + 0 * source)
         eps, bound = state(options[2]), state(options[4])
         while True:
-            c, tensor, start, stop = chunk_of(args)
+            c, tensor, start, stop = chunk_of(args, table, sums, factors, False)
             if c < 0:
                 return
-            if factors[0, tensor] == 0.0:
-                continue
             inverse, unbias2 = state(factors[1, tensor]), state(factors[2, tensor])
             by_m, by_g = state(factors[3, tensor]), state(factors[4, tensor])
             keep = exact(factors[5, tensor])
             for first in range(start, stop, BLOCK):
                 size = min(BLOCK, stop - first)
-                g = gradient_at(args, table[tensor, GRAD], first, size, grad)
-                x = block_at(table[tensor, WEIGHT], first, size, weight)
-                m = block_at(table[tensor, STATES], first, size, state)
-                v = block_at(table[tensor, STATES + 1], first, size, state)
+                g, x, m, v, p = arrays_at(args, table[tensor], first, size, types)
                 for i in range(size):
                     scaled = state(widen(g[i])) * inverse
                     scaled = min(max(scaled, -bound), bound)
@@ -147,9 +134,7 @@ def apply_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[An
                     moved = keep * exact(widen(x[i])) - (by_g * scaled + by_m * m[i]) / d
                     x[i] = narrow(moved, x[i])
                 if rounded:
-                    p = block_at(table[tensor, PARAM], first, size, param)
-                    for i in range(size):
-                        p[i] = narrow(x[i], p[i])
+                    round_masters(x, p, size)
 
     return kernel
 

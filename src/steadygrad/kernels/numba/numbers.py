@@ -14,14 +14,16 @@ from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+from steadygrad.kernels.table import GRAD, MOST_SUMS, PARAM, STATES, WEIGHT
+
 __all__ = [
     "KernelArgs",
     "arguments",
-    "block_at",
+    "arrays_at",
     "chunk_of",
     "compiled",
-    "gradient_at",
     "narrow",
+    "round_masters",
     "source_of",
     "sync_masters",
     "wide",
@@ -40,7 +42,6 @@ class KernelArgs(NamedTuple):
         addresses: Address of the tensors' addresses, a row for each tensor.
         fields: Length of such a row.
         sums: Address of float64 partial sums, a row for each chunk.
-        sum_columns: Length of such a row.
         factors: Address of float64 factors, a row of all tensors for each factor.
         options: Address of float64 numbers that hold for all tensors.
         zeros: Address of a block of zeros: gradients of tensors that have none.
@@ -53,7 +54,6 @@ class KernelArgs(NamedTuple):
     addresses: int
     fields: int
     sums: int
-    sum_columns: int
     factors: int
     options: int
     zeros: int
@@ -82,7 +82,6 @@ FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
     ADDRESSES,
     FIELDS,
     SUMS,
-    SUM_COLUMNS,
     FACTORS,
     OPTIONS,
     ZEROS,
@@ -147,34 +146,46 @@ def block_at(address: Any, first: Any, length: Any, dtype: Any) -> Any:
 def arguments(data: Any, factors: Any, options: Any) -> Any:
     """The arguments and their tables: addresses, sums, factors and options.
 
-    Args:
-        data: What the kernel was handed.
-        factors: Number of factors of a tensor.
-        options: Number of options.
+    ``data`` is the kernel's only argument, ``factors`` and ``options`` say how many there are.
     """
     args = carray(data, PLACES, np.int64)
     addresses = array_at(args[ADDRESSES], (args[TENSORS], args[FIELDS]), np.int64)
-    sums = array_at(args[SUMS], (args[CHUNKS], args[SUM_COLUMNS]), np.float64)
+    sums = array_at(args[SUMS], (args[CHUNKS], MOST_SUMS), np.float64)
     table = array_at(args[FACTORS], (factors, args[TENSORS]), np.float64)
     return args, addresses, sums, table, array_at(args[OPTIONS], options, np.float64)
 
 
 @njit(inline="always")
-def chunk_of(args: Any) -> Any:
-    """The next chunk that nobody has taken: place, tensor, start, stop; a negative place: none."""
-    place = fetch_next(args[COUNTER])
-    if place >= args[CHUNKS]:
-        return np.int64(-1), np.int64(0), np.int64(0), np.int64(0)
-    row = array_at(args[CHUNK_TABLE] + place * 24, 3, np.int64)
-    return place, row[0], row[1], row[1] + row[2]
+def chunk_of(args: Any, table: Any, sums: Any, factors: Any, of_gradients: Any) -> Any:
+    """The next chunk that nobody has taken: place, tensor, start, stop; a negative place: none.
+
+    A tensor takes part if its first factor is not zero, and with ``of_gradients`` in any case if it
+    has a gradient. Sums are set to zero, and those of chunks that are passed over too.
+    """
+    while True:
+        place = fetch_next(args[COUNTER])
+        if place >= args[CHUNKS]:
+            return np.int64(-1), np.int64(0), np.int64(0), np.int64(0)
+        row = array_at(args[CHUNK_TABLE] + place * 24, 3, np.int64)
+        for i in range(MOST_SUMS):
+            sums[place, i] = 0.0
+        there = of_gradients and table[row[0], GRAD] != 0
+        if there or (len(factors) > 0 and factors[0, row[0]] != 0.0):
+            return place, row[0], row[1], row[1] + row[2]
 
 
 @njit(inline="always")
-def gradient_at(args: Any, address: Any, first: Any, length: Any, dtype: Any) -> Any:
-    """A block of a gradient; zeros for one without an address."""
-    if address == 0:
-        return block_at(args[ZEROS], 0, length, dtype)
-    return block_at(address, first, length, dtype)
+def arrays_at(args: Any, row: Any, first: Any, size: Any, types: Any) -> Any:
+    """A block of a tensor's gradient, zeros if it has none, its weight, states and parameter."""
+    grad, weight, state, param = types
+    found, start = (row[GRAD], first) if row[GRAD] != 0 else (args[ZEROS], 0)
+    return (
+        block_at(found, start, size, grad),
+        block_at(row[WEIGHT], first, size, weight),
+        block_at(row[STATES], first, size, state),
+        block_at(row[STATES + 1], first, size, state),
+        block_at(row[PARAM], first, size, param),
+    )
 
 
 def _int(value: int) -> Any:
@@ -278,3 +289,10 @@ def sync_masters(master: Any, parameter: Any, size: Any) -> None:
     for i in range(size):
         same = narrow(master[i], parameter[i]) == parameter[i]
         master[i] = master[i] if same else widen(parameter[i])
+
+
+@njit(inline="always")
+def round_masters(master: Any, parameter: Any, size: Any) -> None:
+    """Rounds masters to their parameters."""
+    for i in range(size):
+        parameter[i] = narrow(master[i], parameter[i])

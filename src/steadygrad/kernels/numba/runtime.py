@@ -25,7 +25,7 @@ from torch import Tensor
 
 from steadygrad.kernels import KernelError, give_up, was_forked
 from steadygrad.kernels.numba.numbers import KernelArgs, compiled
-from steadygrad.kernels.table import BLOCK, MOST_SUMS, PointerTable, Types
+from steadygrad.kernels.table import BLOCK, PointerTable, Types
 
 __all__ = ["KernelBatch", "Table", "launch", "prepare"]
 
@@ -135,7 +135,6 @@ def launch(
         addresses=table.addresses.ctypes.data,
         fields=table.addresses.shape[1],
         sums=table.partial_sums.ctypes.data,
-        sum_columns=MOST_SUMS,
         factors=factors.ctypes.data,
         options=numbers.ctypes.data,
         zeros=_ZEROS.ctypes.data,

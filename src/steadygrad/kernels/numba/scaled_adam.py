@@ -11,17 +11,17 @@ from torch import Tensor
 from steadygrad.formulas.scaled_adam import Rule, StepScales
 from steadygrad.kernels.numba.numbers import (
     arguments,
-    block_at,
+    arrays_at,
     chunk_of,
-    gradient_at,
     narrow,
+    round_masters,
     source_of,
     sync_masters,
     wide,
     widen,
 )
 from steadygrad.kernels.numba.runtime import KernelBatch, launch
-from steadygrad.kernels.table import BLOCK, GRAD, PARAM, STATES, WEIGHT
+from steadygrad.kernels.table import BLOCK
 
 __all__ = ["KERNELS", "sums", "update"]
 
@@ -51,20 +51,18 @@ def update(batch: KernelBatch, by: StepScales, rule: Rule) -> Tensor:
 
 def sums_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
     """Squared norms of gradients; where asked for, products with weights and their norms too."""
-    source, exact, rounded = SOURCE, wide(weight), param is not weight
+    source, types, rounded = SOURCE, (grad, weight, state, param), param is not weight
+    exact = wide(weight)
 
     def kernel(data: Any) -> None:
         args, table, totals, needed, _options = arguments(data, 1, 0 * source)
         while True:
-            c, tensor, start, stop = chunk_of(args)
+            c, tensor, start, stop = chunk_of(args, table, totals, needed, True)
             if c < 0:
                 return
-            total_g, total_pg, total_p = 0.0, 0.0, 0.0
-            if table[tensor, GRAD] == 0 and needed[0, tensor] == 0.0:
-                stop = start
             for first in range(start, stop, BLOCK):
                 size = min(BLOCK, stop - first)
-                g = gradient_at(args, table[tensor, GRAD], first, size, grad)
+                g, p, _v, _delta, out = arrays_at(args, table[tensor], first, size, types)
                 part_g, part_pg, part_p = exact(0), exact(0), exact(0)
                 # The same loop whether products follow or not: two may add up in two orders, and a
                 # step after a resume, which takes products, would be another.
@@ -72,24 +70,23 @@ def sums_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any
                     slope = exact(widen(g[i]))
                     part_g += slope * slope
                 if needed[0, tensor] != 0.0:
-                    p = block_at(table[tensor, WEIGHT], first, size, weight)
                     if rounded:
-                        sync_masters(p, block_at(table[tensor, PARAM], first, size, param), size)
+                        sync_masters(p, out, size)
                     for i in range(size):
                         here = exact(widen(p[i]))
                         part_pg += exact(widen(g[i])) * here
                         part_p += here * here
-                total_g += np.float64(part_g)
-                total_pg += np.float64(part_pg)
-                total_p += np.float64(part_p)
-            totals[c, 0], totals[c, 1], totals[c, 2] = total_g, total_pg, total_p
+                totals[c, 0] += np.float64(part_g)
+                totals[c, 1] += np.float64(part_pg)
+                totals[c, 2] += np.float64(part_p)
 
     return kernel
 
 
 def update_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
     """Moves ``v``, ``delta`` and weights; products of gradients with the weights as they were."""
-    source, exact, rounded = SOURCE, wide(weight), param is not weight
+    source, types, rounded = SOURCE, (grad, weight, state, param), param is not weight
+    exact = wide(weight)
 
     def kernel(data: Any) -> None:
         args, table, totals, factors, options = arguments(data, FACTORS, OPTIONS + 0 * source)
@@ -97,24 +94,17 @@ def update_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[A
         rest1, rest2 = state(1 - options[0]), state(1 - options[1])
         eps, before, after = state(options[2]), exact(options[3]), exact(options[4])
         while True:
-            c, tensor, start, stop = chunk_of(args)
+            c, tensor, start, stop = chunk_of(args, table, totals, factors, False)
             if c < 0:
                 return
-            totals[c, 0] = 0.0
-            if factors[0, tensor] == 0.0:
-                continue
             scale, unbias = state(factors[1, tensor]), state(factors[2, tensor])
-            by_g, by_p, total = state(factors[3, tensor]), state(factors[4, tensor]), 0.0
+            by_g, by_p = state(factors[3, tensor]), state(factors[4, tensor])
             for first in range(start, stop, BLOCK):
                 size = min(BLOCK, stop - first)
-                g = gradient_at(args, table[tensor, GRAD], first, size, grad)
-                p = block_at(table[tensor, WEIGHT], first, size, weight)
-                v = block_at(table[tensor, STATES], first, size, state)
-                delta = block_at(table[tensor, STATES + 1], first, size, state)
-                out = block_at(table[tensor, PARAM], first, size, param)
+                g, p, v, delta, out = arrays_at(args, table[tensor], first, size, types)
+                part = exact(0)
                 if rounded:
                     sync_masters(p, out, size)
-                part = exact(0)
                 for i in range(size):
                     here = exact(widen(p[i]))
                     part += exact(widen(g[i])) * here
@@ -126,11 +116,9 @@ def update_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[A
                     delta[i] = beta1 * delta[i] + rest1 * move
                     moved = min(max(here, -before), before) + exact(delta[i])
                     p[i] = narrow(min(max(moved, -after), after), p[i])
-                total += np.float64(part)
+                totals[c, 0] += np.float64(part)
                 if rounded:
-                    for i in range(size):
-                        out[i] = narrow(p[i], out[i])
-            totals[c, 0] = total
+                    round_masters(p, out, size)
 
     return kernel
 

@@ -3,9 +3,10 @@
 Bfloat16 travels as its bits, in ``int16``: so its rounding is one and the same everywhere, in
 Triton's interpreter too. Offsets from a tensor's start are of 64 bits, those in a chunk of 32.
 
-A block is a tuple of its chunk's first element in the tensor, offsets in the chunk, and the chunk's
-length. ``masked`` says that the block may reach beyond the chunk's end, ``aligned`` that all memory
-starts at multiples of 16 bytes.
+A place is a pointer to where a tensor begins. A block, ``here``, is a tuple of its chunk's first
+element in the tensor, offsets in the chunk, the chunk's length, whether all memory starts at
+multiples of 16 bytes, and whether the block may reach beyond the chunk's end. The last two are
+constants only as long as no name without an annotation is given to them.
 """
 
 from typing import Any
@@ -16,16 +17,17 @@ import triton.language as tl
 from steadygrad.kernels import table
 
 __all__ = [
-    "addresses_at",
     "bounded",
+    "cast",
     "chunk_at",
-    "factor",
+    "factors_of",
     "number",
+    "places_of",
     "read",
     "read_gradient",
-    "sync_masters",
-    "widened",
+    "read_weight",
     "write",
+    "write_weight",
 ]
 
 # Constants, as the compiler wants them.
@@ -41,17 +43,35 @@ def chunk_at(chunks: tl.tensor) -> Any:
 
 
 @triton.jit
-def addresses_at(addresses: tl.tensor, fields: tl.tensor, tensor: tl.tensor) -> Any:
-    """Addresses of a tensor's gradient, weight, two large states and parameter."""
+def places_of(
+    addresses: tl.tensor,
+    fields: tl.tensor,
+    tensor: tl.tensor,
+    grad: tl.constexpr,
+    weight: tl.constexpr,
+    state: tl.constexpr,
+    param: tl.constexpr,
+) -> Any:
+    """Places of a tensor's gradient, weight, two large states and parameter."""
     row = addresses + tensor * fields
-    first, second = tl.load(row + STATES), tl.load(row + STATES + 1)
-    return tl.load(row + GRAD), tl.load(row + WEIGHT), first, second, tl.load(row + PARAM)
+    return (
+        tl.load(row + GRAD).to(tl.pointer_type(grad)),
+        tl.load(row + WEIGHT).to(tl.pointer_type(weight)),
+        tl.load(row + STATES).to(tl.pointer_type(state)),
+        tl.load(row + STATES + 1).to(tl.pointer_type(state)),
+        tl.load(row + PARAM).to(tl.pointer_type(param)),
+    )
 
 
 @triton.jit
-def factor(factors: tl.tensor, tensors: tl.tensor, tensor: tl.tensor, field: tl.constexpr) -> Any:
-    """A tensor's factor of one field."""
-    return tl.load(factors + field * tensors.to(tl.int64) + tensor)
+def factors_of(
+    factors: tl.tensor, tensors: tl.tensor, tensor: tl.tensor, columns: tl.constexpr
+) -> Any:
+    """A tensor's factors."""
+    found = tl.tuple(())
+    for i in tl.static_range(columns):
+        found += (tl.load(factors + i * tensors.to(tl.int64) + tensor),)
+    return found
 
 
 @triton.jit
@@ -61,23 +81,31 @@ def number(bits: tl.tensor) -> Any:
 
 
 @triton.jit
+def cast(numbers: tl.tuple, dtype: tl.constexpr) -> Any:
+    """Numbers in another type."""
+    return [x.to(dtype) for x in numbers]
+
+
+@triton.jit
 def bounded(x: tl.tensor, bound: tl.tensor) -> Any:
     """Numbers within a bound and its negative; a NaN stays one."""
     return tl.where(x > bound, bound, tl.where(x < -bound, -bound, x))
 
 
 @triton.jit
-def widened(x: tl.tensor, dtype: tl.constexpr) -> Any:
-    """What has been loaded, as a floating number."""
+def _widened(x: tl.tensor, dtype: tl.constexpr) -> Any:
+    """What has been loaded, as numbers of float32 at least."""
     if dtype == tl.bfloat16:
         found = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif dtype == tl.float16:
+        found = x.to(tl.float32)
     else:
         found = x
     return found
 
 
 @triton.jit
-def rounded(x: tl.tensor, dtype: tl.constexpr) -> Any:
+def _rounded(x: tl.tensor, dtype: tl.constexpr) -> Any:
     """What to store of a number: to the nearest, ties to even."""
     if dtype == tl.bfloat16:
         bits = x.to(tl.float32).to(tl.int32, bitcast=True)
@@ -89,92 +117,74 @@ def rounded(x: tl.tensor, dtype: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _pointer(
-    address: tl.tensor, first: tl.tensor, dtype: tl.constexpr, aligned: tl.constexpr
-) -> Any:
-    """Where a chunk begins in the memory at an address."""
-    if dtype == tl.bfloat16:
-        place = address.to(tl.pointer_type(tl.int16)) + first
+def _pointers(place: tl.tensor, here: tl.tuple) -> Any:
+    """Where the elements of a block lie."""
+    if place.dtype.element_ty == tl.bfloat16:
+        start = place.to(tl.pointer_type(tl.int16)) + here[0]
     else:
-        place = address.to(tl.pointer_type(dtype)) + first
-    if aligned:
-        place = tl.multiple_of(place, 16)
-    return place
+        start = place + here[0]
+    if here[3]:
+        start = tl.multiple_of(start, 16)
+    return start + here[1]
 
 
 @triton.jit
-def read(
-    address: tl.tensor,
-    block: tl.tuple,
-    dtype: tl.constexpr,
-    aligned: tl.constexpr,
-    masked: tl.constexpr,
-) -> Any:
+def _load(place: tl.tensor, here: tl.tuple) -> Any:
     """A block as it is stored; zeros beyond the chunk's end."""
-    first, offsets, length = block
-    place = _pointer(address, first, dtype, aligned)
-    if masked:
-        found = tl.load(place + offsets, mask=offsets < length, other=0)
+    if here[4]:
+        found = tl.load(_pointers(place, here), mask=here[1] < here[2], other=0)
     else:
-        found = tl.load(place + offsets)
+        found = tl.load(_pointers(place, here))
     return found
 
 
 @triton.jit
-def read_gradient(
-    address: tl.tensor,
-    block: tl.tuple,
-    dtype: tl.constexpr,
-    aligned: tl.constexpr,
-    masked: tl.constexpr,
-) -> Any:
+def read(place: tl.tensor, here: tl.tuple) -> Any:
+    """A block of numbers; zeros beyond the chunk's end."""
+    return _widened(_load(place, here), place.dtype.element_ty)
+
+
+@triton.jit
+def read_gradient(place: tl.tensor, here: tl.tuple) -> Any:
     """A block of a gradient; zeros for one without an address."""
-    first, offsets, length = block
-    place = _pointer(address, first, dtype, aligned)
-    there = offsets < tl.where(address != 0, length, 0) if masked else address != 0
-    return widened(tl.load(place + offsets, mask=there, other=0), dtype)
+    known = place.to(tl.int64) != 0
+    there = here[1] < tl.where(known, here[2], 0) if here[4] else known
+    found = tl.load(_pointers(place, here), mask=there, other=0)
+    return _widened(found, place.dtype.element_ty)
 
 
 @triton.jit
-def write(
-    address: tl.tensor,
-    block: tl.tuple,
-    value: tl.tensor,
-    dtype: tl.constexpr,
-    aligned: tl.constexpr,
-    masked: tl.constexpr,
-) -> None:
-    """Rounds a block of numbers and stores it."""
-    first, offsets, length = block
-    place = _pointer(address, first, dtype, aligned)
-    if masked:
-        tl.store(place + offsets, rounded(value, dtype), mask=offsets < length)
-    else:
-        tl.store(place + offsets, rounded(value, dtype))
-
-
-@triton.jit
-def sync_masters(
-    masters: tl.tensor,
-    at_master: tl.tensor,
-    at_param: tl.tensor,
-    block: tl.tuple,
-    dtype: tl.constexpr,
-    aligned: tl.constexpr,
-    masked: tl.constexpr,
-) -> Any:
-    """Copies to masters what somebody else has written to their parameters; the block as it is now.
+def read_weight(weight: tl.tensor, param: tl.tensor, here: tl.tuple) -> Any:
+    """A block of weights; masters take what somebody else has written to their parameters.
 
     An element that is still its master's rounding tells nothing new; any other is the master now.
     """
-    first, offsets, length = block
-    stored = read(at_param, block, dtype, aligned, masked)
-    own = rounded(masters, dtype)
-    if dtype == tl.float16:
-        same = own.to(tl.int16, bitcast=True) == stored.to(tl.int16, bitcast=True)
-    else:
-        same = own == stored
-    found = tl.where(same, masters, widened(stored, dtype).to(tl.float32))
-    place = _pointer(at_master, first, tl.float32, aligned)
-    tl.store(place + offsets, found, mask=(offsets < length) & (same == 0))
+    found = read(weight, here)
+    dtype: tl.constexpr = param.dtype.element_ty
+    if dtype != weight.dtype.element_ty:
+        stored, own = _load(param, here), _rounded(found, dtype)
+        if dtype == tl.float16:
+            same = own.to(tl.int16, bitcast=True) == stored.to(tl.int16, bitcast=True)
+        else:
+            same = own == stored
+        found = tl.where(same, found, _widened(stored, dtype))
+        tl.store(_pointers(weight, here), found, mask=(here[1] < here[2]) & (same == 0))
     return found
+
+
+@triton.jit
+def write(place: tl.tensor, here: tl.tuple, numbers: tl.tensor) -> None:
+    """Rounds a block of numbers and stores it."""
+    found = _rounded(numbers, place.dtype.element_ty)
+    if here[4]:
+        tl.store(_pointers(place, here), found, mask=here[1] < here[2])
+    else:
+        tl.store(_pointers(place, here), found)
+
+
+@triton.jit
+def write_weight(weight: tl.tensor, param: tl.tensor, here: tl.tuple, numbers: tl.tensor) -> None:
+    """Stores a block of weights, and the parameters that are their roundings."""
+    write(weight, here, numbers)
+    if param.dtype.element_ty != weight.dtype.element_ty:
+        write(param, here, numbers)

@@ -4,7 +4,7 @@ One program works on one chunk. Its sums go to a place of its own, and another k
 of each tensor, always in the same order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, Protocol
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from steadygrad.kernels import KernelError
 from steadygrad.kernels.table import MOST_SUMS, PointerTable, Types, is_recording
+from steadygrad.kernels.triton.passes import MOST_OPTIONS, Pass, pass_kernel
 
-__all__ = ["KernelBatch", "Table", "launch", "place_of", "prepare"]
+__all__ = ["KernelBatch", "Table", "launch", "prepare"]
 
 # Elements of a chunk, the work of one program: with fewer a tensor's programs have more partial
 # sums to add up, with more some processors have nothing left to do at the end.
@@ -29,11 +30,6 @@ BLOCK = 1024
 WIDTH = tl.constexpr(256)
 # Steps that CUDA graphs can record between two that are taken outside of them.
 SPARES = 4
-# Arguments that all kernels have; the others are options.
-ARGUMENTS = ("addresses", "chunks", "sums", "factors", "tensors", "fields")
-CONSTANTS = ("grad", "weight", "state", "param", "block", "aligned")
-# Fields that kernels may ask for while they are compiled.
-MOST_FACTORS = 16
 
 
 class Table(PointerTable):
@@ -153,13 +149,8 @@ def sum_kernel(sums: tl.tensor, bounds: tl.tensor, found: tl.tensor, width: tl.t
     tl.store(found + row * tl.num_programs(0) + tensor, tl.sum(total))
 
 
-def place_of(fields: Any, name: str) -> Any:
-    """The row of a field of a NamedTuple among its factors, as a constant of kernels."""
-    return tl.constexpr(fields._fields.index(name))
-
-
-def prepare(kernels: Sequence[Any], types: Types, device: torch.device) -> None:
-    """Compiles kernels for some types, if they are not yet compiled.
+def prepare(kernels: Sequence[Pass], types: Types, device: torch.device) -> None:
+    """Compiles passes for some types, if they are not yet compiled.
 
     Raises:
         KernelError: If one cannot be compiled. Errors of the device are passed on.
@@ -173,14 +164,13 @@ _OF_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.O
 
 
 @cache
-def _prepare(kernel: Any, types: Types, device: torch.device) -> None:
-    """Compiles a kernel and loads it, by a run over an empty tensor."""
+def _prepare(kernel: Pass, types: Types, device: torch.device) -> None:
+    """Compiles a pass and loads it, by a run over an empty tensor."""
     table = Table([0], types, 2, device)
-    factors = torch.zeros(MOST_FACTORS, 1, dtype=torch.float64, device=device)
-    options = {name: 0.0 for name in kernel.arg_names if name not in ARGUMENTS + CONSTANTS}
+    factors = torch.zeros(max(1, kernel.columns), 1, dtype=torch.float64, device=device)
     try:
         for table.aligned in (True, False):
-            _launch(kernel, table, factors, options)
+            _launch(kernel, table, factors, ())
         table.sums(1, torch.promote_types(types[1], torch.float32))
     except _OF_DEVICE:
         raise
@@ -192,26 +182,27 @@ def _prepare(kernel: Any, types: Types, device: torch.device) -> None:
         raise KernelError(message[:200]) from error
 
 
-def launch(kernel: Any, table: Table, columns: Sequence[Any] = (), **options: float) -> None:
-    """Starts a kernel over a table.
+def launch(
+    kernel: Pass, table: Table, columns: Sequence[Tensor] = (), options: Sequence[float] = ()
+) -> None:
+    """Starts a pass over a table.
 
     Args:
-        kernel: The kernel.
+        kernel: The pass.
         table: The tensors.
         columns: Factors of each tensor, each with shape ``(tensors)``.
-        options: Numbers that hold for all tensors, by the names of the kernel's arguments.
+        options: Numbers that hold for all tensors.
     """
-    # A kernel without factors is handed what it does not read.
+    # A pass without factors is handed what it does not read.
     factors = torch.stack(tuple(columns)).to(torch.float64) if columns else table.device_sums
     _launch(kernel, table, factors, options)
 
 
-def _launch(kernel: Any, table: Table, factors: Tensor, options: Mapping[str, float]) -> None:
-    # Bits, which Triton hands over whole, and which are not what a kernel is compiled for.
-    numbers = np.array([*options.values()], np.float64).view(np.int64).tolist()
-    constants = *map(_type, table.types), BLOCK, table.aligned
+def _launch(kernel: Pass, table: Table, factors: Tensor, options: Sequence[float]) -> None:
+    numbers = np.zeros(MOST_OPTIONS)
+    numbers[: len(options)] = options
     _start(
-        kernel,
+        pass_kernel,
         (len(table.chunks),),
         table.device,
         table.device_addresses,
@@ -219,8 +210,12 @@ def _launch(kernel: Any, table: Table, factors: Tensor, options: Mapping[str, fl
         table.device_sums,
         factors,
         *table.addresses.shape,
-        **dict(zip(options, numbers, strict=True)),
-        **dict(zip(CONSTANTS, constants, strict=True)),
+        # Bits, which Triton hands over whole, and which are not what a kernel is compiled for.
+        *numbers.view(np.int64).tolist(),
+        *map(_type, table.types),
+        block=BLOCK,
+        aligned=table.aligned,
+        **kernel._asdict(),
     )
 
 
