@@ -137,3 +137,17 @@ def test_parameters_that_are_not_dense_are_refused(entry):
     sparse = torch.eye(3).to_sparse().requires_grad_()
     with pytest.raises(InputError, match=r"dense parameters.*sparse.*to_dense"):
         entry([sparse])
+
+
+@every_optimizer
+def test_a_group_that_was_exchanged_is_noticed(entry):
+    """As by a wrapper that puts a new dictionary with the same parameters into the list."""
+    ours, theirs = parameters(), parameters()
+    optimizer, twin = entry(ours), entry(theirs)
+    run(optimizer, ours, range(3))
+    run(twin, theirs, range(3))
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.5}
+    twin.param_groups[0]["lr"] = 0.5
+    run(optimizer, ours, range(3, 6))
+    run(twin, theirs, range(3, 6))
+    assert_same(snapshot(optimizer, ours), snapshot(twin, theirs))

@@ -1,5 +1,7 @@
 """Options that cannot be used are refused by name."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -37,3 +39,10 @@ def test_a_groups_wrong_option_is_refused(entry, option, message):
         entry([{"params": parameters(), **option}])
     # What schedules and users put there is none of the optimizer's business.
     entry([{"params": parameters(), "initial_lr": 0.1, "name": "a", "lr_scale": 3}])
+
+
+@every_optimizer
+def test_the_signature_is_the_list_of_options(entry):
+    signature = inspect.signature(entry.make).parameters.values()
+    given = {p.name: p.default for p in signature if p.name != "params"}
+    assert entry.make(parameters()).defaults == given

@@ -24,7 +24,7 @@ EARLY = (10, 20, 40)
 
 @dataclass(frozen=True)
 class Clipping:
-    """What is remembered of a group's norms.
+    """A group's memory of its norms.
 
     Attributes:
         norms: The last norms, with shape ``(period)``; step ``t`` in place ``t mod period``.
@@ -62,10 +62,10 @@ def total_norm(terms: Tensor, shapes: Sequence[tuple[Any, ...]]) -> Tensor:
 def clip(
     known: Clipping, norm: Tensor, step: Tensor, ok: Tensor, *, scale: float, original: bool
 ) -> tuple[Clipping, Tensor]:
-    """Remembers a norm and says what to multiply the gradients by.
+    """Remembers a norm and returns the factor on the gradients.
 
     Args:
-        known: What is remembered.
+        known: The group's memory.
         norm: This step's, with shape ``()``.
         step: Steps taken before this one, with shape ``()``. The first is never clipped.
         ok: Whether this step is taken, with shape ``()``.
@@ -73,7 +73,7 @@ def clip(
         original: Whether the rule is that of 2022: no threshold before a whole period is over.
 
     Returns:
-        What is remembered now, and a factor of at most 1, with shape ``()``.
+        The memory now, and a factor of at most 1, with shape ``()``.
     """
     period = len(known.norms)
     taken = ok & (step > 0)

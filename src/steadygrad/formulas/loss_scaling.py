@@ -89,7 +89,7 @@ def next_scales(
 def followed_shift(
     histograms: Tensor, *, underflow: float, headroom: int, dtype: torch.dtype
 ) -> Tensor:
-    """By how many powers of two each layer's total scale should change.
+    """Shifts that each layer's total scale should take, in powers of two.
 
     Down, if the largest value has come within the headroom; up, if too large a share of the values
     that are not zero is subnormal; then in one go to where the largest value is just below the

@@ -19,9 +19,10 @@ size: its learning rate is :math:`\eta` times ``scalar_lr_scale``, and its value
 The gradient may be clipped first, see :mod:`steadygrad.formulas.clipping`.
 
 The passes :func:`sums` and :func:`update` stand here once more as a backend, with the signatures of
-those in ``kernels``. What is worked out between them is on columns with shape ``(tensors)`` and
-serves every backend. The inner products :math:`h = p \cdot g` cost a pass over the weights. They
-are needed before the update at size steps only; elsewhere the update takes them along.
+those in ``kernels``. The small arithmetic between them is on columns with shape ``(tensors)`` and
+serves every backend; that of sizes is in :mod:`steadygrad.formulas.sizes`. The inner products
+:math:`h = p \cdot g` cost a pass over the weights. They are needed before the update at size steps
+only; elsewhere the update takes them along.
 
 References:
     | Zipformer: A faster and better encoder for automatic speech recognition (Yao et al., 2023)
@@ -47,19 +48,14 @@ from steadygrad.formulas.tensors import (
 
 __all__ = [
     "Rule",
-    "Sizes",
     "StepScales",
     "finite",
     "needs_products",
-    "remembered",
-    "size_step",
     "step_scales",
     "sums",
     "update",
 ]
 
-# How far one size step may go in the current recipe, as a fraction of the size.
-LARGEST_SIZE_STEP = 0.1
 # The second moment is corrected until its correction is this close to one.
 CORRECTED_BELOW = 0.99
 
@@ -91,22 +87,6 @@ class Rule:
     original: bool
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What is known of the sizes of several parameters.
-
-    Attributes:
-        rms: Root mean square of each as it was last taken, with shape ``(tensors)``.
-        mean_square: Running mean square of the gradients of the log sizes, with shape
-            ``(tensors)``.
-        gradients: The last of these gradients, with shape ``(tensors, period)``.
-    """
-
-    rms: Tensor
-    mean_square: Tensor
-    gradients: Tensor
-
-
 def needs_products(step: Tensor, rule: Rule) -> Tensor:
     """Whether a step needs inner products and norms of weights before its update.
 
@@ -126,82 +106,12 @@ def finite(sums: Tensor, needed: Tensor, dtype: torch.dtype) -> Tensor:
     may have a smaller range than the weights.
 
     Args:
-        sums: What :func:`sums` returned, over all shards, with shape ``(3, tensors)``.
+        sums: Those of :func:`sums`, over all shards, with shape ``(3, tensors)``.
         needed: Whether products are needed, with shape ``(tensors)``.
         dtype: The state's type.
     """
     products = torch.isfinite(sums[1].square().to(dtype)) & torch.isfinite(sums[2])
     return torch.isfinite(sums[0].to(dtype)) & (products | ~needed)
-
-
-def size_step(
-    sizes: Sizes, size_gradient: Tensor, rms: Tensor, step: Tensor, taken: Tensor, rule: Rule
-) -> tuple[Sizes, Tensor]:
-    r"""Learns the sizes.
-
-    .. math::
-        q &\leftarrow \beta_2^P q + (1 - \beta_2^P)\, \frac{1}{P} \sum_i h_i^2 \\
-        s &= - \eta\, c \sqrt{1 - \beta_2^{P k}}\; \frac{\sum_i h_i}{\sqrt q + \epsilon}
-
-    with :math:`h_i = p \cdot g` the gradients of the log size over the last :math:`P` steps,
-    :math:`c` the ``scalar_lr_scale`` and :math:`k` the number of size steps so far.
-
-    Args:
-        sizes: What was known.
-        size_gradient: :math:`p \cdot g` at this step, with shape ``(tensors)``. It counts at size
-            steps only.
-        rms: Root mean square of each parameter at this step, with shape ``(tensors)``. It counts
-            at the first step and at size steps only.
-        step: :math:`t` of each, with shape ``(tensors)``.
-        taken: Whether each takes this step, with shape ``(tensors)``.
-        rule: The group's numbers.
-
-    Returns:
-        What is known now, but for this step's gradients, and :math:`s`, with shape ``(tensors)``.
-    """
-    turn = (step % rule.period == rule.period - 1) & taken
-    ring = remembered(sizes.gradients, size_gradient, step, turn)
-    # The first step takes the size that the weights then have. With a period of one it is a size
-    # step too many: nothing has been averaged yet.
-    due = turn & (step > 0)
-    beta = rule.betas[1] ** rule.period
-    mean = sizes.mean_square * beta + ring.square().mean(1) * (1 - beta)
-    known = Sizes(
-        rms=torch.where(turn | (taken & (step == 0)), rms, sizes.rms),
-        mean_square=torch.where(due, mean, sizes.mean_square),
-        gradients=sizes.gradients,
-    )
-    scale = (1 - beta ** ((step + 1) // rule.period)).sqrt().to(mean)
-    lr = rule.lr * rule.scalar_lr_scale
-    raw = -lr * scale * ring.sum(1) / (known.mean_square.sqrt() + rule.eps)
-    return known, torch.where(due, _bounded(raw, known.rms, lr, rule), 0.0)
-
-
-def remembered(ring: Tensor, size_gradient: Tensor, step: Tensor, taken: Tensor) -> Tensor:
-    """The last gradients of the log sizes, with this step's.
-
-    A gradient whose square overflows counts as zero: it came with weights that have grown since
-    the last size step, which did not need it.
-
-    Args:
-        ring: The last ones, with shape ``(tensors, period)``; step ``t`` at ``t mod period``.
-        size_gradient: This step's, with shape ``(tensors)``.
-        step: :math:`t` of each parameter, with shape ``(tensors)``.
-        taken: Whether each takes this step, with shape ``(tensors)``.
-    """
-    period = ring.shape[1]
-    place = torch.arange(period, device=step.device) == (step % period)[:, None]
-    usable = torch.where(size_gradient.square().isfinite(), size_gradient, 0.0)
-    return torch.where(place & taken[:, None], usable[:, None], ring)
-
-
-def _bounded(raw: Tensor, rms: Tensor, lr: float | Tensor, rule: Rule) -> Tensor:
-    """No smaller where a parameter is too small already, no larger where it is too large."""
-    raw = torch.where(rms < rule.min_rms, 0.0, raw)
-    if rule.original:
-        return torch.where(rms > rule.max_rms, torch.zeros_like(raw) - lr * rule.period, raw)
-    raw = raw.clamp(-LARGEST_SIZE_STEP, LARGEST_SIZE_STEP)
-    return torch.minimum(raw, (rule.max_rms - rms) / rms)
 
 
 class StepScales(NamedTuple):
@@ -224,16 +134,17 @@ class StepScales(NamedTuple):
 
 def step_scales(
     step: Tensor,
-    known: tuple[Sizes, Tensor] | None,
+    known: tuple[Tensor, Tensor] | None,
     unscale: Tensor,
     taken: Tensor,
     rule: Rule,
 ) -> StepScales:
-    """Works out the factors of the update.
+    r"""Works out the factors of the update.
 
     Args:
         step: :math:`t` of each parameter, with shape ``(tensors)`` and in the widest type there is.
-        known: What :func:`size_step` returned; None for one-element parameters.
+        known: Root mean square of each and its size step :math:`s`, both with shape ``(tensors)``;
+            None for one-element parameters.
         unscale: Factor on the gradients, with shape ``()``.
         taken: Whether each takes this step, with shape ``(tensors)``.
         rule: The group's numbers.
@@ -247,8 +158,8 @@ def step_scales(
     if known is None:
         lr = torch.full_like(factor, rule.scalar_lr_scale) * rule.lr
         return StepScales(taken, unscale, factor, -lr, None)
-    sizes, size = known
-    return StepScales(taken, unscale, factor, -rule.lr * sizes.rms.clamp(min=rule.min_rms), size)
+    rms, size = known
+    return StepScales(taken, unscale, factor, -rule.lr * rms.clamp(min=rule.min_rms), size)
 
 
 def sums(batch: Batch, needed: Tensor | None) -> Tensor:

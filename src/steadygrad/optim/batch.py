@@ -1,6 +1,6 @@
-"""What the passes of a step work on: the parameters of one group, device and set of types."""
+"""Batches of parameters of one group, device and set of types, on which passes work."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, eq, is_
 from types import ModuleType
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from steadygrad._checks import InputError
 from steadygrad.formulas.tensors import Bucket, exact, wide
-from steadygrad.kernels.table import PointerTable, Types, addresses_of, is_recording
+from steadygrad.kernels.table import PointerTable, addresses_of, is_recording
 from steadygrad.optim.masters import MASTER, round_masters, sync_masters
+from steadygrad.optim.state import StateField
 from steadygrad.sharding import is_sharded, local
 
-__all__ = ["BUCKET", "ParamBatch", "buckets_of", "kernel_types"]
+__all__ = ["BUCKET", "ParamBatch", "buckets_of"]
 
 # Elements that are worked on together even where no parameter has as many.
 BUCKET = 2**20
-_TYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
 
 class Layout:
@@ -59,8 +59,7 @@ class ParamBatch:
         params: Its parameters of this batch.
         places: Their indices among all parameters of the optimizer.
         states: Their states.
-        large: Names of the states with the parameter's shape, masters aside.
-        small: Names of the small states.
+        fields: Its optimizer's states.
         passes: The backend: a module with the optimizer's passes.
         table: Table of pointers that the backend needs; None: it works by multi-tensor calls.
         single: Whether those calls are to work on one parameter at a time.
@@ -75,6 +74,7 @@ class ParamBatch:
         present: Whether each parameter has a gradient, or counts as having one, on this process.
         active: The same, with shape ``(tensors)``.
         working: Whether each is worked on, on any process, with shape ``(tensors)``.
+        taken: Whether each takes the step, with shape ``(tensors)``, once that is decided.
         numel: Elements of each parameter over all shards.
         exact: The widest type of their device.
         index: Indices of the parameters among all, with shape ``(tensors)``.
@@ -82,14 +82,17 @@ class ParamBatch:
         recorded: Whether a CUDA graph has recorded a step of this batch.
     """
 
+    active: Tensor
+    working: Tensor
+    taken: Tensor
+
     def __init__(
         self,
         group: dict[str, Any],
         params: Sequence[Tensor],
         places: Sequence[int],
         states: Sequence[dict[str, Any]],
-        large: Sequence[str],
-        small: Sequence[str],
+        fields: Mapping[str, StateField],
         passes: ModuleType,
         table: PointerTable | None = None,
         *,
@@ -101,7 +104,9 @@ class ParamBatch:
         self.sharded = any(map(is_sharded, params))
         self.numel = torch.tensor([p.numel() for p in params], device=self.device)
         self.index = torch.tensor(places, device=self.device)
-        self.columns = {name: _stacked([s[name] for s in states]) for name in small}
+        large = [name for name, field in fields.items() if field.elementwise]
+        small = [n for n, f in fields.items() if n in states[0] and not (f.elementwise or f.shared)]
+        self.columns = {name: torch.stack([s[name].detach() for s in states]) for name in small}
         self.views = views
         if views:
             for name, column in self.columns.items():
@@ -132,6 +137,11 @@ class ParamBatch:
         """The group's learning rate: a number, or a tensor with shape ``()`` on the device."""
         lr: float | Tensor = self.group["lr"]
         return lr.to(self.device).reshape(()) if isinstance(lr, Tensor) else lr
+
+    @property
+    def steps(self) -> Tensor:
+        """Steps that each parameter has taken, with shape ``(tensors)``, in the widest type."""
+        return self.columns["step"].to(self.exact, copy=True)
 
     def store(self, name: str, values: Tensor) -> None:
         """Writes new values of a column."""
@@ -252,10 +262,6 @@ class ParamBatch:
         self.grads, self.weights, self._own, self.buckets = [], [], [], []
 
 
-def _stacked(rows: Sequence[Tensor]) -> Tensor:
-    return torch.stack([row.detach() for row in rows])
-
-
 def buckets_of(weights: Sequence[Tensor]) -> list[list[int]]:
     """Indices of consecutive tensors that together are no larger than the largest, or ``BUCKET``.
 
@@ -274,51 +280,3 @@ def buckets_of(weights: Sequence[Tensor]) -> list[list[int]]:
         buckets[-1].append(index)
         room -= size
     return buckets
-
-
-def kernel_types(
-    parameter: Tensor, gradient: Tensor | None, state: dict[str, Any], large: Sequence[str]
-) -> Types | str:
-    """Types of a parameter that kernels can take; else what they cannot take about it.
-
-    Args:
-        parameter: The parameter.
-        gradient: Its local gradient, or None.
-        state: Its state.
-        large: Names of the states with its shape, masters aside.
-    """
-    own, masters = local(parameter), [local(state[MASTER])] if MASTER in state else []
-    moments = [local(state[name]) for name in large]
-    kept = (*moments, *masters)
-    grad_dtype = own.dtype if gradient is None else gradient.dtype
-    # A plain parameter's detached memory is a plain tensor; a wrapper's is not.
-    for t in (own.detach(), *kept):
-        if type(t) is not Tensor:
-            return f"tensors of type {type(t).__name__}"
-    if gradient is not None and type(gradient) is not Tensor:
-        return f"gradients of type {type(gradient).__name__}"
-    if any(t.is_neg() for t in (own, *kept)) or not _is_dense(own):
-        return f"strides {own.stride()} with gaps"
-    if any((t.shape, t.stride()) != (own.shape, own.stride()) for t in kept):
-        return "states in another memory order"
-    types = (grad_dtype, (masters or [own])[0].dtype, moments[0].dtype, own.dtype)
-    if not {*types} <= _TYPES or types[2] not in (torch.float32, torch.float64):
-        return f"gradients of {types[0]}, weights of {types[1]} and states of {types[2]}"
-    if any(t.dtype is not types[2] for t in moments) or any(
-        t.dtype is not torch.float32 for t in masters
-    ):
-        return "states of several types"
-    if any(t.device != own.device for t in kept):
-        return "states on another device"
-    return types
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill their memory without gaps, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True

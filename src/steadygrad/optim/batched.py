@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError, check_choice
-from steadygrad.optim.checks import check_parameter
-from steadygrad.optim.loading import TypeKeepingOptimizer
+from steadygrad.optim.checks import dense_gradient
+from steadygrad.optim.loading import TypeKeepingOptimizer, names_of
 from steadygrad.optim.stacks import (
     Batch,
     BatchState,
     check_result,
     common_stack,
-    gradient_part,
     kind_of,
     laid_out_as,
 )
-from steadygrad.sharding import local
+from steadygrad.sharding import aligned, local
 
 __all__ = ["Batch", "BatchState", "BatchedOptimizer"]
 
@@ -103,8 +102,7 @@ class BatchedOptimizer(TypeKeepingOptimizer):
         """
         self._allocates = True
         for group in self.param_groups:
-            with torch.no_grad():
-                self._collect(group, none_grads="zero")
+            self._make_state(group)
 
     @contextmanager
     def batched_params(
@@ -152,7 +150,7 @@ class BatchedOptimizer(TypeKeepingOptimizer):
 
     def _collect(self, group: Mapping[str, Any], none_grads: str) -> list[Batch]:
         params: Sequence[Tensor] = group["params"]
-        names = group.get("param_names") or [f"params.{i}" for i in range(len(params))]
+        names = names_of(group)
         parts = [local(p.detach()) for p in params]
         kinds: dict[Any, list[int]] = {}
         for index, p in enumerate(params):
@@ -160,9 +158,12 @@ class BatchedOptimizer(TypeKeepingOptimizer):
                 kinds.setdefault(kind_of(parts[index]), []).append(index)
         batches = []
         for indices in kinds.values():
+            grads = [
+                local(aligned(dense_gradient(params[i], names[i]), params[i])) for i in indices
+            ]
             batch = Batch(
                 param=torch.stack([parts[i] for i in indices]),
-                grad=torch.stack([gradient_part(params[i], names[i]) for i in indices]),
+                grad=torch.stack(grads),
                 state=BatchState({}, len(indices)),
                 names=tuple(names[i] for i in indices),
                 params=tuple(params[i] for i in indices),
@@ -239,26 +240,10 @@ class BatchedOptimizer(TypeKeepingOptimizer):
         for p, row in zip(batch.params, stack.unbind(), strict=True):
             self.state[p][name] = laid_out_as(p, row)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; its state is made as :meth:`allocate_state` says.
-
-        Args:
-            param_group: ``params``, and options that differ from the defaults.
-
-        Raises:
-            InputError: If a parameter is complex or sparse.
-        """
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            for index, p in enumerate(group["params"]):
-                check_parameter(p, group.get("param_names", {index: f"params.{index}"})[index])
-        except InputError:
-            self.param_groups.pop()
-            raise
+    @torch.no_grad()
+    def _make_state(self, group: Mapping[str, Any]) -> None:
         if self._allocates:
-            with torch.no_grad():
-                self._collect(group, none_grads="zero")
+            self._collect(group, none_grads="zero")
 
     def _place(
         self, parameter: Tensor, group: Mapping[str, Any], name: str, value: Tensor

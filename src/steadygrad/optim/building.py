@@ -1,4 +1,4 @@
-"""Building of batches: which parameters are worked on together, and by which backend."""
+"""Building of batches of parameters, and the choice of their backend."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,33 +11,37 @@ from torch import Tensor
 from steadygrad import kernels
 from steadygrad.kernels import KernelError
 from steadygrad.kernels.table import Types, is_recording
-from steadygrad.optim.batch import ParamBatch, kernel_types
-from steadygrad.optim.masters import ensure_master
+from steadygrad.optim.batch import ParamBatch
+from steadygrad.optim.masters import MASTER, ensure_master
 from steadygrad.optim.state import StatefulOptimizer
 from steadygrad.sharding import local
 
 __all__ = ["BatchBuilder"]
 
+_TYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+
 
 class BatchBuilder(StatefulOptimizer):
     """An optimizer that can build batches of its parameters.
 
-    A subclass names its backend modules and its states.
+    A subclass names its backend modules.
     """
 
     # Module in `formulas` with its passes; each package of `kernels` has one of the same name.
     _passes: ModuleType
-    # States with the parameter's shape, and small ones; those that a parameter lacks are left out.
-    _large: tuple[str, ...]
-    _small: tuple[str, ...]
     # Whether a parameter without a gradient, unless it is frozen, takes part as if it were zero.
     _none_is_zero = False
 
     # Parameters with elements in the order of the groups; a cache, neither saved nor copied.
     _params: Sequence[Tensor] = ()
 
+    @property
+    def _large(self) -> list[str]:
+        """Names of the states with the parameter's shape, masters aside."""
+        return [name for name, field in self._fields.items() if field.elementwise]
+
     def _kind(self, parameter: Tensor) -> Any:
-        """What parameters of one batch have in common besides group, device and types."""
+        """A property that all parameters of a batch share, besides group, device and types."""
 
     def _build(self, grads: Sequence[Tensor | None]) -> list[ParamBatch]:
         """All batches, from local gradients of all parameters."""
@@ -46,15 +50,20 @@ class BatchBuilder(StatefulOptimizer):
                 "Expected a step outside of CUDA graphs before one that a graph records. Found "
                 "none with these parameters and options. Remedy: take one first."
             )
-        batches, place = [], 0
+        return [
+            batch
+            for group, places in self._grouped()
+            for batch in self._build_group(group, places, grads)
+        ]
+
+    def _grouped(self) -> list[tuple[dict[str, Any], range]]:
+        """Each group with the indices of its parameters."""
+        found, first = [], 0
         for group in self.param_groups:
-            places = []
-            for p in group["params"]:
-                if p.numel():
-                    places.append(place)
-                    place += 1
-            batches += self._build_group(group, places, grads)
-        return batches
+            stop = first + sum(p.numel() > 0 for p in group["params"])
+            found.append((group, range(first, stop)))
+            first = stop
+        return found
 
     def _build_group(
         self,
@@ -83,7 +92,6 @@ class BatchBuilder(StatefulOptimizer):
         for (device, _, _, types, _), members in kinds.items():
             params = [self._params[i] for i in members]
             states = [self.state[p] for p in params]
-            small = [name for name in self._small if name in states[0]]
             passes, table = self._passes, None
             if types is not None:
                 passes = kernels.backend_of(passes, device.type)
@@ -94,8 +102,7 @@ class BatchBuilder(StatefulOptimizer):
                 params,
                 members,
                 states,
-                self._large,
-                small,
+                self._fields,
                 passes,
                 table,
                 single=group["foreach"] is False,
@@ -113,7 +120,7 @@ class BatchBuilder(StatefulOptimizer):
             return None
         why = kernels.missing(device.type)
         if why is None:
-            types = kernel_types(parameter, gradient, self.state[parameter], self._large)
+            types = _types_for_kernels(parameter, gradient, self.state[parameter], self._large)
             if isinstance(types, str):
                 if group["fused"]:
                     kernels.warn_about_tensor(name, parameter, types)
@@ -127,3 +134,51 @@ class BatchBuilder(StatefulOptimizer):
         if group["fused"] or device.type in kernels.BACKENDS:
             kernels.warn_about_kernels(name, why)
         return None
+
+
+def _types_for_kernels(
+    parameter: Tensor, gradient: Tensor | None, state: dict[str, Any], large: Sequence[str]
+) -> Types | str:
+    """Types of a parameter that kernels can take; else the reason why they cannot.
+
+    Args:
+        parameter: The parameter.
+        gradient: Its local gradient, or None.
+        state: Its state.
+        large: Names of the states with its shape, masters aside.
+    """
+    own, masters = local(parameter), [local(state[MASTER])] if MASTER in state else []
+    moments = [local(state[name]) for name in large]
+    kept = (*moments, *masters)
+    grad_dtype = own.dtype if gradient is None else gradient.dtype
+    # A plain parameter's detached memory is a plain tensor; a wrapper's is not.
+    for t in (own.detach(), *kept):
+        if type(t) is not Tensor:
+            return f"tensors of type {type(t).__name__}"
+    if gradient is not None and type(gradient) is not Tensor:
+        return f"gradients of type {type(gradient).__name__}"
+    if any(t.is_neg() for t in (own, *kept)) or _has_gaps(own):
+        return f"strides {own.stride()} with gaps"
+    if any((t.shape, t.stride()) != (own.shape, own.stride()) for t in kept):
+        return "states in another memory order"
+    types = (grad_dtype, (masters or [own])[0].dtype, moments[0].dtype, own.dtype)
+    if not {*types} <= _TYPES or types[2] not in (torch.float32, torch.float64):
+        return f"gradients of {types[0]}, weights of {types[1]} and states of {types[2]}"
+    if any(t.dtype is not types[2] for t in moments) or any(
+        t.dtype is not torch.float32 for t in masters
+    ):
+        return "states of several types"
+    if any(t.device != own.device for t in kept):
+        return "states on another device"
+    return types
+
+
+def _has_gaps(tensor: Tensor) -> bool:
+    """Whether its elements do not fill their memory, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return True
+            expected *= size
+    return False

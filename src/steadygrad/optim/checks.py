@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from steadygrad._checks import InputError, check_number
 from steadygrad.sharding import local
@@ -14,25 +15,20 @@ from steadygrad.sharding import local
 __all__ = [
     "FOREIGN",
     "LARGEST",
-    "check_bounds",
+    "check_capture",
     "check_options",
     "check_parameter",
+    "check_shape",
     "check_state_tensor",
     "check_switch",
     "dense_gradient",
+    "is_capturing",
+    "options_of",
 ]
 
 # What torch and its schedules put into groups.
 _KNOWN_TO_OTHERS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_lr"}
 LARGEST = torch.finfo(torch.float64).max
-_SWITCHES: dict[str, tuple[bool | None, ...]] = {
-    "foreach": (True, False, None),
-    "fused": (True, False, None),
-    "master_weights": (True, False, None),
-    "maximize": (True, False),
-    "capturable": (True, False),
-}
-
 
 # Options of other optimizers, which do nothing here.
 FOREIGN = {
@@ -61,12 +57,46 @@ def check_options(group: Mapping[str, Any], options: Collection[str]) -> None:
         )
     for beta in betas:
         check_number("betas", beta, low=0, high=1, high_open=True)
-    for name, values in _SWITCHES.items():
-        check_switch(name, group[name], values)
+    for name in ("foreach", "fused", "master_weights"):
+        check_switch(name, group[name], (True, False, None))
+    for name in ("maximize", "capturable"):
+        check_switch(name, group[name], (True, False))
     if group["foreach"] and group["fused"]:
         raise InputError(
             "Expected at most one of `foreach` and `fused`. Found both. Remedy: leave one out."
         )
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph records what is done now."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def check_capture(optimizer: Optimizer) -> None:
+    """A graph keeps what it has seen: the user must have said that this is meant."""
+    if torch.compiler.is_compiling() or not is_capturing():
+        return
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor) and group["lr"].device.type == "cpu":
+            raise RuntimeError(
+                "Expected an `lr` on the device while a CUDA graph records the step. Found a "
+                "tensor on the CPU, whose value now would hold for ever. Remedy: lr.cuda()."
+            )
+        if not group["capturable"]:
+            raise RuntimeError(
+                "Expected capturable=True while a CUDA graph records the step. Found False. "
+                f"Remedy: {type(optimizer).__name__}(..., capturable=True), and a tensor `lr` on "
+                "the device if it is to change."
+            )
+
+
+def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's options by name, of the ``locals()`` with which its constructor begins.
+
+    So a signature is the only list of options, for users, type checkers and the optimizer alike.
+    """
+    others = ("self", "params", "__class__")
+    return {name: value for name, value in arguments.items() if name not in others}
 
 
 def check_switch(name: str, found: Any, values: tuple[bool | None, ...]) -> None:
@@ -76,19 +106,6 @@ def check_switch(name: str, found: Any, values: tuple[bool | None, ...]) -> None
         raise InputError(
             f"Parameter `{name}` should be one of {', '.join(map(str, values))}. "
             f"Found {found!r}. Remedy: one of these."
-        )
-
-
-def check_bounds(group: Mapping[str, Any]) -> None:
-    """Raises InputError unless bounds on the norms of weights are in order."""
-    low, high = group["lower_bound"], group["upper_bound"]
-    for name in ("lower_bound", "upper_bound"):
-        if group[name] is not None:
-            check_number(name, group[name], low=0)
-    if low is not None and high is not None and low > high:
-        raise InputError(
-            "Parameter `lower_bound` should be at most `upper_bound`. "
-            f"Found {low} and {high}. Remedy: exchange them."
         )
 
 
@@ -113,7 +130,7 @@ def check_state_tensor(
     name: str,
     value: Any,
     shape: tuple[int, ...],
-    bounds: tuple[float, float] | None,
+    bounds: tuple[float, float],
     parameter: Tensor,
 ) -> None:
     """Raises InputError unless a saved state can be loaded.
@@ -122,31 +139,40 @@ def check_state_tensor(
         name: Its name.
         value: The state, a tensor or, of shape ``()``, a number.
         shape: The shape that it must have.
-        bounds: Its least and largest value; None: any finite number.
+        bounds: Its least and largest value.
         parameter: The parameter that it is of.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         value = torch.tensor(value, dtype=torch.float64, device="cpu")
+    check_shape(name, value, shape, parameter)
     wrong = ""
     if not isinstance(value, Tensor):
         wrong = type(value).__name__
-    elif tuple(value.shape) != shape:
-        wrong = f"shape {tuple(value.shape)}"
     elif value.is_complex() or value.dtype is torch.bool or value.layout is not torch.strided:
         wrong = f"{value.dtype}, {value.layout}"
     elif value.is_meta:
         wrong = "" if parameter.is_meta else "a meta tensor, which has no values"
     elif (own := local(value)).numel():
-        low, high = bounds or (-LARGEST, LARGEST)
         least, largest = (float(x) for x in torch.aminmax(own.detach()))
         # A comparison with NaN is false.
-        if not low <= least <= largest <= high:
+        if not bounds[0] <= least <= largest <= bounds[1]:
             wrong = f"values from {least:g} to {largest:g}"
     if wrong:
-        kind = "of finite numbers" if bounds is None else f"of numbers from {bounds[0]:g} up"
+        kind = "finite numbers" if bounds[0] == -LARGEST else f"numbers from {bounds[0]:g} up"
         raise InputError(
-            f"Expected a state `{name}` of shape {shape} {kind}. Found {wrong}. Remedy: load a "
-            "state dict that is not damaged, of a model with the same parameters in this order."
+            f"Expected a state `{name}` of {kind}. Found {wrong}. Remedy: load a state dict that "
+            "is not damaged."
+        )
+
+
+def check_shape(name: str, value: Any, shape: tuple[int, ...], parameter: Tensor) -> None:
+    """Raises InputError unless a saved state has the shape that it must have for a parameter."""
+    found = tuple(getattr(value, "shape", ()))
+    if found != shape:
+        whose = "the parameter's " if shape == parameter.shape else ""
+        raise InputError(
+            f"Expected a `{name}` with {whose}shape {shape}. Found {found}. Remedy: load the state "
+            "of a model with the same parameters in the same order."
         )
 
 

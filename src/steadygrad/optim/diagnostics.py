@@ -1,4 +1,4 @@
-"""Which parameters stand out in a step: numbers with names, for people who watch a run.
+"""Reports on a step: the parameters that stand out, as numbers with names.
 
 A report on a group of either optimizer has
 
@@ -55,7 +55,7 @@ class Report:
         params = group["params"]
         names = group.get("param_names") or [f"group {index}, {i}" for i in range(len(params))]
         self._names = {id(p): name for p, name in zip(params, names, strict=True)}
-        self._group, self._top, self._grad_scale = group, top, grad_scale
+        self.group, self._top, self.grad_scale = group, top, grad_scale
         self._values: dict[str, dict[str, float]] = {}
         self._head = {
             "group": group.get("name", index),
@@ -63,11 +63,16 @@ class Report:
         }
 
     @staticmethod
-    def bad_elements(batch: ParamBatch) -> Tensor:
-        """This process's part of how many elements of each gradient are not finite."""
+    def own_sums(batch: ParamBatch, second_moments: Sequence[Tensor]) -> Tensor:
+        """This process's counts of elements that are not finite, and sums of second moments.
+
+        Returns:
+            Both of each gradient, with shape ``(2, parameters)``.
+        """
         zero = torch.zeros((), dtype=torch.int64, device=batch.device)
         counts = [zero if g is None else (~torch.isfinite(g)).sum() for g in batch.grads]
-        return torch.stack(counts)
+        rows = torch.stack(counts), torch.stack([v.sum() for v in second_moments])
+        return torch.stack([row.to(batch.sum_dtype) for row in rows])
 
     def add(self, kind: str, batch: ParamBatch, values: Tensor) -> None:
         """Takes one number for each parameter."""
@@ -76,17 +81,19 @@ class Report:
                 self._values.setdefault(kind, {})[self._names[id(p)]] = value
 
     def add_gradients(self, batch: ParamBatch, sums: Tensor) -> None:
-        """Takes sums of squared gradients and counts of bad elements, over all shards.
+        """Takes sums of squared gradients and :meth:`own_sums`, over all shards.
 
         Args:
             batch: The parameters.
-            sums: With shape ``(2, parameters)``.
+            sums: With shape ``(3, parameters)``.
         """
-        self.add("square", batch, sums[0].cpu().to(torch.float64) / self._grad_scale**2)
+        squares = sums[0].cpu().to(torch.float64) / self.grad_scale**2
+        self.add("square", batch, squares)
         self.add("bad", batch, sums[1])
+        self.add_unusual(batch, squares, sums[2])
 
     def add_unusual(self, batch: ParamBatch, squares: Tensor, expected: Tensor) -> None:
-        """Takes a squared size of each gradient and what its history lets expect."""
+        """Takes a squared size of each gradient and the one that its history lets expect."""
         squares, expected = squares.cpu().to(torch.float64), expected.cpu()
         # Without any gradient there is nothing unusual.
         self.add("unusual", batch, torch.where(squares == 0, 0.0, (squares / expected).sqrt()))
@@ -102,15 +109,15 @@ class Report:
         return {**self._head, "gradient_norm": norm, "not_finite": bad, "too_large": large, **lists}
 
     def finish_clipping(self, state: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """The report, with what ScaledAdam's clipping knows after a number of steps."""
+        """The report with ScaledAdam's clipping, after a number of steps."""
         terms = self._values.pop("dominance", {})
         total = sum(terms.values())
         shares = {name: term / total if total else 0.0 for name, term in terms.items()}
         report = {**self.finish(), "dominance": self._largest(shares)}
-        if self._group["clipping_scale"] is None or not state:
+        if self.group["clipping_scale"] is None or not state:
             return report
         period = len(state["model_norms"])
-        early = () if self._group["recipe"] == "stateless7" else EARLY
+        early = () if self.group["recipe"] == "stateless7" else EARLY
         since = _since_threshold(step - 1, period, early)
         # The first step leaves no norm.
         norms = state["model_norms"].sort().values[-max(1, min(step - 1, period)) :]
@@ -123,7 +130,7 @@ class Report:
         }
 
     def _largest(self, values: Mapping[str, float]) -> dict[str, float]:
-        # What is not a number is the first thing to see.
+        # Values that are no numbers come first.
         ordered = sorted(values.items(), key=lambda item: (item[1] == item[1], -item[1]))
         return dict(ordered[: self._top])
 

@@ -217,13 +217,10 @@ def _options_of(entry: _Named, options: Mapping[str, Options]) -> dict[str, Any]
 def _same(one: Options, other: Options) -> bool:
     """Equal options; tensors only when they are the same one, as comparing reads them."""
     return one.keys() == other.keys() and all(
-        value is other[name] or (_plain(value) and _plain(other[name]) and value == other[name])
+        value is other[name]
+        or (not any(isinstance(v, Tensor) for v in (value, other[name])) and value == other[name])
         for name, value in one.items()
     )
-
-
-def _plain(value: Any) -> bool:
-    return not isinstance(value, Tensor)
 
 
 def _resolve(wanted: Options, bases: Options, first: _Named) -> dict[str, Any]:

@@ -4,21 +4,18 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError
+from steadygrad.optim.state import StateField
 
 __all__ = ["unstack"]
 
-_STACKED = {"delta", "exp_avg_sq"}
-_SIZES = {"param_rms", "scale_exp_avg_sq"}
-_PERIODS = {"scale_grads": "size_update_period", "model_norms": "clipping_update_period"}
-_CLIPPING = ("model_norms", "model_norm_threshold", "num_clipped")
-
 
 def unstack(
-    checkpoint: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+    checkpoint: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    fields: Mapping[str, StateField],
 ) -> list[dict[str, Any]]:
     """Gives every parameter its part of the stacks.
 
@@ -28,6 +25,7 @@ def unstack(
     Args:
         checkpoint: ``optimizer.state_dict()`` of icefall's ScaledAdam, of either recipe.
         groups: This optimizer's groups, with the same parameters in the same order.
+        fields: Its states.
 
     Returns:
         State of each parameter, in order.
@@ -50,12 +48,15 @@ def unstack(
         )
     found = []
     for old, new in zip(saved, groups, strict=True):
-        found += _unstack_group(checkpoint["state"], old["params"], new)
+        found += _unstack_group(checkpoint["state"], old["params"], new, fields)
     return found
 
 
 def _unstack_group(
-    state: Mapping[int, Mapping[str, Any]], indices: Sequence[int], group: Mapping[str, Any]
+    state: Mapping[int, Mapping[str, Any]],
+    indices: Sequence[int],
+    group: Mapping[str, Any],
+    fields: Mapping[str, StateField],
 ) -> list[dict[str, Any]]:
     stacks: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for place, p in enumerate(group["params"]):
@@ -63,29 +64,31 @@ def _unstack_group(
     found: list[dict[str, Any]] = [{} for _ in group["params"]]
     shared: dict[str, Any] = {}
     for members in stacks.values():
-        stack = state.get(indices[members[0]], {})
-        for row, place in enumerate(members):
-            shape = tuple(group["params"][place].shape)
-            found[place] = _row(stack, row, (len(members), *shape), indices[members[0]])
-        shared |= {name: stack[name] for name in _CLIPPING if name in stack}
-        for name, option in _PERIODS.items():
-            if name in stack and len(stack[name]) != group[option]:
+        first, stack = indices[members[0]], state.get(indices[members[0]], {})
+        _check_delta(stack, (len(members), *group["params"][members[0]].shape), first)
+        for name in set(stack) & set(fields):
+            field, value = fields[name], stack[name]
+            if field.length and len(value) != group[field.length]:
                 raise InputError(
-                    f"Expected a `{name}` of {group[option]} steps, this optimizer's `{option}`. "
-                    f"Found {len(stack[name])}. Remedy: {option}={len(stack[name])}."
+                    f"Expected a `{name}` of {group[field.length]} steps, this optimizer's "
+                    f"`{field.length}`. Found {len(value)}. Remedy: {field.length}={len(value)}."
                 )
-    # Plain numbers, of Python's precision.
-    shared = {
-        name: value
-        if isinstance(value, Tensor)
-        else torch.tensor(value, dtype=torch.float64, device="cpu")
-        for name, value in shared.items()
-    }
+            if field.shared:
+                shared[name] = value
+                continue
+            for row, place in enumerate(members):
+                found[place][name] = value if name == "step" else _row(value, row, field)
     return [{**one, **shared} for one in found]
 
 
-def _row(stack: Mapping[str, Any], row: int, shape: tuple[int, ...], index: int) -> dict[str, Any]:
+def _row(stack: Tensor, row: int, field: StateField) -> Tensor:
     """One parameter's part of a stack."""
+    if field.elementwise:
+        return stack[row]
+    return stack[:, row].reshape(-1) if field.length else stack[row].reshape(())
+
+
+def _check_delta(stack: Mapping[str, Any], shape: tuple[int, ...], index: int) -> None:
     delta = stack.get("delta")
     if not isinstance(delta, Tensor) or tuple(delta.shape) != shape:
         what = "no `delta`" if delta is None else f"`delta` of shape {tuple(delta.shape)}"
@@ -94,14 +97,3 @@ def _row(stack: Mapping[str, Any], row: int, shape: tuple[int, ...], index: int)
             f"{what}. Remedy: a checkpoint of icefall's ScaledAdam for this very model, with its "
             "parameters in the order that the optimizer got them in."
         )
-    own: dict[str, Any] = {
-        "step": torch.tensor(float(stack["step"]), dtype=torch.float32, device="cpu")
-    }
-    for name, value in stack.items():
-        if name in _STACKED:
-            own[name] = value[row]
-        elif name in _SIZES:
-            own[name] = value[row].reshape(())
-        elif name == "scale_grads":
-            own[name] = value[:, row].reshape(-1)
-    return own

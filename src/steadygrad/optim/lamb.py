@@ -11,15 +11,14 @@ from steadygrad._checks import check_number
 from steadygrad.formulas import lamb
 from steadygrad.formulas.tensors import exact
 from steadygrad.optim.batch import ParamBatch
-from steadygrad.optim.checks import check_bounds, check_switch
-from steadygrad.optim.diagnostics import Report
-from steadygrad.optim.optimizer import AmpState, ShardedOptimizer, finite_norms
-from steadygrad.optim.state import adam_state
+from steadygrad.optim.checks import check_switch, options_of
+from steadygrad.optim.layerwise import LayerwiseOptimizer
+from steadygrad.optim.optimizer import AmpState
 
 __all__ = ["LAMB"]
 
 
-class LAMB(ShardedOptimizer):
+class LAMB(LayerwiseOptimizer):
     r"""Layer-wise adaptive moments for batch training.
 
     .. math:: x \leftarrow x - \eta\, \frac{\phi(\|x\|)}{\|u\|}\, u
@@ -63,8 +62,7 @@ class LAMB(ShardedOptimizer):
     """
 
     _passes = lamb
-    _large = ("exp_avg", "exp_avg_sq")
-    _small = ("step",)
+    _ratio_options = ("adapt",)
 
     def __init__(
         self,
@@ -84,109 +82,29 @@ class LAMB(ShardedOptimizer):
         maximize: bool = False,
         capturable: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "lower_bound": lower_bound,
-            "upper_bound": upper_bound,
-            "max_grad_norm": max_grad_norm,
-            "adapt": adapt,
-            "master_weights": master_weights,
-            "foreach": foreach,
-            "fused": fused,
-            "maximize": maximize,
-            "capturable": capturable,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, options_of(locals()))
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)
-        check_number("eps", group["eps"], low=0, low_open=True)
-        check_number("weight_decay", group["weight_decay"], low=0)
-        check_bounds(group)
         if group["max_grad_norm"] is not None:
             check_number("max_grad_norm", group["max_grad_norm"], low=0, low_open=True)
         check_switch("adapt", group["adapt"], (True, False))
 
-    def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        return adam_state(parameter, self._state_dtype(parameter, group))
-
-    def _update(self, batches: Sequence[ParamBatch], amp: AmpState) -> Tensor:
-        own = [b.passes.grad_sq_norms(b) for b in batches]
-        norms, taken, ok = self._first_sums(batches, own, [finite_norms] * len(batches), amp)
-        total = _total(norms)
-        steps = []
-        for batch, takes in zip(batches, taken, strict=True):
-            step = batch.columns["step"].to(batch.exact) + takes
-            batch.store("step", step)
-            rule, scale = _rule(batch.group), _gradient_scale(batch, amp, total)
-            steps.append((batch, lamb.scales(scale, step, takes, rule), rule))
-        sums = self._sums(batches, [b.passes.update_moments(b, x, rule) for b, x, rule in steps])
-        for (batch, by, rule), both in zip(steps, sums, strict=True):
-            batch.passes.apply(batch, _coefficients(batch, by, rule, both), rule)
-        return ok
-
-    def _diagnose(
+    def _scales(
         self,
-        group: dict[str, Any],
         batches: Sequence[ParamBatch],
-        report: Report,
-        grad_scale: float,
-    ) -> dict[str, Any]:
-        rule = _rule(group)
-        own = [
-            torch.cat(
-                [
-                    lamb.grad_sq_norms(b),
-                    report.bad_elements(b).to(b.sum_dtype)[None],
-                    torch.stack([v.sum() for v in b.moments[1]]).to(b.sum_dtype)[None],
-                ]
-            )
-            for b in batches
-        ]
-        by = []
-        for batch, sums in zip(batches, self._sums(batches, own), strict=True):
-            report.add_gradients(batch, sums[:2])
-            report.add_unusual(batch, sums[0].cpu().to(torch.float64) / grad_scale**2, sums[2])
-            one = torch.ones((), dtype=sums.dtype, device=batch.device)
-            by.append(lamb.scales(one, batch.columns["step"].to(batch.exact), batch.active, rule))
-        own = [lamb.direction_sums(b, x, rule) for b, x in zip(batches, by, strict=True)]
-        for batch, sums in zip(batches, self._sums(batches, own), strict=True):
-            x, u = sums.sqrt().unbind()
-            bounds = group["lower_bound"], group["upper_bound"]
-            x = x if bounds == (None, None) else x.clamp(*bounds)
-            report.add("trust_ratio", batch, lamb.trust_ratio(x, u))
-        return report.finish()
-
-
-def _rule(group: Mapping[str, Any]) -> lamb.Rule:
-    beta1, beta2 = group["betas"]
-    return lamb.Rule(beta1, beta2, group["eps"], group["weight_decay"])
-
-
-def _total(norms: Sequence[Tensor]) -> Tensor:
-    """Squared norm over all gradients, with shape ``()``."""
-    first = norms[0].device
-    parts = [sums[0].to(exact(sums.device)).sum().to(first) for sums in norms]
-    return torch.stack(parts).sum()
-
-
-def _gradient_scale(batch: ParamBatch, amp: AmpState, total: Tensor) -> Tensor:
-    """Factor on a batch's gradients: what the scaler left, direction and global norm."""
-    unscale = amp.unscale(batch)
-    bound = batch.group["max_grad_norm"]
-    if bound is None:
-        return unscale
-    norm = total.to(batch.device).sqrt() * unscale.abs()
-    factor: Tensor = unscale / (norm / bound).clamp(min=1.0)
-    return factor
-
-
-def _coefficients(
-    batch: ParamBatch, by: lamb.Scales, rule: lamb.Rule, sums: Tensor
-) -> lamb.Coefficients:
-    group = batch.group
-    bounds = group["lower_bound"], group["upper_bound"]
-    return lamb.coefficients(sums, by, rule, lr=batch.lr, bounds=bounds, adapt=group["adapt"])
+        norms: Sequence[Tensor],
+        rules: Sequence[lamb.Rule],
+        amp: AmpState,
+    ) -> list[lamb.Scales]:
+        parts = [sums[0].to(exact(sums.device)).sum().to(norms[0].device) for sums in norms]
+        # No parts are left in a report on a group without gradients.
+        total = torch.stack(parts).sum() if parts else torch.zeros(())
+        found = []
+        for b, rule in zip(batches, rules, strict=True):
+            scale, bound = amp.unscale(b), b.group["max_grad_norm"]
+            if bound is not None:
+                norm = total.to(b.device).sqrt() * scale.abs()
+                scale = scale / (norm / bound).clamp(min=1.0)
+            found.append(lamb.scales(scale, b.steps, b.taken, rule))
+        return found

@@ -10,15 +10,15 @@ from torch.optim.optimizer import ParamsT
 from steadygrad._checks import check_number
 from steadygrad.formulas import lans
 from steadygrad.optim.batch import ParamBatch
-from steadygrad.optim.checks import check_bounds
+from steadygrad.optim.checks import options_of
 from steadygrad.optim.diagnostics import Report
-from steadygrad.optim.optimizer import AmpState, ShardedOptimizer, finite_norms
-from steadygrad.optim.state import adam_state
+from steadygrad.optim.layerwise import LayerwiseOptimizer
+from steadygrad.optim.optimizer import AmpState
 
 __all__ = ["LANS"]
 
 
-class LANS(ShardedOptimizer):
+class LANS(LayerwiseOptimizer):
     r"""Layer-wise adaptive Nesterov-like steps with block-normalised gradients.
 
     .. math::
@@ -65,8 +65,7 @@ class LANS(ShardedOptimizer):
     """
 
     _passes = lans
-    _large = ("exp_avg", "exp_avg_sq")
-    _small = ("step",)
+    _ratios = ("trust_ratio", "gradient_trust_ratio")
 
     def __init__(
         self,
@@ -85,91 +84,36 @@ class LANS(ShardedOptimizer):
         maximize: bool = False,
         capturable: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "lower_bound": lower_bound,
-            "upper_bound": upper_bound,
-            "clip_value": clip_value,
-            "master_weights": master_weights,
-            "foreach": foreach,
-            "fused": fused,
-            "maximize": maximize,
-            "capturable": capturable,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, options_of(locals()))
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)
-        check_number("eps", group["eps"], low=0, low_open=True)
-        check_number("weight_decay", group["weight_decay"], low=0)
-        check_bounds(group)
         if group["clip_value"] is not None:
             check_number("clip_value", group["clip_value"], low=0, low_open=True)
 
-    def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        return adam_state(parameter, self._state_dtype(parameter, group))
+    def _rule(self, group: Mapping[str, Any]) -> lans.Rule:
+        (beta1, beta2), bound = group["betas"], group["clip_value"]
+        bound = torch.inf if bound is None else bound
+        return lans.Rule(beta1, beta2, group["eps"], group["weight_decay"], bound)
 
-    def _update(self, batches: Sequence[ParamBatch], amp: AmpState) -> Tensor:
-        own = [b.passes.grad_sq_norms(b) for b in batches]
-        norms, taken, ok = self._first_sums(batches, own, [finite_norms] * len(batches), amp)
-        rules = [_rule(b.group) for b in batches]
-        by = []
-        for batch, sums, takes, rule in zip(batches, norms, taken, rules, strict=True):
-            step = batch.columns["step"].to(batch.exact) + takes
-            batch.store("step", step)
-            maximize = batch.group["maximize"]
-            by.append(lans.normalizers(sums[0], step, takes, rule, maximize=maximize))
-        steps = list(zip(batches, by, rules, strict=True))
-        own = [b.passes.update_moments(b, x, rule) for b, x, rule in steps]
-        for (batch, x, rule), total in zip(steps, self._sums(batches, own), strict=True):
-            batch.passes.apply(batch, _coefficients(batch, x, rule, total), rule)
-        return ok
-
-    def _diagnose(
+    def _scales(
         self,
-        group: dict[str, Any],
         batches: Sequence[ParamBatch],
-        report: Report,
-        grad_scale: float,
-    ) -> dict[str, Any]:
-        # Nothing but the gradient's own norm depends on its scale.
-        rule = _rule(group)
-        own = [
-            torch.cat([b.passes.grad_sq_norms(b), report.bad_elements(b).to(b.sum_dtype)[None]])
-            for b in batches
+        norms: Sequence[Tensor],
+        rules: Sequence[lans.Rule],
+        amp: AmpState,
+    ) -> list[lans.Normalizers]:
+        # Nothing depends on the gradient's scale.
+        return [
+            lans.normalizers(sums[0], b.steps, b.taken, rule, maximize=b.group["maximize"])
+            for b, sums, rule in zip(batches, norms, rules, strict=True)
         ]
-        by = []
-        for batch, sums in zip(batches, self._sums(batches, own), strict=True):
-            report.add_gradients(batch, sums)
-            takes = batch.active & torch.isfinite(sums[0]).all()
-            step = batch.columns["step"].to(batch.exact)
-            by.append(lans.normalizers(sums[0], step, takes, rule, maximize=group["maximize"]))
-        own = [
-            torch.cat([lans.direction_sums(b, x, rule), lans.pattern_sums(b, x, rule)[None]])
-            for b, x in zip(batches, by, strict=True)
-        ]
-        for batch, sums in zip(batches, self._sums(batches, own), strict=True):
-            report.add_unusual(batch, sums[3], batch.numel)
-            x, u_m, u_g = sums[:3].sqrt().unbind()
-            bounds = group["lower_bound"], group["upper_bound"]
-            x = x if bounds == (None, None) else x.clamp(*bounds)
-            report.add("trust_ratio", batch, lans.trust_ratio(x, u_m))
-            report.add("gradient_trust_ratio", batch, lans.trust_ratio(x, u_g))
-        return report.finish()
 
+    def _report_sums(self, batch: ParamBatch, by: lans.Normalizers, rule: lans.Rule) -> Tensor:
+        pattern = lans.pattern_sums(batch, by, rule)
+        return torch.cat([super()._report_sums(batch, by, rule), pattern[None]])
 
-def _rule(group: Mapping[str, Any]) -> lans.Rule:
-    (beta1, beta2), bound = group["betas"], group["clip_value"]
-    bound = torch.inf if bound is None else bound
-    return lans.Rule(beta1, beta2, group["eps"], group["weight_decay"], bound)
-
-
-def _coefficients(
-    batch: ParamBatch, by: lans.Normalizers, rule: lans.Rule, sums: Tensor
-) -> lans.Coefficients:
-    group = batch.group
-    bounds = group["lower_bound"], group["upper_bound"]
-    return lans.coefficients(sums, by, rule, lr=batch.lr, bounds=bounds)
+    def _add_ratios(self, batch: ParamBatch, sums: Tensor, report: Report) -> None:
+        # In place of gradients that have grown, of which LANS takes no notice.
+        report.add_unusual(batch, sums[-1], batch.numel)
+        super()._add_ratios(batch, sums[:-1], report)

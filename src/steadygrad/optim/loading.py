@@ -4,7 +4,7 @@ torch's ``load_state_dict`` casts every state tensor to its parameter's type: a 
 bfloat16 weights loses what it is there for.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from steadygrad._checks import InputError
+from steadygrad.optim.checks import check_parameter, check_shape
 
-__all__ = ["TypeKeepingOptimizer", "paired_states"]
+__all__ = ["TypeKeepingOptimizer", "names_of"]
 
 
 _PARTS = {"state": Mapping, "param_groups": Sequence}
@@ -29,12 +30,42 @@ class _Kept:
 class TypeKeepingOptimizer(Optimizer):
     """An optimizer that loads every tensor in its own type, and as a copy."""
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group and the state of its parameters.
+
+        Args:
+            param_group: ``params``, and options that differ from the defaults.
+
+        Raises:
+            InputError: If an option is wrong or a parameter is complex or sparse.
+        """
+        if "named_params" in param_group and "params" not in param_group:
+            # As icefall's get_parameter_groups_with_lrs makes them.
+            param_group = {**param_group, "params": param_group["named_params"]}
+            del param_group["named_params"]
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_group(group)
+            for parameter, name in zip(group["params"], names_of(group), strict=True):
+                check_parameter(parameter, name)
+        except InputError:
+            self.param_groups.pop()
+            raise
+        self._make_state(group)
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        """Checks a group's options."""
+
+    def _make_state(self, group: Mapping[str, Any]) -> None:
+        """Makes the state of a group that was added."""
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state, every tensor in its own type and as a copy on its parameter's device.
 
         Args:
-            state_dict: What ``state_dict()`` returned, on any device.
+            state_dict: The dictionary that ``state_dict()`` returned, on any device.
 
         Raises:
             ValueError: If it is of other groups or another optimizer; nothing is changed then.
@@ -45,9 +76,10 @@ class TypeKeepingOptimizer(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
+        self._finish_load()
 
-    # States with an element for each of the parameter's; None: those that now have its shape.
-    _elementwise: frozenset[str] | None = None
+    def _finish_load(self) -> None:
+        """Completes a state that was loaded."""
 
     def _check_loaded(self, given: Mapping[str, Any]) -> None:
         """Raises before anything is changed if a state cannot be this optimizer's."""
@@ -56,22 +88,24 @@ class TypeKeepingOptimizer(Optimizer):
                 f"Expected a state dict with {' and '.join(_PARTS)}. Found "
                 f"{sorted(map(str, given))}. Remedy: load what state_dict() returned."
             )
-        for own, other in zip(self.param_groups, given["param_groups"], strict=False):
-            _check_order(own.get("param_names"), other.get("param_names"))
-        for parameter, state in paired_states(self.param_groups, given):
-            for name in self._elementwise_of(parameter) & set(state):
-                if getattr(state[name], "shape", None) != parameter.shape:
-                    raise InputError(
-                        f"Expected a `{name}` with the parameter's shape {tuple(parameter.shape)}. "
-                        f"Found {tuple(getattr(state[name], 'shape', ()))}. Remedy: load the state "
-                        "of a model with the same parameters in the same order."
-                    )
+        # Where numbers of groups or parameters differ, torch's own message says so next.
+        for own, saved in zip(self.param_groups, given["param_groups"], strict=False):
+            _check_order(own.get("param_names"), saved.get("param_names"))
+            self._check_loaded_group(saved)
+            # Keys are numbers, or names where torch.distributed.checkpoint loads.
+            for parameter, key in zip(own["params"], saved["params"], strict=False):
+                self._check_loaded_state(parameter, saved, given["state"].get(key, {}))
 
-    def _elementwise_of(self, parameter: Tensor) -> Set[str]:
-        if self._elementwise is not None:
-            return self._elementwise
-        own = self.state.get(parameter, {})
-        return {n for n, value in own.items() if getattr(value, "shape", None) == parameter.shape}
+    def _check_loaded_group(self, saved: Mapping[str, Any]) -> None:
+        """Raises InputError if a saved group cannot be this optimizer's."""
+
+    def _check_loaded_state(
+        self, parameter: Tensor, saved: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> None:
+        """Raises InputError if a parameter cannot have a state that was saved with a group."""
+        for name, value in self.state.get(parameter, {}).items():
+            if getattr(value, "shape", None) == parameter.shape:
+                check_shape(name, state.get(name, value), tuple(parameter.shape), parameter)
 
     def _place(
         self, parameter: Tensor, group: Mapping[str, Any], name: str, value: Tensor
@@ -110,16 +144,9 @@ def _kept(value: Any) -> Any:
     return _Kept(value) if isinstance(value, Tensor) else value
 
 
-def paired_states(
-    groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]
-) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
-    """Each parameter of ``groups`` with its state in a state dict, empty if it has none."""
-    parameters = [p for group in groups for p in group["params"]]
-    # Keys are numbers, or names where torch.distributed.checkpoint loads.
-    keys = [key for group in given["param_groups"] for key in group["params"]]
-    # Where the lengths differ, torch's own message says so next.
-    for parameter, key in zip(parameters, keys, strict=False):
-        yield parameter, given["state"].get(key, {})
+def names_of(group: Mapping[str, Any]) -> Sequence[str]:
+    """Names of a group's parameters; ``params.3`` for the fourth where they have none."""
+    return group.get("param_names") or [f"params.{i}" for i in range(len(group["params"]))]
 
 
 def _check_order(own: Sequence[str] | None, found: Sequence[str] | None) -> None:

@@ -5,30 +5,30 @@ little arithmetic on columns with one number for each tensor in between. Everyth
 decides on the device: nothing here makes the host wait for one.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer
 
 from steadygrad import kernels
 from steadygrad._checks import check_count, check_number
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.building import BatchBuilder
-from steadygrad.optim.checks import dense_gradient
+from steadygrad.optim.checks import check_capture, dense_gradient
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.skipping import SkipMonitor
 from steadygrad.sharding import PackedSum, aligned_locals, is_sharded
 
-__all__ = ["AmpState", "ShardedOptimizer", "finite_norms"]
+__all__ = ["AmpState", "ShardedOptimizer"]
 
 
 @dataclass(frozen=True)
 class AmpState:
-    """What a gradient scaler has left to the optimizer.
+    """The part of a gradient scaler's work that it leaves to the optimizer.
 
     Attributes:
         grad_scale: Loss scale that is still in the gradients, with one element; None: none is.
@@ -49,37 +49,6 @@ class AmpState:
         return sign / self.grad_scale.to(batch.device).to(batch.exact).reshape(())
 
 
-class StateSnapshot:
-    """Which parameters and states an optimizer had, to tell whether they are still the same.
-
-    Compared without a look-up by parameter: each of these calls Python for the hash of a tensor.
-
-    Args:
-        optimizer: The optimizer.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        self._keys, self._states = list(optimizer.state), list(optimizer.state.values())
-
-    def matches(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer has the same ones, in the same order."""
-        groups, state = optimizer.param_groups, optimizer.state
-        return (
-            len(groups) == len(self._groups)
-            and all(
-                _same(group["params"], own) for group, own in zip(groups, self._groups, strict=True)
-            )
-            and _same(state, self._keys)
-            and _same(state.values(), self._states)
-            and all(self._states)
-        )
-
-
-def _same(found: Collection[Any], known: Sequence[Any]) -> bool:
-    return len(found) == len(known) and all(map(is_, found, known))
-
-
 class ShardedOptimizer(BatchBuilder):
     """An optimizer whose norms are those of whole tensors, however they are sharded.
 
@@ -92,13 +61,13 @@ class ShardedOptimizer(BatchBuilder):
 
     warn_after_skips: int | None = 100
     # Caches, neither saved nor copied.
-    _snapshot: StateSnapshot | None = None
+    _known: Sequence[Any] = ()
     _sharded: Sequence[bool] = ()
     _built: Sequence[ParamBatch] = ()
     _built_for: Any = None
     _recorded: Sequence[ParamBatch] = ()
     _packed_sum: PackedSum | None = None
-    _skip_monitor: SkipMonitor | None = None
+    _skips: SkipMonitor | None = None
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -134,9 +103,9 @@ class ShardedOptimizer(BatchBuilder):
             closure: Evaluates the model again and returns the loss.
 
         Returns:
-            What the closure returned.
+            The closure's loss.
         """
-        self._check_capture()
+        check_capture(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -145,7 +114,8 @@ class ShardedOptimizer(BatchBuilder):
         if batches:
             amp = AmpState(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
             ok = self._update(batches, amp)
-            self._count_skipped(ok)
+            self._skips = self._skips or SkipMonitor(type(self).__name__)
+            self._skips.count(ok, self.state.values(), self.warn_after_skips)
             for batch in batches:
                 batch.finish()
         return loss
@@ -155,83 +125,49 @@ class ShardedOptimizer(BatchBuilder):
 
         Args:
             batches: All parameters that take part.
-            amp: What a gradient scaler has left.
+            amp: Loss scale and verdict of a gradient scaler.
 
         Returns:
             Whether the step was taken, with shape ``()``.
         """
         raise NotImplementedError
 
-    def _check_states(self) -> None:
-        """Refuses groups whose options are not those that their states are for."""
-
-    def _check_capture(self) -> None:
-        """A graph keeps what it has seen: the user must have said that this is meant."""
-        if torch.compiler.is_compiling() or not is_capturing():
-            return
-        for group in self.param_groups:
-            if isinstance(group["lr"], Tensor) and group["lr"].device.type == "cpu":
-                raise RuntimeError(
-                    "Expected an `lr` on the device while a CUDA graph records the step. Found a "
-                    "tensor on the CPU, whose value now would hold for ever. Remedy: lr.cuda()."
-                )
-        if not all(group["capturable"] for group in self.param_groups):
-            raise RuntimeError(
-                "Expected capturable=True while a CUDA graph records the step. Found False. "
-                f"Remedy: {type(self).__name__}(..., capturable=True), and a tensor `lr` on the "
-                "device if it is to change."
-            )
-
-    def _count_skipped(self, ok: Tensor) -> None:
-        compiling = torch.compiler.is_compiling()
-        # A wrapped gradient leaves a wrapped outcome, which the host cannot read.
-        readable = type(ok) is Tensor and not compiling
-        if readable and ok.device.type == "cpu" and bool(ok.numpy()):
-            if self._skip_monitor is not None:
-                self._skip_monitor.in_a_row = 0
-            return
-        # Without a look-up by parameter: on accelerators this is done in every step.
-        counts = {id(state["skipped"]): state["skipped"] for state in self.state.values()}
-        for count in counts.values():
-            count.add_((~ok).to(count.device))
-        if not readable or is_capturing() or self.warn_after_skips is None:
-            return
-        if self._skip_monitor is None:
-            self._skip_monitor = SkipMonitor(type(self).__name__)
-        first = next(iter(counts.values()))
-        self._skip_monitor.note(ok, first, self.warn_after_skips)
-
     def _batches(self) -> list[ParamBatch]:
         """The parameters of this step with their gradients."""
         self._find_params()
-        self._check_states()
+        self._check_lengths()
         grads, present, works = self._gradients()
-        if torch.compiler.is_compiling():
+        batches, compiling = self._built, torch.compiler.is_compiling()
+        modes = [(g["foreach"], g["fused"], g["master_weights"]) for g in self.param_groups]
+        key = None if compiling else (modes, list(kernels.BROKEN))
+        if compiling or self._built_for != key or not _refresh(batches, grads, present, works):
             batches = self._build(grads)
-        else:
-            modes = [(g["foreach"], g["fused"], g["master_weights"]) for g in self.param_groups]
-            key = (self._snapshot, modes, list(kernels.BROKEN))
-            if self._built_for != key or not _refresh(self._built, grads, present, works):
+            if not _refresh(batches, grads, present, works):
+                raise RuntimeError(
+                    "Expected gradients that stay the same during a step. Found one that changed. "
+                    "Remedy: no backward pass and no zero_grad() in another thread meanwhile."
+                )
+            if not compiling:
                 # Replays of a graph go on writing to what it has recorded: none of it is freed.
                 self._recorded = [*self._recorded, *(b for b in self._built if b.recorded)]
-                self._built, self._built_for = self._build(grads), key
-                batches = self._built
-            else:
-                return _working(self._built, works)
-        if not _refresh(batches, grads, present, works):
-            raise RuntimeError(
-                "Expected gradients that stay the same during a step. Found one that changed. "
-                "Remedy: no backward pass and no zero_grad() in another thread meanwhile."
-            )
+                self._built, self._built_for = batches, key
         return _working(batches, works)
 
     def _find_params(self) -> None:
         """Lists the parameters anew where they or their states were exchanged."""
-        if self._snapshot is None or not self._snapshot.matches(self):
+        # Without a look-up by parameter: each of these calls Python for the hash of a tensor.
+        found = self._members()
+        same = len(found) == len(self._known) and all(map(is_, found, self._known))
+        if not (same and found and all(self.state.values())):
             self._fill_state()
-            self._snapshot = StateSnapshot(self)
+            self._known, self._built_for = self._members(), None
             self._params = [p for g in self.param_groups for p in g["params"] if p.numel()]
             self._sharded = [is_sharded(p) for p in self._params]
+
+    def _members(self) -> list[Any]:
+        """Every group before its parameters, then the keys and values of the state."""
+        groups = (part for g in self.param_groups for part in ([g], g["params"]))
+        return [*chain.from_iterable(groups), *self.state, *self.state.values()]
 
     def _gradients(self) -> tuple[list[Tensor | None], list[bool], list[bool]]:
         """Local gradients of all parameters, whether there is one, and whether to work on it."""
@@ -262,23 +198,23 @@ class ShardedOptimizer(BatchBuilder):
         self,
         batches: Sequence[ParamBatch],
         own: Sequence[Tensor],
-        finite: Sequence[Callable[[Tensor], Tensor]],
         amp: AmpState,
-    ) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        finite: Sequence[Callable[[Tensor], Tensor]] | None = None,
+    ) -> tuple[list[Tensor], Tensor]:
         """Adds up a step's first sums, and decides whether the step is taken.
 
         Args:
-            batches: The batches.
+            batches: The batches; ``taken`` of each is set.
             own: Their local sums, each with shape ``(k, tensors)``.
-            finite: For each a function that says of sums which are finite, with shape
-                ``(tensors)``.
-            amp: What a gradient scaler has left.
+            amp: Loss scale and verdict of a gradient scaler.
+            finite: For each a function from its sums to whether each parameter's are finite, with
+                shape ``(tensors)``; None: the first row decides.
 
         Returns:
-            The sums over all shards, whether each parameter takes the step, with shape
-            ``(tensors)``, and whether any does, with shape ``()``.
+            The sums over all shards, and whether any parameter takes the step, with shape ``()``.
         """
-        bad = self._bad(own, finite, amp)
+        finite = finite or [_finite_norms] * len(batches)
+        bad = _bad(own, finite, amp)
         total = self._over_shards()
         if total is None:
             totals, actives = list(own), [b.active for b in batches]
@@ -288,22 +224,11 @@ class ShardedOptimizer(BatchBuilder):
             totals, bad = total([b.index for b in batches], rows, bad)
             actives = [sums[-1] > 0 for sums in totals]
             totals = [sums[:-1] for sums in totals]
-            bad = bad | self._bad(totals, finite, AmpState()).to(bad.device)
+            bad = bad | _bad(totals, finite, AmpState()).to(bad.device)
         ok = ~bad
-        taken = [active & ok.to(active.device) for active in actives]
-        return totals, taken, ok
-
-    @staticmethod
-    def _bad(
-        sums: Sequence[Tensor], finite: Sequence[Callable[[Tensor], Tensor]], amp: AmpState
-    ) -> Tensor:
-        flags = [(~look(own)).any() for look, own in zip(finite, sums, strict=True)]
-        if amp.found_inf is not None:
-            flags.append((amp.found_inf != 0).reshape(()))
-        if len(flags) == 1:
-            return flags[0]
-        device = next((f.device for f in flags if f.device.type != "cpu"), flags[0].device)
-        return torch.stack([flag.to(device) for flag in flags]).any()
+        for batch, active in zip(batches, actives, strict=True):
+            batch.taken = active & ok.to(active.device)
+        return totals, ok
 
     def _sums(self, batches: Sequence[ParamBatch], own: Sequence[Tensor]) -> list[Tensor]:
         """Sums over all shards of local sums, each with shape ``(k, tensors)``."""
@@ -319,7 +244,7 @@ class ShardedOptimizer(BatchBuilder):
         return self._packed_sum if self._packed_sum.collectives else None
 
     def diagnostics(self, top: int = 10, *, grad_scale: float = 1.0) -> list[dict[str, Any]]:
-        """What stands out, by group; see :mod:`steadygrad.optim.diagnostics`.
+        """Reports what stands out, by group; see :mod:`steadygrad.optim.diagnostics`.
 
         Call it after ``backward`` and before ``zero_grad``, on every process. It reads tensors, and
         so waits for the device; nothing of it is computed unless it is called.
@@ -337,36 +262,34 @@ class ShardedOptimizer(BatchBuilder):
         with torch.no_grad():
             self._find_params()
             gathered = self._gradients()
-            reports, first = [], 0
-            for i, group in enumerate(self.param_groups):
-                count = sum(p.numel() > 0 for p in group["params"])
-                places = range(first, first + count)
-                first += count
+            reports = []
+            for i, (group, places) in enumerate(self._grouped()):
                 batches = self._build_group(group, places, gathered[0], is_report=True)
                 _refresh(batches, *gathered)
-                batches = _working(batches, gathered[2])
                 report = Report(i, group, self.state, top, grad_scale)
-                reports.append(self._diagnose(group, batches, report, grad_scale))
+                reports.append(self._diagnose(_working(batches, gathered[2]), report))
         return reports
 
-    def _diagnose(
-        self,
-        group: dict[str, Any],
-        batches: Sequence[ParamBatch],
-        report: Report,
-        grad_scale: float,
-    ) -> dict[str, Any]:
+    def _diagnose(self, batches: Sequence[ParamBatch], report: Report) -> dict[str, Any]:
+        """A report on the batches of one group, without a step."""
         raise NotImplementedError
 
 
-def is_capturing() -> bool:
-    """Whether a CUDA graph records what is done now."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def finite_norms(sums: Tensor) -> Tensor:
-    """Whether sums whose first row are squared norms can be used, with shape ``(tensors)``."""
+def _finite_norms(sums: Tensor) -> Tensor:
     return torch.isfinite(sums[0])
+
+
+def _bad(
+    sums: Sequence[Tensor], finite: Sequence[Callable[[Tensor], Tensor]], amp: AmpState
+) -> Tensor:
+    """Whether any sum of this process is not finite, or a scaler has seen such a gradient."""
+    flags = [(~look(own)).any() for look, own in zip(finite, sums, strict=True)]
+    if amp.found_inf is not None:
+        flags.append((amp.found_inf != 0).reshape(()))
+    if len(flags) == 1:
+        return flags[0]
+    device = next((f.device for f in flags if f.device.type != "cpu"), flags[0].device)
+    return torch.stack([flag.to(device) for flag in flags]).any()
 
 
 def _refresh(batches: Sequence[ParamBatch], *gathered: Any) -> bool:

@@ -77,7 +77,7 @@ class _FactorLR(LRScheduler):
 
 
 def _change(found: float | Tensor, left: float | Tensor) -> float | Tensor:
-    """By how much somebody else has multiplied a learning rate; 1 where one of them is zero."""
+    """Factor that somebody else has put on a learning rate; 1 where either is zero."""
     if isinstance(found, Tensor) or isinstance(left, Tensor):
         # A tensor is not read, it may be on a device.
         both = torch.as_tensor(found), torch.as_tensor(left)
@@ -238,10 +238,13 @@ class Eden(_FactorLR):
             batch: Batches so far, over all epochs. None: one more than before.
         """
         count = self.last_epoch + 1 if batch is None else check_number("batch", batch, low=0)
-        self.last_epoch = int(count)
-        # So that torch does not take the next step for one that precedes the optimizer's first.
-        self._step_count = self.last_epoch + 1
+        self._count(int(count))
         self._write(self.get_lr())
+
+    def _count(self, batches: int) -> None:
+        self.last_epoch = batches
+        # So that torch does not take the next step for one that precedes the optimizer's first.
+        self._step_count = batches + 1
 
     def step_epoch(self, epoch: float | None = None) -> None:
         """Sets the epoch and the learning rate that goes with it; counts no batch.
@@ -261,15 +264,13 @@ class Eden(_FactorLR):
         rates are set at once.
 
         Args:
-            state_dict: What ``state_dict()`` returned, here or in icefall.
+            state_dict: The dictionary that ``state_dict()`` returned, here or in icefall.
         """
         if "batch" not in state_dict or "last_epoch" in state_dict:
             super().load_state_dict(state_dict)
             return
         # Icefall counts before the optimizer's step, and saves after it: that batch is done.
-        self.last_epoch = state_dict["batch"] + 1
-        # So that torch does not take the next step for one that precedes the optimizer's first.
-        self._step_count = self.last_epoch + 1
+        self._count(state_dict["batch"] + 1)
         self.epoch = state_dict["epoch"]
         groups = self.optimizer.param_groups
         self.base_lrs = [

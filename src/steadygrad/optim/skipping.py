@@ -1,10 +1,13 @@
-"""A warning about steps that are skipped one after the other."""
+"""Counts of skipped steps, and a warning about many of them one after the other."""
 
 import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from steadygrad.optim.checks import is_capturing
 
 __all__ = ["SkipMonitor"]
 
@@ -17,33 +20,42 @@ class SkipMonitor:
 
     Args:
         name: Name of the optimizer, for the warning.
-
-    Attributes:
-        in_a_row: Steps on the CPU that were skipped one after the other.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.in_a_row = self._steps = 0
+        self._in_a_row = self._steps = 0
         self._copied: tuple[Tensor, Any] | None = None
         self._last = 0.0
 
-    def note(self, ok: Tensor, skipped: Tensor, limit: int) -> None:
-        """Notes a step that was skipped, or any on an accelerator; warns at the limit.
+    def count(self, ok: Tensor, states: Iterable[Mapping[str, Any]], limit: int | None) -> None:
+        """Counts a step if it was skipped, and warns at the limit.
 
         Args:
-            ok: Whether the step was taken, with shape ``()``; not, on the CPU.
-            skipped: Steps skipped so far, with shape ``()``.
-            limit: Skipped steps in a row to warn after.
+            ok: Whether the step was taken, with shape ``()``.
+            states: The optimizer's states, with the counts of skipped steps.
+            limit: Skipped steps in a row to warn after; None: never.
         """
-        if ok.device.type == "cpu":
-            self.in_a_row += 1
-            if self.in_a_row == limit:
+        # A wrapped gradient leaves a wrapped outcome, which the host cannot read.
+        readable = type(ok) is Tensor and not torch.compiler.is_compiling()
+        on_host = readable and ok.device.type == "cpu"
+        if on_host and bool(ok.numpy()):
+            self._in_a_row = 0
+            return
+        # Without a look-up by parameter: on accelerators this is done in every step.
+        counts = {id(state["skipped"]): state["skipped"] for state in states}
+        for count in counts.values():
+            count.add_((~ok).to(count.device))
+        if not readable or limit is None or is_capturing():
+            return
+        if on_host:
+            self._in_a_row += 1
+            if self._in_a_row == limit:
                 self._warn(limit)
         else:
             self._steps += 1
             if self._steps % limit == 0:
-                self._look(skipped, limit)
+                self._look(next(iter(counts.values())), limit)
 
     def _look(self, skipped: Tensor, limit: int) -> None:
         """Compares the count of an interval ago with the one before it, and copies this one."""

@@ -7,15 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from steadygrad._checks import InputError
-from steadygrad.optim.checks import dense_gradient
-from steadygrad.sharding import aligned, is_sharded, local
+from steadygrad.sharding import is_sharded, local
 
 __all__ = [
     "Batch",
     "BatchState",
     "check_result",
     "common_stack",
-    "gradient_part",
     "kind_of",
     "laid_out_as",
 ]
@@ -69,7 +67,7 @@ class BatchState(Mapping[str, Tensor]):
             )
 
     def pop_assigned(self, batches: "Sequence[Batch]") -> list[tuple[str, Tensor]]:
-        """What was assigned, which is then forgotten; copies of what lies in any batch's stacks."""
+        """Takes out the assigned tensors, as copies where they lie in any batch's stacks."""
         found, self._assigned = list(self._assigned.items()), {}
         stacks = [stack for batch in batches for stack in batch.state.stacks.values()]
         homes = {stack.untyped_storage()._cdata for stack in stacks}
@@ -92,7 +90,7 @@ class Batch:
         state: Their state, stacked likewise.
         names: Their names; ``params.3`` for the group's fourth parameter where it has none.
         params: The parameters themselves.
-        parts: What of them this process holds: their local parts where they are DTensors.
+        parts: The same, or this process's parts of DTensors.
         has_grad: Which of them have a gradient, on the host.
     """
 
@@ -106,11 +104,6 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.params)
-
-
-def gradient_part(parameter: Tensor, name: str) -> Tensor:
-    """This process's part of a gradient; a zero that takes no memory for None."""
-    return local(aligned(dense_gradient(parameter, name), parameter))
 
 
 def common_stack(rows: Sequence[Tensor]) -> Tensor | None:
@@ -147,12 +140,12 @@ def laid_out_as(parameter: Tensor, row: Tensor) -> Tensor:
 
 
 def kind_of(tensor: Tensor) -> tuple[Any, ...]:
-    """What tensors that are stacked must have in common."""
+    """Shape, type and device, which tensors that are stacked must have in common."""
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
 def check_result(batch: Batch) -> None:
-    """Raises InputError unless what the block has left can be written back."""
+    """Raises InputError unless the parameters can be written back as the block has left them."""
     expected = (len(batch), *batch.parts[0].shape)
     if not isinstance(batch.param, Tensor) or tuple(batch.param.shape) != expected:
         found = getattr(batch.param, "shape", type(batch.param).__name__)

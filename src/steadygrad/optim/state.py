@@ -4,6 +4,7 @@ Checkpoints are then the same before the first step as after it, on every proces
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,183 +12,188 @@ from torch import Tensor
 
 from steadygrad._checks import InputError
 from steadygrad.formulas.tensors import exact, wide
-from steadygrad.optim.checks import (
-    FOREIGN,
-    LARGEST,
-    check_options,
-    check_parameter,
-    check_state_tensor,
-)
-from steadygrad.optim.loading import TypeKeepingOptimizer, paired_states
-from steadygrad.optim.masters import MASTER, ensure_master, wants_master
+from steadygrad.optim.checks import FOREIGN, LARGEST, check_options, check_state_tensor
+from steadygrad.optim.loading import TypeKeepingOptimizer
+from steadygrad.optim.masters import MASTER, ensure_master
 from steadygrad.sharding import shared_out
 
-__all__ = ["StatefulOptimizer", "adam_state"]
+__all__ = ["ADAM_FIELDS", "SKIPPED", "STEP", "StateField", "StatefulOptimizer"]
+
+
+@dataclass(frozen=True)
+class StateField:
+    """How a state is kept: one number, unless it is said to be larger.
+
+    Attributes:
+        elementwise: Whether it has an element for each of the parameter's.
+        length: The option that is its length, if it has one.
+        dtype: Its type; None: that of the averages.
+        low: Least value that can be loaded.
+        high: Largest value that can be loaded.
+        initial: Value before the first step.
+        shared: Whether it exists once a group and device, and is seen from every parameter of it.
+        needs_size: Whether parameters of one element do without.
+    """
+
+    elementwise: bool = False
+    length: str = ""
+    dtype: torch.dtype | None = None
+    low: float = -LARGEST
+    high: float = LARGEST
+    initial: float = 0.0
+    shared: bool = False
+    needs_size: bool = False
+
+    def shape(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[int, ...]:
+        """Its shape, for a parameter in a group with some options."""
+        if self.elementwise:
+            return tuple(parameter.shape)
+        return (group[self.length],) if self.length else ()
+
+
+STEP = StateField(dtype=torch.float32, low=0.0)
+SKIPPED = StateField(dtype=torch.float32, low=0.0, shared=True)
+# The averages of the gradient and of its square, beside both counts.
+ADAM_FIELDS = {
+    "step": STEP,
+    "exp_avg": StateField(elementwise=True),
+    "exp_avg_sq": StateField(elementwise=True, low=0.0),
+    "skipped": SKIPPED,
+}
 
 
 class StatefulOptimizer(TypeKeepingOptimizer):
     """An optimizer with eager state for each parameter, and masters for 16-bit ones.
 
-    A subclass says what a new state is.
+    A subclass lists its states, those with the parameter's shape in the order of its passes.
     """
 
-    # All other states are small and not sharded.
-    _elementwise = frozenset({"exp_avg", "exp_avg_sq", "delta", MASTER})
-    # Types of small states; the others have that of the averages.
-    _types: Mapping[str, torch.dtype] = {"step": torch.float32, "skipped": torch.float32}
-    # Least and largest values of states; the others may be any finite number.
-    _ranges: Mapping[str, tuple[float, float]] = dict.fromkeys(
-        ("step", "skipped", "exp_avg_sq"), (0.0, LARGEST)
-    )
-    # States that exist once a group and device, and are seen from every parameter of it.
-    _shared: tuple[str, ...] = ("skipped",)
+    _fields: Mapping[str, StateField]
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Checks a group's options; a subclass adds its own."""
         check_options(group, self.defaults)
 
-    def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """A parameter's state before its first step, other than masters and shared tensors."""
-        raise NotImplementedError
-
-    def _new_shared(self, device: torch.device, group: Mapping[str, Any]) -> dict[str, Any]:
-        """A group's shared state before the first step."""
-        return {"skipped": torch.zeros((), dtype=torch.float32, device=device)}
-
     def _state_dtype(self, parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
-        """Type of a parameter's state: float32, or float64 for float64 parameters."""
+        """Type of a parameter's averages: float32, or float64 for float64 parameters."""
         return wide(parameter.dtype)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group and its state.
+    def _field(self, name: str) -> StateField:
+        return self._fields.get(name) or StateField(elementwise=name == MASTER)
 
-        Args:
-            param_group: ``params``, and options that differ from the defaults.
+    def _dtype_of(self, name: str, parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
+        dtype = self._field(name).dtype or self._state_dtype(parameter, group)
+        return exact(parameter.device) if dtype is torch.float64 else dtype
 
-        Raises:
-            InputError: If an option is wrong or a parameter is not of a real floating type.
-        """
-        if "named_params" in param_group and "params" not in param_group:
-            # As icefall's get_parameter_groups_with_lrs makes them.
-            param_group = {**param_group, "params": param_group["named_params"]}
-            del param_group["named_params"]
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            self._check_group(group)
-            for parameter in group["params"]:
-                check_parameter(parameter)
-        except InputError:
-            self.param_groups.pop()
-            raise
+    def _new_state(
+        self, parameter: Tensor, group: Mapping[str, Any], *, shared: bool
+    ) -> dict[str, Tensor]:
+        """A parameter's own state before its first step, masters aside, or its group's."""
+        found = {}
+        for name, field in self._fields.items():
+            if field.shared is shared and not (field.needs_size and parameter.numel() == 1):
+                dtype = self._dtype_of(name, parameter, group)
+                if field.elementwise:
+                    found[name] = torch.zeros_like(parameter, dtype=dtype)
+                else:
+                    shape = field.shape(parameter, group)
+                    value, device = field.initial, parameter.device
+                    found[name] = torch.full(shape, value, dtype=dtype, device=device)
+        return found
+
+    def _make_state(self, group: Mapping[str, Any]) -> None:
         self._fill_state()
 
     @torch.no_grad()
     def _fill_state(self) -> None:
-        """State of parameters that have none, as at construction or where a wrapper put others."""
+        """State of parameters that have none, as at construction or where a wrapper put others.
+
+        And masters where the model was cast since.
+        """
+        is_new = False
         for group in self.param_groups:
-            missing = [p for p in group["params"] if not self.state.get(p)]
-            if not missing:
-                continue
-            shared = self._shared_of(group)
-            for p in missing:
-                exact(p.device)  # Found out now, because a compiler would trace the attempt.
-                self.state[p].update(self._new_state(p, group))
-                if wants_master(p, group):
-                    self.state[p][MASTER] = p.detach().to(torch.float32)
-                if p.device not in shared:
-                    shared[p.device] = self._new_shared(p.device, group)
-                self.state[p].update(shared[p.device])
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    is_new = True
+                    exact(p.device)  # Found out now, because a compiler would trace the attempt.
+                    state.update(self._new_state(p, group, shared=False))
+                ensure_master(p, state, group)
+        if is_new:
+            self._tie_shared()
         known = {p for group in self.param_groups for p in group["params"]}
         if len(self.state) > len(known):
             for p in [p for p in self.state if p not in known]:
                 del self.state[p]
 
-    @torch.no_grad()
-    def _ensure_masters(self) -> None:
+    def _tie_shared(self) -> None:
+        """Lets every parameter of a group and device see the same shared tensors."""
+        names = [name for name, field in self._fields.items() if field.shared]
         for group in self.param_groups:
+            found: dict[torch.device, dict[str, Any]] = {}
             for p in group["params"]:
-                ensure_master(p, self.state[p], group)
+                state = self.state[p]
+                if p.device not in found and all(name in state for name in names):
+                    found[p.device] = {name: state[name] for name in names}
+            for p in group["params"]:
+                if p.device not in found:
+                    found[p.device] = self._new_state(p, group, shared=True)
+                self.state[p].update(found[p.device])
 
-    def _shared_of(self, group: Mapping[str, Any]) -> dict[torch.device, dict[str, Any]]:
-        """A group's shared state by device, from the first parameter that has it."""
-        found: dict[torch.device, dict[str, Any]] = {}
-        for p in group["params"]:
-            state = self.state.get(p, {})
-            if p.device not in found and all(name in state for name in self._shared):
-                found[p.device] = {name: state[name] for name in self._shared}
-        return found
+    def _check_lengths(self) -> None:
+        """Refuses options that were lengths of states and were changed since."""
+        lengths = [(name, f.length) for name, f in self._fields.items() if f.length]
+        for group in self.param_groups if lengths else ():
+            for name, option in lengths:
+                states = (self.state[p] for p in group["params"])
+                state = next((state for state in states if name in state), None)
+                if state is not None and len(state[name]) != group[option]:
+                    raise InputError(
+                        f"Option `{option}` should be what it was at construction. Found "
+                        f"{group[option]} with a state for {len(state[name])}. Remedy: a new "
+                        "optimizer."
+                    )
 
     def state_dict(self) -> dict[str, Any]:
         """The state and the groups' options, as torch's."""
         # A wrapper may have put other parameters into the groups since, or cast the model.
         self._fill_state()
-        self._ensure_masters()
         return super().state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state, every tensor in the type it is kept in.
-
-        Args:
-            state_dict: What ``state_dict()`` returned, on any device.
-
-        Raises:
-            ValueError: If it is of other groups or another optimizer; nothing is changed then.
-        """
-        super().load_state_dict(state_dict)
+    def _finish_load(self) -> None:
         self._fill_state()
-        self._ensure_masters()
         self._tie_shared()
 
     def _place(
         self, parameter: Tensor, group: Mapping[str, Any], name: str, value: Tensor
     ) -> Tensor:
         # To the type it is kept in, should it have been saved in another.
-        dtype = self._types.get(name) or self._state_dtype(parameter, group)
-        if dtype is torch.float64:
-            dtype = exact(parameter.device)
-        if name not in self._elementwise:
-            return value.detach().to(parameter.device, dtype, copy=True)
-        return shared_out(value.detach().to(parameter.device, dtype, copy=True), parameter)
+        dtype = self._dtype_of(name, parameter, group)
+        value = value.detach().to(parameter.device, dtype, copy=True)
+        return shared_out(value, parameter) if self._field(name).elementwise else value
 
     def _check_loaded(self, given: Mapping[str, Any]) -> None:
-        super()._check_loaded(given)
         self._fill_state()
-        for own, saved in zip(self.param_groups, given["param_groups"], strict=False):
-            if foreign := FOREIGN & {*saved} - {*self.defaults}:
-                raise self._not_its_own("groups", self.defaults, foreign)
-            self._check_group({**self.defaults, **saved})
-            for parameter, state in paired_states([own], {**given, "param_groups": [saved]}):
-                expected = set(self.state[parameter]) - {MASTER}
-                if not expected <= set(state):
-                    raise self._not_its_own("a state", expected, state)
-                for name in expected | ({MASTER} & set(state)):
-                    shape = self._shape_of(name, parameter, {**self.defaults, **saved})
-                    bounds = self._ranges.get(name)
-                    check_state_tensor(name, state[name], shape, bounds, parameter)
+        super()._check_loaded(given)
 
-    def _shape_of(self, name: str, parameter: Tensor, group: Mapping[str, Any]) -> tuple[int, ...]:
-        """Shape of a state of a parameter in a group with some options."""
-        return tuple(parameter.shape) if name in self._elementwise else ()
+    def _check_loaded_group(self, saved: Mapping[str, Any]) -> None:
+        if foreign := FOREIGN & {*saved} - {*self.defaults}:
+            raise self._not_its_own("groups", self.defaults, foreign)
+        self._check_group({**self.defaults, **saved})
+
+    def _check_loaded_state(
+        self, parameter: Tensor, saved: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> None:
+        expected = set(self.state[parameter]) - {MASTER}
+        if not expected <= set(state):
+            raise self._not_its_own("a state", expected, state)
+        for name in expected | ({MASTER} & set(state)):
+            field = self._field(name)
+            shape = field.shape(parameter, {**self.defaults, **saved})
+            check_state_tensor(name, state[name], shape, (field.low, field.high), parameter)
 
     def _not_its_own(self, what: str, expected: Iterable[str], found: Iterable[str]) -> InputError:
         return InputError(
             f"Expected {what} of {type(self).__name__} with {sorted(expected)}. Found "
             f"{sorted(found)}. Remedy: load what this optimizer's state_dict() returned."
         )
-
-    def _tie_shared(self) -> None:
-        """Lets every parameter of a group see the same shared tensors again."""
-        for group in self.param_groups:
-            shared = self._shared_of(group)
-            for p in group["params"]:
-                self.state[p].update(shared[p.device])
-
-
-def adam_state(parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A new step count and new averages of the gradient and of its square."""
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter, dtype=dtype),
-        "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
-    }

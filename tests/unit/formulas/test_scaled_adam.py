@@ -9,16 +9,14 @@ import torch
 
 from steadygrad.formulas.scaled_adam import (
     Rule,
-    Sizes,
     StepScales,
     finite,
     needs_products,
-    remembered,
-    size_step,
     step_scales,
     sums,
     update,
 )
+from steadygrad.formulas.sizes import Sizes, remembered, size_step
 from steadygrad.formulas.tensors import Bucket
 from tests.reference import scaled_adam as reference
 
@@ -150,8 +148,8 @@ def test_step_scales(rule, t):
     # The recipe of 2022 corrects scalars for ever.
     corrected = 1 / correction if rule.original or correction < 0.99 else 1.0
     assert scalar.second_moment.tolist() == pytest.approx([corrected] * 2, rel=1e-12)
-    sizes = Sizes(vector(0.5, 1e-9), vector(1, 1), torch.zeros(2, 4))
-    tensor = step_scales(steps_at(t, 2), (sizes, vector(0.3, 0)), one(0.5)[0], TRUE, rule)
+    known = vector(0.5, 1e-9), vector(0.3, 0)
+    tensor = step_scales(steps_at(t, 2), known, one(0.5)[0], TRUE, rule)
     corrected = 1 / correction if correction < 0.99 else 1.0
     assert tensor.second_moment.tolist() == pytest.approx([corrected] * 2, rel=1e-12)
     assert tensor.gradient.tolist() == pytest.approx([-0.05, -1e-6], rel=1e-12)

@@ -1,0 +1,113 @@
+"""The step that LAMB and LANS share: Adam's directions, each as long as its layer's weight."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad._checks import InputError, check_number
+from steadygrad.formulas.lans import trust_ratio
+from steadygrad.optim.batch import ParamBatch
+from steadygrad.optim.diagnostics import Report
+from steadygrad.optim.optimizer import AmpState, ShardedOptimizer
+from steadygrad.optim.state import ADAM_FIELDS
+
+__all__ = ["LayerwiseOptimizer"]
+
+
+class LayerwiseOptimizer(ShardedOptimizer):
+    """An optimizer with a trust ratio for each layer, and two sums over shards a step.
+
+    A subclass works out the factors of its pass over the moments.
+    """
+
+    _fields = ADAM_FIELDS
+    # Names in reports of the ratios to each direction's norm.
+    _ratios: tuple[str, ...] = ("trust_ratio",)
+    # Options of a group that the coefficients depend on besides the bounds.
+    _ratio_options: tuple[str, ...] = ()
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
+        check_number("eps", group["eps"], low=0, low_open=True)
+        check_number("weight_decay", group["weight_decay"], low=0)
+        low, high = _bounds(group)
+        for name in ("lower_bound", "upper_bound"):
+            if group[name] is not None:
+                check_number(name, group[name], low=0)
+        if low is not None and high is not None and low > high:
+            raise InputError(
+                "Parameter `lower_bound` should be at most `upper_bound`. "
+                f"Found {low} and {high}. Remedy: exchange them."
+            )
+
+    def _rule(self, group: Mapping[str, Any]) -> Any:
+        """The options that all passes need."""
+        return self._passes.Rule(*group["betas"], group["eps"], group["weight_decay"])
+
+    def _scales(
+        self,
+        batches: Sequence[ParamBatch],
+        norms: Sequence[Tensor],
+        rules: Sequence[Any],
+        amp: AmpState,
+    ) -> Sequence[Any]:
+        """Factors of the pass over the moments.
+
+        Args:
+            batches: The batches, with this step counted where it is taken.
+            norms: Sums of each over all shards, the first row of squared gradients.
+            rules: Options of each that all passes need.
+            amp: Loss scale and verdict of a gradient scaler.
+        """
+        raise NotImplementedError
+
+    def _update(self, batches: Sequence[ParamBatch], amp: AmpState) -> Tensor:
+        own = [b.passes.grad_sq_norms(b) for b in batches]
+        norms, ok = self._first_sums(batches, own, amp)
+        for batch in batches:
+            batch.store("step", batch.columns["step"] + batch.taken)
+        rules = [self._rule(batch.group) for batch in batches]
+        by = self._scales(batches, norms, rules, amp)
+        passes = list(zip(batches, by, rules, strict=True))
+        own = [b.passes.update_moments(b, x, rule) for b, x, rule in passes]
+        for (b, x, rule), sums in zip(passes, self._sums(batches, own), strict=True):
+            options = {name: b.group[name] for name in self._ratio_options}
+            bounds = _bounds(b.group)
+            found = self._passes.coefficients(sums, x, rule, lr=b.lr, bounds=bounds, **options)
+            b.passes.apply(b, found, rule)
+        return ok
+
+    def _diagnose(self, batches: Sequence[ParamBatch], report: Report) -> dict[str, Any]:
+        rule = self._rule(report.group)
+        own = [
+            torch.cat([b.passes.grad_sq_norms(b), report.own_sums(b, b.moments[1])])
+            for b in batches
+        ]
+        norms = self._sums(batches, own)
+        for batch, sums in zip(batches, norms, strict=True):
+            report.add_gradients(batch, sums)
+            batch.taken = batch.active & torch.isfinite(sums[0]).all()
+        by = self._scales(batches, norms, [rule] * len(batches), AmpState())
+        own = [self._report_sums(b, x, rule) for b, x in zip(batches, by, strict=True)]
+        for batch, sums in zip(batches, self._sums(batches, own), strict=True):
+            self._add_ratios(batch, sums, report)
+        return report.finish()
+
+    def _report_sums(self, batch: ParamBatch, by: Any, rule: Any) -> Tensor:
+        """This process's squared norms of weights and directions, with shape ``(k, tensors)``."""
+        sums: Tensor = self._passes.direction_sums(batch, by, rule)
+        return sums
+
+    def _add_ratios(self, batch: ParamBatch, sums: Tensor, report: Report) -> None:
+        weight, *directions = sums.sqrt().unbind()
+        low, high = _bounds(batch.group)
+        if low is not None or high is not None:
+            weight = weight.clamp(low, high)
+        for name, direction in zip(self._ratios, directions, strict=True):
+            report.add(name, batch, trust_ratio(weight, direction))
+
+
+def _bounds(group: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    return group["lower_bound"], group["upper_bound"]

@@ -1,0 +1,155 @@
+"""A step of ScaledAdam on one batch: sums, clipping, sizes and the update."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from steadygrad.formulas import clipping, scaled_adam, sizes
+from steadygrad.optim.batch import ParamBatch
+from steadygrad.optim.optimizer import AmpState
+from steadygrad.optim.state import StateField
+
+__all__ = ["CLIPPING", "SIZES", "ScaledAdamStep", "norm_and_step"]
+
+# Small states that parameters of more than one element have.
+SIZES = {
+    "param_rms": StateField(low=0.0, needs_size=True),
+    "scale_exp_avg_sq": StateField(low=0.0, needs_size=True),
+    "scale_grads": StateField(length="size_update_period", needs_size=True),
+}
+# Those of a group's clipping; the threshold is infinite before there is one.
+CLIPPING = {
+    "model_norms": StateField(
+        length="clipping_update_period", dtype=torch.float32, low=0.0, shared=True
+    ),
+    "model_norm_threshold": StateField(
+        dtype=torch.float64, low=0.0, high=torch.inf, initial=torch.inf, shared=True
+    ),
+    "num_clipped": StateField(dtype=torch.float32, low=0.0, shared=True),
+}
+
+
+class ScaledAdamStep:
+    """A step of one batch of parameters, all of one element or none.
+
+    Args:
+        batch: The parameters.
+        amp: Loss scale and verdict of a gradient scaler.
+
+    Attributes:
+        sums: Sums over all shards, with shape ``(3, tensors)``, once they are known.
+    """
+
+    sums: Tensor
+
+    def __init__(self, batch: ParamBatch, amp: AmpState) -> None:
+        self.batch, self.group, self.rule = batch, batch.group, _rule(batch)
+        self.key = id(batch.group), batch.device
+        self.is_scalar = "param_rms" not in batch.columns
+        self.step = batch.steps
+        self.unscale = amp.unscale(batch)
+        # Nobody looks at the weights of a frozen parameter, whose step stays zero.
+        needed = scaled_adam.needs_products(self.step, self.rule) & batch.working
+        self.needed = torch.zeros_like(needed) if self.is_scalar else needed
+
+    def local_sums(self) -> Tensor:
+        """This process's part of the sums."""
+        # Products of shards are of use only once they are added up: with the others, each step.
+        every_step = self.batch.sharded and not self.is_scalar
+        needed = self.batch.working if every_step else self.needed
+        sums: Tensor = self.batch.passes.sums(self.batch, needed)
+        return sums
+
+    def finite(self, sums: Tensor) -> Tensor:
+        """Whether sums can be used, with shape ``(tensors)``."""
+        return scaled_adam.finite(sums, self.needed, self.batch.state_dtype)
+
+    def norm_terms(self) -> Tensor:
+        """Squared norm of each parameter's scaled gradient, with shape ``(tensors)``."""
+        squares = self.sums[0] * self.unscale**2
+        if self.is_scalar:
+            # In 2022 the norm took no account of the smaller learning rate.
+            scale = 1.0 if self.rule.original else self.rule.scalar_lr_scale
+            return squares * scale**2
+        return squares * self.batch.columns["param_rms"].to(squares) ** 2
+
+    def clip(self, norm: Tensor, step: Tensor, ok: Tensor) -> Tensor:
+        """Remembers the group's norm on this device and returns the factor."""
+        state, device = self.batch.states[0], self.batch.device
+        known, factor = clipping.clip(
+            clipping.Clipping(*(state[name] for name in CLIPPING)),
+            norm.to(device),
+            step.to(device),
+            ok.to(device),
+            scale=self.group["clipping_scale"],
+            original=self.rule.original,
+        )
+        for name, value in zip(CLIPPING, vars(known).values(), strict=True):
+            state[name].copy_(value)
+        return factor
+
+    def apply(self, clip: Tensor) -> None:
+        """Moves states and weights.
+
+        Args:
+            clip: Clipping factor of the group, with shape ``()``.
+        """
+        batch, rule, unscale = self.batch, self.rule, self.unscale * clip
+        # In 2022 the clipped gradient reached the sizes only.
+        in_update = self.unscale if rule.original else unscale
+        known, factors = None, None
+        if not self.is_scalar:
+            known, move = self._size_step(unscale)
+            factors = known.rms, move
+        by = scaled_adam.step_scales(self.step, factors, in_update, batch.taken, rule)
+        products = batch.passes.update(batch, by, rule)
+        batch.store("step", self.step + batch.taken)
+        if known is not None:
+            now = self.sums[1]
+            if not batch.sharded:
+                now = torch.where(self.needed, now, products)
+            now = (now * unscale).to(batch.state_dtype)
+            ring = sizes.remembered(known.gradients, now, self.step, batch.taken)
+            for name, column in zip(SIZES, (known.rms, known.mean_square, ring), strict=True):
+                batch.store(name, column)
+
+    def _size_step(self, unscale: Tensor) -> tuple[sizes.Sizes, Tensor]:
+        batch = self.batch
+        known = sizes.Sizes(*(batch.columns[name] for name in SIZES))
+        gradient = (self.sums[1] * unscale).to(batch.state_dtype)
+        rms = (self.sums[2] / batch.numel).sqrt().to(batch.state_dtype)
+        return sizes.size_step(known, gradient, rms, self.step, batch.taken, self.rule)
+
+
+def norm_and_step(members: Sequence[ScaledAdamStep]) -> tuple[Tensor, Tensor]:
+    """Norm of a group's scaled gradients and the steps it has taken, both with shape ``()``."""
+    device = members[0].batch.device
+    terms = torch.cat([update.norm_terms().to(device) for update in members])
+    params = [p for update in members for p in update.batch.params]
+    if len(members) > 1:
+        # In the group's order: that of the batches may differ from process to process.
+        places = torch.cat([update.batch.index.to(device) for update in members])
+        terms = terms[places.argsort()]
+        on_host = [place for update in members for place in update.batch.places]
+        params = [params[i] for i in sorted(range(len(params)), key=on_host.__getitem__)]
+    # Asked for in float64 only, and slow to gather.
+    shapes = [(str(p.dtype), *p.shape) for p in params] if terms.dtype is torch.float64 else []
+    # A parameter that was frozen for a time is behind its group.
+    step = torch.stack([update.step.max().to(device) for update in members]).max()
+    return clipping.total_norm(terms, shapes), step
+
+
+def _rule(batch: ParamBatch) -> scaled_adam.Rule:
+    group = batch.group
+    return scaled_adam.Rule(
+        lr=batch.lr,
+        betas=group["betas"],
+        eps=group["eps"],
+        scalar_lr_scale=group["scalar_lr_scale"],
+        min_rms=group["param_min_rms"],
+        max_rms=group["param_max_rms"],
+        scalar_max=group["scalar_max"],
+        period=group["size_update_period"],
+        original=group["recipe"] == "stateless7",
+    )
