@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from steadygrad.optim import optimizer as module
+from steadygrad.optim import checks, skipping
 from tests.contracts.problems import assert_same, give_gradients, parameters, run, snapshot
 from tests.contracts.table import OPTIMIZERS
 
@@ -13,7 +13,8 @@ every_optimizer = pytest.mark.parametrize("entry", OPTIMIZERS.values(), ids=OPTI
 @pytest.fixture
 def capturing(monkeypatch):
     now = [False]
-    monkeypatch.setattr(module, "is_capturing", lambda: now[0])
+    for module in (checks, skipping):
+        monkeypatch.setattr(module, "is_capturing", lambda: now[0])
     return now
 
 
