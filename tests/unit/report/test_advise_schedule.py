@@ -56,7 +56,7 @@ def test_the_key_figures_are_the_summarys(make_run: Any):
         "Learning rate": ("0.00141", "warmed up from 0.001 over the first 384 sequences"),
         "Sample overhead": (
             "13%",
-            "more sequences than batch 8; 95% interval −2% to 300% or more",
+            "in sequences, against batch 8; 95% interval −2% to 300% or more",
         ),
         "Steps": ("1,536", "instead of 3,072 at batch 8"),
         # 1,234.4 sequences of 64 tokens.
