@@ -1,0 +1,72 @@
+"""The study behind ``steadygrad compare``."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from steadygrad.record import Event, Key
+from steadygrad.record.schema.compare import Header, Plan, Settings
+from steadygrad.studies.compare.optimizers import entries_of
+from steadygrad.studies.compare.plan import make_plan
+from steadygrad.studies.compare.runner import Runner
+from steadygrad.studies.compare.summary import summarize
+from steadygrad.studies.compare.trials import make_trials
+from steadygrad.studies.journal import Journal
+from steadygrad.studies.study import Job, Study, Trial, Workplace
+from steadygrad.studies.trainer import Trainer
+from steadygrad.tasks import Task
+
+__all__ = ["Compare"]
+
+
+class Compare(Study):
+    """Whether another optimizer is worth it on a task, at which rate, and how sure that is."""
+
+    name = "compare"
+    header: Header
+
+    @classmethod
+    def make_plan(cls, settings: Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
+        """The longest runs that fit the budget."""
+        task = trainer.task
+        valid = len(task.valid) * (trainer.context.size if task.evaluate else 1)
+        return make_plan(
+            settings,
+            task,
+            tuple(entries_of(settings, task)),
+            speed=speed,
+            workers=workers,
+            trials_of=lambda plan: make_trials(plan, valid),
+        )
+
+    @classmethod
+    def largest_batch(cls, plan: Plan, task: Task) -> int:
+        """Samples of the largest batch."""
+        return plan.multiples[-1] * plan.batch_size
+
+    def trials(self) -> Sequence[Trial]:
+        """The searches, the verdicts, and the runs at the default rates."""
+        return make_trials(self.plan, self.header.task.valid_size)
+
+    def run(self, job: Job, place: Workplace) -> Event:
+        """Runs one trial."""
+        folder = str(self.header.time.get("folder", "."))
+        entries = entries_of(self.header.settings, place.trainer.task, folder)
+        fields = {name: value for name, value in job.items() if name != "event"}
+        event: Event = getattr(Runner(self.plan, entries, place), str(job["event"]))(**fields)
+        return event
+
+    def milestones(self) -> Mapping[str, Key]:
+        """The end of the search, and of the verdicts."""
+        keys = [trial.key for trial in self.trials()]
+        kinds = {"the learning rates": ("search", "point"), "the verdicts": ("verdict",)}
+        return {name: [key for key in keys if key[0] in kind][-1] for name, kind in kinds.items()}
+
+    def summarize(self, journal: Journal, status: str) -> dict[str, Any]:
+        """The verdicts and what they rest on."""
+        return summarize(self.header, journal, status)
+
+    def too_little(self, summary: Mapping[str, Any]) -> str | None:
+        """Without a verdict nothing is said."""
+        if summary["verdicts"]:
+            return None
+        return "The budget was over before two seeds of the verdicts were trained"
