@@ -69,15 +69,13 @@ def make_plan(
         work = sum(trial.cost for trial in trials)
         return msgspec.structs.replace(plan, work=work, span=makespan(trials, workers))
 
-    least = math.ceil(LEAST_STEPS * max(multiples) * 4 * size / unit)
     for seeds, full, steps in LEVELS:
-        fewest = max(least, math.ceil(steps * size / unit))
+        steps = max(steps, 4 * LEAST_STEPS * multiples[-1])
+        fewest = math.ceil(steps * size / unit)
         plan = _longest(lambda parts: priced(parts, seeds, full), fewest, span)  # noqa: B023
-        if plan is not None:
+        if plan.span <= span:
             return plan
-    seeds, full, steps = LEVELS[-1]
-    smallest = priced(max(least, math.ceil(steps * size / unit)), seeds, full)
-    seconds = math.ceil(smallest.span / (SHARE_OF_BUDGET * speed) + start_up)
+    seconds = math.ceil(plan.span / (SHARE_OF_BUDGET * speed) + start_up)
     raise InputError(
         f"The budget is too small for any answer: found {settings.budget:g}s, expected at least "
         f"{seconds}s for {len(optimizers)} optimizers at {speed:,.3g} samples a second. Remedy: "
@@ -99,12 +97,9 @@ def _multiples(text: str, task: Task) -> tuple[int, ...]:
     return found
 
 
-def _longest(priced: Callable[[int], Plan], fewest: int, span: float) -> Plan | None:
-    """The longest plan that fits, by doubling and then by bisection."""
-    found = priced(fewest)
-    if found.span > span:
-        return None
-    low, high = fewest, 2 * fewest
+def _longest(priced: Callable[[int], Plan], fewest: int, span: float) -> Plan:
+    """The longest plan that fits, by doubling and then by bisection; else the shortest."""
+    low, high = fewest, fewest
     while priced(high).span <= span:
         low, high = high, 2 * high
     # To about 3 %: a slightly busier machine then makes the same plan more often.

@@ -3,22 +3,24 @@
 import math
 import time
 from collections.abc import Mapping
-from statistics import median
+from statistics import fmean, median
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from steadygrad.record.schema.compare import Plan, Run, Speed
-from steadygrad.studies.compare.optimizers import Entry
+from steadygrad.studies.compare.optimizers import Entry, made
 from steadygrad.studies.compare.trials import MARKS, TURNS
 from steadygrad.studies.order import main_order
 from steadygrad.studies.study import Workplace
-from steadygrad.studies.trainer import Diverged, Rate
+from steadygrad.studies.trainer import Diverged, Rate, Trainer
+from steadygrad.tasks import guarded
 
-__all__ = ["Runner"]
+__all__ = ["Runner", "slowdown"]
 
-# Turns before those that count.
-WARM_UP = 4
+# Turns before those that count, and turns before the study.
+WARM_UP, FIRST_TURNS = 4, 12
 
 
 class Runner:
@@ -58,58 +60,75 @@ class Runner:
     def _curve(self, size: int, samples: int, repeat: int, what: str) -> list[tuple[int, float]]:
         """Trains, and evaluates at the end; for the verdicts also on the way."""
         trainer, count = self.trainer, MARKS if repeat else 1
-        marks = [samples * part // count for part in range(1, count + 1)]
-        order, at, found = main_order(len(trainer.task.train), trainer.seed, repeat), 0, []
+        order, at = main_order(len(trainer.task.train), trainer.seed, repeat), 0
+        found: list[tuple[int, float]] = []
         for seen in trainer.run(order, 0, samples, size, rate=Rate(total=samples)):
             self.place.advance(seen - at, what)
             at = seen
-            if at >= marks[len(found)]:
+            if at * count >= samples * (len(found) + 1):
                 loss = self.place.evaluate()
                 found.append((at, loss if math.isfinite(loss) else math.inf))
         return found
 
     def speed(self) -> Speed:
-        """Measures a step with each optimizer, in turns on the same gradients."""
-        trainer, size = self.trainer, self.plan.batch_size
-        model, indices = trainer.model, torch.arange(size)
-        # At a rate of zero the weights stay, so that all steps see the same gradients.
-        made = {name: entry.make(model, entry.lr) for name, entry in self.entries.items()}
-        for optimizer in made.values():
-            for group in optimizer.param_groups:
-                group["lr"] = 0.0
-        seconds: dict[str, list[float]] = {name: [] for name in ("", *made)}
-        for _ in range(WARM_UP + TURNS):
-            trainer.context.poll()
-            began = self._clock()
-            trainer.backward(indices)
-            seconds[""].append(self._clock() - began)
-            for name, optimizer in made.items():
-                began = self._clock()
-                optimizer.step()
-                seconds[name].append(self._clock() - began)
-            model.zero_grad()
-            self.place.advance(size, "time of a step")
-        common, *own = (median(some[WARM_UP:]) for some in seconds.values())
+        """Measures a step with each optimizer, and counts the bytes of its state."""
+        trainer, model = self.trainer, self.trainer.model
+        optimizers = {name: made(name, entry, model) for name, entry in self.entries.items()}
+        seconds = _seconds(trainer, optimizers, TURNS)
         numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
         trainer.restart()
-        return Speed(
-            state_bytes={name: _state_bytes(o) / numel for name, o in made.items()},
-            time={name: common + time for name, time in zip(made, own, strict=True)},
-        )
+        held = {name: _state_bytes(optimizer) / numel for name, optimizer in optimizers.items()}
+        return Speed(state_bytes=held, time=seconds)
 
-    def _clock(self) -> float:
-        device = self.trainer.context.device
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize()
-        return time.monotonic()
+
+def slowdown(trainer: Trainer, entries: Mapping[str, Entry]) -> float:
+    """Mean time of a training step over that with the task's own optimizer; at least 1.
+
+    All optimizers take steps here: one that is broken shows before the study begins. The result is
+    rounded to a quarter power of two, so that a slightly busier machine makes the same plan.
+    """
+    optimizers = {name: made(name, entry, trainer.model) for name, entry in entries.items()}
+    seconds = _seconds(trainer, {"": trainer.optimizer, **optimizers}, FIRST_TURNS)
+    trainer.restart()
+    found = fmean(seconds[name] for name in entries) / seconds[""]
+    # The same on every rank.
+    return float(2.0 ** (max(0, round(4 * math.log2(trainer.context.gather(found)[0]))) / 4))
+
+
+def _seconds(trainer: Trainer, optimizers: Mapping[str, Optimizer], turns: int) -> dict[str, float]:
+    """Seconds of a training step of the task's batch with each optimizer, measured in turns.
+
+    At a learning rate of zero the weights stay, so that all steps see the same gradients.
+    """
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+    backward: list[float] = []
+    steps: dict[str, list[float]] = {name: [] for name in optimizers}
+    for _ in range(turns):
+        trainer.context.poll()
+        began = _clock(trainer)
+        trainer.backward(torch.arange(trainer.task.batch_size))
+        backward.append(_clock(trainer) - began)
+        for name, optimizer in optimizers.items():
+            began = _clock(trainer)
+            with guarded(f"A step of the optimizer {name}"):
+                optimizer.step()
+            steps[name].append(_clock(trainer) - began)
+        trainer.model.zero_grad()
+    common = median(backward[WARM_UP:])
+    return {name: common + median(found[WARM_UP:]) for name, found in steps.items()}
+
+
+def _clock(trainer: Trainer) -> float:
+    device = trainer.context.device
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+    return time.monotonic()
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
     """Bytes of an optimizer's state; a tensor that parameters share counts once."""
-    tensors = {
-        id(value): value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    }
+    values: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = {id(value): value for value in values if isinstance(value, torch.Tensor)}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

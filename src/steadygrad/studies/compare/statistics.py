@@ -15,9 +15,8 @@ ALPHA = 0.05
 POWER = 0.8
 # More seeds than anybody trains.
 MOST_SEEDS = 10_000
-# From so many pairs on a bootstrap is worth its name.
+# With fewer pairs a bootstrap has too few different resamples.
 BOOTSTRAP_PAIRS = 10
-DRAWS = 4000
 # Beyond these the baseline's loss curve is no guide.
 LEAST_RATIO, MOST_RATIO = 0.25, 4.0
 
@@ -27,7 +26,7 @@ class Difference:
     """Mean paired difference of a loss from the baseline's; below zero is better.
 
     Attributes:
-        mean: The mean; infinite where a seed diverged.
+        mean: The mean; infinite where the optimizer diverged, NaN where it cannot be said.
         low: Lower end of its interval.
         high: Upper end.
         confidence: Confidence of the interval, 0.95 or more: Holm's for several comparisons.
@@ -52,12 +51,12 @@ def compare_pairs(differences: Sequence[Floats]) -> list[Difference]:
     r"""Judges the paired differences of several optimizers from one baseline.
 
     Student's t for each; Holm's rule for all: the :math:`i`-th smallest p-value of :math:`m` is
-    compared with :math:`\alpha / (m - i + 1)`, until one is larger. Each interval has the
-    confidence with which its comparison was decided, so that no interval contradicts a verdict. The
-    chance that any verdict is wrong is at most :math:`\alpha`.
+    compared with :math:`\alpha / (m - i + 1)`, until one is larger. The chance that any verdict is
+    wrong is then at most :math:`\alpha`. Each interval has the level at which its comparison was
+    decided, or the last one was: it leaves out zero where there is a verdict, and only there.
 
-    An optimizer that diverged on a seed is worse. Where only the baseline diverged there is no
-    telling.
+    An optimizer that diverged on more seeds than the baseline is worse, without a test. Where
+    either diverged otherwise, there is no telling.
 
     Args:
         differences: Losses less the baseline's by seed, for each optimizer with shape ``(n,)`` and
@@ -69,55 +68,48 @@ def compare_pairs(differences: Sequence[Floats]) -> list[Difference]:
         | https://www.jstor.org/stable/4615733
     """
     p_values = [_p_value(own) for own in differences]
-    found: list[Difference | None] = [None] * len(p_values)
-    open_still = True
-    # Those that diverged take part in the count and come first.
-    order = sorted(range(len(p_values)), key=p_values.__getitem__)
-    for place, index in enumerate(order):
-        alpha = ALPHA / (len(order) - place)
-        open_still = open_still and p_values[index] <= alpha
-        if not open_still:
-            # Nothing after the first one that is not decided is.
-            alpha = min(alpha, ALPHA / (len(order) - _first_open(p_values, order)))
-        found[index] = _judge(differences[index], p_values[index], alpha, decided=open_still)
-    return [difference for difference in found if difference is not None]
-
-
-def _first_open(p_values: Sequence[float], order: Sequence[int]) -> int:
-    for place, index in enumerate(order):
-        if p_values[index] > ALPHA / (len(order) - place):
-            return place
-    return len(order)
+    found: dict[int, Difference] = {}
+    level, decided = ALPHA, True
+    for index in sorted(range(len(p_values)), key=p_values.__getitem__):
+        # After the first comparison that is open, all are.
+        if decided:
+            level = ALPHA / (len(p_values) - len(found))
+            decided = p_values[index] <= level
+        found[index] = _judge(differences[index], p_values[index], level, decided)
+    return [found[index] for index in range(len(p_values))]
 
 
 def _p_value(differences: Floats) -> float:
-    if (differences == math.inf).any():
-        return 0.0
+    """Of Student's test; zero for an optimizer that diverged more often, one for no telling."""
     if not np.isfinite(differences).all():
-        return 1.0
-    spread, mean = differences.std(ddof=1), differences.mean()
-    if spread == 0:
-        return 1.0 if mean == 0 else 0.0
-    return float(stats.ttest_1samp(differences, 0.0).pvalue)
+        return float((differences == math.inf).sum() <= (differences == -math.inf).sum())
+    mean, error = differences.mean(), _error(differences)
+    if error == 0:
+        return float(mean == 0)
+    return 2 * float(stats.t.sf(abs(mean) / error, len(differences) - 1))
 
 
-def _judge(differences: Floats, p_value: float, alpha: float, *, decided: bool) -> Difference:
-    confidence = 1 - alpha
+def _error(differences: Floats) -> float:
+    return float(differences.std(ddof=1)) / math.sqrt(len(differences))
+
+
+def _judge(differences: Floats, p_value: float, level: float, decided: bool) -> Difference:
+    confidence = 1 - level
     if not np.isfinite(differences).all():
-        if (differences == math.inf).any():
+        if decided:
             return Difference(math.inf, math.inf, math.inf, confidence, p_value, "worse")
         return Difference(math.nan, -math.inf, math.inf, confidence, p_value, "cannot tell")
-    count, mean, spread = len(differences), differences.mean(), differences.std(ddof=1)
-    half = float(stats.t.ppf(1 - alpha / 2, count - 1) * spread / math.sqrt(count))
-    verdict = ("better" if mean < 0 else "worse") if decided else "cannot tell"
+    mean, error = float(differences.mean()), _error(differences)
+    half = float(stats.t.isf(level / 2, len(differences) - 1)) * error
+    needed = None if decided else seeds_needed(mean, float(differences.std(ddof=1)), level)
     return Difference(
-        mean=float(mean),
-        low=float(mean - half),
-        high=float(mean + half),
+        mean=mean,
+        low=mean - half,
+        high=mean + half,
         confidence=confidence,
         p_value=p_value,
-        verdict=verdict,
-        needed=None if decided else seeds_needed(float(mean), float(spread), alpha),
+        verdict=("better" if mean < 0 else "worse") if decided else "cannot tell",
+        needed=needed and max(needed, len(differences) + 1),
         bootstrap=_bootstrap(differences, confidence),
     )
 
@@ -142,15 +134,15 @@ def seeds_needed(mean: float, spread: float, alpha: float = ALPHA) -> int | None
     Returns:
         The number; None where it is beyond ten thousand, or the mean is zero.
     """
-    if mean == 0 or spread == 0:
-        return None if mean == 0 else 2
 
     def power(count: int) -> float:
-        shift = abs(mean) / spread * math.sqrt(count)
-        limit = stats.t.ppf(1 - alpha / 2, count - 1)
-        return float(stats.nct.sf(limit, count - 1, min(shift, 35.0)))
+        # Beyond 35 standard errors the distribution's tail underflows.
+        shift = min(abs(mean) / spread * math.sqrt(count), 35.0)
+        return float(stats.nct.sf(stats.t.isf(alpha / 2, count - 1), count - 1, shift))
 
-    low, high = 2, 4
+    if mean == 0 or spread == 0:
+        return None if mean == 0 else 2
+    low, high = 1, 2
     while power(high) < POWER:
         low, high = high, 2 * high
         if high > MOST_SEEDS:
@@ -158,14 +150,14 @@ def seeds_needed(mean: float, spread: float, alpha: float = ALPHA) -> int | None
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if power(middle) >= POWER else (middle, high)
-    return low if power(low) >= POWER else high
+    return high
 
 
 @dataclass(frozen=True)
 class SampleRatio:
     """Samples with which the baseline would be as good, over those that were trained.
 
-    Above 1 the optimizer saves samples. The interval's ends, and the value, lie between a quarter
+    Above 1 the optimizer saves samples. The value and the interval's ends lie between a quarter
     and four: beyond them the baseline's loss curve is no guide.
     """
 
@@ -178,8 +170,12 @@ def sample_ratio(differences: Floats, octave: Floats, confidence: float) -> Samp
     r"""Expresses a difference of losses in samples.
 
     The baseline's loss falls by :math:`s` with twice the samples, so that it would need
-    :math:`2^{-d / s}` times as many for a difference of :math:`d`. Loss curves flatten: where the
-    optimizer is better, the baseline would need at least as many.
+    :math:`2^\rho` times as many for a difference of :math:`d = -\rho s`. Loss curves flatten:
+    where the optimizer is better, the baseline would need at least as many.
+
+    The interval is Fieller's: every :math:`\rho` for which Student's test of
+    :math:`d + \rho s = 0` does not reject. It leaves out :math:`\rho = 0`, a ratio of one, exactly
+    where the interval of :math:`d` leaves out zero.
 
     Args:
         differences: Losses less the baseline's by seed, shape ``(n,)``.
@@ -187,25 +183,25 @@ def sample_ratio(differences: Floats, octave: Floats, confidence: float) -> Samp
         confidence: Confidence of the interval.
 
     Returns:
-        The ratio; None where the baseline's loss did not clearly fall.
+        The ratio; None where a seed diverged, or the baseline's loss did not clearly fall.
+
+    References:
+        | Some Problems in Interval Estimation (Fieller, 1954)
+        | https://doi.org/10.1111/j.2517-6161.1954.tb00159.x
     """
-    count = len(differences)
-    if count < 2 or not (np.isfinite(differences).all() and np.isfinite(octave).all()):
+    count, both = len(differences), np.stack([differences, octave])
+    if count < 2 or not np.isfinite(both).all():
         return None
-    both = np.stack([differences, octave])
-    falls = stats.ttest_1samp(octave, 0.0, alternative="greater") if octave.std() else None
-    if octave.mean() <= 0 or (falls is not None and falls.pvalue > ALPHA / 2):
+    (mean, fall), covariance = both.mean(1), np.cov(both) / count
+    # Of (mean + rho fall)^2 = t^2 variance(rho), a quadratic equation in rho.
+    products = np.outer((mean, fall), (mean, fall))
+    limit = float(stats.t.isf((1 - confidence) / 2, count - 1))
+    (c, b), (_, a) = products - limit**2 * covariance
+    if fall <= 0 or a <= 0:
         return None
-    generator, freedom = np.random.default_rng(0), count - 1
-    spread = np.linalg.cholesky(np.cov(both) / count + 1e-300 * np.eye(2))
-    scale = np.sqrt(freedom / generator.chisquare(freedom, DRAWS))
-    draws = both.mean(1)[:, None] + spread @ generator.normal(size=(2, DRAWS)) * scale
-    exponents = -draws[0] / np.maximum(draws[1], 1e-12 * octave.mean())
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(exponents, [tail, 1 - tail])
-    value = -both.mean(1)[0] / both.mean(1)[1]
-    return SampleRatio(*(_bounded(float(e)) for e in (value, low, high)))
+    root = math.sqrt(max(0.0, b * b - a * c))
+    return SampleRatio(*map(_bounded, (-mean / fall, (-b - root) / a, (-b + root) / a)))
 
 
 def _bounded(exponent: float) -> float:
-    return 2.0 ** min(max(exponent, math.log2(LEAST_RATIO)), math.log2(MOST_RATIO))
+    return float(2.0 ** min(max(exponent, math.log2(LEAST_RATIO)), math.log2(MOST_RATIO)))

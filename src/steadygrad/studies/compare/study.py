@@ -5,9 +5,9 @@ from typing import Any
 
 from steadygrad.record import Event, Key
 from steadygrad.record.schema.compare import Header, Plan, Settings
-from steadygrad.studies.compare.optimizers import entries_of
+from steadygrad.studies.compare.optimizers import Entry, entries_of
 from steadygrad.studies.compare.plan import make_plan
-from steadygrad.studies.compare.runner import Runner
+from steadygrad.studies.compare.runner import Runner, slowdown
 from steadygrad.studies.compare.summary import summarize
 from steadygrad.studies.compare.trials import make_trials
 from steadygrad.studies.journal import Journal
@@ -24,16 +24,24 @@ class Compare(Study):
     name = "compare"
     header: Header
 
+    def __init__(self, header: Header) -> None:
+        super().__init__(header)
+        # Made once: a user's file runs when its functions are loaded.
+        self._entries: Mapping[str, Entry] = {}
+
     @classmethod
     def make_plan(cls, settings: Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
-        """The longest runs that fit the budget."""
+        """The longest runs that fit the budget, once all optimizers have taken steps."""
         task = trainer.task
+        entries = trainer.context.together(lambda: entries_of(settings, task))
+        # A task's own evaluation is done whole on every rank.
         valid = len(task.valid) * (trainer.context.size if task.evaluate else 1)
         return make_plan(
             settings,
             task,
-            tuple(entries_of(settings, task)),
-            speed=speed,
+            tuple(entries),
+            # All have as many trials, so that the mean time of their steps counts.
+            speed=speed / slowdown(trainer, entries),
             workers=workers,
             trials_of=lambda plan: make_trials(plan, valid),
         )
@@ -49,17 +57,22 @@ class Compare(Study):
 
     def run(self, job: Job, place: Workplace) -> Event:
         """Runs one trial."""
-        folder = str(self.header.time.get("folder", "."))
-        entries = entries_of(self.header.settings, place.trainer.task, folder)
+        folder, task = str(self.header.time.get("folder", ".")), place.trainer.task
+        self._entries = self._entries or entries_of(self.header.settings, task, folder)
         fields = {name: value for name, value in job.items() if name != "event"}
-        event: Event = getattr(Runner(self.plan, entries, place), str(job["event"]))(**fields)
+        runner = Runner(self.plan, self._entries, place)
+        event: Event = getattr(runner, str(job["event"]))(**fields)
         return event
 
     def milestones(self) -> Mapping[str, Key]:
-        """The end of the search, and of the verdicts."""
+        """The ends of the search and of the verdicts, at the task's batch size and at all."""
         keys = [trial.key for trial in self.trials()]
-        kinds = {"the learning rates": ("search", "point"), "the verdicts": ("verdict",)}
-        return {name: [key for key in keys if key[0] in kind][-1] for name, kind in kinds.items()}
+        first = [key for key in keys if key[1:2] == (1,)]
+        found = {
+            "the learning rates": [key for key in first if key[0] in ("search", "point")][-1],
+            "the verdicts": [key for key in first if key[0] == "verdict"][-1],
+        }
+        return {**found, "larger batches": keys[-1]} if len(self.plan.multiples) > 1 else found
 
     def summarize(self, journal: Journal, status: str) -> dict[str, Any]:
         """The verdicts and what they rest on."""

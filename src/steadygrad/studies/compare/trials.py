@@ -7,26 +7,29 @@ at the end of its ladder, the ladders of all grow. Then come the verdicts, on se
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from steadygrad.record import Key
 from steadygrad.record.schema.compare import Plan, Run
+from steadygrad.studies.compare.optimizers import KNOWN
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.study import Job, Trial, evaluation_cost
 
-__all__ = ["MARKS", "Search", "center", "make_trials"]
+__all__ = ["DEFAULTS", "MARKS", "TURNS", "Search", "center", "make_trials"]
 
-# Octaves of the first ladder around an optimizer's default rate.
-LADDER = (-2, -1, 0, 1, 2)
-# Rates that a ladder may grow by, in short runs and in those twice as long.
-WIDENINGS = (4, 1)
+# Octaves of the first ladder around an optimizer's default rate, and around the best rate of
+# shorter runs.
+LADDER, NEAR = (-2, -1, 0, 1, 2), (-1, 0, 1)
+# Rates that a ladder may grow by, in short runs, in those twice as long, and in the longest.
+WIDENINGS = (4, 1, 1)
 # Seeds at the default learning rate.
 DEFAULTS = 2
 # Evaluations of a verdict's run.
 MARKS = 4
-# Measurements of the step's time: turns, and optimizer steps of the task's batch in each.
-TURNS = 24
+# Measurements of a step's time.
+TURNS = 28
+
+Ladders = Mapping[str, Sequence[int]]
 
 
 def center(multiple: int) -> int:
@@ -34,12 +37,12 @@ def center(multiple: int) -> int:
     return round(math.log2(multiple) / 2)
 
 
-@dataclass(frozen=True)
 class Search:
     """The search for the learning rates, as far as its trials are recorded.
 
     Decisions read only what earlier rounds of the search have asked for, so that they are the same
-    whatever else has been recorded meanwhile.
+    whatever else has been recorded meanwhile. They are kept: a search is made anew for a journal
+    that has grown.
 
     Args:
         plan: The plan.
@@ -47,40 +50,60 @@ class Search:
         multiple: Batch size over the task's.
     """
 
-    plan: Plan
-    journal: Journal
-    multiple: int
+    def __init__(self, plan: Plan, journal: Journal, multiple: int) -> None:
+        self.plan, self.journal, self.multiple = plan, journal, multiple
+        # Rung of the verdict on the longest horizon.
+        self.last = 2 if plan.full else 1
+        self._ladders: dict[tuple[int, int], Ladders] = {}
 
-    def loss(self, optimizer: str, rung: int, step: int, point: int = 0) -> float:
-        """Loss of the search's seed; infinite where it diverged or is not recorded."""
+    def loss(self, optimizer: str, rung: int, step: int, point: int | None = None) -> float | None:
+        """Loss of the search's seed; infinite where it diverged, None where it is not recorded.
+
+        The default point of the other knobs is the one that the rung is searched at.
+        """
+        if point is None:
+            point = self.point(optimizer) if rung == 2 else 0
         samples = self.plan.horizons[rung]
         run = self.journal.get(Run, optimizer, self.multiple, samples, point, step, 0)
-        return math.inf if run is None or math.isnan(run.loss) else run.loss
+        return run and (math.inf if math.isnan(run.loss) else run.loss)
 
-    def ladders(self, rung: int, rounds: int | None = None) -> Mapping[str, list[int]]:
-        """Steps that each optimizer has tried in a rung, after some rounds of widening."""
-        middle = center(self.multiple)
-        if rung == 0:
-            found = {name: [middle + step for step in LADDER] for name in self.plan.optimizers}
-        else:
-            bests = {name: self.best(name, rung - 1) for name in self.plan.optimizers}
-            # In the last rung the best rate can only have moved down, as runs are longer.
-            above = 1 if rung == 1 else 0
-            found = {name: [*range(best - 1, best + above + 1)] for name, best in bests.items()}
-        most = WIDENINGS[rung] if rung < len(WIDENINGS) else 0
-        for _ in range(most if rounds is None else rounds):
-            sides = {name: self._edge(name, rung, steps) for name, steps in found.items()}
-            if not any(sides.values()):
-                break
-            for name, steps in found.items():
-                lower = (sides[name] or self._nearer(name, rung, steps)) < 0
-                found[name] = [steps[0] - 1, *steps] if lower else [*steps, steps[-1] + 1]
-        return found
+    def ladders(self, rung: int, rounds: int | None = None) -> Ladders:
+        """Steps that each optimizer tries in a rung, after some rounds of widening."""
+        rounds = WIDENINGS[rung] if rounds is None else rounds
+        if (rung, rounds) not in self._ladders:
+            self._ladders[rung, rounds] = self._widened(rung, rounds)
+        return self._ladders[rung, rounds]
+
+    def _widened(self, rung: int, rounds: int) -> Ladders:
+        if not rounds:
+            first = {name: center(self.multiple) for name in self.plan.optimizers}
+            middles = {name: self.best(name, rung - 1) for name in first} if rung else first
+            offsets = NEAR if rung else LADDER
+            return {name: [best + offset for offset in offsets] for name, best in middles.items()}
+        found = self.ladders(rung, rounds - 1)
+        sides = {name: self._edge(name, rung, steps) for name, steps in found.items()}
+        if not any(sides.values()):
+            return found
+        return {
+            name: [steps[0] - 1, *steps]
+            if (sides[name] or self._nearer(name, rung, steps)) < 0
+            else [*steps, steps[-1] + 1]
+            for name, steps in found.items()
+        }
+
+    def tried(self, optimizer: str, rung: int) -> dict[int, float]:
+        """Losses by step, of those that are recorded."""
+        losses = {step: self.loss(optimizer, rung, step) for step in self.ladders(rung)[optimizer]}
+        return {step: loss for step, loss in losses.items() if loss is not None}
+
+    def is_done(self, optimizer: str, rung: int) -> bool:
+        """Whether everything up to a rung is recorded."""
+        rungs = range(rung + 1)
+        return all(len(self.tried(optimizer, r)) == len(self.ladders(r)[optimizer]) for r in rungs)
 
     def best(self, optimizer: str, rung: int) -> int:
         """The step with the lowest loss; the lower one of equals."""
-        steps = self.ladders(rung)[optimizer]
-        return min(steps, key=lambda step: (self.loss(optimizer, rung, step), step))
+        return self._best(optimizer, rung, self.ladders(rung)[optimizer])
 
     def is_interior(self, optimizer: str, rung: int) -> bool:
         """Whether the best step has worse neighbours on both sides."""
@@ -88,114 +111,99 @@ class Search:
 
     def point(self, optimizer: str) -> int:
         """The best point of the other knobs."""
-        step = self.best(optimizer, 1)
-        points = range(self.plan.points)
-        return min(points, key=lambda point: (self.loss(optimizer, 1, step, point), point))
+        step, points = self.best(optimizer, 1), range(self.plan.points)
+        return min(points, key=lambda point: (self._known(optimizer, 1, step, point), point))
 
     def tuned(self, optimizer: str, rung: int) -> tuple[int, int]:
         """Point of the other knobs, and step of the learning rate, of the verdict at a rung."""
-        return self.point(optimizer), self.best(optimizer, rung if self.plan.full else 1)
+        return self.point(optimizer), self.best(optimizer, min(rung, self.last))
+
+    def _known(self, optimizer: str, rung: int, step: int, point: int | None = None) -> float:
+        loss = self.loss(optimizer, rung, step, point)
+        return math.inf if loss is None else loss
+
+    def _best(self, optimizer: str, rung: int, steps: Sequence[int]) -> int:
+        return min(steps, key=lambda step: (self._known(optimizer, rung, step), step))
 
     def _edge(self, optimizer: str, rung: int, steps: Sequence[int]) -> int:
         """Side of the ladder on which the best step has no neighbour: -1, 1, or 0 for none."""
-        best = min(steps, key=lambda step: (self.loss(optimizer, rung, step), step))
+        best = self._best(optimizer, rung, steps)
         return -1 if best == steps[0] else int(best == steps[-1])
 
     def _nearer(self, optimizer: str, rung: int, steps: Sequence[int]) -> int:
         """Side of the ladder whose end has the lower loss."""
-        ends = (self.loss(optimizer, rung, step) for step in (steps[0], steps[-1]))
-        low, high = ends
+        low, high = (self._known(optimizer, rung, step) for step in (steps[0], steps[-1]))
         return -1 if low <= high else 1
 
 
 def make_trials(plan: Plan, valid_size: int) -> list[Trial]:
     """All trials, in the order in which they are recorded; one evaluates ``valid_size`` samples."""
-    maker, found = _Maker(plan, evaluation_cost(valid_size)), [_speed(plan)]
-    for multiple in plan.multiples:
-        found += maker.search(multiple)
-    for multiple in plan.multiples:
-        found += maker.verdicts(multiple)
-    return [*found, *maker.defaults()]
-
-
-def _speed(plan: Plan) -> Trial:
     cost = TURNS * plan.batch_size * (1 + len(plan.optimizers))
-    return Trial(("speed",), cost, lambda journal: {"event": "speed"}, "time of a step")
+    speed = Trial(("speed",), cost, lambda journal: {"event": "speed"}, "time of a step")
+    return [speed, *_trainings(plan, evaluation_cost(valid_size))]
 
 
-class _Maker:
-    def __init__(self, plan: Plan, evaluation: int) -> None:
-        self.plan, self.evaluation = plan, evaluation
-        # Keys of the last trials of the search with one batch size.
-        self.searched: dict[int, tuple[Key, ...]] = {}
+def _trainings(plan: Plan, evaluation: int) -> Iterator[Trial]:
+    def trials(rung: int, needs: tuple[Key, ...], what: str, *key: str | int) -> Iterator[Trial]:
+        cost = plan.horizons[rung] + (MARKS if key[0] == "verdict" else 1) * evaluation
+        for name in plan.optimizers:
+            called = f"{name}: {what} over {plan.horizons[rung]:,}"
+            yield Trial((*key, name), cost, partial(_job, plan, (*key, name)), called, needs)
 
-    def trial(self, key: Key, rung: int, needs: tuple[Key, ...], what: str, marks: int) -> Trial:
-        cost = self.plan.horizons[rung] + marks * self.evaluation
-        return Trial(key, cost, partial(_job, self.plan, key), what, needs)
-
-    def search(self, multiple: int) -> Iterator[Trial]:
-        """The search with one batch size: rung by rung, round by round."""
-        plan, needs = self.plan, (("speed",),)
-        lengths = [len(LADDER), 3, 2][: 2 + plan.full]
-        for rung, length in enumerate(lengths):
-            rounds = WIDENINGS[rung] if rung < len(WIDENINGS) else 0
-            for number in range(1 + rounds):
-                keys: list[Key] = []
-                for place in range(1 if number else length):
-                    for name in plan.optimizers:
-                        keys.append(("search", multiple, rung, number, place, name))
-                        what = f"{name}: learning rate over {plan.horizons[rung]:,}"
-                        yield self.trial(keys[-1], rung, needs, what, 1)
-                needs = tuple(keys)
+    def searches(multiple: int) -> Iterator[list[Trial]]:
+        """The search with one batch size: groups of trials, each of which needs the one before."""
+        needs: tuple[Key, ...] = (("speed",),)
+        for rung in range(2 + plan.full):
+            for number in range(1 + WIDENINGS[rung]):
+                places = range(1 if number else len(NEAR if rung else LADDER))
+                key = "search", multiple, rung, number
+                group = [t for p in places for t in trials(rung, needs, "learning rate", *key, p)]
+                needs = tuple(trial.key for trial in group)
+                yield group
             if rung == 1 and plan.points > 1:
-                keys = []
-                for point in range(1, plan.points):
-                    for name in plan.optimizers:
-                        keys.append(("point", multiple, point, name))
-                        yield self.trial(keys[-1], 1, needs, f"{name}: other knobs", 1)
-                needs = tuple(keys)
-        self.searched[multiple] = needs
+                points, key = range(1, plan.points), ("point", multiple)
+                group = [t for p in points for t in trials(1, needs, "other knobs", *key, p)]
+                needs = tuple(trial.key for trial in group)
+                yield group
 
-    def verdicts(self, multiple: int) -> Iterator[Trial]:
-        """The runs on seeds of their own, at both horizons; seed by seed, so that pairs are whole.
-
-        The longer horizon comes first: a study that is cut short has said the more important.
-        """
+    for multiple in plan.multiples:
+        needs: tuple[Key, ...] = ()
+        for group in searches(multiple):
+            needs = tuple(trial.key for trial in group)
+            yield from group
+        # The longer horizon first: a study that is cut short has said the more important. Seed by
+        # seed, so that pairs are whole.
         for rung in (2, 1):
-            for seed in range(1, self.plan.seeds + 1):
-                for name in self.plan.optimizers:
-                    key: Key = ("verdict", multiple, rung, seed, name)
-                    what = f"{name}: seed {seed} over {self.plan.horizons[rung]:,}"
-                    yield self.trial(key, rung, self.searched[multiple], what, MARKS)
-
-    def defaults(self) -> Iterator[Trial]:
-        """The runs at the default learning rates."""
-        for seed in range(1, DEFAULTS + 1):
-            for name in self.plan.optimizers:
-                key: Key = ("default", seed, name)
-                what = f"{name}: default rate, seed {seed}"
-                yield self.trial(key, 2, self.searched[1], what, MARKS)
+            for seed in range(1, plan.seeds + 1):
+                yield from trials(rung, needs, f"seed {seed}", "verdict", multiple, rung, seed)
+        if multiple == 1:
+            for seed in range(1, DEFAULTS + 1):
+                yield from trials(2, needs, f"default rate, seed {seed}", "default", 1, 2, seed)
 
 
 def _job(plan: Plan, key: Key, journal: Journal) -> Job | None:
     """What a trial runs; None where the search has nothing to ask."""
-    kind, name = key[0], str(key[-1])
-    multiple = 1 if kind == "default" else int(key[1])
-    search, rung, point, repeat = Search(plan, journal, multiple), 2, 0, 0
+    kind, multiple, name = key[0], int(key[1]), str(key[-1])
+    rung, point, repeat, numbers = 1, 0, 0, [int(part) for part in key[2:-1]]
+    search = Search(plan, journal, multiple)
     if kind == "search":
-        rung, number, place = (int(part) for part in key[2:5])
-        before = search.ladders(rung, number - 1)[name] if number else []
-        steps = [s for s in search.ladders(rung, number)[name] if s not in before]
+        rung, number, place = numbers
+        before = search.ladders(rung, number - 1)[name] if number else ()
+        steps = [step for step in search.ladders(rung, number)[name] if step not in before]
         if place >= len(steps):
             return None
-        step = steps[place]
+        step, point = steps[place], search.point(name) if rung == 2 else 0
     elif kind == "point":
-        rung, point, step = 1, int(key[2]), search.best(name, 1)
+        point, step = numbers[0], search.best(name, 1)
+        # Without knobs it would be the same training.
+        if name not in KNOWN:
+            return None
     elif kind == "verdict":
-        rung, repeat = int(key[2]), int(key[3])
+        rung, repeat = numbers
         point, step = search.tuned(name, rung)
     else:
-        repeat, step = int(key[1]), 0
+        rung, repeat = numbers
+        step = 0
     return {
         "event": "training",
         "optimizer": name,
