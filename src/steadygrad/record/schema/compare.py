@@ -76,8 +76,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     batch_size: Positive
-    optimizers: tuple[str, ...]
-    multiples: tuple[Positive, ...]
+    optimizers: Annotated[tuple[str, ...], Meta(min_length=2)]
+    multiples: Annotated[tuple[Positive, ...], Meta(min_length=1)]
     horizons: tuple[Positive, Positive, Positive]
     points: Positive
     full: bool
@@ -138,6 +138,8 @@ EVENTS = Speed | Run | End
 def check(header: Header, event: Any) -> tuple[str, str] | None:
     """Says what is wrong where an event is of an optimizer that the plan does not have."""
     known = header.plan.optimizers
+    if known[0] != BASELINE:
+        return f"the plan's first optimizer to be {BASELINE}", repr(known[0])
     if not isinstance(event, Run) or event.optimizer in known:
         return None
     return f"'optimizer' to be one of {', '.join(known)}", repr(event.optimizer)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from steadygrad.studies.statistics import Floats
 
@@ -17,8 +17,11 @@ POWER = 0.8
 MOST_SEEDS = 10_000
 # With fewer pairs a bootstrap has too few different resamples.
 BOOTSTRAP_PAIRS = 10
+DRAWS = 4000
 # Beyond these the baseline's loss curve is no guide.
 LEAST_RATIO, MOST_RATIO = 0.25, 4.0
+# Exponents of a loss curve: the usual one of power laws, and two that it lies between.
+USUAL, FLAT, STEEP = 1 / 3, 0.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -86,11 +89,16 @@ def _p_value(differences: Floats) -> float:
     mean, error = differences.mean(), _error(differences)
     if error == 0:
         return float(mean == 0)
-    return 2 * float(stats.t.sf(abs(mean) / error, len(differences) - 1))
+    return 2 * float(special.stdtr(len(differences) - 1, -abs(mean) / error))
 
 
 def _error(differences: Floats) -> float:
     return float(differences.std(ddof=1)) / math.sqrt(len(differences))
+
+
+def _limit(level: float, count: int) -> float:
+    """Standard errors beyond which Student's two-sided test of so many pairs rejects."""
+    return -float(special.stdtrit(count - 1, level / 2))
 
 
 def _judge(differences: Floats, p_value: float, level: float, decided: bool) -> Difference:
@@ -100,7 +108,7 @@ def _judge(differences: Floats, p_value: float, level: float, decided: bool) -> 
             return Difference(math.inf, math.inf, math.inf, confidence, p_value, "worse")
         return Difference(math.nan, -math.inf, math.inf, confidence, p_value, "cannot tell")
     mean, error = float(differences.mean()), _error(differences)
-    half = float(stats.t.isf(level / 2, len(differences) - 1)) * error
+    half = _limit(level, len(differences)) * error
     needed = None if decided else seeds_needed(mean, float(differences.std(ddof=1)), level)
     return Difference(
         mean=mean,
@@ -117,10 +125,10 @@ def _judge(differences: Floats, p_value: float, level: float, decided: bool) -> 
 def _bootstrap(differences: Floats, confidence: float) -> tuple[float, float] | None:
     if len(differences) < BOOTSTRAP_PAIRS or differences.std() == 0:
         return None
-    found = stats.bootstrap(
-        (differences,), np.mean, confidence_level=confidence, method="percentile", rng=0
-    ).confidence_interval
-    return float(found.low), float(found.high)
+    count, tail = len(differences), (1 - confidence) / 2
+    means = np.random.default_rng(0).choice(differences, (DRAWS, count)).mean(1)
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return float(low), float(high)
 
 
 def seeds_needed(mean: float, spread: float, alpha: float = ALPHA) -> int | None:
@@ -138,7 +146,7 @@ def seeds_needed(mean: float, spread: float, alpha: float = ALPHA) -> int | None
     def power(count: int) -> float:
         # Beyond 35 standard errors the distribution's tail underflows.
         shift = min(abs(mean) / spread * math.sqrt(count), 35.0)
-        return float(stats.nct.sf(stats.t.isf(alpha / 2, count - 1), count - 1, shift))
+        return 1 - float(special.nctdtr(count - 1, shift, _limit(alpha, count)))
 
     if mean == 0 or spread == 0:
         return None if mean == 0 else 2
@@ -169,11 +177,14 @@ class SampleRatio:
 def sample_ratio(differences: Floats, octave: Floats, confidence: float) -> SampleRatio | None:
     r"""Expresses a difference of losses in samples.
 
-    The baseline's loss falls by :math:`s` with twice the samples, so that it would need
-    :math:`2^\rho` times as many for a difference of :math:`d = -\rho s`. Loss curves flatten:
-    where the optimizer is better, the baseline would need at least as many.
+    The baseline's loss falls by :math:`s` with twice the samples. On a power law with exponent
+    :math:`\alpha` it changes by :math:`d = -\rho s` with so many times the samples:
 
-    The interval is Fieller's: every :math:`\rho` for which Student's test of
+    .. math:: r = (1 - \rho (2^\alpha - 1))^{-1 / \alpha} \to 2^\rho \quad (\alpha \to 0)
+
+    The value takes the exponent to be a third; the interval's ends let it be anything from 0 to 1.
+
+    The interval of :math:`\rho` is Fieller's: all for which Student's test of
     :math:`d + \rho s = 0` does not reject. It leaves out :math:`\rho = 0`, a ratio of one, exactly
     where the interval of :math:`d` leaves out zero.
 
@@ -195,13 +206,23 @@ def sample_ratio(differences: Floats, octave: Floats, confidence: float) -> Samp
     (mean, fall), covariance = both.mean(1), np.cov(both) / count
     # Of (mean + rho fall)^2 = t^2 variance(rho), a quadratic equation in rho.
     products = np.outer((mean, fall), (mean, fall))
-    limit = float(stats.t.isf((1 - confidence) / 2, count - 1))
-    (c, b), (_, a) = products - limit**2 * covariance
+    (c, b), (_, a) = products - _limit(1 - confidence, count) ** 2 * covariance
     if fall <= 0 or a <= 0:
         return None
     root = math.sqrt(max(0.0, b * b - a * c))
-    return SampleRatio(*map(_bounded, (-mean / fall, (-b - root) / a, (-b + root) / a)))
+    low, high = (-b - root) / a, (-b + root) / a
+    return SampleRatio(
+        value=_ratio(-mean / fall, USUAL),
+        low=_ratio(low, FLAT if low > 0 else STEEP),
+        high=_ratio(high, STEEP if high > 0 else FLAT),
+    )
 
 
-def _bounded(exponent: float) -> float:
-    return float(2.0 ** min(max(exponent, math.log2(LEAST_RATIO)), math.log2(MOST_RATIO)))
+def _ratio(octaves: float, exponent: float) -> float:
+    """Samples that change the loss by so many of its last octaves, between their bounds."""
+    if exponent == 0:
+        logarithm = octaves
+    else:
+        left = 1 - octaves * (2**exponent - 1)
+        logarithm = -math.log2(left) / exponent if left > 0 else math.inf
+    return float(2.0 ** min(max(logarithm, math.log2(LEAST_RATIO)), math.log2(MOST_RATIO)))

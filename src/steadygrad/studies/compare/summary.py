@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -10,16 +10,10 @@ import numpy as np
 
 from steadygrad.record.schema.compare import BASELINE, Header, Run, Speed
 from steadygrad.studies.compare.explain import explain
-from steadygrad.studies.compare.optimizers import KNOWN
-from steadygrad.studies.compare.statistics import (
-    Difference,
-    SampleRatio,
-    compare_pairs,
-    sample_ratio,
-)
-from steadygrad.studies.compare.trials import Search
+from steadygrad.studies.compare.optimizers import KNOWN, OWN
+from steadygrad.studies.compare.statistics import SampleRatio, compare_pairs, sample_ratio
+from steadygrad.studies.compare.trials import DEFAULTS, Search
 from steadygrad.studies.journal import Journal
-from steadygrad.studies.statistics import Floats
 
 __all__ = ["Evidence", "summarize"]
 
@@ -37,41 +31,38 @@ class Evidence:
 
     header: Header
     journal: Journal
+    searches: dict[int, Search] = field(default_factory=dict)
 
     def title(self, name: str) -> str:
         """The optimizer's name in sentences."""
-        known = KNOWN.get(name)
-        return known.title if known else "the task's own optimizer" if name == "task" else name
+        if name == OWN:
+            return f"{self.header.task.optimizer or 'The optimizer'} of the task"
+        return KNOWN[name].title if name in KNOWN else name
 
     def search(self, multiple: int) -> Search:
         """The search with one batch size."""
-        return Search(self.header.plan, self.journal, multiple)
+        if multiple not in self.searches:
+            self.searches[multiple] = Search(self.header.plan, self.journal, multiple)
+        return self.searches[multiple]
 
     def losses(self, name: str, multiple: int, rung: int) -> dict[int, float]:
         """Losses of an optimizer's verdict by seed; infinite where it diverged."""
-        plan, search = self.header.plan, self.search(multiple)
-        point, step = search.tuned(name, rung)
-        return self._by_seed(name, multiple, rung, point, step, plan.seeds)
+        point, step = self.search(multiple).tuned(name, rung)
+        return self.by_seed(name, multiple, rung, point, step, self.header.plan.seeds)
 
-    def _by_seed(
+    def by_seed(
         self, name: str, multiple: int, rung: int, point: int, step: int, seeds: int
     ) -> dict[int, float]:
-        found, samples = {}, self.header.plan.horizons[rung]
-        for seed in range(1, seeds + 1):
-            run = self.journal.get(Run, name, multiple, samples, point, step, seed)
-            if run is not None:
-                found[seed] = run.loss
-        return found
+        """Losses by seed, at one setting; of those that are recorded."""
+        samples = self.header.plan.horizons[rung]
+        keys = ((name, multiple, samples, point, step, seed) for seed in range(1, seeds + 1))
+        runs = (self.journal.get(Run, *key) for key in keys)
+        return {run.repeat: math.inf if math.isnan(run.loss) else run.loss for run in runs if run}
 
-    def at_default(self, name: str) -> float | None:
-        """Mean loss at the optimizer's default rate, over the longest horizon."""
-        losses = self._by_seed(name, 1, 2, 0, 0, self.header.plan.seeds)
-        return float(np.mean([*losses.values()])) if losses else None
-
-    def octave(self, multiple: int) -> dict[int, float]:
-        """By how much the baseline's loss falls with twice the samples, by seed."""
-        short, long = (self.losses(BASELINE, multiple, rung) for rung in (1, 2))
-        return {seed: short[seed] - long[seed] for seed in short.keys() & long.keys()}
+    def octave(self, name: str, multiple: int) -> dict[int, float]:
+        """By how much an optimizer's loss falls with twice the samples, by seed."""
+        short, long = (self.losses(name, multiple, rung) for rung in (1, 2))
+        return {seed: _less(short[seed], long[seed]) for seed in short.keys() & long.keys()}
 
 
 def summarize(header: Header, journal: Journal, status: str) -> dict[str, Any]:
@@ -82,59 +73,69 @@ def summarize(header: Header, journal: Journal, status: str) -> dict[str, Any]:
         journal: Its events.
         status: ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
     """
-    evidence = Evidence(header, journal)
-    rows = [row for multiple in header.plan.multiples for row in _verdicts(evidence, multiple)]
+    evidence, plan = Evidence(header, journal), header.plan
+    costs = _costs(journal)
+    rows = [row for multiple in plan.multiples for row in _verdicts(evidence, multiple, costs)]
     runs = journal.select(Run)
+    lost = {n: sum(math.isinf(r.loss) for r in runs if r.optimizer == n) for n in plan.optimizers}
     found = {
         "task": header.task.name,
         "sample": header.task.sample,
-        "optimizers": {name: evidence.title(name) for name in header.plan.optimizers},
+        "optimizers": {name: evidence.title(name) for name in plan.optimizers},
         "verdicts": rows,
         "flips": _flips(rows),
-        "tuned": [_tuned(evidence, m, n) for m in header.plan.multiples for n in _names(evidence)],
-        "critical": _critical_batches(evidence),
-        "costs": _costs(journal),
+        "tuned": [_tuned(evidence, m, n) for m in plan.multiples for n in plan.optimizers],
+        "critical": [*_critical_batches(evidence)] if len(plan.multiples) > 1 else [],
+        "costs": costs,
         "trained": len(runs),
-        "diverged": sum(math.isinf(run.loss) for run in runs),
+        "diverged": sum(lost.values()),
+        "diverged_by": lost,
     }
     return {**found, "words": explain(header, found, status)}
 
 
-def _names(evidence: Evidence) -> Sequence[str]:
-    return evidence.header.plan.optimizers
-
-
-def _verdicts(evidence: Evidence, multiple: int) -> Iterator[dict[str, Any]]:
+def _verdicts(
+    evidence: Evidence, multiple: int, costs: Mapping[str, Mapping[str, float]]
+) -> Iterator[dict[str, Any]]:
     """A row for each optimizer and horizon; those of fewer than two pairs are left out."""
+    octave = evidence.octave(BASELINE, multiple)
     for rung in (1, 2):
-        base, octave = evidence.losses(BASELINE, multiple, rung), evidence.octave(multiple)
-        pairs: dict[str, tuple[list[int], Floats]] = {}
-        for name in _names(evidence)[1:]:
+        base, pairs = evidence.losses(BASELINE, multiple, rung), {}
+        for name in evidence.header.plan.optimizers[1:]:
             own = evidence.losses(name, multiple, rung)
             seeds = sorted(own.keys() & base.keys())
             if len(seeds) > 1:
-                pairs[name] = seeds, np.array([_less(own[s], base[s]) for s in seeds])
-        judged = compare_pairs([differences for _, differences in pairs.values()])
-        for (name, (seeds, differences)), verdict in zip(pairs.items(), judged, strict=True):
-            both = [i for i, seed in enumerate(seeds) if seed in octave]
-            falls = np.array([octave[seeds[i]] for i in both])
-            ratio = sample_ratio(differences[both], falls, verdict.confidence)
-            own = evidence.losses(name, multiple, rung)
-            row = _row(verdict, ratio)
-            row["losses"] = {str(seed): own[seed] for seed in seeds}
-            row["baseline_losses"] = {str(seed): base[seed] for seed in seeds}
-            samples = evidence.header.plan.horizons[rung]
-            yield {"optimizer": name, "multiple": multiple, "samples": samples, **row}
+                pairs[name] = own, seeds, np.array([_less(own[s], base[s]) for s in seeds])
+        judged = compare_pairs([differences for *_, differences in pairs.values()])
+        for (name, (own, seeds, differences)), verdict in zip(pairs.items(), judged, strict=True):
+            # Of all pairs or of none: so that it never contradicts the verdict.
+            falls = np.array([octave.get(seed, math.nan) for seed in seeds])
+            ratio = sample_ratio(differences, falls, verdict.confidence)
+            yield {
+                "optimizer": name,
+                "multiple": multiple,
+                "samples": evidence.header.plan.horizons[rung],
+                **asdict(verdict),
+                "sample_ratio": ratio and asdict(ratio),
+                "time_ratio": _time_ratio(ratio, costs.get(name)),
+                "losses": {str(seed): own[seed] for seed in seeds},
+                "baseline_losses": {str(seed): base[seed] for seed in seeds},
+            }
 
 
 def _less(own: float, base: float) -> float:
-    if math.isinf(own) and math.isinf(base):
-        return math.nan
-    return own - base
+    return math.nan if math.isinf(own) and math.isinf(base) else own - base
 
 
-def _row(verdict: Difference, ratio: SampleRatio | None) -> dict[str, Any]:
-    return {**asdict(verdict), "sample_ratio": ratio and asdict(ratio)}
+def _time_ratio(
+    ratio: SampleRatio | None, cost: Mapping[str, float] | None
+) -> dict[str, float] | None:
+    """Time to a loss over that which the baseline would take; it has no interval of its own."""
+    if ratio is None or cost is None:
+        return None
+    values = ratio.value, ratio.high, ratio.low
+    names = "value", "low", "high"
+    return {n: cost["time_ratio"] / value for n, value in zip(names, values, strict=True)}
 
 
 def _flips(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -151,51 +152,45 @@ def _flips(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _tuned(evidence: Evidence, multiple: int, name: str) -> dict[str, Any]:
     """The search for one optimizer and batch size."""
-    search, plan = evidence.search(multiple), evidence.header.plan
-    point, step = search.tuned(name, 2)
-    rungs = range(2 + plan.full)
-    tried = {
-        str(rung): {str(s): search.loss(name, rung, s) for s in search.ladders(rung)[name]}
-        for rung in rungs
-    }
-    lr = next(
-        (
-            run.lr * 2.0 ** (step - run.step)
-            for run in evidence.journal.select(Run)
-            if run.optimizer == name
-        ),
-        math.nan,
-    )
+    search = evidence.search(multiple)
+    rungs, is_done = range(search.last + 1), search.is_done(name, search.last)
+    point, step = search.tuned(name, search.last)
+    own = (run for run in evidence.journal.select(Run) if run.optimizer == name)
+    base = next((run.lr * 2.0**-run.step for run in own), math.nan)
+    tried = {rung: search.tried(name, rung) for rung in rungs}
+    # On the same seeds for all, those that are at their best there included.
+    defaults = evidence.by_seed(name, 1, 2, 0, 0, DEFAULTS) if multiple == 1 else {}
+    first = [*tried[0].values()] if search.is_done(name, 0) else []
     return {
         "optimizer": name,
         "multiple": multiple,
-        "lr": lr,
+        "lr": base * 2.0**step if is_done else None,
         "step": step,
         "knobs": KNOWN[name].knobs_at(point) if name in KNOWN else {},
-        "interior": search.is_interior(name, 0) and search.is_interior(name, 1),
-        "tried": tried,
-        "plateau": _plateau(evidence, multiple, [*tried["0"].values()]),
-        "effort": _effort([*tried["0"].values()]),
-        "default_loss": evidence.at_default(name) if multiple == 1 else None,
+        # Of the rungs that the verdicts have their rates from.
+        "interior": all(search.is_interior(name, rung) for rung in rungs[1:]) if is_done else None,
+        "tried": {str(rung): {str(s): loss for s, loss in tried[rung].items()} for rung in rungs},
+        "plateau": _plateau([*evidence.octave(BASELINE, multiple).values()], first),
+        "effort": _effort(first),
+        "default_loss": float(np.mean([*defaults.values()])) if len(defaults) == DEFAULTS else None,
     }
 
 
-def _plateau(evidence: Evidence, multiple: int, losses: Sequence[float]) -> float | None:
+def _plateau(octave: Sequence[float], losses: Sequence[float]) -> float | None:
     """Octaves of the learning rate that cost at most a tenth more samples than the best.
 
     Between neighbours the loss is taken to be a straight line of the rate's logarithm.
     """
-    octave = [*evidence.octave(multiple).values()]
-    if not octave or not math.isfinite(min(losses)) or np.mean(octave) <= 0:
+    fall = float(np.mean(octave)) if octave else math.nan
+    if not losses or not fall > 0 or not math.isfinite(min(losses) + fall):
         return None
-    most = min(losses) + float(np.mean(octave)) * math.log2(1 + PLATEAU)
+    most = min(losses) + fall * math.log2(1 + PLATEAU)
     width = 0.0
-    for one, other in pairwise(losses):
-        low, high = min(one, other), max(one, other)
+    for low, high in map(sorted, pairwise(losses)):
         if high <= most:
             width += 1
-        elif low <= most:
-            width += 0.0 if math.isinf(high) else (most - low) / (high - low)
+        elif low <= most and math.isfinite(high):
+            width += (most - low) / (high - low)
     return width
 
 
@@ -203,53 +198,58 @@ def _effort(losses: Sequence[float]) -> dict[str, float]:
     r"""Expected best loss of some trials, drawn without replacement from those of short runs.
 
     Of :math:`N` sorted losses the :math:`i`-th is the best of :math:`k` with the probability
-    :math:`\binom{N - i}{k - 1} / \binom{N}{k}`.
+    :math:`\binom{N - i}{k - 1} / \binom{N}{k}`. More trials than there are give the best.
     """
-    ordered, count = sorted(losses), len(losses)
-    found = {}
-    for trials in EFFORTS:
-        if trials <= count:
-            ways = [math.comb(count - 1 - i, trials - 1) for i in range(count)]
-            terms = [way * loss for way, loss in zip(ways, ordered, strict=True) if way]
-            found[str(trials)] = math.fsum(terms) / math.comb(count, trials)
+    ordered, count, found = sorted(losses), len(losses), {}
+    for trials in EFFORTS if losses else ():
+        drawn = min(trials, count)
+        ways = [math.comb(count - 1 - place, drawn - 1) for place in range(count)]
+        terms = [way * loss for way, loss in zip(ways, ordered, strict=True) if way]
+        found[str(trials)] = math.fsum(terms) / math.comb(count, drawn)
     return found
 
 
-def _critical_batches(evidence: Evidence) -> list[dict[str, Any]]:
-    """For each optimizer, extra samples by batch size, and where they pass a fifth."""
-    plan, found = evidence.header.plan, []
-    for name in _names(evidence) if len(plan.multiples) > 1 else ():
-        own = [[*evidence.losses(name, 1, rung).values()] for rung in (1, 2)]
-        if not all(own) or not np.isfinite(own[0] + own[1]).all():
+def _critical_batches(evidence: Evidence) -> Iterator[dict[str, Any]]:
+    """For each optimizer, extra samples by batch size, and where they pass a fifth.
+
+    A larger batch needs as many samples more as the task's own would need fewer for the same loss.
+    """
+    plan = evidence.header.plan
+    for name in plan.optimizers:
+        first, octave = evidence.losses(name, 1, 2), evidence.octave(name, 1)
+        found: dict[int, SampleRatio] = {}
+        for multiple in plan.multiples:
+            own = evidence.losses(name, multiple, 2)
+            seeds = sorted(first.keys() & own.keys() & octave.keys())
+            pairs = np.array([[_less(own[s], first[s]), octave[s]] for s in seeds]).reshape(-1, 2)
+            ratio = sample_ratio(pairs[:, 0], pairs[:, 1], 0.95)
+            if ratio is None and np.isposinf(pairs[:, 0]).any():
+                ratio = SampleRatio(0.0, 0.0, 0.0)
+            if ratio is not None:
+                found[multiple] = ratio
+        if len(found) < 2 or 1 not in found:
             continue
-        short, long = (float(np.mean(losses)) for losses in own)
-        overheads = {1: 0.0}
-        for multiple in plan.multiples[1:]:
-            losses = [*evidence.losses(name, multiple, 2).values()]
-            if losses and short > long:
-                # As many samples as the smallest batch needs for the same loss, over those seen.
-                exponent = (float(np.mean(losses)) - long) / (short - long)
-                overheads[multiple] = 2.0 ** min(exponent, 10.0) - 1
-        within = max((m for m, extra in overheads.items() if extra <= CRITICAL), default=1)
-        beyond = min((m for m, extra in overheads.items() if extra > CRITICAL), default=None)
-        found.append(
-            {
-                "optimizer": name,
-                "overheads": {str(m): extra for m, extra in overheads.items()},
-                "within": within * plan.batch_size,
-                "beyond": beyond and beyond * plan.batch_size,
-            }
-        )
-    return found
+        extra = {m: 1 / ratio.value - 1 if ratio.value else math.inf for m, ratio in found.items()}
+        beyond = min((m for m, more in extra.items() if more > CRITICAL), default=None)
+        within = max(m for m in extra if beyond is None or m < beyond)
+        yield {
+            "optimizer": name,
+            "overheads": {str(m): more for m, more in extra.items()},
+            "intervals": {
+                str(m): [1 / end - 1 if end else math.inf for end in (ratio.high, ratio.low)]
+                for m, ratio in found.items()
+            },
+            "within": within * plan.batch_size,
+            "beyond": beyond and beyond * plan.batch_size,
+        }
 
 
 def _costs(journal: Journal) -> dict[str, dict[str, float]]:
     """Time of a training step over the baseline's, and bytes of state a weight, by optimizer."""
     speed = journal.get(Speed)
-    if speed is None:
-        return {}
-    seconds = speed.time
+    seconds = speed.time if speed else {}
     return {
         name: {"time_ratio": seconds[name] / seconds[BASELINE], "state_bytes": held}
-        for name, held in speed.state_bytes.items()
+        for name, held in (speed.state_bytes.items() if speed else ())
+        if name in seconds and seconds.get(BASELINE)
     }

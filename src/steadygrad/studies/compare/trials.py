@@ -65,7 +65,9 @@ class Search:
             point = self.point(optimizer) if rung == 2 else 0
         samples = self.plan.horizons[rung]
         run = self.journal.get(Run, optimizer, self.multiple, samples, point, step, 0)
-        return run and (math.inf if math.isnan(run.loss) else run.loss)
+        if run is None:
+            return None
+        return math.inf if math.isnan(run.loss) else run.loss
 
     def ladders(self, rung: int, rounds: int | None = None) -> Ladders:
         """Steps that each optimizer tries in a rung, after some rounds of widening."""
@@ -161,8 +163,8 @@ def _trainings(plan: Plan, evaluation: int) -> Iterator[Trial]:
                 needs = tuple(trial.key for trial in group)
                 yield group
             if rung == 1 and plan.points > 1:
-                points, key = range(1, plan.points), ("point", multiple)
-                group = [t for p in points for t in trials(1, needs, "other knobs", *key, p)]
+                points, what = range(1, plan.points), "other knobs"
+                group = [t for p in points for t in trials(1, needs, what, "point", multiple, p)]
                 needs = tuple(trial.key for trial in group)
                 yield group
 
