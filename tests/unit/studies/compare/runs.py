@@ -60,7 +60,7 @@ def record(plan, loss_of, keep=lambda event: True, speed=True):
     """The journal of a study whose runs have the losses of a function of their key fields.
 
     ``loss_of`` is called with optimizer, multiple, samples, point, step and repeat; ``keep`` says
-    which runs are recorded.
+    which of the events are there in the end.
     """
     journal = Journal()
     for trial in make_trials(plan, 64):
@@ -74,10 +74,8 @@ def record(plan, loss_of, keep=lambda event: True, speed=True):
                 held = {name: 8.0 - place for place, name in enumerate(plan.optimizers)}
                 journal.add(Speed(state_bytes=held, time=times))
             continue
-        event = made(loss=loss_of(**fields), **fields)
-        if keep(event):
-            journal.add(event)
-    return journal
+        journal.add(made(loss=loss_of(**fields), **fields))
+    return Journal(events=filter(keep, journal.events()))
 
 
 def made(loss, **fields):
