@@ -14,7 +14,7 @@ __all__ = ["BASELINE", "EVENTS", "Header", "Plan", "Run", "Settings", "Speed", "
 
 BASELINE = "adamw"
 
-Step = Annotated[int, Meta(ge=-64, le=64)]
+Step = Annotated[float, Meta(ge=-64, le=64)]
 
 
 @dataclass(frozen=True, kw_only=True)

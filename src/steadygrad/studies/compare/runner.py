@@ -30,7 +30,7 @@ class Runner:
         self.plan, self.entries, self.place, self.trainer = plan, entries, place, place.trainer
 
     def training(
-        self, optimizer: str, multiple: int, samples: int, point: int, step: int, repeat: int
+        self, optimizer: str, multiple: int, samples: int, point: int, step: float, repeat: int
     ) -> Run:
         """Trains from scratch; all optimizers see the same weights, data and random numbers."""
         trainer, entry = self.trainer, self.entries[optimizer]

@@ -51,7 +51,7 @@ class Evidence:
         return self.by_seed(name, multiple, rung, point, step, self.header.plan.seeds)
 
     def by_seed(
-        self, name: str, multiple: int, rung: int, point: int, step: int, seeds: int
+        self, name: str, multiple: int, rung: int, point: int, step: float, seeds: int
     ) -> dict[int, float]:
         """Losses by seed, at one setting; of those that are recorded."""
         samples = self.header.plan.horizons[rung]
@@ -155,8 +155,9 @@ def _tuned(evidence: Evidence, multiple: int, name: str) -> dict[str, Any]:
     search = evidence.search(multiple)
     rungs, is_done = range(search.last + 1), search.is_done(name, search.last)
     point, step = search.tuned(name, search.last)
-    own = (run for run in evidence.journal.select(Run) if run.optimizer == name)
-    base = next((run.lr * 2.0**-run.step for run in own), math.nan)
+    runs = evidence.journal.select(Run)
+    # Exact, as the search's steps are whole.
+    bases = (run.lr * 2.0**-run.step for run in runs if run.optimizer == name and not run.repeat)
     tried = {rung: search.tried(name, rung) for rung in rungs}
     # On the same seeds for all, those that are at their best there included.
     defaults = evidence.by_seed(name, 1, 2, 0, 0, DEFAULTS) if multiple == 1 else {}
@@ -164,7 +165,7 @@ def _tuned(evidence: Evidence, multiple: int, name: str) -> dict[str, Any]:
     return {
         "optimizer": name,
         "multiple": multiple,
-        "lr": base * 2.0**step if is_done else None,
+        "lr": next(bases) * 2.0**step if is_done else None,
         "step": step,
         "knobs": KNOWN[name].knobs_at(point) if name in KNOWN else {},
         # Of the rungs that the verdicts have their rates from.
@@ -172,7 +173,7 @@ def _tuned(evidence: Evidence, multiple: int, name: str) -> dict[str, Any]:
         "tried": {str(rung): {str(s): loss for s, loss in tried[rung].items()} for rung in rungs},
         "plateau": _plateau([*evidence.octave(BASELINE, multiple).values()], first),
         "effort": _effort(first),
-        "default_loss": float(np.mean([*defaults.values()])) if len(defaults) == DEFAULTS else None,
+        "default_loss": sum(defaults.values()) / DEFAULTS if len(defaults) == DEFAULTS else None,
     }
 
 
@@ -181,7 +182,7 @@ def _plateau(octave: Sequence[float], losses: Sequence[float]) -> float | None:
 
     Between neighbours the loss is taken to be a straight line of the rate's logarithm.
     """
-    fall = float(np.mean(octave)) if octave else math.nan
+    fall = sum(octave) / len(octave) if octave else math.nan
     if not losses or not fall > 0 or not math.isfinite(min(losses) + fall):
         return None
     most = min(losses) + fall * math.log2(1 + PLATEAU)

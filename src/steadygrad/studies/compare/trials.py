@@ -56,7 +56,9 @@ class Search:
         self.last = 2 if plan.full else 1
         self._ladders: dict[tuple[int, int], Ladders] = {}
 
-    def loss(self, optimizer: str, rung: int, step: int, point: int | None = None) -> float | None:
+    def loss(
+        self, optimizer: str, rung: int, step: float, point: int | None = None
+    ) -> float | None:
         """Loss of the search's seed; infinite where it diverged, None where it is not recorded.
 
         The default point of the other knobs is the one that the rung is searched at.
@@ -116,9 +118,20 @@ class Search:
         step, points = self.best(optimizer, 1), range(self.plan.points)
         return min(points, key=lambda point: (self._known(optimizer, 1, step, point), point))
 
-    def tuned(self, optimizer: str, rung: int) -> tuple[int, int]:
-        """Point of the other knobs, and step of the learning rate, of the verdict at a rung."""
-        return self.point(optimizer), self.best(optimizer, min(rung, self.last))
+    def tuned(self, optimizer: str, rung: int) -> tuple[int, float]:
+        """Point of the other knobs, and step of the learning rate, of the verdict at a rung.
+
+        The step is where the parabola through the best one and its neighbours has its minimum: a
+        ladder is no better for the optimizer whose best rate it happens to hold.
+        """
+        rung = min(rung, self.last)
+        best = self.best(optimizer, rung)
+        below, at, above = (self._known(optimizer, rung, best + offset) for offset in NEAR)
+        bend = below - 2 * at + above
+        if not 0 < bend < math.inf:
+            return self.point(optimizer), float(best)
+        # A quarter of an octave is as fine as it matters.
+        return self.point(optimizer), best + round(2 * (below - above) / bend) / 4
 
     def _known(self, optimizer: str, rung: int, step: int, point: int | None = None) -> float:
         loss = self.loss(optimizer, rung, step, point)
@@ -187,6 +200,7 @@ def _job(plan: Plan, key: Key, journal: Journal) -> Job | None:
     """What a trial runs; None where the search has nothing to ask."""
     kind, multiple, name = key[0], int(key[1]), str(key[-1])
     rung, point, repeat, numbers = 1, 0, 0, [int(part) for part in key[2:-1]]
+    step: float
     search = Search(plan, journal, multiple)
     if kind == "search":
         rung, number, place = numbers
@@ -212,6 +226,7 @@ def _job(plan: Plan, key: Key, journal: Journal) -> Job | None:
         "multiple": multiple,
         "samples": plan.horizons[rung],
         "point": point,
-        "step": step,
+        # A number of one type: it is a part of the event's name.
+        "step": float(step),
         "repeat": repeat,
     }

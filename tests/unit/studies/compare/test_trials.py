@@ -102,6 +102,26 @@ def test_the_longer_runs_are_searched_around_the_best_of_the_shorter():
     assert search.tuned("lans", 1) == search.tuned("lans", 2) == (0, 1)
 
 
+@pytest.mark.parametrize(
+    ("true", "step"), [(0.0, 0.0), (0.25, 0.25), (0.45, 0.5), (-0.4, -0.5), (1.2, 1.25)]
+)
+def test_the_verdict_has_the_rate_between_the_ladders(true, step):
+    plan = planned()
+    journal = record(plan, lambda step, **fields: 1 + 0.1 * (step - true) ** 2)
+    assert Search(plan, journal, 1).tuned("lans", 2) == (0, step)
+    verdicts = {run.step for run in journal.select(Run) if run.repeat > 2}
+    assert verdicts == {step}
+
+
+@pytest.mark.parametrize("wall", [math.inf, 5.0])
+def test_a_wall_beside_the_best_rate_keeps_it_on_the_ladder(wall):
+    """The parabola of a finite wall leans away from it, by half an octave at most."""
+    plan = planned()
+    journal = record(plan, lambda step, **f: wall if step > 0 else 1 - 0.1 * step)
+    step = Search(plan, journal, 1).tuned("lans", 2)[1]
+    assert step == (0.0 if wall == math.inf else -0.5)
+
+
 def test_the_last_rung_is_searched_at_the_best_point_of_the_other_knobs():
     def loss_of(optimizer, samples, point, step, **fields):
         # At its best point the best rate is another one.
