@@ -111,8 +111,7 @@ class Run(Event, frozen=True, tag="training"):
         multiple: Batch size over the task's.
         samples: Length of the schedule.
         point: Number of the point of the other knobs; 0: the optimizer's defaults.
-        step: Octaves of the learning rate above the optimizer's default, which follows the batch
-            size by the square root.
+        step: Octaves of the learning rate above the optimizer's default; whole in the search.
         repeat: Number of the seed; 0 is the search's, the others are the verdicts'.
         lr: Peak learning rate.
         loss: Validation loss at the end; infinite if the training diverged.

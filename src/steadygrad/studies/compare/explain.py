@@ -147,7 +147,11 @@ def _rates(header: Header, found: Found) -> Iterator[str]:
             f"Best learning rates of {trials} trials each, over up to {longest:,} "
             f"{plural(header.task.sample)}: {rates}."
         )
-    edges = [names[row["optimizer"]] for row in known if not row["interior"]]
+    edges = [
+        names[row["optimizer"]] + _at(header, row["multiple"])
+        for row in found["tuned"]
+        if row["interior"] is False and math.isfinite(min(row["tried"]["0"].values()))
+    ]
     if edges:
         yield f"The best rate of {listed(edges)} is at the end of those tried: it may be better."
     fixed = [names[row["optimizer"]] for row in done if row["optimizer"] not in KNOWN]

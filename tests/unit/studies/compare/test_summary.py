@@ -143,6 +143,20 @@ def test_the_best_rate_at_the_end_of_those_tried_is_said():
     assert "The best rate of LANS is at the end of those tried: it may be better." in found["words"]
 
 
+def test_the_best_rate_of_a_larger_batch_at_the_end_is_said_too():
+    plan = planned(multiples=(1, 4))
+
+    def loss_of(**fields):
+        slope = -0.3 if (fields["optimizer"], fields["multiple"]) == ("sgd", 4) else 0.0
+        return (
+            noisy({})(**fields) + slope * fields["step"] - 0.05 * bool(slope) * fields["step"] ** 2
+        )
+
+    words = summary(plan, loss_of)["words"]
+    said = "The best rate of SGD at batch size 16 is at the end of those tried: it may be better."
+    assert said in words
+
+
 def test_tuned_settings_by_hand():
     found = summary(PLAN, lambda step, samples, **f: 1 - 0.2 * math.log2(samples) + abs(step - 1))
     row = found["tuned"][1]
