@@ -6,5 +6,6 @@ __all__ = ["STUDIES"]
 # events are in ``record.schema.x``, its experiment in ``studies.x``, its page in ``report.x``.
 STUDIES = {
     "advise": "Which batch size to train at: measured by training, with the noise scale beside it.",
+    "compare": "Whether another optimizer is worth it, tuned alike and judged on fresh seeds.",
     "inspect": "Where float16 gradients underflow or overflow, and which loss scales prevent it.",
 }

@@ -21,8 +21,8 @@ __all__ = ["main"]
 
 HELP = ("-h", "--help")
 # What a command needs beyond the library itself: `pip install "steadygrad[cli]"`.
-REPORT_EXTRAS = ("matplotlib", "msgspec")
 STUDY_EXTRAS = ("rich", "matplotlib", "msgspec", "numpy")
+OWN_EXTRAS = {"report": ("matplotlib", "msgspec"), "compare": (*STUDY_EXTRAS, "scipy")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +64,7 @@ def _run(arguments: list[str], began: float) -> int:
             f"Found {repr(command) if arguments else 'none'}. "
             f"Remedy: {near(command, commands, 'steadygrad ')}steadygrad --help."
         )
-    needed = REPORT_EXTRAS if command == "report" else STUDY_EXTRAS
+    needed = OWN_EXTRAS.get(command, STUDY_EXTRAS)
     _check_extras(("msgspec",) if any(word in HELP for word in words) else needed)
     options = options_of(command)
     values = options.read(words)

@@ -46,23 +46,29 @@ def check_model(model: Any) -> nn.Module:
     return model
 
 
-def check_optimizer(optimizer: Any, model: nn.Module) -> Optimizer:
-    """Returns what ``Task.make_optimizer`` made when it is an optimizer of the model.
+def check_optimizer(
+    optimizer: Any, model: nn.Module, what: str = "Task.make_optimizer"
+) -> Optimizer:
+    """Returns what a function made when it is an optimizer of the model.
+
+    Args:
+        optimizer: What it made.
+        model: The model.
+        what: The function's name.
 
     Raises:
         TaskError: If it is no optimizer, or trains none of the model's parameters.
     """
     if not isinstance(optimizer, Optimizer):
         raise TaskError(
-            "Task.make_optimizer should return a torch.optim.Optimizer. Found "
-            f"{type(optimizer).__name__}. Remedy: end the function with `return optimizer`."
+            f"{what} should return a torch.optim.Optimizer. Found {type(optimizer).__name__}. "
+            "Remedy: end the function with `return optimizer`."
         )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held.isdisjoint(map(id, model.parameters())):
         raise TaskError(
-            "Task.make_optimizer should return an optimizer of the model's parameters. Found "
-            f"{len(held)} others in it. Remedy: Task.make_optimizer uses the parameters that it "
-            "is handed."
+            f"{what} should return an optimizer of the model's parameters. Found {len(held)} "
+            f"others in it. Remedy: {what} uses the parameters that it is handed."
         )
     return optimizer
 

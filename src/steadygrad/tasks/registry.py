@@ -17,7 +17,7 @@ from steadygrad.tasks.guard import TaskError, first_line, reason
 from steadygrad.tasks.neighbours import importable
 from steadygrad.tasks.task import Task
 
-__all__ = ["BUILT_IN", "DEFAULT", "TaskFactoryError", "load_task"]
+__all__ = ["BUILT_IN", "DEFAULT", "TaskFactoryError", "load_function", "load_task"]
 
 BUILT_IN: Mapping[str, Callable[[], Task]] = MappingProxyType(
     {
@@ -75,6 +75,19 @@ def load_task(spec: str) -> Task:
             "Remedy: end the function with `return Task(...)`."
         )
     return task
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """The function that ``path/file.py:name`` names, such as a maker of optimizers.
+
+    Raises:
+        InputError: If there is no such file or function.
+        TaskFactoryError: If the file raises while it is imported.
+    """
+    path, name = _split(spec)
+    code = _compile(path)
+    with importable(path.parent):
+        return _find_factory(_execute(path, code, spec), name, path)
 
 
 def _split(spec: str) -> tuple[Path, str]:

@@ -237,7 +237,11 @@ def test_only_the_first_rank_speaks(second_rank, folder, capsys):
     assert not (folder / "report.html").exists()
 
 
-EXTRAS = {"report": "matplotlib, msgspec", "advise": "rich, matplotlib, msgspec, numpy"}
+EXTRAS = {
+    "report": "matplotlib, msgspec",
+    "advise": "rich, matplotlib, msgspec, numpy",
+    "compare": "rich, matplotlib, msgspec, numpy, scipy",
+}
 
 
 @pytest.mark.parametrize("command", EXTRAS)

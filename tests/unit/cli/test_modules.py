@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from steadygrad._studies import STUDIES
 from tests.unit.cli.conftest import PLAIN
 from tests.unit.cli.quick import ROOT, tiny
 from tests.unit.report.conftest import write_run
@@ -36,7 +37,7 @@ def test_the_overview_needs_no_extra(arguments):
     assert len(ours) <= 6
 
 
-@pytest.mark.parametrize("command", ["advise", "inspect"])
+@pytest.mark.parametrize("command", STUDIES)
 def test_the_help_of_a_study_needs_its_settings_only(command):
     ours, extras = loaded(command, "--help")
     assert extras == {"msgspec"}
@@ -51,16 +52,18 @@ def test_a_page_with_a_schedule_needs_no_torch(tmp_path):
     assert not any(name.startswith("steadygrad.studies") for name in ours)
 
 
-OTHER = {"inspect": "advise", "advise": "inspect"}
-# `advise` measures the noise scale, with 20 modules of its own.
-MOST = {"inspect": 90, "advise": 115}
+# `advise` measures the noise scale, with 20 modules of its own; `compare` has six optimizers.
+MOST = {"inspect": 90, "advise": 115, "compare": 110}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("study", MOST)
 def test_a_study_loads_few_modules_and_none_of_another(study, tmp_path):
-    fast = {"inspect": ["--steps", "16"], "advise": ["--budget", "2m"]}[study]
+    fast = {"inspect": ["--steps", "16"]}.get(study, ["--budget", "2m"])
     arguments = [tiny(), *fast, *PLAIN, "--out", str(tmp_path / "run")]
-    ours, _ = loaded(study, *arguments)
-    assert not any(f".{OTHER[study]}" in name for name in ours)
+    ours, extras = loaded(study, *arguments)
+    others = {name for name in MOST if name != study}
+    assert not any(f".{other}" in name for name in ours for other in others)
     assert len(ours) <= MOST[study], sorted(ours)
+    # Student's quantiles; it takes half a second to load.
+    assert ("scipy" in extras) == (study == "compare")

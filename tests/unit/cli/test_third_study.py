@@ -128,8 +128,9 @@ def test_its_help(capsys):
 def test_it_is_a_command(refused, capsys):
     assert main(["--help"]) == 0
     assert "tally How many rounds there are." in " ".join(capsys.readouterr().out.split())
-    assert "advise, inspect, tally or report. Found 'taly'. Remedy: steadygrad tally" in refused(
-        "taly"
+    assert (
+        "advise, compare, inspect, tally or report. Found 'taly'. Remedy: steadygrad tally"
+        in refused("taly")
     )
 
 

@@ -64,11 +64,17 @@ def test_the_help_of_an_option_has_its_bounds_choices_and_default(capsys):
 USAGE = {
     "nothing": (
         [],
-        "Expected a command: advise, inspect or report. Found none. Remedy: steadygrad --help.",
+        "a command: advise, compare, inspect or report. Found none. Remedy: steadygrad --help.",
     ),
     "unknown command": (["advize"], "Found 'advize'. Remedy: steadygrad advise, or steadygrad --h"),
-    "empty command": ([""], "Expected a command: advise, inspect or report. Found ''. Remedy:"),
-    "no command": (["--json"], "Expected a command: advise, inspect or report. Found '--json'"),
+    "empty command": (
+        [""],
+        "Expected a command: advise, compare, inspect or report. Found ''. Remedy:",
+    ),
+    "no command": (
+        ["--json"],
+        "Expected a command: advise, compare, inspect or report. Found '--json'",
+    ),
     "unknown flag": (["advise", "--sed", "1"], "Found '--sed'. Remedy: --seed, or steadygrad adv"),
     "unknown flag with =": (["advise", "--bdget=5m"], "Found '--bdget=5m'. Remedy: --budget, or"),
     "unlike any flag": (["advise", "-q"], "Found '-q'. Remedy: steadygrad advise --help."),

@@ -162,7 +162,7 @@ class TestVersions:
         rewrite(tmp_path, 0, lambda header: header.update(schema=schema))
         refused(tmp_path, "Expected the header of a run")
 
-    @pytest.mark.parametrize("study", ["compare", None, ["advise"], {}])
+    @pytest.mark.parametrize("study", ["measure", None, ["advise"], {}])
     def test_an_unknown_study(self, tmp_path: Path, study):
         write(tmp_path, 1.0)
         rewrite(tmp_path, 0, lambda header: header.update(study=study))

@@ -1,0 +1,134 @@
+"""How each trial of ``compare`` is run."""
+
+import math
+import time
+from collections.abc import Mapping
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from steadygrad.record.schema.compare import Plan, Run, Speed
+from steadygrad.studies.compare.optimizers import Entry, made
+from steadygrad.studies.compare.trials import MARKS, TURNS
+from steadygrad.studies.order import main_order
+from steadygrad.studies.study import Workplace
+from steadygrad.studies.trainer import Diverged, Rate, Trainer
+from steadygrad.tasks import guarded
+
+__all__ = ["Runner", "slowdown"]
+
+# Turns before those that count, and turns before the study.
+WARM_UP, FIRST_TURNS = 4, 12
+
+
+class Runner:
+    """Runs trials; ``entries`` are the optimizers by name."""
+
+    def __init__(self, plan: Plan, entries: Mapping[str, Entry], place: Workplace) -> None:
+        self.plan, self.entries, self.place, self.trainer = plan, entries, place, place.trainer
+
+    def training(
+        self, optimizer: str, multiple: int, samples: int, point: int, step: float, repeat: int
+    ) -> Run:
+        """Trains from scratch; all optimizers see the same weights, data and random numbers."""
+        trainer, entry = self.trainer, self.entries[optimizer]
+        lr, task = entry.lr * 2.0**step, trainer.task
+        trainer.task = entry.task(task, lr, point, samples)
+        try:
+            trainer.restart(repeat)
+            trainer.seed_everything("run", repeat)
+            what = f"{optimizer} at {lr:.3g} over {samples:,}"
+            curve = self._curve(multiple * self.plan.batch_size, samples, repeat, what)
+        except Diverged:
+            curve = [(samples, math.inf)]
+        finally:
+            trainer.task = task
+        return Run(
+            optimizer=optimizer,
+            multiple=multiple,
+            samples=samples,
+            point=point,
+            step=step,
+            repeat=repeat,
+            lr=lr,
+            loss=curve[-1][1],
+            curve=tuple(curve),
+        )
+
+    def _curve(self, size: int, samples: int, repeat: int, what: str) -> list[tuple[int, float]]:
+        """Trains, and evaluates at the end; for the verdicts also on the way."""
+        trainer, count = self.trainer, MARKS if repeat else 1
+        order, at = main_order(len(trainer.task.train), trainer.seed, repeat), 0
+        found: list[tuple[int, float]] = []
+        for seen in trainer.run(order, 0, samples, size, rate=Rate(total=samples)):
+            self.place.advance(seen - at, what)
+            at = seen
+            if at * count >= samples * (len(found) + 1):
+                loss = self.place.evaluate()
+                found.append((at, loss if math.isfinite(loss) else math.inf))
+        return found
+
+    def speed(self) -> Speed:
+        """Measures a step with each optimizer, and counts the bytes of its state."""
+        trainer, model = self.trainer, self.trainer.model
+        optimizers = {name: made(name, entry, model) for name, entry in self.entries.items()}
+        seconds = _seconds(trainer, optimizers, TURNS)
+        numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        trainer.restart()
+        held = {name: _state_bytes(optimizer) / numel for name, optimizer in optimizers.items()}
+        return Speed(state_bytes=held, time=seconds)
+
+
+def slowdown(trainer: Trainer, entries: Mapping[str, Entry]) -> float:
+    """Mean time of a training step over that with the task's own optimizer; at least 1.
+
+    All optimizers take steps here: one that is broken shows before the study begins. The result is
+    rounded to a quarter power of two, so that a slightly busier machine makes the same plan.
+    """
+    optimizers = {name: made(name, entry, trainer.model) for name, entry in entries.items()}
+    seconds = _seconds(trainer, {"": trainer.optimizer, **optimizers}, FIRST_TURNS)
+    trainer.restart()
+    found = fmean(seconds[name] for name in entries) / seconds[""]
+    # The same on every rank.
+    return float(2.0 ** (max(0, round(4 * math.log2(trainer.context.gather(found)[0]))) / 4))
+
+
+def _seconds(trainer: Trainer, optimizers: Mapping[str, Optimizer], turns: int) -> dict[str, float]:
+    """Seconds of a training step of the task's batch with each optimizer, measured in turns.
+
+    At a learning rate of zero the weights stay, so that all steps see the same gradients.
+    """
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+    backward: list[float] = []
+    steps: dict[str, list[float]] = {name: [] for name in optimizers}
+    for _ in range(turns):
+        trainer.context.poll()
+        began = _clock(trainer)
+        trainer.backward(torch.arange(trainer.task.batch_size))
+        backward.append(_clock(trainer) - began)
+        for name, optimizer in optimizers.items():
+            began = _clock(trainer)
+            with guarded(f"A step of the optimizer {name}"):
+                optimizer.step()
+            steps[name].append(_clock(trainer) - began)
+        trainer.model.zero_grad()
+    common = median(backward[WARM_UP:])
+    return {name: common + median(found[WARM_UP:]) for name, found in steps.items()}
+
+
+def _clock(trainer: Trainer) -> float:
+    device = trainer.context.device
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+    return time.monotonic()
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of an optimizer's state; a tensor that parameters share counts once."""
+    values: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = {id(value): value for value in values if isinstance(value, torch.Tensor)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

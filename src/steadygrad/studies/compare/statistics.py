@@ -1,0 +1,228 @@
+"""Statistics of paired seeds: differences, several comparisons at a time, and samples saved."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import special
+
+from steadygrad.studies.statistics import Floats
+
+__all__ = ["Difference", "SampleRatio", "compare_pairs", "sample_ratio", "seeds_needed"]
+
+ALPHA = 0.05
+POWER = 0.8
+# More seeds than anybody trains.
+MOST_SEEDS = 10_000
+# With fewer pairs a bootstrap has too few different resamples.
+BOOTSTRAP_PAIRS = 10
+DRAWS = 4000
+# Beyond these the baseline's loss curve is no guide.
+LEAST_RATIO, MOST_RATIO = 0.25, 4.0
+# Exponents of a loss curve: the usual one of power laws, and two that it lies between.
+USUAL, FLAT, STEEP = 1 / 3, 0.0, 1.0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean paired difference of a loss from the baseline's; below zero is better.
+
+    Attributes:
+        mean: The mean; infinite where the optimizer diverged, NaN where it cannot be said.
+        low: Lower end of its interval.
+        high: Upper end.
+        confidence: Confidence of the interval, 0.95 or more: Holm's for several comparisons.
+        p_value: Of Student's two-sided test, for this comparison alone.
+        verdict: ``"better"``, ``"worse"`` or ``"cannot tell"``.
+        needed: Seeds that would tell in four of five cases, were the mean the true one; None where
+            the verdict is known, or where no number of seeds would.
+        bootstrap: Percentile interval of the mean, with the same confidence; None below ten pairs.
+    """
+
+    mean: float
+    low: float
+    high: float
+    confidence: float
+    p_value: float
+    verdict: str
+    needed: int | None = None
+    bootstrap: tuple[float, float] | None = None
+
+
+def compare_pairs(differences: Sequence[Floats]) -> list[Difference]:
+    r"""Judges the paired differences of several optimizers from one baseline.
+
+    Student's t for each; Holm's rule for all: the :math:`i`-th smallest p-value of :math:`m` is
+    compared with :math:`\alpha / (m - i + 1)`, until one is larger. The chance that any verdict is
+    wrong is then at most :math:`\alpha`. Each interval has the level at which its comparison was
+    decided, or the last one was: it leaves out zero where there is a verdict, and only there.
+
+    An optimizer that diverged on more seeds than the baseline is worse, without a test. Where
+    either diverged otherwise, there is no telling.
+
+    Args:
+        differences: Losses less the baseline's by seed, for each optimizer with shape ``(n,)`` and
+            ``n >= 2``; infinite where the optimizer diverged, minus infinite where the baseline
+            did, NaN where both did.
+
+    References:
+        | A Simple Sequentially Rejective Multiple Test Procedure (Holm, 1979)
+        | https://www.jstor.org/stable/4615733
+    """
+    p_values = [_p_value(own) for own in differences]
+    found: dict[int, Difference] = {}
+    level, decided = ALPHA, True
+    for index in sorted(range(len(p_values)), key=p_values.__getitem__):
+        # After the first comparison that is open, all are.
+        if decided:
+            level = ALPHA / (len(p_values) - len(found))
+            decided = p_values[index] <= level
+        found[index] = _judge(differences[index], p_values[index], level, decided)
+    return [found[index] for index in range(len(p_values))]
+
+
+def _p_value(differences: Floats) -> float:
+    """Of Student's test; zero for an optimizer that diverged more often, one for no telling."""
+    if not np.isfinite(differences).all():
+        return float((differences == math.inf).sum() <= (differences == -math.inf).sum())
+    mean, error = differences.mean(), _error(differences)
+    if error == 0:
+        return float(mean == 0)
+    return 2 * float(special.stdtr(len(differences) - 1, -abs(mean) / error))
+
+
+def _error(differences: Floats) -> float:
+    return float(differences.std(ddof=1)) / math.sqrt(len(differences))
+
+
+def _limit(level: float, count: int) -> float:
+    """Standard errors beyond which Student's two-sided test of so many pairs rejects."""
+    return -float(special.stdtrit(count - 1, level / 2))
+
+
+def _judge(differences: Floats, p_value: float, level: float, decided: bool) -> Difference:
+    confidence = 1 - level
+    if not np.isfinite(differences).all():
+        if decided:
+            return Difference(math.inf, math.inf, math.inf, confidence, p_value, "worse")
+        return Difference(math.nan, -math.inf, math.inf, confidence, p_value, "cannot tell")
+    mean, error = float(differences.mean()), _error(differences)
+    half = _limit(level, len(differences)) * error
+    needed = None if decided else seeds_needed(mean, float(differences.std(ddof=1)), level)
+    return Difference(
+        mean=mean,
+        low=mean - half,
+        high=mean + half,
+        confidence=confidence,
+        p_value=p_value,
+        verdict=("better" if mean < 0 else "worse") if decided else "cannot tell",
+        needed=needed and max(needed, len(differences) + 1),
+        bootstrap=_bootstrap(differences, confidence),
+    )
+
+
+def _bootstrap(differences: Floats, confidence: float) -> tuple[float, float] | None:
+    if len(differences) < BOOTSTRAP_PAIRS or differences.std() == 0:
+        return None
+    count, tail = len(differences), (1 - confidence) / 2
+    means = np.random.default_rng(0).choice(differences, (DRAWS, count)).mean(1)
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def seeds_needed(mean: float, spread: float, alpha: float = ALPHA) -> int | None:
+    """Fewest paired seeds with which Student's test finds a true mean in four of five cases.
+
+    Args:
+        mean: The true mean difference.
+        spread: Standard deviation of one difference.
+        alpha: Level of the two-sided test.
+
+    Returns:
+        The number; None where it is beyond ten thousand, or the mean is zero.
+    """
+
+    def power(count: int) -> float:
+        # Beyond 35 standard errors the distribution's tail underflows.
+        shift = min(abs(mean) / spread * math.sqrt(count), 35.0)
+        return 1 - float(special.nctdtr(count - 1, shift, _limit(alpha, count)))
+
+    if mean == 0 or spread == 0:
+        return None if mean == 0 else 2
+    low, high = 1, 2
+    while power(high) < POWER:
+        low, high = high, 2 * high
+        if high > MOST_SEEDS:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if power(middle) >= POWER else (middle, high)
+    return high
+
+
+@dataclass(frozen=True)
+class SampleRatio:
+    """Samples with which the baseline would be as good, over those that were trained.
+
+    Above 1 the optimizer saves samples. The value and the interval's ends lie between a quarter
+    and four: beyond them the baseline's loss curve is no guide.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+def sample_ratio(differences: Floats, octave: Floats, confidence: float) -> SampleRatio | None:
+    r"""Expresses a difference of losses in samples.
+
+    The baseline's loss falls by :math:`s` with twice the samples. On a power law with exponent
+    :math:`\alpha` it changes by :math:`d = -\rho s` with so many times the samples:
+
+    .. math:: r = (1 - \rho (2^\alpha - 1))^{-1 / \alpha} \to 2^\rho \quad (\alpha \to 0)
+
+    The value takes the exponent to be a third; the interval's ends let it be anything from 0 to 1.
+
+    The interval of :math:`\rho` is Fieller's: all for which Student's test of
+    :math:`d + \rho s = 0` does not reject. It leaves out :math:`\rho = 0`, a ratio of one, exactly
+    where the interval of :math:`d` leaves out zero.
+
+    Args:
+        differences: Losses less the baseline's by seed, shape ``(n,)``.
+        octave: The baseline's loss with half of the samples less that with all, by seed.
+        confidence: Confidence of the interval.
+
+    Returns:
+        The ratio; None where a seed diverged, or the baseline's loss did not clearly fall.
+
+    References:
+        | Some Problems in Interval Estimation (Fieller, 1954)
+        | https://doi.org/10.1111/j.2517-6161.1954.tb00159.x
+    """
+    count, both = len(differences), np.stack([differences, octave])
+    if count < 2 or not np.isfinite(both).all():
+        return None
+    (mean, fall), covariance = both.mean(1), np.cov(both) / count
+    # Of (mean + rho fall)^2 = t^2 variance(rho), a quadratic equation in rho.
+    products = np.outer((mean, fall), (mean, fall))
+    (c, b), (_, a) = products - _limit(1 - confidence, count) ** 2 * covariance
+    if fall <= 0 or a <= 0:
+        return None
+    root = math.sqrt(max(0.0, b * b - a * c))
+    low, high = (-b - root) / a, (-b + root) / a
+    return SampleRatio(
+        value=_ratio(-mean / fall, USUAL),
+        low=_ratio(low, FLAT if low > 0 else STEEP),
+        high=_ratio(high, STEEP if high > 0 else FLAT),
+    )
+
+
+def _ratio(octaves: float, exponent: float) -> float:
+    """Samples that change the loss by so many of its last octaves, between their bounds."""
+    if exponent == 0:
+        logarithm = octaves
+    else:
+        left = 1 - octaves * (2**exponent - 1)
+        logarithm = -math.log2(left) / exponent if left > 0 else math.inf
+    return float(2.0 ** min(max(logarithm, math.log2(LEAST_RATIO)), math.log2(MOST_RATIO)))

@@ -1,0 +1,85 @@
+"""The study behind ``steadygrad compare``."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from steadygrad.record import Event, Key
+from steadygrad.record.schema.compare import Header, Plan, Settings
+from steadygrad.studies.compare.optimizers import Entry, entries_of
+from steadygrad.studies.compare.plan import make_plan
+from steadygrad.studies.compare.runner import Runner, slowdown
+from steadygrad.studies.compare.summary import summarize
+from steadygrad.studies.compare.trials import make_trials
+from steadygrad.studies.journal import Journal
+from steadygrad.studies.study import Job, Study, Trial, Workplace
+from steadygrad.studies.trainer import Trainer
+from steadygrad.tasks import Task
+
+__all__ = ["Compare"]
+
+
+class Compare(Study):
+    """Whether another optimizer is worth it on a task, at which rate, and how sure that is."""
+
+    name = "compare"
+    header: Header
+
+    def __init__(self, header: Header) -> None:
+        super().__init__(header)
+        # Made once: a user's file runs when its functions are loaded.
+        self._entries: Mapping[str, Entry] = {}
+
+    @classmethod
+    def make_plan(cls, settings: Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
+        """The longest runs that fit the budget, once all optimizers have taken steps."""
+        task = trainer.task
+        entries = trainer.context.together(lambda: entries_of(settings, task))
+        # A task's own evaluation is done whole on every rank.
+        valid = len(task.valid) * (trainer.context.size if task.evaluate else 1)
+        return make_plan(
+            settings,
+            task,
+            tuple(entries),
+            # All have as many trials, so that the mean time of their steps counts.
+            speed=speed / slowdown(trainer, entries),
+            workers=workers,
+            trials_of=lambda plan: make_trials(plan, valid),
+        )
+
+    @classmethod
+    def largest_batch(cls, plan: Plan, task: Task) -> int:
+        """Samples of the largest batch."""
+        return plan.multiples[-1] * plan.batch_size
+
+    def trials(self) -> Sequence[Trial]:
+        """The searches, the verdicts, and the runs at the default rates."""
+        return make_trials(self.plan, self.header.task.valid_size)
+
+    def run(self, job: Job, place: Workplace) -> Event:
+        """Runs one trial."""
+        folder, task = str(self.header.time.get("folder", ".")), place.trainer.task
+        self._entries = self._entries or entries_of(self.header.settings, task, folder)
+        fields = {name: value for name, value in job.items() if name != "event"}
+        runner = Runner(self.plan, self._entries, place)
+        event: Event = getattr(runner, str(job["event"]))(**fields)
+        return event
+
+    def milestones(self) -> Mapping[str, Key]:
+        """The ends of the search and of the verdicts, at the task's batch size and at all."""
+        keys = [trial.key for trial in self.trials()]
+        first = [key for key in keys if key[1:2] == (1,)]
+        found = {
+            "the learning rates": [key for key in first if key[0] in ("search", "point")][-1],
+            "the verdicts": [key for key in first if key[0] == "verdict"][-1],
+        }
+        return {**found, "larger batches": keys[-1]} if len(self.plan.multiples) > 1 else found
+
+    def summarize(self, journal: Journal, status: str) -> dict[str, Any]:
+        """The verdicts and what they rest on."""
+        return summarize(self.header, journal, status)
+
+    def too_little(self, summary: Mapping[str, Any]) -> str | None:
+        """Without a verdict nothing is said."""
+        if summary["verdicts"]:
+            return None
+        return "The budget was over before two seeds of the verdicts were trained"

@@ -1,0 +1,256 @@
+"""A record becomes a summary: a pure function of the header and the events."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from steadygrad.record.schema.compare import BASELINE, Header, Run, Speed
+from steadygrad.studies.compare.explain import explain
+from steadygrad.studies.compare.optimizers import KNOWN, OWN
+from steadygrad.studies.compare.statistics import SampleRatio, compare_pairs, sample_ratio
+from steadygrad.studies.compare.trials import DEFAULTS, Search
+from steadygrad.studies.journal import Journal
+
+__all__ = ["Evidence", "summarize"]
+
+# A plateau holds the learning rates that cost at most so many more samples.
+PLATEAU = 0.1
+# Extra samples at the critical batch size, as in `advise`.
+CRITICAL = 0.2
+# Trials of which a tuning effort is said.
+EFFORTS = (1, 3, 9)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that a record tells."""
+
+    header: Header
+    journal: Journal
+    searches: dict[int, Search] = field(default_factory=dict)
+
+    def title(self, name: str) -> str:
+        """The optimizer's name in sentences."""
+        if name == OWN:
+            return f"{self.header.task.optimizer or 'The optimizer'} of the task"
+        return KNOWN[name].title if name in KNOWN else name
+
+    def search(self, multiple: int) -> Search:
+        """The search with one batch size."""
+        if multiple not in self.searches:
+            self.searches[multiple] = Search(self.header.plan, self.journal, multiple)
+        return self.searches[multiple]
+
+    def losses(self, name: str, multiple: int, rung: int) -> dict[int, float]:
+        """Losses of an optimizer's verdict by seed; infinite where it diverged."""
+        point, step = self.search(multiple).tuned(name, rung)
+        return self.by_seed(name, multiple, rung, point, step, self.header.plan.seeds)
+
+    def by_seed(
+        self, name: str, multiple: int, rung: int, point: int, step: float, seeds: int
+    ) -> dict[int, float]:
+        """Losses by seed, at one setting; of those that are recorded."""
+        samples = self.header.plan.horizons[rung]
+        keys = ((name, multiple, samples, point, step, seed) for seed in range(1, seeds + 1))
+        runs = (self.journal.get(Run, *key) for key in keys)
+        return {run.repeat: math.inf if math.isnan(run.loss) else run.loss for run in runs if run}
+
+    def octave(self, name: str, multiple: int) -> dict[int, float]:
+        """By how much an optimizer's loss falls with twice the samples, by seed."""
+        short, long = (self.losses(name, multiple, rung) for rung in (1, 2))
+        return {seed: _less(short[seed], long[seed]) for seed in short.keys() & long.keys()}
+
+
+def summarize(header: Header, journal: Journal, status: str) -> dict[str, Any]:
+    """Says what the recorded events mean.
+
+    Args:
+        header: The record's header.
+        journal: Its events.
+        status: ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
+    """
+    evidence, plan = Evidence(header, journal), header.plan
+    costs = _costs(journal)
+    rows = [row for multiple in plan.multiples for row in _verdicts(evidence, multiple, costs)]
+    runs = journal.select(Run)
+    lost = {n: sum(math.isinf(r.loss) for r in runs if r.optimizer == n) for n in plan.optimizers}
+    found = {
+        "task": header.task.name,
+        "sample": header.task.sample,
+        "optimizers": {name: evidence.title(name) for name in plan.optimizers},
+        "verdicts": rows,
+        "flips": _flips(rows),
+        "tuned": [_tuned(evidence, m, n) for m in plan.multiples for n in plan.optimizers],
+        "critical": [*_critical_batches(evidence)] if len(plan.multiples) > 1 else [],
+        "costs": costs,
+        "trained": len(runs),
+        "diverged": sum(lost.values()),
+        "diverged_by": lost,
+    }
+    return {**found, "words": explain(header, found, status)}
+
+
+def _verdicts(
+    evidence: Evidence, multiple: int, costs: Mapping[str, Mapping[str, float]]
+) -> Iterator[dict[str, Any]]:
+    """A row for each optimizer and horizon; those of fewer than two pairs are left out."""
+    octave = evidence.octave(BASELINE, multiple)
+    for rung in (1, 2):
+        base, pairs = evidence.losses(BASELINE, multiple, rung), {}
+        for name in evidence.header.plan.optimizers[1:]:
+            own = evidence.losses(name, multiple, rung)
+            seeds = sorted(own.keys() & base.keys())
+            if len(seeds) > 1:
+                pairs[name] = own, seeds, np.array([_less(own[s], base[s]) for s in seeds])
+        judged = compare_pairs([differences for *_, differences in pairs.values()])
+        for (name, (own, seeds, differences)), verdict in zip(pairs.items(), judged, strict=True):
+            # Of all pairs or of none: so that it never contradicts the verdict.
+            falls = np.array([octave.get(seed, math.nan) for seed in seeds])
+            ratio = sample_ratio(differences, falls, verdict.confidence)
+            yield {
+                "optimizer": name,
+                "multiple": multiple,
+                "samples": evidence.header.plan.horizons[rung],
+                **asdict(verdict),
+                "sample_ratio": ratio and asdict(ratio),
+                "time_ratio": _time_ratio(ratio, costs.get(name)),
+                "losses": {str(seed): own[seed] for seed in seeds},
+                "baseline_losses": {str(seed): base[seed] for seed in seeds},
+            }
+
+
+def _less(own: float, base: float) -> float:
+    return math.nan if math.isinf(own) and math.isinf(base) else own - base
+
+
+def _time_ratio(
+    ratio: SampleRatio | None, cost: Mapping[str, float] | None
+) -> dict[str, float] | None:
+    """Time to a loss over that which the baseline would take; it has no interval of its own."""
+    if ratio is None or cost is None:
+        return None
+    values = ratio.value, ratio.high, ratio.low
+    names = "value", "low", "high"
+    return {n: cost["time_ratio"] / value for n, value in zip(names, values, strict=True)}
+
+
+def _flips(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Comparisons whose verdicts differ in sign between the horizons."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for row in rows:
+        found.setdefault((row["optimizer"], row["multiple"]), []).append(row["verdict"])
+    return [
+        {"optimizer": name, "multiple": multiple, "short": said[0], "long": said[-1]}
+        for (name, multiple), said in found.items()
+        if {*said} == {"better", "worse"}
+    ]
+
+
+def _tuned(evidence: Evidence, multiple: int, name: str) -> dict[str, Any]:
+    """The search for one optimizer and batch size."""
+    search = evidence.search(multiple)
+    rungs, is_done = range(search.last + 1), search.is_done(name, search.last)
+    point, step = search.tuned(name, search.last)
+    runs = evidence.journal.select(Run)
+    # Exact, as the search's steps are whole.
+    bases = (run.lr * 2.0**-run.step for run in runs if run.optimizer == name and not run.repeat)
+    tried = {rung: search.tried(name, rung) for rung in rungs}
+    # On the same seeds for all, those that are at their best there included.
+    defaults = evidence.by_seed(name, 1, 2, 0, 0, DEFAULTS) if multiple == 1 else {}
+    first = [*tried[0].values()] if search.is_done(name, 0) else []
+    return {
+        "optimizer": name,
+        "multiple": multiple,
+        "lr": next(bases) * 2.0**step if is_done else None,
+        "step": step,
+        "knobs": KNOWN[name].knobs_at(point) if name in KNOWN else {},
+        # Of the rungs that the verdicts have their rates from.
+        "interior": all(search.is_interior(name, rung) for rung in rungs[1:]) if is_done else None,
+        "tried": {str(rung): {str(s): loss for s, loss in tried[rung].items()} for rung in rungs},
+        "plateau": _plateau([*evidence.octave(BASELINE, multiple).values()], first),
+        "effort": _effort(first),
+        "default_loss": sum(defaults.values()) / DEFAULTS if len(defaults) == DEFAULTS else None,
+    }
+
+
+def _plateau(octave: Sequence[float], losses: Sequence[float]) -> float | None:
+    """Octaves of the learning rate that cost at most a tenth more samples than the best.
+
+    Between neighbours the loss is taken to be a straight line of the rate's logarithm.
+    """
+    fall = sum(octave) / len(octave) if octave else math.nan
+    if not losses or not fall > 0 or not math.isfinite(min(losses) + fall):
+        return None
+    most = min(losses) + fall * math.log2(1 + PLATEAU)
+    width = 0.0
+    for low, high in map(sorted, pairwise(losses)):
+        if high <= most:
+            width += 1
+        elif low <= most and math.isfinite(high):
+            width += (most - low) / (high - low)
+    return width
+
+
+def _effort(losses: Sequence[float]) -> dict[str, float]:
+    r"""Expected best loss of some trials, drawn without replacement from those of short runs.
+
+    Of :math:`N` sorted losses the :math:`i`-th is the best of :math:`k` with the probability
+    :math:`\binom{N - i}{k - 1} / \binom{N}{k}`. More trials than there are give the best.
+    """
+    ordered, count, found = sorted(losses), len(losses), {}
+    for trials in EFFORTS if losses else ():
+        drawn = min(trials, count)
+        ways = [math.comb(count - 1 - place, drawn - 1) for place in range(count)]
+        terms = [way * loss for way, loss in zip(ways, ordered, strict=True) if way]
+        found[str(trials)] = math.fsum(terms) / math.comb(count, drawn)
+    return found
+
+
+def _critical_batches(evidence: Evidence) -> Iterator[dict[str, Any]]:
+    """For each optimizer, extra samples by batch size, and where they pass a fifth.
+
+    A larger batch needs as many samples more as the task's own would need fewer for the same loss.
+    """
+    plan = evidence.header.plan
+    for name in plan.optimizers:
+        first, octave = evidence.losses(name, 1, 2), evidence.octave(name, 1)
+        found: dict[int, SampleRatio] = {}
+        for multiple in plan.multiples:
+            own = evidence.losses(name, multiple, 2)
+            seeds = sorted(first.keys() & own.keys() & octave.keys())
+            pairs = np.array([[_less(own[s], first[s]), octave[s]] for s in seeds]).reshape(-1, 2)
+            ratio = sample_ratio(pairs[:, 0], pairs[:, 1], 0.95)
+            if ratio is None and np.isposinf(pairs[:, 0]).any():
+                ratio = SampleRatio(0.0, 0.0, 0.0)
+            if ratio is not None:
+                found[multiple] = ratio
+        if len(found) < 2 or 1 not in found:
+            continue
+        extra = {m: 1 / ratio.value - 1 if ratio.value else math.inf for m, ratio in found.items()}
+        beyond = min((m for m, more in extra.items() if more > CRITICAL), default=None)
+        within = max(m for m in extra if beyond is None or m < beyond)
+        yield {
+            "optimizer": name,
+            "overheads": {str(m): more for m, more in extra.items()},
+            "intervals": {
+                str(m): [1 / end - 1 if end else math.inf for end in (ratio.high, ratio.low)]
+                for m, ratio in found.items()
+            },
+            "within": within * plan.batch_size,
+            "beyond": beyond and beyond * plan.batch_size,
+        }
+
+
+def _costs(journal: Journal) -> dict[str, dict[str, float]]:
+    """Time of a training step over the baseline's, and bytes of state a weight, by optimizer."""
+    speed = journal.get(Speed)
+    seconds = speed.time if speed else {}
+    return {
+        name: {"time_ratio": seconds[name] / seconds[BASELINE], "state_bytes": held}
+        for name, held in (speed.state_bytes.items() if speed else ())
+        if name in seconds and seconds.get(BASELINE)
+    }

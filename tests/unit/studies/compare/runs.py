@@ -1,0 +1,90 @@
+"""Small runs of ``compare`` with a plan made by hand, and records that are made up."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from steadygrad.record.schema.compare import Header, Plan, Run, Settings, Speed
+from steadygrad.studies.compare.study import Compare
+from steadygrad.studies.compare.trials import make_trials
+from steadygrad.studies.deadline import Deadline
+from steadygrad.studies.journal import Journal
+from steadygrad.studies.run import start
+from tests.unit.record.helpers import RUNTIME, TASK
+from tests.unit.studies.framework import TINY, Watcher, tiny
+
+ALL = ("adamw", "scaledadam", "lans", "lamb", "sgd", "muon")
+PLAN = Plan(
+    batch_size=4,
+    optimizers=("adamw", "lans", "sgd"),
+    multiples=(1,),
+    horizons=(32, 64, 128),
+    points=1,
+    full=True,
+    seeds=3,
+    samples_per_second=200.0,
+    work=1,
+    span=1,
+)
+ADDED = Path(__file__).parent / "added.py"
+
+
+def planned(**fields):
+    """The plan with other fields."""
+    return msgspec.structs.replace(PLAN, **fields)
+
+
+def begin(folder, factory="make_task", *, at=0, plan=PLAN, **settings):
+    """A run with the hand-made plan, stopped after ``at`` samples of work; -1 for never."""
+    chosen = {"device": "cpu", "threads": 1, "workers": 1, "budget": 1e6, **settings}
+    deadline = Deadline()
+    watcher = Watcher(at, lambda: deadline.limit(-1e9))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Compare, "make_plan", classmethod(lambda *args, **kwargs: plan))
+        patch.setattr("steadygrad.studies.calibration.SECONDS", 0.01)
+        patch.setattr("steadygrad.studies.calibration.WARM_UP_STEPS", 1)
+        options = Settings(task=tiny(factory), **chosen)
+        return start("compare", options, folder, deadline=deadline, monitor=watcher), watcher
+
+
+def header_of(plan, **fields):
+    """A header around a plan."""
+    return Header(
+        schema=1, study="compare", task=TASK, runtime=RUNTIME, environment={},
+        settings=Settings(), plan=plan, **fields,
+    )  # fmt: skip
+
+
+def record(plan, loss_of, keep=lambda event: True, speed=True):
+    """The journal of a study whose runs have the losses of a function of their key fields.
+
+    ``loss_of`` is called with optimizer, multiple, samples, point, step and repeat; ``keep`` says
+    which of the events are there in the end.
+    """
+    journal = Journal()
+    for trial in make_trials(plan, 64):
+        job = trial.job(journal)
+        if job is None:
+            continue
+        fields = {name: value for name, value in job.items() if name != "event"}
+        if job["event"] == "speed":
+            if speed:
+                times = {name: 1.0 + place / 4 for place, name in enumerate(plan.optimizers)}
+                held = {name: 8.0 - place for place, name in enumerate(plan.optimizers)}
+                journal.add(Speed(state_bytes=held, time=times))
+            continue
+        journal.add(made(loss=loss_of(**fields), **fields))
+    return Journal(events=filter(keep, journal.events()))
+
+
+def made(loss, **fields):
+    """A run's event."""
+    return Run(
+        **fields, lr=1e-3 * 2.0 ** fields["step"], loss=loss, curve=((fields["samples"], loss),)
+    )
+
+
+__all__ = [
+    "ADDED", "ALL", "PLAN", "TINY", "begin", "header_of", "made", "planned", "record",
+]  # fmt: skip

@@ -1,0 +1,78 @@
+"""From a budget to amounts of work."""
+
+import re
+
+import pytest
+
+from steadygrad._checks import InputError
+from steadygrad.record.schema.compare import Settings
+from steadygrad.studies.compare.plan import LEVELS, make_plan
+from steadygrad.studies.compare.trials import make_trials
+from tests.unit.studies.tiny_task import make_task
+
+NAMES = ("adamw", "scaledadam", "lans")
+
+
+def plan_for(budget, *, speed=200.0, workers=1, names=NAMES, **settings):
+    return make_plan(
+        Settings(budget=budget, **settings),
+        make_task(),
+        names,
+        speed=speed,
+        workers=workers,
+        trials_of=lambda plan: make_trials(plan, 64),
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("budget", [100, 300, 3600, 7200])
+def test_the_plan_fits_its_budget_and_uses_it(budget, workers):
+    plan = plan_for(budget, workers=workers)
+    trials = make_trials(plan, 64)
+    assert plan.work == sum(trial.cost for trial in trials)
+    assert plan.work / workers <= plan.span <= plan.work
+    seconds = plan.span / plan.samples_per_second
+    assert seconds <= 0.85 * budget
+    # Bisected to 3 %, and runs are a whole number of units; start-up is taken off.
+    assert seconds >= 0.75 * (budget - 12)
+    assert plan.horizons == (plan.horizons[2] // 4, plan.horizons[2] // 2, plan.horizons[2])
+
+
+def test_more_time_gives_longer_runs_then_seeds():
+    plans = [plan_for(budget) for budget in (60, 120, 600, 3600, 4 * 3600)]
+    longest = [plan.horizons[2] for plan in plans]
+    seeds = [plan.seeds for plan in plans]
+    assert seeds == sorted(seeds)
+    assert (seeds[0], seeds[-1]) == (3, 10)
+    assert longest[0] < longest[1] < longest[2] < longest[-1]
+    for plan in plans:
+        steps = {(seeds, full): steps for seeds, full, steps in LEVELS}
+        assert plan.horizons[2] // plan.batch_size >= steps[plan.seeds, plan.full]
+
+
+@pytest.mark.parametrize("batches", ["1", "1,4", "1,3,5"])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("names", [NAMES, NAMES[:2]])
+def test_a_budget_that_is_too_small_says_which_is_enough(batches, workers, names):
+    options = {"batches": batches, "workers": workers, "names": names}
+    with pytest.raises(InputError, match="too small for any answer: found 5s") as error:
+        plan_for(5, **options)
+    seconds = int(re.search(r"--budget (\d+)s or more", str(error.value)).group(1))
+    assert plan_for(seconds, **options).seeds == 3
+    with pytest.raises(InputError, match="too small"):
+        plan_for(seconds - 1, **options)
+
+
+def test_larger_batches_have_whole_steps_and_enough_of_them():
+    plan = plan_for(3600, batches="1,3,16")
+    for horizon in plan.horizons:
+        for multiple in plan.multiples:
+            steps, rest = divmod(horizon, multiple * plan.batch_size)
+            assert rest == 0
+            assert steps >= 8
+
+
+@pytest.mark.parametrize("batches", ["2", "4,1", "1,1", "0", "one", "1,,4", "1,2000", "1.5", "-1"])
+def test_batches_that_cannot_be_used(batches):
+    with pytest.raises(InputError, match=r"--batches should be .* at most 1024 here. Found"):
+        plan_for(300, batches=batches)

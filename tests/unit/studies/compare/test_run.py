@@ -1,0 +1,299 @@
+"""Real studies of a tiny task: what is recorded, paired, resumed and refused."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from steadygrad._checks import InputError
+from steadygrad.record import dumps, read_run
+from steadygrad.record.schema.compare import Run, Settings, Speed
+from steadygrad.studies.checkpoint import Checkpoints
+from steadygrad.studies.compare.optimizers import entries_of
+from steadygrad.studies.compare.runner import Runner
+from steadygrad.studies.run import StudyFailed, start
+from steadygrad.studies.study import Workplace
+from tests.unit.studies import tiny_task
+from tests.unit.studies.compare.runs import ADDED, ALL, PLAN, begin, planned
+from tests.unit.studies.framework import (
+    Watcher,
+    copy,
+    go_on,
+    launched,
+    lines,
+    make_trainer,
+    part,
+    recorded,
+    summary,
+    tiny,
+    wait_for,
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A complete study with the hand-made plan."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("compare") / "run"
+    outcome, watcher = begin(folder, at=-1, optimizers="lans,sgd")
+    assert outcome.summary["status"] == "complete"
+    assert watcher.done == watcher.total
+    return folder
+
+
+@pytest.mark.slow
+def test_every_optimizer_and_two_of_the_users_own(tmp_path):
+    names = (*ALL, "task", "adamax", "grouped")
+    plan = planned(optimizers=names, multiples=(1, 4), points=2, horizons=(128, 256, 512))
+    outcome, watcher = begin(
+        tmp_path / "run",
+        at=-1,
+        plan=plan,
+        optimizers=",".join((*ALL, "task")),
+        add=f"{ADDED}:adamax,{ADDED}:grouped",
+    )
+    found = outcome.summary
+    assert found["status"] == "complete"
+    assert list(found["optimizers"].values())[-3:] == ["AdamW of the task", "adamax", "grouped"]
+    assert len(found["verdicts"]) == 8 * 2 * 2
+    assert all(len(row["losses"]) == 3 for row in found["verdicts"])
+    assert {row["optimizer"] for row in found["tuned"]} == set(names)
+    trials = {
+        row["optimizer"]: sum(map(len, row["tried"].values()))
+        for row in found["tuned"]
+        if row["multiple"] == 1
+    }
+    assert len(set(trials.values())) == 1
+    # Adam's two moments in float32, beside a count for each tensor; SGD's momentum alone.
+    held = {name: cost["state_bytes"] for name, cost in found["costs"].items()}
+    assert held["adamw"] == pytest.approx(8, rel=0.05)
+    assert held["sgd"] == pytest.approx(4)
+    assert 4 < held["muon"] < 8
+    assert watcher.points["larger batches"] == watcher.total
+    # AdamW of the task has the same default rate and decay: the same trainings, to the bit.
+    own = {(r.optimizer, *r.key[2:]): r.loss for r in read_run(tmp_path / "run").select(Run)}
+    pairs = [(own.get(("adamw", *k[1:])), loss) for k, loss in own.items() if k[0] == "task"]
+    both = [(one, other) for one, other in pairs if one is not None]
+    assert len(both) > 20
+    assert all(one == other for one, other in both)
+
+
+def test_losses_fall_and_adamw_learns(whole):
+    runs = read_run(whole).select(Run)
+    verdicts = [run for run in runs if run.repeat and run.samples == 128]
+    assert all(len(run.curve) == 4 for run in verdicts)
+    assert all([seen for seen, _ in run.curve] == [32, 64, 96, 128] for run in verdicts)
+    assert all(len(run.curve) == 1 for run in runs if not run.repeat)
+    assert all(run.curve[-1] == (run.samples, run.loss) for run in runs)
+
+
+class Places:
+    """A runner in this process."""
+
+    def __init__(self, task=None, **settings):
+        self.trainer = make_trainer(task)
+        entries = entries_of(Settings(**settings), self.trainer.task)
+        self.told = []
+        place = Workplace(
+            self.trainer, Checkpoints.__new__(Checkpoints), lambda n, what: self.told.append(n)
+        )
+        self.runner = Runner(PLAN, entries, place)
+
+    def train(self, optimizer, *, step=0, repeat=1, samples=128, multiple=1, point=0):
+        return self.runner.training(optimizer, multiple, samples, point, step, repeat)
+
+
+def test_pairs_share_weights_data_and_random_numbers(monkeypatch):
+    """At a learning rate of zero all optimizers see the same losses, dropout included."""
+    places = Places(optimizers=",".join((*ALL[1:], "task")))
+    monkeypatch.setattr("steadygrad.tasks.Task.lr_factor", lambda self, samples_seen, total: 0.0)
+    seen = {}
+    step = places.trainer.step
+
+    def watched(indices, ready=None):
+        step(indices, ready)
+        losses.append((indices.tolist(), float(places.trainer._losses[-1])))
+
+    monkeypatch.setattr(places.trainer, "step", watched)
+    for optimizer in (*ALL, "task"):
+        for repeat in (0, 1, 2):
+            losses = []
+            run = places.train(optimizer, repeat=repeat)
+            assert len(losses) == 32
+            seen.setdefault(repeat, []).append((run.loss, losses))
+    for found in seen.values():
+        assert all(each == found[0] for each in found)
+    # Seeds differ in weights and in data.
+    assert len({found[0][0] for found in seen.values()}) == 3
+    assert len({str(found[0][1][0][0]) for found in seen.values()}) == 3
+
+
+def test_a_training_is_the_same_whatever_ran_before():
+    places = Places(optimizers="muon,sgd")
+    first = places.train("muon", repeat=2)
+    places.train("sgd", step=10, samples=64)
+    places.runner.speed()
+    places.train("adamw", multiple=4)
+    assert places.train("muon", repeat=2) == first
+    assert Places(optimizers="muon").train("muon", repeat=2) == first
+    # It leaves the task as it was.
+    assert places.trainer.task.lr == 0.001
+
+
+def test_a_training_that_diverges_is_infinitely_bad():
+    places = Places(optimizers="sgd")
+    run = places.train("sgd", step=40)
+    assert (run.loss, run.curve) == (math.inf, ((128, math.inf),))
+    assert math.isfinite(places.train("sgd").loss)
+
+
+def test_an_evaluation_that_is_not_finite_is_a_divergence():
+    """Its training losses are finite to the end."""
+    task = replace(tiny_task.make_task(), evaluate=lambda model, samples: math.nan)
+    assert Places(task, optimizers="sgd").train("sgd").loss == math.inf
+
+
+def test_all_steps_count_as_work():
+    places = Places(optimizers="lans")
+    places.train("lans")
+    # Four evaluations of 64 samples, a third each.
+    assert sum(places.told) == 128 + 4 * 22
+
+
+def test_the_time_of_a_step_leaves_the_weights():
+    places = Places(optimizers="muon,sgd")
+    before = [p.clone() for p in places.trainer.model.parameters()]
+    speed = places.runner.speed()
+    assert isinstance(speed, Speed)
+    assert set(speed.time) == set(speed.state_bytes) == {"adamw", "muon", "sgd"}
+    assert all(seconds > 0 for seconds in speed.time.values())
+    for own, other in zip(before, places.trainer.model.parameters(), strict=True):
+        assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_other_types(tmp_path, dtype):
+    plan = planned(seeds=2, optimizers=("adamw", "muon"))
+    outcome, _ = begin(tmp_path / "run", at=-1, plan=plan, dtype=dtype, optimizers="muon")
+    assert outcome.summary["status"] == "complete"
+    assert len(outcome.summary["verdicts"]) == 2
+    assert outcome.summary["diverged"] == 0
+
+
+def test_a_task_with_an_evaluation_of_its_own(tmp_path):
+    plan = planned(seeds=2, optimizers=("adamw", "lans"), full=False)
+    outcome, watcher = begin(tmp_path / "run", "evaluated", at=-1, plan=plan, optimizers="lans")
+    assert outcome.summary["status"] == "complete"
+    assert watcher.done == watcher.total
+
+
+def test_a_diverging_optimizer_ends_in_a_verdict(tmp_path):
+    plan = planned(optimizers=("adamw", "wild"), full=False)
+    outcome, watcher = begin(
+        tmp_path / "run", at=-1, plan=plan, optimizers="adamw", add=f"{ADDED}:wild"
+    )
+    found = outcome.summary
+    assert [row["verdict"] for row in found["verdicts"]] == ["worse", "worse"]
+    assert found["diverged"] == found["diverged_by"]["wild"] > 0
+    assert found["words"][0] == (
+        "wild is worse than AdamW over 128 rows: it diverged on 3 of 3 seeds, AdamW on 0."
+    )
+    assert watcher.done == watcher.total
+
+
+def test_stopped_at_three_moments_and_resumed(whole, tmp_path):
+    """Stopped in the search, in the verdicts, and before the last trial."""
+    folder = tmp_path / "run"
+    begin(folder, at=1500, optimizers="lans,sgd")
+    began = recorded(folder)
+    assert 3 < began < recorded(whole)
+    for at in (3000, 2000):
+        outcome, _ = part(folder, at)
+        assert outcome.summary["status"] == "budget"
+        assert recorded(folder) > began
+        began = recorded(folder)
+    go_on(folder)
+    assert lines(folder) == lines(whole)
+    assert without_times(folder) == without_times(whole)
+
+
+def without_times(folder):
+    """The summary as text, with what was measured by the clock left out."""
+    found = read_run(folder).summary
+    assert found["costs"]
+    rows = [{**row, "time_ratio": None} for row in found["verdicts"]]
+    words = [word.partition(" A step takes")[0] for word in found["words"]]
+    return dumps({**found, "costs": None, "verdicts": rows, "words": words})
+
+
+def test_cut_at_any_event_it_goes_on_to_the_same_summary(whole, tmp_path):
+    """As after a kill: the record's lines so far, and no end."""
+    text = (whole / "record.jsonl").read_bytes().splitlines(keepends=True)
+    generator = random.Random(0)
+    for number, kept in enumerate(sorted(generator.sample(range(2, len(text) - 1), 3))):
+        folder = copy(whole, tmp_path / str(number))
+        (folder / "summary.json").unlink()
+        # The last line was being written.
+        half = text[kept][: len(text[kept]) // 2]
+        (folder / "record.jsonl").write_bytes(b"".join(text[:kept]) + half)
+        go_on(folder)
+        assert lines(folder) == lines(whole)
+        # The step's time is recorded: to the bit.
+        assert summary(folder) == summary(whole)
+
+
+@pytest.mark.slow
+def test_killed_while_two_workers_train_then_serial(tmp_path):
+    base = tmp_path / "base"
+    plan = planned(optimizers=("adamw", "lans"), seeds=2, full=False)
+    begin(base, "paced", plan=plan, workers=2, optimizers="lans")
+    folder, serial = copy(base, tmp_path / "two"), copy(base, tmp_path / "one")
+    for more in (2, 10):
+        with launched(folder, workers=2) as process:
+            least = recorded(base) + more
+            wait_for(lambda least=least: recorded(folder) >= least)
+            process.kill()
+    go_on(folder, workers=2)
+    assert not (folder / "pending").exists()
+    go_on(serial, workers=1)
+    assert lines(folder) == lines(serial)
+    assert without_times(folder) == without_times(serial)
+
+
+def test_a_plan_of_its_own_for_a_real_budget(tmp_path, monkeypatch):
+    monkeypatch.setattr("steadygrad.studies.calibration.SECONDS", 0.01)
+    chosen = {"device": "cpu", "threads": 1, "workers": 1, "optimizers": "sgd"}
+    with pytest.raises(InputError, match=r"The budget is too small .* --budget \d+s or more"):
+        start(
+            "compare",
+            Settings(task=tiny(), budget=5.0, **chosen),
+            tmp_path / "small",
+            monitor=Watcher(),
+        )
+    assert not (tmp_path / "small").exists()
+    # 200 samples a second are declared, and it is much faster.
+    settings = Settings(task=tiny(), budget=60.0, **chosen)
+    outcome = start("compare", settings, tmp_path / "run", monitor=Watcher())
+    assert outcome.summary["status"] == "complete"
+    run = read_run(tmp_path / "run")
+    assert run.header.plan.horizons[2] >= 160
+    assert {row["samples"] for row in run.summary["verdicts"]} == set(run.header.plan.horizons[1:])
+
+
+@pytest.mark.parametrize("name", ["raises", "is_none", "deaf", "no_step"])
+def test_a_broken_optimizer_leaves_nothing_behind(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("steadygrad.studies.calibration.SECONDS", 0.01)
+    settings = Settings(
+        task=tiny(), budget=100.0, device="cpu", threads=1, workers=1, add=f"{ADDED}:{name}"
+    )
+    with pytest.raises(InputError, match=f"optimizer {name} should"):
+        start("compare", settings, tmp_path / "run", monitor=Watcher())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_task_that_breaks_later_keeps_what_is_measured(tmp_path):
+    with pytest.raises(StudyFailed, match=r"over 32.*: Task.per_sample_loss .* Found Runtime"):
+        begin(tmp_path / "run", "loss_raises_later", at=-1, optimizers="lans,sgd")
+    assert read_run(tmp_path / "run").summary["status"] == "failed"

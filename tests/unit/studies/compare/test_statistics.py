@@ -1,0 +1,244 @@
+"""Verdicts on paired seeds: how often they are wrong, how often they find what is there.
+
+Shares of 1,000 replicates with a fixed seed. Their binomial standard deviation is 0.7 % at 5 % and
+1.3 % at 80 %; bounds leave three of them, unless another reason is said.
+"""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from steadygrad.studies.compare.statistics import (
+    MOST_RATIO,
+    compare_pairs,
+    sample_ratio,
+    seeds_needed,
+)
+
+REPLICATES = 1000
+SPREAD = 0.01
+
+
+def replicates(seed, *shape):
+    return np.random.default_rng(seed).normal(size=(REPLICATES, *shape)) * SPREAD
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 8])
+def test_the_baseline_against_itself(seeds):
+    """Two trainings of one optimizer whose seeds share nothing but their common effect."""
+    common, own, base = replicates(0, 3, seeds).transpose(1, 0, 2)
+    pairs = (10 * common + own) - (10 * common + base)
+    verdicts = [compare_pairs([pair])[0].verdict for pair in pairs]
+    # The issue's bounds: 95 % and three standard deviations.
+    assert 930 <= verdicts.count("cannot tell") <= 970
+    # Neither side is favoured: half of about 50, and three standard deviations of that.
+    assert abs(verdicts.count("better") - verdicts.count("worse")) <= 3 * math.sqrt(50)
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.7])
+def test_three_optimizers_that_are_the_baseline(shared):
+    """All pairs have the baseline's noise in common: Holm's rule holds whatever they share."""
+    own, base = replicates(1, 3, 5), replicates(2, 1, 5)
+    wrong = 0
+    for one, common in zip(own, base, strict=True):
+        found = compare_pairs(list((1 - shared) * one - shared * common))
+        wrong += any(each.verdict != "cannot tell" for each in found)
+    # At most 5 % and three standard deviations; independent ones come near to it.
+    assert wrong <= 70
+    if not shared:
+        assert wrong >= 30
+
+
+def test_a_true_difference_is_still_found_beside_one_that_is_not():
+    """Holm's second step: after a verdict, the next comparison has the level of those left."""
+    near = np.array([-0.010, -0.011, -0.009, -0.010, -0.0105])
+    p_value = 0.04
+    base = np.array([1.0, -1.0, 2.0, -2.0, 0.0])
+    shift = stats.t.isf(p_value / 2, 4) * base.std(ddof=1) / math.sqrt(5)
+    far, second = compare_pairs([near, base + shift])
+    assert far.verdict == "better"
+    assert far.confidence == 0.975
+    assert second.p_value == pytest.approx(p_value)
+    assert second.verdict == "worse"
+    assert second.confidence == 0.95
+    (first, second) = compare_pairs([base, base + shift])
+    assert second.verdict == "cannot tell"
+    assert first.confidence == second.confidence == 0.975
+
+
+def test_no_interval_contradicts_a_verdict():
+    generator = np.random.default_rng(3)
+    seen = set()
+    for _ in range(300):
+        count, seeds = generator.integers(1, 5), generator.integers(2, 12)
+        shifts = generator.normal(size=(count, 1)) * 1.5
+        pairs = generator.normal(size=(count, seeds)) + shifts
+        for own, pair in zip(compare_pairs(list(pairs)), pairs, strict=True):
+            seen.add(own.verdict)
+            expected = (
+                "better" if own.high < 0 else "worse" if own.low > 0 else "cannot tell"
+            )  # fmt: skip
+            assert own.verdict == expected
+            assert own.low <= own.mean <= own.high
+            assert own.mean == pytest.approx(pair.mean())
+            assert 0.95 <= own.confidence < 1
+            assert own.needed is None or (own.verdict == "cannot tell" and own.needed > seeds)
+            assert (own.bootstrap is None) == (seeds < 10)
+    assert seen == {"better", "worse", "cannot tell"}
+
+
+def test_intervals_cover_the_true_difference():
+    pairs = replicates(4, 3, 5) + np.array([0.0, 0.01, -0.05])[:, None]
+    covered = np.zeros(3)
+    for triple in pairs:
+        found = compare_pairs(list(triple))
+        covered += [
+            own.low <= true <= own.high for own, true in zip(found, (0.0, 0.01, -0.05), strict=True)
+        ]
+    # Each at least 95 % of the time, less three standard deviations.
+    assert (covered >= 930).all()
+
+
+@pytest.mark.parametrize("effect", [3.0, 1.0, 0.5])
+def test_the_promised_number_of_seeds_finds_the_difference(effect):
+    needed = seeds_needed(effect * SPREAD, SPREAD)
+    assert needed is not None
+
+    def found(seeds):
+        pairs = replicates(5, seeds) - effect * SPREAD
+        return sum(compare_pairs([pair])[0].verdict == "better" for pair in pairs)
+
+    # 80 %, less three standard deviations of 1.3 %.
+    assert found(needed) >= 760
+    # It is the fewest: with one seed less it is below 80 %, and three standard deviations.
+    assert needed == 2 or found(needed - 1) <= 840
+
+
+def test_seeds_needed_at_its_ends():
+    assert seeds_needed(0.0, 1.0) is None
+    assert seeds_needed(1.0, 0.0) == 2
+    assert seeds_needed(1e-4, 1.0) is None
+    # Lehr's rule of thumb, 8 (sd / difference)^2, within a tenth.
+    assert seeds_needed(0.05, 1.0) == pytest.approx(8 / 0.05**2, rel=0.1)
+    assert seeds_needed(0.5, 1.0, 0.05) < seeds_needed(0.5, 1.0, 0.01)
+
+
+INF, NAN = math.inf, math.nan
+
+
+@pytest.mark.parametrize(
+    ("pairs", "verdict"),
+    {
+        "it diverged": ([-0.1, INF, -0.1], "worse"),
+        "it diverged on every seed": ([INF, INF, INF], "worse"),
+        "the baseline diverged": ([-0.1, -INF, -0.1], "cannot tell"),
+        "each on a seed of its own": ([0.1, INF, -INF], "cannot tell"),
+        "both on one seed": ([0.1, NAN, 0.2], "cannot tell"),
+        "both, and it once more": ([0.1, NAN, INF], "worse"),
+        "the baseline more often": ([INF, -INF, -INF], "cannot tell"),
+    }.values(),
+)
+def test_trainings_that_diverged(pairs, verdict):
+    (alone,) = compare_pairs([np.array(pairs)])
+    assert alone.verdict == verdict
+    # A neighbour's verdict stays its own.
+    near = np.array([-0.1, -0.101, -0.102])
+    found, other = compare_pairs([np.array(pairs), near])
+    assert found.verdict == verdict
+    assert other.verdict == "better"
+    assert not math.isfinite(found.mean)
+    assert found.needed is None
+    # One that diverged is decided: its neighbour has the whole level.
+    assert other.confidence == (0.95 if verdict == "worse" else 0.975)
+
+
+def test_differences_without_any_spread():
+    same, less = compare_pairs([np.zeros(3), np.full(3, -0.25)])
+    assert (same.verdict, same.low, same.high, same.needed) == ("cannot tell", 0, 0, None)
+    assert (less.verdict, less.low, less.high) == ("better", -0.25, -0.25)
+
+
+def test_the_bootstrap_of_ten_pairs_is_near_students_interval():
+    pairs = np.random.default_rng(6).normal(size=40)
+    (found,) = compare_pairs([pairs])
+    # Both have the mean's standard error, which the percentile's has with n for n - 1.
+    assert found.bootstrap == pytest.approx((found.low, found.high), abs=0.1 * pairs.std())
+    assert compare_pairs([pairs])[0].bootstrap == found.bootstrap
+
+
+@pytest.mark.parametrize("power", [0.1, 0.3, 0.8])
+@pytest.mark.parametrize("true", [0.6, 0.85, 1.0, 1.15, 1.5])
+def test_ratios_cover_the_true_one_on_a_power_law(true, power):
+    """An optimizer that is as good as the baseline with ``true`` times the samples."""
+    mean, octave = true**-power - 1, 0.5**-power - 1
+    # The noise of a loss is a twentieth of what twice the samples gain.
+    noise = replicates(7, 3, 5) / SPREAD * octave / 20
+    covered, values = 0, []
+    for own, base, short in noise:
+        found = sample_ratio(mean + own - base, octave + short - base, 0.95)
+        # There is no ratio where the fall is not clear; here it is.
+        assert found is not None
+        covered += found.low <= true <= found.high
+        values.append(found.value)
+    # 95 % less three standard deviations.
+    assert covered >= 930
+    # The exponent of a third in place of the true one costs at most a tenth.
+    assert np.median(values) == pytest.approx(true, rel=0.1)
+
+
+def test_a_ratio_and_its_difference_never_contradict():
+    generator = np.random.default_rng(8)
+    seen = set()
+    for _ in range(500):
+        seeds = int(generator.integers(2, 8))
+        pairs = generator.normal(size=seeds) + generator.normal() * 2
+        octave = 6 + generator.normal(size=seeds)
+        (found,) = compare_pairs([pairs])
+        ratio = sample_ratio(pairs, octave, found.confidence)
+        if ratio is not None:
+            assert ratio.low <= ratio.value <= ratio.high
+            side = "better" if ratio.low > 1 else "worse" if ratio.high < 1 else "cannot tell"
+            assert side == found.verdict
+            seen.add(side)
+    assert seen == {"better", "worse", "cannot tell"}
+
+
+def test_a_ratio_by_hand():
+    exact = sample_ratio(np.full(3, -0.1), np.full(3, 0.2), 0.95)
+    assert exact is not None
+    # Half of an octave better.
+    assert exact.value == pytest.approx((1 - 0.5 * (2 ** (1 / 3) - 1)) ** -3)
+    assert (exact.low, exact.high) == pytest.approx((2**0.5, 2.0))
+    # Half of an octave worse, between a straight line of the logarithm and 1 / samples.
+    exact = sample_ratio(np.full(3, 0.1), np.full(3, 0.2), 0.95)
+    assert (exact.low, exact.high) == pytest.approx((1 / 1.5, 2**-0.5))
+    # Fieller's interval as the set of ratios that Student's test does not reject.
+    pairs, octave = np.array([-0.1, -0.05, -0.12, -0.07]), np.array([0.2, 0.25, 0.19, 0.22])
+    found = sample_ratio(pairs, octave, 0.9)
+    assert found is not None
+    for octaves in (math.log2(found.low), 1 - 1 / found.high):
+        tested = stats.ttest_1samp(pairs + octaves * octave, 0.0).pvalue
+        assert tested == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "octave"),
+    {
+        "flat": ([0.1, 0.1, 0.1], [0.1, -0.1, 0.05]),
+        "rising": ([0.1, 0.1, 0.1], [-0.1, -0.1, -0.1]),
+        "it diverged": ([0.1, INF, 0.1], [0.1, 0.1, 0.1]),
+        "the short run diverged": ([0.1, 0.1, 0.1], [0.1, INF, 0.1]),
+        "no pair": ([], []),
+        "one pair": ([0.1], [0.1]),
+    }.values(),
+)
+def test_no_ratio_without_a_curve(pairs, octave):
+    assert sample_ratio(np.array(pairs), np.array(octave), 0.95) is None
+
+
+def test_a_ratio_beyond_the_curve_is_bounded():
+    found = sample_ratio(np.array([-1.0, -1.1, -0.9]), np.array([0.1, 0.11, 0.09]), 0.95)
+    assert found is not None
+    assert (found.value, found.low, found.high) == (MOST_RATIO,) * 3
