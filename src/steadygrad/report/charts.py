@@ -195,10 +195,12 @@ def label_lines(axes: Axes, labels: Sequence[tuple[float, float, str, str]], gap
     labels = sorted(labels, key=lambda label: label[1])
     heights = [axes.transData.transform(label[:2])[1] * 72 / axes.figure.dpi for label in labels]
     placed = list(heights)
-    for upper in range(1, len(placed)):
-        overlap = max(0.0, gap - (placed[upper] - placed[upper - 1]))
-        placed[upper - 1] -= overlap / 2
-        placed[upper] += overlap / 2
+    # What makes room for one pair takes it from the next, but less each time.
+    for _ in range(20 * len(labels)):
+        for upper in range(1, len(placed)):
+            overlap = max(0.0, gap - (placed[upper] - placed[upper - 1]))
+            placed[upper - 1] -= overlap / 2
+            placed[upper] += overlap / 2
     for (x, y, name, colour), height, spot in zip(labels, heights, placed, strict=True):
         axes.annotate(
             name,

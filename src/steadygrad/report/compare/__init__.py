@@ -16,7 +16,7 @@ __all__ = ["page"]
 OPTIMIZERS = ("scaledadam", "lans", "lamb", "sgd", "muon")
 VERDICTS = (
     "Mean validation loss of the seeds at tuned options, and its difference from AdamW's with its "
-    "interval: Student's, with Holm's correction for several optimizers. AdamW's samples and "
+    "interval: Student's, with Holm's correction for several optimizers. AdamW's samples, and "
     "seconds: what AdamW would need for the same loss, over what was spent; above 1 the optimizer "
     "saves. State: bytes for each weight."
 )
@@ -109,9 +109,9 @@ def _figures(found: Comparison) -> Iterable[Figure]:
     yield "Longest training", show(found.longest), f"{found.samples}; also half of it"
     seeds = "of each verdict, none of them used in the search"
     yield "Seeds", show(judged), f"of {show(found.plan.seeds)} planned; {seeds}"
-    trials = [sum(map(len, row["tried"].values())) for row in found.summary.get("tuned", ())]
-    if trials:
-        yield "Learning rates", show(max(trials)), "tried with each optimizer in the search"
+    if found.tuned:
+        trials = sum(map(len, found.tuned[0]["tried"].values()))
+        yield "Learning rates", show(trials), "tried with each optimizer, over all lengths"
     diverged = sum(math.isinf(run.loss) for run in found.trainings)
     yield "Diverged", show(diverged), f"of {show(len(found.trainings))} trainings"
 
@@ -125,11 +125,12 @@ def _missing(found: Comparison) -> Iterable[str]:
 
 
 def _verdicts(found: Comparison) -> Html | None:
-    shown = [tables.verdicts(found, samples) for samples in (found.longest, found.half)]
-    if not any(shown):
+    both = (tables.verdicts(found, samples) for samples in (found.longest, found.half))
+    shown = [table for table in both if table]
+    if not shown:
         return None
     drawn = figure(charts.differences(found), PAIRS)
-    return section("Verdicts", drawn, [table for table in shown if table], el("p.more", VERDICTS))
+    return section("Verdicts", shown, el("p.more", VERDICTS), drawn)
 
 
 def _rates(found: Comparison) -> Html | None:
@@ -138,7 +139,9 @@ def _rates(found: Comparison) -> Html | None:
     if not panels:
         return None
     base = f" At batch size {show(found.plan.batch_size)}." if len(found.plan.multiples) > 1 else ""
-    return section("Learning rates", figure(el("div.panels", panels), RATES + base), *_few(found))
+    return section(
+        "Learning rates", figure(el("div.panels.three", panels), RATES + base), *_few(found)
+    )
 
 
 def _few(found: Comparison) -> Iterable[Html]:
@@ -163,5 +166,5 @@ def _limits(found: Comparison) -> dict[str, str]:
     points = found.plan.points
     options = f", and {points} points of two other options" if points > 1 else " alone"
     missing = [name for name in OPTIMIZERS if name not in found.plan.optimizers]
-    values = {"options": options, "missing": ", ".join([*missing, "and all others"])}
+    values = {"options": options, "missing": listed([*missing, "all others"])}
     return {name: text.format(**values) for name, text in LIMITS.items()}

@@ -118,7 +118,9 @@ def _limit(axes: Axes, losses: Sequence[float]) -> None:
     finite = [loss for loss in losses if math.isfinite(loss)]
     axes.locator_params(axis="y", nbins=4)
     if finite:
-        low, high = min(finite), max(finite)
+        low = min(finite)
+        # A short run may have diverged without becoming infinite.
+        high = max(loss for loss in finite if loss <= low + 10 * (median(finite) - low))
         span = high - low or 0.1 * abs(high) or 1.0
         axes.set_ylim(low - 0.2 * span, high + span)
     else:
@@ -163,7 +165,7 @@ def over_batches(found: Comparison) -> Html:
     def paint(figure: Figure, narrow: bool) -> None:
         axes, ends, names = figure.subplots(), [], list(found.titles)
         charts.octaves_axis(axes, "x", sizes)
-        for row in found.summary["critical"]:
+        for row in (row for row in found.summary["critical"] if len(row["overheads"]) > 1):
             place = names.index(row["optimizer"]) % 6
             found_at = {int(multiple): extra for multiple, extra in row["overheads"].items()}
             xs = [multiple * found.plan.batch_size for multiple in found_at]

@@ -1,7 +1,7 @@
 """What a ``compare`` record holds, gathered for its page."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -26,31 +26,44 @@ class Comparison:
         self.titles: Mapping[str, str] = self.summary.get("optimizers") or names
         self.samples = plural(self.header.task.sample)
         self.half, self.longest = self.plan.horizons[1:]
+        # Losses of the search by octave, at the optimizers' default options.
+        self.search: dict[tuple[str, int, int], dict[int, float]] = {}
+        for one in self.trainings:
+            if not (one.repeat or one.point):
+                place = one.optimizer, one.multiple, one.samples
+                self.search.setdefault(place, {})[one.step] = one.loss
+        # Rows of the optimizers whose short runs are complete.
+        self.tuned = [row for row in self.summary.get("tuned", ()) if self._is_searched(row)]
 
-    def rows(self, samples: int) -> Iterator[Row]:
+    def _is_searched(self, row: Row) -> bool:
+        place = row["optimizer"], row["multiple"], self.plan.horizons[0]
+        return {int(step) for step in row["tried"]["0"]} <= self.search.get(place, {}).keys()
+
+    def rows(self, samples: int) -> list[Row]:
         """Verdicts at a horizon; at each batch size AdamW's own losses come first."""
-        verdicts = self.summary.get("verdicts", ())
+        found: list[Row] = []
         for multiple in self.plan.multiples:
             place = {"multiple": multiple, "samples": samples}
-            own = [row for row in verdicts if place.items() <= row.items()]
+            own = [r for r in self.summary.get("verdicts", ()) if place.items() <= r.items()]
             losses = {seed: loss for row in own for seed, loss in row["baseline_losses"].items()}
             if own:
-                yield {**place, "optimizer": BASELINE, "losses": losses, "verdict": "baseline"}
-                yield from own
+                base = {"optimizer": BASELINE, "losses": losses, "verdict": "baseline"}
+                found += [{**place, **base}, *own]
+        return found
 
     def curve(self, name: str, samples: int) -> Sequence[tuple[int, float]]:
         """Samples and mean loss on the way, of the seeds of a verdict that did not diverge."""
         first = (row for row in self.rows(samples) if row["multiple"] == 1)
-        losses = next((row["losses"] for row in first if row["optimizer"] == name), {})
+        own = [row["losses"] for row in first if row["optimizer"] == name]
+        losses: Mapping[str, float] = own[0] if own else {}
         curves = [
             run.curve
             for run in self.trainings
             if (run.optimizer, run.multiple, run.samples) == (name, 1, samples)
             and losses.get(str(run.repeat)) == run.loss < math.inf
         ]
-        return [
-            (marks[0][0], fmean(loss for _, loss in marks)) for marks in zip(*curves, strict=True)
-        ]
+        columns = zip(*curves, strict=True)
+        return [(marks[0][0], fmean(loss for _, loss in marks)) for marks in columns]
 
     def plateau(self, tried: Sequence[float]) -> float:
         """Largest loss of a short run on the plateau around the best of those tried."""
