@@ -112,17 +112,18 @@ def simulated(plan, effects, diverging):
 def make_run(tmp_path):
     """Writes a run with the summary that the study itself would write, and reads it back."""
 
-    def make(effects=None, *, diverging=(), events=None, status="complete", edit=None, **changes):
-        task = changes.pop("task", {})
+    def make(effects=None, *, diverging=(), events=None, status="complete", **changes):
+        task, edit = changes.pop("task", {}), changes.pop("edit", lambda _: None)
+        change = changes.pop("change", lambda events: events)
         plan = replace(PLAN, **changes)
         header = replace(HEADER, plan=plan, task=replace(HEADER.task, **task))
-        found = simulated(plan, effects or {}, diverging)[:events]
+        found = change(simulated(plan, effects or {}, diverging)[:events])
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         with RunWriter.create(tmp_path / "run", header) as writer:
             if status is not None:
                 total = summary.summarize(header, Journal(events=found), status)
                 total |= {"schema": SCHEMA, "study": "compare", "status": status}
-                (edit or (lambda _: None))(total)
+                edit(total)
                 found = [*found, End(status=status)]
                 writer.write_summary(total)
         # One write: `append` syncs each line.
@@ -316,12 +317,14 @@ def test_what_diverged_is_shown(make_run, painted):
 
 
 @pytest.mark.usefixtures("no_charts")
-def test_where_adamw_diverged_there_is_no_telling(make_run):
+def test_where_adamw_diverged_there_is_no_telling(make_run, painted):
     run = make_run(diverging=("adamw",))
     page = render(run)
     rows = {row[0]: row for row in rows_of(page, "After 3,200 images")[1:]}
     assert rows["LANS"][1:4:2] == ["cannot tell", "AdamW diverged"]
     assert "no optimizer is known to be better" in title_of(run)
+    axes = painted(charts.differences, Comparison(run))
+    assert not any(line.get_marker() == "x" for line in axes.lines)
 
 
 def test_seeds_are_dots_and_bars_are_intervals(make_run, painted):
@@ -345,8 +348,21 @@ def test_an_interval_far_outside_does_not_press_the_others_together(make_run, pa
     run = make_run(effects, optimizers=ALL[:5])
     axes = painted(charts.differences, Comparison(run))
     assert axes.get_xlim()[1] < 1
-    triangles = [line.get_ydata()[0] for line in axes.lines if line.get_marker() == ">"]
+    triangles = [y for line in axes.lines if line.get_marker() == ">" for y in line.get_ydata()]
     assert triangles == [6, 7]
+
+
+def test_a_curve_that_was_infinite_on_the_way_is_drawn(make_run, painted):
+    """Its end is finite, and so are the limits of the chart."""
+
+    def edit(events):
+        first = next(e for e in events if isinstance(e, Run) and e.repeat and e.samples == 3200)
+        broken = replace(first, curve=((800, math.inf), *first.curve[1:]))
+        return [broken if event is first else event for event in events]
+
+    axes = painted(charts.over_samples, Comparison(make_run({"lans": BETTER}, change=edit)))
+    assert all(map(math.isfinite, axes.get_ylim()))
+    assert len(axes.texts) == 3
 
 
 def test_the_plateau_is_as_wide_as_the_summary_says(make_run, painted):

@@ -25,12 +25,11 @@ MOST_WIDTHS = 6
 
 def differences(found: Comparison) -> Html:
     """Paired differences from AdamW: a dot for each seed, a bar for the interval."""
-    both = (
-        (row, samples) for samples in (found.longest, found.half) for row in found.rows(samples)
-    )
-    rows = [row for row, _ in both if row["optimizer"] != BASELINE]
     names = list(found.titles)
-    rows.sort(key=lambda row: (row["multiple"], names.index(row["optimizer"]), -row["samples"]))
+    rows = sorted(
+        found.summary["verdicts"],
+        key=lambda row: (row["multiple"], names.index(row["optimizer"]), -row["samples"]),
+    )
     widths = [max(abs(r["low"]), abs(r["high"])) for r in rows if math.isfinite(r["mean"])]
     most = min(max(widths), MOST_WIDTHS * median(widths)) if widths else 1.0
 
@@ -43,15 +42,20 @@ def differences(found: Comparison) -> Html:
             title = charts.label(found.titles[row["optimizer"]])
             labels.append(f"{title}{batch}, {short(row['samples'])}")
             if not math.isfinite(row["mean"]):
-                axes.plot([0.97 * most], [y], "x", color=NOISE, mew=2, ms=7.5)
+                # Where only AdamW diverged there is nothing to draw.
+                if row["mean"] > 0:
+                    axes.plot([0.97 * most], [y], "x", color=NOISE, mew=2, ms=7.5)
                 continue
             axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=2, zorder=2)
             pairs = ((row["losses"][seed], row["baseline_losses"][seed]) for seed in row["losses"])
             apart = [own - base for own, base in pairs]
             axes.plot(apart, [y] * len(apart), "o", color=MUTED, ms=3.5, zorder=3)
             axes.plot([row["mean"]], [y], "D", color=colour, ms=7, zorder=4)
-            if row["high"] > most:
-                axes.plot([most], [y], ">", color=colour, ms=7, clip_on=False, zorder=5)
+            for end, marker, cut in (
+                (most, ">", row["high"] > most),
+                (-most, "<", row["low"] < -most),
+            ):
+                axes.plot([end] * cut, [y] * cut, marker, color=colour, ms=7, zorder=5)
         axes.set_xlim(-1.05 * most, 1.05 * most)
         axes.axvline(0, color=INK, linewidth=1.0, zorder=1)
         axes.set_yticks(range(len(rows)), labels)
@@ -85,7 +89,7 @@ def over_rates(found: Comparison, place: int) -> Html | None:
             axes.plot([lr for lr, _ in known], [y for _, y in known], "-o", color=colour, ms=3)
             others = [(run.lr, run.loss) for run in tried if run.point]
             axes.plot([lr for lr, _ in others], [y for _, y in others], "_", color=colour, ms=9)
-            bests += [loss for _, loss in known[:1] and [min(known, key=lambda one: one[1])]]
+            bests.append(min((loss for _, loss in known), default=math.inf))
             if samples == found.plan.horizons[0]:
                 _shade(axes, found, ladder)
         seeds = [run for run in runs if run.samples == found.longest and run.repeat]
@@ -142,7 +146,8 @@ def over_samples(found: Comparison) -> Html:
                 if curve and samples == found.longest:
                     ends.append((*curve[-1], charts.label(title), colour))
                 # What is above AdamW's curve, and above all ends, would only press those together.
-                highest = max([highest, *(ys if name == BASELINE else ys[-1:])])
+                shown = ys if name == BASELINE else ys[-1:]
+                highest = max([highest, *filter(math.isfinite, shown)])
         lowest = min((y for _, y, *_ in ends), default=0.0)
         if highest > lowest:
             span = highest - lowest
