@@ -245,6 +245,7 @@ def test_every_number_of_the_verdicts_is_in_the_tables(make_run):
         assert seconds.lstrip("≤≥ ") == f"{ratio['value'] / cost['time_ratio']:.2f}"
         assert state == show(cost["state_bytes"])
         assert seeds[title, after] == [loss(value) for value in row["losses"].values()]
+        assert shown["AdamW"][:2] == ["baseline", loss(fmean(row["baseline_losses"].values()))]
         assert seeds["AdamW", after] == [loss(value) for value in row["baseline_losses"].values()]
         p_value, confidence, _, needed = tests[title, after]
         assert p_value == show(row["p_value"], digits=2)
