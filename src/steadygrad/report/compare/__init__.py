@@ -16,8 +16,8 @@ __all__ = ["page"]
 OPTIMIZERS = ("scaledadam", "lans", "lamb", "sgd", "muon")
 VERDICTS = (
     "Mean validation loss of the seeds at tuned options, and its difference from AdamW's with its "
-    "interval: Student's, with Holm's correction for several optimizers. AdamW's samples, and "
-    "seconds: what AdamW would need for the same loss, over what was spent; above 1 the optimizer "
+    "interval: Student's, with Holm's correction for several optimizers. AdamW's samples and "
+    "time: what AdamW would need for the same loss, over what was spent; above 1 the optimizer "
     "saves. State: bytes for each weight."
 )
 PAIRS = (

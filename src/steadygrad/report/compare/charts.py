@@ -84,10 +84,10 @@ def over_rates(found: Comparison, place: int) -> Html | None:
         axes.set_xlim(rates[0] / 1.3, rates[-1] * 1.3)
         for samples, colour in colours.items():
             tried = [run for run in runs if run.samples == samples and not run.repeat]
-            ladder = sorted((run.lr, run.loss) for run in tried if not run.point)
+            ladder = sorted((run.lr, run.loss) for run in tried if not found.is_point(run))
             known = [(lr, loss) for lr, loss in ladder if math.isfinite(loss)]
             axes.plot([lr for lr, _ in known], [y for _, y in known], "-o", color=colour, ms=3)
-            others = [(run.lr, run.loss) for run in tried if run.point]
+            others = [(run.lr, run.loss) for run in tried if found.is_point(run)]
             axes.plot([lr for lr, _ in others], [y for _, y in others], "_", color=colour, ms=9)
             bests.append(min((loss for _, loss in known), default=math.inf))
             if samples == found.plan.horizons[0]:
@@ -122,10 +122,13 @@ def _limit(axes: Axes, losses: Sequence[float]) -> None:
     finite = [loss for loss in losses if math.isfinite(loss)]
     axes.locator_params(axis="y", nbins=4)
     if finite:
-        low = min(finite)
-        # A short run may have diverged without becoming infinite.
-        high = max(loss for loss in finite if loss <= low + 10 * (median(finite) - low))
-        span = high - low or 0.1 * abs(high) or 1.0
+        low = high = min(finite)
+        near = max(median(finite) - low, 0.2 * abs(low))
+        for loss in sorted(finite):
+            # A short run may have diverged without becoming infinite.
+            if loss - low <= 10 * max(near, high - low):
+                high = loss
+        span = high - low or 1.0
         axes.set_ylim(low - 0.2 * span, high + span)
     else:
         axes.set_yticks([])

@@ -26,18 +26,23 @@ class Comparison:
         self.titles: Mapping[str, str] = self.summary.get("optimizers") or names
         self.samples = plural(self.header.task.sample)
         self.half, self.longest = self.plan.horizons[1:]
-        # Losses of the search by octave, at the optimizers' default options.
+        # Losses of the search for learning rates, by octave.
         self.search: dict[tuple[str, int, int], dict[int, float]] = {}
         for one in self.trainings:
-            if not (one.repeat or one.point):
+            if not (one.repeat or self.is_point(one)):
                 place = one.optimizer, one.multiple, one.samples
                 self.search.setdefault(place, {})[one.step] = one.loss
-        # Rows of the optimizers whose short runs are complete.
+        # Rows of the optimizers whose search has gone as far as a best rate.
         self.tuned = [row for row in self.summary.get("tuned", ()) if self._is_searched(row)]
+
+    def is_point(self, run: Training) -> bool:
+        """Whether a run tried a point of the other options, at a rate that was known."""
+        return run.point > 0 and run.samples == self.half
 
     def _is_searched(self, row: Row) -> bool:
         place = row["optimizer"], row["multiple"], self.plan.horizons[0]
-        return {int(step) for step in row["tried"]["0"]} <= self.search.get(place, {}).keys()
+        steps = {int(step) for step in row["tried"]["0"]}
+        return row["lr"] is not None and steps <= self.search.get(place, {}).keys()
 
     def rows(self, samples: int) -> list[Row]:
         """Verdicts at a horizon; at each batch size AdamW's own losses come first."""

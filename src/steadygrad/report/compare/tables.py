@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 
 from steadygrad.record.schema.compare import BASELINE
 from steadygrad.report.compare.data import Comparison, Row
-from steadygrad.report.numbers import loss, percent, show
+from steadygrad.report.numbers import loss, percent, percent_interval, show
 from steadygrad.report.page import Html, listing
 
 __all__ = ["critical", "difference", "efforts", "mean_loss", "saved", "tables", "verdicts"]
@@ -43,7 +44,7 @@ def verdicts(found: Comparison, samples: int) -> Html | None:
         "loss": mean_loss,
         "difference": difference,
         "AdamW's samples": saved,
-        "seconds": seconds,
+        "AdamW's time": seconds,
         "state": lambda row: show(costs.get(row["optimizer"], {}).get("state_bytes")),
     }
     return _table(found, f"After {show(samples)} {found.samples}", found.rows(samples), columns)
@@ -97,12 +98,14 @@ def critical(found: Comparison) -> Html | None:
         within, beyond = show(row["within"]), row["beyond"]
         return f"{within} to {show(beyond)}" if beyond else f"≥ {within}"
 
-    def extra(multiple: int) -> Callable[[Row], str]:
-        return lambda row: percent(row["overheads"].get(str(multiple)))
+    def extra(multiple: int, row: Row) -> str:
+        value = percent(row["overheads"].get(str(multiple)))
+        ends = row.get("intervals", {}).get(str(multiple))
+        return f"{value} ({percent_interval(*ends)})" if ends else value
 
     size = found.plan.batch_size
-    extras = {f"extra at {show(m * size)}": extra(m) for m in found.plan.multiples[1:]}
-    columns = {"critical batch size": bracket, **extras}
+    extras = {f"extra at {show(m * size)}": partial(extra, m) for m in found.plan.multiples[1:]}
+    columns: Columns = {"critical batch size": bracket, **extras}
     return _table(found, "Critical batch sizes", found.summary.get("critical", ()), columns)
 
 
