@@ -1,4 +1,4 @@
-# `make advise` and `make test` need Python (>= 3.10) and make; everything else they install
+# `make advise`, `make compare` and `make test` need Python (>= 3.10) and make; everything else they install
 # into .venv. Versions come from constraints.txt.
 
 PYTHON ?= python3
@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: advise test lint types check docs bench clean
+.PHONY: advise compare test lint types check docs bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "steadygrad needs Python 3.10 or newer, found " + sys.version.split()[0] + ". Remedy: make PYTHON=/path/to/python3.12")'
@@ -17,6 +17,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 advise: $(VENV)/.installed  ## train a real model, measure, recommend a batch size, write a report
 	$(BIN)/steadygrad advise --budget 5m
+
+compare: $(VENV)/.installed  ## tune AdamW, ScaledAdam and LANS alike, judge them on fresh seeds, write a report
+	$(BIN)/steadygrad compare --budget 5m
 
 test: $(VENV)/.installed  ## the whole test suite, slow tests included
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile

@@ -16,6 +16,7 @@ EXPECTED = {
     "my_task.py": "",
     "my_loader_task.py": "",
     "my_hf_task.py": "",
+    "my_optimizer.py": "steps of Lion",
     "scaled_adam.py": "clipping threshold",
     "lans.py": "trust ratio",
     "layerwise_scaler.py": "attributed to layer 1",

@@ -15,15 +15,36 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from steadygrad.report.numbers import short, size
 from steadygrad.report.page import Html, clean, el, escape
 
-__all__ = ["chart", "cross", "dots", "label", "losses", "octaves_axis", "panel", "samples_axis"]
+__all__ = [
+    "chart",
+    "cross",
+    "dots",
+    "label",
+    "label_lines",
+    "losses",
+    "octaves_axis",
+    "panel",
+    "samples_axis",
+]
 
 Painter = Callable[[Figure, bool], None]
 
 # Matplotlib wants real colours. Each of these stands for one of the page's CSS variables, which
 # differ between light, dark and print.
-NAMES = ("ink", "muted", "grid", "paper", "critical", "noise", "schedule", "band")
+NAMES = (
+    "ink",
+    "muted",
+    "grid",
+    "paper",
+    "critical",
+    "noise",
+    "schedule",
+    "band",
+    "fourth",
+    "fifth",
+)
 VARIABLES = {f"#0101{number:02}": name for number, name in enumerate(NAMES, start=1)}
-INK, MUTED, GRID, PAPER, CRITICAL, NOISE, SCHEDULE, BAND = VARIABLES
+INK, MUTED, GRID, PAPER, CRITICAL, NOISE, SCHEDULE, BAND, FOURTH, FIFTH = VARIABLES
 
 WIDE, NARROW, PANEL = 800, 380, 240
 
@@ -164,3 +185,29 @@ def octaves_axis(
     axis.set_ticks(ticks[:: math.ceil(len(ticks) / most)])
     axis.set_major_formatter(lambda value, _: text(value))
     axes.minorticks_off()
+
+
+def label_lines(axes: Axes, labels: Sequence[tuple[float, float, str, str]], gap: float) -> None:
+    """Writes names beside the right ends of lines, at least ``gap`` points apart.
+
+    The limits are already set; a label is ``(x, y, name, colour)``, its place in data units.
+    """
+    labels = sorted(labels, key=lambda label: label[1])
+    heights = [axes.transData.transform(label[:2])[1] * 72 / axes.figure.dpi for label in labels]
+    placed = list(heights)
+    # What makes room for one pair takes it from the next, but less each time.
+    for _ in range(20 * len(labels)):
+        for upper in range(1, len(placed)):
+            overlap = max(0.0, gap - (placed[upper] - placed[upper - 1]))
+            placed[upper - 1] -= overlap / 2
+            placed[upper] += overlap / 2
+    for (x, y, name, colour), height, spot in zip(labels, heights, placed, strict=True):
+        axes.annotate(
+            name,
+            (x, y),
+            xytext=(9, spot - height),
+            textcoords="offset points",
+            va="center",
+            color=colour,
+            annotation_clip=False,
+        )

@@ -2,10 +2,22 @@
 
 import html
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
+from typing import Any
 
-__all__ = ["Html", "clean", "document", "el", "escape", "figure", "fill", "section", "table"]
+__all__ = [
+    "Html",
+    "clean",
+    "document",
+    "el",
+    "escape",
+    "figure",
+    "fill",
+    "listing",
+    "section",
+    "table",
+]
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
@@ -75,6 +87,18 @@ def table(
     inner = el("table", el("caption", caption), heading, body)
     # A box that scrolls has to be reachable by keyboard.
     return el("div.scroll", inner, tabindex="0", role="region", aria_label=caption)
+
+
+def listing(
+    title: str,
+    rows: Sequence[Any],
+    columns: Mapping[str, Callable[[Any], str]],
+    *,
+    text_columns: int = 0,
+) -> Html | None:
+    """A table with a column for each title; None without rows."""
+    cells = ([cell(row) for cell in columns.values()] for row in rows)
+    return table(title, list(columns), cells, text_columns=text_columns) if rows else None
 
 
 def figure(content: Html, *caption: str) -> Html:

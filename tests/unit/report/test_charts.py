@@ -14,11 +14,11 @@ from steadygrad.report.charts import (
     VARIABLES,
     chart,
     label,
+    label_lines,
     octaves_axis,
     panel,
     samples_axis,
 )
-from steadygrad.report.inspect.charts import label_lines
 
 NASTY = '<script>alert(1)</script> id="x" #010105 $x$ 字\x00'
 

@@ -8,10 +8,9 @@ from matplotlib.figure import Figure
 
 from steadygrad.report import charts
 from steadygrad.report.advise.data import Advice, Curve
-from steadygrad.report.advise.tables import listing
 from steadygrad.report.charts import CRITICAL, INK, MUTED, SCHEDULE
 from steadygrad.report.numbers import loss, percent, percent_interval, show, size
-from steadygrad.report.page import Html, el, figure, fill, section
+from steadygrad.report.page import Html, el, figure, fill, listing, section
 
 __all__ = ["learning_rate", "scratch"]
 

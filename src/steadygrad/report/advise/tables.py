@@ -1,27 +1,16 @@
 """The tables of the ``advise`` report: every number of the record."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
 from steadygrad.report.advise.data import Advice, Point
 from steadygrad.report.numbers import interval, loss, percent, show
-from steadygrad.report.page import Html, table
+from steadygrad.report.page import Html, listing, table
 
-__all__ = ["listing", "tables"]
+__all__ = ["tables"]
 
 
 def tables(advice: Advice) -> list[Html]:
     """A table for each kind of measurement that the record holds."""
     kinds = (_critical, _noise, _overhead, _scratch, _branches, _rates)
     return [found for kind in kinds if (found := kind(advice))]
-
-
-def listing(
-    title: str, rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]]
-) -> Html | None:
-    """A table with a column for each title; None without rows."""
-    cells = ([cell(row) for cell in columns.values()] for row in rows)
-    return table(title, list(columns), cells) if rows else None
 
 
 def _critical(advice: Advice) -> Html | None:

@@ -1,28 +1,47 @@
 """The page of a ``compare`` run: which optimizer, at which learning rate, and how sure."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import math
+from collections.abc import Iterable
 
-from steadygrad.record import Run, plural
+from steadygrad.record import Run, listed
+from steadygrad.record.schema.compare import BASELINE
 from steadygrad.report.compare import charts, tables
+from steadygrad.report.compare.data import Comparison
 from steadygrad.report.frame import Figure, limits, opening, provenance
 from steadygrad.report.numbers import show
-from steadygrad.report.page import Html, document, figure, section, table
+from steadygrad.report.page import Html, document, el, figure, section
 
 __all__ = ["page"]
 
-RATES = (
-    "Validation loss over the learning rate, each run with a whole schedule: grey after a quarter "
-    "of the samples, then after half of them, then after all. Larger dots: seeds of the verdict. "
-    "Shaded: rates that cost at most a tenth more samples, by the short runs. A cross diverged."
-)
-SAMPLES = (
-    "Mean validation loss of the verdict's seeds, at the tuned rates. Dashed: runs half as long, "
-    "with a schedule of their own."
+OPTIMIZERS = ("scaledadam", "lans", "lamb", "sgd", "muon")
+VERDICTS = (
+    "Mean validation loss of the seeds at tuned options, and its difference from AdamW's with its "
+    "interval: Student's, with Holm's correction for several optimizers. AdamW's samples and "
+    "time: what AdamW would need for the same loss, over what was spent; above 1 the optimizer "
+    "saves. State: bytes for each weight."
 )
 PAIRS = (
-    "Each grey dot is a seed: two runs with the same initial weights and the same data in the same "
-    "order. Bar: interval of the mean, with Holm's correction for several optimizers."
+    "Loss less AdamW's: left is better. A small dot is a seed: two runs with the same initial "
+    "weights and the same data in the same order. Bar: interval of the mean. Blue: the longest "
+    "runs; grey: half as long. A cross: diverged; a triangle: it goes on."
+)
+RATES = (
+    "Validation loss over the learning rate, each run with a whole schedule: light grey after a "
+    "quarter of the samples, dark grey after half of them, blue after all. Large dots: the seeds "
+    "at the tuned rate and at the default. Shaded: rates that cost at most a tenth more samples, "
+    "by the short runs. Short bars: other options. A cross: diverged."
+)
+SAMPLES = (
+    "Mean validation loss of the seeds that did not diverge, at the tuned rates. Dashed: runs half "
+    "as long, with a schedule of their own."
+)
+EFFORTS = (
+    "What so many learning rates, picked at random from those tried, give in the mean if the best "
+    "of them is kept. An infinite loss says that one of them diverges."
+)
+BATCHES = (
+    "Samples beyond those that the smallest batch needs for the same loss, each optimizer tuned at "
+    "each batch size. The critical batch size costs a fifth more (dashed). Above 300% all is 300%."
 )
 LIMITS = {
     "Other tasks and lengths.": (
@@ -30,83 +49,122 @@ LIMITS = {
         "changed with the length of a training, and with the model's size."
     ),
     "Options that were not tuned.": (
-        "The learning rate was searched on a ladder of factors of two{knobs}. Warm-up (10%), decay "
-        "(linear to zero), gradient clipping (none), and all else were the same or the defaults."
+        "The learning rate was searched on a ladder of factors of two{options}. Warm-up (10%), "
+        "decay (linear to zero), gradient clipping (none), and all else were the same or the "
+        "defaults."
     ),
     "The search.": (
         "Each learning rate was tried on one seed. A rate that looks best by chance handicaps "
         "every optimizer alike."
     ),
+    "One against another.": "Each optimizer was tested against AdamW only.",
     "Other optimizers.": "Not compared here: {missing}.",
 }
 
 
 def page(run: Run) -> str:
     """Draws the page; see :func:`steadygrad.report.render`."""
-    summary: Mapping[str, Any] = run.summary or {}
-    judged = bool(summary.get("verdicts"))
-    title = _headline(run, summary)
-    partial = "The record has no summary: the study is still going, or it was killed."
+    found = Comparison(run)
+    title = f"{found.header.task.name}: {_headline(found)}"
+    numbers = [table for table in tables.tables(found) if table]
     return document(
         title,
-        opening(run, title, _figures(run, summary), [] if summary else [partial]),
-        *(_results(run, summary) if judged else ()),
-        section("Every number", _tables(summary)) if summary else None,
-        limits(_limits(run, summary)),
+        opening(run, title, _figures(found), _missing(found)),
+        _verdicts(found),
+        _rates(found),
+        _on_the_way(found),
+        _batches(found),
+        limits(_limits(found)),
+        section("Every number", numbers) if numbers else None,
         provenance(run.header),
     )
 
 
-def _headline(run: Run, summary: Mapping[str, Any]) -> str:
-    last = {row["optimizer"]: row for row in summary.get("verdicts", ()) if row["multiple"] == 1}
-    better = [summary["optimizers"][n] for n, row in last.items() if row["verdict"] == "better"]
-    name = run.header.task.name
-    if not last:
-        return f"{name}: no verdict yet."
-    if summary["flips"]:
-        return f"{name}: the order of the optimizers changes with the length of the training."
+def _headline(found: Comparison) -> str:
+    rows = [row for row in found.rows(found.longest) if row["optimizer"] != BASELINE]
+    judged = {multiple: show(multiple * found.plan.batch_size) for multiple in found.plan.multiples}
+    if found.summary.get("flips"):
+        return "the order of the optimizers changes with the length of the training."
+    if not rows:
+        return "no verdict yet."
+    better: dict[str, list[str]] = {}
+    for row in rows:
+        if row["verdict"] == "better":
+            better.setdefault(row["optimizer"], []).append(judged[row["multiple"]])
+    over = f"over {show(found.longest)} {found.samples}"
     if better:
-        return f"{name}: {' and '.join(better)} better than AdamW."
-    return f"{name}: no optimizer is known to be better than AdamW."
+        names = [
+            found.titles[name] + (f" at batch size {listed(at)}" if len(judged) > 1 else "")
+            for name, at in better.items()
+        ]
+        return f"{listed(names)} {'is' if len(names) == 1 else 'are'} better than AdamW {over}."
+    if all(row["verdict"] == "worse" for row in rows):
+        names = list(dict.fromkeys(found.titles[row["optimizer"]] for row in rows))
+        return f"AdamW is better than {listed(names)} {over}."
+    return f"no optimizer is known to be better than AdamW {over}."
 
 
-def _figures(run: Run, summary: Mapping[str, Any]) -> Iterable[Figure]:
-    plan = run.header.plan
-    samples = plural(run.header.task.sample)
-    yield "Longest training", show(plan.horizons[2]), f"{samples}; also half of it"
-    yield "Seeds", show(plan.seeds), "of each verdict, none of them used in the search"
-    if summary:
-        detail = f"of {show(summary['trained'])} trainings"
-        yield "Diverged", show(summary["diverged"]), detail
+def _figures(found: Comparison) -> Iterable[Figure]:
+    judged = max((len(row["losses"]) for row in found.rows(found.longest)), default=0)
+    yield "Longest training", show(found.longest), f"{found.samples}; also half of it"
+    seeds = "of each verdict, none of them used in the search"
+    yield "Seeds", show(judged), f"of {show(found.plan.seeds)} planned; {seeds}"
+    if found.tuned:
+        trials = sum(map(len, found.tuned[0]["tried"].values()))
+        yield "Learning rates", show(trials), "tried with each optimizer, over all lengths"
+    diverged = sum(math.isinf(run.loss) for run in found.trainings)
+    yield "Diverged", show(diverged), f"of {show(len(found.trainings))} trainings"
 
 
-def _results(run: Run, summary: Mapping[str, Any]) -> Iterable[Html]:
-    yield section("Differences from AdamW", figure(charts.differences(summary), PAIRS))
-    drawn = [charts.over_rates(run, summary, name) for name in summary["optimizers"]]
-    yield section("Learning rates", figure(Html("".join(drawn)), RATES))
-    yield section("On the way", figure(charts.over_samples(run, summary), SAMPLES))
+def _missing(found: Comparison) -> Iterable[str]:
+    if not found.summary:
+        yield "The record has no summary: the study is still going, or it was killed."
+    for samples in (found.longest, found.half):
+        if found.summary and not any(found.rows(samples)):
+            yield f"Nothing was judged after {show(samples)} {found.samples}."
 
 
-def _tables(summary: Mapping[str, Any]) -> Iterable[Html]:
-    yield table("Verdicts", tables.HEAD, tables.verdict_rows(summary), text_columns=1)
-    head = ["optimizer", "batch", "learning rate", "other knobs", "trials", "plateau in octaves"]
-    head += ["interior", "loss at defaults"]
-    yield table("Tuned settings", head, tables.tuned_rows(summary), text_columns=1)
-    head = ["optimizer", "batch", "1 trial", "3 trials", "9 trials"]
-    name = "Expected best loss of a few learning rates, after a quarter of the samples"
-    yield table(name, head, tables.effort_rows(summary), text_columns=1)
-    head = ["optimizer", "time of a training step", "bytes of state for a weight"]
-    yield table("Costs, over AdamW's time", head, tables.cost_rows(summary), text_columns=1)
-    if summary["critical"]:
-        head = ["optimizer", "critical batch size", "extra samples by batch size"]
-        name = "Critical batch size: a fifth more samples than the smallest batch"
-        yield table(name, head, tables.critical_rows(summary), text_columns=1)
+def _verdicts(found: Comparison) -> Html | None:
+    both = (tables.verdicts(found, samples) for samples in (found.longest, found.half))
+    shown = [table for table in both if table]
+    if not shown:
+        return None
+    drawn = figure(charts.differences(found), PAIRS)
+    return section("Verdicts", shown, el("p.more", VERDICTS), drawn)
 
 
-def _limits(run: Run, summary: Mapping[str, Any]) -> dict[str, str]:
-    plan = run.header.plan
-    tried = f", and {plan.points} points of two other options" if plan.points > 1 else " alone"
-    known = ("adamw", "scaledadam", "lans", "lamb", "sgd", "muon")
-    missing = [name for name in known if name not in plan.optimizers]
-    values = {"knobs": tried, "missing": ", ".join([*missing, "and all others"])}
+def _rates(found: Comparison) -> Html | None:
+    places = range(len(found.plan.optimizers))
+    panels = [drawn for place in places if (drawn := charts.over_rates(found, place))]
+    if not panels:
+        return None
+    base = f" At batch size {show(found.plan.batch_size)}." if len(found.plan.multiples) > 1 else ""
+    return section(
+        "Learning rates", figure(el("div.panels.three", panels), RATES + base), *_few(found)
+    )
+
+
+def _few(found: Comparison) -> Iterable[Html]:
+    table = tables.efforts(found)
+    if table:
+        yield table
+        yield el("p.more", EFFORTS)
+
+
+def _on_the_way(found: Comparison) -> Html | None:
+    if not any(found.curve(name, found.longest) for name in found.titles):
+        return None
+    return section("On the way", figure(charts.over_samples(found), SAMPLES))
+
+
+def _batches(found: Comparison) -> Html | None:
+    table = tables.critical(found)
+    return table and section("Larger batches", figure(charts.over_batches(found), BATCHES), table)
+
+
+def _limits(found: Comparison) -> dict[str, str]:
+    points = found.plan.points
+    options = f", and {points} points of two other options" if points > 1 else " alone"
+    missing = [name for name in OPTIMIZERS if name not in found.plan.optimizers]
+    values = {"options": options, "missing": listed([*missing, "all others"])}
     return {name: text.format(**values) for name, text in LIMITS.items()}

@@ -1,76 +1,158 @@
-"""Rows of the tables of a ``compare`` report."""
+"""Tables of a ``compare`` report: every number of its summary."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from statistics import fmean
 
-from steadygrad.report.numbers import loss, show
+from steadygrad.record.schema.compare import BASELINE
+from steadygrad.report.compare.data import Comparison, Row
+from steadygrad.report.numbers import loss, percent, percent_interval, show
+from steadygrad.report.page import Html, listing
 
-__all__ = ["HEAD", "cost_rows", "critical_rows", "effort_rows", "tuned_rows", "verdict_rows"]
+__all__ = ["critical", "difference", "efforts", "mean_loss", "saved", "tables", "verdicts"]
 
-HEAD = ("optimizer", "batch", "after", "loss", "AdamW's", "difference", "samples", "verdict")
-
-Rows = Iterable[Sequence[str]]
-Summary = Mapping[str, Any]
-
-
-def verdict_rows(summary: Summary) -> Rows:
-    """Verdict by optimizer, batch size and horizon."""
-    for row in summary["verdicts"]:
-        ratio = row["sample_ratio"]
-        yield (
-            summary["optimizers"][row["optimizer"]],
-            f"x{row['multiple']}",
-            show(row["samples"]),
-            loss(_mean(row["losses"])),
-            loss(_mean(row["baseline_losses"])),
-            f"{show(row['mean'])} ({show(row['low'])} to {show(row['high'])})",
-            (ratio and f"x{ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})") or "–",
-            row["verdict"],
-        )
+Columns = Mapping[str, Callable[[Row], str]]
+# Beyond these ratios the baseline's loss curve is no guide.
+LEAST_RATIO, MOST_RATIO = 0.25, 4.0
 
 
-def _mean(losses: Mapping[str, float]) -> float:
-    return math.fsum(losses.values()) / len(losses)
+def _table(found: Comparison, title: str, rows: Sequence[Row], columns: Columns) -> Html | None:
+    """A table whose rows begin with the optimizer, and with the batch size where there are more."""
+    place: dict[str, Callable[[Row], str]] = {
+        "optimizer": lambda row: found.titles[row["optimizer"]]
+    }
+    if len(found.plan.multiples) > 1 and rows and "multiple" in rows[0]:
+        place["batch"] = lambda row: show(row["multiple"] * found.plan.batch_size)
+    return listing(title, rows, {**place, **columns}, text_columns=1)
 
 
-def tuned_rows(summary: Summary) -> Rows:
-    """Tuned settings of each optimizer, and its loss without tuning."""
-    for row in summary["tuned"]:
-        plateau, knobs = row["plateau"], row["knobs"]
-        yield (
-            summary["optimizers"][row["optimizer"]],
-            f"x{row['multiple']}",
-            show(row["lr"]),
-            ", ".join(f"{name} {show(value)}" for name, value in knobs.items()) or "defaults",
-            show(sum(map(len, row["tried"].values()))),
-            "–" if plateau is None else f"{plateau:.1f}",
-            "yes" if row["interior"] else "no",
-            "–" if row["default_loss"] is None else loss(row["default_loss"]),
-        )
+def _loss_at(field: str, key: str | int) -> Callable[[Row], str]:
+    return lambda row: loss(row[field].get(key))
 
 
-def effort_rows(summary: Summary) -> Rows:
-    """Expected best loss of a few trials, in short runs."""
-    for row in summary["tuned"]:
-        efforts = row["effort"]
-        name, batch = summary["optimizers"][row["optimizer"]], f"x{row['multiple']}"
-        yield name, batch, *(loss(efforts.get(count)) for count in ("1", "3", "9"))
+def verdicts(found: Comparison, samples: int) -> Html | None:
+    """Each optimizer beside AdamW after as many samples."""
+    costs = found.summary.get("costs", {})
+
+    def seconds(row: Row) -> str:
+        ratio, cost = row.get("sample_ratio"), costs.get(row["optimizer"])
+        return _ratio(ratio["value"], cost["time_ratio"]) if ratio and cost else "–"
+
+    columns = {
+        "verdict": lambda row: row["verdict"],
+        "loss": mean_loss,
+        "difference": difference,
+        "AdamW's samples": saved,
+        "AdamW's time": seconds,
+        "state": lambda row: show(costs.get(row["optimizer"], {}).get("state_bytes")),
+    }
+    return _table(found, f"After {show(samples)} {found.samples}", found.rows(samples), columns)
 
 
-def cost_rows(summary: Summary) -> Rows:
-    """Time of a step and memory of each optimizer."""
-    for name, cost in summary["costs"].items():
-        title = summary["optimizers"][name]
-        yield title, f"x{cost['time_ratio']:.2f}", show(cost["state_bytes"])
+def mean_loss(row: Row) -> str:
+    """Mean loss of a verdict's seeds."""
+    return loss(fmean(row["losses"].values()))
 
 
-def critical_rows(summary: Summary) -> Rows:
+def difference(row: Row) -> str:
+    """Mean paired difference from AdamW with its interval."""
+    if row["verdict"] == "baseline":
+        return "–"
+    if math.isfinite(row["mean"]):
+        return f"{_signed(row['mean'])} ({_signed(row['low'])} to {_signed(row['high'])})"
+    lost = sum(map(math.isinf, row["losses"].values()))
+    return f"diverged on {lost} of {len(row['losses'])} seeds" if lost else "AdamW diverged"
+
+
+def _signed(value: float) -> str:
+    return f"{'+' if value > 0 else ''}{show(value)}"
+
+
+def saved(row: Row) -> str:
+    """Samples that AdamW needs for the same loss, over those spent, with the interval."""
+    ratio = row.get("sample_ratio")
+    if ratio is None:
+        return "–"
+    return f"{_ratio(ratio['value'])} ({_ratio(ratio['low'])} to {_ratio(ratio['high'])})"
+
+
+def _ratio(value: float, time_ratio: float = 1.0) -> str:
+    sign = "≤ " if value <= LEAST_RATIO else "≥ " if value >= MOST_RATIO else ""
+    return f"{sign}{value / time_ratio:.2f}"
+
+
+def efforts(found: Comparison) -> Html | None:
+    """Expected best loss of a few learning rates, in short runs."""
+    columns = {f"{count} of them": _loss_at("effort", str(count)) for count in (1, 3, 9)}
+    title = f"Expected best loss after {show(found.plan.horizons[0])} {found.samples}"
+    return _table(found, title, found.tuned, columns)
+
+
+def critical(found: Comparison) -> Html | None:
     """Critical batch size of each optimizer."""
-    for row in summary["critical"]:
-        beyond = row["beyond"]
-        bracket = (
-            f"{show(row['within'])} to {show(beyond)}" if beyond else f"≥ {show(row['within'])}"
-        )
-        extra = ", ".join(f"x{m}: {100 * e:+.0f}%" for m, e in row["overheads"].items())
-        yield summary["optimizers"][row["optimizer"]], bracket, extra
+
+    def bracket(row: Row) -> str:
+        if len(row["overheads"]) == 1:
+            return "not resolved"
+        within, beyond = show(row["within"]), row["beyond"]
+        return f"{within} to {show(beyond)}" if beyond else f"≥ {within}"
+
+    def extra(multiple: int, row: Row) -> str:
+        value = percent(row["overheads"].get(str(multiple)))
+        ends = row.get("intervals", {}).get(str(multiple))
+        return f"{value} ({percent_interval(*ends)})" if ends else value
+
+    size = found.plan.batch_size
+    extras = {f"extra at {show(m * size)}": partial(extra, m) for m in found.plan.multiples[1:]}
+    columns: Columns = {"critical batch size": bracket, **extras}
+    return _table(found, "Critical batch sizes", found.summary.get("critical", ()), columns)
+
+
+def tables(found: Comparison) -> Iterable[Html | None]:
+    """The tables with which the page ends."""
+    title = "Tuned options; octaves are of the learning rate, from its default"
+    yield _table(found, title, found.tuned, TUNED)
+    yield from (_search(found, samples) for samples in found.plan.horizons)
+    rows = [row for samples in (found.longest, found.half) for row in found.rows(samples)]
+    after = {"after": lambda row: show(row["samples"])}
+    seeds = {str(seed): _loss_at("losses", str(seed)) for seed in range(1, found.plan.seeds + 1)}
+    yield _table(found, "Losses by seed", rows, {**after, **seeds})
+    judged = [row for row in rows if row["optimizer"] != BASELINE]
+    yield _table(found, "Tests of the differences", judged, {**after, **STATISTICS})
+    costs = [{"optimizer": name, **cost} for name, cost in found.summary.get("costs", {}).items()]
+    yield _table(found, "Costs", costs, COSTS)
+
+
+TUNED: Columns = {
+    "learning rate": lambda row: show(row["lr"]),
+    "octaves": lambda row: _signed(row["step"]),
+    "other options": lambda row: (
+        ", ".join(f"{name} {show(value)}" for name, value in row["knobs"].items()) or "defaults"
+    ),
+    "plateau": lambda row: show(row["plateau"], digits=2),
+    "interior": lambda row: show(row["interior"]),
+    "untuned loss": lambda row: loss(row["default_loss"]),
+}
+STATISTICS: Columns = {
+    "p-value": lambda row: show(row["p_value"], digits=2),
+    "interval's confidence": lambda row: f"{100 * row['confidence']:.3g}%",
+    "bootstrap interval": lambda row: (
+        " to ".join(map(_signed, row["bootstrap"])) if row["bootstrap"] else "–"
+    ),
+    "seeds that would tell": lambda row: show(row["needed"]),
+}
+COSTS: Columns = {
+    "time of a step over AdamW's": lambda row: f"{row['time_ratio']:.2f}",
+    "bytes of state for a weight": lambda row: show(row["state_bytes"]),
+}
+
+
+def _search(found: Comparison, samples: int) -> Html | None:
+    """Losses of the search at a horizon, by octaves from the default learning rate."""
+    search = {key: tried for key, tried in found.search.items() if key[2] == samples}
+    rows = [{"optimizer": k[0], "multiple": k[1], "tried": v} for k, v in search.items()]
+    steps = sorted({step for tried in search.values() for step in tried})
+    columns = {_signed(step): _loss_at("tried", step) for step in steps}
+    title = f"Search after {show(samples)} {found.samples}, by octaves"
+    return _table(found, title, rows, columns)

@@ -5,7 +5,8 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from steadygrad.report.compare.tables import HEAD, verdict_rows
+from steadygrad.report.compare.tables import difference, mean_loss, saved
+from steadygrad.report.numbers import show
 
 __all__ = ["table"]
 
@@ -14,9 +15,10 @@ def table(summary: Mapping[str, Any]) -> Table | None:
     """One row for each optimizer, batch size and horizon; None where nothing was judged."""
     if not summary["verdicts"]:
         return None
-    left, *right = HEAD
-    columns = [Column(name, justify="right") for name in right]
-    found = Table(left, *columns, title=f"{summary['task']}: validation loss, AdamW beside others")
-    for row in verdict_rows(summary):
-        found.add_row(*row)
+    heads = ("batch", "after", "loss", "difference", "AdamW's samples", "verdict")
+    columns = [Column(name, justify="right") for name in heads]
+    found = Table("optimizer", *columns, title=f"{summary['task']}: other optimizers beside AdamW")
+    for row in summary["verdicts"]:
+        place = summary["optimizers"][row["optimizer"]], f"x{row['multiple']}", show(row["samples"])
+        found.add_row(*place, mean_loss(row), difference(row), saved(row), row["verdict"])
     return found

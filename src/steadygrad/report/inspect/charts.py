@@ -13,7 +13,7 @@ from steadygrad.report.charts import CRITICAL, INK, MUTED, NOISE, SCHEDULE
 from steadygrad.report.inspect.data import TITLES, Histogram, Inspection
 from steadygrad.report.page import Html, clean
 
-__all__ = ["MOST_LAYERS", "heat", "label_lines", "training"]
+__all__ = ["MOST_LAYERS", "heat", "training"]
 
 # float16: exponents of its least subnormal number, its least normal one, and the first too large.
 LEAST, NORMAL, OVER = -24, -14, 16
@@ -110,31 +110,7 @@ def training(found: Inspection) -> Html:
         axes.set_xlabel("steps")
         axes.set_ylabel("loss")
         figure.canvas.draw()
-        label_lines(axes, labels, gap=14)
+        charts.label_lines(axes, labels, gap=14)
 
     words = f"Training loss of {found.name} over steps, with {_both(TITLES)}."
     return charts.chart("training", words, paint, height=260)
-
-
-def label_lines(axes: Axes, labels: Sequence[tuple[float, float, str, str]], gap: float) -> None:
-    """Writes names beside the right ends of lines, at least ``gap`` points apart.
-
-    The limits are already set; a label is ``(x, y, name, colour)``, its place in data units.
-    """
-    labels = sorted(labels, key=lambda label: label[1])
-    heights = [axes.transData.transform(label[:2])[1] * 72 / axes.figure.dpi for label in labels]
-    placed = list(heights)
-    for upper in range(1, len(placed)):
-        overlap = max(0.0, gap - (placed[upper] - placed[upper - 1]))
-        placed[upper - 1] -= overlap / 2
-        placed[upper] += overlap / 2
-    for (x, y, name, colour), height, spot in zip(labels, heights, placed, strict=True):
-        axes.annotate(
-            name,
-            (x, y),
-            xytext=(9, spot - height),
-            textcoords="offset points",
-            va="center",
-            color=colour,
-            annotation_clip=False,
-        )
