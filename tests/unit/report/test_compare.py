@@ -242,7 +242,7 @@ def test_every_number_of_the_verdicts_is_in_the_tables(make_run):
         ratio, cost = row["sample_ratio"], costs[row["optimizer"]]
         ends = [f"{ratio[key]:.2f}" for key in ("value", "low", "high")]
         assert re.findall(r"[\d.]+", samples) == ends
-        assert seconds.lstrip("≤≥ ") == f"{ratio['value'] / cost['time_ratio']:.2f}"
+        assert seconds.lstrip("≤≥ ") == f"{cost['time_ratio'] / ratio['value']:.2f}"
         assert state == show(cost["state_bytes"])
         assert seeds[title, after] == [loss(value) for value in row["losses"].values()]
         assert shown["AdamW"][:2] == ["baseline", loss(fmean(row["baseline_losses"].values()))]
@@ -262,7 +262,7 @@ def test_the_search_is_in_the_tables(make_run):
     for row in run.summary["tuned"]:
         title = run.summary["optimizers"][row["optimizer"]]
         rate, octaves, options, plateau, interior, untuned = tuned[title]
-        assert (rate, octaves) == (show(row["lr"]), f"+{row['step']}")
+        assert (rate, octaves) == (show(row["lr"]), f"+{row['step']:g}")
         assert options == (
             ", ".join(f"{name} {show(value)}" for name, value in row["knobs"].items()) or "defaults"
         )
@@ -288,7 +288,7 @@ def test_what_a_ratio_cannot_say_is_a_bound(make_run):
     assert rows["LANS"][4].startswith("≥ 4.00 (")
     assert rows["ScaledAdam"][4] == "≤ 0.25 (≤ 0.25 to ≤ 0.25)"
     # A step takes 1.1 times as long as AdamW's.
-    assert rows["ScaledAdam"][5] == "≤ 0.23"
+    assert rows["ScaledAdam"][5] == "≥ 4.40"
 
 
 def test_the_page_agrees_with_the_study():

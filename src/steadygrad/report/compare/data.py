@@ -27,7 +27,7 @@ class Comparison:
         self.samples = plural(self.header.task.sample)
         self.half, self.longest = self.plan.horizons[1:]
         # Losses of the search for learning rates, by octave.
-        self.search: dict[tuple[str, int, int], dict[int, float]] = {}
+        self.search: dict[tuple[str, int, int], dict[float, float]] = {}
         for one in self.trainings:
             if not (one.repeat or self.is_point(one)):
                 place = one.optimizer, one.multiple, one.samples
@@ -41,7 +41,7 @@ class Comparison:
 
     def _is_searched(self, row: Row) -> bool:
         place = row["optimizer"], row["multiple"], self.plan.horizons[0]
-        steps = {int(step) for step in row["tried"]["0"]}
+        steps = {float(step) for step in row["tried"]["0"]}
         return row["lr"] is not None and steps <= self.search.get(place, {}).keys()
 
     def rows(self, samples: int) -> list[Row]:

@@ -27,7 +27,7 @@ def _table(found: Comparison, title: str, rows: Sequence[Row], columns: Columns)
     return listing(title, rows, {**place, **columns}, text_columns=1)
 
 
-def _loss_at(field: str, key: str | int) -> Callable[[Row], str]:
+def _loss_at(field: str, key: str | float) -> Callable[[Row], str]:
     return lambda row: loss(row[field].get(key))
 
 
@@ -36,15 +36,19 @@ def verdicts(found: Comparison, samples: int) -> Html | None:
     costs = found.summary.get("costs", {})
 
     def seconds(row: Row) -> str:
-        ratio, cost = row.get("sample_ratio"), costs.get(row["optimizer"])
-        return _ratio(ratio["value"], cost["time_ratio"]) if ratio and cost else "–"
+        ratio, time = row.get("sample_ratio"), row.get("time_ratio")
+        if not ratio or not time:
+            return "–"
+        value = ratio["value"]
+        sign = "≥ " if value <= LEAST_RATIO else "≤ " if value >= MOST_RATIO else ""
+        return f"{sign}{time['value']:.2f}"
 
     columns = {
         "verdict": lambda row: row["verdict"],
         "loss": mean_loss,
         "difference": difference,
         "AdamW's samples": saved,
-        "AdamW's time": seconds,
+        "time over AdamW's": seconds,
         "state": lambda row: show(costs.get(row["optimizer"], {}).get("state_bytes")),
     }
     return _table(found, f"After {show(samples)} {found.samples}", found.rows(samples), columns)
@@ -77,9 +81,9 @@ def saved(row: Row) -> str:
     return f"{_ratio(ratio['value'])} ({_ratio(ratio['low'])} to {_ratio(ratio['high'])})"
 
 
-def _ratio(value: float, time_ratio: float = 1.0) -> str:
+def _ratio(value: float) -> str:
     sign = "≤ " if value <= LEAST_RATIO else "≥ " if value >= MOST_RATIO else ""
-    return f"{sign}{value / time_ratio:.2f}"
+    return f"{sign}{value:.2f}"
 
 
 def efforts(found: Comparison) -> Html | None:
