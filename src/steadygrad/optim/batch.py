@@ -1,7 +1,7 @@
 """Batches of parameters of one group, device and set of types, on which passes work."""
 
 from collections.abc import Mapping, Sequence
-from itertools import repeat
+from itertools import compress, repeat
 from operator import attrgetter, eq, is_
 from types import ModuleType
 from typing import Any
@@ -136,7 +136,11 @@ class ParamBatch:
     def lr(self) -> float | Tensor:
         """The group's learning rate: a number, or a tensor with shape ``()`` on the device."""
         lr: float | Tensor = self.group["lr"]
-        return lr.to(self.device).reshape(()) if isinstance(lr, Tensor) else lr
+        if not isinstance(lr, Tensor):
+            return lr
+        # In one call: there are devices without float64.
+        dtype = lr.dtype if self.exact is torch.float64 else self.exact
+        return lr.to(self.device, dtype).reshape(())
 
     @property
     def steps(self) -> Tensor:
@@ -195,6 +199,7 @@ class ParamBatch:
         """A gradient no wider than its sums; a zero that takes no memory for None."""
         if gradient is None:
             return like.new_zeros(()).expand(like.shape)
+        _check_shape(gradient, like)
         # Left behind where a parameter's memory was cast and its gradient was not.
         return gradient.to(self.sum_dtype) if gradient.dtype is torch.float64 else gradient
 
@@ -239,12 +244,8 @@ class ParamBatch:
         assert self.table is not None
         found: list[Tensor | None] = []
         for g, own in zip(grads, self._own, strict=True):
-            if g is not None and g.shape != own.shape:
-                raise InputError(
-                    "Expected gradients with their parameters' shapes. Found one of shape "
-                    f"{tuple(g.shape)} for {tuple(own.shape)}. Remedy: zero_grad() after a "
-                    "parameter's shape was changed, and a new optimizer."
-                )
+            if g is not None:
+                _check_shape(g, own)
             if g is not None and (type(g) is not Tensor or g.dtype is not self.table.types[0]):
                 return None
             if g is not None and (g.stride() != own.stride() or g.is_neg()):
@@ -254,12 +255,24 @@ class ParamBatch:
 
     def finish(self) -> None:
         """Rounds masters to their parameters, tells autograd, and lets go of what was gathered."""
+        # Of those that were worked on only: a graph may still need the others as they are.
+        works = self._works or [True] * len(self._own)
+        written = list(compress(self._own, works))
         if self.table is not None:
-            torch.autograd.graph.increment_version(self._own)
+            torch.autograd.graph.increment_version(written)
         elif self._masters:
-            round_masters(self._own, self._masters)
+            round_masters(written, list(compress(self._masters, works)))
         # Memory of gradients, which the next ones may want, and of weights.
         self.grads, self.weights, self._own, self.buckets = [], [], [], []
+
+
+def _check_shape(gradient: Tensor, parameter: Tensor) -> None:
+    if gradient.shape != parameter.shape:
+        raise InputError(
+            "Expected gradients with their parameters' shapes. Found one of shape "
+            f"{tuple(gradient.shape)} for {tuple(parameter.shape)}. Remedy: zero_grad() after a "
+            "parameter's shape was changed, and a new optimizer."
+        )
 
 
 def buckets_of(weights: Sequence[Tensor]) -> list[list[int]]:

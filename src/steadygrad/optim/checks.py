@@ -28,6 +28,8 @@ __all__ = [
 
 # What torch and its schedules put into groups.
 _KNOWN_TO_OTHERS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_lr"}
+# States that count steps.
+COUNTS = ("step", "skipped")
 LARGEST = torch.finfo(torch.float64).max
 
 # Options of other optimizers, which do nothing here.
@@ -157,8 +159,10 @@ def check_state_tensor(
         # A comparison with NaN is false.
         if not bounds[0] <= least <= largest <= bounds[1]:
             wrong = f"values from {least:g} to {largest:g}"
+        elif name in COUNTS and largest != int(largest):
+            wrong = f"{largest:g}, which is no whole number"
     if wrong:
-        kind = "finite numbers" if bounds[0] == -LARGEST else f"numbers from {bounds[0]:g} up"
+        kind = "finite numbers" if bounds[0] < 0 else f"numbers from {bounds[0]:g} up"
         raise InputError(
             f"Expected a state `{name}` of {kind}. Found {wrong}. Remedy: load a state dict that "
             "is not damaged."

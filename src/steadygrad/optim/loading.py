@@ -49,10 +49,12 @@ class TypeKeepingOptimizer(Optimizer):
             self._check_group(group)
             for parameter, name in zip(group["params"], names_of(group), strict=True):
                 check_parameter(parameter, name)
-        except InputError:
-            self.param_groups.pop()
+            self._make_state(group)
+        except BaseException:
+            # Whatever it is, such as no memory for the states, or a warning that is an error.
+            for parameter in self.param_groups.pop()["params"]:
+                self.state.pop(parameter, None)
             raise
-        self._make_state(group)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Checks a group's options."""
@@ -91,13 +93,13 @@ class TypeKeepingOptimizer(Optimizer):
         # Where numbers of groups or parameters differ, torch's own message says so next.
         for own, saved in zip(self.param_groups, given["param_groups"], strict=False):
             _check_order(own.get("param_names"), saved.get("param_names"))
-            self._check_loaded_group(saved)
+            self._check_loaded_group(own, saved)
             # Keys are numbers, or names where torch.distributed.checkpoint loads.
             for parameter, key in zip(own["params"], saved["params"], strict=False):
                 self._check_loaded_state(parameter, saved, given["state"].get(key, {}))
 
-    def _check_loaded_group(self, saved: Mapping[str, Any]) -> None:
-        """Raises InputError if a saved group cannot be this optimizer's."""
+    def _check_loaded_group(self, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        """Raises InputError if a saved group cannot be loaded into a group of this optimizer."""
 
     def _check_loaded_state(
         self, parameter: Tensor, saved: Mapping[str, Any], state: Mapping[str, Any]

@@ -46,7 +46,8 @@ class AmpState:
         )
         if self.grad_scale is None:
             return sign
-        return sign / self.grad_scale.to(batch.device).to(batch.exact).reshape(())
+        # In one call: there are devices without float64.
+        return sign / self.grad_scale.to(batch.device, batch.exact).reshape(())
 
 
 class ShardedOptimizer(BatchBuilder):
@@ -233,7 +234,10 @@ class ShardedOptimizer(BatchBuilder):
     def _sums(self, batches: Sequence[ParamBatch], own: Sequence[Tensor]) -> list[Tensor]:
         """Sums over all shards of local sums, each with shape ``(k, tensors)``."""
         total = self._over_shards()
-        return list(own) if total is None else total([b.index for b in batches], own)[0]
+        # Plain parameters only, or none: processes may differ in these, and wait for nobody.
+        if total is None or not any(batch.sharded for batch in batches):
+            return list(own)
+        return total([b.index for b in batches], own)[0]
 
     def _over_shards(self) -> PackedSum | None:
         """Adds up columns of all parameters over shards; None: nothing is sharded."""

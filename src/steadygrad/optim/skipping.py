@@ -26,7 +26,7 @@ class SkipMonitor:
         self._name = name
         self._in_a_row = self._steps = 0
         self._copied: tuple[Tensor, Any] | None = None
-        self._last = 0.0
+        self._last: float | None = None
 
     def count(self, ok: Tensor, states: Iterable[Mapping[str, Any]], limit: int | None) -> None:
         """Counts a step if it was skipped, and warns at the limit.
@@ -36,8 +36,8 @@ class SkipMonitor:
             states: The optimizer's states, with the counts of skipped steps.
             limit: Skipped steps in a row to warn after; None: never.
         """
-        # A wrapped gradient leaves a wrapped outcome, which the host cannot read.
-        readable = type(ok) is Tensor and not torch.compiler.is_compiling()
+        # A wrapped gradient leaves a wrapped outcome, which the host cannot read; a meta one none.
+        readable = type(ok) is Tensor and not (torch.compiler.is_compiling() or ok.is_meta)
         on_host = readable and ok.device.type == "cpu"
         if on_host and bool(ok.numpy()):
             self._in_a_row = 0
@@ -46,7 +46,7 @@ class SkipMonitor:
         counts = {id(state["skipped"]): state["skipped"] for state in states}
         for count in counts.values():
             count.add_((~ok).to(count.device))
-        if not readable or limit is None or is_capturing():
+        if not readable or limit is None or limit < 1 or is_capturing():
             return
         if on_host:
             self._in_a_row += 1
@@ -54,21 +54,28 @@ class SkipMonitor:
                 self._warn(limit)
         else:
             self._steps += 1
-            if self._steps % limit == 0:
-                self._look(next(iter(counts.values())), limit)
+            if self._steps % limit == 1 % limit:
+                own = (count for count in counts.values() if count.device == ok.device)
+                self._look(next(own), limit)
 
     def _look(self, skipped: Tensor, limit: int) -> None:
         """Compares the count of an interval ago with the one before it, and copies this one."""
+        before, self._last = self._last, None
         if self._copied is not None and self._copied[1].query():
-            count = float(self._copied[0])
-            if count - self._last >= limit:
+            self._last = float(self._copied[0])
+            # Without one before, of the interval before, nothing is known of this interval.
+            if before is not None and self._last - before >= limit:
                 self._warn(limit)
-            self._last = count
+        self._copied = self._copy(skipped)
+
+    @staticmethod
+    def _copy(skipped: Tensor) -> tuple[Tensor, Any]:
+        """A copy on the host, and the event after which it is there."""
         on_host = torch.empty((), dtype=skipped.dtype, pin_memory=True)
         on_host.copy_(skipped, non_blocking=True)
         event = torch.Event(skipped.device)
         event.record()
-        self._copied = on_host, event
+        return on_host, event
 
     def _warn(self, limit: int) -> None:
         warnings.warn(

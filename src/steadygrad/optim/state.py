@@ -3,6 +3,7 @@
 Checkpoints are then the same before the first step as after it, on every process.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -176,8 +177,9 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         self._fill_state()
         super()._check_loaded(given)
 
-    def _check_loaded_group(self, saved: Mapping[str, Any]) -> None:
-        if foreign := FOREIGN & {*saved} - {*self.defaults}:
+    def _check_loaded_group(self, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        # One that this group has as well was warned of, and left aside, when it was added.
+        if foreign := FOREIGN & {*saved} - {*self.defaults, *own}:
             raise self._not_its_own("groups", self.defaults, foreign)
         self._check_group({**self.defaults, **saved})
 
@@ -189,8 +191,12 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             raise self._not_its_own("a state", expected, state)
         for name in expected | ({MASTER} & set(state)):
             field = self._field(name)
-            shape = field.shape(parameter, {**self.defaults, **saved})
-            check_state_tensor(name, state[name], shape, (field.low, field.high), parameter)
+            group = {**self.defaults, **saved}
+            shape = field.shape(parameter, group)
+            # In the type that it is kept in, a larger number would be infinite.
+            most = torch.finfo(self._dtype_of(name, parameter, group)).max
+            bounds = max(field.low, -most), field.high if math.isinf(field.high) else most
+            check_state_tensor(name, state[name], shape, bounds, parameter)
 
     def _not_its_own(self, what: str, expected: Iterable[str], found: Iterable[str]) -> InputError:
         return InputError(
