@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steadygrad.formulas.tensors import may_hold
+
 __all__ = ["EARLY", "Clipping", "clip", "total_norm"]
 
 # Steps at which the current recipe takes a first, doubled threshold from as many norms.
@@ -79,31 +81,37 @@ def clip(
     taken = ok & (step > 0)
     place = torch.arange(period, device=norm.device) == step % period
     # A norm may overflow where each gradient is finite: it must not switch the threshold off.
-    seen = place & taken & norm.isfinite()
+    seen = place & taken & (norm < torch.inf)
     norms = torch.where(seen, norm.to(known.norms), known.norms)
-    ordered = norms.sort().values.to(known.threshold.dtype)
-    threshold, due = _threshold(ordered, step, scale, () if original else EARLY)
-    due = due & taken
-    threshold = torch.where(due, threshold, known.threshold)
+    threshold, clipped = known.threshold, known.clipped
+    early = [n for n in EARLY if n < period and not original]
+    due = taken & _is_due(step, period, early)
+    if may_hold(due):
+        ordered = norms.sort().values.to(threshold.dtype)
+        threshold = torch.where(due, _threshold(ordered, step, scale, early), threshold)
+        clipped = torch.where(due, 0.0, clipped)
     # A product with the reciprocal, in float32, as the original's quotient is computed.
     factor = ((norm.to(norms) + 1e-20).reciprocal() * threshold.to(norms)).clamp(max=1.0)
     # Without a threshold infinity over an infinite norm is no number.
-    factor = torch.where(taken & threshold.isfinite(), factor, 1.0)
-    clipped = torch.where(due, 0.0, known.clipped) + (factor < 1)
-    return Clipping(norms, threshold, clipped), factor
+    factor = torch.where(taken & (threshold < torch.inf), factor, 1.0)
+    return Clipping(norms, threshold, clipped + (factor < 1)), factor
 
 
-def _threshold(
-    ordered: Tensor, step: Tensor, scale: float, early: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
-    """The threshold that this step would take of sorted norms, and whether it takes one."""
+def _is_due(step: Tensor, period: int, early: Sequence[int]) -> Tensor:
+    """Whether a step takes a threshold."""
+    due = step % period == 0
+    if early and may_hold(step <= early[-1]):
+        for count in early:
+            due = due | (step == count)
+    return due
+
+
+def _threshold(ordered: Tensor, step: Tensor, scale: float, early: Sequence[int]) -> Tensor:
+    """The threshold that a step takes of sorted norms."""
     period = len(ordered)
     threshold = scale * ordered[min(period - 1, period // 4 * 2)]
-    due = step % period == 0
     for count in early:
-        if count < period:
-            # The places of steps not yet taken hold zeros, and come first.
-            median = ordered[period - count + min(count - 1, count // 4 * 2)]
-            threshold = torch.where(step == count, 2 * scale * median, threshold)
-            due = due | (step == count)
-    return threshold, due
+        # The places of steps not yet taken hold zeros, and come first.
+        median = ordered[period - count + min(count - 1, count // 4 * 2)]
+        threshold = torch.where(step == count, 2 * scale * median, threshold)
+    return threshold

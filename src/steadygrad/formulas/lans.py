@@ -134,8 +134,8 @@ def normalizers(
     return Normalizers(
         taken,
         -inverse if maximize else inverse,
-        1 / (1 - rule.beta1**t),
-        1 / (1 - rule.beta2**t),
+        (1 - rule.beta1**t).reciprocal(),
+        (1 - rule.beta2**t).reciprocal(),
     )
 
 
@@ -158,16 +158,14 @@ def coefficients(
         lr: :math:`\eta`.
         bounds: Least and greatest value of :math:`\phi`; None: no bound.
     """
-    x, u_m, u_g = sums.sqrt().unbind()
+    x, directions = sums.sqrt().split((1, 2))
     if bounds[0] is not None or bounds[1] is not None:
         x = x.clamp(*bounds)
     # Rounded as a product with a plain number is, whatever type a tensor `lr` has.
-    scale = (torch.ones_like(x) * lr).to(sums.dtype)
+    scale = (torch.ones_like(x[0]) * lr).to(sums.dtype)
+    shares = torch.stack([scale * rule.beta1, scale * (1 - rule.beta1)])
     # Selected, not multiplied by zero: a norm that is not finite must not reach a weight.
-    momentum, gradient = (
-        torch.where(by.taken, scale * share * trust_ratio(x, u), 0.0)
-        for share, u in ((rule.beta1, u_m), (1 - rule.beta1, u_g))
-    )
+    momentum, gradient = torch.where(by.taken, shares * trust_ratio(x, directions), 0.0).unbind()
     return Coefficients(
         by.taken,
         by.inverse_norm,

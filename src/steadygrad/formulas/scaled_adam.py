@@ -41,6 +41,7 @@ from steadygrad.formulas.tensors import (
     decays_of,
     inner_products,
     joined,
+    may_hold,
     sanitized,
     square_sums,
     wide,
@@ -110,8 +111,12 @@ def finite(sums: Tensor, needed: Tensor, dtype: torch.dtype) -> Tensor:
         needed: Whether products are needed, with shape ``(tensors)``.
         dtype: The state's type.
     """
-    products = torch.isfinite(sums[1].square().to(dtype)) & torch.isfinite(sums[2])
-    return torch.isfinite(sums[0].to(dtype)) & (products | ~needed)
+    # Of squares only infinity and no number are not below infinity.
+    found = sums[0].to(dtype) < torch.inf
+    if not may_hold(needed):
+        return found
+    products = (sums[1].square().to(dtype) < torch.inf) & (sums[2] < torch.inf)
+    return found & (products | ~needed)
 
 
 class StepScales(NamedTuple):
@@ -150,7 +155,7 @@ def step_scales(
         rule: The group's numbers.
     """
     remaining = 1 - rule.betas[1] ** (step + 1)
-    factor = 1 / remaining
+    factor = remaining.reciprocal()
     # In 2022 one-element parameters were corrected without end.
     if known is not None or not rule.original:
         factor = torch.where(remaining < CORRECTED_BELOW, factor, 1.0)
@@ -174,7 +179,7 @@ def sums(batch: Batch, needed: Tensor | None) -> Tensor:
         where they are not needed.
     """
     dtype, parts = wide(batch.weights[0].dtype), []
-    read = needed is None or _on_device(needed) or bool(needed.numpy().any())
+    read = needed is None or may_hold(needed)
     for b in batch.buckets:
         squares = square_sums(b.grads, dtype)
         if read:
@@ -184,11 +189,6 @@ def sums(batch: Batch, needed: Tensor | None) -> Tensor:
             rows = [squares, torch.zeros_like(squares), torch.zeros_like(squares)]
         parts.append((b.places, torch.stack(rows)))
     return joined(batch, parts, 3)
-
-
-def _on_device(column: Tensor) -> bool:
-    """Whether the host would wait for a look at a column."""
-    return torch.compiler.is_compiling() or column.device.type != "cpu"
 
 
 def update(batch: Batch, by: StepScales, rule: Rule) -> Tensor:

@@ -92,7 +92,7 @@ def remembered(ring: Tensor, size_gradient: Tensor, step: Tensor, taken: Tensor)
     """
     period = ring.shape[1]
     place = torch.arange(period, device=step.device) == (step % period)[:, None]
-    usable = torch.where(size_gradient.square().isfinite(), size_gradient, 0.0)
+    usable = torch.where(size_gradient.square() < torch.inf, size_gradient, 0.0)
     return torch.where(place & taken[:, None], usable[:, None], ring)
 
 

@@ -14,6 +14,7 @@ __all__ = [
     "exact",
     "inner_products",
     "joined",
+    "may_hold",
     "moved_by",
     "sanitized",
     "square_sums",
@@ -101,6 +102,12 @@ def exact(device: torch.device) -> torch.dtype:
         except (TypeError, RuntimeError):
             _WIDEST[device.type] = torch.float32
     return _WIDEST[device.type]
+
+
+def may_hold(flags: Tensor) -> bool:
+    """Whether any flag may be true: only a plain tensor of the host is looked at."""
+    is_plain = type(flags) is Tensor and flags.device.type == "cpu"
+    return torch.compiler.is_compiling() or not is_plain or bool(flags.numpy().any())
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -130,7 +130,8 @@ class ParamBatch:
             self._layout = Layout(self._own)
             self._grad_layout = Layout(self._own, None if table is None else table.types[0])
             self._state_layout = Layout(self._large_states())
-            self._addresses = self._state_addresses()
+            self._views = [self._kept[name][0] for name in self.columns]
+            self._addresses = addresses_of(self._views)
 
     @property
     def lr(self) -> float | Tensor:
@@ -222,16 +223,14 @@ class ParamBatch:
                 all(map(is_, map(dict.get, self.states, repeat(name)), kept))
                 for name, kept in self._kept.items()
             )
-            # Their memory may have been exchanged through `state.data`.
+            # Their memory may have been exchanged through `state.data`: of the small ones a look
+            # at the first tells, because hundreds of tensors are slow to look at.
             and self._state_layout.matches(self._large_states())
-            and np.array_equal(self._addresses, self._state_addresses())
+            and np.array_equal(self._addresses, addresses_of(self._views))
         )
 
     def _large_states(self) -> list[Tensor]:
         return [t for tensors in (*self.moments, self._masters) for t in tensors]
-
-    def _state_addresses(self) -> Any:
-        return addresses_of([view for name in self.columns for view in self._kept[name]])
 
     def _for_kernels(self, grads: list[Tensor | None]) -> list[Tensor | None] | None:
         """Gradients with the memory order of their parameters; None if kernels cannot take one."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.formulas import clipping, scaled_adam, sizes
+from steadygrad.formulas.tensors import may_hold
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.optimizer import AmpState
 from steadygrad.optim.state import StateField
@@ -39,6 +40,7 @@ class ScaledAdamStep:
 
     Attributes:
         sums: Sums over all shards, with shape ``(3, tensors)``, once they are known.
+        is_sized: Whether any parameter's size may be taken or learned in this step.
     """
 
     sums: Tensor
@@ -52,6 +54,7 @@ class ScaledAdamStep:
         # Nobody looks at the weights of a frozen parameter, whose step stays zero.
         needed = scaled_adam.needs_products(self.step, self.rule) & batch.working
         self.needed = torch.zeros_like(needed) if self.is_scalar else needed
+        self.is_sized = not self.is_scalar and may_hold(needed)
 
     def local_sums(self) -> Tensor:
         """This process's part of the sums."""
@@ -100,7 +103,10 @@ class ScaledAdamStep:
         in_update = self.unscale if rule.original else unscale
         known, factors = None, None
         if not self.is_scalar:
-            known, move = self._size_step(unscale)
+            known = sizes.Sizes(*(batch.columns[name] for name in SIZES))
+            move = torch.zeros_like(known.rms)
+            if self.is_sized:
+                known, move = self._size_step(known, unscale)
             factors = known.rms, move
         by = scaled_adam.step_scales(self.step, factors, in_update, batch.taken, rule)
         products = batch.passes.update(batch, by, rule)
@@ -111,12 +117,13 @@ class ScaledAdamStep:
                 now = torch.where(self.needed, now, products)
             now = (now * unscale).to(batch.state_dtype)
             ring = sizes.remembered(known.gradients, now, self.step, batch.taken)
-            for name, column in zip(SIZES, (known.rms, known.mean_square, ring), strict=True):
-                batch.store(name, column)
+            batch.store("scale_grads", ring)
+            if self.is_sized:
+                batch.store("param_rms", known.rms)
+                batch.store("scale_exp_avg_sq", known.mean_square)
 
-    def _size_step(self, unscale: Tensor) -> tuple[sizes.Sizes, Tensor]:
+    def _size_step(self, known: sizes.Sizes, unscale: Tensor) -> tuple[sizes.Sizes, Tensor]:
         batch = self.batch
-        known = sizes.Sizes(*(batch.columns[name] for name in SIZES))
         gradient = (self.sums[1] * unscale).to(batch.state_dtype)
         rms = (self.sums[2] / batch.numel).sqrt().to(batch.state_dtype)
         return sizes.size_step(known, gradient, rms, self.step, batch.taken, self.rule)
@@ -136,7 +143,7 @@ def norm_and_step(members: Sequence[ScaledAdamStep]) -> tuple[Tensor, Tensor]:
     # Asked for in float64 only, and slow to gather.
     shapes = [(str(p.dtype), *p.shape) for p in params] if terms.dtype is torch.float64 else []
     # A parameter that was frozen for a time is behind its group.
-    step = torch.stack([update.step.max().to(device) for update in members]).max()
+    step = torch.cat([update.step.to(device) for update in members]).max()
     return clipping.total_norm(terms, shapes), step
 
 

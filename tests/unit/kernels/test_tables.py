@@ -40,7 +40,7 @@ def test_addresses_stand_in_their_columns():
 
 
 def table_of(tensors):
-    table = PointerTable([t.numel() for t in tensors], FLOATS, 2, CPU)
+    table = runtime.Table([t.numel() for t in tensors], FLOATS, 2, CPU)
     table.addresses[:, GRAD] = [t.data_ptr() for t in tensors]
     return table
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from steadygrad.optim import ScaledAdam
+from steadygrad.formulas import clipping, scaled_adam
+from steadygrad.optim import ScaledAdam, scaled_adam_step
 from tests.reference import scaled_adam as reference
 from tests.unit.optim.reference_runs import MODES, deviation
 
@@ -125,3 +126,27 @@ def test_a_thawed_parameter_does_not_turn_the_clipping_record_back():
     assert optimizer.state[late]["step"] == 1
     changed = before != optimizer.state[early]["model_norms"]
     assert changed.tolist() == [place == 7 % 5 for place in range(5)]
+
+
+@recipes
+@pytest.mark.parametrize("period", [1, 3])
+def test_a_host_that_does_not_look_ahead_takes_the_same_steps(recipe, period, monkeypatch):
+    options = {"clipping_scale": 1.1, "clipping_update_period": 50, "size_update_period": period}
+
+    def trained():
+        draw = torch.Generator().manual_seed(0)
+        params = [torch.randn(n, generator=draw).requires_grad_() for n in (1, 5, 40)]
+        optimizer = ScaledAdam(params, recipe=recipe, fused=True, **options)
+        for step in range(60):
+            for p in params:
+                scale = torch.inf if step == 30 else step % 7
+                p.grad = scale * torch.randn(p.shape, generator=draw)
+            optimizer.step()
+        return [*params, *(s for p in params for s in optimizer.state[p].values())]
+
+    expected = trained()
+    # As on an accelerator: every flag may hold, and masks alone decide.
+    for module in (clipping, scaled_adam, scaled_adam_step):
+        monkeypatch.setattr(module, "may_hold", lambda flags: True)
+    for a, b in zip(trained(), expected, strict=True):
+        assert torch.equal(a, b)

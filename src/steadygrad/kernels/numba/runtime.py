@@ -33,6 +33,25 @@ __all__ = ["KernelBatch", "Table", "launch", "prepare"]
 Maker = Callable[[Any, Any, Any, Any], Callable[[Any], None]]
 
 
+class Table(PointerTable):
+    """A table of pointers with the arguments of a kernel that stay the same."""
+
+    def __init__(self, *options: Any) -> None:
+        super().__init__(*options)
+        self.args = KernelArgs(
+            counter=0,
+            chunks=len(self.chunks),
+            chunk_table=self.chunks.ctypes.data,
+            tensors=len(self.addresses),
+            addresses=self.addresses.ctypes.data,
+            fields=self.addresses.shape[1],
+            sums=self.partial_sums.ctypes.data,
+            factors=0,
+            options=0,
+            zeros=_ZEROS.ctypes.data,
+        )
+
+
 class KernelBatch(Protocol):
     """Parameters of a batch, as kernels see them.
 
@@ -41,7 +60,7 @@ class KernelBatch(Protocol):
         sum_dtype: Type of sums over a parameter.
     """
 
-    table: PointerTable
+    table: Table
     sum_dtype: torch.dtype
 
 
@@ -66,9 +85,6 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-
-
-Table = PointerTable
 
 
 def prepare(makers: Sequence[Maker], types: Types, device: torch.device) -> None:
@@ -111,7 +127,7 @@ _KEPT: list[object] = []
 
 def launch(
     make: Maker,
-    table: PointerTable,
+    table: Table,
     columns: Sequence[Tensor] = (),
     options: Sequence[float] = (),
 ) -> None:
@@ -123,21 +139,14 @@ def launch(
         columns: Factors of each tensor, each with shape ``(tensors)``.
         options: Numbers that hold for all tensors.
     """
-    factors = np.array([column.to(torch.float64).numpy() for column in columns])
+    factors = np.array([column.numpy() for column in columns], np.float64)
     numbers = np.array(options, np.float64)
     # A line of cache to itself: every thread writes to it.
     counter = np.zeros(16, np.int64)
-    args = KernelArgs(
+    args = table.args._replace(
         counter=counter.ctypes.data + 64,
-        chunks=len(table.chunks),
-        chunk_table=table.chunks.ctypes.data,
-        tensors=len(table.addresses),
-        addresses=table.addresses.ctypes.data,
-        fields=table.addresses.shape[1],
-        sums=table.partial_sums.ctypes.data,
         factors=factors.ctypes.data,
         options=numbers.ctypes.data,
-        zeros=_ZEROS.ctypes.data,
     )
     address = _address_of(make, table.types)
     _run(address, np.array(args, np.int64), table.elements)
