@@ -177,8 +177,8 @@ def coefficients(
 
 
 def trust_ratio(weight: Tensor, direction: Tensor) -> Tensor:
-    """Weight norm over the direction's norm, 1 where either is zero."""
-    known = (weight > 0) & (direction > 0)
+    """Weight norm over the direction's, 1 where either is zero or the weight's is past its type."""
+    known = (weight > 0) & (weight < torch.inf) & (direction > 0)
     return torch.where(known, weight / torch.where(known, direction, 1.0), 1.0)
 
 

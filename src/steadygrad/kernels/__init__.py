@@ -9,7 +9,7 @@ All have the same signatures. While torch compiles a step the formulas are taken
 import importlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from types import ModuleType
 
@@ -22,7 +22,6 @@ __all__ = [
     "BROKEN",
     "KernelError",
     "backend_of",
-    "give_up",
     "missing",
     "prepare",
     "table_for",
@@ -36,8 +35,9 @@ __all__ = [
 BACKENDS = {"cpu": "numba", "cuda": "triton"}
 _NEEDED = {"numba": ("numba",), "triton": ("numpy", "triton")}
 
-# Why the kernels of a type of device are not tried again in this process.
-BROKEN: dict[str, str] = {}
+# Why kernels are not tried again in this process, by optimizer, type of device and set of types; or
+# by type of device, where it is all of them.
+BROKEN: dict[Hashable, str] = {}
 # Optimizer and reason of each warning given.
 _WARNED: set[tuple[str, str]] = set()
 # The process that read this file, which is always read before there is anything to compile.
@@ -83,11 +83,6 @@ def missing(device_type: str) -> str | None:
     return BROKEN.get(device_type) or _missing_package(BACKENDS[device_type])
 
 
-def give_up(device_type: str, why: str) -> None:
-    """Leaves the kernels of a type of device alone from now on in this process."""
-    BROKEN[device_type] = why
-
-
 def backend_of(formulas: ModuleType, device_type: str) -> ModuleType:
     """The module of an optimizer's passes as kernels for a type of device.
 
@@ -102,15 +97,22 @@ def _module(device_type: str, name: str) -> ModuleType:
     return importlib.import_module(f"steadygrad.kernels.{BACKENDS[device_type]}.{name}")
 
 
-def prepare(formulas: ModuleType, device: torch.device, types: Types) -> None:
+def prepare(formulas: ModuleType, device: torch.device, types: Types) -> str | None:
     """Compiles an optimizer's kernels, so that no step finds in its midst that they cannot be.
 
-    Raises:
-        KernelError: If one cannot be compiled. Errors of the device, such as a lack of memory, are
-            passed on.
+    Errors of the device, such as a lack of memory, are passed on: they say nothing about kernels.
+
+    Returns:
+        Why they cannot be compiled for these types; None if they can.
     """
-    kernels = backend_of(formulas, device.type).KERNELS
-    _module(device.type, "runtime").prepare(kernels, types, device)
+    key = formulas.__name__, device.type, types
+    if key not in BROKEN:
+        kernels = backend_of(formulas, device.type).KERNELS
+        try:
+            _module(device.type, "runtime").prepare(kernels, types, device)
+        except KernelError as error:
+            BROKEN[key] = f"it cannot be compiled ({error})"
+    return BROKEN.get(key)
 
 
 def table_for(

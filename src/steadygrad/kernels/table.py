@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from steadygrad._checks import InputError
+
 __all__ = [
     "BLOCK",
     "CHUNK",
@@ -54,6 +56,8 @@ class PointerTable:
         firsts: First chunk of each tensor.
         partial_sums: Sums of the last pass over each chunk, with shape ``(chunks, MOST_SUMS)``.
         elements: Elements of all tensors.
+        lengths: Elements of each tensor.
+        states: Number of large states.
     """
 
     def __init__(
@@ -64,8 +68,8 @@ class PointerTable:
         device: torch.device,
         chunk: int = CHUNK,
     ) -> None:
-        lengths = np.asarray(sizes, np.int64)
-        counts = np.maximum(1, -(-lengths // chunk))
+        self.lengths = lengths = np.asarray(sizes, np.int64)
+        self.states, counts = states, np.maximum(1, -(-lengths // chunk))
         tensors = np.repeat(np.arange(len(sizes)), counts)
         self.types, self.device, self.elements = types, device, int(lengths.sum())
         self.firsts = np.concatenate([[0], np.cumsum(counts)[:-1]])
@@ -75,26 +79,48 @@ class PointerTable:
         self.addresses = np.zeros((len(sizes), STATES + states), np.int64)
         self.partial_sums = np.zeros((len(self.chunks), MOST_SUMS))
 
+    def fill_states(self, moments: Sequence[Sequence[Tensor]]) -> None:
+        """Writes where large states lie, given as a list for each of them."""
+        for place, states in enumerate(moments):
+            self.addresses[:, STATES + place] = addresses_of(states)
+
     def fill(
         self,
         params: Sequence[Tensor],
         weights: Sequence[Tensor],
         grads: Sequence[Tensor | None],
-        moments: Sequence[Sequence[Tensor]],
     ) -> None:
-        """Writes where everything lies now.
+        """Writes where all that may have moved lies now.
 
         Args:
             params: Local parameters.
             weights: Local weights, or masters.
             grads: Local gradients; None: zero.
-            moments: Local large states, a list for each of them.
         """
-        self.addresses[:, GRAD] = [0 if g is None else g.data_ptr() for g in grads]
+        given = [g for g in grads if g is not None]
+        present = slice(None) if len(given) == len(grads) else [g is not None for g in grads]
+        self.addresses[:, GRAD] = 0
+        self.addresses[present, GRAD] = addresses_of(given)
         self.addresses[:, PARAM] = addresses_of(params)
-        self.addresses[:, WEIGHT] = addresses_of(weights)
-        for place, states in enumerate(moments):
-            self.addresses[:, STATES + place] = addresses_of(states)
+        own = self.addresses[:, PARAM]
+        self.addresses[:, WEIGHT] = own if weights is params else addresses_of(weights)
+        if not self.addresses.all():
+            self._check_memory(present)
+
+    def _check_memory(self, present: slice | list[bool]) -> None:
+        """Raises InputError if a tensor with elements has no memory, and is no gradient of None."""
+        freed = (self.addresses[:, : STATES + self.states] == 0) & (self.lengths > 0)[:, None]
+        absent = np.ones(len(freed), bool)
+        absent[present] = False
+        freed[absent, GRAD] = False
+        if freed.any():
+            row, column = np.argwhere(freed)[0]
+            what = {GRAD: "gradient", PARAM: "parameter", WEIGHT: "weight"}.get(column, "state")
+            raise InputError(
+                f"Expected tensors with memory. Found a {what} of {self.lengths[row]} elements "
+                "whose storage was freed. Remedy: give it memory again before the step, or set a "
+                "gradient to None."
+            )
 
     def sums(self, rows: int, dtype: torch.dtype) -> Tensor:
         """Sums of the last pass over each tensor, with shape ``(rows, tensors)``."""

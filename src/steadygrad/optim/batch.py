@@ -1,7 +1,7 @@
 """Batches of parameters of one group, device and set of types, on which passes work."""
 
 from collections.abc import Mapping, Sequence
-from itertools import compress, repeat
+from itertools import chain, compress
 from operator import attrgetter, eq, is_
 from types import ModuleType
 from typing import Any
@@ -36,6 +36,8 @@ class Layout:
     def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> None:
         self._dtypes = [t.dtype if dtype is None else dtype for t in tensors]
         self._shapes = [t.shape for t in tensors]
+        # Asked for sooner than strides, and all that most tensors need.
+        self._contiguous = all(map(Tensor.is_contiguous, tensors))
         self._strides = [t.stride() for t in tensors]
 
     def matches(self, tensors: Sequence[Tensor]) -> bool:
@@ -43,7 +45,11 @@ class Layout:
         return (
             all(map(is_, map(attrgetter("dtype"), tensors), self._dtypes))
             and all(map(eq, map(attrgetter("shape"), tensors), self._shapes))
-            and all(map(eq, map(Tensor.stride, tensors), self._strides))
+            and (
+                all(map(Tensor.is_contiguous, tensors))
+                if self._contiguous
+                else all(map(eq, map(Tensor.stride, tensors), self._strides))
+            )
         )
 
 
@@ -111,11 +117,11 @@ class ParamBatch:
         if views:
             for name, column in self.columns.items():
                 for state, row in zip(states, column.unbind(), strict=True):
-                    state[name] = row
-        names = [*large, *([MASTER] if MASTER in states[0] else []), *small]
-        self._kept = {name: [state[name] for state in states] for name in names}
-        self.moments = tuple([local(t) for t in self._kept[name]] for name in large)
-        self._masters = [local(t) for t in self._kept.get(MASTER, ())]
+                    # The tensor that a user may hold stays the state.
+                    state[name].data = row
+        self._kept = self._state_tensors()
+        self.moments = tuple([local(state[name]) for state in states] for name in large)
+        self._masters = [local(state[MASTER]) for state in states if MASTER in state]
         self._own = [local(p) for p in params] if self.sharded else self.params
         self.exact = exact(self.device)
         self.weights = self._masters or self._own
@@ -129,9 +135,13 @@ class ParamBatch:
         if not torch.compiler.is_compiling():
             self._layout = Layout(self._own)
             self._grad_layout = Layout(self._own, None if table is None else table.types[0])
-            self._state_layout = Layout(self._large_states())
-            self._views = [self._kept[name][0] for name in self.columns]
-            self._addresses = addresses_of(self._views)
+            # Of small states the first: who moves their memory moves that of all.
+            self._large = [t for tensors in (*self.moments, self._masters) for t in tensors]
+            self._states = [*self._large, *(states[0][name] for name in small)]
+            self._sizes = [t.numel() for t in self._large]
+            self._addresses = addresses_of(self._states)
+            if table is not None:
+                table.fill_states(self.moments)
 
     @property
     def lr(self) -> float | Tensor:
@@ -180,7 +190,7 @@ class ParamBatch:
             if found is None:
                 return False
             self.grads = found
-            self.table.fill(self._own, self.weights, found, self.moments)
+            self.table.fill(self._own, self.weights, found)
         self._set_flags([present[i] for i in self.places], [works[i] for i in self.places])
         return True
 
@@ -218,19 +228,17 @@ class ParamBatch:
 
     def _keeps_states(self) -> bool:
         """Whether every state still is the tensor that it was, where it was."""
+        found = self._state_tensors()
         return (
-            all(
-                all(map(is_, map(dict.get, self.states, repeat(name)), kept))
-                for name, kept in self._kept.items()
-            )
-            # Their memory may have been exchanged through `state.data`: of the small ones a look
-            # at the first tells, because hundreds of tensors are slow to look at.
-            and self._state_layout.matches(self._large_states())
-            and np.array_equal(self._addresses, addresses_of(self._views))
+            len(found) == len(self._kept)
+            and all(map(is_, found, self._kept))
+            # Their memory may have been exchanged through `state.data`.
+            and np.array_equal(self._addresses, addresses_of(self._states))
+            and all(map(eq, map(Tensor.numel, self._large), self._sizes))
         )
 
-    def _large_states(self) -> list[Tensor]:
-        return [t for tensors in (*self.moments, self._masters) for t in tensors]
+    def _state_tensors(self) -> list[Any]:
+        return [*chain.from_iterable(map(dict.values, self.states))]
 
     def _for_kernels(self, grads: list[Tensor | None]) -> list[Tensor | None] | None:
         """Gradients with the memory order of their parameters; None if kernels cannot take one."""

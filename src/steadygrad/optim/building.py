@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from steadygrad import kernels
-from steadygrad.kernels import KernelError
+from steadygrad._checks import InputError
 from steadygrad.kernels.table import Types, is_recording
 from steadygrad.optim.batch import ParamBatch
+from steadygrad.optim.checks import TYPES, check_parameter
 from steadygrad.optim.masters import MASTER, ensure_master
 from steadygrad.optim.state import StatefulOptimizer
 from steadygrad.sharding import local
 
 __all__ = ["BatchBuilder"]
-
-_TYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
 
 class BatchBuilder(StatefulOptimizer):
@@ -43,8 +42,23 @@ class BatchBuilder(StatefulOptimizer):
     def _kind(self, parameter: Tensor) -> Any:
         """A property that all parameters of a batch share, besides group, device and types."""
 
+    def _check_params(self) -> None:
+        """Raises InputError if a parameter's memory was exchanged for what its state is not of."""
+        for p in self._params:
+            check_parameter(p)
+            for name in (*self._large, MASTER):
+                kept = self.state[p].get(name, p)
+                if kept.shape != p.shape or kept.device != p.device:
+                    raise InputError(
+                        "Expected parameters with the shape and device of their state. Found "
+                        f"{tuple(p.shape)} on {p.device}, and a `{name}` of {tuple(kept.shape)} on "
+                        f"{kept.device}. Remedy: a new optimizer, after the model was changed."
+                    )
+
     def _build(self, grads: Sequence[Tensor | None]) -> list[ParamBatch]:
         """All batches, from local gradients of all parameters."""
+        if not torch.compiler.is_compiling():
+            self._check_params()
         if any(is_recording(device) for device in {p.device for p in self._params}):
             raise RuntimeError(
                 "Expected a step outside of CUDA graphs before one that a graph records. Found "
@@ -125,12 +139,8 @@ class BatchBuilder(StatefulOptimizer):
                 if group["fused"]:
                     kernels.warn_about_tensor(name, parameter, types)
                 return None
-            try:
-                kernels.prepare(self._passes, device, types)
+            if (why := kernels.prepare(self._passes, device, types)) is None:
                 return types
-            except KernelError as error:
-                why = f"it cannot be compiled ({error})"
-                kernels.give_up(device.type, why)
         if group["fused"] or device.type in kernels.BACKENDS:
             kernels.warn_about_kernels(name, why)
         return None
@@ -162,14 +172,12 @@ def _types_for_kernels(
     if any((t.shape, t.stride()) != (own.shape, own.stride()) for t in kept):
         return "states in another memory order"
     types = (grad_dtype, (masters or [own])[0].dtype, moments[0].dtype, own.dtype)
-    if not {*types} <= _TYPES or types[2] not in (torch.float32, torch.float64):
+    if not {*types} <= {*TYPES} or types[2] not in (torch.float32, torch.float64):
         return f"gradients of {types[0]}, weights of {types[1]} and states of {types[2]}"
     if any(t.dtype is not types[2] for t in moments) or any(
         t.dtype is not torch.float32 for t in masters
     ):
         return "states of several types"
-    if any(t.device != own.device for t in kept):
-        return "states on another device"
     return types
 
 

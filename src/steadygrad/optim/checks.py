@@ -15,7 +15,10 @@ from steadygrad.sharding import local
 __all__ = [
     "FOREIGN",
     "LARGEST",
+    "TYPES",
     "check_capture",
+    "check_lr",
+    "check_names",
     "check_options",
     "check_parameter",
     "check_shape",
@@ -28,6 +31,8 @@ __all__ = [
 
 # What torch and its schedules put into groups.
 _KNOWN_TO_OTHERS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_lr"}
+# Types of parameters.
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # States that count steps.
 COUNTS = ("step", "skipped")
 LARGEST = torch.finfo(torch.float64).max
@@ -43,15 +48,9 @@ FOREIGN = {
 }
 
 
-def check_options(group: Mapping[str, Any], options: Collection[str]) -> None:
-    """Raises InputError unless a group's shared options can be used.
-
-    Args:
-        group: The group.
-        options: All names of options there are.
-    """
-    _check_lr(group["lr"])
-    _check_names(group, options)
+def check_options(group: Mapping[str, Any]) -> None:
+    """Raises InputError unless the options that all optimizers share can be used."""
+    check_lr(group["lr"])
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise InputError(
@@ -112,20 +111,31 @@ def check_switch(name: str, found: Any, values: tuple[bool | None, ...]) -> None
 
 
 def check_parameter(parameter: Tensor, name: str = "") -> None:
-    """Raises InputError unless a parameter is real, floating and dense."""
-    whose = f" in parameter {name!r}" if name else ""
-    if not parameter.dtype.is_floating_point:
-        is_complex = parameter.dtype.is_complex
-        remedy = "torch.view_as_real(p)" if is_complex else "leave it out, it has no gradient"
+    """Raises InputError unless a step can write to a parameter: real, floating and dense."""
+    whose, dtype = f" in parameter {name!r}" if name else "", parameter.dtype
+    found = ""
+    if dtype not in TYPES:
+        kind, found = "parameters of a real floating type of 16 to 64 bits", str(dtype)
+        remedy = "parameter.float()" if dtype.is_floating_point else "leave it out: no gradient"
+        remedy = "torch.view_as_real(p)" if dtype.is_complex else remedy
+    elif parameter.layout != torch.strided:
+        kind, found, remedy = "dense parameters", str(parameter.layout), "parameter.to_dense()"
+    elif parameter.numel() and _overlaps(parameter):
+        kind, found = "parameters with memory for each element", f"strides {parameter.stride()}"
+        remedy = "parameter.clone()"
+    elif parameter.is_inference():
+        kind, found = "parameters that can be written to", "one of torch.inference_mode()"
+        remedy = "build the model outside of it"
+    if found:
         raise InputError(
-            f"Expected parameters of a real floating type. Found {parameter.dtype} with shape "
-            f"{tuple(parameter.shape)}{whose}. Remedy: {remedy}."
+            f"Expected {kind}. Found {found} with shape {tuple(parameter.shape)}"
+            f"{whose}. Remedy: {remedy}."
         )
-    if parameter.layout != torch.strided:
-        raise InputError(
-            f"Expected dense parameters. Found {parameter.layout}{whose}. "
-            "Remedy: parameter.to_dense()."
-        )
+
+
+def _overlaps(parameter: Tensor) -> bool:
+    sizes = zip(parameter.stride(), parameter.shape, strict=True)
+    return any(stride == 0 and size > 1 for stride, size in sizes)
 
 
 def check_state_tensor(
@@ -199,7 +209,8 @@ def dense_gradient(parameter: Tensor, name: str = "") -> Tensor:
     return gradient
 
 
-def _check_lr(lr: Any) -> None:
+def check_lr(lr: Any) -> None:
+    """Raises InputError unless a learning rate can be used; reads no tensor of an accelerator."""
     if not isinstance(lr, Tensor):
         # Numbers of numpy are no Python ones, but schedules compute with them.
         is_scalar = hasattr(lr, "item") and getattr(lr, "ndim", 1) == 0
@@ -216,12 +227,22 @@ def _check_lr(lr: Any) -> None:
             f"Parameter `lr` should be of a floating type. Found {lr.dtype}. "
             "Remedy: torch.tensor(1.0), with a point."
         )
+    if lr.layout is not torch.strided or lr.is_meta:
+        raise InputError(
+            f"Parameter `lr` should be a dense tensor with a value. Found {lr.layout} on "
+            f"{lr.device}. Remedy: torch.tensor(0.1)."
+        )
     if lr.device.type == "cpu":  # elsewhere reading it would wait for the device
         check_number("lr", float(lr), low=0)
 
 
-def _check_names(group: Mapping[str, Any], options: Collection[str]) -> None:
-    """Torch keeps any entry of a group, and so a misspelt option would do nothing."""
+def check_names(group: Mapping[str, Any], options: Collection[str]) -> None:
+    """Raises InputError for a misspelt option, which torch would keep, and which would do nothing.
+
+    Args:
+        group: The group.
+        options: All names of options there are.
+    """
     for name in group:
         if name in options or name in _KNOWN_TO_OTHERS:
             continue

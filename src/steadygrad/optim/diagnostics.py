@@ -1,22 +1,23 @@
 """Reports on a step: the parameters that stand out, as numbers with names.
 
-A report on a group of either optimizer has
+A report on a group of any optimizer has
 
 - ``group``: its name or index; ``skipped``: steps left out because a gradient was not finite;
 - ``gradient_norm``: Euclidean norm of the group's gradients;
 - ``not_finite``: names of parameters whose gradient is not finite now; ``too_large``: of those
   whose gradient is, but not its squared norm, so that the step is left out just the same;
 - ``unusual``: ``{name: ratio}`` of the parameters whose gradient is least like its own history; 0
-  where there is no gradient. For ScaledAdam its root mean square over the root of the mean second
-  moment: a gradient that has grown. LANS does not go by the size of gradients and remembers none:
-  there it is the root mean square of the elements of the normalised gradient, each over the root
-  of its own second moment; 1 where the pattern is the usual one.
+  where there is no gradient. For ScaledAdam and LAMB its root mean square over the root of the mean
+  second moment: a gradient that has grown. With LAMB's ``max_grad_norm`` it is that of the gradient
+  as it was scaled down, because the moments are of such gradients. LANS does not go by the size of
+  gradients and remembers none: there it is the root mean square of the elements of the normalised
+  gradient, each over the root of its own second moment; 1 where the pattern is the usual one.
 
-LANS adds ``trust_ratio`` and ``gradient_trust_ratio``: the largest ratios by which the two
-directions are multiplied. ScaledAdam adds ``dominance``: largest shares of the squared norm that
-clipping goes by; ``rms``: the largest sizes; and, if it clips, ``quartiles`` of the recent norms
-(least, quarter, median, three quarters, greatest), the ``threshold``, and ``clipped``, the share of
-steps clipped since the threshold was last taken.
+LAMB adds ``trust_ratio``, the largest ratios by which directions are multiplied; LANS, which has
+two directions, ``gradient_trust_ratio`` too. ScaledAdam adds ``dominance``: largest shares of the
+squared norm that clipping goes by; ``rms``: the largest sizes; and, if it clips, ``quartiles`` of
+the recent norms (least, quarter, median, three quarters, greatest), the ``threshold``, and
+``clipped``, the share of steps clipped since the threshold was last taken.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,7 @@ class Report:
     Args:
         index: The group's place.
         group: The group.
+        batches: Its parameters that are worked on.
         states: The optimizer's states.
         top: How many parameters to name in each list.
         grad_scale: Loss scale that is still in the gradients.
@@ -48,6 +50,7 @@ class Report:
         self,
         index: int,
         group: Mapping[str, Any],
+        batches: Sequence[ParamBatch],
         states: Mapping[Tensor, Any],
         top: int,
         grad_scale: float,
@@ -55,7 +58,7 @@ class Report:
         params = group["params"]
         names = group.get("param_names") or [f"group {index}, {i}" for i in range(len(params))]
         self._names = {id(p): name for p, name in zip(params, names, strict=True)}
-        self.group, self._top, self.grad_scale = group, top, grad_scale
+        self.group, self.batches, self._top, self._grad_scale = group, batches, top, grad_scale
         self._values: dict[str, dict[str, float]] = {}
         self._head = {
             "group": group.get("name", index),
@@ -87,10 +90,9 @@ class Report:
             batch: The parameters.
             sums: With shape ``(3, parameters)``.
         """
-        squares = sums[0].cpu().to(torch.float64) / self.grad_scale**2
+        squares = sums[0].cpu().to(torch.float64) / self._grad_scale**2
         self.add("square", batch, squares)
         self.add("bad", batch, sums[1])
-        self.add_unusual(batch, squares, sums[2])
 
     def add_unusual(self, batch: ParamBatch, squares: Tensor, expected: Tensor) -> None:
         """Takes a squared size of each gradient and the one that its history lets expect."""
@@ -108,14 +110,16 @@ class Report:
         lists = {kind: self._largest(values) for kind, values in self._values.items()}
         return {**self._head, "gradient_norm": norm, "not_finite": bad, "too_large": large, **lists}
 
-    def finish_clipping(self, state: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """The report with ScaledAdam's clipping, after a number of steps."""
+    def finish_clipping(self) -> dict[str, Any]:
+        """The report with ScaledAdam's clipping."""
         terms = self._values.pop("dominance", {})
         total = sum(terms.values())
         shares = {name: term / total if total else 0.0 for name, term in terms.items()}
         report = {**self.finish(), "dominance": self._largest(shares)}
-        if self.group["clipping_scale"] is None or not state:
+        if self.group["clipping_scale"] is None or not self.batches:
             return report
+        state = self.batches[0].states[0]
+        step = max(int(batch.columns["step"].max()) for batch in self.batches)
         period = len(state["model_norms"])
         early = () if self.group["recipe"] == "stateless7" else EARLY
         since = _since_threshold(step - 1, period, early)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from steadygrad._checks import InputError
+from steadygrad.optim.loading import check_parts
 from steadygrad.optim.state import StateField
 
 __all__ = ["unstack"]
@@ -33,12 +34,8 @@ def unstack(
     Raises:
         InputError: If the groups or the shapes differ, or a stack has no state.
     """
-    if "param_groups" not in checkpoint:
-        hint = "checkpoint['optimizer']" if "optimizer" in checkpoint else "optimizer.state_dict()"
-        raise InputError(
-            f"Expected an optimizer's state with `param_groups`. Found {sorted(checkpoint)}. "
-            f"Remedy: hand in {hint}."
-        )
+    is_whole = isinstance(checkpoint, Mapping) and "optimizer" in checkpoint
+    check_parts(checkpoint, "hand in checkpoint['optimizer']" if is_whole else "")
     saved = checkpoint["param_groups"]
     sizes, own = [len(g["params"]) for g in saved], [len(g["params"]) for g in groups]
     if sizes != own:

@@ -9,11 +9,11 @@ from torch.optim.optimizer import ParamsT
 
 from steadygrad._checks import check_number
 from steadygrad.formulas import lamb
-from steadygrad.formulas.tensors import exact
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import check_switch, options_of
+from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.layerwise import LayerwiseOptimizer
-from steadygrad.optim.optimizer import AmpState
+from steadygrad.optim.skipping import AmpState
 
 __all__ = ["LAMB"]
 
@@ -97,14 +97,26 @@ class LAMB(LayerwiseOptimizer):
         rules: Sequence[lamb.Rule],
         amp: AmpState,
     ) -> list[lamb.Scales]:
-        parts = [sums[0].to(exact(sums.device)).sum().to(norms[0].device) for sums in norms]
-        # No parts are left in a report on a group without gradients.
-        total = torch.stack(parts).sum() if parts else torch.zeros(())
+        count = sum(len(b.params) for b in batches)
+        parts = [
+            # Divided first: each of them may be finite and their sum not.
+            (torch.where(b.taken, sums[0], 0.0).to(b.exact) / count).sum().to(norms[0].device)
+            for b, sums in zip(batches, norms, strict=True)
+        ]
+        # No parts are left in a report without gradients.
+        root = torch.stack(parts).sum().sqrt() * count**0.5 if parts else torch.zeros(())
         found = []
         for b, rule in zip(batches, rules, strict=True):
             scale, bound = amp.unscale(b), b.group["max_grad_norm"]
             if bound is not None:
-                norm = total.to(b.device).sqrt() * scale.abs()
+                norm = root.to(b.device) * scale.abs()
                 scale = scale / (norm / bound).clamp(min=1.0)
             found.append(lamb.scales(scale, b.steps, b.taken, rule))
         return found
+
+    def _add_unusual(
+        self, batch: ParamBatch, norms: Tensor, by: lamb.Scales, sums: Tensor, report: Report
+    ) -> None:
+        # Scaled by the norm of all gradients, as they reach the moments; these begin with zero.
+        squares = norms[0].to(by.gradient) * by.gradient**2
+        report.add_unusual(batch, squares, norms[2] * by.unbias2)

@@ -13,7 +13,7 @@ from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import options_of
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.layerwise import LayerwiseOptimizer
-from steadygrad.optim.optimizer import AmpState
+from steadygrad.optim.skipping import AmpState
 
 __all__ = ["LANS"]
 
@@ -113,7 +113,13 @@ class LANS(LayerwiseOptimizer):
         pattern = lans.pattern_sums(batch, by, rule)
         return torch.cat([super()._report_sums(batch, by, rule), pattern[None]])
 
-    def _add_ratios(self, batch: ParamBatch, sums: Tensor, report: Report) -> None:
-        # In place of gradients that have grown, of which LANS takes no notice.
+    def _add_unusual(
+        self,
+        batch: ParamBatch,
+        norms: Tensor,
+        by: lans.Normalizers,
+        sums: Tensor,
+        report: Report,
+    ) -> None:
+        # Not gradients that have grown, of which LANS takes no notice.
         report.add_unusual(batch, sums[-1], batch.numel)
-        super()._add_ratios(batch, sums[:-1], report)

@@ -10,7 +10,8 @@ from steadygrad._checks import InputError, check_number
 from steadygrad.formulas.lans import trust_ratio
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.diagnostics import Report
-from steadygrad.optim.optimizer import AmpState, ShardedOptimizer
+from steadygrad.optim.optimizer import ShardedOptimizer
+from steadygrad.optim.skipping import AmpState
 from steadygrad.optim.state import ADAM_FIELDS
 
 __all__ = ["LayerwiseOptimizer"]
@@ -79,29 +80,48 @@ class LayerwiseOptimizer(ShardedOptimizer):
             b.passes.apply(b, found, rule)
         return ok
 
-    def _diagnose(self, batches: Sequence[ParamBatch], report: Report) -> dict[str, Any]:
-        rule = self._rule(report.group)
+    def _diagnose(self, reports: Sequence[Report], amp: AmpState) -> list[dict[str, Any]]:
+        # Of all groups at once: a norm may be that of all gradients.
+        owners = [(report, b) for report in reports for b in report.batches]
+        batches = [b for _, b in owners]
         own = [
-            torch.cat([b.passes.grad_sq_norms(b), report.own_sums(b, b.moments[1])])
+            torch.cat([b.passes.grad_sq_norms(b), Report.own_sums(b, b.moments[1])])
             for b in batches
         ]
         norms = self._sums(batches, own)
-        for batch, sums in zip(batches, norms, strict=True):
+        for (report, batch), sums in zip(owners, norms, strict=True):
             report.add_gradients(batch, sums)
-            batch.taken = batch.active & torch.isfinite(sums[0]).all()
-        by = self._scales(batches, norms, [rule] * len(batches), AmpState())
-        own = [self._report_sums(b, x, rule) for b, x in zip(batches, by, strict=True)]
-        for batch, sums in zip(batches, self._sums(batches, own), strict=True):
+            batch.taken = batch.active & torch.isfinite(sums[0])
+        rules = [self._rule(batch.group) for batch in batches]
+        by = self._scales(batches, norms, rules, amp)
+        passes = list(zip(batches, by, rules, strict=True))
+        more = self._sums(batches, [self._report_sums(*given) for given in passes])
+        for (report, batch), first, x, sums in zip(owners, norms, by, more, strict=True):
             self._add_ratios(batch, sums, report)
-        return report.finish()
+            self._add_unusual(batch, first, x, sums, report)
+        return [report.finish() for report in reports]
 
     def _report_sums(self, batch: ParamBatch, by: Any, rule: Any) -> Tensor:
         """This process's squared norms of weights and directions, with shape ``(k, tensors)``."""
         sums: Tensor = self._passes.direction_sums(batch, by, rule)
         return sums
 
+    def _add_unusual(
+        self, batch: ParamBatch, norms: Tensor, by: Any, sums: Tensor, report: Report
+    ) -> None:
+        """Takes each gradient's size beside its history.
+
+        Args:
+            batch: The parameters.
+            norms: Squared norms of their gradients, and :meth:`Report.own_sums`.
+            by: Factors of the pass over the moments.
+            sums: Their :meth:`_report_sums`.
+            report: The report.
+        """
+        raise NotImplementedError
+
     def _add_ratios(self, batch: ParamBatch, sums: Tensor, report: Report) -> None:
-        weight, *directions = sums.sqrt().unbind()
+        weight, *directions = sums[: 1 + len(self._ratios)].sqrt().unbind()
         low, high = _bounds(batch.group)
         if low is not None or high is not None:
             weight = weight.clamp(low, high)

@@ -14,10 +14,7 @@ from torch.optim.optimizer import Optimizer
 from steadygrad._checks import InputError
 from steadygrad.optim.checks import check_parameter, check_shape
 
-__all__ = ["TypeKeepingOptimizer", "names_of"]
-
-
-_PARTS = {"state": Mapping, "param_groups": Sequence}
+__all__ = ["TypeKeepingOptimizer", "check_parts", "names_of"]
 
 
 class _Kept:
@@ -62,6 +59,7 @@ class TypeKeepingOptimizer(Optimizer):
     def _make_state(self, group: Mapping[str, Any]) -> None:
         """Makes the state of a group that was added."""
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state, every tensor in its own type and as a copy on its parameter's device.
@@ -72,6 +70,7 @@ class TypeKeepingOptimizer(Optimizer):
         Raises:
             ValueError: If it is of other groups or another optimizer; nothing is changed then.
         """
+        check_parts(state_dict)
         # The last hook, so that others see tensors, and what they return is what is loaded.
         handle = self.register_load_state_dict_pre_hook(self._wrap)
         try:
@@ -85,17 +84,19 @@ class TypeKeepingOptimizer(Optimizer):
 
     def _check_loaded(self, given: Mapping[str, Any]) -> None:
         """Raises before anything is changed if a state cannot be this optimizer's."""
-        if not all(isinstance(given.get(name), kind) for name, kind in _PARTS.items()):
+        check_parts(given)
+        groups = given["param_groups"]
+        own_sizes, sizes = ([len(g["params"]) for g in x] for x in (self.param_groups, groups))
+        if own_sizes != sizes:
+            what = "a different number of parameter groups" if len(sizes) != len(own_sizes) else ""
             raise InputError(
-                f"Expected a state dict with {' and '.join(_PARTS)}. Found "
-                f"{sorted(map(str, given))}. Remedy: load what state_dict() returned."
+                f"Expected parameter groups of {own_sizes} parameters. Found {what or sizes}. "
+                "Remedy: load the state of an optimizer with the same groups."
             )
-        # Where numbers of groups or parameters differ, torch's own message says so next.
-        for own, saved in zip(self.param_groups, given["param_groups"], strict=False):
+        for own, saved in zip(self.param_groups, groups, strict=True):
             _check_order(own.get("param_names"), saved.get("param_names"))
             self._check_loaded_group(own, saved)
-            # Keys are numbers, or names where torch.distributed.checkpoint loads.
-            for parameter, key in zip(own["params"], saved["params"], strict=False):
+            for parameter, key in zip(own["params"], saved["params"], strict=True):
                 self._check_loaded_state(parameter, saved, given["state"].get(key, {}))
 
     def _check_loaded_group(self, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -151,8 +152,43 @@ def names_of(group: Mapping[str, Any]) -> Sequence[str]:
     return group.get("param_names") or [f"params.{i}" for i in range(len(group["params"]))]
 
 
-def _check_order(own: Sequence[str] | None, found: Sequence[str] | None) -> None:
+def check_parts(given: Any, remedy: str = "") -> None:
+    """Raises InputError unless this is a state dict in its outline: groups, and states by keys."""
+    wrong = ""
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= {*given}:
+        wrong = f"{sorted(map(str, given))}" if isinstance(given, Mapping) else _kind(given)
+    elif not _is_list_of(Mapping, groups := given["param_groups"]):
+        wrong = f"`param_groups` of {_kind(groups)}, or with others than dictionaries"
+    elif not all(_is_list_of((int, str), group.get("params")) for group in groups):
+        wrong = "a group without a list of keys as its `params`"
+    elif len(keys := [key for group in groups for key in group["params"]]) != len({*keys}):
+        wrong = "a parameter twice"
+    elif not isinstance(states := given["state"], Mapping):
+        wrong = f"a `state` of {_kind(states)}"
+    elif not all(isinstance(state, Mapping) for state in states.values()):
+        wrong = "a parameter's state that is no dictionary"
+    if wrong:
+        raise InputError(
+            f"Expected a state dict with state and param_groups. Found {wrong}. Remedy: "
+            f"{remedy or 'load what state_dict() returned'}."
+        )
+
+
+def _is_list_of(kind: Any, value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(one, kind) for one in value)
+
+
+def _kind(value: Any) -> str:
+    return f"type {type(value).__name__}"
+
+
+def _check_order(own: Any, found: Any) -> None:
     """Raises if the same names come in another order: torch goes by place alone."""
+    if found is not None and not _is_list_of(str, found):
+        raise InputError(
+            f"Expected `param_names` that are texts. Found {found!r}. Remedy: load a state dict "
+            "that is not damaged."
+        )
     if own is None or found is None or sorted(own) != sorted(found):
         return
     for place, (name, other) in enumerate(zip(own, found, strict=True)):

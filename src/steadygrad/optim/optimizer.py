@@ -6,9 +6,8 @@ decides on the device: nothing here makes the host wait for one.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, overload
 
 import torch
@@ -20,34 +19,10 @@ from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.building import BatchBuilder
 from steadygrad.optim.checks import check_capture, dense_gradient
 from steadygrad.optim.diagnostics import Report
-from steadygrad.optim.skipping import SkipMonitor
+from steadygrad.optim.skipping import AmpState, SkipMonitor
 from steadygrad.sharding import PackedSum, aligned_locals, is_sharded
 
-__all__ = ["AmpState", "ShardedOptimizer"]
-
-
-@dataclass(frozen=True)
-class AmpState:
-    """The part of a gradient scaler's work that it leaves to the optimizer.
-
-    Attributes:
-        grad_scale: Loss scale that is still in the gradients, with one element; None: none is.
-        found_inf: Positive where the scaler found a gradient that is not finite; None: it did not
-            look.
-    """
-
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
-
-    def unscale(self, batch: ParamBatch) -> Tensor:
-        """Factor that removes the loss scale and gives gradients their direction."""
-        sign = torch.full(
-            (), -1.0 if batch.group["maximize"] else 1.0, dtype=batch.exact, device=batch.device
-        )
-        if self.grad_scale is None:
-            return sign
-        # In one call: there are devices without float64.
-        return sign / self.grad_scale.to(batch.device, batch.exact).reshape(())
+__all__ = ["ShardedOptimizer"]
 
 
 class ShardedOptimizer(BatchBuilder):
@@ -111,6 +86,15 @@ class ShardedOptimizer(BatchBuilder):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if torch.is_inference_mode_enabled():
+            # States that are made in it could not be written to outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                self._step()
+        else:
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         batches = self._batches()
         if batches:
             amp = AmpState(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
@@ -119,7 +103,6 @@ class ShardedOptimizer(BatchBuilder):
             self._skips.count(ok, self.state.values(), self.warn_after_skips)
             for batch in batches:
                 batch.finish()
-        return loss
 
     def _update(self, batches: Sequence[ParamBatch], amp: AmpState) -> Tensor:
         """Moves weights and states.
@@ -135,12 +118,13 @@ class ShardedOptimizer(BatchBuilder):
 
     def _batches(self) -> list[ParamBatch]:
         """The parameters of this step with their gradients."""
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            self._check_edited()
         self._find_params()
         self._check_lengths()
         grads, present, works = self._gradients()
-        batches, compiling = self._built, torch.compiler.is_compiling()
-        modes = [(g["foreach"], g["fused"], g["master_weights"]) for g in self.param_groups]
-        key = None if compiling else (modes, list(kernels.BROKEN))
+        batches, key = self._built, None if compiling else (self._modes, len(kernels.BROKEN))
         if compiling or self._built_for != key or not _refresh(batches, grads, present, works):
             batches = self._build(grads)
             if not _refresh(batches, grads, present, works):
@@ -173,14 +157,17 @@ class ShardedOptimizer(BatchBuilder):
     def _gradients(self) -> tuple[list[Tensor | None], list[bool], list[bool]]:
         """Local gradients of all parameters, whether there is one, and whether to work on it."""
         grads: list[Tensor | None] = [p.grad for p in self._params]
-        present = [
-            g is not None or (self._none_is_zero and p.requires_grad)
-            for p, g in zip(self._params, grads, strict=True)
-        ]
-        found = [i for i, g in enumerate(grads) if g is not None]
-        is_odd = any(grads[i].layout is not torch.strided for i in found)  # type: ignore[union-attr]
+        given = [g for g in grads if g is not None]
+        present = [True] * len(grads)
+        if len(given) < len(grads):
+            present = [
+                g is not None or (self._none_is_zero and p.requires_grad)
+                for p, g in zip(self._params, grads, strict=True)
+            ]
+        is_odd = {torch.strided} < {torch.strided, *map(attrgetter("layout"), given)}
         if not is_odd and not any(self._sharded):
             return grads, present, present
+        found = [i for i, g in enumerate(grads) if g is not None]
         # All at once: partial sums of several are added up in one collective.
         params = [self._params[i] for i in found]
         own = aligned_locals([dense_gradient(p) for p in params], params)
@@ -270,12 +257,13 @@ class ShardedOptimizer(BatchBuilder):
             for i, (group, places) in enumerate(self._grouped()):
                 batches = self._build_group(group, places, gathered[0], is_report=True)
                 _refresh(batches, *gathered)
-                report = Report(i, group, self.state, top, grad_scale)
-                reports.append(self._diagnose(_working(batches, gathered[2]), report))
-        return reports
+                working = _working(batches, gathered[2])
+                reports.append(Report(i, group, working, self.state, top, grad_scale))
+            scale = torch.tensor(grad_scale, dtype=torch.float64, device="cpu")
+            return self._diagnose(reports, AmpState(scale))
 
-    def _diagnose(self, batches: Sequence[ParamBatch], report: Report) -> dict[str, Any]:
-        """A report on the batches of one group, without a step."""
+    def _diagnose(self, reports: Sequence[Report], amp: AmpState) -> list[dict[str, Any]]:
+        """Reports on the batches of all groups, without a step."""
         raise NotImplementedError
 
 

@@ -14,8 +14,9 @@ from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import options_of
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.icefall import unstack
-from steadygrad.optim.optimizer import AmpState, ShardedOptimizer
+from steadygrad.optim.optimizer import ShardedOptimizer
 from steadygrad.optim.scaled_adam_step import CLIPPING, SIZES, ScaledAdamStep, norm_and_step
+from steadygrad.optim.skipping import AmpState
 from steadygrad.optim.state import SKIPPED, STEP, StateField
 
 __all__ = ["ScaledAdam"]
@@ -169,20 +170,19 @@ class ScaledAdam(ShardedOptimizer):
                     factors[update.key] = update.clip(norm, step, ok)
         return factors
 
-    def _diagnose(self, batches: Sequence[ParamBatch], report: Report) -> dict[str, Any]:
-        amp = AmpState(torch.tensor(report.grad_scale, dtype=torch.float64, device="cpu"))
-        steps = [ScaledAdamStep(batch, amp) for batch in batches]
+    def _diagnose(self, reports: Sequence[Report], amp: AmpState) -> list[dict[str, Any]]:
+        owners = [(report, b) for report in reports for b in report.batches]
+        batches = [b for _, b in owners]
         own = [
-            torch.cat([scaled_adam.sums(b, None), report.own_sums(b, b.moments[0])])
+            torch.cat([scaled_adam.sums(b, None), Report.own_sums(b, b.moments[0])])
             for b in batches
         ]
-        for batch, step, sums in zip(batches, steps, self._sums(batches, own), strict=True):
+        for (report, batch), sums in zip(owners, self._sums(batches, own), strict=True):
+            step = ScaledAdamStep(batch, amp)
             step.sums = sums[:3]
             report.add_gradients(batch, sums[[0, 3, 4]])
+            report.add_unusual(batch, sums[0] * step.unscale**2, sums[4])
             report.add("dominance", batch, step.norm_terms())
             if not step.is_scalar:
                 report.add("rms", batch, batch.columns["param_rms"])
-        if not batches:
-            return report.finish_clipping({}, 0)
-        count = max(int(batch.columns["step"].max()) for batch in batches)
-        return report.finish_clipping(batches[0].states[0], count)
+        return [report.finish_clipping() for report in reports]

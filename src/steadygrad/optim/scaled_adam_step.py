@@ -8,7 +8,7 @@ from torch import Tensor
 from steadygrad.formulas import clipping, scaled_adam, sizes
 from steadygrad.formulas.tensors import may_hold
 from steadygrad.optim.batch import ParamBatch
-from steadygrad.optim.optimizer import AmpState
+from steadygrad.optim.skipping import AmpState
 from steadygrad.optim.state import StateField
 
 __all__ = ["CLIPPING", "SIZES", "ScaledAdamStep", "norm_and_step"]

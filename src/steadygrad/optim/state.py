@@ -4,8 +4,9 @@ Checkpoints are then the same before the first step as after it, on every proces
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -13,7 +14,14 @@ from torch import Tensor
 
 from steadygrad._checks import InputError
 from steadygrad.formulas.tensors import exact, wide
-from steadygrad.optim.checks import FOREIGN, LARGEST, check_options, check_state_tensor
+from steadygrad.optim.checks import (
+    FOREIGN,
+    LARGEST,
+    check_lr,
+    check_names,
+    check_options,
+    check_state_tensor,
+)
 from steadygrad.optim.loading import TypeKeepingOptimizer
 from steadygrad.optim.masters import MASTER, ensure_master
 from steadygrad.sharding import shared_out
@@ -70,10 +78,29 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     """
 
     _fields: Mapping[str, StateField]
+    # All options but learning rates as they were checked; a cache, neither saved nor copied.
+    _options: Sequence[Any] = ()
+    _modes: Sequence[Any] = ()
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Checks a group's options; a subclass adds its own."""
-        check_options(group, self.defaults)
+        check_options(group)
+
+    def _check_edited(self) -> None:
+        """Checks the options if one of them is another object than at the last check."""
+        for group in self.param_groups:
+            lr = group["lr"]
+            # A schedule's are new at each step, and a tensor's value may be.
+            if type(lr) is not float or not 0.0 <= lr < math.inf:
+                check_lr(lr)
+        found = [v for g in self.param_groups for name, v in g.items() if name != "lr"]
+        if len(found) != len(self._options) or not all(map(is_, found, self._options)):
+            for group in self.param_groups:
+                self._check_group(group)
+            self._options = found
+            self._modes = [
+                (g["foreach"], g["fused"], g["master_weights"]) for g in self.param_groups
+            ]
 
     def _state_dtype(self, parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
         """Type of a parameter's averages: float32, or float64 for float64 parameters."""
@@ -103,8 +130,10 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         return found
 
     def _make_state(self, group: Mapping[str, Any]) -> None:
+        check_names(group, self.defaults)
         self._fill_state()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _fill_state(self) -> None:
         """State of parameters that have none, as at construction or where a wrapper put others.
@@ -181,6 +210,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         # One that this group has as well was warned of, and left aside, when it was added.
         if foreign := FOREIGN & {*saved} - {*self.defaults, *own}:
             raise self._not_its_own("groups", self.defaults, foreign)
+        check_names(saved, self.defaults)
         self._check_group({**self.defaults, **saved})
 
     def _check_loaded_state(

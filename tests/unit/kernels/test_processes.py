@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +17,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from steadygrad import kernels
 from steadygrad.kernels.numba import lans, numbers, runtime
-from steadygrad.optim import LANS, ScaledAdam
+from steadygrad.optim import LAMB, LANS, ScaledAdam
 
-MAKERS = {"lans": LANS, "scaled_adam": lambda p, **k: ScaledAdam(p, clipping_scale=2.0, **k)}
+MAKERS = {
+    "lans": LANS,
+    "lamb": lambda p, **k: LAMB(p, max_grad_norm=1.0, **k),
+    "scaled_adam": lambda p, **k: ScaledAdam(p, clipping_scale=2.0, **k),
+}
 every_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 
@@ -205,6 +210,55 @@ def test_a_compiler_that_fails_is_left_alone(make, monkeypatch):
     assert len(calls) == 1
     monkeypatch.undo()
     assert same(found, trained(make, foreach=True))
+
+
+@every_optimizer
+def test_types_that_cannot_be_compiled_leave_others_alone(make, monkeypatch):
+    """Nor other optimizers, on which nothing is tried in vain."""
+    tried, address_of = [], runtime._address_of
+
+    def fail(make_kernel, types):
+        if torch.bfloat16 in types:
+            tried.append(types)
+            raise kernels.KernelError("no such number")
+        return address_of(make_kernel, types)
+
+    monkeypatch.setattr(kernels, "BROKEN", {})
+    monkeypatch.setattr(kernels, "_WARNED", set())
+    monkeypatch.setattr(runtime, "_address_of", fail)
+    params = [torch.ones(3, dtype=d).requires_grad_() for d in (torch.bfloat16, torch.float32)]
+    optimizer = make(params, fused=True)
+    for count in range(3):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        with pytest.warns(match="no such number") if count == 0 else nullcontext():
+            optimizer.step()
+    assert [b.table is None for b in optimizer._built] == [True, False]
+    assert len(tried) == 1
+    later = make([torch.ones(3).requires_grad_()], fused=True)
+    later.param_groups[0]["params"][0].grad = torch.ones(3)
+    later.step()
+    assert later._built[0].table is not None
+
+
+@every_optimizer
+def test_a_lack_of_memory_in_the_compiler_is_passed_on(make, monkeypatch):
+    def fail(function, cache):
+        raise MemoryError("no memory left")
+
+    params = [torch.ones(3, dtype=torch.float64).requires_grad_()]
+    optimizer = make(params, fused=True)
+    params[0].grad = torch.ones(3, dtype=torch.float64)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "BROKEN", {})
+        patch.setattr(runtime, "compiled", fail)
+        patch.setattr(runtime, "_compiled_at", runtime._compiled_at.__wrapped__)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+        assert kernels.BROKEN == {}
+    assert torch.equal(params[0].detach(), torch.ones(3, dtype=torch.float64))
+    optimizer.step()
+    assert optimizer._built[0].table is not None
 
 
 def test_every_reason_is_told_once(monkeypatch):

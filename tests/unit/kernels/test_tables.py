@@ -33,7 +33,8 @@ def test_addresses_stand_in_their_columns():
     tensors = [[torch.zeros(3) for _ in range(2)] for _ in range(5)]
     params, weights, grads, m, v = tensors
     table = PointerTable([3, 3], FLOATS, 2, CPU)
-    table.fill(params, weights, [None, grads[1]], (m, v))
+    table.fill_states((m, v))
+    table.fill(params, weights, [None, grads[1]])
     for column, own in ((PARAM, params), (WEIGHT, weights), (STATES, m), (STATES + 1, v)):
         assert table.addresses[:, column].tolist() == [t.data_ptr() for t in own]
     assert table.addresses[:, GRAD].tolist() == [0, grads[1].data_ptr()]

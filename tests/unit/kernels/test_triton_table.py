@@ -31,7 +31,8 @@ def tensors(count=3, size=5):
 def filled(table, grads, weights=None, moments=None):
     weights = tensors(len(grads)) if weights is None else weights
     moments = (tensors(len(grads)), tensors(len(grads))) if moments is None else moments
-    table.fill(weights, weights, grads, moments)
+    table.fill_states(moments)
+    table.fill(weights, weights, grads)
     return weights, moments
 
 

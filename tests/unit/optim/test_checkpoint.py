@@ -9,10 +9,11 @@ import torch.distributed.checkpoint.state_dict as dcp
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.optim import LANS, ScaledAdam
+from steadygrad.optim import LAMB, LANS, ScaledAdam
 
 MAKERS = {
     "lans": lambda params: LANS(params, lr=1e-2, weight_decay=0.1),
+    "lamb": lambda params: LAMB(params, lr=1e-2, weight_decay=0.1, max_grad_norm=1.0),
     "scaled_adam": lambda params: ScaledAdam(params, clipping_scale=1.5, clipping_update_period=4),
     "stateless7": lambda params: ScaledAdam(
         params, clipping_scale=1.5, clipping_update_period=4, recipe="stateless7"

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from steadygrad._checks import InputError
-from steadygrad.optim import LANS, ScaledAdam
+from steadygrad.optim import LAMB, LANS, ScaledAdam
 
 MAKERS = {
     "lans": LANS,
+    "lamb": lambda p: LAMB(p, max_grad_norm=1.0),
     "scaled_adam": ScaledAdam,
     "clipped": lambda p: ScaledAdam(p, clipping_scale=2.0, clipping_update_period=10),
 }

@@ -8,10 +8,14 @@ import torch
 
 from steadygrad import kernels
 from steadygrad.formulas import scaled_adam
-from steadygrad.optim import LANS, ScaledAdam
+from steadygrad.optim import LAMB, LANS, ScaledAdam
 from tests.contracts.problems import assert_rounded_alike
 
-MAKERS = {"lans": LANS, "scaled_adam": lambda p, **k: ScaledAdam(p, clipping_scale=2.0, **k)}
+MAKERS = {
+    "lans": LANS,
+    "lamb": lambda p, **k: LAMB(p, max_grad_norm=1.0, **k),
+    "scaled_adam": lambda p, **k: ScaledAdam(p, clipping_scale=2.0, **k),
+}
 every_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 

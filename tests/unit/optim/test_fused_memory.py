@@ -9,11 +9,15 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from steadygrad import kernels
 from steadygrad._checks import InputError
-from steadygrad.optim import LANS, ScaledAdam
+from steadygrad.optim import LAMB, LANS, ScaledAdam
 from tests.contracts.problems import assert_rounded_alike
 from tests.rounding import assert_alike
 
-MAKERS = {"lans": LANS, "scaled_adam": lambda p, **k: ScaledAdam(p, clipping_scale=2.0, **k)}
+MAKERS = {
+    "lans": LANS,
+    "lamb": lambda p, **k: LAMB(p, max_grad_norm=1.0, **k),
+    "scaled_adam": lambda p, **k: ScaledAdam(p, clipping_scale=2.0, **k),
+}
 every_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 both_modes = pytest.mark.parametrize("mode", ["fused", "foreach"])
 
@@ -49,11 +53,8 @@ def test_rows_that_were_cut_off_are_left_alone(make):
     whole, p.grad = p.data, None
     rest = whole[4:].clone()
     p.data = p.data[:4]
-    # As multi-tensor calls do, for the state is still of eight rows.
-    with (
-        pytest.warns(UserWarning, match="another memory order"),
-        pytest.raises(RuntimeError, match="size"),
-    ):
+    # The state is still of eight rows.
+    with pytest.raises(InputError, match=r"shape.*\(4, 8\).*\(8, 8\)"):
         step(p, optimizer, 1)
     assert torch.equal(whole[4:], rest)
 
@@ -82,20 +83,13 @@ def test_another_order_at_the_same_address_is_noticed(make):
     assert_alike([("weight", found["fused"])], [("weight", found["foreach"])])
 
 
-STATES = {
-    "another type": lambda x: x.bfloat16(),
-    "another shape": lambda x: x[:2],
-}
-
-
 @every_optimizer
-@pytest.mark.parametrize("change", STATES.values(), ids=STATES)
-def test_states_that_loops_cannot_take_go_by_calls(make, change):
+def test_a_state_of_another_type_goes_by_calls(make):
     outcomes = []
     for mode in ("fused", "foreach"):
         p, optimizer = begun(make, mode)
         state = optimizer.state[p]
-        state["exp_avg_sq"] = change(state["exp_avg_sq"])
+        state["exp_avg_sq"] = state["exp_avg_sq"].bfloat16()
         with pytest.warns() if mode == "fused" else nullcontext():
             try:
                 step(p, optimizer, 1)
@@ -115,10 +109,7 @@ def test_a_state_whose_memory_was_replaced_by_less(make):
     whole = state.data
     state.data = whole[:4]
     rest = whole[4:].clone()
-    with (
-        pytest.warns(UserWarning, match="another memory order"),
-        pytest.raises(RuntimeError, match="size"),
-    ):
+    with pytest.raises(InputError, match=r"shape.*`exp_avg_sq` of \(4, 8\)"):
         step(p, optimizer, 1)
     assert torch.equal(whole[4:], rest)
 
@@ -301,7 +292,11 @@ def transposed(x):
 
 
 LAYOUTS = {"half": torch.Tensor.half, "double": torch.Tensor.double, "order": transposed}
-PLACES = {"lans": ["exp_avg", "exp_avg_sq"], "scaled_adam": ["delta", "exp_avg_sq"]}
+PLACES = {
+    "lans": ["exp_avg", "exp_avg_sq"],
+    "lamb": ["exp_avg", "exp_avg_sq"],
+    "scaled_adam": ["delta", "exp_avg_sq"],
+}
 
 
 @every_optimizer

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from steadygrad.optim import LAMB
+from steadygrad.optim import LAMB, LANS
 from tests.reference.lamb import Lamb
 from tests.unit.optim.reference_runs import MODES, deviation
 
@@ -91,3 +91,81 @@ def test_reports_name_the_largest_ratios():
     assert list(report["trust_ratio"]) == ["large", "small"]
     assert report["trust_ratio"]["large"] > 10 * report["trust_ratio"]["small"]
     assert report["gradient_norm"] == pytest.approx(6**0.5)
+
+
+# Type, gradients of each of four parameters of eight elements, and whether a step is taken.
+NORMS = {
+    "large": (torch.float32, [4e18] * 4, True),
+    "joint past float32": (torch.float32, [6e18] * 4, True),
+    "one past float32": (torch.float32, [1e19, 1, 1, 1], False),
+    "16 bits, one past float32": (torch.bfloat16, [1e19, 1, 1, 1], False),
+    "joint past float64": (torch.float64, [4e153] * 4, True),
+    "one past float64": (torch.float64, [1e154, 1, 1, 1], False),
+    "infinite": (torch.float32, [torch.inf, 1, 1, 1], False),
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("case", NORMS.values(), ids=NORMS)
+def test_norms_past_the_range_of_a_type(case, mode):
+    """A step is skipped where a tensor's own square sum overflows, not where their sum does."""
+    dtype, sizes, is_taken = case
+    params = [torch.ones(8, dtype=dtype, requires_grad=True) for _ in sizes]
+    optimizer = LAMB(params, lr=0.1, max_grad_norm=1.0, **mode)
+    for p, size in zip(params, sizes, strict=True):
+        p.grad = torch.full((8,), size, dtype=dtype)
+    optimizer.step()
+    assert optimizer.skipped == (not is_taken)
+    # (1 - beta1) times the gradient over the norm of all 32 elements.
+    expected = 0.1 / 32**0.5 if is_taken else 0.0
+    for p in params:
+        moment = optimizer.state[p]["exp_avg"]
+        torch.testing.assert_close(moment, torch.full_like(moment, expected), rtol=1e-6, atol=0)
+        # AdamW's first step is of one in every element, and as long as the weight: ratio 1 / 1.01.
+        left = torch.full_like(p, 0.9 if is_taken else 1.0)
+        torch.testing.assert_close(p, left, rtol=5e-3 if dtype is torch.bfloat16 else 1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", [LAMB, LANS])
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_a_weight_whose_norm_is_past_its_type_stays_finite(kind, mode):
+    params = [torch.full((8,), size, requires_grad=True) for size in (1e20, 1.0)]
+    optimizer = kind(params, lr=0.1, weight_decay=0.5, **mode)
+    for p in params:
+        p.grad = torch.ones(8)
+    optimizer.step()
+    assert optimizer.skipped == 0
+    # Ratio 1: no more than the decay, which here is along one direction or both.
+    torch.testing.assert_close(params[0].detach(), torch.full((8,), 0.95e20), rtol=1e-5, atol=0)
+    torch.testing.assert_close(params[1].detach(), torch.full((8,), 0.9), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("bound", [None, 1.0])
+def test_reports_compare_gradients_as_the_moments_got_them(bound):
+    """The norm that they are scaled down to is that of all groups."""
+    params = [torch.ones(4, requires_grad=True) for _ in range(2)]
+    names = ("usual", "grown")
+    groups = [{"params": [pair]} for pair in zip(names, params, strict=True)]
+    optimizer = LAMB(groups, max_grad_norm=bound, betas=(0.9, 0.9))
+    sizes = [30.0, 40.0]
+    for count in range(20):
+        for p, size in zip(params, sizes, strict=True):
+            p.grad = torch.full((4,), size)
+        if count < 19:
+            optimizer.step()
+    usual = {
+        name: value
+        for report in optimizer.diagnostics()
+        for name, value in report["unusual"].items()
+    }
+    # As large as ever, whatever it is scaled by; float32.
+    assert usual == pytest.approx({"usual": 1.0, "grown": 1.0}, rel=1e-5)
+    params[1].grad *= 9
+    found = {
+        name: value
+        for report in optimizer.diagnostics(grad_scale=1.0)
+        for name, value in report["unusual"].items()
+    }
+    # Norm 100 before, then 2 * sqrt(30^2 + 360^2): what the moments get of the other is less.
+    shrunk = 100 / (2 * (30**2 + 360**2) ** 0.5) if bound else 1.0
+    assert found == pytest.approx({"usual": shrunk, "grown": 9 * shrunk}, rel=1e-5)

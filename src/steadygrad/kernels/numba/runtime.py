@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from steadygrad.kernels import KernelError, give_up, was_forked
+from steadygrad.kernels import BROKEN, KernelError, was_forked
 from steadygrad.kernels.numba.numbers import KernelArgs, compiled
 from steadygrad.kernels.table import BLOCK, PointerTable, Types
 
@@ -79,7 +79,7 @@ _LOCK = threading.Lock()
 def _after_fork() -> None:
     if _LOCK.locked():
         # The thread that compiled was not forked along, and Numba's own lock stays locked.
-        give_up("cpu", "this process was forked while another thread compiled")
+        BROKEN["cpu"] = "this process was forked while another thread compiled"
     _Own.pool = None
 
 

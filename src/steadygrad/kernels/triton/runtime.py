@@ -74,10 +74,9 @@ class Table(PointerTable):
         params: Sequence[Tensor],
         weights: Sequence[Tensor],
         grads: Sequence[Tensor | None],
-        moments: Sequence[Sequence[Tensor]],
     ) -> None:
         """Writes where everything lies now, and sends it; the host does not wait for that."""
-        super().fill(params, weights, grads, moments)
+        super().fill(params, weights, grads)
         self.aligned = not (self.addresses % 16).any()
         if is_recording(self.device):
             self._record()
