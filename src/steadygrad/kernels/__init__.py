@@ -97,7 +97,7 @@ def _module(device_type: str, name: str) -> ModuleType:
     return importlib.import_module(f"steadygrad.kernels.{BACKENDS[device_type]}.{name}")
 
 
-def prepare(formulas: ModuleType, device: torch.device, types: Types) -> str | None:
+def prepare(formulas: ModuleType, device: torch.device, types: Types, states: int) -> str | None:
     """Compiles an optimizer's kernels, so that no step finds in its midst that they cannot be.
 
     Errors of the device, such as a lack of memory, are passed on: they say nothing about kernels.
@@ -109,7 +109,7 @@ def prepare(formulas: ModuleType, device: torch.device, types: Types) -> str | N
     if key not in BROKEN:
         kernels = backend_of(formulas, device.type).KERNELS
         try:
-            _module(device.type, "runtime").prepare(kernels, types, device)
+            _module(device.type, "runtime").prepare(kernels, types, states, device)
         except KernelError as error:
             BROKEN[key] = f"it cannot be compiled ({error})"
     return BROKEN.get(key)

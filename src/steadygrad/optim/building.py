@@ -139,7 +139,7 @@ class BatchBuilder(StatefulOptimizer):
                 if group["fused"]:
                     kernels.warn_about_tensor(name, parameter, types)
                 return None
-            if (why := kernels.prepare(self._passes, device, types)) is None:
+            if (why := kernels.prepare(self._passes, device, types, len(self._large))) is None:
                 return types
         if group["fused"] or device.type in kernels.BACKENDS:
             kernels.warn_about_kernels(name, why)

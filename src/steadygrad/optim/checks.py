@@ -233,7 +233,8 @@ def check_lr(lr: Any) -> None:
             f"{lr.device}. Remedy: torch.tensor(0.1)."
         )
     if lr.device.type == "cpu":  # elsewhere reading it would wait for the device
-        check_number("lr", float(lr), low=0)
+        # Not `float`: a look at memory of the host is no wait.
+        check_number("lr", lr.detach().to(torch.float64).numpy().item(), low=0)
 
 
 def check_names(group: Mapping[str, Any], options: Collection[str]) -> None:

@@ -86,7 +86,7 @@ class ShardedOptimizer(BatchBuilder):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if torch.is_inference_mode_enabled():
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             # States that are made in it could not be written to outside of it.
             with torch.inference_mode(False), torch.no_grad():
                 self._step()

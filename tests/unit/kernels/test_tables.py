@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from steadygrad.kernels.numba import lans, runtime
+from steadygrad.kernels.numba.numbers import arguments, arrays_at, chunk_of, state_at
 from steadygrad.kernels.table import CHUNK, GRAD, PARAM, STATES, WEIGHT, PointerTable
 
 CPU = torch.device("cpu")
@@ -90,3 +91,35 @@ def test_sums_do_not_depend_on_the_number_of_threads(how, monkeypatch):
     assert found[0].min() > 0
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("states", [1, 3])
+def test_any_number_of_large_states(states):
+    def make(grad, weight, state, param):
+        types = (grad, weight, state, param)
+
+        def kernel(data):
+            args, table, sums, factors, _ = arguments(data, 0, 0)
+            while True:
+                c, tensor, start, stop = chunk_of(args, table, sums, factors, True)
+                if c < 0:
+                    return
+                g, x, _p = arrays_at(args, table[tensor], start, stop - start, types)
+                for k in range(states):
+                    own = state_at(table[tensor], k, start, stop - start, types)
+                    for i in range(stop - start):
+                        own[i] += (k + 1) * g[i] + x[i]
+
+        return kernel
+
+    sizes = [5, CHUNK + 3]
+    grads, weights = ([torch.full((n,), value) for n in sizes] for value in (2.0, 0.5))
+    moments = [[torch.full((n,), 10.0 * k) for n in sizes] for k in range(states)]
+    table = PointerTable(sizes, FLOATS, states, CPU)
+    table.fill_states(moments)
+    table.fill(weights, weights, grads)
+    runtime.launch(make, table)
+    for k, own in enumerate(moments):
+        for tensor in own:
+            assert torch.equal(tensor, torch.full_like(tensor, 10.0 * k + 2 * (k + 1) + 0.5))
+    assert all(torch.equal(w, torch.full_like(w, 0.5)) for w in weights)

@@ -4,6 +4,9 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.usefixtures("interpreter")
+# Bodies of kernels must see it.
+triton = pytest.importorskip("triton")
+tl = triton.language
 CPU = torch.device("cpu")
 TYPES = (torch.float32,) * 4
 
@@ -127,3 +130,30 @@ def test_starts_beyond_two_to_the_31(runtime, monkeypatch):
     table = runtime.Table([3 * 2**31], TYPES, 2, CPU)
     assert table.device_chunks[-1].tolist() == [0, 3 * 2**31 - 32768, 32768]
     assert table.device_chunks.dtype is torch.int64
+
+
+@pytest.mark.parametrize("states", [1, 3])
+def test_any_number_of_large_states(runtime, states, monkeypatch):
+    from steadygrad.kernels.triton import memory
+    from steadygrad.kernels.triton.passes import Pass
+
+    monkeypatch.setitem(globals(), "memory", memory)
+
+    @triton.jit
+    def add(places, by, options, here):
+        """The gradient to the first state and to the last."""
+        g, first, last = memory.read_gradient(places[0], here), places[2], places[-2]
+        memory.write(first, here, memory.read(first, here) + g)
+        memory.write(last, here, memory.read(last, here) + g)
+        return ()
+
+    grads, weights = ([torch.full((40,), value) for _ in range(2)] for value in (2.0, 0.5))
+    moments = [[torch.full((40,), 10.0 * k) for _ in range(2)] for k in range(states)]
+    table = runtime.Table([40, 40], TYPES, states, CPU)
+    table.fill_states(moments)
+    table.fill(weights, weights, grads)
+    runtime.launch(Pass(add, of_gradients=True), table)
+    expected = [4.0] if states == 1 else [2.0, 10.0, 22.0]
+    for value, own in zip(expected, moments, strict=True):
+        assert all(torch.equal(t, torch.full_like(t, value)) for t in own)
+    assert all(torch.equal(w, torch.full_like(w, 0.5)) for w in weights)

@@ -16,6 +16,7 @@ from steadygrad.kernels.numba.numbers import (
     narrow,
     round_masters,
     source_of,
+    state_at,
     sync_masters,
     wide,
     widen,
@@ -57,7 +58,10 @@ def moments_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[
             unbias1, unbias2 = state(factors[2, tensor]), state(factors[3, tensor])
             for first in range(start, stop, BLOCK):
                 size = min(BLOCK, stop - first)
-                g, x, m, v, p = arrays_at(args, table[tensor], first, size, types)
+                row = table[tensor]
+                g, x, p = arrays_at(args, row, first, size, types)
+                m = state_at(row, 0, first, size, types)
+                v = state_at(row, 1, first, size, types)
                 if rounded:
                     sync_masters(x, p, size)
                 part_x, part_u = state(0), state(0)
@@ -91,7 +95,10 @@ def apply_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[An
             keep = exact(factors[3, tensor])
             for first in range(start, stop, BLOCK):
                 size = min(BLOCK, stop - first)
-                _g, x, m, v, p = arrays_at(args, table[tensor], first, size, types)
+                row = table[tensor]
+                _g, x, p = arrays_at(args, row, first, size, types)
+                m = state_at(row, 0, first, size, types)
+                v = state_at(row, 1, first, size, types)
                 for i in range(size):
                     step = by_m * m[i] / (math.sqrt(v[i] * unbias2) + eps)
                     x[i] = narrow(keep * exact(widen(x[i])) - step, x[i])

@@ -15,6 +15,7 @@ from steadygrad.kernels.numba.numbers import (
     narrow,
     round_masters,
     source_of,
+    state_at,
     sync_masters,
     wide,
     widen,
@@ -59,7 +60,7 @@ def grad_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any
                 return
             for first in range(start, stop, BLOCK):
                 size = min(BLOCK, stop - first)
-                g, _x, _m, _v, _p = arrays_at(args, table[tensor], first, size, types)
+                g, _x, _p = arrays_at(args, table[tensor], first, size, types)
                 part = exact(0)
                 for i in range(size):
                     x = exact(widen(g[i]))
@@ -86,7 +87,10 @@ def moments_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[
             unbias1, unbias2 = state(factors[2, tensor]), state(factors[3, tensor])
             for first in range(start, stop, BLOCK):
                 size = min(BLOCK, stop - first)
-                g, x, m, v, p = arrays_at(args, table[tensor], first, size, types)
+                row = table[tensor]
+                g, x, p = arrays_at(args, row, first, size, types)
+                m = state_at(row, 0, first, size, types)
+                v = state_at(row, 1, first, size, types)
                 if rounded:
                     sync_masters(x, p, size)
                 part_x, part_m, part_g = state(0), state(0), state(0)
@@ -126,7 +130,10 @@ def apply_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[An
             keep = exact(factors[5, tensor])
             for first in range(start, stop, BLOCK):
                 size = min(BLOCK, stop - first)
-                g, x, m, v, p = arrays_at(args, table[tensor], first, size, types)
+                row = table[tensor]
+                g, x, p = arrays_at(args, row, first, size, types)
+                m = state_at(row, 0, first, size, types)
+                v = state_at(row, 1, first, size, types)
                 for i in range(size):
                     scaled = state(widen(g[i])) * inverse
                     scaled = min(max(scaled, -bound), bound)

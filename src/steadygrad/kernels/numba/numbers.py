@@ -25,6 +25,7 @@ __all__ = [
     "narrow",
     "round_masters",
     "source_of",
+    "state_at",
     "sync_masters",
     "wide",
     "widen",
@@ -74,18 +75,8 @@ def source_of(*fields: tuple[str, ...]) -> int:
 FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
 
 # Plain numbers, as the compiler takes them for constants.
-(
-    COUNTER,
-    CHUNKS,
-    CHUNK_TABLE,
-    TENSORS,
-    ADDRESSES,
-    FIELDS,
-    SUMS,
-    FACTORS,
-    OPTIONS,
-    ZEROS,
-) = range(len(KernelArgs._fields))
+COUNTER, CHUNKS, CHUNK_TABLE, TENSORS, ADDRESSES = range(5)
+FIELDS, SUMS, FACTORS, OPTIONS, ZEROS = range(5, 10)
 PLACES = len(KernelArgs._fields)
 INT16, INT32, INT64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOAT32 = ir.FloatType()
@@ -176,16 +167,20 @@ def chunk_of(args: Any, table: Any, sums: Any, factors: Any, of_gradients: Any) 
 
 @njit(inline="always")
 def arrays_at(args: Any, row: Any, first: Any, size: Any, types: Any) -> Any:
-    """A block of a tensor's gradient, zeros if it has none, its weight, states and parameter."""
-    grad, weight, state, param = types
+    """A block of a tensor's gradient, zeros if it has none, its weight and parameter."""
+    grad, weight, _state, param = types
     found, start = (row[GRAD], first) if row[GRAD] != 0 else (args[ZEROS], 0)
     return (
         block_at(found, start, size, grad),
         block_at(row[WEIGHT], first, size, weight),
-        block_at(row[STATES], first, size, state),
-        block_at(row[STATES + 1], first, size, state),
         block_at(row[PARAM], first, size, param),
     )
+
+
+@njit(inline="always")
+def state_at(row: Any, number: Any, first: Any, size: Any, types: Any) -> Any:
+    """A block of one of a tensor's large states."""
+    return block_at(row[STATES + number], first, size, types[2])
 
 
 def _int(value: int) -> Any:

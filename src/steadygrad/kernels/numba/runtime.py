@@ -87,7 +87,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def prepare(makers: Sequence[Maker], types: Types, device: torch.device) -> None:
+def prepare(makers: Sequence[Maker], types: Types, states: int, device: torch.device) -> None:
     """Compiles kernels for some types, if they are not yet compiled.
 
     Raises:

@@ -16,6 +16,7 @@ from steadygrad.kernels.numba.numbers import (
     narrow,
     round_masters,
     source_of,
+    state_at,
     sync_masters,
     wide,
     widen,
@@ -62,7 +63,7 @@ def sums_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any
                 return
             for first in range(start, stop, BLOCK):
                 size = min(BLOCK, stop - first)
-                g, p, _v, _delta, out = arrays_at(args, table[tensor], first, size, types)
+                g, p, out = arrays_at(args, table[tensor], first, size, types)
                 part_g, part_pg, part_p = exact(0), exact(0), exact(0)
                 # The same loop whether products follow or not: two may add up in two orders, and a
                 # step after a resume, which takes products, would be another.
@@ -101,7 +102,10 @@ def update_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[A
             by_g, by_p = state(factors[3, tensor]), state(factors[4, tensor])
             for first in range(start, stop, BLOCK):
                 size = min(BLOCK, stop - first)
-                g, p, v, delta, out = arrays_at(args, table[tensor], first, size, types)
+                row = table[tensor]
+                g, p, out = arrays_at(args, row, first, size, types)
+                v = state_at(row, 0, first, size, types)
+                delta = state_at(row, 1, first, size, types)
                 part = exact(0)
                 if rounded:
                     sync_masters(p, out, size)

@@ -45,22 +45,23 @@ def chunk_at(chunks: tl.tensor) -> Any:
 @triton.jit
 def places_of(
     addresses: tl.tensor,
-    fields: tl.tensor,
+    fields: tl.constexpr,
     tensor: tl.tensor,
     grad: tl.constexpr,
     weight: tl.constexpr,
     state: tl.constexpr,
     param: tl.constexpr,
 ) -> Any:
-    """Places of a tensor's gradient, weight, two large states and parameter."""
+    """Places of a tensor's gradient, weight, large states and parameter."""
     row = addresses + tensor * fields
-    return (
+    found = (
         tl.load(row + GRAD).to(tl.pointer_type(grad)),
         tl.load(row + WEIGHT).to(tl.pointer_type(weight)),
-        tl.load(row + STATES).to(tl.pointer_type(state)),
-        tl.load(row + STATES + 1).to(tl.pointer_type(state)),
-        tl.load(row + PARAM).to(tl.pointer_type(param)),
     )
+    for i in tl.static_range(STATES, fields):
+        found += (tl.load(row + i).to(tl.pointer_type(state)),)
+    found += (tl.load(row + PARAM).to(tl.pointer_type(param)),)
+    return found
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 The work of a pass on one block is a function of four tuples:
 
-- ``places``: pointers to a tensor's gradient, weight, two large states and parameter;
+- ``places``: pointers to a tensor's gradient, weight, large states and parameter;
 - ``by``: the tensor's factors;
 - ``options``: numbers that hold for all tensors; these and factors are of float64;
 - ``here``: the block, see :mod:`steadygrad.kernels.triton.memory`.
@@ -55,7 +55,7 @@ def _name(specialization: Any) -> str:
 
 
 @triton.jit(
-    do_not_specialize=["tensors", "fields", "option0", "option1", "option2", "option3", "option4"],
+    do_not_specialize=["tensors", "option0", "option1", "option2", "option3", "option4"],
     repr=_name,
 )
 def pass_kernel(
@@ -64,7 +64,7 @@ def pass_kernel(
     sums: tl.tensor,
     factors: tl.tensor,
     tensors: tl.tensor,
-    fields: tl.tensor,
+    fields: tl.constexpr,
     option0: tl.int64,
     option1: tl.int64,
     option2: tl.int64,

@@ -148,14 +148,14 @@ def sum_kernel(sums: tl.tensor, bounds: tl.tensor, found: tl.tensor, width: tl.t
     tl.store(found + row * tl.num_programs(0) + tensor, tl.sum(total))
 
 
-def prepare(kernels: Sequence[Pass], types: Types, device: torch.device) -> None:
-    """Compiles passes for some types, if they are not yet compiled.
+def prepare(kernels: Sequence[Pass], types: Types, states: int, device: torch.device) -> None:
+    """Compiles passes for some types and number of states, if they are not yet compiled.
 
     Raises:
         KernelError: If one cannot be compiled. Errors of the device are passed on.
     """
     for kernel in kernels:
-        _prepare(kernel, types, device)
+        _prepare(kernel, types, states, device)
 
 
 # What a device raises and no compiler does; older versions of torch have no name for the latter.
@@ -163,9 +163,9 @@ _OF_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.O
 
 
 @cache
-def _prepare(kernel: Pass, types: Types, device: torch.device) -> None:
+def _prepare(kernel: Pass, types: Types, states: int, device: torch.device) -> None:
     """Compiles a pass and loads it, by a run over an empty tensor."""
-    table = Table([0], types, 2, device)
+    table = Table([0], types, states, device)
     factors = torch.zeros(max(1, kernel.columns), 1, dtype=torch.float64, device=device)
     try:
         for table.aligned in (True, False):
