@@ -54,10 +54,9 @@ def places_of(
 ) -> Any:
     """Places of a tensor's gradient, weight, large states and parameter."""
     row = addresses + tensor * fields
-    found = (
-        tl.load(row + GRAD).to(tl.pointer_type(grad)),
-        tl.load(row + WEIGHT).to(tl.pointer_type(weight)),
-    )
+    found = tl.tuple(())
+    found += (tl.load(row + GRAD).to(tl.pointer_type(grad)),)
+    found += (tl.load(row + WEIGHT).to(tl.pointer_type(weight)),)
     for i in tl.static_range(STATES, fields):
         found += (tl.load(row + i).to(tl.pointer_type(state)),)
     found += (tl.load(row + PARAM).to(tl.pointer_type(param)),)
