@@ -1,4 +1,4 @@
-r"""How several losses share one gradient: norms, shares, scales.
+r"""Shares of several losses in one gradient: norms, shares, scales.
 
 Losses :math:`\ell_k` depend on a model's output :math:`y` through gradients
 :math:`g_k = \partial \ell_k / \partial y`. The gradient handed on to the model is
@@ -65,7 +65,7 @@ def _norm_of_rows(gradient: Tensor) -> Tensor:
 
 
 def norm_sum(gradients: Sequence[Tensor], *, per_item: bool) -> Tensor:
-    r"""What of one loss's gradients is summed over items, micro-batches and processes.
+    r"""Norms of one loss's gradients, as they are summed over items, micro-batches and processes.
 
     Args:
         gradients: Gradients of one loss; with ``per_item`` of shapes ``(B, *)``.
@@ -95,7 +95,7 @@ def norms_from_sums(
     not, and their scales make the model's gradient a mean over items again.
 
     Args:
-        sums: What :func:`norm_sum` gives, summed over processes, with shape ``(K,)``.
+        sums: Results of :func:`norm_sum`, summed over processes, with shape ``(K,)``.
         items: Number of items :math:`n` of all processes, broadcast against ``sums``.
         per_item: As it was for ``sums``.
         batch_independent: Whether the norm is that of one item's loss.

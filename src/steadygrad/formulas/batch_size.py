@@ -1,4 +1,4 @@
-r"""What a critical batch size says about steps, samples and learning rates.
+r"""Steps, samples and learning rates that follow from a critical batch size.
 
 Symbols: ``B`` a batch size in samples, :math:`B_c` the critical one, ``S`` optimizer steps and
 ``E`` samples to reach a goal, with their smallest possible values :math:`S_\min` and

@@ -49,7 +49,7 @@ _RENUMBERING_COST = 4
 
 @dataclass(frozen=True)
 class ConvGeometry:
-    """How a convolution walks over its input: the arguments of ``nn.Conv1d`` or ``nn.Conv2d``.
+    """Steps of a convolution over its input: the arguments of ``nn.Conv1d`` or ``nn.Conv2d``.
 
     Tuples have one entry for each spatial dimension (one or two of them).
     """

@@ -32,7 +32,7 @@ NONFINITE_BIN = BINS - 1
 
 
 class ExponentShares(NamedTuple):
-    """What becomes of values under a scale in a type; shares of all values, each of shape ``(n)``.
+    """Shares of values by their fate under a scale in a type, each of shape ``(n)``.
 
     Attributes:
         zero: Values that are zero to begin with.
@@ -101,7 +101,7 @@ def largest_exponents(histograms: Tensor) -> Tensor:
 def shares(
     histograms: Tensor, log2_scale: Tensor | float, dtype: torch.dtype = torch.float16
 ) -> ExponentShares:
-    r"""What becomes of values that are multiplied by a scale and rounded to a type.
+    r"""Shares of values by their fate when they are multiplied by a scale and rounded to a type.
 
     A value below half the type's least subnormal number becomes zero; one of at least twice the
     power of two in its largest number becomes infinite.

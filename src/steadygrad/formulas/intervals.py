@@ -86,7 +86,7 @@ def _hill_body(x: Tensor, n: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor)
 
 
 def autocorrelation_time(series: Tensor, weights: Tensor) -> Tensor:
-    r"""How many successive values are worth one independent value.
+    r"""The number of successive values that are worth one independent value.
 
     .. math:: \tau = 1 + 2 \sum_{k=1}^{K} \rho_k
 

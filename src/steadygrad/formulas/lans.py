@@ -178,8 +178,8 @@ def coefficients(
 
 def trust_ratio(weight: Tensor, direction: Tensor) -> Tensor:
     """Weight norm over the direction's, 1 where either is zero or the weight's is past its type."""
-    known = (weight > 0) & (weight < torch.inf) & (direction > 0)
-    return torch.where(known, weight / torch.where(known, direction, 1.0), 1.0)
+    ratio = weight / direction
+    return torch.where((weight > 0) & (ratio < torch.inf), ratio, 1.0)
 
 
 def grad_sq_norms(batch: Batch) -> Tensor:

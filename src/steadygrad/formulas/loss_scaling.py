@@ -1,4 +1,4 @@
-r"""How scales grow, back off and follow what is measured; decided on the device.
+r"""Growth and back-off of scales, and scales from measurements; decided on the device.
 
 A layer's **own** scale multiplies the gradient that enters it. Layers may lie inside others, so
 the gradients in layer :math:`l` carry the **total** scale

@@ -91,6 +91,9 @@ class ParamBatch:
     active: Tensor
     working: Tensor
     taken: Tensor
+    present: list[bool]
+    grads: list[Tensor | None]
+    buckets: list[Bucket]
 
     def __init__(
         self,
@@ -123,15 +126,11 @@ class ParamBatch:
         self.moments = tuple([local(state[name]) for state in states] for name in large)
         self._masters = [local(state[MASTER]) for state in states if MASTER in state]
         self._own = [local(p) for p in params] if self.sharded else self.params
-        self.exact = exact(self.device)
-        self.weights = self._masters or self._own
+        self.exact, self.weights = exact(self.device), self._masters or self._own
         self._bucketed = [[i] for i in range(len(params))] if single else buckets_of(self.weights)
         self.state_dtype, self.sum_dtype = self.moments[0][0].dtype, wide(self.weights[0].dtype)
-        self.grads: list[Tensor | None] = []
-        self.buckets: list[Bucket] = []
-        self.recorded = False
-        self.present: list[bool] = []
-        self._works: list[bool] = []
+        self.grads, self.buckets, self.recorded = [], [], False
+        self.present, self._works = [], list[bool]()
         if not torch.compiler.is_compiling():
             self._layout = Layout(self._own)
             self._grad_layout = Layout(self._own, None if table is None else table.types[0])
@@ -242,21 +241,19 @@ class ParamBatch:
 
     def _for_kernels(self, grads: list[Tensor | None]) -> list[Tensor | None] | None:
         """Gradients with the memory order of their parameters; None if kernels cannot take one."""
-        if (
-            {*map(type, grads)} == {Tensor}
-            and self._grad_layout.matches(grads)  # type: ignore[arg-type]
-            and not any(map(Tensor.is_neg, grads))  # type: ignore[arg-type]
-        ):
+        given = [g for g in grads if g is not None]
+        whole = len(given) == len(grads) and {*map(type, given)} == {Tensor}
+        if whole and self._grad_layout.matches(given) and not any(map(Tensor.is_neg, given)):
             return grads
         assert self.table is not None
         found: list[Tensor | None] = []
         for g, own in zip(grads, self._own, strict=True):
             if g is not None:
                 _check_shape(g, own)
-            if g is not None and (type(g) is not Tensor or g.dtype is not self.table.types[0]):
-                return None
-            if g is not None and (g.stride() != own.stride() or g.is_neg()):
-                g = torch.empty_like(own, dtype=g.dtype).copy_(g)
+                if type(g) is not Tensor or g.dtype is not self.table.types[0]:
+                    return None
+                if g.stride() != own.stride() or g.is_neg():
+                    g = torch.empty_like(own, dtype=g.dtype).copy_(g)
             found.append(g)
         return found
 

@@ -11,7 +11,6 @@ from steadygrad._checks import check_number
 from steadygrad.formulas import lamb
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import check_switch, options_of
-from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.layerwise import LayerwiseOptimizer
 from steadygrad.optim.skipping import AmpState
 
@@ -114,9 +113,8 @@ class LAMB(LayerwiseOptimizer):
             found.append(lamb.scales(scale, b.steps, b.taken, rule))
         return found
 
-    def _add_unusual(
-        self, batch: ParamBatch, norms: Tensor, by: lamb.Scales, sums: Tensor, report: Report
-    ) -> None:
+    def _unusual(
+        self, batch: ParamBatch, norms: Tensor, by: lamb.Scales, sums: Tensor
+    ) -> tuple[Tensor, Tensor]:
         # Scaled by the norm of all gradients, as they reach the moments; these begin with zero.
-        squares = norms[0].to(by.gradient) * by.gradient**2
-        report.add_unusual(batch, squares, norms[2] * by.unbias2)
+        return norms[0].to(by.gradient) * by.gradient**2, norms[2] * by.unbias2

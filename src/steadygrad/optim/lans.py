@@ -11,7 +11,6 @@ from steadygrad._checks import check_number
 from steadygrad.formulas import lans
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import options_of
-from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.layerwise import LayerwiseOptimizer
 from steadygrad.optim.skipping import AmpState
 
@@ -113,13 +112,8 @@ class LANS(LayerwiseOptimizer):
         pattern = lans.pattern_sums(batch, by, rule)
         return torch.cat([super()._report_sums(batch, by, rule), pattern[None]])
 
-    def _add_unusual(
-        self,
-        batch: ParamBatch,
-        norms: Tensor,
-        by: lans.Normalizers,
-        sums: Tensor,
-        report: Report,
-    ) -> None:
-        # Not gradients that have grown, of which LANS takes no notice.
-        report.add_unusual(batch, sums[-1], batch.numel)
+    def _unusual(
+        self, batch: ParamBatch, norms: Tensor, by: lans.Normalizers, sums: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        # Not of gradients that have grown, of which LANS takes no notice.
+        return sums[-1], batch.numel

@@ -98,7 +98,7 @@ class LayerwiseOptimizer(ShardedOptimizer):
         more = self._sums(batches, [self._report_sums(*given) for given in passes])
         for (report, batch), first, x, sums in zip(owners, norms, by, more, strict=True):
             self._add_ratios(batch, sums, report)
-            self._add_unusual(batch, first, x, sums, report)
+            report.add_unusual(batch, *self._unusual(batch, first, x, sums))
         return [report.finish() for report in reports]
 
     def _report_sums(self, batch: ParamBatch, by: Any, rule: Any) -> Tensor:
@@ -106,18 +106,10 @@ class LayerwiseOptimizer(ShardedOptimizer):
         sums: Tensor = self._passes.direction_sums(batch, by, rule)
         return sums
 
-    def _add_unusual(
-        self, batch: ParamBatch, norms: Tensor, by: Any, sums: Tensor, report: Report
-    ) -> None:
-        """Takes each gradient's size beside its history.
-
-        Args:
-            batch: The parameters.
-            norms: Squared norms of their gradients, and :meth:`Report.own_sums`.
-            by: Factors of the pass over the moments.
-            sums: Their :meth:`_report_sums`.
-            report: The report.
-        """
+    def _unusual(
+        self, batch: ParamBatch, norms: Tensor, by: Any, sums: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Squared size of each gradient, and the one that its history lets expect."""
         raise NotImplementedError
 
     def _add_ratios(self, batch: ParamBatch, sums: Tensor, report: Report) -> None:

@@ -70,7 +70,8 @@ class TypeKeepingOptimizer(Optimizer):
         Raises:
             ValueError: If it is of other groups or another optimizer; nothing is changed then.
         """
-        check_parts(state_dict)
+        if not isinstance(state_dict, Mapping):
+            check_parts(state_dict)
         # The last hook, so that others see tensors, and what they return is what is loaded.
         handle = self.register_load_state_dict_pre_hook(self._wrap)
         try:
@@ -186,8 +187,8 @@ def _check_order(own: Any, found: Any) -> None:
     """Raises if the same names come in another order: torch goes by place alone."""
     if found is not None and not _is_list_of(str, found):
         raise InputError(
-            f"Expected `param_names` that are texts. Found {found!r}. Remedy: load a state dict "
-            "that is not damaged."
+            "Expected `param_names` that are texts. Found others. Remedy: load a state dict that "
+            "is not damaged."
         )
     if own is None or found is None or sorted(own) != sorted(found):
         return

@@ -250,7 +250,7 @@ class ShardedOptimizer(BatchBuilder):
         """
         check_count("top", top)
         check_number("grad_scale", grad_scale, low=0, low_open=True)
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             self._find_params()
             gathered = self._gradients()
             reports = []

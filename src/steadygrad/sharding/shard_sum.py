@@ -58,7 +58,7 @@ class ShardSum:
 
     @property
     def collectives(self) -> int:
-        """How many collectives a call makes."""
+        """Collectives of a call."""
         return len(self._groups)
 
     def __call__(self, columns: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class PackedSum:
 
     @property
     def collectives(self) -> int:
-        """How many collectives a call makes."""
+        """Collectives of a call."""
         return self._total.collectives
 
     def is_of(self, params: Sequence[Tensor]) -> bool:

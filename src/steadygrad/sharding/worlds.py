@@ -133,7 +133,7 @@ def _refuse_other_shards(name: str, parameter: nn.Parameter, sharded: bool) -> N
 
 
 def replicas(tensor: Tensor, world: World) -> int:
-    """How many processes of ``world`` hold the same copy of this tensor's local part.
+    """The number of processes of ``world`` that hold the same copy of this tensor's local part.
 
     Dividing by it lets a plain sum over all processes count every element once.
     """

@@ -115,7 +115,7 @@ def test_any_number_of_large_states(states):
     sizes = [5, CHUNK + 3]
     grads, weights = ([torch.full((n,), value) for n in sizes] for value in (2.0, 0.5))
     moments = [[torch.full((n,), 10.0 * k) for n in sizes] for k in range(states)]
-    table = PointerTable(sizes, FLOATS, states, CPU)
+    table = runtime.Table(sizes, FLOATS, states, CPU)
     table.fill_states(moments)
     table.fill(weights, weights, grads)
     runtime.launch(make, table)

@@ -13,7 +13,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from steadygrad.kernels.triton import lamb, lans, runtime, scaled_adam
-from steadygrad.kernels.triton.passes import MOST_OPTIONS, pass_kernel
+from steadygrad.kernels.triton.memory import read, read_gradient, write
+from steadygrad.kernels.triton.passes import MOST_OPTIONS, Pass, pass_kernel
 
 KINDS = dict.fromkeys(("addresses", "chunks", "bounds"), "*i64")
 KINDS |= dict.fromkeys(("sums", "factors", "found"), "*fp64")
@@ -37,13 +38,22 @@ for kind in types:
         # A launch reads it, which raises where a local name is also that of a kernel's part.
         assert kernel.body.cache_key
         for aligned in (True, False):
-            constants = dict(block=1024, aligned=aligned, **typed, **kernel._asdict())
+            constants = dict(fields=5, block=1024, aligned=aligned, **typed, **kernel._asdict())
             ptx = assembled(pass_kernel, **constants)
             # As the profiler is to show it.
             assert f".entry {name}(" in ptx
             # 16 bytes at a time, and nothing spilled to memory.
             assert aligned == bool(re.search(r"ld\\.global\\.v[24]", ptx)), name
             assert ".local" not in ptx, name
+# Another number of large states than two.
+@triton.jit
+def add(places, by, options, here):
+    write(places[2], here, read(places[-2], here) + read_gradient(places[0], here))
+    return ()
+
+for fields in (4, 6):
+    constants = dict(fields=fields, block=1024, aligned=True, **typed)
+    assembled(pass_kernel, **constants, **Pass(add, of_gradients=True)._asdict())
 for KINDS["found"] in ("*fp32", "*fp64"):
     assembled(runtime.sum_kernel)
 print("compiled")

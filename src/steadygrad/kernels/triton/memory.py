@@ -94,7 +94,7 @@ def bounded(x: tl.tensor, bound: tl.tensor) -> Any:
 
 @triton.jit
 def _widened(x: tl.tensor, dtype: tl.constexpr) -> Any:
-    """What has been loaded, as numbers of float32 at least."""
+    """Loaded values as numbers of float32 at least."""
     if dtype == tl.bfloat16:
         found = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif dtype == tl.float16:
@@ -106,7 +106,7 @@ def _widened(x: tl.tensor, dtype: tl.constexpr) -> Any:
 
 @triton.jit
 def _rounded(x: tl.tensor, dtype: tl.constexpr) -> Any:
-    """What to store of a number: to the nearest, ties to even."""
+    """Numbers as they are stored: rounded to the nearest, ties to even."""
     if dtype == tl.bfloat16:
         bits = x.to(tl.float32).to(tl.int32, bitcast=True)
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
