@@ -57,7 +57,6 @@ class PointerTable:
         partial_sums: Sums of the last pass over each chunk, with shape ``(chunks, MOST_SUMS)``.
         elements: Elements of all tensors.
         lengths: Elements of each tensor.
-        states: Number of large states.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class PointerTable:
         chunk: int = CHUNK,
     ) -> None:
         self.lengths = lengths = np.asarray(sizes, np.int64)
-        self.states, counts = states, np.maximum(1, -(-lengths // chunk))
+        counts = np.maximum(1, -(-lengths // chunk))
         tensors = np.repeat(np.arange(len(sizes)), counts)
         self.types, self.device, self.elements = types, device, int(lengths.sum())
         self.firsts = np.concatenate([[0], np.cumsum(counts)[:-1]])
@@ -109,7 +108,7 @@ class PointerTable:
 
     def _check_memory(self, present: slice | list[bool]) -> None:
         """Raises InputError if a tensor with elements has no memory, and is no gradient of None."""
-        freed = (self.addresses[:, : STATES + self.states] == 0) & (self.lengths > 0)[:, None]
+        freed = (self.addresses == 0) & (self.lengths > 0)[:, None]
         absent = np.ones(len(freed), bool)
         absent[present] = False
         freed[absent, GRAD] = False

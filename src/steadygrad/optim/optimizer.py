@@ -122,7 +122,6 @@ class ShardedOptimizer(BatchBuilder):
         if not compiling:
             self._check_edited()
         self._find_params()
-        self._check_lengths()
         grads, present, works = self._gradients()
         batches, key = self._built, None if compiling else (self._modes, len(kernels.BROKEN))
         if compiling or self._built_for != key or not _refresh(batches, grads, present, works):

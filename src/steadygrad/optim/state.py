@@ -97,6 +97,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         if len(found) != len(self._options) or not all(map(is_, found, self._options)):
             for group in self.param_groups:
                 self._check_group(group)
+            self._check_lengths()
             self._options = found
             self._modes = [
                 (g["foreach"], g["fused"], g["master_weights"]) for g in self.param_groups
