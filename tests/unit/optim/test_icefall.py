@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from steadygrad._checks import InputError
-from steadygrad.optim import ScaledAdam
+from steadygrad.formulas.schedules import eden
+from steadygrad.optim import Eden, ScaledAdam
 from tests.golden.trajectories import HERE, Trajectory
 
 RECIPES = ["stateless7", "zipformer"]
@@ -103,3 +104,32 @@ def test_a_whole_checkpoint_is_told_from_the_optimizers_entry():
     optimizer = ScaledAdam(parameters.values())
     with pytest.raises(InputError, match=r"Remedy: hand in checkpoint\['optimizer'\]"):
         optimizer.load_icefall_state_dict({"model": {}, "optimizer": saved})
+
+
+def test_a_recipe_runs_with_its_imports_changed_only():
+    """Groups as icefall's get_parameter_groups_with_lrs makes them, and its order of calls."""
+    draw = torch.Generator().manual_seed(0)
+    start = {name: torch.randn(3, 2, generator=draw) for name in ("encoder.weight", "out.weight")}
+    runs = []
+    for is_icefall in (True, False):
+        pairs = [(name, value.clone().requires_grad_()) for name, value in start.items()]
+        key = "named_params" if is_icefall else "params"
+        groups = [{key: [pair], "lr": lr} for pair, lr in zip(pairs, (0.02, 0.04), strict=True)]
+        optimizer = ScaledAdam(groups, lr=0.04, clipping_scale=2.0)
+        schedule = Eden(optimizer, lr_batches=5, lr_epochs=2, warmup_batches=4)
+        for batch in range(1, 9):
+            schedule.step_epoch((batch - 1) // 4)
+            if is_icefall:
+                schedule.step_batch(batch)
+            else:
+                rates = {"lr_batches": 5, "lr_epochs": 2, "warmup_batches": 4, "warmup_start": 0.5}
+                factor = eden(batch, (batch - 1) // 4, **rates)
+                for group, lr in zip(optimizer.param_groups, (0.02, 0.04), strict=True):
+                    group["lr"] = lr * factor
+            for _, p in pairs:
+                p.grad = p.detach() + batch
+            optimizer.step()
+        assert [g["param_names"] for g in optimizer.param_groups] == [[name] for name in start]
+        runs.append([p.detach() for _, p in pairs])
+    for ours, theirs in zip(*runs, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)  # the rates' last digit
