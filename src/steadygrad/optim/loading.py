@@ -70,8 +70,9 @@ class TypeKeepingOptimizer(Optimizer):
         Raises:
             ValueError: If it is of other groups or another optimizer; nothing is changed then.
         """
-        if not isinstance(state_dict, Mapping):
-            check_parts(state_dict)
+        given: Any = state_dict
+        if not isinstance(given, Mapping):
+            check_parts(given)
         # The last hook, so that others see tensors, and what they return is what is loaded.
         handle = self.register_load_state_dict_pre_hook(self._wrap)
         try:
