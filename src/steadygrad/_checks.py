@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from collections.abc import Collection
 from difflib import get_close_matches
 from typing import TypeVar
@@ -56,7 +57,7 @@ def check_number(
     right = ")" if high_open or high == math.inf else "]"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         wrong = _other_type(value, "number")
-    elif not math.isfinite(value):
+    elif not -sys.float_info.max <= value <= sys.float_info.max:
         wrong = "look where it is computed"
     elif value < low or (low_open and value == low):
         wrong = f"more than {low:g}" if low_open else f"{low:g} or more"

@@ -92,6 +92,7 @@ class ParamBatch:
     working: Tensor
     taken: Tensor
     present: list[bool]
+    _works: list[bool]
     grads: list[Tensor | None]
     buckets: list[Bucket]
 
@@ -109,14 +110,13 @@ class ParamBatch:
         views: bool = True,
     ) -> None:
         self.group, self.params, self.places, self.states = group, list(params), places, states
-        self.passes, self.table, self.device = passes, table, params[0].device
-        self.sharded = any(map(is_sharded, params))
+        self.passes, self.table, self.views = passes, table, views
+        self.device, self.sharded = params[0].device, any(map(is_sharded, params))
         self.numel = torch.tensor([p.numel() for p in params], device=self.device)
         self.index = torch.tensor(places, device=self.device)
         large = [name for name, field in fields.items() if field.elementwise]
         small = [n for n, f in fields.items() if n in states[0] and not (f.elementwise or f.shared)]
         self.columns = {name: torch.stack([s[name].detach() for s in states]) for name in small}
-        self.views = views
         if views:
             for name, column in self.columns.items():
                 for state, row in zip(states, column.unbind(), strict=True):
@@ -130,7 +130,7 @@ class ParamBatch:
         self._bucketed = [[i] for i in range(len(params))] if single else buckets_of(self.weights)
         self.state_dtype, self.sum_dtype = self.moments[0][0].dtype, wide(self.weights[0].dtype)
         self.grads, self.buckets, self.recorded = [], [], False
-        self.present, self._works = [], list[bool]()
+        self.present, self._works = [], []
         if not torch.compiler.is_compiling():
             self._layout = Layout(self._own)
             self._grad_layout = Layout(self._own, None if table is None else table.types[0])

@@ -33,6 +33,8 @@ __all__ = [
 _KNOWN_TO_OTHERS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_lr"}
 # Types of parameters.
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Types that a state can be loaded from.
+_REAL = (*TYPES, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # States that count steps.
 COUNTS = ("step", "skipped")
 LARGEST = torch.finfo(torch.float64).max
@@ -155,13 +157,17 @@ def check_state_tensor(
         parameter: The parameter that it is of.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = torch.tensor(value, dtype=torch.float64, device="cpu")
-    check_shape(name, value, shape, parameter)
+        in_range = isinstance(value, float) or abs(value) <= LARGEST
+        value = torch.tensor(value if in_range else torch.nan, dtype=torch.float64, device="cpu")
     wrong = ""
     if not isinstance(value, Tensor):
         wrong = type(value).__name__
-    elif value.is_complex() or value.dtype is torch.bool or value.layout is not torch.strided:
+    elif value.is_nested or value.layout is not torch.strided or value.dtype not in _REAL:
         wrong = f"{value.dtype}, {value.layout}"
+    else:
+        check_shape(name, value, shape, parameter)
+    if wrong:
+        pass
     elif value.is_meta:
         wrong = "" if parameter.is_meta else "a meta tensor, which has no values"
     elif (own := local(value)).numel():
@@ -216,6 +222,11 @@ def check_lr(lr: Any) -> None:
         is_scalar = hasattr(lr, "item") and getattr(lr, "ndim", 1) == 0
         check_number("lr", lr.item() if is_scalar else lr, low=0)
         return
+    if lr.is_nested or lr.layout is not torch.strided or lr.is_meta:
+        raise InputError(
+            f"Parameter `lr` should be a dense tensor with a value. Found {lr.layout} on "
+            f"{lr.device}. Remedy: torch.tensor(0.1)."
+        )
     if lr.numel() != 1:
         raise InputError(
             f"Parameter `lr` should have one element. Found shape {tuple(lr.shape)}. "
@@ -226,11 +237,6 @@ def check_lr(lr: Any) -> None:
         raise InputError(
             f"Parameter `lr` should be of a floating type. Found {lr.dtype}. "
             "Remedy: torch.tensor(1.0), with a point."
-        )
-    if lr.layout is not torch.strided or lr.is_meta:
-        raise InputError(
-            f"Parameter `lr` should be a dense tensor with a value. Found {lr.layout} on "
-            f"{lr.device}. Remedy: torch.tensor(0.1)."
         )
     if lr.device.type == "cpu":  # elsewhere reading it would wait for the device
         # Not `float`: a look at memory of the host is no wait.

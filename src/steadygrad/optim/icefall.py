@@ -88,7 +88,8 @@ def _row(stack: Tensor, row: int, field: StateField) -> Tensor:
 def _check_delta(stack: Mapping[str, Any], shape: tuple[int, ...], index: int) -> None:
     delta = stack.get("delta")
     if not isinstance(delta, Tensor) or tuple(delta.shape) != shape:
-        what = "no `delta`" if delta is None else f"`delta` of shape {tuple(delta.shape)}"
+        what = f"`delta` of shape {tuple(getattr(delta, 'shape', ()))}"
+        what = what if "delta" in stack else "no `delta`"
         raise InputError(
             f"Expected a stack of shape {shape} at parameter {index} of the checkpoint. Found "
             f"{what}. Remedy: a checkpoint of icefall's ScaledAdam for this very model, with its "

@@ -311,3 +311,39 @@ def test_checkpoints_of_icefall_of_other_kinds(change):
     with pytest.raises(InputError, match="Remedy"):
         optimizer.load_icefall_state_dict(found)
     assert_same(before, snapshot(optimizer, params))
+
+
+STRANGE = {
+    "a whole number past float64": lambda t: 10**400,
+    "nested": lambda t: torch.nested.nested_tensor([torch.ones(2)]),
+    "quantized": lambda t: torch.quantize_per_tensor(torch.ones(t.shape), 0.1, 0, torch.qint8),
+    "float8": lambda t: torch.ones(t.shape).to(torch.float8_e4m3fn),
+}
+
+
+@every
+@pytest.mark.parametrize("change", STRANGE.values(), ids=STRANGE)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:torch.quantize")
+def test_states_and_options_of_strange_types(kind, change):
+    params, optimizer = trained(kind, {"foreach": True})
+    before = snapshot(optimizer, params)
+    for name, value in optimizer.state_dict()["state"][1].items():
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["state"][1][name] = change(value)
+        with pytest.raises(InputError, match="Remedy"):
+            optimizer.load_state_dict(saved)
+    for name in ("lr", "eps"):
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0][name] = change(torch.ones(2))
+        with pytest.raises(InputError, match="Remedy"):
+            optimizer.load_state_dict(saved)
+    assert_same(before, snapshot(optimizer, params))
+
+
+@pytest.mark.parametrize("delta", [1, "x", [], None], ids=repr)
+def test_a_stack_of_icefall_that_is_no_tensor(delta):
+    optimizer = ScaledAdam([nn.Parameter(torch.ones(3, 2))])
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["delta"] = delta
+    with pytest.raises(InputError, match="delta"):
+        optimizer.load_icefall_state_dict(saved)
