@@ -22,6 +22,10 @@ def agreement(rank, world):
     for name, make in MAKERS.items():
         for mode, options in MODES.items():
             key = f"{name} {mode}"
+            found[f"clipping {key}"] = clipped_alike(make, options, mesh, rank)
+            found[f"frozen {key}"] = frozen_group(make, options, mesh)
+            if world == 4:
+                found[f"experts {key}"] = experts(make, options, rank)
             found[key] = [
                 local_infinity(make, options, mesh, rank, "gradient"),
                 local_infinity(make, options, mesh, rank, "scaler"),
@@ -87,3 +91,84 @@ def rebuilt_on_one(make, options, mesh, rank):
             counts.append(communication.get_total_counts())
         results.append([p.detach().to_local().tolist() for p in params])
     return [results[0] == results[1], counts]
+
+
+CLIPPED = {
+    "lans": {},
+    "lamb": {"max_grad_norm": 0.5},
+    "scaled_adam": {"clipping_scale": 0.5, "clipping_update_period": 2},
+}
+
+
+def name_of(make):
+    return next(name for name, other in MAKERS.items() if other is make)
+
+
+def norms_of(optimizer, p):
+    return optimizer.state[p].get("model_norms", torch.zeros(2)).tolist()
+
+
+def clipped_alike(make, options, mesh, rank):
+    """Movements and norms of a shared parameter beside a plain one that differs by process.
+
+    Then the same on one process whose plain gradient has the mean of all squares.
+    """
+    world, found = mesh.size(), []
+    sizes = [float(1 + 3 * r) for r in range(world)]
+    mean = (sum(size**2 for size in sizes) / world) ** 0.5
+    for split, size in ((True, sizes[rank]), (False, mean)):
+        weight = sharded(1.0, mesh) if split else torch.ones(4, 4)
+        shared, own = Parameter(weight), Parameter(torch.ones(3))
+        optimizer = make([shared, own], lr=0.1, **options, **CLIPPED[name_of(make)])
+        for _ in range(6):
+            shared.grad = sharded(1.0, mesh) if split else torch.ones(4, 4)
+            own.grad = torch.full((3,), size)
+            optimizer.step()
+        weight = shared.detach()
+        found.append([float((weight.to_local() if split else weight)[0, 0])])
+        found[-1] += norms_of(optimizer, shared)
+    return found
+
+
+def experts(make, options, rank):
+    """Weights and norms of an expert on a part of the mesh beside a tensor on all of it.
+
+    Then those of a run without sharding on this process's expert.
+    """
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "part")), []
+    value = 1.0 + 4.0 * (rank // 2)
+    for split in (True, False):
+        own = torch.full((4, 4), value)
+        here = [distribute_tensor(own, mesh["part"], [Shard(0)], src_data_rank=None)]
+        here += [distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)])]
+        whole = [own, torch.ones(4, 4)]
+        params = [Parameter(w) for w in (here if split else whole)]
+        optimizer = make(params, lr=0.1, **options)
+        for _ in range(5):
+            for p, like, size in zip(params, here, (value, 1.0), strict=True):
+                # Rows alike, so that each process knows what a run without sharding has.
+                whole = torch.full((4, 4), size)
+                spread = distribute_tensor(
+                    whole, like.device_mesh, like.placements, src_data_rank=None
+                )
+                p.grad = spread if split else whole
+            optimizer.step()
+        local = [p.detach().to_local() if split else p.detach() for p in params]
+        found.append([local[0][0].tolist(), local[1][0, :2].tolist()])
+    return found
+
+
+def frozen_group(make, options, mesh):
+    """Reports of a group that is frozen and of one that is not, sharded and whole."""
+    found = []
+    for split in (True, False):
+        params = [
+            Parameter(sharded(v, mesh) if split else torch.full((4, 4), v)) for v in (1.0, 2.0)
+        ]
+        params[0].requires_grad_(False)
+        optimizer = make([{"params": [p]} for p in params], lr=0.1, **options)
+        for _ in range(2):
+            params[1].grad = sharded(3.0, mesh) if split else torch.full((4, 4), 3.0)
+            optimizer.step()
+        found.append(optimizer.diagnostics())
+    return found

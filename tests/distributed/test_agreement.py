@@ -42,3 +42,41 @@ def test_batches_built_anew_on_one_process_repeat_no_collective(results):
             # The first sum over shards, the second of LANS and LAMB, and the partial gradients.
             assert counts == [2 if key.startswith("scaled_adam") else 3] * 8
             assert same
+
+
+def test_a_joint_norm_is_the_same_on_all_processes(results):
+    """Beside a plain parameter that differs; else shards of one tensor took different steps."""
+    for key in keys():
+        found = [own[f"clipping {key}"] for own in results]
+        first, alone = found[0]
+        assert [split for split, _ in found] == [first] * len(found)
+        # The mean of the squares counts: float32 sums in another order, six steps of 0.1.
+        assert first == pytest.approx(alone, rel=1e-5)
+
+
+def test_experts_on_parts_of_a_mesh_are_not_mixed(results):
+    """Each has norms of its own, and the step of a run without sharding."""
+    for found in results:
+        for key in keys() if len(results) == 4 else ():
+            split, alone = found[f"experts {key}"]
+            assert split[0] == pytest.approx(alone[0], rel=1e-5)
+            assert split[1] == pytest.approx(alone[1], rel=1e-5)
+
+
+def test_reports_beside_a_frozen_group(results):
+    for found in results:
+        for key in keys():
+            split, alone = found[f"frozen {key}"]
+            assert len(split) == len(alone) == 2
+            assert _flat(split) == pytest.approx(_flat(alone), rel=1e-5, nan_ok=True)
+            assert any(abs(value) > 1 for value in _flat(split).values())
+
+
+def _flat(report, at=""):
+    """Numbers of a nested report by their place."""
+    if isinstance(report, (int, float)):
+        return {at: float(report)}
+    if not isinstance(report, (dict, list)):
+        return {}
+    items = report.items() if isinstance(report, dict) else enumerate(report)
+    return {k: v for name, value in items for k, v in _flat(value, f"{at}/{name}").items()}

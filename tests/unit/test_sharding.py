@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from steadygrad._checks import InputError
 from steadygrad.sharding import ShardSum, aligned_locals, is_sharded, local, shared_out
+from steadygrad.sharding.shard_sum import _lanes
 
 R, S = Replicate(), Shard(0)
 
@@ -70,30 +71,73 @@ def test_shards_of_one_mesh_go_to_all_of_it(world):
     result = total(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     assert total.collectives == len(world.calls) == 1
     assert world.calls[0][0] == list(range(8))
-    assert result.tolist() == world.calls[0][1].tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert sent(world) == [[1.0, 2.0, 3.0, 4.0]]
+    assert result.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def sent(world):
+    return [tensor.tolist() for _, tensor in world.calls]
 
 
 def test_copies_are_not_asked_and_whole_tensors_stay_at_home(world):
     mesh = three_axes(world)
-    tensors = [on(mesh, R, S, R), torch.ones(3), on(mesh, R, R, R)]
-    result = ShardSum(tensors)(torch.tensor([[1.0, 2.0, 4.0]]))
+    tensors = [on(mesh, R, S, R), on(mesh, R, R, R)]
+    result = ShardSum(tensors)(torch.tensor([[1.0, 4.0]]))
     # Rank 5 is at (1, 0, 1): with 7 it makes up the shards.
     assert world.calls[0][0] == [5, 7]
-    assert world.calls[0][1].tolist() == [[1.0, 0.0, 0.0]]
-    assert result.tolist() == [[1.0, 2.0, 4.0]]
+    assert sent(world) == [[1.0]]
+    assert result.tolist() == [[1.0, 4.0]]
+
+
+def test_copies_are_asked_beside_plain_tensors(world):
+    """What is found in a plain tensor must reach the copies of the others."""
+    mesh = three_axes(world)
+    total = ShardSum([on(mesh, R, S, R), torch.ones(3)], flags=1)
+    result = total(torch.tensor([[1.0, 2.0, 1.0]]))
+    assert world.calls[0][0] == list(range(8))
+    # Two shards among eight processes: four copies of each value.
+    assert sent(world) == [[0.25, 1.0]]
+    assert result.tolist() == [[0.25, 2.0, 1.0]]
 
 
 def test_other_axes_of_a_mesh_travel_together_with_shares(world):
     mesh = three_axes(world)
     # FSDP alone and tensor parallelism alone, each on its part of the mesh, and both.
-    tensors = [on(mesh["part"], S), on(mesh["tp"], S), on(mesh, R, S, Shard(1)), torch.ones(1)]
-    result = ShardSum(tensors)(torch.ones(1, 4, dtype=torch.float64))
+    tensors = [on(mesh["part"], S), on(mesh["tp"], S), on(mesh, R, S, Shard(1))]
+    result = ShardSum(tensors)(torch.ones(1, 3, dtype=torch.float64))
     assert [ranks for ranks, _ in world.calls] == [[4, 5, 6, 7]]
     # Along one axis, then the other: so all four have agreed on the new group's name.
     assert world.agreed == [[5, 7], [4, 5]]
-    # Each value is there as often as one over its share.
-    assert world.calls[0][1].tolist() == [[0.5, 0.5, 1.0, 0.0]]
-    assert result.tolist() == [[0.5, 0.5, 1.0, 1.0]]
+    # Who is elsewhere along the other axis may hold another tensor, and has a column of its own:
+    # rank 5 is the first along `part` and the second along `tp`.
+    assert sent(world) == [[0.0, 1.0, 1.0, 0.0, 1.0]]
+    assert result.tolist() == [[1.0, 1.0, 1.0]]
+
+
+def test_parts_of_a_group_that_are_laid_out_alike():
+    assert _lanes({4, 6}, (4, 5, 6, 7)) == (0, 2)
+    assert _lanes({5, 7}, (4, 5, 6, 7)) == (1, 2)
+    assert _lanes({4, 5, 6, 7, 9}, (4, 5, 6, 7)) == (0, 1)
+    # In the mesh's order, whatever the ranks are.
+    assert _lanes({0, 2}, (0, 2, 1, 3)) == (0, 2)
+    assert _lanes({3}, (0, 2, 1, 3)) == (3, 4)
+    assert _lanes({0, 1}, (0, 1, 2)) is None
+    assert _lanes({1, 2}, (0, 1, 2, 3)) is None
+
+
+def test_means_over_processes_that_may_differ(world):
+    """A sum over a tensor of all four, one that two parts hold, and a plain one."""
+    mesh = three_axes(world, 0)
+    tensors = [on(mesh["part", "tp"], S, Shard(1)), on(mesh["tp"], S), torch.ones(3)]
+    total, terms = ShardSum(tensors), torch.tensor([[8.0, 4.0, 2.0], [0.0, 0.0, 1.0]])
+    assert not total.is_uniform
+    _, means = total.with_means(torch.ones(1, 3), terms)
+    assert world.calls[0][0] == [0, 1, 2, 3]
+    # Of the sums over the group's parts the mean of two, of the plain values that of four.
+    own = [8.0 + 4.0 / 2, 2.0 / 4, 0.0, 1.0 / 4]
+    assert sent(world) == [[1.0, 1.0, 0.0, *own]]
+    assert means.tolist() == [10.5, 0.25]
+    assert ShardSum(tensors[:1]).is_uniform
 
 
 def test_processes_among_anothers_travel_with_them(world):
@@ -103,7 +147,8 @@ def test_processes_among_anothers_travel_with_them(world):
     total = ShardSum(tensors)
     total(torch.ones(1, 3))
     assert [ranks for ranks, _ in world.calls] == [list(range(8))]
-    assert world.calls[0][1].tolist() == [[0.5, 1.0, 1.0]]
+    # Two copies of the first.
+    assert sent(world) == [[0.5, 1.0, 1.0]]
 
 
 def test_a_flattened_axis_beside_the_axis_it_lies_next_to(world):
@@ -114,7 +159,7 @@ def test_a_flattened_axis_beside_the_axis_it_lies_next_to(world):
     tensors = [on(flat, S), on(both, S, Shard(1))]
     ShardSum(tensors)(torch.ones(1, 2))
     assert [ranks for ranks, _ in world.calls] == [list(range(8))]
-    assert world.calls[0][1].tolist() == [[0.5, 1.0]]
+    assert sent(world) == [[1.0, 0.0, 1.0]]
 
 
 def test_unrelated_meshes_make_a_collective_each(world):
@@ -125,7 +170,7 @@ def test_unrelated_meshes_make_a_collective_each(world):
     result = total(torch.tensor([[1.0, 2.0, 3.0]]))
     assert total.collectives == 2
     assert [ranks for ranks, _ in world.calls] == [[0, 1, 2, 3], [0, 4]]
-    assert [sent.tolist() for _, sent in world.calls] == [[[1.0, 0.0, 3.0]], [[0.0, 2.0, 0.0]]]
+    assert sent(world) == [[1.0, 3.0], [2.0]]
     assert result.tolist() == [[1.0, 2.0, 3.0]]
 
 
@@ -133,7 +178,7 @@ def test_a_share_has_all_the_digits_of_the_sum(world):
     world.start(6)
     mesh = init_device_mesh("cpu", (2, 3))
     ShardSum([on(mesh, S, R), on(mesh, S, S)])(torch.ones(1, 2, dtype=torch.float64))
-    assert world.calls[0][1].tolist() == [[1 / 3, 1.0]]
+    assert sent(world) == [[1 / 3, 1.0]]
     ShardSum([on(mesh, S, R), on(mesh, S, S)])(torch.ones(1, 2))
     assert world.calls[1][1].dtype == torch.float32
 

@@ -89,21 +89,31 @@ class LAMB(LayerwiseOptimizer):
             check_number("max_grad_norm", group["max_grad_norm"], low=0, low_open=True)
         check_switch("adapt", group["adapt"], (True, False))
 
+    def _joint_terms(
+        self, batches: Sequence[ParamBatch], own: Sequence[Tensor]
+    ) -> list[tuple[int, Tensor]]:
+        if all(group["max_grad_norm"] is None for group in self.param_groups):
+            return []
+        count = len(self._params)
+        return [(0, sums[0].to(b.exact) / count) for b, sums in zip(batches, own, strict=True)]
+
     def _scales(
         self,
         batches: Sequence[ParamBatch],
         norms: Sequence[Tensor],
         rules: Sequence[lamb.Rule],
         amp: AmpState,
+        joint: Tensor | None,
     ) -> list[lamb.Scales]:
-        count = sum(len(b.params) for b in batches)
+        # Divided first: each of them may be finite and their sum not.
+        count = len(self._params)
         parts = [
-            # Divided first: each of them may be finite and their sum not.
             (torch.where(b.taken, sums[0], 0.0).to(b.exact) / count).sum().to(norms[0].device)
             for b, sums in zip(batches, norms, strict=True)
         ]
         # No parts are left in a report without gradients.
-        root = torch.stack(parts).sum().sqrt() * count**0.5 if parts else torch.zeros(())
+        mean = torch.stack(parts).sum() if parts else torch.zeros(())
+        root = (mean if joint is None else joint[0]).sqrt() * count**0.5
         found = []
         for b, rule in zip(batches, rules, strict=True):
             scale, bound = amp.unscale(b), b.group["max_grad_norm"]

@@ -101,6 +101,7 @@ class LANS(LayerwiseOptimizer):
         norms: Sequence[Tensor],
         rules: Sequence[lans.Rule],
         amp: AmpState,
+        joint: Tensor | None,
     ) -> list[lans.Normalizers]:
         # Nothing depends on the gradient's scale.
         return [

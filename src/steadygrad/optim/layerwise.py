@@ -53,6 +53,7 @@ class LayerwiseOptimizer(ShardedOptimizer):
         norms: Sequence[Tensor],
         rules: Sequence[Any],
         amp: AmpState,
+        joint: Tensor | None,
     ) -> Sequence[Any]:
         """Factors of the pass over the moments.
 
@@ -61,16 +62,25 @@ class LayerwiseOptimizer(ShardedOptimizer):
             norms: Sums of each over all shards, the first row of squared gradients.
             rules: Options of each that all passes need.
             amp: Loss scale and verdict of a gradient scaler.
+            joint: Joint sums of :meth:`_joint_terms` that all processes agree on, if they had to.
         """
         raise NotImplementedError
 
+    def _joint_terms(
+        self, batches: Sequence[ParamBatch], own: Sequence[Tensor]
+    ) -> Sequence[tuple[int, Tensor]]:
+        """Local parts of a norm of several parameters; none if there is no such norm."""
+        return ()
+
     def _update(self, batches: Sequence[ParamBatch], amp: AmpState) -> Tensor:
         own = [b.passes.grad_sq_norms(b) for b in batches]
-        norms, ok = self._first_sums(batches, own, amp)
+        norms, ok, joint = self._first_sums(
+            batches, own, amp, terms=lambda: self._joint_terms(batches, own)
+        )
         for batch in batches:
             batch.store("step", batch.columns["step"] + batch.taken)
         rules = [self._rule(batch.group) for batch in batches]
-        by = self._scales(batches, norms, rules, amp)
+        by = self._scales(batches, norms, rules, amp, joint)
         passes = list(zip(batches, by, rules, strict=True))
         own = [b.passes.update_moments(b, x, rule) for b, x, rule in passes]
         for (b, x, rule), sums in zip(passes, self._sums(batches, own), strict=True):
@@ -93,7 +103,7 @@ class LayerwiseOptimizer(ShardedOptimizer):
             report.add_gradients(batch, sums)
             batch.taken = batch.active & torch.isfinite(sums[0])
         rules = [self._rule(batch.group) for batch in batches]
-        by = self._scales(batches, norms, rules, amp)
+        by = self._scales(batches, norms, rules, amp, None)
         passes = list(zip(batches, by, rules, strict=True))
         more = self._sums(batches, [self._report_sums(*given) for given in passes])
         for (report, batch), first, x, sums in zip(owners, norms, by, more, strict=True):

@@ -187,7 +187,8 @@ class ShardedOptimizer(BatchBuilder):
         own: Sequence[Tensor],
         amp: AmpState,
         finite: Sequence[Callable[[Tensor], Tensor]] | None = None,
-    ) -> tuple[list[Tensor], Tensor]:
+        terms: Callable[[], Sequence[tuple[int, Tensor]]] | None = None,
+    ) -> tuple[list[Tensor], Tensor, Tensor | None]:
         """Adds up a step's first sums, and decides whether the step is taken.
 
         Args:
@@ -196,26 +197,32 @@ class ShardedOptimizer(BatchBuilder):
             amp: Loss scale and verdict of a gradient scaler.
             finite: For each a function from its sums to whether each parameter's are finite, with
                 shape ``(tensors)``; None: the first row decides.
+            terms: Says for each the number of a joint sum of several parameters, at most one a
+                group, and each parameter's local part of it with shape ``(tensors)``.
 
         Returns:
-            The sums over all shards, and whether any parameter takes the step, with shape ``()``.
+            The sums over all shards; whether any parameter takes the step, with shape ``()``; and
+            the joint sums, None where every process finds the same from the sums over shards.
         """
         finite = finite or [_finite_norms] * len(batches)
-        bad = _bad(own, finite, amp)
+        bad, joint = _bad(own, finite, amp), None
         total = self._over_shards()
         if total is None:
             totals, actives = list(own), [b.active for b in batches]
         else:
             # A plain tensor's infinity, and who has a gradient, travel with the sums.
             rows = [torch.cat([c, b.active.to(c)[None]]) for b, c in zip(batches, own, strict=True)]
-            totals, bad = total([b.index for b in batches], rows, bad)
+            parts = terms() if terms is not None and not total.is_uniform else ()
+            index, count = [b.index for b in batches], len(self.param_groups)
+            totals, bad, means = total(index, rows, bad, parts, count)
+            joint = means if parts else None
             actives = [sums[-1] > 0 for sums in totals]
             totals = [sums[:-1] for sums in totals]
             bad = bad | _bad(totals, finite, AmpState()).to(bad.device)
         ok = ~bad
         for batch, active in zip(batches, actives, strict=True):
             batch.taken = active & ok.to(active.device)
-        return totals, ok
+        return totals, ok, joint
 
     def _sums(self, batches: Sequence[ParamBatch], own: Sequence[Tensor]) -> list[Tensor]:
         """Sums over all shards of local sums, each with shape ``(k, tensors)``."""

@@ -145,26 +145,46 @@ class ScaledAdam(ShardedOptimizer):
     def _update(self, batches: Sequence[ParamBatch], amp: AmpState) -> Tensor:
         work = [ScaledAdamStep(batch, amp) for batch in batches]
         own = [update.local_sums() for update in work]
-        sums, ok = self._first_sums(batches, own, amp, [u.finite for u in work])
+        places = {id(group): place for place, group in enumerate(self.param_groups)}
+
+        def terms() -> list[tuple[int, Tensor]]:
+            if all(group["clipping_scale"] is None for group in self.param_groups):
+                return []
+            return [
+                (places[id(u.group)], u.norm_terms(sums[0].to(u.batch.exact)))
+                for u, sums in zip(work, own, strict=True)
+            ]
+
+        sums, ok, joint = self._first_sums(batches, own, amp, [u.finite for u in work], terms)
         for update, total in zip(work, sums, strict=True):
             update.sums = total
-        clips = self._clip(work, ok)
+        norms = {} if joint is None else {key: joint[i].sqrt() for key, i in places.items()}
+        clips = self._clip(work, ok, norms)
         for update in work:
             update.apply(clips[update.key])
         return ok
 
     @staticmethod
-    def _clip(work: Sequence[ScaledAdamStep], ok: Tensor) -> dict[Any, Tensor]:
-        """Clipping factor of each group on each of its devices, with shape ``()``."""
+    def _clip(
+        work: Sequence[ScaledAdamStep], ok: Tensor, norms: Mapping[int, Tensor]
+    ) -> dict[Any, Tensor]:
+        """Clipping factor of each group on each of its devices, with shape ``()``.
+
+        Args:
+            work: The steps of all batches.
+            ok: Whether the step is taken, with shape ``()``.
+            norms: Norms by identity of the group, where all processes had to agree on them.
+        """
         groups: dict[int, list[ScaledAdamStep]] = defaultdict(list)
         for update in work:
             groups[id(update.group)].append(update)
         factors: dict[Any, Tensor] = {}
-        for members in groups.values():
+        for key, members in groups.items():
             if members[0].group["clipping_scale"] is None:
                 factors |= {u.key: torch.ones((), device=u.batch.device) for u in members}
                 continue
             norm, step = norm_and_step(members)
+            norm = norms[key].to(norm) if key in norms else norm
             for update in members:
                 if update.key not in factors:
                     factors[update.key] = update.clip(norm, step, ok)
@@ -182,7 +202,7 @@ class ScaledAdam(ShardedOptimizer):
             step.sums = sums[:3]
             report.add_gradients(batch, sums[[0, 3, 4]])
             report.add_unusual(batch, sums[0] * step.unscale**2, sums[4])
-            report.add("dominance", batch, step.norm_terms())
+            report.add("dominance", batch, step.norm_terms(step.sums[0]))
             if not step.is_scalar:
                 report.add("rms", batch, batch.columns["param_rms"])
         return [report.finish_clipping() for report in reports]

@@ -68,9 +68,9 @@ class ScaledAdamStep:
         """Whether sums can be used, with shape ``(tensors)``."""
         return scaled_adam.finite(sums, self.needed, self.batch.state_dtype)
 
-    def norm_terms(self) -> Tensor:
-        """Squared norm of each parameter's scaled gradient, with shape ``(tensors)``."""
-        squares = self.sums[0] * self.unscale**2
+    def norm_terms(self, squares: Tensor) -> Tensor:
+        """Squared norms of the scaled gradients from those of the gradients, both ``(tensors)``."""
+        squares = squares * self.unscale**2
         if self.is_scalar:
             # In 2022 the norm took no account of the smaller learning rate.
             scale = 1.0 if self.rule.original else self.rule.scalar_lr_scale
@@ -132,7 +132,7 @@ class ScaledAdamStep:
 def norm_and_step(members: Sequence[ScaledAdamStep]) -> tuple[Tensor, Tensor]:
     """Norm of a group's scaled gradients and the steps it has taken, both with shape ``()``."""
     device = members[0].batch.device
-    terms = torch.cat([update.norm_terms().to(device) for update in members])
+    terms = torch.cat([update.norm_terms(update.sums[0]).to(device) for update in members])
     params = [p for update in members for p in update.batch.params]
     if len(members) > 1:
         # In the group's order: that of the batches may differ from process to process.

@@ -3,9 +3,10 @@
 Everything here also works without a process group, where a sum over ranks is the value itself.
 """
 
+from steadygrad.sharding.packed_sum import PackedSum
 from steadygrad.sharding.processes import join_processes, leave_processes
 from steadygrad.sharding.rank_sum import RankSum
-from steadygrad.sharding.shard_sum import PackedSum, ShardSum
+from steadygrad.sharding.shard_sum import ShardSum
 from steadygrad.sharding.shards import aligned, aligned_locals, is_sharded, local, shared_out
 from steadygrad.sharding.whole import (
     load_model_state,

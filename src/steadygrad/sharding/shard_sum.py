@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,47 +16,80 @@ from steadygrad._checks import InputError
 from steadygrad.formulas.tensors import exact
 from steadygrad.sharding.groups import group_of
 
-__all__ = ["PackedSum", "ShardSum"]
+__all__ = ["ShardSum"]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The processes that a tensor is spread over.
+
+    Attributes:
+        mesh: The outermost mesh that it lies on.
+        sharded: Axes of this mesh that split it.
+        axes: Axes of this mesh along which processes hold it, as shards or as copies.
+        shards: Number of its shards.
+        holders: Ranks of the processes that hold it.
+    """
+
+    mesh: DeviceMesh
+    sharded: set[int]
+    axes: set[int]
+    shards: int
+    holders: set[int]
 
 
 class ShardSum:
     """Sums over the shards of many tensors, packed: one collective for all of them.
 
-    Every tensor's local values are added up over the processes that hold its other shards, and
-    over no others: replicas are not asked. Tensors that are sharded over different axes of one mesh
-    travel together over all these axes, and so do those whose processes are among another's: each
-    with a share of its value, as often as it is held there. Tensors on unrelated meshes make a
-    collective each.
+    Every tensor's local values are added up over the processes that hold its other shards. Tensors
+    that are sharded over different axes of one mesh travel together over all these axes, and so do
+    those whose processes are among another's. Copies count with a share of the value. Processes
+    that are not known to hold the same tensor (other experts, on another part of the mesh) have
+    columns of their own on the way. Tensors on unrelated meshes make a collective each.
 
     Every process of a mesh must make the same calls; one that holds an empty shard adds zeros.
 
     Args:
         tensors: The tensors, DTensors or plain ones; columns of plain ones are left as they are.
+            Where there are some, copies of the others are asked too, for the flags to reach them.
         flags: Number of further columns, at the end, that are added up over all these processes:
             where there are several groups, one after the other, so that what is not zero stays so.
+
+    Attributes:
+        is_uniform: Whether all these processes find the same sums.
 
     Raises:
         InputError: If a DTensor is a partial sum.
     """
 
     def __init__(self, tensors: Sequence[Tensor], flags: int = 0) -> None:
-        found = [_shard_axes(tensor) for tensor in tensors]
+        found = [_spread(tensor) for tensor in tensors]
+        has_plain = not all(isinstance(tensor, DTensor) for tensor in tensors)
         union: dict[DeviceMesh, set[int]] = {}
-        for mesh, axes in found:
-            if mesh is not None:
-                union.setdefault(mesh, set()).update(axes)
+        for one in filter(None, found):
+            axes = one.axes if has_plain else one.sharded
+            union.setdefault(one.mesh, set()).update(axes)
         teams = {mesh: _team(mesh, axes) for mesh, axes in union.items()}
-        homes = {mesh: _widest(team, teams) for mesh, team in teams.items()}
-        kept = list(dict.fromkeys(homes.values()))
-        self._groups = [_axes_group(mesh, union[mesh]) for mesh in kept]
-        self._members = [
-            [m is not None and homes[m] == mesh for m, _ in found] + [True] * flags for mesh in kept
-        ]
-        self._shares = [
-            1.0 if mesh is None else _size(mesh, axes) / len(teams[homes[mesh]])
-            for mesh, axes in found
-        ] + [1.0] * flags
-        self._constants: dict[torch.device, tuple[Tensor, list[Tensor]]] = {}
+        routes: dict[DeviceMesh, list[Route]] = {}
+        for column, spread in enumerate(found):
+            if spread is not None:
+                home, route = _route(column, spread, teams)
+                routes.setdefault(home, []).append(route)
+        is_split = any(route.lanes > 1 for own in routes.values() for route in own)
+        self.is_uniform = not (has_plain or is_split or len(routes) > 1)
+        self._groups = [_axes_group(mesh, union[mesh]) for mesh in routes]
+        self._sizes = [len(teams[mesh]) for mesh in routes]
+        last = [Route(len(tensors) + k, 0, 1, 1.0) for k in range(flags)]
+        self._routes = [[*own, *last] for own in routes.values()]
+        # Of each tensor a share in the mean over its group; the last column is of those in none.
+        self._shares = torch.zeros(len(tensors), len(routes) + 1, dtype=torch.float64, device="cpu")
+        self._shares[:, -1] = 1.0
+        for place, own in enumerate(routes.values()):
+            for route in own:
+                self._shares[route.column, [place, -1]] = torch.tensor(
+                    [route.share / route.lanes, 0.0], dtype=torch.float64
+                )
+        self._constants: dict[torch.device, tuple[list[tuple[Tensor, ...]], Tensor]] = {}
 
     @property
     def collectives(self) -> int:
@@ -65,82 +100,47 @@ class ShardSum:
         """Adds up columns with shape ``(k, tensors + flags)``, whose last axis goes by tensor."""
         if not self._groups:
             return columns
-        shares, members = self._constants_on(columns.device)
-        columns = columns * shares.to(columns.dtype)
-        for group, member in zip(self._groups, members, strict=True):
-            # The whole vector travels, the places of others as zeros: no index, no host wait.
-            packed = torch.where(member, columns, 0.0)
-            dist.all_reduce(packed, group=group)
-            columns = torch.where(member, packed, columns)
-        return columns
+        return self.with_means(columns, columns[:0, : len(self._shares)])[0]
 
-    def _constants_on(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    def with_means(self, columns: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds up columns, and sums over several tensors that all processes agree on.
+
+        Plain tensors, and those on a part of the mesh, may differ from process to process, and so
+        may sums over several tensors. Their mean over the processes is the same on all of these.
+
+        Args:
+            columns: Local values, with shape ``(k, tensors + flags)``.
+            terms: Local terms of each sum, with shape ``(sums, tensors)``.
+
+        Returns:
+            The columns, and the means with shape ``(sums)``.
+        """
+        constants, means = self._constants_on(columns.device)
+        parts = terms @ means.to(terms.dtype)
+        for place, (index, lanes, shares) in enumerate(constants):
+            packed = columns.new_zeros(len(columns), sum(r.lanes for r in self._routes[place]))
+            packed[:, lanes] = columns[:, index] * shares.to(columns.dtype)
+            # Sums are added up over their own group; of the others it takes the mean.
+            mean = parts / self._sizes[place]
+            mean[:, place] = parts[:, place]
+            sent = torch.cat([packed.flatten(), mean.to(packed).flatten()])
+            dist.all_reduce(sent, group=self._groups[place])
+            columns = columns.index_copy(1, index, sent[: packed.numel()].view_as(packed)[:, lanes])
+            parts = sent[packed.numel() :].view_as(parts)
+        return columns, parts.sum(1)
+
+    def _constants_on(self, device: torch.device) -> tuple[list[tuple[Tensor, ...]], Tensor]:
         # Copied to the device once: such a copy waits for it.
         if device not in self._constants:
-            members = [torch.tensor(member, device=device) for member in self._members]
-            # A third in float32 is not one in float64.
-            shares = torch.tensor(self._shares, dtype=exact(device), device=device)
-            self._constants[device] = shares, members
+            routes = [_tensors(routes, device) for routes in self._routes]
+            self._constants[device] = routes, self._shares.to(device, exact(device))
         return self._constants[device]
 
 
-class PackedSum:
-    """Sums over the shards of all parameters of an optimizer, and one flag, in one collective.
-
-    The columns of all parameters travel in every call, those that nobody works on as zeros: so
-    they have one length on all processes, whatever each of them works on.
-
-    Args:
-        params: The parameters, in an order that is the same on all processes.
-    """
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self._layout, self._count = _layout_of(params), len(params)
-        self._total = ShardSum(params, flags=1)
-
-    @property
-    def collectives(self) -> int:
-        """Collectives of a call."""
-        return self._total.collectives
-
-    def is_of(self, params: Sequence[Tensor]) -> bool:
-        """Whether these parameters are sharded as those that it was made for."""
-        return self._layout == _layout_of(params)
-
-    def __call__(
-        self, indices: Sequence[Tensor], columns: Sequence[Tensor], flag: Tensor | None = None
-    ) -> tuple[list[Tensor], Tensor]:
-        """Adds up over shards.
-
-        Args:
-            indices: Indices of some parameters, one tensor for each of ``columns``.
-            columns: Local sums of these parameters, each with shape ``(k, len(index))``.
-            flag: What every process must know, with shape ``()``; None: nothing.
-
-        Returns:
-            The sums, and whether the flag is up on any process.
-        """
-        device = columns[0].device
-        # In the widest type, so that the order of processes costs no digits.
-        packed = torch.zeros(len(columns[0]), self._count + 1, dtype=exact(device), device=device)
-        places = [index.to(device) for index in indices]
-        for place, own in zip(places, columns, strict=True):
-            packed[:, place] = own.to(packed)
-        if flag is not None:
-            packed[0, -1] = flag.to(packed)
-        packed = self._total(packed)
-        found = [packed[:, p].to(own) for p, own in zip(places, columns, strict=True)]
-        return found, packed[0, -1] != 0
-
-
-def _layout_of(params: Sequence[Tensor]) -> list[Any]:
-    return [(getattr(p, "device_mesh", None), getattr(p, "placements", None)) for p in params]
-
-
-def _shard_axes(tensor: Tensor) -> tuple[DeviceMesh | None, set[int]]:
-    """The outermost mesh a tensor lies on and the axes of it that split it; None: it is whole."""
+def _spread(tensor: Tensor) -> Spread | None:
+    """The processes that a tensor is spread over; None: this one holds all of it."""
     if not isinstance(tensor, DTensor):
-        return None, set()
+        return None
     mesh, placements = tensor.device_mesh, tensor.placements
     if any(isinstance(placement, Partial) for placement in placements):
         raise InputError(
@@ -148,13 +148,15 @@ def _shard_axes(tensor: Tensor) -> tuple[DeviceMesh | None, set[int]]:
             "Remedy: redistribute it before it is handed to an optimizer."
         )
     sharded = {axis for axis, p in enumerate(placements) if not isinstance(p, Replicate)}
-    if _size(mesh, sharded) == 1:
-        return None, set()
+    shards = _size(mesh, sharded)
+    if shards == 1:
+        return None
+    holders = set(mesh.mesh.flatten().tolist())
     root, names = mesh._get_root_mesh(), mesh.mesh_dim_names
     if names is None or not set(names) <= set(root.mesh_dim_names or ()):
-        return mesh, sharded
-    order = list(root.mesh_dim_names or ())
-    return root, {order.index(names[axis]) for axis in sharded}
+        return Spread(mesh, sharded, set(range(mesh.ndim)), shards, holders)
+    places = [(root.mesh_dim_names or ()).index(name) for name in names]
+    return Spread(root, {places[axis] for axis in sharded}, set(places), shards, holders)
 
 
 def _size(mesh: DeviceMesh, axes: set[int]) -> int:
@@ -173,11 +175,63 @@ def _team(mesh: DeviceMesh, axes: set[int]) -> tuple[int, ...]:
     return tuple(mesh.mesh[places].flatten().tolist())
 
 
-def _widest(team: tuple[int, ...], teams: Mapping[DeviceMesh, tuple[int, ...]]) -> DeviceMesh:
-    """The mesh of the largest team that all of this one is in; the first of equals."""
-    return max(
-        (m for m, other in teams.items() if {*team} <= {*other}), key=lambda m: len(teams[m])
-    )
+class Route(NamedTuple):
+    """The way of a tensor's column through a collective.
+
+    Attributes:
+        column: Its place among all columns.
+        lane: The one of its columns in the collective that is this process's.
+        lanes: Number of these: parts of the group that may hold different tensors.
+        share: Factor on the local values, for copies.
+    """
+
+    column: int
+    lane: int
+    lanes: int
+    share: float
+
+
+def _route(
+    column: int, spread: Spread, teams: Mapping[DeviceMesh, tuple[int, ...]]
+) -> tuple[DeviceMesh, Route]:
+    """The mesh of the largest team that a tensor's own is in, the first of equals."""
+    own = {*teams[spread.mesh]}
+    found = []
+    for mesh, team in teams.items():
+        lanes = _lanes(spread.holders, team) if own <= {*team} else None
+        if lanes is not None:
+            copies = len(team) // lanes[1]
+            found.append((len(team), mesh, Route(column, *lanes, spread.shards / copies)))
+    _, home, route = max(found, key=lambda one: one[0])
+    return home, route
+
+
+def _lanes(holders: set[int], team: tuple[int, ...]) -> tuple[int, int] | None:
+    """The part of a team that holds a tensor, among parts laid out alike: its place, their number.
+
+    Parts of a mesh along some of its axes are the same pattern, moved. None: it does not fill the
+    team.
+    """
+    places = [place for place, rank in enumerate(team) if rank in holders]
+    pattern = [place - places[0] for place in places]
+    starts, left = [], set(range(len(team)))
+    while left:
+        starts.append(min(left))
+        part = {starts[-1] + place for place in pattern}
+        if not part <= left:
+            return None
+        left -= part
+    return (starts.index(places[0]), len(starts)) if places[0] in starts else None
+
+
+def _tensors(routes: Sequence[Route], device: torch.device) -> tuple[Tensor, ...]:
+    """Columns of a group, their places in its collective, and their shares."""
+    firsts = accumulate((route.lanes for route in routes), initial=0)
+    places = [first + route.lane for first, route in zip(firsts, routes, strict=False)]
+    # A third in float32 is not one in float64.
+    shares = torch.tensor([r.share for r in routes], dtype=exact(device), device=device)
+    index = torch.tensor([r.column for r in routes], device=device)
+    return index, torch.tensor(places, device=device), shares
 
 
 # The world that a group was made in, and the group: another world needs another.

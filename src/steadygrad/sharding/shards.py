@@ -35,7 +35,8 @@ def aligned_locals(gradients: Sequence[Tensor], parameters: Sequence[Tensor]) ->
     """This process's parts of gradients laid out as their parameters are.
 
     Sequence parallelism leaves the gradients of whole parameters, a norm's gain, as partial sums.
-    These are added up together: one collective for all of one type, not one for each.
+    These are added up together: one collective for all of one type, not one for each. So they must
+    be there on all processes of their mesh, or on none.
     """
     found: list[Tensor] = []
     partial: dict[Any, list[int]] = defaultdict(list)

@@ -1,0 +1,82 @@
+"""Sums over the shards of all parameters of an optimizer, in one collective."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad.formulas.tensors import exact
+from steadygrad.sharding.shard_sum import ShardSum
+
+__all__ = ["PackedSum"]
+
+
+class PackedSum:
+    """Sums over the shards of all parameters of an optimizer, and one flag, in one collective.
+
+    The columns of all parameters travel in every call, those that nobody works on as zeros: so
+    they have one length on all processes, whatever each of them works on.
+
+    Args:
+        params: The parameters, in an order that is the same on all processes.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._layout, self._count = _layout_of(params), len(params)
+        self._total = ShardSum(params, flags=1)
+
+    @property
+    def collectives(self) -> int:
+        """Collectives of a call."""
+        return self._total.collectives
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all processes that share a parameter find the same sums."""
+        return self._total.is_uniform
+
+    def is_of(self, params: Sequence[Tensor]) -> bool:
+        """Whether these parameters are sharded as those that it was made for."""
+        return self._layout == _layout_of(params)
+
+    def __call__(
+        self,
+        indices: Sequence[Tensor],
+        columns: Sequence[Tensor],
+        flag: Tensor | None = None,
+        terms: Sequence[tuple[int, Tensor]] = (),
+        count: int = 0,
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Adds up over shards.
+
+        Args:
+            indices: Indices of some parameters, one tensor for each of ``columns``.
+            columns: Local sums of these parameters, each with shape ``(k, len(index))``.
+            flag: What every process must know, with shape ``()``; None: nothing.
+            terms: For each index the number of a joint sum, and each parameter's part of it with
+                shape ``(len(index))``.
+            count: Number of joint sums.
+
+        Returns:
+            The sums, whether the flag is up on any process, and the joint sums: their means over
+            all processes that share a parameter, with shape ``(count)``.
+        """
+        device = columns[0].device
+        # In the widest type, so that the order of processes costs no digits.
+        packed = torch.zeros(len(columns[0]), self._count + 1, dtype=exact(device), device=device)
+        joint = torch.zeros(count, self._count, dtype=exact(device), device=device)
+        places = [index.to(device) for index in indices]
+        for place, own in zip(places, columns, strict=True):
+            packed[:, place] = own.to(packed)
+        for place, (row, own) in zip(places, terms, strict=False):
+            joint[row, place] = own.to(joint)
+        if flag is not None:
+            packed[0, -1] = flag.to(packed)
+        packed, means = self._total.with_means(packed, joint)
+        found = [packed[:, p].to(own) for p, own in zip(places, columns, strict=True)]
+        return found, packed[0, -1] != 0, means
+
+
+def _layout_of(params: Sequence[Tensor]) -> list[Any]:
+    return [(getattr(p, "device_mesh", None), getattr(p, "placements", None)) for p in params]
