@@ -1,6 +1,6 @@
 """The loss scale that gradients carry, as a gradient scaler knows it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -12,7 +12,8 @@ __all__ = ["LossScale", "Scaler"]
 class Scaler(Protocol):
     """What is asked of a gradient scaler: to multiply a tensor by its scale.
 
-    One whose scales differ by layer has ``parameter_scales(parameters)`` too.
+    One whose scales differ by layer has ``parameter_scales(parameters)`` too, which returns a
+    function: the scale that each parameter's gradient carries when it is called.
     """
 
     def scale(self, outputs: Tensor) -> Tensor:
@@ -31,8 +32,9 @@ class LossScale:
     def __init__(
         self, scaler: Scaler | None, parameters: Sequence[nn.Parameter], device: torch.device
     ) -> None:
-        self._scaler, self._parameters, self._device = scaler, parameters, device
-        self._by_parameter = getattr(scaler, "parameter_scales", None)
+        self._scaler, self._device = scaler, device
+        by_layer = getattr(scaler, "parameter_scales", None)
+        self._carried: Callable[[], Tensor] | None = by_layer and by_layer(parameters)
         self.begin()
 
     def begin(self) -> None:
@@ -50,15 +52,14 @@ class LossScale:
         """The scale that is still in ``.grad``: as told, or the scaler's, or the last part's."""
         if told is not None:
             return told
-        if self._by_parameter is not None and not self._told:
+        if self._carried is not None and not self._told:
             return self._ask()
         return self._last
 
     def _ask(self) -> Tensor | float:
         if self._scaler is None:
             return 1.0
-        if self._by_parameter is not None:
-            scales: Tensor = self._by_parameter(self._parameters)
-            return scales
+        if self._carried is not None:
+            return self._carried().to(self._device)
         # Through the public method: it hands out the scale without waiting for the device.
         return self._scaler.scale(torch.ones((), device=self._device))

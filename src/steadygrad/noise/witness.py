@@ -83,9 +83,9 @@ class Witness:
         """Starts a new step."""
         self._parts: list[Tensor] = []
         self._scales = self._zero.new_ones(len(self._slots))
-        # What sums lose to rounding here, and gradients on their way between processes, which may
-        # be in bfloat16.
-        here = 8 * torch.finfo(self._zero.dtype).eps
+        # What is lost in the sums here and in loss scales, which are float32; and by gradients on
+        # their way between processes, which may be bfloat16.
+        here = max(8 * torch.finfo(self._zero.dtype).eps, _unit(torch.float32))
         self.unit = here if self._world.size == 1 else _unit(torch.bfloat16)
         self._least = 0.0
         self.drop_part()
