@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from steadygrad._checks import InputError, check_count, check_type
+from steadygrad._checks import check_count, check_type
 from steadygrad.noise.alterations import Alterations
 from steadygrad.noise.build import (
     check_finds_passes,
@@ -21,8 +21,7 @@ from steadygrad.noise.build import (
 )
 from steadygrad.noise.estimate import History, NoiseEstimate
 from steadygrad.noise.loss_scale import LossScale, Scaler
-from steadygrad.noise.parts import Part
-from steadygrad.noise.passes import PassBorders
+from steadygrad.noise.micro_batches import MicroBatches
 from steadygrad.noise.per_example import ExampleNorms
 from steadygrad.sharding import data_parallel_world
 
@@ -137,20 +136,16 @@ class NoiseScale:
             drift=check_type("drift", drift, bool, "True or False"),
         )
         self._alterations = Alterations(device)
-        self._samples, self._source_name = samples, source
-        self._borders = PassBorders(self._begin_pass, self._end_part, self._spoil_part)
-        self._source = make_source(source, model, measured, self._meter, taps, self._borders)
         self._parts = make_parts(source, metric, accumulation, self.world)
+        self._batches = MicroBatches(self._parts, self._meter, self._loss_scale, samples)
+        borders = self._batches.borders
+        self._source_name = source
+        self._source = make_source(source, model, measured, self._meter, taps, borders)
         self._begin(0)
 
     def _begin(self, steps: int) -> None:
         """Forgets the step under way, after so many whole ones."""
-        self._told: Part | None = None
-        self._open: Part | None = None
-        self._borders.finish()
-        self._loss_scale.begin()
-        self._parts.clear()
-        self._meter.clear()
+        self._batches.clear()
         self._count(steps)
 
     def _count(self, steps: int) -> None:
@@ -190,7 +185,7 @@ class NoiseScale:
                 only some weights are given.
         """
         check_finds_passes(self._source_name)
-        self._told = self._parts.part(num_samples, weight, loss_scale)
+        self._batches.tell(self._parts.part(num_samples, weight, loss_scale))
 
     @contextmanager
     def microbatch(
@@ -214,42 +209,9 @@ class NoiseScale:
             InputError: If a count or weight is not positive, or only some weights are given.
         """
         part = self._parts.part(num_samples, weight, loss_scale)
-        if self._open is not None:
-            raise InputError(
-                "Expected one micro-batch at a time. Found one inside another. "
-                "Remedy: leave the first before the second is entered."
-            )
-        if not self._measures_now:
+        recording = self._source.recording(num_samples) if self._measures_now else None
+        with self._batches.context(part, recording):
             yield
-            return
-        self._told, self._open = None, part
-        try:
-            with self._source.recording(num_samples):
-                yield
-        except BaseException:
-            self._spoil_part()
-            raise
-        self._end_part()
-
-    def _begin_pass(self) -> bool:
-        """Opens the part of a backward pass that nothing surrounds, if its size is known."""
-        part, self._told = self._told, None
-        if part is None and self._samples is not None:
-            count = self._samples() if callable(self._samples) else self._samples
-            part = self._parts.part(count)
-        self._open = part
-        return part is not None
-
-    def _end_part(self) -> None:
-        part, self._open = self._open, None
-        if part is not None:
-            self._meter.end_part(part.each, self._loss_scale.of_part(part.loss_scale))
-            self._parts.add(part)
-
-    def _spoil_part(self) -> None:
-        # What this backward pass has added to .grad is unknown: the step cannot be measured.
-        self._open, self._parts.broken = None, True
-        self._meter.drop_part()
 
     @torch.no_grad()
     def step(self, *, grad_scale: Tensor | float | None = None) -> None:
@@ -268,7 +230,7 @@ class NoiseScale:
         if not self._measures_now:
             self._count(self._steps + 1)
             return
-        self._borders.finish()
+        self._batches.borders.finish()
         wrong = self._parts.wrong()
         try:
             if wrong is not None:
