@@ -77,18 +77,18 @@ class Alterations:
             samples: Number of samples on this process.
             processes: Number of processes.
         """
-        self.count += verdict.altered.to(self.count.device)
+        self.count.add_(verdict.altered)
         if self._warned:
             return
         report = _Report(parts, samples, processes)
         if verdict.altered.device.type == "cpu":
             if verdict.altered:
-                self._warn(verdict.elements, verdict.unit, report)
+                self._warn(_rows(verdict), verdict.unit, report)
             return
+        rows = _rows(verdict)
         # The newest altered step's; before there was one it holds nothing of interest.
-        if self._elements is None or self._elements.shape != verdict.elements.shape:
-            self._elements = verdict.elements.clone()
-        self._elements.copy_(torch.where(verdict.altered, verdict.elements, self._elements))
+        self._elements = rows if self._elements is None else self._elements
+        self._elements = torch.where(verdict.altered, rows, self._elements)
         self._steps += 1
         if self._steps % _INTERVAL == 1:
             self._look(verdict.unit, report)
@@ -119,3 +119,9 @@ class Alterations:
             f"Remedy: {remedy}.",
             stacklevel=6,
         )
+
+
+def _rows(verdict: Verdict) -> Tensor:
+    """Elements of the parts, of ``.grad``, and loss scales, with shape ``(3, n)``."""
+    scales = torch.zeros_like(verdict.seen) + verdict.scales
+    return torch.stack([verdict.seen, verdict.found, scales])

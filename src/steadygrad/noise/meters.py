@@ -96,7 +96,8 @@ class Meter:
     def see(self, slot: int, gradient: Tensor) -> None:
         """Takes the gradient that the open part adds to a parameter."""
         gradient = local(gradient)
-        self.witness.see(slot, gradient)
+        if slot in self.witness.lines:
+            self.witness.see(slot, gradient)
         if gradient.numel() < _SMALL:
             self._refuse_second(slot)
             self._held[slot] = gradient

@@ -71,7 +71,8 @@ class SignMeter(Meter):
         """Takes the gradient that the open part adds to a parameter."""
         self.see_norm(slot, self._zero)
         gradient = local(gradient)
-        self.witness.see(slot, gradient)
+        if slot in self.witness.lines:
+            self.witness.see(slot, gradient)
         # Added up at once, so that no part's gradient has to be kept.
         wide = gradient.to(torch.float32)
         self._first[slot].add_(wide)

@@ -14,7 +14,7 @@ from steadygrad.sharding import World, replicas
 __all__ = ["Verdict", "Witness"]
 
 # Clipping, loss scales and what was left from before change every element; these are enough.
-_PARAMETERS, _ELEMENTS = 16, 8
+_PARAMETERS, _ELEMENTS = 8, 8
 
 
 class Verdict(NamedTuple):
@@ -22,38 +22,49 @@ class Verdict(NamedTuple):
 
     Attributes:
         altered: Whether ``.grad`` is anything but the parts' sum, boolean with shape ``()``.
-        elements: Sums of the parts, ``.grad`` and loss scales, with shape ``(3, n)``.
+        seen: Sums of the parts' elements, with shape ``(n)``.
+        found: The same elements of ``.grad``.
+        scales: Loss scales of the parts, of each element or all.
         unit: Unit roundoff of the coarsest type that was met.
     """
 
     altered: Tensor
-    elements: Tensor
+    seen: Tensor
+    found: Tensor
+    scales: Tensor | float
     unit: float
 
 
-class Line(NamedTuple):
+class Line:
     """Some elements of a parameter: equally far from each other in every dimension.
 
     Of a sharded parameter they lie in its first shard.
 
+    Args:
+        shape: Shape of the parameter, or of its first shard.
+        here: Whether that shard is this process's.
+        share: One over the number of processes that hold a copy.
+
     Attributes:
         size: Number of elements.
-        steps: Distance from one to the next, by dimensions.
-        here: Whether they are in this process's shard.
-        share: One over the number of processes that hold a copy.
+        share: As given; zero on processes that do not have them.
     """
 
-    size: int
-    steps: tuple[int, ...]
-    here: bool
-    share: float
+    def __init__(self, shape: Sequence[int], here: bool, share: float) -> None:
+        self.size = min(_ELEMENTS, max(shape, default=1))
+        self.here, self.share = here, share if here else 0.0
+        # Distance from one element to the next, by dimensions.
+        self._steps = tuple(size // self.size for size in shape)
+        self._strides: tuple[int, ...] | None = None
+        self._stride = 0
 
-    def of(self, gradient: Tensor, like: Tensor) -> Tensor:
-        """A copy of these elements of a dense tensor."""
-        stride = sum(a * b for a, b in zip(self.steps, gradient.stride(), strict=True))
-        view = gradient.as_strided((self.size,), (stride,), gradient.storage_offset())
-        # A copy at once: autograd adds to the gradient in place.
-        return view.to(like, copy=True)
+    def of(self, gradient: Tensor) -> Tensor:
+        """These elements of a dense tensor, as a view."""
+        strides = gradient.stride()
+        if strides != self._strides:
+            self._strides = strides
+            self._stride = sum(a * b for a, b in zip(self._steps, strides, strict=True))
+        return gradient.as_strided((self.size,), (self._stride,), gradient.storage_offset())
 
 
 class Witness:
@@ -64,30 +75,35 @@ class Witness:
         world: The processes that train together.
         zero: A number of the type, and on the device, of all sums.
         reduced: Whether the parts' gradients are sharded like the parameters.
+
+    Attributes:
+        lines: What is looked at, by slots.
     """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], world: World, zero: Tensor, reduced: bool
     ) -> None:
         self._world, self._zero, self._reduced = world, zero, reduced
-        lines = {slot: line(parameter, world) for slot, parameter in enumerate(parameters)}
-        known = [slot for slot, found in lines.items() if found is not None]
+        found = {slot: line_of(parameter, world) for slot, parameter in enumerate(parameters)}
+        known = [(slot, line) for slot, line in found.items() if line is not None]
         last = max(len(known) - 1, 0)
-        spread = {known[i * last // (_PARAMETERS - 1)] for i in range(_PARAMETERS) if known}
-        self.lines: dict[int, Line] = {s: found for s in sorted(spread) if (found := lines[s])}
-        slots = [slot for slot, found in self.lines.items() for _ in range(found.size)]
+        spread = {i * last // (_PARAMETERS - 1) for i in range(_PARAMETERS)} if known else set()
+        self.lines = dict(known[i] for i in sorted(spread))
+        slots = [slot for slot, line in self.lines.items() for _ in range(line.size)]
+        shares = [line.share for line in self.lines.values() for _ in range(line.size)]
         self._slots = torch.tensor(slots, dtype=torch.int64, device=zero.device)
+        self._shares = torch.tensor(shares, dtype=zero.dtype, device=zero.device)
+        # What is lost in the sums here and in loss scales, which are float32; and by gradients on
+        # their way between processes, which may be bfloat16.
+        here = max(8 * torch.finfo(zero.dtype).eps, _unit(torch.float32))
+        self._unit = here if world.size == 1 else _unit(torch.bfloat16)
         self.clear()
 
     def clear(self) -> None:
         """Starts a new step."""
         self._parts: list[Tensor] = []
-        self._scales = self._zero.new_ones(len(self._slots))
-        # What is lost in the sums here and in loss scales, which are float32; and by gradients on
-        # their way between processes, which may be bfloat16.
-        here = max(8 * torch.finfo(self._zero.dtype).eps, _unit(torch.float32))
-        self.unit = here if self._world.size == 1 else _unit(torch.bfloat16)
-        self._least = 0.0
+        self._scales: Tensor | float = 1.0
+        self._types: set[torch.dtype] = set()
         self.drop_part()
 
     def drop_part(self) -> None:
@@ -95,21 +111,21 @@ class Witness:
         self._open: dict[int, Tensor] = {}
 
     def see(self, slot: int, gradient: Tensor) -> None:
-        """Takes a gradient of the open part, as this process has it."""
-        found = self.lines.get(slot)
-        if found is not None and (found.here or not self._reduced):
-            self._note(gradient)
-            elements = found.of(gradient, self._zero)
-            if self._reduced:
-                elements *= found.share
-            before = self._open.get(slot)
-            self._open[slot] = elements if before is None else before + elements
+        """Takes the gradient of a slot that has a line, as this process has it."""
+        line = self.lines[slot]
+        if self._reduced and not line.here:
+            return
+        # A copy at once: whoever reduces gradients writes into them.
+        elements = line.of(gradient).clone()
+        before = self._open.get(slot)
+        self._open[slot] = elements if before is None else before + elements
 
     def end_part(self, loss_scale: Tensor | float) -> None:
         """Closes the open part."""
         if self.lines:
+            row = self._row(self._open)
             self._scales = self._spread(loss_scale)
-            self._parts.append(self._row(self._open) / self._scales)
+            self._parts.append((row * self._shares if self._reduced else row) / self._scales)
         self.drop_part()
 
     def column(self, gradients: Mapping[int, Tensor], step: Step, scale: Tensor | float) -> Tensor:
@@ -122,51 +138,60 @@ class Witness:
         """
         if not self.lines:
             return self._zero.new_zeros(1)
-        found = {}
-        for slot, its in self.lines.items():
-            if its.here and slot in gradients:
-                self._note(gradients[slot])
-                found[slot] = its.of(gradients[slot], self._zero) * its.share
+        lines = self.lines.items()
+        found = {
+            slot: line.of(gradients[slot])
+            for slot, line in lines
+            if slot in gradients and line.here
+        }
         taken_out = self._spread(scale)
-        held = self._row(found) * step.multiple / taken_out
+        held = self._row(found) * self._shares * (step.multiple / taken_out)
         parts = torch.stack(self._parts) if self._parts else torch.zeros_like(held)[None]
         # Where a type has no smaller numbers, a rounding is not relative to the sum.
-        coarse = (self._least / self.unit / taken_out).square().sum() * len(parts)
+        least = self._least() / self.unit / taken_out
+        coarse = least * least * len(parts)
+        coarse = coarse.expand_as(held).sum() if isinstance(coarse, Tensor) else coarse * len(held)
         squares = running_squares(parts) + coarse
-        return torch.cat([parts.sum(0), held, squares[None]])
+        return torch.cat([parts.sum(0), held, squares.view(1)])
 
     def judge(self, sums: Tensor) -> Verdict:
         """Compares what the processes have added up."""
         seen, found = sums[:-1].view(2, -1)
         altered = is_altered(seen, found, sums[-1], self.unit, self._world.size)
-        return Verdict(altered, torch.stack([seen, found, self._scales]), self.unit)
+        return Verdict(altered, seen, found, self._scales, self.unit)
+
+    @property
+    def unit(self) -> float:
+        """Unit roundoff of the coarsest type that was met."""
+        return max([self._unit, *map(_unit, self._types)])
+
+    def _least(self) -> float:
+        """Smallest number of the coarsest type."""
+        limits = map(torch.finfo, self._types)
+        return max((it.smallest_normal * it.eps for it in limits), default=0.0)
 
     def _row(self, elements: Mapping[int, Tensor]) -> Tensor:
         """Elements of all slots, zero where a slot has none."""
-        lines = self.lines.items()
-        return torch.cat(
-            [elements[s] if s in elements else self._zero.new_zeros(it.size) for s, it in lines]
-        )
+        self._types.update(taken.dtype for taken in elements.values())
+        devices = {taken.device for taken in elements.values()}
+        if len(elements) == len(self.lines) and len(devices) == 1:
+            return torch.cat([elements[slot] for slot in self.lines]).to(self._zero)
+        blank = {slot: self._zero.new_zeros(line.size) for slot, line in self.lines.items()}
+        return torch.cat([elements.get(slot, zeros).to(zeros) for slot, zeros in blank.items()])
 
-    def _spread(self, scale: Tensor | float) -> Tensor:
-        """A scale by slots, or of all, as one by elements."""
-        if isinstance(scale, Tensor):
-            wide = scale.to(self._zero)
-            return wide[self._slots] if wide.dim() else wide.expand(len(self._slots))
-        return torch.full_like(self._slots, scale, dtype=self._zero.dtype)
-
-    def _note(self, gradient: Tensor) -> None:
-        """Remembers the coarsest type."""
-        limits = torch.finfo(gradient.dtype)
-        self.unit = max(self.unit, _unit(gradient.dtype))
-        self._least = max(self._least, limits.smallest_normal * limits.eps)
+    def _spread(self, scale: Tensor | float) -> Tensor | float:
+        """A scale of each slot as one of each element."""
+        if not isinstance(scale, Tensor):
+            return scale
+        wide = scale.to(self._zero)
+        return wide[self._slots] if wide.dim() else wide
 
 
 def _unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def line(parameter: nn.Parameter, world: World) -> Line | None:
+def line_of(parameter: nn.Parameter, world: World) -> Line | None:
     """Elements of a parameter that every process can find; None where there are none."""
     shape, here = list(parameter.shape), True
     if isinstance(parameter, DTensor):
@@ -177,8 +202,4 @@ def line(parameter: nn.Parameter, world: World) -> Line | None:
             shape[0] = -(-shape[0] // parameter.device_mesh.size(-1))
             coordinate = parameter.device_mesh.get_coordinate()
             here = coordinate is not None and coordinate[-1] == 0
-    if 0 in shape:
-        return None
-    count = min(_ELEMENTS, max(shape, default=1))
-    steps = tuple(size // count for size in shape)
-    return Line(count, steps, here, 1 / replicas(parameter, world))
+    return None if 0 in shape else Line(shape, here, 1 / replicas(parameter, world))
