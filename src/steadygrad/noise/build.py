@@ -161,7 +161,7 @@ def make_meter(
             f"Found source={source!r}. Remedy: source='accumulated'."
         )
     if metric == "l1":
-        return SignMeter(measured, groups, world, optimizer, dtype)
+        return SignMeter(measured, groups, world, optimizer, dtype, reduced)
     return Meter(measured, groups, world, preconditioned_norms(optimizer), dtype, reduced)
 
 

@@ -35,6 +35,7 @@ class SignMeter(Meter):
         world: The processes that train together.
         optimizer: An optimizer whose state holds ``exp_avg`` or ``momentum_buffer``.
         dtype: Type of the sums.
+        reduced: Whether the parts' gradients are those of all processes.
 
     References:
         | Adaptive Batch Sizes Using Non-Euclidean Gradient Noise Scales for Stochastic Sign and
@@ -50,11 +51,12 @@ class SignMeter(Meter):
         world: World,
         optimizer: Optimizer,
         dtype: torch.dtype,
+        reduced: bool = False,
     ) -> None:
         self._moments = Moments(optimizer, ("exp_avg", "momentum_buffer"))
         self._first: list[Tensor] = []
         self._second: list[Tensor] = []
-        super().__init__(measured, groups, world, euclidean_norms, dtype)
+        super().__init__(measured, groups, world, euclidean_norms, dtype, reduced)
 
     def clear(self) -> None:
         """Starts a new step."""
