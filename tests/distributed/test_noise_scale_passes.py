@@ -62,7 +62,7 @@ def fsdp(options):
 class Run:
     """A few steps of one kind of model on one rank, and what a `NoiseScale` made of them."""
 
-    def __init__(self, kind, options, rank, way="found", steps=STEPS, alter=None):
+    def __init__(self, kind, options, rank, way="found", steps=STEPS, alter=None, told=None):
         self.model, self.accumulate = {"ddp": ddp, "fsdp": fsdp}[kind](options)
         self.dtype = torch.float32 if options & set(POLICIES) else torch.float64
         self.scaler = None
@@ -78,7 +78,7 @@ class Run:
             self.accumulate_gradients(step)
             if alter is not None:
                 alter(self.model)
-            self.noise.step()
+            self.noise.step(grad_scale=told)
             if self.scaler is not None:
                 self.scaler.step(optimizer)
                 self.scaler.update()
@@ -193,6 +193,21 @@ def test_alterations_are_noticed_on_every_rank(tmp_path):
             assert count == STEPS
             assert len(messages) == 1
             assert expected in messages[0]
+
+
+def summed(rank, world):
+    """Gradients of a sum over processes, the loss divided by their number or not."""
+    runs = [
+        Run("fsdp", set(), rank, alter=lambda model: None),
+        Run("fsdp", set(), rank, alter=add_up, told=2.0),
+    ]
+    return [run.results() for run in runs]
+
+
+def test_a_reduction_that_adds_up_can_be_told(tmp_path):
+    for averaged, added in on_ranks(2, summed, tmp_path):
+        assert added == averaged
+        assert added[1:] == [0, 0]
 
 
 def many_steps(rank, world):

@@ -42,7 +42,7 @@ _CAUSES = {
     ),
     "summed": (
         "ones added up over the processes, not averaged",
-        "losses divided by the number of processes, and a reduction that averages",
+        "noise.step(grad_scale=number of processes), times the loss scale if there is one",
     ),
 }
 

@@ -193,6 +193,8 @@ def _unit(dtype: torch.dtype) -> float:
 
 def line_of(parameter: nn.Parameter, world: World) -> Line | None:
     """Elements of a parameter that every process can find; None where there are none."""
+    if not parameter.is_floating_point():
+        return None
     shape, here = list(parameter.shape), True
     if isinstance(parameter, DTensor):
         *_, last = parameter.placements
