@@ -5,11 +5,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from steadygrad.formulas.summed_parts import is_altered, running_squares
 from steadygrad.noise.parts import Step
-from steadygrad.sharding import World, replicas
+from steadygrad.sharding import World, first_shard, replicas
 
 __all__ = ["Verdict", "Witness"]
 
@@ -193,15 +192,7 @@ def _unit(dtype: torch.dtype) -> float:
 
 def line_of(parameter: nn.Parameter, world: World) -> Line | None:
     """Elements of a parameter that every process can find; None where there are none."""
-    if not parameter.is_floating_point():
+    first = first_shard(parameter)
+    if first is None or 0 in first.shape or not parameter.is_floating_point():
         return None
-    shape, here = list(parameter.shape), True
-    if isinstance(parameter, DTensor):
-        *_, last = parameter.placements
-        if isinstance(last, Shard):
-            if last.dim != 0 or not shape:
-                return None
-            shape[0] = -(-shape[0] // parameter.device_mesh.size(-1))
-            coordinate = parameter.device_mesh.get_coordinate()
-            here = coordinate is not None and coordinate[-1] == 0
-    return None if 0 in shape else Line(shape, here, 1 / replicas(parameter, world))
+    return Line(first.shape, first.here, 1 / replicas(parameter, world))
