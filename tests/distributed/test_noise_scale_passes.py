@@ -211,12 +211,12 @@ def test_a_reduction_that_adds_up_can_be_told(tmp_path):
 
 
 def many_steps(rank, world):
-    return [Run(*CASES[name], rank, steps=2500).results()[1:] for name in ("ddp", *LONG)]
+    return [Run(*CASES[name], rank, steps=250).results()[1:] for name in ("ddp", *LONG)]
 
 
 LONG = ("fsdp, checkpointed", "fsdp, bf16", "fsdp, bf16 sums")
 
 
 @pytest.mark.slow
-def test_not_one_false_alarm_in_ten_thousand_steps(tmp_path):
+def test_no_false_alarm_in_a_thousand_steps(tmp_path):
     assert on_ranks(2, many_steps, tmp_path) == [[[0, 0]] * 4] * 2
