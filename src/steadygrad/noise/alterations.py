@@ -1,6 +1,7 @@
 """Steps whose gradients are not what was seen: counted, and one warning with a likely cause."""
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,11 +49,12 @@ _CAUSES = {
 
 
 class _Report(NamedTuple):
-    """Counts on the host of a step that was altered."""
+    """What the host knows of a step; see :func:`likely_cause`."""
 
     parts: int
     samples: int
     processes: int
+    unit: float
 
 
 class Alterations:
@@ -64,7 +66,8 @@ class Alterations:
 
     def __init__(self, device: torch.device) -> None:
         self.count = torch.zeros((), dtype=torch.int64, device=device)
-        self._elements: Tensor | None = None
+        self._on_host = device.type == "cpu"
+        self._newest: Tensor | None = None
         self._copied: tuple[Tensor, Any] | None = None
         self._steps, self._warned = 0, False
 
@@ -80,38 +83,42 @@ class Alterations:
         self.count.add_(verdict.altered)
         if self._warned:
             return
-        report = _Report(parts, samples, processes)
-        if verdict.altered.device.type == "cpu":
+        report = _Report(parts, samples, processes, verdict.unit)
+        if self._on_host:
             if verdict.altered:
-                self._warn(_rows(verdict), verdict.unit, report)
+                self._warn(_flagged(verdict).tolist(), report)
             return
-        rows = _rows(verdict)
-        # The newest altered step's; before there was one it holds nothing of interest.
-        self._elements = rows if self._elements is None else self._elements
-        self._elements = torch.where(verdict.altered, rows, self._elements)
+        # The newest altered step's; zeros before there was one.
+        rows = _flagged(verdict)
+        newest = torch.zeros_like(rows) if self._newest is None else self._newest
+        self._newest = torch.where(verdict.altered, rows, newest)
         self._steps += 1
         if self._steps % _INTERVAL == 1:
-            self._look(verdict.unit, report)
+            self._look(self._newest, report)
 
-    def _look(self, unit: float, report: _Report) -> None:
+    def _look(self, newest: Tensor, report: _Report) -> None:
         """Reads the copy of an interval ago, and makes the next one; waits for neither."""
-        assert self._elements is not None
         if self._copied is not None and self._copied[1].query():
-            count, *elements = self._copied[0].tolist()
-            if count:
-                self._warn(torch.tensor(elements).view_as(self._elements), unit, report)
+            numbers = self._copied[0].tolist()
+            if numbers[0]:
+                self._warn(numbers, report)
                 return
-        there = torch.cat([self.count.to(self._elements)[None], self._elements.flatten()])
-        here = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.is_cuda)
-        here.copy_(there, non_blocking=True)
-        event = torch.Event(there.device)
-        event.record()
-        self._copied = here, event
+        self._copied = self._copy(newest)
 
-    def _warn(self, elements: Tensor, unit: float, report: _Report) -> None:
-        seen, found, scales = elements.tolist()
-        cause = likely_cause(seen, found, scales, unit=unit, **report._asdict())
-        what, remedy = _CAUSES[cause]
+    @staticmethod
+    def _copy(newest: Tensor) -> tuple[Tensor, Any]:
+        """A copy on the host, and the event after which it is there."""
+        here = torch.empty(newest.shape, dtype=newest.dtype, pin_memory=newest.is_cuda)
+        here.copy_(newest, non_blocking=True)
+        event = torch.Event(newest.device)
+        event.record()
+        return here, event
+
+    def _warn(self, flagged: Sequence[float], report: _Report) -> None:
+        _, *numbers = flagged
+        third = len(numbers) // 3
+        seen, found, scales = (numbers[i : i + third] for i in range(0, len(numbers), third))
+        what, remedy = _CAUSES[likely_cause(seen, found, scales, **report._asdict())]
         self._warned = True
         warnings.warn(
             "Expected `.grad` to be the sum of the micro-batches' gradients at noise.step(). "
@@ -121,7 +128,8 @@ class Alterations:
         )
 
 
-def _rows(verdict: Verdict) -> Tensor:
-    """Elements of the parts, of ``.grad``, and loss scales, with shape ``(3, n)``."""
+def _flagged(verdict: Verdict) -> Tensor:
+    """Whether the step was altered, then elements of the parts and ``.grad``, and loss scales."""
     scales = torch.zeros_like(verdict.seen) + verdict.scales
-    return torch.stack([verdict.seen, verdict.found, scales])
+    flag = verdict.altered.to(verdict.seen).view(1)
+    return torch.cat([flag, verdict.seen, verdict.found, scales])

@@ -20,6 +20,11 @@ def accumulate(model, x, y, noise=None, divisor=2, scale=1.0):
         (losses(model, a, b).mean() * (scale / divisor)).backward()
 
 
+def whole(model, noise, x, y):
+    accumulate(model, x, y)
+    noise.step()
+
+
 def clipped(model, noise, x, y):
     accumulate(model, x, y)
     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -172,6 +177,31 @@ def test_the_count_is_saved():
     del older["altered"]
     other.load_state_dict(older)
     assert other.altered.item() == 0
+
+
+class Arrived:
+    """The event of a copy that has arrived."""
+
+    def query(self):
+        return True
+
+
+def test_on_an_accelerator_the_warning_comes_when_its_numbers_have_arrived(monkeypatch):
+    model, x, y = make()
+    noise = NoiseScale(model, samples=5)
+    monkeypatch.setattr(noise._alterations, "_on_host", False)
+    monkeypatch.setattr(noise._alterations, "_copy", lambda newest: (newest.clone(), Arrived()))
+    noise.altered.fill_(7)  # as after a resume: says nothing of steps to come
+    steps = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(60):
+            model.zero_grad()
+            (clipped if step == 20 else whole)(model, noise, x, y)
+            steps += [step] * (len(caught) - len(steps))
+    assert steps == [48]  # the copy was made at step 32
+    assert "as after clipping" in str(caught[0].message)
+    assert noise.altered.item() == 8
 
 
 def test_a_clipped_history_keeps_the_true_value():
