@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from steadygrad.formulas.summed_parts import likely_cause
-from steadygrad.noise.witness import Verdict
+from steadygrad.noise.witness import WIDTH, Verdict
 
 __all__ = ["Alterations"]
 
@@ -115,9 +115,8 @@ class Alterations:
         return here, event
 
     def _warn(self, flagged: Sequence[float], report: _Report) -> None:
-        _, *numbers = flagged
-        third = len(numbers) // 3
-        seen, found, scales = (numbers[i : i + third] for i in range(0, len(numbers), third))
+        rows = [flagged[1 + i : 1 + i + WIDTH] for i in range(0, 3 * WIDTH, WIDTH)]
+        seen, found, scales = zip(*(row for row in zip(*rows, strict=True) if row[2]), strict=True)
         what, remedy = _CAUSES[likely_cause(seen, found, scales, **report._asdict())]
         self._warned = True
         warnings.warn(
@@ -131,5 +130,7 @@ class Alterations:
 def _flagged(verdict: Verdict) -> Tensor:
     """Whether the step was altered, then elements of the parts and ``.grad``, and loss scales."""
     scales = torch.zeros_like(verdict.seen) + verdict.scales
-    flag = verdict.altered.to(verdict.seen).view(1)
-    return torch.cat([flag, verdict.seen, verdict.found, scales])
+    rows = torch.stack([verdict.seen, verdict.found, scales])
+    # Of one width, though steps look at other parameters; a scale of zero says that there is none.
+    rows = nn.functional.pad(rows, (0, WIDTH - rows.shape[1]))
+    return torch.cat([verdict.altered.to(rows).view(1), rows.flatten()])

@@ -146,6 +146,7 @@ class NoiseScale:
     def _begin(self, steps: int) -> None:
         """Forgets the step under way, after so many whole ones."""
         self._batches.clear()
+        self._meter.witness.turn(steps // self._every)
         self._count(steps)
 
     def _count(self, steps: int) -> None:

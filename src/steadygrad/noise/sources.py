@@ -176,13 +176,14 @@ class ExampleSource:
         self._recording = False
         # Norms do not add up to a gradient: what was seen of it must be taken from it.
         self._handles: list[RemovableHandle] = [
-            leaves[slot].register_hook(self._hook(slot)) for slot in meter.witness.lines
+            leaves[slot].register_hook(self._hook(slot)) for slot in meter.witness.slots
         ]
 
     def _hook(self, slot: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            if self._recording:
-                self._meter.witness.see(slot, local(gradient.detach()))
+            witness = self._meter.witness
+            if self._recording and slot in witness.lines:
+                witness.see(slot, local(gradient.detach()))
 
         return hook
 

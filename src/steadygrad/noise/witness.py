@@ -10,10 +10,13 @@ from steadygrad.formulas.summed_parts import is_altered, running_squares
 from steadygrad.noise.parts import Step
 from steadygrad.sharding import World, first_shard, replicas
 
-__all__ = ["Verdict", "Witness"]
+__all__ = ["WIDTH", "Verdict", "Witness"]
 
-# Clipping, loss scales and what was left from before change every element; these are enough.
+# Clipping, loss scales and what was left from before change every element: so many tell. What
+# changes a few parameters alone is found when it is their turn.
 _PARAMETERS, _ELEMENTS = 8, 8
+# Elements of a step at most.
+WIDTH = _PARAMETERS * _ELEMENTS
 
 
 class Verdict(NamedTuple):
@@ -66,6 +69,21 @@ class Line:
         return gradient.as_strided((self.size,), (self._stride,), gradient.storage_offset())
 
 
+class _Turn(NamedTuple):
+    """What is looked at in one step: lines by slots, and each element's slot and share."""
+
+    lines: dict[int, Line]
+    slots: Tensor
+    shares: Tensor
+
+    @classmethod
+    def of(cls, lines: dict[int, Line], zero: Tensor) -> "_Turn":
+        slots = [slot for slot, line in lines.items() for _ in range(line.size)]
+        shares = [line.share for line in lines.values() for _ in range(line.size)]
+        on_device = torch.tensor(slots, dtype=torch.int64, device=zero.device)
+        return cls(lines, on_device, torch.tensor(shares, dtype=zero.dtype, device=zero.device))
+
+
 class Witness:
     """The same elements of the parts and of ``.grad``, which must be the parts' sum.
 
@@ -76,7 +94,8 @@ class Witness:
         reduced: Whether the parts' gradients are sharded like the parameters.
 
     Attributes:
-        lines: What is looked at, by slots.
+        slots: What is looked at sooner or later.
+        lines: What is looked at in this step, by slots.
     """
 
     def __init__(
@@ -84,19 +103,21 @@ class Witness:
     ) -> None:
         self._world, self._zero, self._reduced = world, zero, reduced
         found = {slot: line_of(parameter, world) for slot, parameter in enumerate(parameters)}
-        known = [(slot, line) for slot, line in found.items() if line is not None]
-        last = max(len(known) - 1, 0)
-        spread = {i * last // (_PARAMETERS - 1) for i in range(_PARAMETERS)} if known else set()
-        self.lines = dict(known[i] for i in sorted(spread))
-        slots = [slot for slot, line in self.lines.items() for _ in range(line.size)]
-        shares = [line.share for line in self.lines.values() for _ in range(line.size)]
-        self._slots = torch.tensor(slots, dtype=torch.int64, device=zero.device)
-        self._shares = torch.tensor(shares, dtype=zero.dtype, device=zero.device)
+        known = {slot: line for slot, line in found.items() if line is not None}
+        self.slots = list(known)
+        count = max(-(-len(known) // _PARAMETERS), 1)
+        chosen = (self.slots[start::count] for start in range(count))
+        self._turns = [_Turn.of({slot: known[slot] for slot in slots}, zero) for slots in chosen]
         # What is lost in the sums here and in loss scales, which are float32; and by gradients on
         # their way between processes, which may be bfloat16.
         here = max(8 * torch.finfo(zero.dtype).eps, _unit(torch.float32))
         self._unit = here if world.size == 1 else _unit(torch.bfloat16)
+        self.turn(0)
         self.clear()
+
+    def turn(self, step: int) -> None:
+        """Looks at the parameters whose turn it is, on all processes the same."""
+        self.lines, self._slots, self._shares = self._turns[step % len(self._turns)]
 
     def clear(self) -> None:
         """Starts a new step."""

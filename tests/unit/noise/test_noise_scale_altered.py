@@ -179,6 +179,28 @@ def test_the_count_is_saved():
     assert other.altered.item() == 0
 
 
+@pytest.mark.parametrize("source", ["microbatch", "per_example"])
+def test_what_is_wrong_with_one_parameter_is_found_when_it_is_its_turn(source):
+    """One that no optimizer has, and so nobody clears."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(12)]).double()
+    noise = NoiseScale(model, source=source)
+    found = []
+    noise._alterations._warned = True
+    for _ in range(6):
+        for p in model[5].parameters():
+            p.grad = torch.ones_like(p)
+        for x in torch.randn(2, 3, 4, dtype=torch.float64):
+            loss = model(x).square().mean() / 2
+            with noise.microbatch(3):
+                loss.backward()
+        noise.step()
+        model.zero_grad()
+        found.append(noise.altered.item())
+    # Of 24 parameters every third is looked at in a step; these are the tenth and eleventh.
+    assert found == [0, 1, 2, 2, 3, 4]
+
+
 class Arrived:
     """The event of a copy that has arrived."""
 
