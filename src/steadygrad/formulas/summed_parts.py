@@ -7,7 +7,6 @@ farther away was changed after it was added up, or holds more than the parts.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 __all__ = ["is_altered", "likely_cause", "running_squares"]
@@ -42,12 +41,12 @@ def is_altered(
         processes: Number of processes whose gradients were added up.
 
     Returns:
-        A boolean with shape ``()``; false where a number is not finite.
+        A boolean with shape ``()``; false where a part is not finite.
     """
     distance = (seen - found).square().sum()
     if processes > 1:
         squares = squares + processes * (seen.square().sum() + squares)
-    return (distance > (_ROUNDINGS * unit) ** 2 * squares) & torch.isfinite(distance)
+    return distance > (_ROUNDINGS * unit) ** 2 * squares
 
 
 def likely_cause(

@@ -14,7 +14,7 @@ __all__ = ["WIDTH", "Verdict", "Witness"]
 
 # Clipping, loss scales and what was left from before change every element: so many tell. What
 # changes a few parameters alone is found when it is their turn.
-_PARAMETERS, _ELEMENTS = 8, 8
+_PARAMETERS, _ELEMENTS = 4, 16
 # Elements of a step at most.
 WIDTH = _PARAMETERS * _ELEMENTS
 
@@ -143,9 +143,11 @@ class Witness:
     def end_part(self, loss_scale: Tensor | float) -> None:
         """Closes the open part."""
         if self.lines:
-            row = self._row(self._open)
-            self._scales = self._spread(loss_scale)
-            self._parts.append((row * self._shares if self._reduced else row) / self._scales)
+            row, scales = self._row(self._open), self._spread(loss_scale)
+            row = row * self._shares if self._reduced else row
+            # Without a scale nothing is done: small calls are what all this costs.
+            self._parts.append(row / scales if isinstance(scales, Tensor) or scales != 1 else row)
+            self._scales = scales
         self.drop_part()
 
     def column(self, gradients: Mapping[int, Tensor], step: Step, scale: Tensor | float) -> Tensor:

@@ -57,7 +57,7 @@ def test_between_processes_any_order_of_additions_is_allowed():
         assert is_altered(seen, found / 2, squares, 2**-8, processes=8)
 
 
-def test_what_is_not_finite_is_no_alteration():
+def test_parts_that_are_not_finite_are_no_alteration():
     rows = torch.tensor([[1.0, torch.inf], [1.0, 1.0]])
     assert not is_altered(rows.sum(0), torch.tensor([2.0, 2.0]), running_squares(rows), 1e-7)
 
