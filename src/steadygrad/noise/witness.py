@@ -178,7 +178,8 @@ class Witness:
 
     def judge(self, sums: Tensor) -> Verdict:
         """Compares what the processes have added up."""
-        seen, found = sums[:-1].view(2, -1)
+        count = len(self._slots)
+        seen, found = sums[:count], sums[count:-1]
         altered = is_altered(seen, found, sums[-1], self.unit, self._world.size)
         return Verdict(altered, seen, found, self._scales, self.unit)
 

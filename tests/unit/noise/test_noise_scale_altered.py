@@ -201,6 +201,28 @@ def test_what_is_wrong_with_one_parameter_is_found_when_it_is_its_turn(source):
     assert found == [0, 0, 0, 0, 1, 2]
 
 
+class Wave(nn.Module):
+    """A model with a complex parameter alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(4.0) + 1j)
+
+    def forward(self, x):
+        return (self.weight * x).abs().square().mean()
+
+
+def test_parameters_that_cannot_be_compared_are_measured_all_the_same():
+    torch.manual_seed(0)
+    model = Wave()
+    noise = NoiseScale(model, samples=3)
+    for x in torch.randn(2, 3, 4):
+        (model(x) / 2).backward()
+    noise.step()
+    assert (noise.skipped.item(), noise.altered.item()) == (0, 0)
+    assert last(noise)[1] > 0
+
+
 class Arrived:
     """The event of a copy that has arrived."""
 
