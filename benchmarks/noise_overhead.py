@@ -33,8 +33,13 @@ class Step:
     """One training step of a copy of the model, with or without a measurement."""
 
     def __init__(
-        self, model: nn.Module, size: int, noise: Callable[[nn.Module], NoiseScale] | None
+        self,
+        model: nn.Module,
+        size: int,
+        noise: Callable[[nn.Module], NoiseScale] | None,
+        found: bool = False,
     ) -> None:
+        self.found = found
         self.size, self.batches = size, batches(size, COUNT)
         self.model = copy.deepcopy(model)
         self.optimizer = TASK.make_optimizer(self.model.parameters(), TASK.lr)
@@ -43,7 +48,7 @@ class Step:
     def __call__(self) -> None:
         for batch in self.batches:
             loss = TASK.per_sample_loss(self.model, batch).mean() / COUNT
-            if self.noise is None:
+            if self.noise is None or self.found:
                 loss.backward()
             else:
                 with self.noise.microbatch(self.size):
@@ -84,13 +89,16 @@ def run(rounds: int) -> str:
         makers = {
             "plain training step": None,
             "NoiseScale, micro-batches": NoiseScale,
+            "NoiseScale, micro-batches found": lambda m, n=size: NoiseScale(m, samples=n),
             "NoiseScale, micro-batches, every 4th step": lambda m: NoiseScale(m, every=4),
             "NoiseScale, exact per example": lambda m: NoiseScale(m, source="per_example"),
             "NoiseScale, norm layers per example": lambda m: NoiseScale(
                 m, source="per_example", layers="norm"
             ),
         }
-        steps = {name: Step(model, size, maker) for name, maker in makers.items()}
+        steps = {
+            name: Step(model, size, maker, found="found" in name) for name, maker in makers.items()
+        }
         # A mean over rounds of four, so that a step in four is seen as such.
         results = measure(steps, rounds=rounds if size == 8 else rounds // 2, repeats=4)
         tables.append(table(results, f"{COUNT} micro-batches of {size}"))

@@ -18,7 +18,7 @@ def main(steps: int = 300) -> int:
     truth = torch.randn(32, 1)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    noise = NoiseScale(model, decay=0.98)
+    noise = NoiseScale(model, decay=0.98, samples=MICRO)
     controller = BatchSizeController(MICRO, count=2, min_count=2, max_count=16)
 
     for step in range(1, steps + 1):
@@ -26,8 +26,7 @@ def main(steps: int = 300) -> int:
             x = torch.randn(MICRO, 32)
             y = x @ truth + torch.randn(MICRO, 1)
             loss = nn.functional.mse_loss(model(x), y)
-            with noise.microbatch(MICRO):
-                (loss / controller.count).backward()
+            (loss / controller.count).backward()
         noise.step()  # before clipping: the measurement is of the true gradient
         nn.utils.clip_grad_norm_(model.parameters(), 5.0)
         optimizer.step()

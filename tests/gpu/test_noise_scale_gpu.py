@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from steadygrad.noise import NoiseScale, SplitBatchNoiseScale
+from steadygrad.scale import LayerwiseGradScaler
 
 
 def make():
@@ -62,6 +63,41 @@ def test_training_never_waits(source, scaled):
         step(noise, model, x, y, scaler)
         estimate = noise.estimate()
     assert estimate.measurements.item() == 2
+
+
+def found_step(noise, model, x, y, scaler=None):
+    """Passes that are found, with weights on the device."""
+    for a, b in zip(x.split(6), y.split(6), strict=True):
+        weight = torch.full((), 0.25, device=x.device)
+        noise.samples(6, weight=weight)
+        loss = (model(a) - b).square().sum(-1).mean() * weight
+        (loss if scaler is None else scaler.scale(loss)).backward()
+    noise.step()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("left_over", [False, True])
+def test_found_passes_never_wait(scaled, left_over):
+    model, x, y = make()
+    model, x, y = model.cuda(), x.cuda(), y.cuda()
+    scaler = LayerwiseGradScaler(model, {"0": 2.0**8}, init_scale=2.0**4) if scaled else None
+    noise = NoiseScale(model, scaler=scaler)
+    expected = NoiseScale(model, scaler=scaler)
+    found_step(noise, model, x, y, scaler)
+    model.zero_grad()
+    with no_waiting():
+        found_step(noise, model, x, y, scaler)
+        model.zero_grad()
+        if left_over:
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            found_step(noise, model, x, y, scaler)
+            model.zero_grad()
+    step(expected, model, x, y, scaler)
+    assert (noise.altered.item(), noise.estimate().measurements.item()) == (int(left_over), 2)
+    # 1e-5: float32 gradients, and noise is a difference of squares.
+    got = noise.estimate().noise_trace.item()
+    assert got == pytest.approx(expected.estimate().noise_trace.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("metric", ["preconditioned", "l1"])

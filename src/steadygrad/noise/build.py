@@ -7,10 +7,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from steadygrad._checks import InputError, check_choice
+from steadygrad._checks import InputError, check_choice, check_count
 from steadygrad.noise.meters import Measured, Meter
 from steadygrad.noise.norms import euclidean_norms, preconditioned_norms
 from steadygrad.noise.parts import StepParts
+from steadygrad.noise.passes import PassBorders
 from steadygrad.noise.per_example import ExampleNorms
 from steadygrad.noise.sign_meter import SignMeter
 from steadygrad.noise.sources import (
@@ -18,11 +19,13 @@ from steadygrad.noise.sources import (
     BackwardSource,
     ExampleSource,
     Source,
+    leaves_of,
     plain_name,
 )
 from steadygrad.sharding import World
 
 __all__ = [
+    "check_finds_passes",
     "check_options",
     "choose_parameters",
     "first_part",
@@ -38,7 +41,12 @@ ACCUMULATIONS = ("mean", "sum", "samples")
 
 
 def check_options(
-    source: str, metric: str, accumulation: str, layers: str, optimizer: Optimizer | None
+    source: str,
+    metric: str,
+    accumulation: str,
+    layers: str,
+    optimizer: Optimizer | None,
+    samples: "Callable[[], int] | int | None",
 ) -> None:
     """Checks the names that choose among kinds, before anything is hooked to the model.
 
@@ -54,6 +62,10 @@ def check_options(
             "Parameter `layers` is for source='per_example' only. Found "
             f"layers={layers!r} with source={source!r}. Remedy: leave it out."
         )
+    if isinstance(samples, int) or not (samples is None or callable(samples)):
+        check_count("samples", samples)
+    if samples is not None:
+        check_finds_passes(source)
     if metric == "euclidean":
         return
     if source == "per_example":
@@ -65,6 +77,15 @@ def check_options(
         raise InputError(
             f"Expected `optimizer` for metric={metric!r}. Found None. "
             "Remedy: hand in the optimizer that trains the model, or metric='euclidean'."
+        )
+
+
+def check_finds_passes(source: str) -> None:
+    """Refuses a source that needs a context around every micro-batch."""
+    if source != "microbatch":
+        raise InputError(
+            f"Expected source='microbatch' where micro-batches are to be found. Found {source!r}. "
+            "Remedy: `with noise.microbatch(n)` around each backward pass."
         )
 
 
@@ -140,7 +161,7 @@ def make_meter(
             f"Found source={source!r}. Remedy: source='accumulated'."
         )
     if metric == "l1":
-        return SignMeter(measured, groups, world, optimizer, dtype)
+        return SignMeter(measured, groups, world, optimizer, dtype, reduced)
     return Meter(measured, groups, world, preconditioned_norms(optimizer), dtype, reduced)
 
 
@@ -159,8 +180,9 @@ def make_source(
     source: str,
     model: nn.Module,
     measured: list[Measured],
-    world: World,
+    meter: Meter,
     taps: ExampleNorms | None,
+    borders: PassBorders,
 ) -> Source:
     """Where the meter's gradients come from.
 
@@ -168,17 +190,19 @@ def make_source(
         source: The source's name.
         model: The model as it is called in training.
         measured: The parameters to watch.
-        world: The processes that train together.
+        meter: Measures their gradients.
         taps: The layers' taps, for ``"per_example"``.
+        borders: Finds backward passes outside of recordings, for ``"microbatch"``.
 
     Raises:
         InputError: If the source cannot work with this model.
     """
-    if taps is not None:
-        return ExampleSource(taps, measured)
     if source == "accumulated":
-        return AccumulatedSource(measured, world)
-    return BackwardSource(model, measured, world)
+        return AccumulatedSource(measured, meter, meter.world)
+    leaves = leaves_of(model, measured, meter.world)
+    if taps is not None:
+        return ExampleSource(taps, measured, leaves, meter)
+    return BackwardSource(leaves, meter, borders)
 
 
 def warn_of_batch_norm(model: nn.Module) -> None:

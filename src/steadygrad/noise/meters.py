@@ -21,6 +21,7 @@ from steadygrad._checks import InputError
 from steadygrad.formulas.noise_scale import SignalNoise, from_part_sums
 from steadygrad.noise.norms import Norms
 from steadygrad.noise.parts import Step
+from steadygrad.noise.witness import Verdict, Witness
 from steadygrad.sharding import World, local, replicas
 
 __all__ = ["Measured", "Meter"]
@@ -72,11 +73,13 @@ class Meter:
         self._shares = torch.tensor(shares, dtype=dtype, device=device)
         part_shares = self._shares if reduced else torch.ones_like(self._shares)
         self._both_shares = torch.stack([part_shares, self._shares])
+        self.witness = Witness([m.parameter for m in measured], world, self._zero, reduced)
         self.clear()
 
     def clear(self) -> None:
         """Starts a new step."""
-        self._parts: list[tuple[list[Tensor], Tensor | float, float]] = []
+        self._parts: list[tuple[list[Tensor], Tensor | float, Tensor | float]] = []
+        self.witness.clear()
         self.drop_part()
 
     @property
@@ -88,10 +91,13 @@ class Meter:
         """Forgets the open part."""
         self._held: dict[int, Tensor] = {}
         self._norms: dict[int, Tensor] = {}
+        self.witness.drop_part()
 
     def see(self, slot: int, gradient: Tensor) -> None:
         """Takes the gradient that the open part adds to a parameter."""
         gradient = local(gradient)
+        if slot in self.witness.lines:
+            self.witness.see(slot, gradient)
         if gradient.numel() < _SMALL:
             self._refuse_second(slot)
             self._held[slot] = gradient
@@ -111,9 +117,15 @@ class Meter:
                 "NoiseScale(source='accumulated'), or checkpoint(..., use_reentrant=False)."
             )
 
-    def end_part(self, weight: float, loss_scale: Tensor | float) -> None:
-        """Closes the open part, or open examples, of which each had this weight."""
+    def end_part(self, weight: Tensor | float, loss_scale: Tensor | float) -> None:
+        """Closes the open part, or open examples, of which each had this weight.
+
+        Args:
+            weight: Its provisional weight.
+            loss_scale: Loss scale of its gradients; one for all, or for each slot.
+        """
         self._parts.append((self._column(self._norms, self._held), loss_scale, weight))
+        self.witness.end_part(loss_scale)
         self.drop_part()
 
     def _column(self, norms: Mapping[int, Tensor], gradients: Mapping[int, Tensor]) -> list[Tensor]:
@@ -126,47 +138,60 @@ class Meter:
         found = {**norms, **dict(zip(slots, taken, strict=True))}
         return [found.get(slot, self._zero) for slot in range(len(self.measured))]
 
-    def measure(self, step: Step, scale: Tensor | float) -> SignalNoise:
+    def measure(self, step: Step, scale: Tensor | float) -> tuple[SignalNoise, Verdict]:
         """Signal and noise of every group, each with shape ``(groups,)``; one collective.
 
         Args:
             step: The step's parts and how its gradients were reduced.
-            scale: Loss scale that is still in ``.grad``.
-        """
-        sums = step.sums.scaled(step.factor)
-        numbers = [x * step.share for x in (sums.a, sums.c, sums.d)]
-        rows = self._sums_of_groups(step, scale)
-        if self.world.size == 1:
-            return self.solve(rows, *numbers)
-        column = torch.stack([torch.full_like(self._zero, x) for x in numbers])
-        packed = self.world.sum(torch.cat([column, rows.flatten()]))
-        return self.solve(packed[3:].view_as(rows), *packed[:3])
+            scale: Loss scale that is still in ``.grad``; one for all, or for each slot.
 
-    def _sums_of_groups(self, step: Step, scale: Tensor | float) -> Tensor:
-        """The parts' ``B`` and the whole's squared norm of each group, with shape (2, groups)."""
+        Returns:
+            The measurement, NaN where ``.grad`` is not the sum of the parts; and whether it is.
+        """
         gradients = {
             slot: local(m.parameter.grad)
             for slot, m in enumerate(self.measured)
             if m.parameter.grad is not None
         }
+        own = self.sums(gradients, step, scale)
+        seen = self.witness.column(gradients, step, scale)
+        packed = self.world.sum(torch.cat([own, seen]))
+        own, seen = packed.split([len(own), len(seen)])
+        verdict = self.witness.judge(seen)
+        # A step that is left out anyway, as after an overflow, says nothing of its gradients.
+        verdict = verdict._replace(altered=verdict.altered & torch.isfinite(own).all())
+        measured = (torch.where(verdict.altered, torch.nan, x) for x in self.solve(own))
+        return SignalNoise(*measured), verdict
+
+    def sums(self, gradients: Mapping[int, Tensor], step: Step, scale: Tensor | float) -> Tensor:
+        """This process's ``A``, ``C``, ``D``, every group's ``B`` and squared norm of the whole."""
+        sums = step.sums.scaled(step.factor)
+        numbers = [self._zero + x * step.share for x in (sums.a, sums.c, sums.d)]
         columns = [*(norms for norms, _, _ in self._parts), self._column({}, gradients)]
         there = self._zero.device
         norms = [n if n.device == there else n.to(there) for column in columns for n in column]
-        flat = torch.stack(norms).to(self._zero)
-        *parts, whole = flat.view(len(columns), -1)
+        *parts, whole = torch.stack(norms).to(self._zero).view(len(columns), -1)
         total = torch.zeros_like(whole)
         for part, (_, loss_scale, weight) in zip(parts, self._parts, strict=True):
             scaled = _over(part, loss_scale)
-            total.addcmul_(scaled, scaled, value=1 / (weight * step.factor))
+            total.addcmul_(scaled, scaled * _inverse(weight, step.factor))
         whole = _over(whole, scale, step.multiple)
         rows = torch.stack([total, whole * whole]) * self._both_shares
-        return rows.new_zeros(2, self.groups).index_add_(1, self._rows, rows)
+        by_group = rows.new_zeros(2, self.groups).index_add_(1, self._rows, rows)
+        return torch.cat([torch.stack(numbers), by_group.flatten()])
 
-    def solve(
-        self, rows: Tensor, a: Tensor | float, c: Tensor | float, d: Tensor | float
-    ) -> SignalNoise:
+    def solve(self, sums: Tensor) -> SignalNoise:
         """Signal and noise from the sums over all processes."""
-        return from_part_sums(rows[0] / a, rows[1] / (a * a), c / a, d / (a * a))
+        a, c, d = sums[:3]
+        parts, whole = sums[3:].view(2, self.groups)
+        return from_part_sums(parts / a, whole / (a * a), c / a, d / (a * a))
+
+
+def _inverse(weight: Tensor | float, factor: float) -> Tensor | float:
+    """One over a weight; a part of weight zero, as of padding alone, adds nothing."""
+    if isinstance(weight, Tensor):
+        return torch.where(weight == 0, 0.0, 1 / weight)
+    return 1 / (weight * factor)
 
 
 def _over(values: Tensor, scale: Tensor | float, multiple: float = 1.0) -> Tensor:

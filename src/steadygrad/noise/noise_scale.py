@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from steadygrad._checks import InputError, check_count, check_type
+from steadygrad._checks import check_count, check_type
+from steadygrad.noise.alterations import Alterations
 from steadygrad.noise.build import (
+    check_finds_passes,
     check_options,
     choose_parameters,
     make_meter,
@@ -18,17 +20,12 @@ from steadygrad.noise.build import (
     warn_of_batch_norm,
 )
 from steadygrad.noise.estimate import History, NoiseEstimate
+from steadygrad.noise.loss_scale import LossScale, Scaler
+from steadygrad.noise.micro_batches import MicroBatches
 from steadygrad.noise.per_example import ExampleNorms
 from steadygrad.sharding import data_parallel_world
 
 __all__ = ["NoiseScale"]
-
-
-class Scaler(Protocol):
-    """What is asked of a gradient scaler: to multiply a tensor by its scale."""
-
-    def scale(self, outputs: Tensor) -> Tensor:
-        """Multiplies by the loss scale, without waiting for the device."""
 
 
 class NoiseScale:
@@ -41,13 +38,16 @@ class NoiseScale:
 
     .. code-block:: python
 
-        noise = NoiseScale(model)
+        noise = NoiseScale(model, samples=lambda: len(micro))
         for micro in micro_batches:
-            with noise.microbatch(len(micro)):
-                (loss(micro) / len(micro_batches)).backward()
+            (loss(micro) / len(micro_batches)).backward()
         noise.step()                # before clipping, once per optimizer step
         optimizer.step(); optimizer.zero_grad()
         print(noise.estimate().as_dict())
+
+    Every backward pass is a micro-batch, which the parameters' hooks find by themselves; its size
+    is ``samples``, or what :meth:`samples` told before it. ``with noise.microbatch(n):`` around a
+    pass does the same, and is what the other sources need.
 
     On several processes ``step()`` makes one collective call, and every process gets the same
     estimate. With DDP every rank's micro-batch is a part. With FSDP2 too: the local gradients are
@@ -56,11 +56,16 @@ class NoiseScale:
     optimizer-matched metrics, whose state is sharded, and for several backward passes a part.
 
     A step with a non-finite gradient (an overflow under loss scaling) is left out and counted in
-    ``skipped``. The noise is kept per sample, so a new batch size needs no reset.
+    ``skipped``. So is one where ``.grad`` is not the sum of the parts, up to rounding: clipped,
+    unscaled, divided, or left from before. A warning names the likely cause once, and ``altered``
+    counts such steps. The noise is kept per sample, so a new batch size needs no reset.
 
     Args:
         model: The model as it is called in training: wrapped in DDP, sharded by ``fully_shard``,
             compiled, or plain. Its trainable parameters at this moment are measured.
+        samples: Samples in this process's micro-batch: a number, or a function that returns it and
+            is called in the backward pass. None: only passes that :meth:`samples` or
+            :meth:`microbatch` tells of are measured.
         decay: Weight ratio of one measurement to the next newer one, in (0, 1]; 1 averages the
             whole history. Default: 0.99.
         source: ``"microbatch"``, ``"per_example"`` (exact, for common layers), ``"accumulated"``.
@@ -73,7 +78,8 @@ class NoiseScale:
             mean; ``"samples"``: each is a sum, divided by this process's samples. A wrong choice
             leaves ``value`` right, while the micro-batches are equal.
         groups: Names a parameter's group from its name. Default: the first part of the name.
-        scaler: A gradient scaler whose scale the losses carry.
+        scaler: A gradient scaler whose scale the losses carry; with ``LayerwiseGradScaler`` every
+            parameter's own.
         history: How many measurements are kept. Default: enough for ``decay``.
         level: Probability with which intervals should cover the truth. Default: 0.95.
         every: Measure one step in so many, for a share of the cost. The first is measured. With
@@ -96,6 +102,7 @@ class NoiseScale:
         model: nn.Module,
         decay: float = 0.99,
         *,
+        samples: Callable[[], int] | int | None = None,
         source: str = "microbatch",
         layers: str = "all",
         metric: str = "euclidean",
@@ -109,14 +116,15 @@ class NoiseScale:
         drift: bool = True,
     ) -> None:
         check_type("model", model, nn.Module, "the model as it is called in training")
-        check_options(source, metric, accumulation, layers, optimizer)
+        check_options(source, metric, accumulation, layers, optimizer, samples)
         self._every = check_count("every", every)
         warn_of_batch_norm(model)
         self.world = data_parallel_world(model)
         taps = ExampleNorms(model, layers) if source == "per_example" else None
         names = None if taps is None else set(taps.parameter_names)
         measured, group_names = choose_parameters(model, names, groups)
-        self._scaler = scaler
+        device = measured[0].parameter.device
+        self._loss_scale = LossScale(scaler, [m.parameter for m in measured], device)
         self._meter = make_meter(metric, optimizer, source, measured, len(group_names), self.world)
         self._history = History(
             group_names,
@@ -124,19 +132,21 @@ class NoiseScale:
             capacity=history,
             power=self._meter.power,
             level=level,
-            device=measured[0].parameter.device,
+            device=device,
             drift=check_type("drift", drift, bool, "True or False"),
         )
-        self._source = make_source(source, model, measured, self.world, taps)
+        self._alterations = Alterations(device)
         self._parts = make_parts(source, metric, accumulation, self.world)
-        self._open = False
+        self._batches = MicroBatches(self._parts, self._meter, self._loss_scale, samples)
+        borders = self._batches.borders
+        self._source_name = source
+        self._source = make_source(source, model, measured, self._meter, taps, borders)
         self._begin(0)
 
     def _begin(self, steps: int) -> None:
         """Forgets the step under way, after so many whole ones."""
-        self._last_scale: Tensor | float = 1.0
-        self._parts.clear()
-        self._meter.clear()
+        self._batches.clear()
+        self._meter.witness.turn(steps // self._every)
         self._count(steps)
 
     def _count(self, steps: int) -> None:
@@ -149,15 +159,41 @@ class NoiseScale:
 
     @property
     def skipped(self) -> Tensor:
-        """Number of steps in the history whose gradients were not finite, with shape ``()``."""
+        """Number of steps in the history that were left out, with shape ``()``."""
         return self._history.skipped
+
+    @property
+    def altered(self) -> Tensor:
+        """Number of steps left out as ``.grad`` was not the parts' sum, with shape ``()``."""
+        return self._alterations.count
+
+    def samples(
+        self,
+        num_samples: int,
+        *,
+        weight: Tensor | float | None = None,
+        loss_scale: Tensor | float | None = None,
+    ) -> None:
+        """Tells of the next backward pass; for where ``samples`` was not given, or is not enough.
+
+        Args:
+            num_samples: Samples in this process's micro-batch.
+            weight: As in :meth:`microbatch`.
+            loss_scale: As in :meth:`microbatch`.
+
+        Raises:
+            InputError: If the source is not ``"microbatch"``, a count or weight is not positive, or
+                only some weights are given.
+        """
+        check_finds_passes(self._source_name)
+        self._batches.tell(self._parts.part(num_samples, weight, loss_scale))
 
     @contextmanager
     def microbatch(
         self,
         num_samples: int,
         *,
-        weight: float | None = None,
+        weight: Tensor | float | None = None,
         loss_scale: Tensor | float | None = None,
     ) -> Iterator[None]:
         """A context around the backward pass of one micro-batch.
@@ -166,42 +202,17 @@ class NoiseScale:
             num_samples: Samples in this process's micro-batch; with ``"accumulated"`` on several
                 processes, the same on each.
             weight: Factor between the micro-batch's mean loss and what ``backward`` is called
-                on, loss scale aside. Default: as ``accumulation`` says.
+                on, loss scale aside; a tensor stays on its device. Default: as ``accumulation``
+                says.
             loss_scale: Loss scale of this backward pass. Default: the scaler's, or 1.
 
         Raises:
             InputError: If a count or weight is not positive, or only some weights are given.
         """
-        part = self._parts.part(num_samples, weight)
-        if self._open:
-            raise InputError(
-                "Expected one micro-batch at a time. Found one inside another. "
-                "Remedy: leave the first before the second is entered."
-            )
-        if not self._measures_now:
+        part = self._parts.part(num_samples, weight, loss_scale)
+        recording = self._source.recording(num_samples) if self._measures_now else None
+        with self._batches.context(part, recording):
             yield
-            return
-        scale = self._scale_now() if loss_scale is None else loss_scale
-        self._open = True
-        try:
-            with self._source.recording(self._meter, num_samples):
-                yield
-        except BaseException:
-            # What this backward pass has added to .grad is unknown: the step cannot be measured.
-            self._parts.broken = True
-            self._meter.drop_part()
-            raise
-        finally:
-            self._open = False
-        self._meter.end_part(part.each, scale)
-        self._parts.add(part)
-        self._last_scale = scale
-
-    def _scale_now(self) -> Tensor | float:
-        if self._scaler is None:
-            return 1.0
-        # Through the public method: it hands out the scale without waiting for the device.
-        return self._scaler.scale(torch.ones((), device=self._history.ring.device))
 
     @torch.no_grad()
     def step(self, *, grad_scale: Tensor | float | None = None) -> None:
@@ -212,7 +223,7 @@ class NoiseScale:
 
         Args:
             grad_scale: Loss scale still in ``.grad``; 1 after ``scaler.unscale_``. Default: that
-                of the last micro-batch.
+                of the last micro-batch; ``LayerwiseGradScaler`` knows it.
 
         Raises:
             InputError: If the step has fewer than two parts, or unequal ones for ``"l1"``.
@@ -220,18 +231,26 @@ class NoiseScale:
         if not self._measures_now:
             self._count(self._steps + 1)
             return
-        scale = self._last_scale if grad_scale is None else grad_scale
+        self._batches.borders.finish()
         wrong = self._parts.wrong()
         try:
             if wrong is not None:
                 # The other processes wait in the collective: first that, then the error.
                 self._parts.broken = True
             if wrong is None or self.world.size > 1:
-                self._history.push(self._meter.measure(self._parts.step(), scale))
+                self._measure(self._loss_scale.of_gradients(grad_scale))
         finally:
             self._begin(self._steps + 1)
         if wrong is not None:
             raise wrong
+
+    def _measure(self, scale: Tensor | float) -> None:
+        step, sums = self._parts.step(), self._parts.sums
+        measured, verdict = self._meter.measure(step, scale)
+        self._history.push(measured)
+        self._alterations.note(
+            verdict, parts=sums.parts, samples=sums.samples, processes=self.world.size
+        )
 
     def estimate(self) -> NoiseEstimate:
         """The noise scale from the measurements so far, whole and by group.
@@ -252,7 +271,8 @@ class NoiseScale:
 
     def state_dict(self) -> dict[str, Any]:
         """The measurements, the same on every process; to be saved between steps."""
-        return {**self._history.state_dict(), "steps": self._steps}
+        altered = self.altered.clone()
+        return {**self._history.state_dict(), "steps": self._steps, "altered": altered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts saved measurements back; a step that had begun is forgotten.
@@ -261,4 +281,5 @@ class NoiseScale:
             InputError: If they are of other groups or another history.
         """
         self._history.load_state_dict(state)
+        self.altered.copy_(torch.as_tensor(state.get("altered", 0)))
         self._begin(int(state.get("steps", 0)))

@@ -1,7 +1,10 @@
-"""The parts of one step: what is known of them on the host, without their gradients."""
+"""The parts of one step: what is known of them without their gradients."""
 
 import math
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from steadygrad._checks import InputError, check_count, check_number
 
@@ -10,7 +13,7 @@ __all__ = ["Part", "PartSums", "Step", "StepParts"]
 
 @dataclass
 class PartSums:
-    """Sums over the parts of one step on this process: plain numbers, known without the device.
+    """Sums over the parts of one step on this process; tensors where weights are.
 
     Attributes:
         a: :math:`A`, the weights.
@@ -20,17 +23,17 @@ class PartSums:
         samples: Number of samples.
     """
 
-    a: float = 0.0
-    c: float = 0.0
-    d: float = 0.0
+    a: Tensor | float = 0.0
+    c: Tensor | float = 0.0
+    d: Tensor | float = 0.0
     parts: int = 0
     samples: int = 0
 
-    def add(self, weight: float, samples: int, parts: int) -> None:
+    def add(self, weight: Tensor | float, samples: int, parts: int) -> None:
         """Adds ``parts`` equal parts that share this weight and these samples."""
-        self.a += weight
-        self.c += weight * parts / samples
-        self.d += weight * weight / samples
+        self.a = self.a + weight
+        self.c = self.c + weight * (parts / samples)
+        self.d = self.d + weight * weight / samples
         self.parts += parts
         self.samples += samples
 
@@ -69,15 +72,17 @@ class Part:
         samples: Samples of this process in it.
         count: Number of equal parts it is made of: its samples, or 1.
         explicit: Whether the weight was given.
+        loss_scale: Loss scale of its backward pass; None: the scaler's, or 1.
     """
 
-    weight: float
+    weight: Tensor | float
     samples: int
     count: int
     explicit: bool
+    loss_scale: Tensor | float | None = None
 
     @property
-    def each(self) -> float:
+    def each(self) -> Tensor | float:
         """Weight of one of its equal parts."""
         return self.weight / self.count
 
@@ -109,36 +114,46 @@ class StepParts:
         self.sums = PartSums()
         self.broken = False
         self._explicit: bool | None = None
-        self._kinds: set[tuple[float, int]] = set()
+        self._kinds: set[tuple[float | None, int]] = set()
 
-    def part(self, samples: int, weight: float | None) -> Part:
+    def part(
+        self,
+        samples: int,
+        weight: Tensor | float | None = None,
+        loss_scale: Tensor | float | None = None,
+    ) -> Part:
         """The next micro-batch, which counts once it is added.
 
         Args:
             samples: Samples of this process in it.
             weight: Its weight; None: as ``accumulation`` says.
+            loss_scale: Its loss scale; None: the scaler's, or 1.
 
         Raises:
             InputError: If the weight is not positive, or only some micro-batches have one.
         """
         check_count("num_samples", samples)
-        if weight is not None:
-            check_number("weight", weight, low=0, low_open=True)
         explicit = weight is not None
         if self._explicit not in (None, explicit):
             raise InputError(
                 "Expected a weight for all micro-batches of a step or for none. Found both. "
                 "Remedy: give each one its weight, or leave it to `accumulation`."
             )
-        provisional = weight or (samples if self._accumulation == "samples" else 1.0)
-        return Part(provisional, samples, samples if self._by_example else 1, explicit)
+        known: Tensor | float
+        if weight is None:
+            known = samples if self._accumulation == "samples" else 1.0
+        else:
+            known = _readable(weight)
+        return Part(known, samples, samples if self._by_example else 1, explicit, loss_scale)
 
     def add(self, part: Part) -> None:
         """Counts a micro-batch whose backward pass is over."""
         self._explicit = part.explicit
         together = part.samples * (self._processes if self._shared else 1)
         self.sums.add(part.weight, together, part.count)
-        self._kinds.add((part.weight, part.samples))
+        # Weights on the device cannot be compared without waiting for it.
+        weight = None if isinstance(part.weight, Tensor) else part.weight
+        self._kinds.add((weight, part.samples))
 
     def wrong(self) -> InputError | None:
         """What keeps the whole step from being measured, if anything does."""
@@ -149,13 +164,13 @@ class StepParts:
         if self.sums.parts < needed:
             return InputError(
                 f"Expected at least {needed} parts a step. Found {self.sums.parts}. Remedy: split "
-                "the batch into micro-batches, each in `with noise.microbatch(n)`, or use "
-                "source='per_example'."
+                "the batch into micro-batches, each in `with noise.microbatch(n)` or after "
+                "`noise.samples(n)`, or use source='per_example'."
             )
         if self._alike and len(self._kinds) > 1:
             return InputError(
                 "Expected equal micro-batches for metric='l1'. Found (weight, samples) in "
-                f"{sorted(self._kinds)}. Remedy: drop the last, smaller one."
+                f"{sorted(self._kinds, key=str)}. Remedy: drop the last, smaller one."
             )
         return None
 
@@ -167,9 +182,23 @@ class StepParts:
             return Step(PartSums(math.nan, math.nan, math.nan, parts=2, samples=2), 1.0, 1.0, 1.0)
         factor = 1.0
         if not self._explicit and self._accumulation == "mean":
-            factor = 1 / sums.a
+            factor = 1 / sums.a  # type: ignore[assignment]  # only a given weight is a tensor
         elif not self._explicit and self._accumulation == "samples":
             factor = (self._processes if self._shared else 1) / sums.samples
         if self._shared:
             return Step(sums, factor, share=1 / self._processes, multiple=1.0)
         return Step(sums, factor, share=1.0, multiple=float(self._processes))
+
+
+def _readable(weight: Tensor | float) -> Tensor | float:
+    """A checked number; what is on an accelerator stays there, and is NaN if negative."""
+    if not isinstance(weight, Tensor):
+        return check_number("weight", weight, low=0, low_open=True)
+    if weight.numel() != 1:
+        raise InputError(
+            f"Parameter `weight` should be one number. Found a tensor of shape "
+            f"{tuple(weight.shape)}. Remedy: a 0-d tensor, such as a sum of tokens."
+        )
+    wide = weight.detach().reshape(())
+    wide = wide.to(torch.float32 if weight.device.type == "mps" else torch.float64)
+    return torch.where(wide >= 0, wide, torch.nan)

@@ -1,9 +1,9 @@
 """The meter of sign-like updates: summed deviations against the descent of a sign step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steadygrad.formulas.noise_scale import SignalNoise, unbias_deviation
@@ -35,6 +35,7 @@ class SignMeter(Meter):
         world: The processes that train together.
         optimizer: An optimizer whose state holds ``exp_avg`` or ``momentum_buffer``.
         dtype: Type of the sums.
+        reduced: Whether the parts' gradients are those of all processes.
 
     References:
         | Adaptive Batch Sizes Using Non-Euclidean Gradient Noise Scales for Stochastic Sign and
@@ -50,11 +51,12 @@ class SignMeter(Meter):
         world: World,
         optimizer: Optimizer,
         dtype: torch.dtype,
+        reduced: bool = False,
     ) -> None:
         self._moments = Moments(optimizer, ("exp_avg", "momentum_buffer"))
         self._first: list[Tensor] = []
         self._second: list[Tensor] = []
-        super().__init__(measured, groups, world, euclidean_norms, dtype)
+        super().__init__(measured, groups, world, euclidean_norms, dtype, reduced)
 
     def clear(self) -> None:
         """Starts a new step."""
@@ -70,42 +72,48 @@ class SignMeter(Meter):
     def see(self, slot: int, gradient: Tensor) -> None:
         """Takes the gradient that the open part adds to a parameter."""
         self.see_norm(slot, self._zero)
+        gradient = local(gradient)
+        if slot in self.witness.lines:
+            self.witness.see(slot, gradient)
         # Added up at once, so that no part's gradient has to be kept.
-        wide = local(gradient).to(torch.float32)
+        wide = gradient.to(torch.float32)
         self._first[slot].add_(wide)
         self._second[slot].addcmul_(wide, wide)
 
-    def end_part(self, weight: float, loss_scale: Tensor | float) -> None:
+    def end_part(self, weight: Tensor | float, loss_scale: Tensor | float) -> None:
         """Closes the open part; all parts of a step weigh the same and share the loss scale."""
         super().end_part(weight, loss_scale)
         self._loss_scale = loss_scale
 
-    def measure(self, step: Step, scale: Tensor | float) -> SignalNoise:
-        """Deviation and descent of every group, whose ratio's square is the noise scale."""
+    def sums(self, gradients: Mapping[int, Tensor], step: Step, scale: Tensor | float) -> Tensor:
+        """This process's deviation and descent of every group, and the weight of its parts."""
         m = step.sums.parts
         # h_j = a g_j with a = A/m, for each of the m equal parts of n/m samples.
         weight = step.sums.a * step.factor
         variance_factor = (step.sums.samples / m) / ((m - 1) * (weight / m) ** 2)
-        c4 = unbias_deviation(self._zero.new_full((), m - 1)) * self._loss_scale
+        c4 = unbias_deviation(self._zero.new_full((), m - 1))
         deviation, descent = [], []
         for slot, measured in enumerate(self.measured):
             spread = self._second[slot] - self._first[slot] ** 2 / m
             sigma = (spread * variance_factor).clamp_(min=0).sqrt_().sum(dtype=self._zero.dtype)
             deviation.append(sigma / c4)
-            descent.append(self._descent(measured) * step.multiple / scale)
-        columns = torch.stack([torch.stack(deviation), torch.stack(descent)]) * self._shares
+            descent.append(self._descent(measured.parameter, gradients.get(slot)))
+        unscaled = torch.stack(deviation) / self._loss_scale
+        columns = torch.stack([unscaled, torch.stack(descent) * step.multiple / scale])
+        columns = columns * self._shares
         rows = columns.new_zeros(2, self.groups).index_add_(1, self._rows, columns)
-        total = torch.full_like(rows[0, :1], weight * step.share)
-        packed = self.world.sum(torch.cat([rows.flatten(), total]))
-        deviation_of, descent_of = packed[:-1].view(2, self.groups)
-        return SignalNoise(descent_of / packed[-1], deviation_of)
+        return torch.cat([rows.flatten(), (self._zero + weight * step.share)[None]])
 
-    def _descent(self, measured: Measured) -> Tensor:
-        gradient = measured.parameter.grad
+    def solve(self, sums: Tensor) -> SignalNoise:
+        """Deviation and descent of every group, whose ratio's square is the noise scale."""
+        deviation, descent = sums[:-1].view(2, self.groups)
+        return SignalNoise(descent / sums[-1], deviation)
+
+    def _descent(self, parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
         if gradient is None:
             return self._zero
-        momentum = self._moments.of(measured.parameter)
+        momentum = self._moments.of(parameter)
         if momentum is None:
             return torch.full_like(self._zero, torch.nan)
         sign = torch.sign(momentum).to(torch.float32)
-        return (local(gradient).to(torch.float32) * sign).sum(dtype=self._zero.dtype)
+        return (gradient.to(torch.float32) * sign).sum(dtype=self._zero.dtype)

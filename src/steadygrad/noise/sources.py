@@ -9,14 +9,16 @@ from torch.utils.hooks import RemovableHandle
 
 from steadygrad._checks import InputError
 from steadygrad.noise.meters import Measured, Meter
+from steadygrad.noise.passes import PassBorders
 from steadygrad.noise.per_example import ExampleNorms
-from steadygrad.sharding import World, fsdp_modules, is_sharded
+from steadygrad.sharding import World, fsdp_modules, is_sharded, local
 
 __all__ = [
     "AccumulatedSource",
     "BackwardSource",
     "ExampleSource",
     "Source",
+    "leaves_of",
     "plain_name",
 ]
 
@@ -32,7 +34,7 @@ def plain_name(name: str) -> str:
 class Source(Protocol):
     """Feeds a meter the gradient that each part adds to ``.grad``."""
 
-    def recording(self, meter: Meter, samples: int) -> AbstractContextManager[None]:
+    def recording(self, samples: int) -> AbstractContextManager[None]:
         """A context around one part's backward pass."""
 
     def enable(self, active: bool) -> None:
@@ -47,47 +49,52 @@ class BackwardSource:
 
     A hook on a leaf runs once a backward pass with the summed gradient of all the leaf's uses,
     before it is added to ``.grad`` and before DDP or FSDP2 reduces it. So every rank's micro-batch
-    is a part of its own. FSDP2 keeps one unsharded parameter object for good and lets gradients
-    flow into it; the hooks sit on those.
+    is a part of its own.
 
     Args:
-        model: The model as it is called in training.
-        measured: The parameters to watch.
-        world: The processes that train together.
+        leaves: What gradients flow into, by slots.
+        meter: Measures them.
+        borders: Finds the passes outside of recordings.
     """
 
-    def __init__(self, model: nn.Module, measured: list[Measured], world: World) -> None:
-        self._meter: Meter | None = None
-        leaves = _unsharded(model) if world.kind == "fsdp" else {}
+    def __init__(self, leaves: list[nn.Parameter], meter: Meter, borders: PassBorders) -> None:
+        self._meter, self._borders = meter, borders
+        self._recording, self._enabled = False, True
         self._handles: list[RemovableHandle] = [
-            leaves.get(m.name, m.parameter).register_hook(self._hook(slot))
-            for slot, m in enumerate(measured)
+            leaf.register_hook(self._hook(slot)) for slot, leaf in enumerate(leaves)
         ]
 
     def _hook(self, slot: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            if self._meter is not None:
+            if self._recording or (self._enabled and self._borders.measured()):
                 # It has a history of its own only under create_graph=True.
                 self._meter.see(slot, gradient.detach() if gradient.requires_grad else gradient)
 
         return hook
 
     @contextmanager
-    def recording(self, meter: Meter, samples: int) -> Iterator[None]:
+    def recording(self, samples: int) -> Iterator[None]:
         """A context around one part's backward pass."""
-        self._meter = meter
+        self._recording = True
         try:
             yield
         finally:
-            self._meter = None
+            self._recording = False
 
     def enable(self, active: bool) -> None:
-        """Changes nothing: outside a recording the hooks return at once."""
+        """Looks for passes outside of recordings, or leaves them alone."""
+        self._enabled = active
 
     def remove(self) -> None:
         """Takes every hook off the model."""
         for handle in self._handles:
             handle.remove()
+
+
+def leaves_of(model: nn.Module, measured: list[Measured], world: World) -> list[nn.Parameter]:
+    """What gradients flow into: with FSDP2 the one unsharded parameter that it keeps for good."""
+    unsharded = _unsharded(model) if world.kind == "fsdp" else {}
+    return [unsharded.get(m.name, m.parameter) for m in measured]
 
 
 def _unsharded(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -111,32 +118,34 @@ class AccumulatedSource:
 
     Args:
         measured: The parameters to watch.
+        meter: Measures them.
         world: The processes that train together.
 
     Raises:
         InputError: For DDP, whose ``.grad`` is local or reduced depending on ``no_sync``.
     """
 
-    def __init__(self, measured: list[Measured], world: World) -> None:
+    def __init__(self, measured: list[Measured], meter: Meter, world: World) -> None:
         if world.kind == "ddp":
             raise InputError(
                 "Expected `source='accumulated'` with one process or FSDP2. Found DDP. "
                 "Remedy: source='microbatch'."
             )
+        self._meter = meter
         self._parameters = [m.parameter for m in measured]
         self._before: list[Tensor | None] = [None] * len(measured)
 
     @contextmanager
-    def recording(self, meter: Meter, samples: int) -> Iterator[None]:
+    def recording(self, samples: int) -> Iterator[None]:
         """A context around one part's backward passes."""
-        if meter.is_empty:
+        if self._meter.is_empty:
             self._before = [None if p.grad is None else p.grad.clone() for p in self._parameters]
         yield
         for slot, parameter in enumerate(self._parameters):
             if parameter.grad is None:
                 continue
             before = self._before[slot]
-            meter.see(slot, parameter.grad if before is None else parameter.grad - before)
+            self._meter.see(slot, parameter.grad if before is None else parameter.grad - before)
             self._before[slot] = parameter.grad.clone()
 
     def enable(self, active: bool) -> None:
@@ -152,20 +161,45 @@ class ExampleSource:
     Args:
         norms: The layers' taps.
         measured: The parameters they measure.
+        leaves: What gradients flow into, by slots.
+        meter: Measures them.
     """
 
-    def __init__(self, norms: ExampleNorms, measured: list[Measured]) -> None:
-        self._norms, self._measured = norms, measured
+    def __init__(
+        self,
+        norms: ExampleNorms,
+        measured: list[Measured],
+        leaves: list[nn.Parameter],
+        meter: Meter,
+    ) -> None:
+        self._norms, self._measured, self._meter = norms, measured, meter
+        self._recording = False
+        # Norms do not add up to a gradient: what was seen of it must be taken from it.
+        self._handles: list[RemovableHandle] = [
+            leaves[slot].register_hook(self._hook(slot)) for slot in meter.witness.slots
+        ]
+
+    def _hook(self, slot: int) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            witness = self._meter.witness
+            if self._recording and slot in witness.lines:
+                witness.see(slot, local(gradient.detach()))
+
+        return hook
 
     @contextmanager
-    def recording(self, meter: Meter, samples: int) -> Iterator[None]:
+    def recording(self, samples: int) -> Iterator[None]:
         """A context around one micro-batch's backward pass."""
-        with self._norms.recording(samples):
-            yield
+        self._recording = True
+        try:
+            with self._norms.recording(samples):
+                yield
+        finally:
+            self._recording = False
         squares = self._norms.pop()
         for slot, measured in enumerate(self._measured):
             if measured.name in squares:
-                meter.see_norm(slot, squares[measured.name].sqrt())
+                self._meter.see_norm(slot, squares[measured.name].sqrt())
 
     def enable(self, active: bool) -> None:
         """Taps the forward passes to come, or leaves them alone."""
@@ -174,3 +208,5 @@ class ExampleSource:
     def remove(self) -> None:
         """Takes every hook off the model."""
         self._norms.remove()
+        for handle in self._handles:
+            handle.remove()

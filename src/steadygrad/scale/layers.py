@@ -49,6 +49,7 @@ class Layers:
         self.model, self.layers, self.version = model, layers, 0
         # Module and name of each parameter, so that an exchanged one is noticed.
         self._slots: list[tuple[nn.Module, str, weakref.ref[nn.Parameter]]] = []
+        self._owners: dict[int, tuple[weakref.ref[nn.Parameter], int]] = {}
         self._refresh()
 
     def chain(self, index: int) -> Iterator[int]:
@@ -62,12 +63,17 @@ class Layers:
         """Finds the innermost layers around parameters; None for parameters of other models.
 
         Wrappers exchange parameters, and Python gives the id of an old one to a new one. So each
-        call compares the model's parameters with those that the table of ids was made of.
+        call compares the model's parameters with those that the table of ids was made of. What was
+        exchanged and lives keeps its owner, as FSDP2's shards do while whole ones replace them.
         """
         current = all(m._parameters.get(name) is old() for m, name, old in self._slots)
-        if not current or any(id(parameter) not in self._owners for parameter in parameters):
+        if not current or any(self._owner(parameter) is None for parameter in parameters):
             self._refresh()
-        return [self._owners.get(id(parameter)) for parameter in parameters]
+        return [self._owner(parameter) for parameter in parameters]
+
+    def _owner(self, parameter: Tensor) -> int | None:
+        known, owner = self._owners.get(id(parameter), (None, LOSS))
+        return owner if known is not None and known() is parameter else None
 
     def _refresh(self) -> None:
         """Rebuilds the table of slots, and the table of owners by the parameters' ids."""
@@ -88,7 +94,9 @@ class Layers:
         )
         self.version += not same
         self._slots = slots
-        self._owners = {key: owner for key, (owner, _) in owners.items()}
+        alive = {key: entry for key, entry in self._owners.items() if entry[0]() is not None}
+        now = {id(old()): (old, owners[id(old())][0]) for _, _, old in slots}
+        self._owners = alive | now
 
     def _two_scales(self, first: str, one: int, second: str, other: int) -> InputError:
         return InputError(

@@ -1,6 +1,6 @@
 """A gradient scaler with a scale for each chosen layer."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -226,6 +226,16 @@ class LayerwiseGradScaler:
     def get_scales(self) -> dict[str, float]:
         """Returns each layer's own scale by name, the loss's by ``""``; waits for the device."""
         return {name: row["scale"] for name, row in self._table.state_dict().items()}
+
+    def parameter_scales(self, parameters: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Returns a function: the scale that each gradient carries now, with shape ``(n)``.
+
+        One where ``unscale_`` has taken it out. NaN for all after a value in this step that was not
+        finite: boundaries keep it from the gradients behind them. Nothing waits for the device.
+        """
+        if not self._table.enabled:
+            return lambda: torch.ones(len(parameters), device=self._table.own.device)
+        return self._unscaler.carried_scales(parameters)
 
     def left_out(self) -> list[str]:
         """Lists layers that count as part of those around them; known after the first ``scale``.

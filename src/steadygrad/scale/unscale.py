@@ -1,7 +1,7 @@
 """Takes the scales out of an optimizer's gradients, and takes or skips its step."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from steadygrad.formulas.exponents import BINS, exponent_histograms
 from steadygrad.scale.audit import GraphAudit
-from steadygrad.scale.layers import Layers
+from steadygrad.scale.layers import LOSS, Layers
 from steadygrad.scale.table import ScaleTable
 from steadygrad.sharding import World, gather_json, local, process_world
 
@@ -100,6 +100,25 @@ class StepUnscaler:
         self.stages[optimizer] = "unscaled"
         if table.measuring:
             self._record_counts(*own[:, 1:].split(BINS, dim=1))
+
+    def carried_scales(self, parameters: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Finds the layers of parameters once; see :meth:`LayerwiseGradScaler.parameter_scales`."""
+        table = self._table
+        owners = [owner or LOSS for owner in self._layers.owners(parameters)]
+        rows = torch.tensor(owners, device=table.own.device)
+
+        def carried() -> Tensor:
+            table.collect()
+            scales = torch.where(table.nonfinite.any(), torch.nan, table.totals[rows])
+            if not self.stages:
+                return scales
+            groups = [group for optimizer in self.stages for group in optimizer.param_groups]
+            unscaled = {id(p) for group in groups for p in group["params"]}
+            taken_out = torch.tensor([id(p) in unscaled for p in parameters])
+            taken_out = taken_out.to(rows.device, non_blocking=True)
+            return torch.where(taken_out, scales / table.totals[rows], scales)
+
+        return carried
 
     def _gradients_by_layer(
         self, optimizer: Optimizer, wanted: Callable[[Tensor], bool] = lambda parameter: True

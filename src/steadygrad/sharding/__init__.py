@@ -7,7 +7,14 @@ from steadygrad.sharding.packed_sum import PackedSum
 from steadygrad.sharding.processes import join_processes, leave_processes
 from steadygrad.sharding.rank_sum import RankSum
 from steadygrad.sharding.shard_sum import ShardSum
-from steadygrad.sharding.shards import aligned, aligned_locals, is_sharded, local, shared_out
+from steadygrad.sharding.shards import (
+    aligned,
+    aligned_locals,
+    first_shard,
+    is_sharded,
+    local,
+    shared_out,
+)
 from steadygrad.sharding.whole import (
     load_model_state,
     load_optimizer_state,
@@ -31,6 +38,7 @@ __all__ = [
     "aligned",
     "aligned_locals",
     "data_parallel_world",
+    "first_shard",
     "fsdp_modules",
     "gather_json",
     "is_sharded",

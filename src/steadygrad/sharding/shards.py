@@ -2,14 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-__all__ = ["aligned", "aligned_locals", "is_sharded", "local", "shared_out"]
+__all__ = ["aligned", "aligned_locals", "first_shard", "is_sharded", "local", "shared_out"]
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -20,6 +20,30 @@ def is_sharded(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a tensor: its shard if it is a DTensor, else the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class FirstShard(NamedTuple):
+    """The rows of a tensor that the first process of its mesh's last dimension holds.
+
+    Attributes:
+        shape: Their shape; the tensor's own where it is not sharded.
+        here: Whether this process holds them.
+    """
+
+    shape: tuple[int, ...]
+    here: bool
+
+
+def first_shard(tensor: Tensor) -> FirstShard | None:
+    """The first rows of a tensor, which lie alike in its whole; None if its columns are sharded."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor) or not isinstance(tensor.placements[-1], Shard):
+        return FirstShard(shape, True)
+    if tensor.placements[-1].dim != 0:
+        return None
+    coordinate = tensor.device_mesh.get_coordinate()
+    rows = -(-shape[0] // tensor.device_mesh.size(-1))
+    return FirstShard((rows, *shape[1:]), coordinate is not None and coordinate[-1] == 0)
 
 
 def aligned(gradient: Tensor, parameter: Tensor) -> Tensor:

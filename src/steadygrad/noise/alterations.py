@@ -1,0 +1,136 @@
+"""Steps whose gradients are not what was seen: counted, and one warning with a likely cause."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad.formulas.summed_parts import likely_cause
+from steadygrad.noise.witness import WIDTH, Verdict
+
+__all__ = ["Alterations"]
+
+# On an accelerator the host looks so seldom, at numbers that have long arrived.
+_INTERVAL = 16
+
+# What `.grad` seems to hold, and the remedy.
+_CAUSES = {
+    "clipping": (
+        "smaller ones, as after clipping",
+        "noise.step() before gradients are clipped or normalised",
+    ),
+    "loss scale": (
+        "ones that carry another loss scale",
+        "NoiseScale(model, scaler=scaler), and noise.step(grad_scale=1.0) after scaler.unscale_()",
+    ),
+    "accumulation": (
+        "ones divided after the backward passes, by the number of micro-batches or samples",
+        "noise.step() before that, and the `accumulation` that the losses then have",
+    ),
+    "leftover": (
+        "ones that hold more: gradients left from before, or of a backward pass not seen",
+        "zero_grad() before the first micro-batch, and noise told of every backward pass",
+    ),
+    "cleared": (
+        "none",
+        "noise.step() before zero_grad()",
+    ),
+    "unseen": (
+        "ones of backward passes that were not seen",
+        "NoiseScale(model, samples=...), or `noise.samples(n)` before every backward pass",
+    ),
+    "summed": (
+        "ones added up over the processes, not averaged",
+        "noise.step(grad_scale=number of processes), times the loss scale if there is one",
+    ),
+}
+
+
+class _Report(NamedTuple):
+    """What the host knows of a step; see :func:`likely_cause`."""
+
+    parts: int
+    samples: int
+    processes: int
+    unit: float
+
+
+class Alterations:
+    """Counts steps left out because ``.grad`` was not the sum of the parts, and warns once.
+
+    Attributes:
+        count: Their number, with shape ``()``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.count = torch.zeros((), dtype=torch.int64, device=device)
+        self._on_host = device.type == "cpu"
+        self._newest: Tensor | None = None
+        self._copied: tuple[Tensor, Any] | None = None
+        self._steps, self._warned = 0, False
+
+    def note(self, verdict: Verdict, *, parts: int, samples: int, processes: int) -> None:
+        """Counts a step if it was altered.
+
+        Args:
+            verdict: What a step's gradients say.
+            parts: Number of parts on this process.
+            samples: Number of samples on this process.
+            processes: Number of processes.
+        """
+        self.count.add_(verdict.altered)
+        if self._warned:
+            return
+        report = _Report(parts, samples, processes, verdict.unit)
+        if self._on_host:
+            if verdict.altered:
+                self._warn(_flagged(verdict).tolist(), report)
+            return
+        # The newest altered step's; zeros before there was one.
+        rows = _flagged(verdict)
+        newest = torch.zeros_like(rows) if self._newest is None else self._newest
+        self._newest = torch.where(verdict.altered, rows, newest)
+        self._steps += 1
+        if self._steps % _INTERVAL == 1:
+            self._look(self._newest, report)
+
+    def _look(self, newest: Tensor, report: _Report) -> None:
+        """Reads the copy of an interval ago, and makes the next one; waits for neither."""
+        if self._copied is not None and self._copied[1].query():
+            numbers = self._copied[0].tolist()
+            if numbers[0]:
+                self._warn(numbers, report)
+                return
+        self._copied = self._copy(newest)
+
+    @staticmethod
+    def _copy(newest: Tensor) -> tuple[Tensor, Any]:
+        """A copy on the host, and the event after which it is there."""
+        here = torch.empty(newest.shape, dtype=newest.dtype, pin_memory=newest.is_cuda)
+        here.copy_(newest, non_blocking=True)
+        event = torch.Event(newest.device)
+        event.record()
+        return here, event
+
+    def _warn(self, flagged: Sequence[float], report: _Report) -> None:
+        rows = [flagged[1 + i : 1 + i + WIDTH] for i in range(0, 3 * WIDTH, WIDTH)]
+        seen, found, scales = zip(*(row for row in zip(*rows, strict=True) if row[2]), strict=True)
+        what, remedy = _CAUSES[likely_cause(seen, found, scales, **report._asdict())]
+        self._warned = True
+        warnings.warn(
+            "Expected `.grad` to be the sum of the micro-batches' gradients at noise.step(). "
+            f"Found {what}. Such steps are left out, and `noise.altered` counts them. "
+            f"Remedy: {remedy}.",
+            stacklevel=6,
+        )
+
+
+def _flagged(verdict: Verdict) -> Tensor:
+    """Whether the step was altered, then elements of the parts and ``.grad``, and loss scales."""
+    scales = torch.zeros_like(verdict.seen) + verdict.scales
+    rows = torch.stack([verdict.seen, verdict.found, scales])
+    # Of one width, though steps look at other parameters; a scale of zero says that there is none.
+    rows = nn.functional.pad(rows, (0, WIDTH - rows.shape[1]))
+    return torch.cat([verdict.altered.to(rows).view(1), rows.flatten()])

@@ -1,0 +1,222 @@
+"""A few elements of gradients, looked at twice: in the parts, and in what is left in `.grad`."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad.formulas.summed_parts import is_altered, running_squares
+from steadygrad.noise.parts import Step
+from steadygrad.sharding import World, first_shard, replicas
+
+__all__ = ["WIDTH", "Verdict", "Witness"]
+
+# Clipping, loss scales and what was left from before change every element: so many tell. What
+# changes a few parameters alone is found when it is their turn.
+_PARAMETERS, _ELEMENTS = 4, 16
+# Elements of a step at most.
+WIDTH = _PARAMETERS * _ELEMENTS
+
+
+class Verdict(NamedTuple):
+    """What the elements say of one step.
+
+    Attributes:
+        altered: Whether ``.grad`` is anything but the parts' sum, boolean with shape ``()``.
+        seen: Sums of the parts' elements, with shape ``(n)``.
+        found: The same elements of ``.grad``.
+        scales: Loss scales of the parts, of each element or all.
+        unit: Unit roundoff of the coarsest type that was met.
+    """
+
+    altered: Tensor
+    seen: Tensor
+    found: Tensor
+    scales: Tensor | float
+    unit: float
+
+
+class Line:
+    """Some elements of a parameter: equally far from each other in every dimension.
+
+    Of a sharded parameter they lie in its first shard.
+
+    Args:
+        shape: Shape of the parameter, or of its first shard.
+        here: Whether that shard is this process's.
+        share: One over the number of processes that hold a copy.
+
+    Attributes:
+        size: Number of elements.
+        share: As given; zero on processes that do not have them.
+    """
+
+    def __init__(self, shape: Sequence[int], here: bool, share: float) -> None:
+        self.size = min(_ELEMENTS, max(shape, default=1))
+        self.here, self.share = here, share if here else 0.0
+        # Distance from one element to the next, by dimensions.
+        self._steps = tuple(size // self.size for size in shape)
+        self._strides: tuple[int, ...] | None = None
+        self._stride = 0
+
+    def of(self, gradient: Tensor) -> Tensor:
+        """These elements of a dense tensor, as a view."""
+        strides = gradient.stride()
+        if strides != self._strides:
+            self._strides = strides
+            self._stride = sum(a * b for a, b in zip(self._steps, strides, strict=True))
+        return gradient.as_strided((self.size,), (self._stride,), gradient.storage_offset())
+
+
+class _Turn(NamedTuple):
+    """What is looked at in one step: lines by slots, and each element's slot and share."""
+
+    lines: dict[int, Line]
+    slots: Tensor
+    shares: Tensor
+
+    @classmethod
+    def of(cls, lines: dict[int, Line], zero: Tensor) -> "_Turn":
+        slots = [slot for slot, line in lines.items() for _ in range(line.size)]
+        shares = [line.share for line in lines.values() for _ in range(line.size)]
+        on_device = torch.tensor(slots, dtype=torch.int64, device=zero.device)
+        return cls(lines, on_device, torch.tensor(shares, dtype=zero.dtype, device=zero.device))
+
+
+class Witness:
+    """The same elements of the parts and of ``.grad``, which must be the parts' sum.
+
+    Args:
+        parameters: The measured parameters; a slot is an index into them.
+        world: The processes that train together.
+        zero: A number of the type, and on the device, of all sums.
+        reduced: Whether the parts' gradients are sharded like the parameters.
+
+    Attributes:
+        slots: What is looked at sooner or later.
+        lines: What is looked at in this step, by slots.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], world: World, zero: Tensor, reduced: bool
+    ) -> None:
+        self._world, self._zero, self._reduced = world, zero, reduced
+        found = {slot: line_of(parameter, world) for slot, parameter in enumerate(parameters)}
+        known = {slot: line for slot, line in found.items() if line is not None}
+        self.slots = list(known)
+        count = max(-(-len(known) // _PARAMETERS), 1)
+        chosen = (self.slots[start::count] for start in range(count))
+        self._turns = [_Turn.of({slot: known[slot] for slot in slots}, zero) for slots in chosen]
+        # What is lost in the sums here and in loss scales, which are float32; and by gradients on
+        # their way between processes, which may be bfloat16.
+        here = max(8 * torch.finfo(zero.dtype).eps, _unit(torch.float32))
+        self._unit = here if world.size == 1 else _unit(torch.bfloat16)
+        self.turn(0)
+        self.clear()
+
+    def turn(self, step: int) -> None:
+        """Looks at the parameters whose turn it is, on all processes the same."""
+        self.lines, self._slots, self._shares = self._turns[step % len(self._turns)]
+
+    def clear(self) -> None:
+        """Starts a new step."""
+        self._parts: list[Tensor] = []
+        self._scales: Tensor | float = 1.0
+        self._types: set[torch.dtype] = set()
+        self.drop_part()
+
+    def drop_part(self) -> None:
+        """Forgets the open part."""
+        self._open: dict[int, Tensor] = {}
+
+    def see(self, slot: int, gradient: Tensor) -> None:
+        """Takes the gradient of a slot that has a line, as this process has it."""
+        line = self.lines[slot]
+        if self._reduced and not line.here:
+            return
+        # A copy at once: whoever reduces gradients writes into them.
+        elements = line.of(gradient).clone()
+        before = self._open.get(slot)
+        self._open[slot] = elements if before is None else before + elements
+
+    def end_part(self, loss_scale: Tensor | float) -> None:
+        """Closes the open part."""
+        if self.lines:
+            row, scales = self._row(self._open), self._spread(loss_scale)
+            row = row * self._shares if self._reduced else row
+            # Without a scale nothing is done: small calls are what all this costs.
+            self._parts.append(row / scales if isinstance(scales, Tensor) or scales != 1 else row)
+            self._scales = scales
+        self.drop_part()
+
+    def column(self, gradients: Mapping[int, Tensor], step: Step, scale: Tensor | float) -> Tensor:
+        """This process's sums, to be added up over all processes, with shape ``(2 n + 1)``.
+
+        Args:
+            gradients: This process's parts of ``.grad``, by slots.
+            step: How they were reduced.
+            scale: Loss scale that is still in them; one for all, or for each slot.
+        """
+        if not self.lines:
+            return self._zero.new_zeros(1)
+        lines = self.lines.items()
+        found = {
+            slot: line.of(gradients[slot])
+            for slot, line in lines
+            if slot in gradients and line.here
+        }
+        taken_out = self._spread(scale)
+        held = self._row(found) * self._shares * (step.multiple / taken_out)
+        parts = torch.stack(self._parts) if self._parts else torch.zeros_like(held)[None]
+        # Where a type has no smaller numbers, a rounding is not relative to the sum.
+        least = self._least() / self.unit / taken_out
+        coarse = least * least * len(parts)
+        coarse = coarse.expand_as(held).sum() if isinstance(coarse, Tensor) else coarse * len(held)
+        squares = running_squares(parts) + coarse
+        return torch.cat([parts.sum(0), held, squares.view(1)])
+
+    def judge(self, sums: Tensor) -> Verdict:
+        """Compares what the processes have added up."""
+        count = len(self._slots)
+        seen, found = sums[:count], sums[count:-1]
+        altered = is_altered(seen, found, sums[-1], self.unit, self._world.size)
+        return Verdict(altered, seen, found, self._scales, self.unit)
+
+    @property
+    def unit(self) -> float:
+        """Unit roundoff of the coarsest type that was met."""
+        return max([self._unit, *map(_unit, self._types)])
+
+    def _least(self) -> float:
+        """Smallest number of the coarsest type."""
+        limits = map(torch.finfo, self._types)
+        return max((it.smallest_normal * it.eps for it in limits), default=0.0)
+
+    def _row(self, elements: Mapping[int, Tensor]) -> Tensor:
+        """Elements of all slots, zero where a slot has none."""
+        self._types.update(taken.dtype for taken in elements.values())
+        devices = {taken.device for taken in elements.values()}
+        if len(elements) == len(self.lines) and len(devices) == 1:
+            return torch.cat([elements[slot] for slot in self.lines]).to(self._zero)
+        blank = {slot: self._zero.new_zeros(line.size) for slot, line in self.lines.items()}
+        return torch.cat([elements.get(slot, zeros).to(zeros) for slot, zeros in blank.items()])
+
+    def _spread(self, scale: Tensor | float) -> Tensor | float:
+        """A scale of each slot as one of each element."""
+        if not isinstance(scale, Tensor):
+            return scale
+        wide = scale.to(self._zero)
+        return wide[self._slots] if wide.dim() else wide
+
+
+def _unit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+def line_of(parameter: nn.Parameter, world: World) -> Line | None:
+    """Elements of a parameter that every process can find; None where there are none."""
+    first = first_shard(parameter)
+    if first is None or 0 in first.shape or not parameter.is_floating_point():
+        return None
+    return Line(first.shape, first.here, 1 / replicas(parameter, world))

@@ -1,0 +1,17 @@
+"""Whether a gradient is the sum of its parts, straight from the definition."""
+
+import torch
+from torch import Tensor
+
+
+def accumulated(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """What autograd leaves in `.grad`: one part after the other, each sum rounded to its type."""
+    total = parts[0].to(dtype)
+    for part in parts[1:]:
+        total = total + part.to(dtype)
+    return total
+
+
+def is_altered(parts: list[Tensor], gradient: Tensor) -> bool:
+    """Whether anything but the parts, added up, is in the gradient; to the bit."""
+    return not torch.equal(accumulated(parts, gradient.dtype), gradient)

@@ -1,0 +1,275 @@
+"""`NoiseScale` finds its own micro-batches, and says what it says with contexts, to the bit."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from steadygrad._checks import InputError
+from steadygrad.noise import NoiseScale
+from tests.reference import noise_scale as reference
+from tests.unit.noise.test_noise_scale_models import Tied, token_losses
+from tests.unit.noise.training_loop import COUNTS, EXACT, last, losses, make, per_sample
+
+
+def found(noise):
+    """Every kept measurement, to the bit."""
+    return noise.state_dict()["ring"]
+
+
+def with_contexts(noise, backwards, sizes):
+    for backward, size in zip(backwards, sizes, strict=True):
+        with noise.microbatch(size):
+            backward()
+    noise.step()
+
+
+def told_before(noise, backwards, sizes):
+    for backward, size in zip(backwards, sizes, strict=True):
+        noise.samples(size)
+        backward()
+    noise.step()
+
+
+def alone(noise, backwards, sizes):
+    for backward in backwards:
+        backward()
+    noise.step()
+
+
+def three_ways(model, backwards, sizes, **options):
+    """The measurements with contexts, with sizes told, and with a function that knows them."""
+    results = []
+    sizes_left = iter(sizes * 3)
+    for run, samples in [
+        (with_contexts, None),
+        (told_before, None),
+        (alone, lambda: next(sizes_left)),
+    ]:
+        noise = NoiseScale(model, samples=samples, **options)
+        for _ in range(3):
+            model.zero_grad()
+            run(noise, backwards, sizes)
+        results.append(found(noise))
+        assert (noise.skipped.item(), noise.altered.item()) == (0, 0)
+        noise.remove()
+    return results
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "preconditioned", "l1"])
+def test_micro_batches_are_found(metric):
+    model, x, y = make()
+    optimizer = torch.optim.Adam(model.parameters())
+    losses(model, x, y).mean().backward()
+    optimizer.step()
+    counts = [3, 3, 3] if metric == "l1" else COUNTS
+    x, y = x[: sum(counts)], y[: sum(counts)]
+    pairs = zip(x.split(counts), y.split(counts), strict=True)
+    backwards = [lambda a=a, b=b: (losses(model, a, b).mean() / 3).backward() for a, b in pairs]
+    contexts, told, called = three_ways(
+        model, backwards, counts, metric=metric, optimizer=optimizer
+    )
+    assert torch.isfinite(contexts[:3]).all()
+    assert torch.equal(told, contexts)
+    assert torch.equal(called, contexts)
+
+
+def test_and_are_right():
+    model, x, y = make()
+    noise = NoiseScale(model, samples=5)
+    for a, b in zip(x.split(5), y.split(5), strict=True):
+        (losses(model, a, b).mean() / 2).backward()
+    noise.step()
+    expected = reference.signal_and_noise(per_sample(model, x, y), [5, 5], [1.0, 1.0])
+    assert last(noise) == pytest.approx(expected, rel=EXACT)
+
+
+@pytest.mark.parametrize("mode", [None, False], ids=["plain", "checkpointed"])
+def test_tied_weights_and_checkpointing(mode):
+    torch.manual_seed(0)
+    model, x = Tied(mode).double(), torch.randint(7, (6, 5))
+    parts = x.split([2, 4])
+    backwards = [lambda p=p: (token_losses(model, p).mean() / 2).backward() for p in parts]
+    contexts, told, called = three_ways(model, backwards, [2, 4])
+    assert torch.isfinite(contexts[:3]).all()
+    assert torch.equal(told, contexts)
+    assert torch.equal(called, contexts)
+
+
+class Reentrant(nn.Module):
+    """A body whose forward pass is repeated in a backward pass of its own; with or without head."""
+
+    def __init__(self, head=True):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.head = nn.Linear(2, 2).requires_grad_(head)
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        for layer in self.body:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return self.head(x)
+
+
+def test_reentrant_checkpoints_belong_to_the_pass_around_them():
+    _, x, y = make()
+    model = Reentrant().double()
+    pairs = zip(x.split(5), y.split(5), strict=True)
+    backwards = [lambda a=a, b=b: (losses(model, a, b).mean() / 2).backward() for a, b in pairs]
+    contexts, told, called = three_ways(model, backwards, [5, 5])
+    assert torch.isfinite(contexts[:3]).all()
+    assert torch.equal(told, contexts)
+    assert torch.equal(called, contexts)
+
+
+def test_reentrant_checkpoints_alone_are_refused():
+    _, x, y = make()
+    model = Reentrant(head=False).double()
+    noise = NoiseScale(model, samples=10)
+    with pytest.raises(InputError, match=r"Found one inside.*use_reentrant=False"):
+        losses(model, x, y).mean().backward()
+    noise.remove()
+
+
+def test_parts_may_use_other_parameters():
+    """As experts do: what ends a part is the end of its pass, not a parameter seen twice."""
+    torch.manual_seed(0)
+    experts = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)]).double()
+    data = torch.randn(2, 4, 3, dtype=torch.float64)
+    backwards = [lambda i=i: (experts[i](data[i]).square().mean() / 2).backward() for i in (0, 1)]
+    contexts, told, called = three_ways(experts, backwards, [4, 4])
+    assert torch.isfinite(contexts[:3]).all()
+    assert torch.equal(told, contexts)
+    assert torch.equal(called, contexts)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_steps_in_between_cost_nothing_and_change_nothing(every):
+    model, x, y = make()
+    noises = [NoiseScale(model, every=every), NoiseScale(model, every=every, samples=5)]
+    for _ in range(4):
+        model.zero_grad()
+        for a, b in zip(x.split(5), y.split(5), strict=True):
+            with noises[0].microbatch(5):
+                (losses(model, a, b).mean() / 2).backward()
+        for noise in noises:
+            noise.step()
+    assert torch.equal(found(noises[0]), found(noises[1]))
+    assert noises[1].estimate().measurements.item() == len(range(0, 4, every))
+
+
+def fail_halfway(model, x, y):
+    """A backward pass that dies after some parameters have received their gradients."""
+    hidden = model[:2](x)
+    hidden.register_hook(lambda _: 1 / 0)
+    loss = (model[2:](hidden) - y).square().sum(-1).mean() / 2
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+
+
+def test_a_pass_that_failed_spoils_only_its_step():
+    model, x, y = make()
+    noise = NoiseScale(model, samples=5)
+    for failing in (False, True, False):
+        model.zero_grad()
+        if failing:
+            fail_halfway(model, x[:5], y[:5])
+        for a, b in zip(x.split(5), y.split(5), strict=True):
+            (losses(model, a, b).mean() / 2).backward()
+        noise.step()
+    ring = found(noise)
+    assert torch.isfinite(ring[:3]).flatten(1).all(1).tolist() == [True, False, True]
+    assert torch.equal(ring[0], ring[2])
+    assert noise.altered.item() == 0
+
+
+def test_a_pass_that_failed_last_spoils_its_step_too():
+    model, x, y = make()
+    noise = NoiseScale(model, samples=5)
+    for a, b in zip(x.split(5), y.split(5), strict=True):
+        (losses(model, a, b).mean() / 2).backward()
+    fail_halfway(model, x[:5], y[:5])
+    noise.step()
+    assert (noise.skipped.item(), noise.altered.item()) == (1, 0)
+
+
+def test_a_weight_on_the_device_equals_the_number():
+    """A count of tokens; a micro-batch of padding alone weighs nothing."""
+    model, x, y = make()
+    tokens = torch.tensor([4, 9, 0])
+    numbers, tensors = NoiseScale(model), NoiseScale(model)
+    for a, b, n, t in zip(x.split(COUNTS), y.split(COUNTS), COUNTS, tokens, strict=True):
+        if t > 0:
+            with numbers.microbatch(n, weight=t.item() / 13):
+                (losses(model, a, b).mean() * t.item() / 13).backward()
+    numbers.step()
+    model.zero_grad()
+    for a, b, n, t in zip(x.split(COUNTS), y.split(COUNTS), COUNTS, tokens, strict=True):
+        tensors.samples(n, weight=t / tokens.sum())
+        (losses(model, a, b).mean() * t / tokens.sum()).backward()
+    tensors.step()
+    # 1e-6: the weights are quotients in float32 here.
+    assert last(tensors) == pytest.approx(last(numbers), rel=1e-6)
+
+
+def test_a_negative_weight_on_the_device_leaves_the_step_out():
+    model, x, y = make()
+    noise = NoiseScale(model)
+    for weight in (0.8, -0.2):
+        noise.samples(5, weight=torch.tensor(weight))
+        (losses(model, x[:5], y[:5]).mean() * weight).backward()
+    noise.step()
+    assert (noise.skipped.item(), noise.altered.item()) == (1, 0)
+
+
+@pytest.mark.parametrize("source", ["per_example", "accumulated"])
+def test_other_sources_ask_for_the_context(source):
+    model, _, _ = make()
+    with pytest.raises(InputError, match=r"Found '.*'. Remedy: `with noise.microbatch\(n\)`"):
+        NoiseScale(model, source=source, samples=4)
+    noise = NoiseScale(model, source=source)
+    with pytest.raises(InputError, match=r"Remedy: `with noise.microbatch\(n\)`"):
+        noise.samples(4)
+    noise.remove()
+
+
+@pytest.mark.parametrize("samples", [0, 2.5, "4", True])
+def test_a_size_that_is_none_is_refused(samples):
+    with pytest.raises(InputError, match="`samples` should be an integer of at least 1"):
+        NoiseScale(nn.Linear(2, 2), samples=samples)
+
+
+@pytest.mark.filterwarnings(r"ignore:Using backward\(\) with create_graph")
+def test_gradients_of_gradients_leave_no_graph_behind():
+    model, x, y = make()
+    plain, noise = NoiseScale(model), NoiseScale(model, samples=5)
+    for a, b in zip(x.split(5), y.split(5), strict=True):
+        loss = losses(model, a, b).mean() / 2
+        with plain.microbatch(5):
+            loss.backward(create_graph=True)
+    plain.step()
+    noise.step()
+    assert torch.equal(found(plain), found(noise))
+    assert not found(noise).requires_grad
+    for p in model.parameters():
+        p.grad = None  # or the graph refers to itself
+
+
+def test_large_gradients_are_not_held_and_yet_compared():
+    """Autograd adds to the first one in place, where nobody holds it."""
+    torch.manual_seed(0)
+    model = nn.Linear(300, 300).double()
+    noise = NoiseScale(model, samples=4)
+    for x in torch.randn(3, 4, 300, dtype=torch.float64):
+        (model(x).square().mean() / 3).backward()
+    noise.step()
+    assert (noise.skipped.item(), noise.altered.item()) == (0, 0)
+
+
+def test_a_copied_model_is_not_measured():
+    model, x, y = make()
+    noise = NoiseScale(model, samples=5)
+    losses(copy.deepcopy(model), x, y).mean().backward()
+    assert noise._parts.sums.parts == 0
