@@ -24,8 +24,10 @@ def agreement(rank, world):
             key = f"{name} {mode}"
             found[f"clipping {key}"] = clipped_alike(make, options, mesh, rank)
             found[f"frozen {key}"] = frozen_group(make, options, mesh)
+            found[f"lopsided {key}"] = lopsided(make, options, mesh, rank)
             if world == 4:
                 found[f"experts {key}"] = experts(make, options, rank)
+                found[f"copies {key}"] = copies(make, options, rank)
             found[key] = [
                 local_infinity(make, options, mesh, rank, "gradient"),
                 local_infinity(make, options, mesh, rank, "scaler"),
@@ -155,6 +157,48 @@ def experts(make, options, rank):
             optimizer.step()
         local = [p.detach().to_local() if split else p.detach() for p in params]
         found.append([local[0][0].tolist(), local[1][0, :2].tolist()])
+    return found
+
+
+def copies(make, options, rank):
+    """Copies of a dense tensor beside experts on parts of the mesh, and beside a plain one.
+
+    In the fourth step one part's expert has a gradient that is not finite.
+    """
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "part")), []
+    part = rank // 2
+    for placements in ([Replicate(), Shard(0)], [Replicate(), Replicate()]):
+        for is_plain in (False, True):
+            dense = distribute_tensor(torch.ones(4, 4), mesh, placements)
+            own = torch.full((4, 4), 1.0 + part)
+            if not is_plain:
+                own = distribute_tensor(own, mesh["part"], [Shard(0)], src_data_rank=None)
+            params = [Parameter(dense), Parameter(own)]
+            optimizer = make(params, lr=0.1, **options, **CLIPPED[name_of(make)])
+            for step in range(6):
+                bad = step == 3 and part == 1
+                size = torch.nan if bad else 1.0 + 3 * part + step
+                params[0].grad = torch.ones_like(params[0]) * (1.0 + step)
+                params[1].grad = torch.full_like(params[1], size)
+                optimizer.step()
+            weight = params[0].detach().full_tensor()
+            found.append([float(optimizer.skipped), weight.flatten().tolist()])
+    return found
+
+
+def lopsided(make, options, mesh, rank):
+    """A plain parameter that one process alone holds, or alone has a gradient of."""
+    found = []
+    for frozen, elsewhere in ((True, 3), (False, 0), (False, 3)):
+        shared = Parameter(sharded(1.0, mesh), requires_grad=not frozen)
+        own = Parameter(torch.ones(3 if rank == 0 else elsewhere))
+        optimizer = make([shared, own], lr=0.1, **options, **CLIPPED[name_of(make)])
+        for step in range(5):
+            shared.grad = None if frozen else sharded(1.0 + step, mesh)
+            has_own = rank == 0 or (elsewhere and step != 1)
+            own.grad = torch.full_like(own, 2.0 + 3 * rank) if has_own else None
+            optimizer.step()
+        found.append([shared.detach().to_local().flatten()[0].item(), norms_of(optimizer, shared)])
     return found
 
 

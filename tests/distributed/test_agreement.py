@@ -39,8 +39,10 @@ def test_batches_built_anew_on_one_process_repeat_no_collective(results):
     for found in results:
         for key in keys():
             same, counts = found[key][4:]
-            # The first sum over shards, the second of LANS and LAMB, and the partial gradients.
-            assert counts == [2 if key.startswith("scaled_adam") else 3] * 8
+            # The first sum over shards, the second of LANS and LAMB, and the partial gradients;
+            # before the first step of all an agreement on what is spread alike.
+            usual = 2 if key.startswith("scaled_adam") else 3
+            assert counts == [usual + 1, usual, usual, usual] * 2
             assert same
 
 
@@ -61,6 +63,26 @@ def test_experts_on_parts_of_a_mesh_are_not_mixed(results):
             split, alone = found[f"experts {key}"]
             assert split[0] == pytest.approx(alone[0], rel=1e-5)
             assert split[1] == pytest.approx(alone[1], rel=1e-5)
+
+
+def test_copies_stay_alike_beside_tensors_that_differ(results):
+    """Joint norms and skipped steps reach the copies of a tensor, too."""
+    for key in keys() if len(results) == 4 else ():
+        found = [own[f"copies {key}"] for own in results]
+        assert found == [found[0]] * 4
+        assert [skipped for skipped, _ in found[0]] == [1.0] * 4
+        assert all(weights[0] != 1.0 for _, weights in found[0])
+
+
+def test_a_plain_parameter_on_one_process_alone(results):
+    """Nobody waits for good, and shards of one tensor take the same steps."""
+    for key in keys():
+        found = [own[f"lopsided {key}"] for own in results]
+        assert found == [found[0]] * len(found)
+        frozen, *others = found[0]
+        # ScaledAdam bounds and moves a frozen one only if it has a gradient: none has.
+        assert frozen[0] == 1.0
+        assert all(weight != 1.0 for weight, _ in others)
 
 
 def test_reports_beside_a_frozen_group(results):

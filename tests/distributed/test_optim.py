@@ -12,6 +12,13 @@ pytestmark = pytest.mark.distributed
 COLLECTIVES = {"lans": 2, "lamb": 2, "scaled_adam": 1}
 # Over how many processes each goes: replicas are not asked.
 GROUP = {(2, "fsdp"): 2, (2, "tp"): 2, (4, "fsdp"): 4, (4, "hsdp"): 2, (4, "2d"): 4}
+AGREEMENTS = {
+    (2, "fsdp"): [2],
+    (2, "tp"): [2],
+    (4, "fsdp"): [4],
+    (4, "hsdp"): [2, 2],
+    (4, "2d"): [2, 2, 2],
+}
 SHARED = {"lans": 1, "lamb": 1, "scaled_adam": 4}  # tensors that all parameters of a group share
 FORMS = ("nested", "flat")
 
@@ -68,7 +75,13 @@ def test_the_number_of_collectives_is_fixed_and_replicas_are_not_asked(results):
             count = 0 if layout == "ddp" else COLLECTIVES[name]
             groups = [GROUP[world, layout]] * count if count else []
             for parameters in (13, 201):
-                expected[f"{name} {layout} {parameters}"] = [[count, groups]] * 2
+                # Before the first step they agree, axis by axis, that all is spread alike.
+                first = AGREEMENTS[world, layout] if count else []
+                usual = [count, groups]
+                expected[f"{name} {layout} {parameters}"] = [
+                    [count + len(first), first + groups],
+                    usual,
+                ]
     for found in ranks:
         assert found["collectives"] == expected
 
@@ -77,7 +90,8 @@ def test_partial_gradients_of_a_sequence_make_one_collective_more(two):
     for found in two:
         for key, (difference, count) in found["sequence parallel"].items():
             assert difference < 1e-6  # as above
-            assert count == COLLECTIVES[key.split()[0]] + 1
+            # Of a first step, with its agreement.
+            assert count == COLLECTIVES[key.split()[0]] + 2
 
 
 def test_all_processes_skip_a_step_together(results):

@@ -103,15 +103,28 @@ def test_copies_are_asked_beside_plain_tensors(world):
 def test_other_axes_of_a_mesh_travel_together_with_shares(world):
     mesh = three_axes(world)
     # FSDP alone and tensor parallelism alone, each on its part of the mesh, and both.
-    tensors = [on(mesh["part"], S), on(mesh["tp"], S), on(mesh, R, S, Shard(1))]
+    tensors = [on(mesh["part"], S), on(mesh["tp"], S), on(mesh["part", "tp"], S, Shard(1))]
     result = ShardSum(tensors)(torch.ones(1, 3, dtype=torch.float64))
     assert [ranks for ranks, _ in world.calls] == [[4, 5, 6, 7]]
-    # Along one axis, then the other: so all four have agreed on the new group's name.
-    assert world.agreed == [[5, 7], [4, 5]]
+    # Along one axis, then the other: so all four have agreed on the new group's name. Before that
+    # all that share an axis, or all of the mesh, on whether they hold tensors of several kinds.
+    assert world.agreed[-2:] == [[5, 7], [4, 5]]
     # Who is elsewhere along the other axis may hold another tensor, and has a column of its own:
     # rank 5 is the first along `part` and the second along `tp`.
     assert sent(world) == [[0.0, 1.0, 1.0, 0.0, 1.0]]
     assert result.tolist() == [[1.0, 1.0, 1.0]]
+
+
+def test_copies_are_asked_beside_tensors_on_a_part_of_the_mesh(world):
+    """A part's tensor may differ from another part's, and with it what is found in it."""
+    mesh = three_axes(world)
+    total = ShardSum([on(mesh["tp"], S), on(mesh["copy", "tp"], R, R)], flags=1)
+    result = total(torch.tensor([[1.0, 3.0, 1.0]]))
+    # Rank 5 is at (1, 0, 1): a column for each part, half of each of two copies, and the flag.
+    assert world.calls[0][0] == [0, 1, 4, 5]
+    assert sent(world) == [[0.0, 1.0, 0.75, 1.0]]
+    assert not total.is_uniform
+    assert result.tolist() == [[1.0, 0.75, 1.0]]
 
 
 def test_parts_of_a_group_that_are_laid_out_alike():

@@ -134,9 +134,8 @@ class ParamBatch:
         if not torch.compiler.is_compiling():
             self._layout = Layout(self._own)
             self._grad_layout = Layout(self._own, None if table is None else table.types[0])
-            # Of small states the first: who moves their memory moves that of all.
             self._large = [t for tensors in (*self.moments, self._masters) for t in tensors]
-            self._states = [*self._large, *(states[0][name] for name in small)]
+            self._states = [*self._large, *(state[name] for name in small for state in states)]
             self._sizes = [t.numel() for t in self._large]
             self._addresses = addresses_of(self._states)
             if table is not None:

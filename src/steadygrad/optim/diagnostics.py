@@ -29,7 +29,10 @@ from torch import Tensor
 from steadygrad.formulas.clipping import EARLY
 from steadygrad.optim.batch import ParamBatch
 
-__all__ = ["Report"]
+__all__ = ["OWN_SUMS", "Report"]
+
+# Rows of `Report.own_sums`.
+OWN_SUMS = 2
 
 _QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 

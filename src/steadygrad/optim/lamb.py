@@ -94,8 +94,7 @@ class LAMB(LayerwiseOptimizer):
     ) -> list[tuple[int, Tensor]]:
         if all(group["max_grad_norm"] is None for group in self.param_groups):
             return []
-        count = len(self._params)
-        return [(0, sums[0].to(b.exact) / count) for b, sums in zip(batches, own, strict=True)]
+        return [(0, sums[0].to(b.exact)) for b, sums in zip(batches, own, strict=True)]
 
     def _scales(
         self,
@@ -113,7 +112,7 @@ class LAMB(LayerwiseOptimizer):
         ]
         # No parts are left in a report without gradients.
         mean = torch.stack(parts).sum() if parts else torch.zeros(())
-        root = (mean if joint is None else joint[0]).sqrt() * count**0.5
+        root = mean.sqrt() * count**0.5 if joint is None else joint[0].sqrt()
         found = []
         for b, rule in zip(batches, rules, strict=True):
             scale, bound = amp.unscale(b), b.group["max_grad_norm"]

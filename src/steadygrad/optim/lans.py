@@ -65,6 +65,7 @@ class LANS(LayerwiseOptimizer):
 
     _passes = lans
     _ratios = ("trust_ratio", "gradient_trust_ratio")
+    _report_rows = 4
 
     def __init__(
         self,

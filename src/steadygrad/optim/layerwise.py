@@ -9,7 +9,7 @@ from torch import Tensor
 from steadygrad._checks import InputError, check_number
 from steadygrad.formulas.lans import trust_ratio
 from steadygrad.optim.batch import ParamBatch
-from steadygrad.optim.diagnostics import Report
+from steadygrad.optim.diagnostics import OWN_SUMS, Report
 from steadygrad.optim.optimizer import ShardedOptimizer
 from steadygrad.optim.skipping import AmpState
 from steadygrad.optim.state import ADAM_FIELDS
@@ -26,6 +26,8 @@ class LayerwiseOptimizer(ShardedOptimizer):
     _fields = ADAM_FIELDS
     # Names in reports of the ratios to each direction's norm.
     _ratios: tuple[str, ...] = ("trust_ratio",)
+    # Sums of a report's second pass.
+    _report_rows = 2
     # Options of a group that the coefficients depend on besides the bounds.
     _ratio_options: tuple[str, ...] = ()
 
@@ -83,7 +85,8 @@ class LayerwiseOptimizer(ShardedOptimizer):
         by = self._scales(batches, norms, rules, amp, joint)
         passes = list(zip(batches, by, rules, strict=True))
         own = [b.passes.update_moments(b, x, rule) for b, x, rule in passes]
-        for (b, x, rule), sums in zip(passes, self._sums(batches, own), strict=True):
+        totals = self._sums(batches, own, 1 + len(self._ratios))
+        for (b, x, rule), sums in zip(passes, totals, strict=True):
             options = {name: b.group[name] for name in self._ratio_options}
             bounds = _bounds(b.group)
             found = self._passes.coefficients(sums, x, rule, lr=b.lr, bounds=bounds, **options)
@@ -98,14 +101,15 @@ class LayerwiseOptimizer(ShardedOptimizer):
             torch.cat([b.passes.grad_sq_norms(b), Report.own_sums(b, b.moments[1])])
             for b in batches
         ]
-        norms = self._sums(batches, own)
+        norms = self._sums(batches, own, 1 + OWN_SUMS)
         for (report, batch), sums in zip(owners, norms, strict=True):
             report.add_gradients(batch, sums)
             batch.taken = batch.active & torch.isfinite(sums[0])
         rules = [self._rule(batch.group) for batch in batches]
         by = self._scales(batches, norms, rules, amp, None)
         passes = list(zip(batches, by, rules, strict=True))
-        more = self._sums(batches, [self._report_sums(*given) for given in passes])
+        more = [self._report_sums(*given) for given in passes]
+        more = self._sums(batches, more, self._report_rows)
         for (report, batch), first, x, sums in zip(owners, norms, by, more, strict=True):
             self._add_ratios(batch, sums, report)
             report.add_unusual(batch, *self._unusual(batch, first, x, sums))

@@ -122,12 +122,13 @@ class TypeKeepingOptimizer(Optimizer):
     def _wrap(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         assert isinstance(optimizer, TypeKeepingOptimizer)
         optimizer._check_loaded(state_dict)
+        has_meta = any(p.is_meta for group in optimizer.param_groups for p in group["params"])
         return {
             **state_dict,
             # Options that are newer than the state dict, as in torch.
             "param_groups": [{**optimizer.defaults, **g} for g in state_dict["param_groups"]],
             "state": {
-                index: {name: _kept(value) for name, value in values.items()}
+                index: {name: _kept(value, has_meta) for name, value in values.items()}
                 for index, values in state_dict["state"].items()
             },
         }
@@ -142,10 +143,26 @@ class TypeKeepingOptimizer(Optimizer):
                         values[name] = self._place(p, group, name, value.tensor)
 
 
-def _kept(value: Any) -> Any:
+def _kept(value: Any, has_meta: bool) -> Any:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         # Old programs count steps in plain numbers.
-        value = torch.tensor(value, dtype=torch.float64, device="cpu")
+        try:
+            value = torch.tensor(value, dtype=torch.float64, device="cpu")
+        except OverflowError:
+            raise InputError(
+                "Expected states within float64's range. Found a larger number. Remedy: load a "
+                "state dict that is not damaged."
+            ) from None
+    if isinstance(value, Tensor) and (
+        (value.is_meta and not has_meta)
+        or value.is_quantized
+        or value.is_nested
+        or value.layout is not torch.strided
+    ):
+        raise InputError(
+            "Expected dense states with values. Found a meta, quantized, nested or sparse tensor. "
+            "Remedy: load a state dict that is not damaged."
+        )
     return _Kept(value) if isinstance(value, Tensor) else value
 
 

@@ -36,6 +36,8 @@ class ShardedOptimizer(BatchBuilder):
     """
 
     warn_after_skips: int | None = 100
+    # First sums of each parameter.
+    _first_rows = 1
     # Caches, neither saved nor copied.
     _known: Sequence[Any] = ()
     _sharded: Sequence[bool] = ()
@@ -96,7 +98,8 @@ class ShardedOptimizer(BatchBuilder):
 
     def _step(self) -> None:
         batches = self._batches()
-        if batches:
+        # Where others may have work they wait for this process, too.
+        if batches or self._over_shards() is not None:
             amp = AmpState(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
             ok = self._update(batches, amp)
             self._skips = self._skips or SkipMonitor(type(self).__name__)
@@ -214,7 +217,7 @@ class ShardedOptimizer(BatchBuilder):
             rows = [torch.cat([c, b.active.to(c)[None]]) for b, c in zip(batches, own, strict=True)]
             parts = terms() if terms is not None and not total.is_uniform else ()
             index, count = [b.index for b in batches], len(self.param_groups)
-            totals, bad, means = total(index, rows, bad, parts, count)
+            totals, bad, means = total(index, rows, self._first_rows + 1, bad, parts, count)
             joint = means if parts else None
             actives = [sums[-1] > 0 for sums in totals]
             totals = [sums[:-1] for sums in totals]
@@ -224,13 +227,15 @@ class ShardedOptimizer(BatchBuilder):
             batch.taken = active & ok.to(active.device)
         return totals, ok, joint
 
-    def _sums(self, batches: Sequence[ParamBatch], own: Sequence[Tensor]) -> list[Tensor]:
-        """Sums over all shards of local sums, each with shape ``(k, tensors)``."""
+    def _sums(
+        self, batches: Sequence[ParamBatch], own: Sequence[Tensor], rows: int
+    ) -> list[Tensor]:
+        """Sums over all shards of local sums, each with shape ``(rows, tensors)``.
+
+        Every process gets here, also one that works on nothing.
+        """
         total = self._over_shards()
-        # Plain parameters only, or none: processes may differ in these, and wait for nobody.
-        if total is None or not any(batch.sharded for batch in batches):
-            return list(own)
-        return total([b.index for b in batches], own)[0]
+        return list(own) if total is None else total([b.index for b in batches], own, rows)[0]
 
     def _over_shards(self) -> PackedSum | None:
         """Adds up columns of all parameters over shards; None: nothing is sharded."""
@@ -285,8 +290,8 @@ def _bad(
     flags = [(~look(own)).any() for look, own in zip(finite, sums, strict=True)]
     if amp.found_inf is not None:
         flags.append((amp.found_inf != 0).reshape(()))
-    if len(flags) == 1:
-        return flags[0]
+    if len(flags) < 2:
+        return flags[0] if flags else torch.zeros((), dtype=torch.bool)
     device = next((f.device for f in flags if f.device.type != "cpu"), flags[0].device)
     return torch.stack([flag.to(device) for flag in flags]).any()
 

@@ -12,7 +12,7 @@ from steadygrad._checks import check_choice, check_count, check_number
 from steadygrad.formulas import scaled_adam
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import options_of
-from steadygrad.optim.diagnostics import Report
+from steadygrad.optim.diagnostics import OWN_SUMS, Report
 from steadygrad.optim.icefall import unstack
 from steadygrad.optim.optimizer import ShardedOptimizer
 from steadygrad.optim.scaled_adam_step import CLIPPING, SIZES, ScaledAdamStep, norm_and_step
@@ -70,6 +70,7 @@ class ScaledAdam(ShardedOptimizer):
 
     _passes = scaled_adam
     _none_is_zero = True
+    _first_rows = 3
     _fields: Mapping[str, StateField] = {
         "step": STEP,
         "exp_avg_sq": StateField(elementwise=True, low=0.0),
@@ -197,7 +198,9 @@ class ScaledAdam(ShardedOptimizer):
             torch.cat([scaled_adam.sums(b, None), Report.own_sums(b, b.moments[0])])
             for b in batches
         ]
-        for (report, batch), sums in zip(owners, self._sums(batches, own), strict=True):
+        for (report, batch), sums in zip(
+            owners, self._sums(batches, own, 3 + OWN_SUMS), strict=True
+        ):
             step = ScaledAdamStep(batch, amp)
             step.sums = sums[:3]
             report.add_gradients(batch, sums[[0, 3, 4]])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,7 +95,9 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             if type(lr) is not float or not 0.0 <= lr < math.inf:
                 check_lr(lr)
         found = [v for g in self.param_groups for name, v in g.items() if name != "lr"]
-        if len(found) != len(self._options) or not all(map(is_, found, self._options)):
+        # A list stays the same object when it is edited.
+        edited = list in map(type, found) or len(found) != len(self._options)
+        if edited or not all(map(is_, found, self._options)):
             for group in self.param_groups:
                 self._check_group(group)
             self._check_lengths()
@@ -189,7 +192,11 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         """The state and the groups' options, as torch's."""
         # A wrapper may have put other parameters into the groups since, or cast the model.
         self._fill_state()
-        return super().state_dict()
+        found = super().state_dict()
+        for group in found["param_groups"]:
+            # A schedule of numpy's, which `weights_only=True` would not load.
+            group.update({k: v.item() for k, v in group.items() if isinstance(v, np.generic)})
+        return found
 
     def _finish_load(self) -> None:
         self._fill_state()

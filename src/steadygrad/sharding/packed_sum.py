@@ -24,6 +24,7 @@ class PackedSum:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._layout, self._count = _layout_of(params), len(params)
+        self._device = params[0].device
         self._total = ShardSum(params, flags=1)
 
     @property
@@ -44,6 +45,7 @@ class PackedSum:
         self,
         indices: Sequence[Tensor],
         columns: Sequence[Tensor],
+        rows: int,
         flag: Tensor | None = None,
         terms: Sequence[tuple[int, Tensor]] = (),
         count: int = 0,
@@ -52,7 +54,9 @@ class PackedSum:
 
         Args:
             indices: Indices of some parameters, one tensor for each of ``columns``.
-            columns: Local sums of these parameters, each with shape ``(k, len(index))``.
+            columns: Local sums of these parameters, each with shape ``(rows, len(index))``; none if
+                this process works on nothing and others may.
+            rows: Number of rows, the same on all processes.
             flag: What every process must know, with shape ``()``; None: nothing.
             terms: For each index the number of a joint sum, and each parameter's part of it with
                 shape ``(len(index))``.
@@ -62,9 +66,9 @@ class PackedSum:
             The sums, whether the flag is up on any process, and the joint sums: their means over
             all processes that share a parameter, with shape ``(count)``.
         """
-        device = columns[0].device
+        device = columns[0].device if columns else self._device
         # In the widest type, so that the order of processes costs no digits.
-        packed = torch.zeros(len(columns[0]), self._count + 1, dtype=exact(device), device=device)
+        packed = torch.zeros(rows, self._count + 1, dtype=exact(device), device=device)
         joint = torch.zeros(count, self._count, dtype=exact(device), device=device)
         places = [index.to(device) for index in indices]
         for place, own in zip(places, columns, strict=True):

@@ -51,7 +51,8 @@ class ShardSum:
 
     Args:
         tensors: The tensors, DTensors or plain ones; columns of plain ones are left as they are.
-            Where there are some, copies of the others are asked too, for the flags to reach them.
+            Where there are some on any process, and where tensors lie on several parts of a mesh,
+            copies are asked too: what is found in one tensor must reach all copies of another.
         flags: Number of further columns, at the end, that are added up over all these processes:
             where there are several groups, one after the other, so that what is not zero stays so.
 
@@ -64,19 +65,20 @@ class ShardSum:
 
     def __init__(self, tensors: Sequence[Tensor], flags: int = 0) -> None:
         found = [_spread(tensor) for tensor in tensors]
-        has_plain = not all(isinstance(tensor, DTensor) for tensor in tensors)
+        spreads = [spread for spread in found if spread is not None]
+        self.is_uniform = _are_alike(spreads, len(spreads) == len(tensors))
         union: dict[DeviceMesh, set[int]] = {}
-        for one in filter(None, found):
-            axes = one.axes if has_plain else one.sharded
+        for one in spreads:
+            axes = one.sharded if self.is_uniform else one.axes
             union.setdefault(one.mesh, set()).update(axes)
         teams = {mesh: _team(mesh, axes) for mesh, axes in union.items()}
         routes: dict[DeviceMesh, list[Route]] = {}
         for column, spread in enumerate(found):
-            if spread is not None:
+            # Copies elsewhere are asked for the flags and the means alone.
+            if spread is not None and (spread.shards > 1 or not self.is_uniform):
                 home, route = _route(column, spread, teams)
                 routes.setdefault(home, []).append(route)
-        is_split = any(route.lanes > 1 for own in routes.values() for route in own)
-        self.is_uniform = not (has_plain or is_split or len(routes) > 1)
+        routes = {mesh: own for mesh, own in routes.items() if len(teams[mesh]) > 1}
         self._groups = [_axes_group(mesh, union[mesh]) for mesh in routes]
         self._sizes = [len(teams[mesh]) for mesh in routes]
         last = [Route(len(tensors) + k, 0, 1, 1.0) for k in range(flags)]
@@ -138,7 +140,7 @@ class ShardSum:
 
 
 def _spread(tensor: Tensor) -> Spread | None:
-    """The processes that a tensor is spread over; None: this one holds all of it."""
+    """The processes that a tensor is spread over; None: it is plain, and nothing is known."""
     if not isinstance(tensor, DTensor):
         return None
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -147,10 +149,13 @@ def _spread(tensor: Tensor) -> Spread | None:
             "Expected parameters that are sharded or replicated. Found a partial DTensor. "
             "Remedy: redistribute it before it is handed to an optimizer."
         )
+    if mesh.get_coordinate() is None:
+        raise InputError(
+            "Expected this process to be part of its parameters' mesh. Found that it is not. "
+            "Remedy: make optimizers only on the processes that hold the model."
+        )
     sharded = {axis for axis, p in enumerate(placements) if not isinstance(p, Replicate)}
     shards = _size(mesh, sharded)
-    if shards == 1:
-        return None
     holders = set(mesh.mesh.flatten().tolist())
     root, names = mesh._get_root_mesh(), mesh.mesh_dim_names
     if names is None or not set(names) <= set(root.mesh_dim_names or ()):
@@ -166,13 +171,23 @@ def _size(mesh: DeviceMesh, axes: set[int]) -> int:
 def _team(mesh: DeviceMesh, axes: set[int]) -> tuple[int, ...]:
     """The processes that differ from this one along these axes only, by rank."""
     here = mesh.get_coordinate()
-    if here is None:
-        raise InputError(
-            "Expected this process to be part of its parameters' mesh. Found that it is not. "
-            "Remedy: make optimizers only on the processes that hold the model."
-        )
+    assert here is not None  # As is checked of every tensor's mesh, a part of this one.
     places = tuple(slice(None) if axis in axes else here[axis] for axis in range(mesh.ndim))
     return tuple(mesh.mesh[places].flatten().tolist())
+
+
+def _are_alike(spreads: Sequence[Spread], is_all: bool) -> bool:
+    """Whether all tensors, on all processes that hold one of them, are spread alike."""
+    kinds = list({(one.mesh, tuple(sorted(one.axes))): None for one in spreads})
+    differs = len(kinds) > 1 or not is_all
+    for mesh, axes in kinds:
+        for axis in axes:
+            if mesh.size(axis) > 1:
+                # Once in an optimizer's life: another process may hold a plain tensor.
+                flag = torch.tensor([float(differs)], device=mesh.device_type)
+                dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+                differs = bool(flag.item())
+    return not differs
 
 
 class Route(NamedTuple):

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -78,6 +79,37 @@ def test_options_edited_to_what_cannot_be(kind, mode, options):
     before = params[0].detach().clone()
     optimizer.step()
     assert not torch.equal(params[0], before)
+
+
+@every
+@each_mode
+def test_a_list_of_options_edited_in_place(kind, mode):
+    params, optimizer = trained(kind, mode)
+    optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+    optimizer.step()
+    optimizer.param_groups[0]["betas"][1] = 2.0
+    assert_refused(params, optimizer, "betas")
+
+
+@every
+@each_mode
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_count_whose_memory_was_exchanged(kind, mode, place):
+    """Through `.data`, of whichever parameter."""
+    params, optimizer = trained(kind, mode)
+    optimizer.state[params[place]]["step"].data = torch.tensor(7.0)
+    optimizer.step()
+    assert optimizer.state[params[place]]["step"] == 8
+    assert optimizer.state[params[1 - place]]["step"] == 3
+
+
+@every
+def test_numpy_rates_are_saved_as_plain_numbers(kind, tmp_path):
+    optimizer = kind([nn.Parameter(torch.ones(3))], lr=np.float64(0.1))
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert type(saved["param_groups"][0]["lr"]) is float
+    assert saved["param_groups"][0]["lr"] == 0.1
 
 
 @each_mode
@@ -275,8 +307,15 @@ DICTS = {
     "a state a list": lambda saved: {**saved, "state": {**saved["state"], 0: [1, 2]}},
     "a strange state none": lambda saved: {**saved, "state": {**saved["state"], 9: None}},
     "states a list": lambda saved: {**saved, "state": [*saved["state"].values()]},
+    "an unknown state on meta": lambda saved: state_with(saved, torch.ones(2, device="meta")),
+    "an unknown state sparse": lambda saved: state_with(saved, torch.ones(2).to_sparse()),
+    "an unknown state too large": lambda saved: state_with(saved, 10**400),
     "a state's names": lambda saved: {**saved, "state": {0: {1: 2}, 1: {None: 3}}},
 }
+
+
+def state_with(saved, value):
+    return {**saved, "state": {**saved["state"], 0: {**saved["state"][0], "zzz": value}}}
 
 
 def group_with(saved, **more):
