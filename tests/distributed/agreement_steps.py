@@ -24,6 +24,7 @@ def agreement(rank, world):
             key = f"{name} {mode}"
             found[f"clipping {key}"] = clipped_alike(make, options, mesh, rank)
             found[f"frozen {key}"] = frozen_group(make, options, mesh)
+            found[f"partial {key}"] = partial_none(make, options, mesh, rank)
             found[f"lopsided {key}"] = lopsided(make, options, mesh, rank)
             if world == 4:
                 found[f"experts {key}"] = experts(make, options, rank)
@@ -93,6 +94,40 @@ def rebuilt_on_one(make, options, mesh, rank):
             counts.append(communication.get_total_counts())
         results.append([p.detach().to_local().tolist() for p in params])
     return [results[0] == results[1], counts]
+
+
+# By step and parameter the processes with a gradient: all, all but the first, none.
+PARTIAL = [(0, 1, 2), (1, 0, 2), (2, 1, 0), (1, 2, 1), (0, 0, 0)]
+
+
+def partial_none(make, options, mesh, rank):
+    """Weights with partial gradients that are None on one process, or on all.
+
+    Beside a sharded parameter, and alone; then those of a run without sharding.
+    """
+    found, world = [], mesh.size()
+    for with_shards, split in ((True, True), (True, False), (False, True), (False, False)):
+        whole = [torch.arange(1.0, 4.0) * (i + 1) for i in range(3)]
+        params = [
+            Parameter(distribute_tensor(w, mesh, [Replicate()]) if split else w) for w in whole
+        ]
+        if with_shards:
+            params.append(Parameter(sharded(1.0, mesh) if split else torch.ones(4, 4)))
+        optimizer = make(params, lr=0.1, **options)
+        for step, row in enumerate(PARTIAL):
+            for i, kind in enumerate(row):
+                parts = [torch.arange(1.0, 4.0) + r + step for r in range(kind == 1, world)]
+                here = kind == 0 or (kind == 1 and (not split or rank > 0))
+                grad = None
+                if here:
+                    own = parts[rank - (kind == 1)] if split else sum(parts)
+                    grad = DTensor.from_local(own, mesh, [Partial()]) if split else own
+                params[i].grad = grad
+            if with_shards:
+                params[3].grad = sharded(1.0, mesh) if split else torch.ones(4, 4)
+            optimizer.step()
+        found.append([p.detach().to_local().tolist() if split else p.tolist() for p in params[:3]])
+    return found
 
 
 CLIPPED = {

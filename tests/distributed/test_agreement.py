@@ -1,6 +1,7 @@
 """Processes that share a parameter take and skip the same steps, whatever each of them finds."""
 
 import pytest
+import torch
 
 from tests.distributed.agreement_steps import MAKERS, MODES, agreement
 from tests.distributed.ranks import on_ranks
@@ -35,14 +36,25 @@ def test_a_gradient_of_none_on_all_processes_is_none(results):
         assert {key: found[key][3] for key in keys()} == dict.fromkeys(keys(), True)
 
 
+def test_a_partial_gradient_of_none_on_one_process_counts_as_zero(results):
+    """Nobody waits for good, and copies stay alike; None on all processes is none."""
+    for key in keys():
+        found = [own[f"partial {key}"] for own in results]
+        assert found == [found[0]] * len(found)
+        beside, whole, alone, whole_alone = (torch.tensor(weights) for weights in found[0])
+        # Sums of small whole numbers are exact; norms over copies and a mean may not be.
+        torch.testing.assert_close(beside, whole, rtol=1e-6, atol=0)
+        torch.testing.assert_close(alone, whole_alone, rtol=1e-6, atol=0)
+
+
 def test_batches_built_anew_on_one_process_repeat_no_collective(results):
     for found in results:
         for key in keys():
             same, counts = found[key][4:]
             # The first sum over shards, the second of LANS and LAMB, and the partial gradients;
-            # before the first step of all an agreement on what is spread alike.
+            # before the first step of all agreements on what is partial and what is spread alike.
             usual = 2 if key.startswith("scaled_adam") else 3
-            assert counts == [usual + 1, usual, usual, usual] * 2
+            assert counts == [usual + 2, usual, usual, usual] * 2
             assert same
 
 

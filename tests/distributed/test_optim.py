@@ -12,12 +12,13 @@ pytestmark = pytest.mark.distributed
 COLLECTIVES = {"lans": 2, "lamb": 2, "scaled_adam": 1}
 # Over how many processes each goes: replicas are not asked.
 GROUP = {(2, "fsdp"): 2, (2, "tp"): 2, (4, "fsdp"): 4, (4, "hsdp"): 2, (4, "2d"): 4}
+# First on what is partial, where copies are, then on what is spread alike: axis by axis of a mesh.
 AGREEMENTS = {
     (2, "fsdp"): [2],
-    (2, "tp"): [2],
+    (2, "tp"): [2, 2],
     (4, "fsdp"): [4],
-    (4, "hsdp"): [2, 2],
-    (4, "2d"): [2, 2, 2],
+    (4, "hsdp"): [2, 2, 2, 2],
+    (4, "2d"): [2, 2, 2, 2, 2],
 }
 SHARED = {"lans": 1, "lamb": 1, "scaled_adam": 4}  # tensors that all parameters of a group share
 FORMS = ("nested", "flat")
@@ -75,7 +76,6 @@ def test_the_number_of_collectives_is_fixed_and_replicas_are_not_asked(results):
             count = 0 if layout == "ddp" else COLLECTIVES[name]
             groups = [GROUP[world, layout]] * count if count else []
             for parameters in (13, 201):
-                # Before the first step they agree, axis by axis, that all is spread alike.
                 first = AGREEMENTS[world, layout] if count else []
                 usual = [count, groups]
                 expected[f"{name} {layout} {parameters}"] = [
@@ -90,8 +90,8 @@ def test_partial_gradients_of_a_sequence_make_one_collective_more(two):
     for found in two:
         for key, (difference, count) in found["sequence parallel"].items():
             assert difference < 1e-6  # as above
-            # Of a first step, with its agreement.
-            assert count == COLLECTIVES[key.split()[0]] + 2
+            # Of a first step, with its agreements.
+            assert count == COLLECTIVES[key.split()[0]] + 3
 
 
 def test_all_processes_skip_a_step_together(results):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from steadygrad._checks import InputError
-from steadygrad.sharding import ShardSum, aligned_locals, is_sharded, local, shared_out
+from steadygrad.sharding import PartialGradients, ShardSum, is_sharded, local, shared_out
 from steadygrad.sharding.shard_sum import _lanes
 
 R, S = Replicate(), Shard(0)
@@ -245,16 +245,47 @@ def test_partial_gradients_are_added_up_together(world):
         on(mesh, R, Partial()).bfloat16(),
     ]
     parameters = [on(mesh, R, R), on(mesh, R, S), on(mesh, R, R), torch.ones(3), on(mesh, R, R)]
-    found = aligned_locals(gradients, parameters)
-    # One for each type, along the axis that is partial.
+    found, anywhere = PartialGradients(parameters)(gradients, parameters)
+    # One for each type, along the axis that is partial, with who has a gradient.
     assert [(ranks, len(sent), sent.dtype) for ranks, sent in world.calls] == [
-        ([0, 1], 8, torch.float32),
-        ([0, 1], 4, torch.bfloat16),
+        ([0, 1], 10, torch.float32),
+        ([0, 1], 5, torch.bfloat16),
     ]
     assert [tuple(part.shape) for part in found] == [(2, 2), (2, 2), (2, 2), (3,), (2, 2)]
     assert found[3] is gradients[3]
+    assert anywhere.tolist() == [True, False, True, False, True]
     # The user's gradients are still what they were.
     assert gradients[0].placements == (R, Partial())
+
+
+def test_a_process_without_a_partial_gradient_adds_zeros(world):
+    world.start(4)
+    mesh = init_device_mesh("cpu", (2, 2))
+    parameters = [on(mesh, R, R), on(mesh, R, R), on(mesh, S, R)]
+    total = PartialGradients(parameters)
+    total([on(mesh, Partial(), Partial()), None, None], parameters)
+    # Over the whole mesh, once.
+    assert world.agreed == [[0, 2], [0, 1]]
+    found, anywhere = total([None, on(mesh, R, R), None], parameters)
+    assert world.agreed == [[0, 2], [0, 1]]
+    assert [ranks for ranks, _ in world.calls] == [[0, 2], [0, 1]] * 2
+    assert [sent.tolist() for _, sent in world.calls] == [[1.0] * 5] * 2 + [[0.0] * 5] * 2
+    assert found[0].tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    assert found[1].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert found[2] is None
+    assert anywhere.tolist() == [False, False, False]
+
+
+def test_a_gradient_that_is_whole_at_last_is_not_added_up(world):
+    world.start(2)
+    mesh = init_device_mesh("cpu", (2,))
+    parameters = [on(mesh, R)]
+    total = PartialGradients(parameters)
+    total([on(mesh, Partial())], parameters)
+    found, _ = total([on(mesh, R)], parameters)
+    # Another process may have none, and wait.
+    assert world.calls[1][1].tolist() == [0.0] * 5
+    assert found[0].tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
 
 @pytest.mark.parametrize(("rank", "rows"), [(0, [0, 1]), (2, [4]), (3, [])])

@@ -20,7 +20,7 @@ from steadygrad.optim.building import BatchBuilder
 from steadygrad.optim.checks import check_capture, dense_gradient
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.skipping import AmpState, SkipMonitor
-from steadygrad.sharding import PackedSum, aligned_locals, is_sharded
+from steadygrad.sharding import PackedSum, PartialGradients, is_sharded
 
 __all__ = ["ShardedOptimizer"]
 
@@ -44,6 +44,9 @@ class ShardedOptimizer(BatchBuilder):
     _built: Sequence[ParamBatch] = ()
     _built_for: Any = None
     _recorded: Sequence[ParamBatch] = ()
+    _partial: PartialGradients | None = None
+    # Whether any process has a gradient that is partial, with one flag for each parameter.
+    _anywhere: Tensor | None = None
     _packed_sum: PackedSum | None = None
     _skips: SkipMonitor | None = None
 
@@ -168,13 +171,14 @@ class ShardedOptimizer(BatchBuilder):
             ]
         is_odd = {torch.strided} < {torch.strided, *map(attrgetter("layout"), given)}
         if not is_odd and not any(self._sharded):
+            self._anywhere = None
             return grads, present, present
-        found = [i for i, g in enumerate(grads) if g is not None]
-        # All at once: partial sums of several are added up in one collective.
-        params = [self._params[i] for i in found]
-        own = aligned_locals([dense_gradient(p) for p in params], params)
-        for i, gradient in zip(found, own, strict=True):
-            grads[i] = gradient
+        grads = [
+            g if g is None else dense_gradient(p) for p, g in zip(self._params, grads, strict=True)
+        ]
+        if self._partial is None or not self._partial.is_of(self._params):
+            self._partial, self._packed_sum = PartialGradients(self._params), None
+        grads, self._anywhere = self._partial(grads, self._params)
         # Another process may have a gradient where this one has none.
         works = [
             here or (shared and p.requires_grad)
@@ -209,12 +213,13 @@ class ShardedOptimizer(BatchBuilder):
         """
         finite = finite or [_finite_norms] * len(batches)
         bad, joint = _bad(own, finite, amp), None
-        total = self._over_shards()
-        if total is None:
-            totals, actives = list(own), [b.active for b in batches]
-        else:
+        total, totals, actives = self._over_shards(), list(own), [b.active for b in batches]
+        if (found := self._anywhere) is not None:
+            pairs = zip(batches, actives, strict=True)
+            actives = [here | found.to(b.device)[b.index] for b, here in pairs]
+        if total is not None:
             # A plain tensor's infinity, and who has a gradient, travel with the sums.
-            rows = [torch.cat([c, b.active.to(c)[None]]) for b, c in zip(batches, own, strict=True)]
+            rows = [torch.cat([c, a.to(c)[None]]) for a, c in zip(actives, own, strict=True)]
             parts = terms() if terms is not None and not total.is_uniform else ()
             index, count = [b.index for b in batches], len(self.param_groups)
             totals, bad, means = total(index, rows, self._first_rows + 1, bad, parts, count)
@@ -241,7 +246,7 @@ class ShardedOptimizer(BatchBuilder):
         """Adds up columns of all parameters over shards; None: nothing is sharded."""
         if not any(self._sharded):
             return None
-        if self._packed_sum is None or not self._packed_sum.is_of(self._params):
+        if self._packed_sum is None:
             self._packed_sum = PackedSum(self._params)
         return self._packed_sum if self._packed_sum.collectives else None
 

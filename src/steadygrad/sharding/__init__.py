@@ -4,12 +4,12 @@ Everything here also works without a process group, where a sum over ranks is th
 """
 
 from steadygrad.sharding.packed_sum import PackedSum
+from steadygrad.sharding.partial_gradients import PartialGradients
 from steadygrad.sharding.processes import join_processes, leave_processes
 from steadygrad.sharding.rank_sum import RankSum
 from steadygrad.sharding.shard_sum import ShardSum
 from steadygrad.sharding.shards import (
     aligned,
-    aligned_locals,
     first_shard,
     is_sharded,
     local,
@@ -32,11 +32,11 @@ from steadygrad.sharding.worlds import (
 
 __all__ = [
     "PackedSum",
+    "PartialGradients",
     "RankSum",
     "ShardSum",
     "World",
     "aligned",
-    "aligned_locals",
     "data_parallel_world",
     "first_shard",
     "fsdp_modules",

@@ -1,7 +1,6 @@
 """Sums over the shards of all parameters of an optimizer, in one collective."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +22,7 @@ class PackedSum:
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
-        self._layout, self._count = _layout_of(params), len(params)
-        self._device = params[0].device
+        self._count, self._device = len(params), params[0].device
         self._total = ShardSum(params, flags=1)
 
     @property
@@ -36,10 +34,6 @@ class PackedSum:
     def is_uniform(self) -> bool:
         """Whether all processes that share a parameter find the same sums."""
         return self._total.is_uniform
-
-    def is_of(self, params: Sequence[Tensor]) -> bool:
-        """Whether these parameters are sharded as those that it was made for."""
-        return self._layout == _layout_of(params)
 
     def __call__(
         self,
@@ -80,7 +74,3 @@ class PackedSum:
         packed, means = self._total.with_means(packed, joint)
         found = [packed[:, p].to(own) for p, own in zip(places, columns, strict=True)]
         return found, packed[0, -1] != 0, means
-
-
-def _layout_of(params: Sequence[Tensor]) -> list[Any]:
-    return [(getattr(p, "device_mesh", None), getattr(p, "placements", None)) for p in params]

@@ -1,15 +1,11 @@
 """This process's parts of tensors."""
 
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-__all__ = ["aligned", "aligned_locals", "first_shard", "is_sharded", "local", "shared_out"]
+__all__ = ["aligned", "first_shard", "is_sharded", "local", "shared_out"]
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -53,42 +49,6 @@ def aligned(gradient: Tensor, parameter: Tensor) -> Tensor:
     if gradient.placements == parameter.placements:
         return gradient
     return gradient.redistribute(placements=parameter.placements)
-
-
-def aligned_locals(gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
-    """This process's parts of gradients laid out as their parameters are.
-
-    Sequence parallelism leaves the gradients of whole parameters, a norm's gain, as partial sums.
-    These are added up together: one collective for all of one type, not one for each. So they must
-    be there on all processes of their mesh, or on none.
-    """
-    found: list[Tensor] = []
-    partial: dict[Any, list[int]] = defaultdict(list)
-    for gradient, parameter in zip(gradients, parameters, strict=True):
-        axis = _partial_axis(gradient, parameter)
-        if axis is None:
-            found.append(local(aligned(gradient, parameter)))
-        else:
-            partial[gradient.device_mesh, axis, gradient.dtype].append(len(found))  # type: ignore[attr-defined]
-            found.append(local(gradient))
-    for (mesh, axis, _), places in partial.items():
-        packed = torch.cat([found[i].reshape(-1) for i in places])
-        dist.all_reduce(packed, group=mesh.get_group(axis))
-        totals = packed.split([found[i].numel() for i in places])
-        for i, total in zip(places, totals, strict=True):
-            found[i] = total.view(found[i].shape)
-    return found
-
-
-def _partial_axis(gradient: Tensor, parameter: Tensor) -> int | None:
-    """The one axis to add a gradient up over, where that is all it needs."""
-    if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
-        return None
-    pairs = list(zip(gradient.placements, parameter.placements, strict=True))
-    axes = [axis for axis, (own, wanted) in enumerate(pairs) if own != wanted]
-    if len(axes) != 1 or pairs[axes[0]] != (Partial("sum"), Replicate()):
-        return None
-    return axes[0]
 
 
 def shared_out(tensor: Tensor, like: Tensor) -> Tensor:
