@@ -1,11 +1,14 @@
 """Steps in which processes find different things; the assertions are in test_agreement.py."""
 
+import warnings
+
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import Parameter
 
+from steadygrad._checks import InputError
 from steadygrad.optim import LAMB, LANS, ScaledAdam
 
 MAKERS = {"lans": LANS, "lamb": LAMB, "scaled_adam": ScaledAdam}
@@ -26,6 +29,9 @@ def agreement(rank, world):
             found[f"frozen {key}"] = frozen_group(make, options, mesh)
             found[f"partial {key}"] = partial_none(make, options, mesh, rank)
             found[f"lopsided {key}"] = lopsided(make, options, mesh, rank)
+            found[f"gaps {key}"] = gaps_on_one(make, options, mesh, rank)
+            found[f"layout {key}"] = loaded_otherwise(make, options, mesh)
+            found[f"together {key}"] = infinite_together(make, options, mesh)
             if world == 4:
                 found[f"experts {key}"] = experts(make, options, rank)
                 found[f"copies {key}"] = copies(make, options, rank)
@@ -94,6 +100,62 @@ def rebuilt_on_one(make, options, mesh, rank):
             counts.append(communication.get_total_counts())
         results.append([p.detach().to_local().tolist() for p in params])
     return [results[0] == results[1], counts]
+
+
+def gaps_on_one(make, options, mesh, rank):
+    """Norms and weights where one process has a batch more: kernels cannot take its gaps."""
+    params, step = [], options.get("fused", False) + 1
+    for i in range(3):
+        own = torch.ones(1, 8)[:, ::step] if i == 1 and rank == 0 else torch.ones(1, 4)
+        params.append(Parameter(DTensor.from_local(own, mesh, [Shard(0)])))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = make(params, lr=0.1, **options, **CLIPPED[name_of(make)])
+        for _ in range(5):
+            # Squares of 6e-8, 1 and 6e-8: a sum in float32 depends on their order.
+            for p, size in zip(params, (2.44e-4, 1.0, 2.44e-4), strict=True):
+                p.grad = torch.full_like(p, size / p.numel() ** 0.5)
+            optimizer.step()
+    # The second one's elements are rounded otherwise by multi-tensor calls.
+    weights = [p.detach().to_local()[0, 0].item() for p in (params[0], params[2])]
+    return norms_of(optimizer, params[0]) + weights
+
+
+def loaded_otherwise(make, options, mesh):
+    """Weights after a load of states with other placements, and the error for another mesh."""
+    found, other = [], init_device_mesh("cpu", (mesh.size(), 1))
+    for way in ("same", "replicated", "other mesh"):
+        p = Parameter(sharded(1.0, mesh))
+        optimizer = make([p], lr=0.1, **options)
+        for size in (1.0, 2.0):
+            p.grad = sharded(size, mesh)
+            optimizer.step()
+        saved = optimizer.state_dict()
+        for name, value in saved["state"][0].items():
+            if isinstance(value, DTensor) and way != "same":
+                whole = value.redistribute(placements=[Replicate()])
+                if way == "other mesh":
+                    whole = DTensor.from_local(whole.to_local(), other, [Replicate()] * 2)
+                saved["state"][0][name] = whole
+        try:
+            optimizer.load_state_dict(saved)
+        except InputError as error:
+            found.append(str(error))
+            continue
+        p.grad = sharded(3.0, mesh)
+        optimizer.step()
+        found.append(p.detach().to_local().tolist())
+    return found
+
+
+def infinite_together(make, options, mesh):
+    """Weight and count after squares that are finite on each process, and whose sum is not."""
+    p = Parameter(sharded(1.0, mesh))
+    optimizer = make([p], lr=0.1, **options)
+    # 16 squares of 3.6e37: past float32's 3.4e38, half of them are not.
+    p.grad = sharded(6e18, mesh)
+    optimizer.step()
+    return [p.detach().to_local().unique().tolist(), float(optimizer.skipped)]
 
 
 # By step and parameter the processes with a gradient: all, all but the first, none.

@@ -102,8 +102,33 @@ def test_reports_beside_a_frozen_group(results):
         for key in keys():
             split, alone = found[f"frozen {key}"]
             assert len(split) == len(alone) == 2
-            assert _flat(split) == pytest.approx(_flat(alone), rel=1e-5, nan_ok=True)
-            assert any(abs(value) > 1 for value in _flat(split).values())
+            # Only the frozen group's figures may be no numbers, as it has no gradients.
+            assert _flat(split[0]) == pytest.approx(_flat(alone[0]), rel=1e-5, nan_ok=True)
+            assert _flat(split[1]) == pytest.approx(_flat(alone[1]), rel=1e-5)
+            assert any(abs(value) > 1 for value in _flat(split[1]).values())
+
+
+def test_a_batch_more_on_one_process_changes_no_digit(results):
+    """Norms are added up in the order of the parameters, whatever the batches are."""
+    for key in keys():
+        found = [own[f"gaps {key}"] for own in results]
+        assert found == [found[0]] * len(found)
+
+
+def test_states_that_are_laid_out_otherwise(results):
+    """They are laid out anew as they are loaded; those of another mesh are refused."""
+    for found in results:
+        for key in keys():
+            same, replicated, refused = found[f"layout {key}"]
+            assert replicated == same
+            assert "or on the mesh of its parameter. Found a DTensor on" in refused
+
+
+def test_squares_that_are_infinite_only_together_skip_the_step(results):
+    for found in results:
+        assert {key: found[f"together {key}"] for key in keys()} == {
+            key: [[1.0], 1.0] for key in keys()
+        }
 
 
 def _flat(report, at=""):

@@ -36,7 +36,7 @@ class LANS(LayerwiseOptimizer):
 
     Args:
         params: Parameters, named parameters, or groups of either.
-        lr: :math:`\eta`, a number or a 0-d tensor.
+        lr: :math:`\eta`, a number or a tensor of one element.
         betas: :math:`\beta_1, \beta_2`, in [0, 1).
         eps: :math:`\epsilon`, positive. Normalised gradients have elements of about one over the
             root of the block's size: 1e-6 is a hundredth of that for a block of 1e8.

@@ -208,6 +208,11 @@ def _check_order(own: Any, found: Any) -> None:
             "Expected `param_names` that are texts. Found others. Remedy: load a state dict that "
             "is not damaged."
         )
+    if own is not None and found is not None and len(found) != len(own):
+        raise InputError(
+            f"Expected `param_names` of {len(own)} parameters. Found {len(found)}. Remedy: load a "
+            "state dict that is not damaged."
+        )
     if own is None or found is None or sorted(own) != sorted(found):
         return
     for place, (name, other) in enumerate(zip(own, found, strict=True)):

@@ -40,6 +40,7 @@ class ShardedOptimizer(BatchBuilder):
     _first_rows = 1
     # Caches, neither saved nor copied.
     _known: Sequence[Any] = ()
+    _empty: Sequence[Tensor] = ()
     _sharded: Sequence[bool] = ()
     _built: Sequence[ParamBatch] = ()
     _built_for: Any = None
@@ -148,10 +149,13 @@ class ShardedOptimizer(BatchBuilder):
         # Without a look-up by parameter: each of these calls Python for the hash of a tensor.
         found = self._members()
         same = len(found) == len(self._known) and all(map(is_, found, self._known))
+        same = same and not any(map(Tensor.numel, self._empty))
         if not (same and found and all(self.state.values())):
             self._fill_state()
             self._known, self._built_for = self._members(), None
-            self._params = [p for g in self.param_groups for p in g["params"] if p.numel()]
+            params = [p for group in self.param_groups for p in group["params"]]
+            self._params = [p for p in params if p.numel()]
+            self._empty = [p for p in params if not p.numel()]
             self._sharded = [is_sharded(p) for p in self._params]
 
     def _members(self) -> list[Any]:

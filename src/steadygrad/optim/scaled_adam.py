@@ -37,7 +37,7 @@ class ScaledAdam(ShardedOptimizer):
 
     Args:
         params: Parameters, named parameters, or groups of either.
-        lr: :math:`\eta`, a number or a 0-d tensor.
+        lr: :math:`\eta`, a number or a tensor of one element.
         betas: :math:`\beta_1, \beta_2` of updates and of squared gradients, in [0, 1).
         eps: Added to the root of the second moment.
         scalar_lr_scale: Factor on the learning rate of sizes and of one-element parameters.

@@ -25,7 +25,7 @@ from steadygrad.optim.checks import (
 )
 from steadygrad.optim.loading import TypeKeepingOptimizer
 from steadygrad.optim.masters import MASTER, ensure_master
-from steadygrad.sharding import shared_out
+from steadygrad.sharding import is_on_mesh_of, is_sharded, shared_out
 
 __all__ = ["ADAM_FIELDS", "SKIPPED", "STEP", "StateField", "StatefulOptimizer"]
 
@@ -235,6 +235,13 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             most = torch.finfo(self._dtype_of(name, parameter, group)).max
             bounds = max(field.low, -most), field.high if math.isinf(field.high) else most
             check_state_tensor(name, state[name], shape, bounds, parameter)
+            value = state[name]
+            if is_sharded(value) and not (field.elementwise and is_on_mesh_of(value, parameter)):
+                raise InputError(
+                    f"Expected a state `{name}` that is whole, or on the mesh of its parameter. "
+                    f"Found a DTensor on {value.device_mesh}. Remedy: value.full_tensor(), or "
+                    "torch.distributed.checkpoint, which lays states out anew."
+                )
 
     def _not_its_own(self, what: str, expected: Iterable[str], found: Iterable[str]) -> InputError:
         return InputError(

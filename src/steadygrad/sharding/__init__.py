@@ -11,6 +11,7 @@ from steadygrad.sharding.shard_sum import ShardSum
 from steadygrad.sharding.shards import (
     aligned,
     first_shard,
+    is_on_mesh_of,
     is_sharded,
     local,
     shared_out,
@@ -41,6 +42,7 @@ __all__ = [
     "first_shard",
     "fsdp_modules",
     "gather_json",
+    "is_on_mesh_of",
     "is_sharded",
     "join_processes",
     "leave_processes",

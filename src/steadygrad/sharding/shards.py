@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-__all__ = ["aligned", "first_shard", "is_sharded", "local", "shared_out"]
+__all__ = ["aligned", "first_shard", "is_on_mesh_of", "is_sharded", "local", "shared_out"]
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -42,17 +42,26 @@ def first_shard(tensor: Tensor) -> FirstShard | None:
     return FirstShard((rows, *shape[1:]), coordinate is not None and coordinate[-1] == 0)
 
 
-def aligned(gradient: Tensor, parameter: Tensor) -> Tensor:
+def aligned(tensor: Tensor, like: Tensor) -> Tensor:
     """A gradient laid out as its parameter is; communicates only where it was not."""
-    if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
-        return gradient
-    if gradient.placements == parameter.placements:
-        return gradient
-    return gradient.redistribute(placements=parameter.placements)
+    if not isinstance(like, DTensor) or not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.placements == like.placements:
+        return tensor
+    return tensor.redistribute(placements=like.placements)
+
+
+def is_on_mesh_of(tensor: Tensor, like: Tensor) -> bool:
+    """Whether :func:`shared_out` can lay a tensor out: it is plain, or on the other's mesh."""
+    mesh = getattr(like, "device_mesh", None)
+    return not isinstance(tensor, DTensor) or tensor.device_mesh == mesh
 
 
 def shared_out(tensor: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor, the same on every process, laid out as another is; no communication."""
+    """A tensor laid out as another is; a plain one is whole, and the same on every process.
+
+    Communicates only where it is a DTensor of other placements.
+    """
     if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
-        return tensor
+        return aligned(tensor, like)
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)

@@ -220,7 +220,8 @@ def test_data_exchanged_for_another_type(kind, mode, dtype):
 
 @every
 @pytest.mark.parametrize("freed", ["gradient", "parameter", "state"])
-def test_freed_memory_is_no_zero(kind, freed):
+def test_freed_memory_is_no_zero_to_kernels(kind, freed):
+    """Multi-tensor calls are torch's own, which read freed memory."""
     params, optimizer = trained(kind, {"fused": True})
     state = next(s for s in optimizer.state[params[1]].values() if s.shape == (5,))
     tensor = {"gradient": params[1].grad, "parameter": params[1].data, "state": state}[freed]
@@ -386,3 +387,30 @@ def test_a_stack_of_icefall_that_is_no_tensor(delta):
     saved["state"][0]["delta"] = delta
     with pytest.raises(InputError, match="delta"):
         optimizer.load_icefall_state_dict(saved)
+
+
+@every
+@each_mode
+def test_an_empty_parameter_that_gets_elements_is_refused(kind, mode):
+    """Its state has none; else it would never be stepped, and nobody told."""
+    full, empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0))
+    optimizer = kind([full, empty], lr=0.01, **mode)
+    fill([full, empty])
+    optimizer.step()
+    before = full.detach().clone()
+    empty.grad = None
+    empty.data = torch.ones(4)
+    fill([full, empty])
+    with pytest.raises(InputError, match="shape and device of their state"):
+        optimizer.step()
+    assert torch.equal(full, before)
+
+
+@every
+def test_parameter_names_of_another_length(kind):
+    params = [("a", nn.Parameter(torch.ones(3))), ("b", nn.Parameter(torch.ones(3)))]
+    optimizer = kind(params, lr=0.01)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["param_names"] = ["a"]
+    with pytest.raises(InputError, match="`param_names` of 2"):
+        optimizer.load_state_dict(saved)
