@@ -106,7 +106,7 @@ def gaps_on_one(make, options, mesh, rank):
     """Norms and weights where one process has a batch more: kernels cannot take its gaps."""
     params, step = [], options.get("fused", False) + 1
     for i in range(3):
-        own = torch.ones(1, 8)[:, ::step] if i == 1 and rank == 0 else torch.ones(1, 4)
+        own = torch.ones(1, 4 * step)[:, ::step] if i == 1 and rank == 0 else torch.ones(1, 4)
         params.append(Parameter(DTensor.from_local(own, mesh, [Shard(0)])))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
