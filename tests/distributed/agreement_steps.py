@@ -105,19 +105,19 @@ def rebuilt_on_one(make, options, mesh, rank):
 def gaps_on_one(make, options, mesh, rank):
     """Norms and weights where one process has a batch more: kernels cannot take its gaps."""
     params, step = [], options.get("fused", False) + 1
-    for i in range(3):
-        own = torch.ones(1, 4 * step)[:, ::step] if i == 1 and rank == 0 else torch.ones(1, 4)
+    for i in range(17):
+        own = torch.ones(1, 4 * step)[:, ::step] if i == 8 and rank == 0 else torch.ones(1, 4)
         params.append(Parameter(DTensor.from_local(own, mesh, [Shard(0)])))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer = make(params, lr=0.1, **options, **CLIPPED[name_of(make)])
         for _ in range(5):
-            # Squares of 6e-8, 1 and 6e-8: a sum in float32 depends on their order.
-            for p, size in zip(params, (2.44e-4, 1.0, 2.44e-4), strict=True):
-                p.grad = torch.full_like(p, size / p.numel() ** 0.5)
+            # Squares of 6e-8 around one of 1: a sum in float32 depends on its place.
+            for i, p in enumerate(params):
+                p.grad = torch.full_like(p, (1.0 if i == 8 else 2.43e-4) / p.numel() ** 0.5)
             optimizer.step()
-    # The second one's elements are rounded otherwise by multi-tensor calls.
-    weights = [p.detach().to_local()[0, 0].item() for p in (params[0], params[2])]
+    # Elements of the one with gaps are rounded otherwise by multi-tensor calls.
+    weights = [p.detach().to_local()[0, 0].item() for p in (params[0], params[-1])]
     return norms_of(optimizer, params[0]) + weights
 
 
