@@ -107,9 +107,9 @@ def prepare(formulas: ModuleType, device: torch.device, types: Types, states: in
     """
     key = formulas.__name__, device.type, types
     if key not in BROKEN:
-        kernels = backend_of(formulas, device.type).KERNELS
+        passes = backend_of(formulas, device.type).PASSES
         try:
-            _module(device.type, "runtime").prepare(kernels, types, states, device)
+            _module(device.type, "runtime").prepare(passes, types, states, device)
         except KernelError as error:
             BROKEN[key] = f"it cannot be compiled ({error})"
     return BROKEN.get(key)

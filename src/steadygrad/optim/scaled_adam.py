@@ -195,7 +195,9 @@ class ScaledAdam(ShardedOptimizer):
         owners = [(report, b) for report in reports for b in report.batches]
         batches = [b for _, b in owners]
         own = [
-            torch.cat([scaled_adam.sums(b, None), Report.own_sums(b, b.moments[0])])
+            torch.cat(
+                [scaled_adam.sums(b, torch.ones_like(b.working)), Report.own_sums(b, b.moments[0])]
+            )
             for b in batches
         ]
         for (report, batch), sums in zip(

@@ -135,7 +135,7 @@ def test_starts_beyond_two_to_the_31(runtime, monkeypatch):
 @pytest.mark.parametrize("states", [1, 3])
 def test_any_number_of_large_states(runtime, states, monkeypatch):
     from steadygrad.kernels.triton import memory
-    from steadygrad.kernels.triton.passes import Pass
+    from steadygrad.kernels.triton.runtime import Pass
 
     monkeypatch.setitem(globals(), "memory", memory)
 
