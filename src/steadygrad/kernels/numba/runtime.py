@@ -27,7 +27,7 @@ from steadygrad.kernels import BROKEN, KernelError, was_forked
 from steadygrad.kernels.numba.numbers import KernelArgs, compiled
 from steadygrad.kernels.table import BLOCK, MOST_SUMS, KernelBatch, PointerTable, Types
 
-__all__ = ["Pass", "Table", "launch", "prepare"]
+__all__ = ["Pass", "Table", "prepare"]
 
 # A kernel for some types: a function of one pointer, to the numbers of `KernelArgs`.
 Maker = Callable[[Any, Any, Any, Any], Callable[[Any], None]]
@@ -63,9 +63,7 @@ class Table(PointerTable):
 
 
 class Pass(NamedTuple):
-    """A pass over all elements; masters take what was written to parameters, and are rounded.
-
-    A tensor takes part if its first factor is not zero.
+    """A pass over all elements. A tensor takes part if its first factor is not zero.
 
     Attributes:
         make: Maker of the kernel.
@@ -78,7 +76,7 @@ class Pass(NamedTuple):
     def __call__(
         self, batch: KernelBatch, by: Sequence[Tensor] = (), options: Sequence[float] = ()
     ) -> Any:
-        """Runs it, as the formulas' function of its name does.
+        """Runs it on as many threads as torch uses, as the formulas' function of its name.
 
         Args:
             batch: The parameters.
@@ -88,8 +86,19 @@ class Pass(NamedTuple):
         Returns:
             This process's sums, with shape ``(rows, tensors)``; None without rows.
         """
-        launch(self.make, batch.table, by, options)
-        return batch.table.sums(self.rows, batch.sum_dtype) if self.rows else None
+        table: Table = batch.table
+        factors = np.array([column.numpy() for column in by], np.float64)
+        numbers = np.array(options, np.float64)
+        # A line of cache to itself: every thread writes to it.
+        counter = np.zeros(16, np.int64)
+        args = table.args._replace(
+            counter=counter.ctypes.data + 64,
+            factors=factors.ctypes.data,
+            options=numbers.ctypes.data,
+        )
+        address = _address_of(self.make, table.types)
+        _run(address, np.array(args, np.int64), table.elements)
+        return table.sums(self.rows, batch.sum_dtype) if self.rows else None
 
 
 _NUMBERS = {
@@ -151,33 +160,6 @@ def _compiled_at(make: Maker, types: Types) -> int:
 
 # An address is good as long as the kernel it was taken from lives.
 _KEPT: list[object] = []
-
-
-def launch(
-    make: Maker,
-    table: Table,
-    columns: Sequence[Tensor] = (),
-    options: Sequence[float] = (),
-) -> None:
-    """Runs a kernel over a table, on as many threads as torch uses.
-
-    Args:
-        make: Maker of the kernel.
-        table: The tensors.
-        columns: Factors of each tensor, each with shape ``(tensors)``.
-        options: Numbers that hold for all tensors.
-    """
-    factors = np.array([column.numpy() for column in columns], np.float64)
-    numbers = np.array(options, np.float64)
-    # A line of cache to itself: every thread writes to it.
-    counter = np.zeros(16, np.int64)
-    args = table.args._replace(
-        counter=counter.ctypes.data + 64,
-        factors=factors.ctypes.data,
-        options=numbers.ctypes.data,
-    )
-    address = _address_of(make, table.types)
-    _run(address, np.array(args, np.int64), table.elements)
 
 
 # Elements below which waking a second thread costs more than it saves.

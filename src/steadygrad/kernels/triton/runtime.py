@@ -19,7 +19,7 @@ from steadygrad.kernels import KernelError
 from steadygrad.kernels.table import MOST_SUMS, KernelBatch, PointerTable, Types, is_recording
 from steadygrad.kernels.triton.passes import MOST_OPTIONS, pass_kernel
 
-__all__ = ["Pass", "Table", "launch", "prepare"]
+__all__ = ["Pass", "Table", "prepare"]
 
 # Elements of a chunk, the work of one program: with fewer a tensor's programs have more partial
 # sums to add up, with more some processors have nothing left to do at the end.
@@ -142,7 +142,7 @@ class Pass(NamedTuple):
     def __call__(
         self, batch: KernelBatch, by: Sequence[Tensor] = (), options: Sequence[float] = ()
     ) -> Any:
-        """Starts it, as the formulas' function of its name does.
+        """Starts it, as the formulas' function of its name.
 
         Args:
             batch: The parameters.
@@ -152,8 +152,11 @@ class Pass(NamedTuple):
         Returns:
             This process's sums, with shape ``(rows, tensors)``; None without rows.
         """
-        launch(self, batch.table, by, options)
-        return batch.table.sums(self.rows, batch.sum_dtype) if self.rows else None
+        table: Table = batch.table
+        # A pass without factors is handed what it does not read.
+        factors = torch.stack(tuple(by)).to(torch.float64) if by else table.device_sums
+        _launch(self, table, factors, options)
+        return table.sums(self.rows, batch.sum_dtype) if self.rows else None
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -201,22 +204,6 @@ def _prepare(kernel: Pass, types: Types, states: int, device: torch.device) -> N
         if message.startswith(("CUDA error", "Triton Error")):
             raise
         raise KernelError(message[:200]) from error
-
-
-def launch(
-    kernel: Pass, table: Table, columns: Sequence[Tensor] = (), options: Sequence[float] = ()
-) -> None:
-    """Starts a pass over a table.
-
-    Args:
-        kernel: The pass.
-        table: The tensors.
-        columns: Factors of each tensor, each with shape ``(tensors)``.
-        options: Numbers that hold for all tensors.
-    """
-    # A pass without factors is handed what it does not read.
-    factors = torch.stack(tuple(columns)).to(torch.float64) if columns else table.device_sums
-    _launch(kernel, table, factors, options)
 
 
 def _launch(kernel: Pass, table: Table, factors: Tensor, options: Sequence[float]) -> None:
