@@ -26,8 +26,7 @@ __all__ = [
     "prepare",
     "table_for",
     "wants_fused",
-    "warn_about_kernels",
-    "warn_about_tensor",
+    "warn_once",
     "was_forked",
 ]
 
@@ -130,29 +129,27 @@ def table_for(
     return table
 
 
-def warn_about_kernels(optimizer: str, why: str) -> None:
-    """Warns that there are no kernels, once for each optimizer and reason."""
-    _warn(
-        optimizer,
-        why,
-        f"Expected a fused kernel for {optimizer}. Found none: {why}. Multi-tensor calls are used. "
-        "Remedy: pip install 'steadygrad[cpu]' for parameters on a CPU, or triton for those on a "
-        "CUDA device; foreach=True chooses multi-tensor calls.",
-    )
+def warn_once(optimizer: str, why: str, parameter: torch.Tensor | None = None) -> None:
+    """Warns of multi-tensor calls in place of kernels, once for each optimizer and reason.
 
-
-def warn_about_tensor(optimizer: str, parameter: torch.Tensor, why: str) -> None:
-    """Warns about a parameter that kernels cannot take, once for each optimizer and reason."""
-    _warn(
-        optimizer,
-        why,
-        f"Expected parameters that fused kernels can take in {optimizer}. Found {why} in one of "
-        f"{parameter.dtype} with shape {tuple(parameter.shape)}; multi-tensor calls work on it. "
-        "Remedy: dense tensors of floating types, or foreach=True in a group of their own.",
-    )
-
-
-def _warn(optimizer: str, reason: str, message: str) -> None:
-    if (optimizer, reason) not in _WARNED:
-        _WARNED.add((optimizer, reason))
-        warnings.warn(message, stacklevel=2)
+    Args:
+        optimizer: Its name.
+        why: Why there are no kernels.
+        parameter: The parameter that they cannot take; None: there are none at all.
+    """
+    if (optimizer, why) in _WARNED:
+        return
+    _WARNED.add((optimizer, why))
+    if parameter is None:
+        message = (
+            f"Expected a fused kernel for {optimizer}. Found none: {why}. Multi-tensor calls are "
+            "used. Remedy: pip install 'steadygrad[cpu]' for parameters on a CPU, or triton for "
+            "those on a CUDA device; foreach=True chooses multi-tensor calls."
+        )
+    else:
+        message = (
+            f"Expected parameters that fused kernels can take in {optimizer}. Found {why} in one "
+            f"of {parameter.dtype} with shape {tuple(parameter.shape)}; multi-tensor calls work on "
+            "it. Remedy: dense tensors of floating types, or foreach=True in a group of their own."
+        )
+    warnings.warn(message, stacklevel=2)

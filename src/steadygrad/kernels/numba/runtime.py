@@ -137,7 +137,7 @@ def prepare(passes: Sequence[Pass], types: Types, states: int, device: torch.dev
 def _address_of(make: Maker, types: Types) -> int:
     with _LOCK:
         try:
-            return _compiled_at(make, types)
+            return int(_kernel_for(make, types).address)
         except MemoryError:
             raise
         except Exception as error:
@@ -145,21 +145,16 @@ def _address_of(make: Maker, types: Types) -> int:
             raise KernelError(" ".join(str(error).split())[:200]) from error
 
 
+# An address is good as long as the kernel that it is of, which is kept here.
 @cache
-def _compiled_at(make: Maker, types: Types) -> int:
+def _kernel_for(make: Maker, types: Types) -> Any:
     function = make(*(_NUMBERS[dtype] for dtype in types))
     try:
-        kernel = compiled(function, cache=True)
+        return compiled(function, cache=True)
     except Exception:
         # No folder to write to, a full disk, or what was kept there is damaged, which may raise
         # anything: compiled for this process alone. What cannot be compiled raises again.
-        kernel = compiled(function, cache=False)
-    _KEPT.append(kernel)
-    return int(kernel.address)
-
-
-# An address is good as long as the kernel it was taken from lives.
-_KEPT: list[object] = []
+        return compiled(function, cache=False)
 
 
 # Elements below which waking a second thread costs more than it saves.
