@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: advise compare test lint types check docs bench clean
+.PHONY: advise compare test test-integrations lint types check docs bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "steadygrad needs Python 3.10 or newer, found " + sys.version.split()[0] + ". Remedy: make PYTHON=/path/to/python3.12")'
@@ -23,6 +23,13 @@ compare: $(VENV)/.installed  ## tune AdamW, ScaledAdam and LANS alike, judge the
 
 test: $(VENV)/.installed  ## the whole test suite, slow tests included
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+
+test-integrations: $(VENV)/.integrations  ## the adapters, in the trainers themselves
+	$(BIN)/python -m pytest tests/integrations
+
+$(VENV)/.integrations: $(VENV)/.installed
+	$(PIP) install --quiet --constraint constraints.txt --group integrations
+	touch $@
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
