@@ -24,7 +24,7 @@ EXPECTED = {
 
 
 # Those for trainers have tests of their own, in `tests/integrations`.
-TRAINERS = {"hf_trainer.py", "lightning_trainer.py"}
+TRAINERS = {"accelerate_loop.py", "hf_trainer.py", "lightning_trainer.py"}
 
 
 def test_every_example_is_listed():

@@ -12,6 +12,7 @@ from tests.integrations.pages import ROOT, blocks, shape
 # The package that an example needs, and the page that shows its output.
 EXAMPLES = {
     "hf_trainer.py": ("transformers", "transformers.md"),
+    "accelerate_loop.py": ("accelerate", "accelerate.md"),
     "lightning_trainer.py": ("lightning", "lightning.md"),
 }
 
