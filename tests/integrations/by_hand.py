@@ -71,7 +71,15 @@ class NoiseByHand:
 
 
 def train_by_hand(
-    model, windows, optimizer, *, by_tokens=True, clip=1.0, dtype=torch.bfloat16, uncounted=0
+    model,
+    windows,
+    optimizer,
+    *,
+    by_tokens=True,
+    clip=1.0,
+    dtype=torch.bfloat16,
+    uncounted=0,
+    ranks=1,
 ):
     """Trains a causal model on windows of micro-batches; returns the noise scale measured.
 
@@ -82,6 +90,7 @@ def train_by_hand(
         by_tokens: Whether the step's loss is a mean over its labels; if not, over micro-batches.
         clip: Largest norm of a step's gradient; None: it is not clipped.
         dtype: Type of autocast; None: there is none.
+        ranks: Processes, each of which divides by the labels of its own share of a window.
         uncounted: Labels by which the trainer's own divisor of a row is too large.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -89,7 +98,10 @@ def train_by_hand(
     for window in windows:
         counts = [labelled(batch) for batch in window]
         total = sum(counts)
-        weights = [n / total if by_tokens else 1 / len(window) for n in counts]
+        share = len(window) // ranks
+        own = [sum(counts[i // share * share :][:share]) for i in range(len(window))]
+        pairs = zip(counts, own, strict=True)
+        weights = [n / of / ranks if by_tokens else 1 / len(window) for n, of in pairs]
         gradients, held = [], None
         for batch, weight, count in zip(window, weights, counts, strict=True):
             optimizer.zero_grad()

@@ -200,8 +200,8 @@ class LayerwisePrecision(MixedPrecision):
     def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> Any:
         """Makes the scaler."""
         if self._make is not None:
-            wrapped = isinstance(model, DistributedDataParallel)
-            self.scaler = self._make(model.module if wrapped else model)
+            inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
+            self.scaler = self._make(inner)
             self._make = None
         return super().connect(model, optimizers, lr_schedulers)
 
