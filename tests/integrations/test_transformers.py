@@ -147,7 +147,7 @@ def test_resumes_to_the_bit(tmp_path):
     for found, wanted in zip(again.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(found, wanted)
     assert torch.equal(again.noise.state_dict()["ring"], whole.noise.state_dict()["ring"])
-    saved = torch.load(tmp_path / "checkpoint-3" / "steadygrad.pt", weights_only=True)
+    saved = torch.load(tmp_path / "checkpoint-3" / "steadygrad-state.pt", weights_only=True)
     assert saved["noise"]["steps"] == 3
 
 

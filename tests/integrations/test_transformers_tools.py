@@ -198,7 +198,7 @@ def test_a_damaged_state_is_refused(tmp_path):
     batches = token_batches(ACCUMULATION * STEPS)
     options = {"save_strategy": "steps", "save_steps": 3}
     make_trainer(tmp_path, batches, options=options).train()
-    (tmp_path / "checkpoint-3" / "steadygrad.pt").write_bytes(b"not a checkpoint")
+    (tmp_path / "checkpoint-3" / "steadygrad-state.pt").write_bytes(b"not a checkpoint")
     trainer = make_trainer(tmp_path, batches, options=options)
     with pytest.raises(InputError, match=r"Found a file that cannot be read .*Remedy"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))

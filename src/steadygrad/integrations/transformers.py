@@ -21,7 +21,7 @@ from steadygrad.noise import NoiseScale
 
 __all__ = ["SteadygradMixin"]
 
-STATE_NAME = "steadygrad.pt"
+STATE_NAME = "steadygrad-state.pt"
 
 
 class SteadygradMixin(ScheduledTrainer):
