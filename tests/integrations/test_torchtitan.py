@@ -6,10 +6,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint import load, save
+from torch.distributed.fsdp import fully_shard
 
 from steadygrad._checks import InputError
+from steadygrad.noise import NoiseScale
 from steadygrad.optim import LAMB, LANS, ScaledAdam
+from tests.distributed.ranks import on_ranks
 from tests.integrations import quiet
+from tests.integrations.by_hand import NoiseByHand, flat_gradient
 from tests.integrations.pages import after, blocks, run
 
 quiet.importorskip(
@@ -124,3 +128,55 @@ def test_the_pages_code_configures():
     apply_overrides(config.override, config)
     assert type(config.optimizer) is SteadygradOptimizers.Config
     assert [group.optimizer_name for group in config.optimizer.param_groups] == ["AdamW", "LANS"]
+
+
+def train_on_rank(rank, world):
+    """A loop as torchtitan's: sums over labels, over all labels, and gradients added up."""
+    model = make_model().double()
+    fully_shard(model)
+    model.set_gradient_divide_factor(1.0)
+    noise = NoiseScale(model)
+    for step in range(STEPS):
+        counts, total = sizes(step, world)
+        for micro, labels in enumerate(counts[rank]):
+            x = inputs(step, rank, micro, labels)
+            model.set_requires_gradient_sync(micro == MICROS - 1)
+            noise.samples(1, weight=torch.tensor(labels * world / total), loss_scale=1 / world)
+            (model(x).square().mean(1).sum() / total).backward()
+        noise.step(grad_scale=1.0)
+        model.zero_grad()
+    return {"value": float(noise.estimate().value), "altered": int(noise.altered)}
+
+
+STEPS, MICROS, RANKS = 4, 3, 2
+
+
+def sizes(step, world):
+    """Labels of each micro-batch of each rank, and of all."""
+    counts = [
+        [2 + (step + rank + 2 * micro) % 5 for micro in range(MICROS)] for rank in range(world)
+    ]
+    return counts, sum(map(sum, counts))
+
+
+def inputs(step, rank, micro, labels):
+    generator = torch.Generator().manual_seed(100 * step + 10 * rank + micro)
+    return torch.randn(labels, 6, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.distributed
+def test_the_pages_weights_are_right_where_gradients_are_added_up(tmp_path):
+    found = on_ranks(RANKS, train_on_rank, tmp_path)
+    model, expected = make_model().double(), NoiseByHand()
+    for step in range(STEPS):
+        counts, total = sizes(step, RANKS)
+        gradients, weights = [], []
+        for rank, row in enumerate(counts):
+            for micro, labels in enumerate(row):
+                model.zero_grad()
+                model(inputs(step, rank, micro, labels)).square().mean().backward()
+                gradients.append(flat_gradient([*model.parameters()]))
+                weights.append(labels / total)
+        expected.step(gradients, weights, [1] * len(weights))
+    assert [row["altered"] for row in found] == [0] * RANKS
+    assert found[0]["value"] == pytest.approx(expected.value, rel=1e-6)
