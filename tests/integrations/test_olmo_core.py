@@ -210,6 +210,11 @@ def test_its_schedule_takes_what_the_writer_writes():
     assert callback.schedule == [Duration.tokens(0), Duration.tokens(96 * LENGTH)]
 
 
+def test_the_page_shows_what_the_writer_writes(capsys):
+    run(blocks(PAGE, "python")[0], {}, PAGE)
+    assert capsys.readouterr().out == blocks(PAGE, "text")[0]
+
+
 def test_the_pages_diff_measures(tmp_path):
     batches = token_batches(MICROS * STEPS)
     trainer = make_trainer(tmp_path, batches, {}, no_checkpoints=True)

@@ -121,6 +121,10 @@ def test_balanced_losses_are_those_of_a_loop_by_hand(tmp_path):
     assert trainer.state.global_step == STEPS
     for found, wanted in zip(trainer.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    evaluated = trainer.evaluate(rows_from(batches[:1]))["eval_loss"]
+    with torch.no_grad():
+        losses, _ = trainer.compute_losses(model, batches[0], lambda y: {"text": y, "size": y})
+    assert evaluated == pytest.approx(float(sum(losses.values())), rel=1e-4)
     logged = [row for row in trainer.state.log_history if "loss" in row][-1]
     assert logged["steadygrad/balancer/target_size"] == 0.75
     again = make()

@@ -53,6 +53,7 @@ class NoiseScaleCallback(Callback):
         self._samples_of, self._options = samples, options
         self._loaded: Mapping[str, Any] | None = None
         self._samples: int | None = None
+        self._batch_idx = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hooks the estimator to the model as it is trained: wrapped, and on its device."""
@@ -67,23 +68,21 @@ class NoiseScaleCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the micro-batch's samples, if its window has two parts at least."""
-        factor = trainer.accumulate_grad_batches
-        length = min(factor, trainer.num_training_batches - batch_idx // factor * factor)
-        planned = factor * trainer.world_size
-        if planned < 2 and not any(isinstance(c, BatchSizeCallback) for c in trainer.callbacks):
-            raise InputError(
-                f"Expected at least two micro-batches a step over all processes. Found {planned}. "
-                "Remedy: accumulate_grad_batches=2 and batches half as large."
-            )
-        self._samples = self._samples_of(batch) if length * trainer.world_size > 1 else None
+        """Counts the micro-batch's samples."""
+        self._samples, self._batch_idx = self._samples_of(batch), batch_idx
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        """Tells of the backward pass; Lightning has divided the loss, in short windows too."""
+        """Tells of the backward pass, if its window has two parts at least."""
+        factor = trainer.accumulate_grad_batches
+        start = self._batch_idx // factor * factor
+        if min(factor, trainer.num_training_batches - start) * trainer.world_size < 2:
+            check_parts(trainer)
+            self._samples = None
         if self.noise is not None and self._samples is not None:
-            self.noise.samples(self._samples, weight=1 / trainer.accumulate_grad_batches)
+            # Lightning has divided the loss so, in short windows too.
+            self.noise.samples(self._samples, weight=1 / factor)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
@@ -204,6 +203,21 @@ class LayerwisePrecision(MixedPrecision):
             self.scaler = self._make(inner)
             self._make = None
         return super().connect(model, optimizers, lr_schedulers)
+
+
+def check_parts(trainer: Trainer) -> None:
+    """Refuses steps of one micro-batch, where it is not a schedule or an epoch's end that cuts them.
+
+    Raises:
+        InputError: If no step has two.
+    """
+    parts = trainer.accumulate_grad_batches * trainer.world_size
+    scheduled = any(isinstance(callback, BatchSizeCallback) for callback in trainer.callbacks)
+    if parts < 2 and not scheduled:
+        raise InputError(
+            f"Expected at least two micro-batches a step over all processes. Found {parts}. "
+            "Remedy: accumulate_grad_batches=2 and batches half as large."
+        )
 
 
 def check_support(trainer: Trainer, pl_module: LightningModule) -> None:
