@@ -53,6 +53,10 @@ class Settings(CommonSettings):
             "beta2, that are tried; 1: its defaults.",
         ),
     ] = 1
+    samples: Annotated[
+        int,
+        Meta(ge=0, description="Length of the longest trainings; 0: as the budget allows."),
+    ] = 0
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "float64"],
         Meta(description="Type to compute in; bfloat16 and float16 by autocast."),

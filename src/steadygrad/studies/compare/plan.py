@@ -34,6 +34,8 @@ def make_plan(
 ) -> Plan:
     """Chooses the longest runs that fit a budget, with as many seeds as their length is worth.
 
+    Where the settings say how long the runs are, it chooses as many seeds as fit.
+
     Args:
         settings: The study's settings.
         task: The task.
@@ -43,7 +45,8 @@ def make_plan(
         trials_of: The trials of a plan.
 
     Raises:
-        InputError: If the batch sizes cannot be used, or the budget is too small for any answer.
+        InputError: If batch sizes or length cannot be used, or the budget is too small for any
+            answer.
     """
     multiples, size = _multiples(settings.batches, task), task.batch_size
     start_up = START_UP_WORKERS if workers > 1 else START_UP
@@ -69,17 +72,28 @@ def make_plan(
         work = sum(trial.cost for trial in trials)
         return msgspec.structs.replace(plan, work=work, span=makespan(trials, workers))
 
+    least = math.ceil(4 * LEAST_STEPS * multiples[-1] * size / unit)
+    given = round(settings.samples / unit)
+    if settings.samples and given < least:
+        raise InputError(
+            f"--samples should be at least {least * unit:,}: {LEAST_STEPS} steps of the largest "
+            f"batch in the shortest run. Found {settings.samples:,}. Remedy: --samples "
+            f"{least * unit}, or smaller --batches."
+        )
     for seeds, full, steps in LEVELS:
-        steps = max(steps, 4 * LEAST_STEPS * multiples[-1])
-        fewest = math.ceil(steps * size / unit)
-        plan = _longest(lambda parts: priced(parts, seeds, full), fewest, span)  # noqa: B023
+        fewest = max(least, math.ceil(steps * size / unit))
+        plan = (
+            priced(given, seeds, full)
+            if given
+            else _longest(lambda parts: priced(parts, seeds, full), fewest, span)  # noqa: B023
+        )
         if plan.span <= span:
             return plan
     seconds = math.ceil(plan.span / (SHARE_OF_BUDGET * speed) + start_up)
     raise InputError(
         f"The budget is too small for any answer: found {settings.budget:g}s, expected at least "
         f"{seconds}s for {len(optimizers)} optimizers at {speed:,.3g} samples a second. Remedy: "
-        f"--budget {seconds}s or more, or fewer --optimizers."
+        f"--budget {seconds}s or more{', fewer --samples' if given else ''} or fewer --optimizers."
     )
 
 

@@ -209,9 +209,11 @@ def test_stopped_at_three_moments_and_resumed(whole, tmp_path):
     begin(folder, at=1500, optimizers="lans,sgd")
     began = recorded(folder)
     assert 3 < began < recorded(whole)
-    for at in (3000, 2000):
-        outcome, _ = part(folder, at)
+    for at in (3000, 5000):
+        outcome, watcher = part(folder, at)
         assert outcome.summary["status"] == "budget"
+        # Work of the record counts before the clock starts: the time left is that of the rest.
+        assert 0 < watcher.before < watcher.done < at + 200
         assert recorded(folder) > began
         began = recorded(folder)
     go_on(folder)
