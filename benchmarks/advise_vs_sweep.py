@@ -46,8 +46,9 @@ def report(advice: dict[str, Any], swept: dict[str, Any], first: int, called: st
         )
         # Infinite numbers are text in JSON.
         low, high = map(float, own["intervals"][multiple])
+        interior = "yes" if tuned["interior"] else "no"
         lines.append(
-            f"| {first * int(multiple)} | {tuned['lr']:.2e} | {'yes' if tuned['interior'] else 'no'} "
+            f"| {first * int(multiple)} | {tuned['lr']:.2e} | {interior} "
             f"| {float(extra):+.1%} | {low:+.1%} to {high:+.1%} |"
         )
     good, size = own["within"], advice["recommendation"]["batch_size"]
@@ -80,7 +81,9 @@ def main() -> None:
 
     from steadygrad.tasks import load_task
 
-    kept = [path and json.loads(Path(path).read_text()) for path in (options.summary, options.swept)]
+    kept = [
+        path and json.loads(Path(path).read_text()) for path in (options.summary, options.swept)
+    ]
     advice = kept[0] or study("advise", options.task, "--budget", options.budget)
     length = options.samples or advice["recommendation"]["samples"]
     if not length:

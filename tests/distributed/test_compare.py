@@ -19,14 +19,13 @@ SHORT = planned(optimizers=ALL, horizons=(16, 32, 64), seeds=2, full=False)
 
 def study(folder, **options):
     """A study of all optimizers; its task has no dropout, as random numbers differ by rank."""
-    begin(Path(folder), "shared", **{"at": -1, "plan": SHORT, "optimizers": ",".join(ALL)}, **options)
+    begin(Path(folder), "shared", at=-1, plan=SHORT, optimizers=",".join(ALL), **options)
     return "done"
 
 
 def stopped(folder, at):
     begin(Path(folder), "shared", at=at, plan=SHORT, optimizers=",".join(ALL))
     return "done"
-
 
 
 @pytest.fixture(scope="module")

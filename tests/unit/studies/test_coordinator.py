@@ -306,9 +306,7 @@ def test_a_damaged_waiting_result_is_run_again(tmp_path, monkeypatch, damage):
     assert 6 in setting.executor.ran
 
 
-def test_what_was_recorded_is_not_run_again_and_is_done_from_the_beginning(
-    tmp_path, monkeypatch
-):
+def test_what_was_recorded_is_not_run_again_and_is_done_from_the_beginning(tmp_path, monkeypatch):
     first = Setting(adaptive(), tmp_path)
     first.run(monkeypatch)
     for way in ("parallel", "serial"):

@@ -123,7 +123,7 @@ def test_a_missing_file_and_a_folder(tmp_path):
     ],
 )
 def test_a_file_that_is_not_python(write, source, found):
-    refused(f"{write(source)}:make_task", "The task file should be Python.", found, "Remedy")
+    refused(f"{write(source)}:make_task", "The file should be Python.", found, "Remedy")
 
 
 def test_no_such_factory_lists_what_there_is(write):

@@ -69,12 +69,3 @@ class Comparison:
         ]
         columns = zip(*curves, strict=True)
         return [(marks[0][0], fmean(loss for _, loss in marks)) for marks in columns]
-
-    def plateau(self, tried: Sequence[float]) -> float:
-        """Largest loss of a short run on the plateau around the best of those tried."""
-        short, long = (self.curve(BASELINE, samples) for samples in (self.half, self.longest))
-        if not (short and long):
-            return -math.inf
-        # AdamW's loss falls so much with twice the samples.
-        octave = short[-1][1] - long[-1][1]
-        return min(tried) + octave * math.log2(1.1)

@@ -20,7 +20,7 @@ LEAST_RATIO, MOST_RATIO = 0.25, 4.0
 def _table(found: Comparison, title: str, rows: Sequence[Row], columns: Columns) -> Html | None:
     """A table whose rows begin with the optimizer, and with the batch size where there are more."""
     place: dict[str, Callable[[Row], str]] = {
-        "optimizer": lambda row: found.titles[row["optimizer"]]
+        "optimizer": lambda row: found.titles[row["optimizer"]] + row.get("note", "")
     }
     if len(found.plan.multiples) > 1 and rows and "multiple" in rows[0]:
         place["batch"] = lambda row: show(row["multiple"] * found.plan.batch_size)
@@ -51,7 +51,13 @@ def verdicts(found: Comparison, samples: int) -> Html | None:
         "time over AdamW's": seconds,
         "state": lambda row: show(costs.get(row["optimizer"], {}).get("state_bytes")),
     }
-    return _table(found, f"After {show(samples)} {found.samples}", found.rows(samples), columns)
+    rows = found.rows(samples)
+    if rows and samples == found.longest:
+        # Of two seeds, and of the task's batch size only.
+        known = [row for row in found.tuned if row["default_loss"] is not None]
+        fixed = {"note": ", default rate", "verdict": "not tuned"}
+        rows += [{**row, **fixed, "losses": {"": row["default_loss"]}} for row in known]
+    return _table(found, f"After {show(samples)} {found.samples}", rows, columns)
 
 
 def mean_loss(row: Row) -> str:
@@ -61,7 +67,7 @@ def mean_loss(row: Row) -> str:
 
 def difference(row: Row) -> str:
     """Mean paired difference from AdamW with its interval."""
-    if row["verdict"] == "baseline":
+    if row["verdict"] in ("baseline", "not tuned"):
         return "–"
     if math.isfinite(row["mean"]):
         return f"{_signed(row['mean'])} ({_signed(row['low'])} to {_signed(row['high'])})"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -53,14 +54,15 @@ def make_plan(
     span = SHARE_OF_BUDGET * max(0.0, settings.budget - start_up) * speed
     # Every horizon is a whole number of steps at every batch size.
     unit = 4 * math.lcm(*multiples) * size
+    least = math.ceil(4 * LEAST_STEPS * multiples[-1] * size / unit)
+    given = _given(settings.samples, unit, least)
 
-    def priced(parts: int, seeds: int, full: bool) -> Plan:
-        longest = parts * unit
+    def priced(seeds: int, full: bool, parts: int) -> Plan:
         plan = Plan(
             batch_size=size,
             optimizers=tuple(optimizers),
             multiples=multiples,
-            horizons=(longest // 4, longest // 2, longest),
+            horizons=(parts * unit // 4, parts * unit // 2, parts * unit),
             points=settings.points,
             full=full,
             seeds=seeds,
@@ -72,29 +74,31 @@ def make_plan(
         work = sum(trial.cost for trial in trials)
         return msgspec.structs.replace(plan, work=work, span=makespan(trials, workers))
 
-    least = math.ceil(4 * LEAST_STEPS * multiples[-1] * size / unit)
-    given = round(settings.samples / unit)
-    if settings.samples and given < least:
-        raise InputError(
-            f"--samples should be at least {least * unit:,}: {LEAST_STEPS} steps of the largest "
-            f"batch in the shortest run. Found {settings.samples:,}. Remedy: --samples "
-            f"{least * unit}, or smaller --batches."
-        )
     for seeds, full, steps in LEVELS:
+        prices = partial(priced, seeds, full)
         fewest = max(least, math.ceil(steps * size / unit))
-        plan = (
-            priced(given, seeds, full)
-            if given
-            else _longest(lambda parts: priced(parts, seeds, full), fewest, span)  # noqa: B023
-        )
+        plan = prices(given) if given else _longest(prices, fewest, span)
         if plan.span <= span:
             return plan
     seconds = math.ceil(plan.span / (SHARE_OF_BUDGET * speed) + start_up)
     raise InputError(
         f"The budget is too small for any answer: found {settings.budget:g}s, expected at least "
         f"{seconds}s for {len(optimizers)} optimizers at {speed:,.3g} samples a second. Remedy: "
-        f"--budget {seconds}s or more{', fewer --samples' if given else ''} or fewer --optimizers."
+        f"--budget {seconds}s or more{', fewer --samples,' if given else ','} or fewer "
+        "--optimizers."
     )
+
+
+def _given(samples: int, unit: int, least: int) -> int:
+    """Length of the longest runs in units, as the settings say it; 0 where they leave it open."""
+    given = round(samples / unit)
+    if samples and given < least:
+        raise InputError(
+            f"--samples should be at least {least * unit}, so that the shortest runs have "
+            f"{LEAST_STEPS} steps of the largest batch. Found {samples}. Remedy: --samples "
+            f"{least * unit}, or smaller --batches."
+        )
+    return given
 
 
 def _multiples(text: str, task: Task) -> tuple[int, ...]:
