@@ -16,9 +16,10 @@ __all__ = ["page"]
 OPTIMIZERS = ("scaledadam", "lans", "lamb", "sgd", "muon")
 VERDICTS = (
     "Mean validation loss of the seeds at tuned options, and its difference from AdamW's with its "
-    "interval: Student's, with Holm's correction for several optimizers. AdamW's samples and "
-    "time: what AdamW would need for the same loss, over what was spent; above 1 the optimizer "
-    "saves. State: bytes for each weight. Default rate: what no tuning gives, by two of the seeds."
+    "interval: Student's, with Holm's correction for several optimizers. AdamW's samples: what "
+    "AdamW would need for the same loss, over what was spent; above 1 the optimizer saves. Time: "
+    "for the same loss, over AdamW's; below 1 it saves. State: bytes for each weight. Untuned: at "
+    "the default learning rate, by two of the seeds."
 )
 PAIRS = (
     "Loss less AdamW's: left is better. A small dot is a seed: two runs with the same initial "

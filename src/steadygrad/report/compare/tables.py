@@ -48,14 +48,14 @@ def verdicts(found: Comparison, samples: int) -> Html | None:
         "loss": mean_loss,
         "difference": difference,
         "AdamW's samples": saved,
-        "time over AdamW's": seconds,
+        "time": seconds,
         "state": lambda row: show(costs.get(row["optimizer"], {}).get("state_bytes")),
     }
     rows = found.rows(samples)
     if rows and samples == found.longest:
         # Of two seeds, and of the task's batch size only.
         known = [row for row in found.tuned if row["default_loss"] is not None]
-        fixed = {"note": ", default rate", "verdict": "not tuned"}
+        fixed = {"note": " untuned", "verdict": "–"}
         rows += [{**row, **fixed, "losses": {"": row["default_loss"]}} for row in known]
     return _table(found, f"After {show(samples)} {found.samples}", rows, columns)
 
@@ -67,7 +67,7 @@ def mean_loss(row: Row) -> str:
 
 def difference(row: Row) -> str:
     """Mean paired difference from AdamW with its interval."""
-    if row["verdict"] in ("baseline", "not tuned"):
+    if row["verdict"] in ("baseline", "–"):
         return "–"
     if math.isfinite(row["mean"]):
         return f"{_signed(row['mean'])} ({_signed(row['low'])} to {_signed(row['high'])})"
