@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from statistics import fmean
 
-from steadygrad.record.schema.compare import BASELINE
+from steadygrad.record.schema.compare import BASELINE, LEAST_RATIO, MOST_RATIO
 from steadygrad.report.compare.data import Comparison, Row
 from steadygrad.report.numbers import loss, percent, percent_interval, show
 from steadygrad.report.page import Html, listing
@@ -13,8 +13,6 @@ from steadygrad.report.page import Html, listing
 __all__ = ["critical", "difference", "efforts", "mean_loss", "saved", "tables", "verdicts"]
 
 Columns = Mapping[str, Callable[[Row], str]]
-# Beyond these ratios the baseline's loss curve is no guide.
-LEAST_RATIO, MOST_RATIO = 0.25, 4.0
 
 
 def _table(found: Comparison, title: str, rows: Sequence[Row], columns: Columns) -> Html | None:
@@ -142,7 +140,6 @@ TUNED: Columns = {
     ),
     "plateau": lambda row: show(row["plateau"], digits=2),
     "interior": lambda row: show(row["interior"]),
-    "untuned loss": lambda row: loss(row["default_loss"]),
 }
 STATISTICS: Columns = {
     "p-value": lambda row: show(row["p_value"], digits=2),

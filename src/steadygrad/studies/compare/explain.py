@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from steadygrad.record import listed, plural
-from steadygrad.record.schema.compare import BASELINE, Header
+from steadygrad.record.schema.compare import BASELINE, LEAST_RATIO, MOST_RATIO, Header
 from steadygrad.studies.compare.optimizers import KNOWN
-from steadygrad.studies.compare.statistics import LEAST_RATIO, MOST_RATIO
 
 __all__ = ["explain"]
 
