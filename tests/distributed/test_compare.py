@@ -6,10 +6,11 @@ import pytest
 
 from steadygrad._checks import InputError
 from steadygrad.record import read_run
-from steadygrad.record.schema.compare import Run, Speed
+from steadygrad.record.schema.compare import Run, Settings, Speed
+from steadygrad.studies.run import start as begin_study
 from tests.distributed.test_advise import on_ranks, resumed
-from tests.unit.studies.compare.runs import ALL, begin, planned
-from tests.unit.studies.framework import copy, lines, part
+from tests.unit.studies.compare.runs import ADDED, ALL, begin, planned
+from tests.unit.studies.framework import Watcher, copy, lines, part, tiny
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -26,6 +27,15 @@ def study(folder, **options):
 def stopped(folder, at):
     begin(Path(folder), "shared", at=at, plan=SHORT, optimizers=",".join(ALL))
     return "done"
+
+
+def small(folder, add):
+    """A study with a plan of its own, for a budget that is too small for any answer."""
+    chosen = {"device": "cpu", "threads": 1, "workers": 1, "optimizers": "muon", "budget": 4.5}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("steadygrad.studies.calibration.SECONDS", 0.01)
+        settings = Settings(task=tiny("shared"), add=add, **chosen)
+        begin_study("compare", settings, Path(folder), monitor=Watcher())
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +77,18 @@ def test_two_processes_go_on_where_they_stopped(tmp_path):
     assert lines(cut) == lines(whole)
     with pytest.raises(InputError, match=r"world_size = 2 as in the record. Found 1.*torchrun"):
         part(alone, 1)
+
+
+@pytest.mark.parametrize(
+    ("add", "message"),
+    [
+        (f"{ADDED}:raises", "Found RuntimeError: it broke"),
+        (f"{ADDED}:no_step", "A step of the optimizer no_step should run without an error"),
+        ("", "The budget is too small for any answer: found 4.5s"),
+    ],
+)
+def test_what_cannot_be_used_ends_all_processes(tmp_path, add, message):
+    found = on_ranks(tmp_path / "ranks", 2, small, str(tmp_path / "run"), add)
+    assert found[0] == found[1]
+    assert message in found[0]
+    assert not (tmp_path / "run").exists()

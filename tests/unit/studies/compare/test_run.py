@@ -107,7 +107,8 @@ class Places:
 
 def test_pairs_share_weights_data_and_random_numbers(monkeypatch):
     """At a learning rate of zero all optimizers see the same losses, dropout included."""
-    places = Places(optimizers=",".join((*ALL[1:], "task")))
+    # One of them draws random numbers of its own when it is made.
+    places = Places(optimizers=",".join((*ALL[1:], "task")), add=f"{ADDED}:drawing")
     monkeypatch.setattr("steadygrad.tasks.Task.lr_factor", lambda self, samples_seen, total: 0.0)
     seen = {}
     step = places.trainer.step
@@ -117,7 +118,7 @@ def test_pairs_share_weights_data_and_random_numbers(monkeypatch):
         losses.append((indices.tolist(), float(places.trainer._losses[-1])))
 
     monkeypatch.setattr(places.trainer, "step", watched)
-    for optimizer in (*ALL, "task"):
+    for optimizer in (*ALL, "task", "drawing"):
         for repeat in (0, 1, 2):
             losses = []
             run = places.train(optimizer, repeat=repeat)
