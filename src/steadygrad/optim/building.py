@@ -69,7 +69,7 @@ class BatchBuilder(StatefulOptimizer):
         return [*chain.from_iterable(groups), *self.state, *self.state.values()]
 
     def _check_params(self) -> None:
-        """Raises InputError if a parameter's memory was exchanged for what its state is not of."""
+        """Raises InputError if a parameter no longer has the shape and device of its state."""
         for p in self._params:
             check_parameter(p)
             for name in (*self._large, MASTER):

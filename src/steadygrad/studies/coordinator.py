@@ -30,7 +30,7 @@ class Monitor(Protocol):
         """Told once: the samples of work in all, those done before, and those at each milestone."""
 
     def advance(self, samples: int, what: str) -> None:
-        """Told as work is done, and on what."""
+        """Called as work is done, with the trials that it was done on."""
 
     def skip(self, samples: int) -> None:
         """Told of planned work that is not needed."""

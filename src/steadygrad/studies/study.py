@@ -58,13 +58,13 @@ class Trial:
     needs: tuple[Key, ...] = ()
 
     def called(self, job: Job) -> str:
-        """What a message about one of its jobs calls it."""
+        """The name of a job in messages."""
         return self.what + (f", repeat {job['repeat']}" if "repeat" in job else "")
 
 
 @dataclass
 class Workplace:
-    """What a job is run with.
+    """The surroundings of a job: device, workers and folders.
 
     Attributes:
         repeated: Events of trials that were run again because a checkpoint was lost.
@@ -186,7 +186,7 @@ class Study(ABC):
 
     @abstractmethod
     def milestones(self) -> Mapping[str, Key]:
-        """Names of what a user waits for, and the last trial of each."""
+        """Names of the study's milestones, and the last trial of each."""
 
     @abstractmethod
     def summarize(self, journal: Journal, status: str) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class Study(ABC):
         """
 
     def too_little(self, summary: Mapping[str, Any]) -> str | None:
-        """What is missing where a study says nothing at all; None where it says something."""
+        """The reason why a study has no result at all; None where it has one."""
         return None
 
     def key_of(self, job: Job) -> Key:

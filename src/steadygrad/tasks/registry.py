@@ -1,4 +1,4 @@
-"""From what a user types to a task: built-in names and ``path/file.py:make_task``."""
+"""Tasks by their names: built-in ones and ``path/file.py:make_task``."""
 
 import hashlib
 import os
