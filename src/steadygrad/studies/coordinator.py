@@ -33,7 +33,7 @@ class Monitor(Protocol):
         """Called as work is done, with the trials that it was done on."""
 
     def skip(self, samples: int) -> None:
-        """Told of planned work that is not needed."""
+        """Called where planned work is not needed."""
 
     def say(self, line: str) -> None:
         """A line for the user, such as a warning."""

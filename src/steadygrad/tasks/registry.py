@@ -167,7 +167,7 @@ def _find_factory(module: ModuleType, factory: str, path: Path) -> Callable[[], 
     ]
     if not hasattr(module, factory):
         near = get_close_matches(factory, names, n=1)
-        remedy = f"did you mean {near[0]!r}?" if near else f"define `def {factory}() -> Task`."
+        remedy = f"did you mean {near[0]!r}?" if near else f"define `def {factory}` in it."
         raise InputError(
             f"The file should define {factory!r}. Found "
             f"{', '.join(names) or 'no function'} in {str(path)!r}. Remedy: {remedy}"
