@@ -204,6 +204,16 @@ class Study(ABC):
         names = self.schema().kinds[job["event"]].key_fields
         return (job["event"], *(job[name] for name in names))
 
+    def finished(self, journal: Journal) -> set[Key]:
+        """Keys of the trials whose results are there, or that have nothing to do."""
+        done: set[Key] = set()
+        for trial in self.trials():
+            if done.issuperset(trial.needs):
+                job = trial.job(journal)
+                if job is None or self.key_of(job) in journal:
+                    done.add(trial.key)
+        return done
+
 
 def study_class(name: str) -> type[Study]:
     """The class of a study.
