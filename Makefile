@@ -32,6 +32,7 @@ test-integrations: $(VENV)/.integrations  ## the adapters, in the trainers thems
 
 $(VENV)/.integrations: $(VENV)/.installed
 	$(PIP) install --quiet --constraint constraints.txt --group integrations
+	$(PIP) install --quiet --constraint constraints.txt --no-deps ai2-olmo-core cached-path
 	touch $@
 
 lint: $(VENV)/.installed

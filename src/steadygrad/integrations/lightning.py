@@ -206,7 +206,7 @@ class LayerwisePrecision(MixedPrecision):
 
 
 def check_parts(trainer: Trainer) -> None:
-    """Refuses steps of one micro-batch, where it is not a schedule or an epoch's end that cuts them.
+    """Refuses steps of one micro-batch, where neither a schedule nor an epoch's end makes them.
 
     Raises:
         InputError: If no step has two.
