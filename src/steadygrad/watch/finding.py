@@ -85,7 +85,6 @@ def title(name: str) -> str:
 def first_fault(
     events: Sequence[Event],
     consumers: Mapping[str, Sequence[str]],
-    outputs: frozenset[str] | set[str],
     batch: int,
 ) -> Finding | None:
     """Finds the first event that is not finite; None if there is none.
@@ -93,7 +92,6 @@ def first_fault(
     Args:
         events: In the order of execution.
         consumers: For each module, those that were handed its output itself.
-        outputs: Modules whose output is an output of the model.
         batch: Index of the pass.
     """
     at = next((i for i, event in enumerate(events) if not event.finite), None)
@@ -105,7 +103,8 @@ def first_fault(
     after = next((e for e in events[at:] if e.finite and e.what in alike), None)
     kind, name = event.what, event.name
     if kind == GRADIENT:
-        kind, name = _backward_culprit(event, before, consumers, outputs)
+        kind, name = _backward_culprit(event, before, consumers)
+        before = before or [e for e in events[:at] if e.what == OUTPUT]
     return Finding(
         kind,
         name,
@@ -121,10 +120,9 @@ def _backward_culprit(
     event: Event,
     before: Sequence[Event],
     consumers: Mapping[str, Sequence[str]],
-    outputs: frozenset[str] | set[str],
 ) -> tuple[str, str]:
     """The module between the last finite gradient and the first that is not."""
-    if event.name in outputs or not before:
+    if not (event.name and before):
         return "loss", ""
     finite = [e.name for e in before]
     direct = [name for name in consumers.get(event.name, ()) if name in finite]

@@ -191,7 +191,7 @@ class GradientWatch:
             self._usual |= {e.name for e in events if not e.finite}
             return None
         known = [e for e in events if e.finite or e.name not in self._usual]
-        return first_fault(known, over.consumers, over.outputs, over.batch)
+        return first_fault(known, over.consumers, over.batch)
 
 
 def _witness(module: nn.Module, uses: Mapping[int, int]) -> str | None:

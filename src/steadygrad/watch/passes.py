@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from steadygrad.sharding import local
-from steadygrad.watch.finding import FORWARD, OUTPUT, PARAMETER, WEIGHT, Event
+from steadygrad.watch.finding import FORWARD, GRADIENT, OUTPUT, PARAMETER, WEIGHT, Event
 
 __all__ = ["Clock", "Pass", "floating"]
 
@@ -42,7 +42,7 @@ class _Note(NamedTuple):
     name: str
     total: Any
     time: Any = None
-    early: bool = False
+    together: bool = False
 
     @property
     def finite(self) -> bool:
@@ -59,27 +59,27 @@ class Pass:
 
     Attributes:
         consumers: For each module, those that were handed its output itself.
-        outputs: Modules whose output is an output of the model.
         backward: Whether a gradient has been seen.
     """
 
     def __init__(self, batch: int, clock: Clock) -> None:
         self.batch, self._clock = batch, clock
         self.consumers: dict[str, list[str]] = defaultdict(list)
-        self.outputs: set[str] = set()
         self.backward = False
         self._notes: list[_Note] = []
         self._copied: tuple[Tensor, Any] | None = None
 
     def note(self, what: str, name: str, tensor: Tensor) -> bool:
         """Adds an event; False where the tensor is known not to be finite."""
+        # Recorded by autograd, it would be a tensor more than a repeated forward pass has.
+        tensor = tensor.detach()
         if type(tensor) is not Tensor:
             tensor = local(tensor)
         # float16 would overflow by adding up what is finite.
         total = tensor.sum(dtype=torch.float32) if tensor.dtype in _NARROW else tensor.sum()
         time = self._clock.ticks.clone() if self._clock.used else None
         if not total.is_cpu:
-            self._notes.append(_Note(what, name, total.detach(), time))
+            self._notes.append(_Note(what, name, total, time))
             return True
         finite = math.isfinite(total.item()) or bool(torch.isfinite(tensor).all())
         self._notes.append(_Note(what, name, finite, time))
@@ -106,10 +106,8 @@ class Pass:
             if math.isfinite(torch.stack(norms).sum().item()):
                 return
             norms = [bool(torch.isfinite(tensor).all()) for tensor in tensors]
-        early = what == WEIGHT
-        self._notes += [
-            _Note(what, name, norm, None, early) for name, norm in zip(names, norms, strict=True)
-        ]
+        pairs = zip(names, norms, strict=True)
+        self._notes += [_Note(what, name, norm, None, True) for name, norm in pairs]
 
     def close(self) -> None:
         """Sends what is on a device to the host; nothing waits for it."""
@@ -148,12 +146,22 @@ class Pass:
         ]
         forward = [note for note in notes if note.what in FORWARD]
         # Weights of a device are noted last, and are there first.
-        forward.sort(key=lambda note: -1 if note.early else note.time or 0)
+        forward.sort(key=lambda n: -1 if n.what == WEIGHT and n.together else n.time or 0)
         place = {note.name: i for i, note in enumerate(forward) if note.what == OUTPUT}
-        backward = [note for note in notes if note.what not in FORWARD]
+        # Weights of a module that was not called itself have a gradient all the same.
+        backward = [n for n in notes if n.what == GRADIENT and n.name in {"", *place}]
         # The engine works in the reverse order of the forward pass.
-        backward.sort(key=lambda n: (n.what == PARAMETER, -place.get(n.name, len(place))))
-        return [Event(note.what, note.name, note.finite) for note in [*forward, *backward]]
+        backward.sort(key=lambda n: -place.get(n.name, len(place)))
+        weights = [note for note in notes if note.what == PARAMETER]
+        notes = [*forward, *_without_own(backward), *weights]
+        return [Event(note.what, note.name, note.finite) for note in notes]
+
+
+def _without_own(backward: Sequence[_Note]) -> Sequence[_Note]:
+    """Leaves out what only a weight's own gradient shows, if a finite one was passed on."""
+    bad = [i for i, note in enumerate(backward) if not note.finite]
+    own = len(bad) == 1 and backward[bad[0]].together and bad[0] < len(backward) - 1
+    return [note for note in backward if note.finite] if own else backward
 
 
 def floating(nest: Any) -> Iterable[Tensor]:

@@ -74,9 +74,8 @@ class Tap:
                     self._note(current, module, args, kwargs, tensor)
                 if self._hooked:
                     self._await_gradient(current, tensor)
-                tag = tensor.__dict__[_TAG] = (current, self.name, tensor._version)
+                tensor.__dict__[_TAG] = (current, self.name, tensor._version)
             if not self.name:
-                current.outputs.add(tag[1])
                 self._await_gradient(current, tensor)
 
     def _await_gradient(self, current: Pass, tensor: Tensor) -> None:
