@@ -6,6 +6,12 @@ import torch
 from steadygrad.watch import GradientWatch
 from tests.unit.watch.nets import FAULTS, data, make, mse
 
+# Remarks of the compiler on its own code.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
 CHOSEN = [
     "overflow in the forward pass",
     "overflow in backward only",
