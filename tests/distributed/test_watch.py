@@ -93,7 +93,9 @@ def norms(rank, world):
     with CommDebugMode() as counter:
         found = watch.norms()
     alone = GradientWatch(whole, process_group=None).norms()
-    wrong = sum(float(p.grad.to_local().square().sum()) for p in model.parameters() if p.grad is not None)
+    wrong = sum(
+        float(p.grad.to_local().square().sum()) for p in model.parameters() if p.grad is not None
+    )
     pairs = [[found.by_parameter[name], norm] for name, norm in alone.by_parameter.items()]
     pairs += [[found.by_group[name], norm] for name, norm in alone.by_group.items()]
     pairs += [[found.total, alone.total]]

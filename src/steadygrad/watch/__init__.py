@@ -4,8 +4,17 @@
 are the hooks behind each module. ``norms`` and ``accumulation`` stand on their own.
 """
 
+from steadygrad.watch.accumulation import AccumulationCheck, Window, check_accumulation
 from steadygrad.watch.finding import Finding
 from steadygrad.watch.gradient_watch import GradientWatch
 from steadygrad.watch.norms import GradientNorms, gradient_norms
 
-__all__ = ["Finding", "GradientNorms", "GradientWatch", "gradient_norms"]
+__all__ = [
+    "AccumulationCheck",
+    "Finding",
+    "GradientNorms",
+    "GradientWatch",
+    "Window",
+    "check_accumulation",
+    "gradient_norms",
+]

@@ -46,9 +46,7 @@ class GradientNorms:
         return {group: total**0.5 for group, total in sums.items()}
 
 
-def gradient_norms(
-    model: nn.Module, group_of: Callable[[str], str] | None = None
-) -> GradientNorms:
+def gradient_norms(model: nn.Module, group_of: Callable[[str], str] | None = None) -> GradientNorms:
     """Takes the norms of the gradients as they are now, in one collective.
 
     Under sharding every process of the mesh must call it. A norm of a DTensor's local part, which

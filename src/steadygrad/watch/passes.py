@@ -95,13 +95,13 @@ class Pass:
         # Half a tick before what ran outside of compiled code after it.
         self._notes.append(_Note(what, name, total.clone(), time - 0.5))
 
-    def note_all(self, what: str, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    def note_all(self, what: str, names: list[str], tensors: list[Tensor]) -> None:
         """Adds an event for each tensor, by one call for all of them."""
         if not tensors:
             return
         on_host = tensors[0].is_cpu
         # Of the two norms that are fast, the first may overflow, and is then looked at again.
-        norms: Sequence[Any] = torch._foreach_norm(tensors, 2 if on_host else math.inf)
+        norms: list[Any] = torch._foreach_norm(tensors, 2 if on_host else math.inf)
         if on_host:
             if math.isfinite(torch.stack(norms).sum().item()):
                 return
@@ -141,7 +141,7 @@ class Pass:
         """The events in the order of execution; all sums must have arrived."""
         numbers = iter(self._copied[0].tolist() if self._copied else [])
         notes = [
-            _Note(*[next(numbers) if isinstance(x, Tensor) else x for x in note])
+            _Note._make(next(numbers) if isinstance(x, Tensor) else x for x in note)
             for note in self._notes
         ]
         forward = [note for note in notes if note.what in FORWARD]

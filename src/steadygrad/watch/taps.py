@@ -125,7 +125,8 @@ class Tap:
             self.clock.used = True
             self.clock.ticks.add_(1)
             self.time.copy_(self.clock.ticks)
-            return _Sum.apply(tensor, self.backward)  # type: ignore[no-untyped-call]
+            through: Tensor = _Sum.apply(tensor, self.backward)  # type: ignore[no-untyped-call]
+            return through
 
         return tree_map_tensors(crossed, output, f"the output of {self.name!r}")
 

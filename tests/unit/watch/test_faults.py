@@ -196,7 +196,7 @@ def test_minus_infinity_that_is_usual_is_not_blamed():
 
 
 def test_evaluation_is_not_watched_and_forward_faults_need_no_backward():
-    model, prefix = make("sequential")
+    model, _ = make("sequential")
     watch = GradientWatch(model)
     with torch.no_grad():
         model(data()[0] * torch.nan)
@@ -206,7 +206,7 @@ def test_evaluation_is_not_watched_and_forward_faults_need_no_backward():
 
 
 def test_two_forward_passes_before_one_backward():
-    model, prefix = make("residual")
+    model, _ = make("residual")
     watch, (x, y) = GradientWatch(model), data()
     bad = x.clone()
     bad[0, 0, 0] = torch.inf
