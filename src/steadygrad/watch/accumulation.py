@@ -85,8 +85,8 @@ _WORDS = {
     "the number of micro-batches.",
     "twice": "The gradient is {parts} times too small: it is divided by the number of micro-"
     "batches twice. Remedy: leave one of the two divisions out.",
-    "short": "The loop divides by {whole} where the window has {parts} micro-batches. Remedy: divide "
-    "by the number that it has.",
+    "short": "The loop divides by {whole} where the window has {parts} micro-batches. Remedy: "
+    "divide by the number that it has.",
     "means": "Micro-batches count alike though they hold more or less of the loss: a mean of "
     "means. Remedy: add up the losses of all samples or tokens, and divide once by their number in "
     "the whole window.",

@@ -55,18 +55,23 @@ class Finding:
         """One paragraph: the culprit, then what is finite on either side."""
         after = f"finite again: {self.finite_after}" if self.finite_after else "nothing after it is"
         return (
-            f"Batch {self.batch}, rank {self.rank}: {_CULPRITS[self.kind].format(self.titled)}. "
+            f"Batch {self.batch}, rank {self.rank}: {self.cause}. "
             f"First not finite: {self.seen_in}. Finite before it: {self.finite_before or 'nothing'}"
             f"; {after}."
         )
 
     @property
-    def titled(self) -> str:
-        """The culprit's name as it is shown."""
-        return title(self.name)
+    def in_forward(self) -> bool:
+        """Whether something was not finite before the backward pass began."""
+        return self.kind in FORWARD
+
+    @property
+    def cause(self) -> str:
+        """The culprit in words."""
+        return _CAUSES[self.kind].format(repr(self.name) if self.name else "the model's own code")
 
 
-_CULPRITS = {
+_CAUSES = {
     BATCH: "the batch itself is not finite",
     WEIGHT: "the weight {} is not finite, before anything was computed with it",
     INPUT: "code outside of any submodule, just before {}, made something that is not finite",
@@ -75,11 +80,6 @@ _CULPRITS = {
     GRADIENT: "the backward pass of {} made a gradient that is not finite",
     PARAMETER: "the gradient of {} is not finite, though that of its module's output is",
 }
-
-
-def title(name: str) -> str:
-    """A module's name in a sentence."""
-    return repr(name) if name else "the model's own code"
 
 
 def first_fault(

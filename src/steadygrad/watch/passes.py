@@ -101,7 +101,7 @@ class Pass:
             return
         on_host = tensors[0].is_cpu
         # Of the two norms that are fast, the first may overflow, and is then looked at again.
-        norms: list[Any] = torch._foreach_norm(tensors, 2 if on_host else math.inf)
+        norms: list[Any] = [*torch._foreach_norm(tensors, 2 if on_host else math.inf)]
         if on_host:
             if math.isfinite(torch.stack(norms).sum().item()):
                 return

@@ -104,7 +104,7 @@ class Part(Event, frozen=True, tag="part"):
     Attributes:
         steps: Steps of the phase so far.
         samples: Samples of the phase so far.
-        loss: Mean training loss.
+        loss: Mean of the training losses that were finite; None if none was.
         scales: Base-2 logarithm of each layer's scale at the end; "" is the loss.
         skipped: Steps left out because something was not finite.
         overflows: Steps in which a layer was not finite.
@@ -114,6 +114,7 @@ class Part(Event, frozen=True, tag="part"):
         weights: Exponents of the gradients of each layer's weights.
         plain: The same as they would be without scales, in the phase that finds scales.
         largest: Largest exponent without scales, by kind and layer.
+        forward: Steps in which something was not finite in the forward pass, by its cause in words.
     """
 
     key_fields = ("phase", "part")
@@ -122,7 +123,7 @@ class Part(Event, frozen=True, tag="part"):
     part: Annotated[int, Meta(ge=0, lt=PARTS)]
     steps: Count
     samples: Count
-    loss: float
+    loss: float | None
     scales: dict[str, float]
     skipped: Count
     overflows: dict[str, Count]
@@ -132,15 +133,16 @@ class Part(Event, frozen=True, tag="part"):
     weights: Layers
     plain: dict[str, Layers]
     largest: dict[str, dict[str, float]]
+    forward: dict[str, Count] = msgspec.field(default_factory=dict)
 
 
 class Phase(Event, frozen=True, tag="phase"):
-    """Validation loss at the end of a phase."""
+    """Validation loss at the end of a phase; None where it is not finite."""
 
     key_fields = ("phase",)
 
     phase: PhaseName
-    valid_loss: float
+    valid_loss: float | None
 
 
 EVENTS = Part | Phase | End

@@ -35,6 +35,8 @@ class Inspect(Study):
     """Where float16 gradients underflow or overflow, and which scales prevent it."""
 
     name = "inspect"
+    # A forward pass that overflows is a finding.
+    finite = False
     header: Header
 
     @classmethod
