@@ -97,6 +97,9 @@ _WORDS = {
     "for gradients that were left from before, clipping, or another loss in the loop.",
 }
 
+# Of the loss and not of the loop: other cuts say nothing more.
+_LOSS_BUGS = ("random", "batch")
+
 
 def check_accumulation(
     model: nn.Module,
@@ -121,7 +124,7 @@ def check_accumulation(
         micro_batches: Micro-batches of a whole window, as the loop is set.
 
     Returns:
-        A window for each cut.
+        A window for each cut; none after one that shows that the loss cannot be cut.
 
     Raises:
         InputError: If the batch has fewer than ``2 * micro_batches`` samples.
@@ -147,7 +150,12 @@ def check_accumulation(
     }
     with _as_it_was(model):
         judge = _Judge(model, loss_fn, accumulate or by_mean, micro_batches)
-        return AccumulationCheck([judge(name, batch, sizes) for name, sizes in cuts.items()])
+        windows: list[Window] = []
+        for name, sizes in cuts.items():
+            windows.append(judge(name, batch, sizes))
+            if windows[-1].bug in _LOSS_BUGS:
+                break
+        return AccumulationCheck(windows)
 
 
 class _Judge:

@@ -79,6 +79,13 @@ def always_overflowing() -> Task:
     return overflowing(hot=-math.inf)
 
 
+def batch_norm() -> Task:
+    """A sample's loss depends on the others in its batch."""
+    return make_task(
+        make_model=lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+    )
+
+
 def sequential() -> Task:
     return make_task(make_model=lambda: Net(residual=False, explodes=True))
 

@@ -19,6 +19,8 @@ __all__ = [
     "PARTS",
     "PHASES",
     "SEARCH",
+    "Accumulation",
+    "Cut",
     "Header",
     "Histogram",
     "Part",
@@ -55,6 +57,13 @@ class Settings(CommonSettings):
             "try those proposed.",
         ),
     ] = 200
+    accumulation: Annotated[
+        bool,
+        Meta(
+            description="Check as well that the gradient is the same however a batch is cut into "
+            "micro-batches."
+        ),
+    ] = False
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +154,33 @@ class Phase(Event, frozen=True, tag="phase"):
     valid_loss: float | None
 
 
-EVENTS = Part | Phase | End
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """One way of cutting a batch into micro-batches, and the gradient accumulated over them.
+
+    Attributes:
+        sizes: Samples of each micro-batch.
+        ratio: Its norm over that of the whole batch's gradient.
+        cosine: Of the angle between them.
+        bug: Name of the bug that it is; empty for none.
+    """
+
+    name: str
+    sizes: tuple[Positive, ...]
+    ratio: float
+    cosine: float
+    bug: str
+    words: str
+
+
+class Accumulation(Event, frozen=True, tag="accumulation"):
+    """Gradients of one batch, cut in several ways."""
+
+    key_fields = ()
+
+    cuts: tuple[Cut, ...]
+
+
+EVENTS = Part | Phase | Accumulation | End
 
 
 def layer_title(name: str) -> str:

@@ -3,6 +3,7 @@
 import pytest
 
 from steadygrad.record import read_run
+from steadygrad.record.schema.inspect import Accumulation
 from steadygrad.report import render
 from tests.unit.studies.inspect.runs import look, parts_of, spec
 
@@ -50,3 +51,14 @@ def test_no_step_is_finite(tmp_path):
     assert run.summary["words"][0].startswith(f"In 16 of 16 steps, {CAUSE}.")
     assert [part.loss for part in parts_of(run.folder)] == [None] * 24
     assert "no loss scale" in render(run)
+
+
+@pytest.mark.parametrize(("factory", "bug"), [("healthy", ""), ("batch_norm", "batch")])
+def test_accumulation(factory, bug, tmp_path):
+    look(tmp_path / "run", spec(factory), accumulation=True)
+    run = read_run(tmp_path / "run")
+    (found,) = run.select(Accumulation)
+    assert len(found.cuts) == (1 if bug else 4)
+    assert found.cuts[0].bug == bug
+    said = [words for words in run.summary["words"] if words.startswith("Accumulat")]
+    assert ("depends on the other samples" in said[0]) == bool(bug)
