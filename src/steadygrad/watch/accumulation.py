@@ -66,10 +66,15 @@ class AccumulationCheck:
     def __str__(self) -> str:
         """A line for each window."""
         return "\n".join(
-            f"{w.name} ({' + '.join(map(str, w.sizes))}): ratio {w.ratio:.4g}, "
+            f"{w.name} ({_cut_in_words(w.sizes)}): ratio {w.ratio:.4g}, "
             f"cosine {w.cosine:.4g}. {w.words}"
             for w in self.windows
         )
+
+
+def _cut_in_words(sizes: Sequence[int]) -> str:
+    one = len({*sizes}) == 1
+    return f"{len(sizes)} x {sizes[0]}" if one else " + ".join(map(str, sizes))
 
 
 _WORDS = {

@@ -14,6 +14,7 @@ from steadygrad.sharding import gather_json, local, process_world
 from steadygrad.watch.finding import (
     BATCH,
     GRADIENT,
+    OUTPUT,
     PARAMETER,
     WEIGHT,
     Finding,
@@ -159,7 +160,7 @@ class GradientWatch:
             gradient = module._parameters[leaf].grad  # type: ignore[union-attr]
             if gradient is not None:
                 names.append(name)
-                gradients.append(gradient)
+                gradients.append(gradient._values() if gradient.is_sparse else gradient)
         current.note_all(GRADIENT, names, gradients)
         if self.clock.ticks.device.type != "cpu":
             # On a CPU they are looked at where a fault has to be explained.
@@ -189,6 +190,10 @@ class GradientWatch:
         events = over.events()
         if over.backward and all(e.finite for e in events if e.what in (GRADIENT, PARAMETER)):
             self._usual |= {e.name for e in events if not e.finite}
+            return None
+        made = [e.finite for e in events if e.what in (BATCH, OUTPUT)]
+        if not over.backward and made[-1:] != [False]:
+            # Evaluated with gradients enabled: nobody knows yet what is usual.
             return None
         known = [e for e in events if e.finite or e.name not in self._usual]
         return first_fault(known, over.consumers, over.batch)

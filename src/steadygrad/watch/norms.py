@@ -63,13 +63,18 @@ def gradient_norms(model: nn.Module, group_of: Callable[[str], str] | None = Non
     device = parameters[0].device if parameters else torch.device("cpu")
     squares = torch.zeros(len(named), dtype=exact(device), device=device)
     if present:
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [_dense(p.grad) for p in parameters if p.grad is not None]
         locals_ = aligned_locals(gradients, [parameters[i] for i in present])
         squares[present] = square_sums(locals_, squares.dtype)
     # All parameters travel, those without a gradient as zeros: one length on every process.
     squares = ShardSum(parameters)(squares[None])[0]
     names = [named[i][0] for i in present]
     return GradientNorms(names, [(group_of or _part)(name) for name in names], squares[present])
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """The values of a sparse gradient, each row once."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _part(name: str) -> str:

@@ -99,7 +99,7 @@ class Pass:
         """Adds an event for each tensor, by one call for all of them."""
         if not tensors:
             return
-        on_host = tensors[0].is_cpu
+        on_host = all(tensor.is_cpu for tensor in tensors)
         # Of the two norms that are fast, the first may overflow, and is then looked at again.
         norms: list[Any] = [*torch._foreach_norm(tensors, 2 if on_host else math.inf)]
         if on_host:

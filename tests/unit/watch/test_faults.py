@@ -205,6 +205,44 @@ def test_evaluation_is_not_watched_and_forward_faults_need_no_backward():
     assert (watch.report().kind, watch.batches) == ("batch", 1)
 
 
+def test_a_mask_without_backward_is_no_fault():
+    """Minus infinity in the middle of a pass, whose output is finite, before any training step."""
+    model = nn.Sequential(
+        nn.Linear(4, 4), Module(lambda x: x.masked_fill(x > x.mean(), -torch.inf)), nn.Softmax(-1)
+    )
+    watch = GradientWatch(model)
+    model(data()[0])
+    model(data()[0])
+    assert (watch.report(), watch.batches) == (None, 2)
+
+
+def test_sparse_gradients():
+    model = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 1))
+    watch, tokens = GradientWatch(model), torch.tensor([1, 1, 3])
+    model(tokens).sum().backward()
+    assert watch.report() is None
+    dense = model[0].weight.grad.to_dense().norm().item()
+    assert watch.norms().by_parameter["0.weight"] == pytest.approx(dense, rel=1e-6)
+    (model(tokens) * torch.inf).sum().backward()
+    assert (watch.report().kind, watch.batches) == ("loss", 2)
+
+
+def test_norms_by_parameter_and_group():
+    model, _ = make("residual")
+    watch = GradientWatch(model)
+    step(model)
+    model.head.bias.grad = None
+    found = watch.norms()
+    grads = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+    # Squares of float32 added up in float64.
+    assert found.by_parameter == pytest.approx({n: g.norm().item() for n, g in grads.items()})
+    block = torch.cat([g.flatten() for n, g in grads.items() if n.startswith("blocks.1.")])
+    assert found.by_group["blocks.1"] == pytest.approx(block.norm().item())
+    assert "head.bias" not in found.by_parameter
+    halves = watch.norms(lambda name: "weights" if name.endswith("weight") else "others").by_group
+    assert halves["weights"] ** 2 + halves["others"] ** 2 == pytest.approx(found.total**2)
+
+
 def test_two_forward_passes_before_one_backward():
     model, _ = make("residual")
     watch, (x, y) = GradientWatch(model), data()

@@ -34,7 +34,7 @@ def explain(
     larger = one_scale and proposal.loss_scale > before["loss_scale"]
     scale = f"2^{math.log2(before['loss_scale']):.0f}"
     said += _forward(diagnosis, before)
-    if sum(diagnosis.forward.values()) >= before["steps"]:
+    if diagnosis.forward and sum(diagnosis.forward.values()) >= before["steps"]:
         return [*said, "No step was finite, so nothing can be said of the gradients."]
     said += [
         f"In {layer_title(name)}, gradients were not finite in {_steps(count)} whatever the "
