@@ -11,6 +11,7 @@ class Normalised(nn.Module):
     """Divides by the norm, without an epsilon: the gradient at zero is 0 / 0."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """To a length below one."""
         return x / (1 + x.pow(2).sum(-1, keepdim=True).sqrt())
 
 

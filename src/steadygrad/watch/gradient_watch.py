@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 from steadygrad._names import plain_name
@@ -160,7 +160,7 @@ class GradientWatch:
             gradient = module._parameters[leaf].grad  # type: ignore[union-attr]
             if gradient is not None:
                 names.append(name)
-                gradients.append(gradient._values() if gradient.is_sparse else gradient)
+                gradients.append(_values(gradient))
         current.note_all(GRADIENT, names, gradients)
         if self.clock.ticks.device.type != "cpu":
             # On a CPU they are looked at where a fault has to be explained.
@@ -172,7 +172,7 @@ class GradientWatch:
         """Looks for a fault that no module saw: in the gradients of weights themselves."""
         last, named = Pass(self.batches - 1, self.clock), self.model.named_parameters()
         found = [(_own_name(name, self.model), p.grad) for name, p in named if p.grad is not None]
-        last.note_all(PARAMETER, [name for name, _ in found], [local(g) for _, g in found])
+        last.note_all(PARAMETER, [name for name, _ in found], [_values(g) for _, g in found])
         last.backward = True
         self._finish(last)
         self._look(wait=True)
@@ -206,6 +206,10 @@ def _witness(module: nn.Module, uses: Mapping[int, int]) -> str | None:
         return None
     sizes = {leaf: p.numel() for leaf, p in own.items() if p.requires_grad}
     return min(sizes, key=lambda leaf: sizes[leaf], default=None)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else local(gradient)
 
 
 def _own_name(name: str, model: nn.Module) -> str:
