@@ -157,13 +157,13 @@ class GradientWatch:
     def _note_weights(self, current: Pass) -> None:
         names, gradients = [], []
         for name, module, leaf in self._witnesses:
-            gradient = module._parameters[leaf].grad  # type: ignore[union-attr]
-            if gradient is not None:
+            parameter = module._parameters.get(leaf)
+            if parameter is not None and parameter.grad is not None:
                 names.append(name)
-                gradients.append(_values(gradient))
+                gradients.append(_values(parameter.grad))
         current.note_all(GRADIENT, names, gradients)
-        if self.clock.ticks.device.type != "cpu":
-            # On a CPU they are looked at where a fault has to be explained.
+        if self.clock.deferred:
+            # Otherwise they are looked at where a fault has to be explained.
             named = self.model.named_parameters()
             weights = {_own_name(name, self.model): local(p.detach()) for name, p in named}
             current.note_all(WEIGHT, [*weights], [*weights.values()])

@@ -28,11 +28,12 @@ class Clock:
     Attributes:
         ticks: Their number, with shape ``()``.
         used: Whether there is compiled code.
+        deferred: Whether reading a number waits for a device, so that it is left until later.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.ticks = torch.zeros((), dtype=torch.int64, device=device)
-        self.used = False
+        self.used, self.deferred = False, device.type != "cpu"
 
 
 class _Note(NamedTuple):
@@ -78,7 +79,7 @@ class Pass:
         # float16 would overflow by adding up what is finite.
         total = tensor.sum(dtype=torch.float32) if tensor.dtype in _NARROW else tensor.sum()
         time = self._clock.ticks.clone() if self._clock.used else None
-        if not total.is_cpu:
+        if self._clock.deferred:
             self._notes.append(_Note(what, name, total, time))
             return True
         finite = math.isfinite(total.item()) or bool(torch.isfinite(tensor).all())
@@ -99,7 +100,7 @@ class Pass:
         """Adds an event for each tensor, by one call for all of them."""
         if not tensors:
             return
-        on_host = all(tensor.is_cpu for tensor in tensors)
+        on_host = not self._clock.deferred
         # Of the two norms that are fast, the first may overflow, and is then looked at again.
         norms: list[Any] = [*torch._foreach_norm(tensors, 2 if on_host else math.inf)]
         if on_host:
@@ -144,9 +145,9 @@ class Pass:
             _Note._make(next(numbers) if isinstance(x, Tensor) else x for x in note)
             for note in self._notes
         ]
-        forward = [note for note in notes if note.what in FORWARD]
-        # Weights of a device are noted last, and are there first.
-        forward.sort(key=lambda n: -1 if n.what == WEIGHT and n.together else n.time or 0)
+        forward = [n for n in notes if n.what in FORWARD and not n.together]
+        forward.sort(key=lambda note: note.time or 0)
+        forward = _with_weights(forward, [n for n in notes if n.what == WEIGHT and n.together])
         place = {note.name: i for i, note in enumerate(forward) if note.what == OUTPUT}
         # Weights of a module that was not called itself have a gradient all the same.
         backward = [n for n in notes if n.what == GRADIENT and n.name in {"", *place}]
@@ -155,6 +156,18 @@ class Pass:
         weights = [note for note in notes if note.what == PARAMETER]
         notes = [*forward, *_without_own(backward), *weights]
         return [Event(note.what, note.name, note.finite) for note in notes]
+
+
+def _with_weights(forward: Sequence[_Note], weights: Sequence[_Note]) -> list[_Note]:
+    """Puts weights that were noted together before their modules; those of no module first."""
+    by_module: dict[str, list[_Note]] = defaultdict(list)
+    for note in weights:
+        by_module[note.name.rpartition(".")[0]].append(note)
+    called = {note.name for note in forward}
+    found = [note for name, own in by_module.items() if name not in called for note in own]
+    for note in forward:
+        found += [*by_module.pop(note.name, ()), note]
+    return found
 
 
 def _without_own(backward: Sequence[_Note]) -> Sequence[_Note]:

@@ -95,7 +95,7 @@ class Tap:
     ) -> None:
         """Notes an output; its inputs and weights first, where a fault has to be explained."""
         finite = current.note(OUTPUT, self.name, output)
-        explained = finite and output.is_cpu
+        explained = finite and not self.clock.deferred
         for tensor in (*args, *kwargs.values()):
             if not isinstance(tensor, Tensor):
                 continue

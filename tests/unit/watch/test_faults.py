@@ -18,18 +18,26 @@ def step(model, loss=mse, seed=0):
     loss(model(x), y).backward()
 
 
+def watching(model, deferred):
+    """A watch that reads numbers at once, or as those of a device that it must not wait for."""
+    watch = GradientWatch(model)
+    watch.clock.deferred = deferred
+    return watch
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["at once", "as on a device"])
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_culprit(net, fault):
+def test_culprit(net, fault, deferred):
     put, loss, kind, name = FAULTS[fault]
     model, prefix = make(net)
-    watch = GradientWatch(model)
+    watch = watching(model, deferred)
     step(model)
     assert watch.report() is None
     model.zero_grad()
     put(model, prefix)
     watch.remove()
-    watch = GradientWatch(model)  # a module that was put in later is not watched
+    watch = watching(model, deferred)  # a module that was put in later is not watched
     step(model, loss)
     found = watch.report()
     assert (found.kind, found.name, found.batch) == (kind, name.format(prefix), 0)
