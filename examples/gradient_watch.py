@@ -25,9 +25,9 @@ for step in range(20):
         x[3] = 0.0  # an empty sample
     loss = F.cross_entropy(model(x), labels)
     loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     if step == 0:
         print({name: round(value, 3) for name, value in watch.norms().by_group.items()})
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     if norm.isfinite():
         optimizer.step()
     else:

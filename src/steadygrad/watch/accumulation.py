@@ -10,18 +10,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils import _pytree
 
 from steadygrad._checks import InputError, check_count
 from steadygrad._names import plain_name
 from steadygrad.formulas.tensors import exact
 from steadygrad.sharding import ShardSum, local
+from steadygrad.watch.cuts import cut, equal_sizes, ragged_sizes, samples_of
 
 __all__ = ["AccumulationCheck", "Window", "check_accumulation"]
 
@@ -135,7 +134,7 @@ def check_accumulation(
         InputError: If the batch has fewer than ``2 * micro_batches`` samples.
     """
     check_count("micro_batches", micro_batches, low=2)
-    count = _samples(batch)
+    count = samples_of(batch)
     if count < 2 * micro_batches:
         raise InputError(
             f"Parameter `batch` should hold at least {2 * micro_batches} samples, two for each "
@@ -146,11 +145,11 @@ def check_accumulation(
         for micro in micros:
             (loss_fn(model, micro) / len(micros)).backward()
 
-    equal = _equal(count, micro_batches)
+    equal = equal_sizes(count, micro_batches)
     cuts = {
         "equal micro-batches": equal,
-        "one sample at a time": _equal(count, count),
-        "ragged micro-batches": _ragged(count, micro_batches),
+        "one sample at a time": equal_sizes(count, count),
+        "ragged micro-batches": ragged_sizes(count, micro_batches),
         "short last window": equal[:-1],
     }
     with _as_it_was(model):
@@ -180,8 +179,8 @@ class _Judge:
 
     def __call__(self, name: str, batch: Any, sizes: Sequence[int]) -> Window:
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        micros = [_cut(batch, a, a + n) for a, n in zip(starts, sizes, strict=True)]
-        window = _cut(batch, 0, sum(sizes))
+        micros = [cut(batch, a, a + n) for a, n in zip(starts, sizes, strict=True)]
+        window = cut(batch, 0, sum(sizes))
         whole, again = (self._gradient(self._backward, window) for _ in range(2))
         used = self._gradient(self._accumulate, micros)
         parts = [self._gradient(self._backward, micro) for micro in micros]
@@ -276,32 +275,6 @@ def _misfit(products: Tensor, vector: int, weights: Tensor) -> float:
 
 def _shown(weights: Tensor) -> str:
     return "(" + ", ".join(f"{weight:.3g}" for weight in weights.tolist()) + ")"
-
-
-def _samples(batch: Any) -> int:
-    sizes = [x.shape[0] for x in _pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim]
-    return sizes[0] if sizes else 0
-
-
-def _cut(batch: Any, start: int, stop: int) -> Any:
-    count = _samples(batch)
-
-    def cut(leaf: Any) -> Any:
-        whole = not (isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == count)
-        return leaf if whole else leaf[start:stop]
-
-    return _pytree.tree_map(cut, batch)
-
-
-def _equal(count: int, parts: int) -> list[int]:
-    return [count // parts] * parts
-
-
-def _ragged(count: int, parts: int) -> list[int]:
-    """Sizes that grow by equal steps, as nearly as whole numbers do."""
-    more = count - parts
-    ends = [round(more * i * (i + 1) / (parts * (parts + 1))) for i in range(parts + 1)]
-    return [1 + stop - start for start, stop in pairwise(ends)]
 
 
 @contextmanager
