@@ -134,9 +134,7 @@ class GradientWatch:
         """Asks the engine to close the open passes when the backward pass is over."""
         if not self._awaited:
             self._awaited = True
-            # Twice: then it comes after callbacks of wrappers that still reduce gradients.
-            queue = Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._close))
+            Variable._execution_engine.queue_callback(self._close)
 
     def _close(self) -> None:
         if self._open:

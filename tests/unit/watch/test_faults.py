@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from steadygrad.watch import GradientWatch
 from tests.reference.watch import Trace
-from tests.unit.watch.nets import FAULTS, NETS, Block, Module, Stack, data, make, mse
+from tests.unit.watch.nets import FAULTS, NETS, Backward, Block, Module, Stack, data, make, mse
 
 
 def step(model, loss=mse, seed=0):
@@ -163,6 +163,70 @@ def test_gradient_of_a_weight_alone():
         model[1].weight.fill_(1e-3)
     (model(x) * 10.0).sum().backward()
     assert watch.report().seen_in == "the gradient of '1.weight'"
+
+
+def test_submodule_whose_weights_are_used_without_a_call():
+    """torch's attention never calls its `out_proj`, which has a gradient all the same."""
+
+    class Attended(Two):
+        def __init__(self):
+            super().__init__(None)
+            self.attention = nn.MultiheadAttention(4, 1, batch_first=True)
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.second(self.attention(x, x, x)[0])
+
+    model = Attended()
+    model.second = nn.Sequential(Module(Backward.apply), model.second)
+    watch, (x, y) = GradientWatch(model), data()
+    mse(model(x), y).backward()
+    found = watch.report()
+    assert (found.kind, found.name) == ("gradient", "second.0")
+    assert found.seen_in == "the gradient at the output of 'attention'"
+
+
+def test_module_that_changes_its_input_in_place():
+    model = nn.Sequential(
+        nn.Linear(4, 4), Module(lambda x: x.mul_(1e30).mul_(1e30)), nn.Linear(4, 4)
+    )
+    watch, (x, y) = GradientWatch(model), data()
+    mse(model(x), y).backward()
+    found = watch.report()
+    assert (found.kind, found.name, found.finite_before) == ("output", "1", "the output of '0'")
+
+
+def test_tied_weights():
+    """The gradient of a weight with two uses does not say at which of them it broke."""
+    model = nn.Sequential(nn.Linear(4, 4), Module(Backward.apply), nn.Linear(4, 4), nn.Tanh())
+    model[2].weight = model[0].weight
+    model[2].bias = model[0].bias
+    watch, (x, y) = GradientWatch(model), data()
+    mse(model(x), y).backward()
+    found = watch.report()
+    assert (found.kind, found.name) == ("gradient", "1")
+    assert found.finite_before == "the gradient at the output of '1'"
+
+
+def test_branches_that_take_turns():
+    """Of two branches the one whose own consumer broke is blamed, and not what ran next."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.after_a, self.after_b = Module(Backward.apply), nn.Tanh()
+
+        def forward(self, x):
+            a, b = self.a(x), self.b(x)
+            return self.after_a(a) + self.after_b(b)
+
+    model = Branches()
+    watch, (x, y) = GradientWatch(model), data()
+    mse(model(x), y).backward()
+    found = watch.report()
+    assert (found.kind, found.name) == ("gradient", "after_a")
+    assert found.seen_in == "the gradient at the output of 'a'"
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
