@@ -9,7 +9,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from steadygrad.watch import GradientWatch
+from steadygrad.watch import GradientWatch, check_accumulation
 from tests.distributed.ranks import on_ranks
 from tests.unit.watch.nets import FAULTS, Block, Stack, data, make, mse
 
@@ -109,3 +109,34 @@ def test_norms_are_those_of_whole_gradients(tmp_path):
         assert collectives == 1
         assert local < 0.9 * pairs[-1][1]
         assert groups == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+
+
+def accumulated(rank, world):
+    """The same check on a sharded model and on a whole one, with a loop that divides wrongly."""
+    found = []
+    for sharded in (True, False):
+        model = build("fsdp")
+        if sharded:
+            wrap(model, "fsdp")
+
+        def loss(model, pair):
+            return mse(model(pair[0]), pair[1])
+
+        def window(micros, model=model, loss=loss):
+            for micro in micros:
+                (loss(model, micro) / 4).backward()
+
+        x, y = (torch.cat([tensor] * 4) for tensor in data())
+        y[3:] += 1.0
+        check = check_accumulation(model, loss, (x, y), accumulate=window)
+        found.append([[w.bug, w.ratio, w.cosine, w.layers["head"][0]] for w in check.windows])
+    return found
+
+
+def test_accumulation_of_a_sharded_model(tmp_path):
+    for sharded, whole in on_ranks(2, accumulated, tmp_path):
+        assert [window[0] for window in whole] == ["", "short", "means", "short"]
+        assert [window[0] for window in sharded] == [window[0] for window in whole]
+        for a, b in zip(sharded, whole, strict=True):
+            # float32 gradients, averaged over two processes that have the same ones.
+            assert a[1:] == pytest.approx(b[1:], rel=1e-5)

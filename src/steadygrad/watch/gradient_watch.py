@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from steadygrad._checks import InputError, check_type
 from steadygrad._names import plain_name
 from steadygrad.sharding import gather_json, local, process_world
 from steadygrad.watch.finding import (
@@ -47,16 +48,26 @@ class GradientWatch:
     What is infinite in passes without a fault, as a mask is, is never blamed.
 
     Args:
-        model: The model as it is called: after ``fully_shard``, before ``torch.compile``.
+        model: The model as it is called, after DDP, ``fully_shard`` and ``torch.compile``.
         process_group: Processes whose findings :meth:`report` compares: ``"all"``, None for this
             one alone, or a process group.
 
     Attributes:
         batches: Passes begun so far.
         current: The last pass begun; None once it is over.
+
+    Raises:
+        InputError: If the whole model was compiled in place: nothing outside of it can be hooked.
     """
 
     def __init__(self, model: nn.Module, process_group: Any = "all") -> None:
+        check_type("model", model, nn.Module, "the module that the loop calls")
+        if model._compiled_call_impl is not None:
+            raise InputError(
+                "Expected a model that is compiled by torch.compile(model), or not as a whole. "
+                "Found one after model.compile(). Remedy: `compiled = torch.compile(model)`, then "
+                "GradientWatch(compiled)."
+            )
         self.model, self._group = model, process_group
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.batches, self.clock = 0, Clock(device)

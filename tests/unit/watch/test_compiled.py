@@ -8,6 +8,7 @@ from tests.unit.watch.nets import FAULTS, data, make, mse
 
 # Remarks of the compiler on its own code.
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
@@ -74,3 +75,10 @@ def test_all_is_well(compiled):
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
     assert watch.batches == 3
+
+
+def test_model_compiled_in_place_is_refused():
+    model, _ = make("residual")
+    model.compile(backend="aot_eager")
+    with pytest.raises(ValueError, match=r"torch\.compile\(model\)"):
+        GradientWatch(model)
