@@ -1,7 +1,7 @@
 """Names the module that first made something non-finite, in any training loop."""
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -118,12 +118,12 @@ class GradientWatch:
         faults = [Finding(**{**one, "rank": rank}) for rank, one in enumerate(found) if one]
         return min(faults, key=lambda fault: (fault.batch, *fault.order), default=None)
 
-    def norms(self, groups: Any = None) -> GradientNorms:
+    def norms(self, group_of: Callable[[str], str] | None = None) -> GradientNorms:
         """Norms of the gradients as they are now, by parameter and by group.
 
         See :func:`gradient_norms`.
         """
-        return gradient_norms(self.model, groups)
+        return gradient_norms(self.model, group_of)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if torch.compiler.is_compiling() or in_backward():
@@ -194,6 +194,7 @@ class GradientWatch:
                 self._finding = self._judge(over)
 
     def _judge(self, over: Pass) -> Finding | None:
+        """The first fault of a pass; what is infinite without one is remembered as usual."""
         if over.finite():
             return None
         events = over.events()
