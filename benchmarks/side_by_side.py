@@ -30,7 +30,12 @@ class Timing:
 
 
 def measure(
-    variants: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3, repeats: int = 1
+    variants: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int = 3,
+    repeats: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Runs every variant once a round; the first one is the baseline.
 
@@ -39,6 +44,7 @@ def measure(
         rounds: Counted rounds.
         warmup: Rounds before them.
         repeats: Calls in a row that make one timing, divided by their number.
+        clock: Reads the time in seconds.
 
     Returns:
         Each variant's timing.
@@ -48,13 +54,13 @@ def measure(
     for i in range(warmup + rounds):
         # A new order each round: what a variant finds in the caches is what another has left.
         for name in draw.sample(names, len(names)):
-            start = time.perf_counter()
+            start = clock()
             for _ in range(repeats):
                 variants[name]()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if i >= warmup:
-                times[name].append((time.perf_counter() - start) / repeats)
+                times[name].append((clock() - start) / repeats)
     base = times[names[0]]
     return {name: _timing(t, base) for name, t in times.items()}
 
