@@ -30,12 +30,7 @@ class Timing:
 
 
 def measure(
-    variants: Mapping[str, Callable[[], object]],
-    *,
-    rounds: int,
-    warmup: int = 3,
-    repeats: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
+    variants: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3, repeats: int = 1
 ) -> dict[str, Timing]:
     """Runs every variant once a round; the first one is the baseline.
 
@@ -44,7 +39,6 @@ def measure(
         rounds: Counted rounds.
         warmup: Rounds before them.
         repeats: Calls in a row that make one timing, divided by their number.
-        clock: Reads the time in seconds.
 
     Returns:
         Each variant's timing.
@@ -54,13 +48,13 @@ def measure(
     for i in range(warmup + rounds):
         # A new order each round: what a variant finds in the caches is what another has left.
         for name in draw.sample(names, len(names)):
-            start = clock()
+            start = time.perf_counter()
             for _ in range(repeats):
                 variants[name]()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if i >= warmup:
-                times[name].append((clock() - start) / repeats)
+                times[name].append((time.perf_counter() - start) / repeats)
     base = times[names[0]]
     return {name: _timing(t, base) for name, t in times.items()}
 

@@ -56,7 +56,7 @@ def faults(rank, world, kind):
         mse(model(x), y).backward()
         said.append(found_by(watch))
         model.zero_grad()
-    watch.remove()
+    watch.close()
     plain = build(kind)
     FAULTS["square root of zero"][0](plain, "blocks.1.")
     if rank == 0:

@@ -10,17 +10,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree
 
 from steadygrad._checks import InputError, check_count
 from steadygrad._names import plain_name
 from steadygrad.formulas.tensors import exact
 from steadygrad.sharding import ShardSum, local
-from steadygrad.watch.cuts import cut, equal_sizes, ragged_sizes, samples_of
 
 __all__ = ["AccumulationCheck", "Window", "check_accumulation"]
 
@@ -134,7 +135,7 @@ def check_accumulation(
         InputError: If the batch has fewer than ``2 * micro_batches`` samples.
     """
     check_count("micro_batches", micro_batches, low=2)
-    count = samples_of(batch)
+    count = _samples(batch)
     if count < 2 * micro_batches:
         raise InputError(
             f"Parameter `batch` should hold at least {2 * micro_batches} samples, two for each "
@@ -145,11 +146,11 @@ def check_accumulation(
         for micro in micros:
             (loss_fn(model, micro) / len(micros)).backward()
 
-    equal = equal_sizes(count, micro_batches)
+    equal = [count // micro_batches] * micro_batches
     cuts = {
         "equal micro-batches": equal,
-        "one sample at a time": equal_sizes(count, count),
-        "ragged micro-batches": ragged_sizes(count, micro_batches),
+        "one sample at a time": [1] * count,
+        "ragged micro-batches": _ragged(count, micro_batches),
         "short last window": equal[:-1],
     }
     with _as_it_was(model):
@@ -178,9 +179,9 @@ class _Judge:
         self._tolerance = max(math.sqrt(torch.finfo(p.dtype).eps) for p in self._parameters)
 
     def __call__(self, name: str, batch: Any, sizes: Sequence[int]) -> Window:
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        micros = [cut(batch, a, a + n) for a, n in zip(starts, sizes, strict=True)]
-        window = cut(batch, 0, sum(sizes))
+        ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        micros = [_cut(batch, start, end) for start, end in pairwise(ends)]
+        window = _cut(batch, 0, ends[-1])
         whole, again = (self._gradient(self._backward, window) for _ in range(2))
         used = self._gradient(self._accumulate, micros)
         parts = [self._gradient(self._backward, micro) for micro in micros]
@@ -188,9 +189,7 @@ class _Judge:
         total = products.sum(-1)
         ratio, cosine = _compared(total)
         layers = {
-            layer: _compared(
-                products[..., [i for i, n in enumerate(self._layers) if n == layer]].sum(-1)
-            )
+            layer: _compared(products[..., torch.tensor([n == layer for n in self._layers])].sum(-1))
             for layer in dict.fromkeys(self._layers)
         }
         bug = self._bug(total, ratio, cosine, len(sizes))
@@ -207,7 +206,7 @@ class _Judge:
 
     def _bug(self, products: Tensor, ratio: float, cosine: float, parts: int) -> str:
         near = partial(math.isclose, rel_tol=self._tolerance)
-        if _distance(products, 0, 2) > self._tolerance:
+        if _misfit(products, 0, torch.tensor([1.0]), [2]) > self._tolerance:
             return "random"
         if near(ratio, 1) and near(cosine, 1):
             return ""
@@ -254,11 +253,6 @@ def _compared(products: Tensor) -> tuple[float, float]:
     return float(used / whole), float(products[0, 1] / (whole * used))
 
 
-def _distance(products: Tensor, a: int, b: int) -> float:
-    square = products[a, a] + products[b, b] - 2 * products[a, b]
-    return math.sqrt(max(0.0, float(square / products[a, a].clamp(min=1e-300))))
-
-
 def _weights(products: Tensor, vector: int) -> Tensor:
     """Least-squares weights of the micro-batches' gradients in a vector."""
     found = torch.linalg.lstsq(products[3:, 3:], products[3:, vector, None], driver="gelsd")
@@ -266,11 +260,38 @@ def _weights(products: Tensor, vector: int) -> Tensor:
     return weights
 
 
-def _misfit(products: Tensor, vector: int, weights: Tensor) -> float:
-    """Norm of what the micro-batches' gradients leave of a vector, over the vector's."""
-    fitted = 2 * weights @ products[3:, vector] - weights @ products[3:, 3:] @ weights
+def _misfit(
+    products: Tensor, vector: int, weights: Tensor, of: Sequence[int] | slice = slice(3, None)
+) -> float:
+    """Norm of what a weighted sum of others leaves of a vector, over the vector's."""
+    weights = weights.to(products)
+    fitted = 2 * weights @ products[of, vector] - weights @ products[of][:, of] @ weights
     square = products[vector, vector]
     return math.sqrt(max(0.0, float((square - fitted) / square.clamp(min=1e-300))))
+
+
+def _samples(batch: Any) -> int:
+    """The leading dimension of a nest of tensors; 0 if there is none."""
+    sizes = [x.shape[0] for x in _pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim]
+    return sizes[0] if sizes else 0
+
+
+def _cut(batch: Any, start: int, stop: int) -> Any:
+    """Some samples of a nest; what has no sample dimension is kept."""
+    count = _samples(batch)
+
+    def part(leaf: Any) -> Any:
+        whole = not (isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == count)
+        return leaf if whole else leaf[start:stop]
+
+    return _pytree.tree_map(part, batch)
+
+
+def _ragged(count: int, parts: int) -> list[int]:
+    """Sizes that grow by equal steps, as nearly as whole numbers do."""
+    more = count - parts
+    ends = [round(more * i * (i + 1) / (parts * (parts + 1))) for i in range(parts + 1)]
+    return [1 + stop - start for start, stop in pairwise(ends)]
 
 
 def _shown(weights: Tensor) -> str:

@@ -1,45 +1,58 @@
-"""The first fault of a pass: a search through its events, in the order of execution."""
+"""The first fault of a pass: a search through the tensors that it made."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from os.path import commonprefix
+from typing import Any
 
-__all__ = ["Event", "Finding", "first_fault"]
+__all__ = ["Finding", "Seen", "first_fault", "is_finite"]
 
 BATCH, WEIGHT, INPUT, OUTPUT = "batch", "weight", "input", "output"
-GRADIENT, PARAMETER = "gradient", "parameter"
-FORWARD = (BATCH, WEIGHT, INPUT, OUTPUT)
+LOSS, GRADIENT, PARAMETER = "loss", "gradient", "parameter"
 
 
-@dataclass(frozen=True)
-class Event:
-    """One tensor that a pass through the model made or used.
+class Seen:
+    """A tensor that a module took or gave, in the order of the forward pass.
 
     Attributes:
-        what: ``"batch"``, ``"weight"``, ``"input"``, ``"output"``, ``"gradient"`` (of an output)
-            or ``"parameter"`` (its gradient).
-        name: The module's, or the parameter's; empty for the model itself.
-        finite: Whether all its values are.
+        what: ``"batch"``, ``"output"``, or ``"input"`` for one that no module had given.
+        name: The module's.
+        batch: Index of the pass.
+        value: Whether it is finite, or a number that says so, perhaps still on a device.
+        gradient: The same of its gradient; None if it was not seen.
+        takers: Modules that were handed this very tensor, inner ones first; None if unknown.
+        returned: Whether the model returned it.
+        weight: The weight whose gradient stands for its own; empty for none.
+        time: Number of the call in compiled code.
     """
 
-    what: str
-    name: str
-    finite: bool
+    __slots__ = (
+        "batch", "gradient", "name", "returned", "takers", "time", "value", "weight", "what",
+    )  # fmt: skip
+
+    def __init__(self, what: str, name: str, batch: int, value: Any = True) -> None:
+        self.what, self.name, self.batch, self.value = what, name, batch, value
+        self.gradient: Any = None
+        self.takers: list[str] | None = []
+        self.returned, self.weight, self.time = False, "", None
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The first fault of the first batch that was not finite.
+    """The first fault of a batch, and its neighbours.
 
     Attributes:
-        kind: ``"batch"``, ``"weight"``, ``"input"``, ``"output"``, ``"loss"``, ``"gradient"`` or
+        kind: ``"batch"``, ``"weight"``, ``"output"``, ``"loss"``, ``"gradient"`` or
             ``"parameter"``: the place where something first was not finite.
-        name: The culprit: the module whose forward pass (``"output"``), backward pass
-            (``"gradient"``) or surrounding code (``"input"``) made it, or the parameter.
+        name: The module whose forward (``"output"``) or backward pass (``"gradient"``) made it, or
+            the parameter; empty for the model's own code.
         seen_in: The tensor in which it was seen, in words.
-        finite_before: What was finite just before; empty for nothing.
-        finite_after: What was finite next after it; empty for nothing.
-        batch: Index of the batch: forward passes of the model since the watch was made.
+        finite_before: The last tensor before it that was finite; empty for none.
+        finite_after: The next tensor that was finite; empty for none.
+        batch: Index of the batch: forward passes with gradients since the watch was made.
         rank: The process.
+        last: Index of the last batch in the unbroken row of faults that begins with it.
     """
 
     kind: str
@@ -49,7 +62,8 @@ class Finding:
     finite_after: str
     batch: int
     rank: int = 0
-    order: tuple[int, int] = field(default=(0, 0), repr=False)
+    last: int = -1
+    order: tuple[int, int, bool] = field(default=(0, 0, False), repr=False)
 
     def __str__(self) -> str:
         """One paragraph: the culprit, then what is finite on either side."""
@@ -63,7 +77,7 @@ class Finding:
     @property
     def in_forward(self) -> bool:
         """Whether something was not finite before the backward pass began."""
-        return self.kind in FORWARD
+        return self.kind in (BATCH, WEIGHT, OUTPUT)
 
     @property
     def cause(self) -> str:
@@ -74,69 +88,93 @@ class Finding:
 _CAUSES = {
     BATCH: "the batch itself is not finite",
     WEIGHT: "the weight {} is not finite, before anything was computed with it",
-    INPUT: "code outside of any submodule, just before {}, made something that is not finite",
     OUTPUT: "the forward pass of {} overflowed or divided by zero: what it was given is finite",
-    "loss": "the loss is at fault: the model's outputs are finite, their gradient is not",
+    LOSS: "the loss is at fault: the model's outputs are finite, their gradient is not",
     GRADIENT: "the backward pass of {} made a gradient that is not finite",
     PARAMETER: "the gradient of {} is not finite, though that of its module's output is",
 }
 
 
-def first_fault(
-    events: Sequence[Event],
-    consumers: Mapping[str, Sequence[str]],
-    batch: int,
-) -> Finding | None:
-    """Finds the first event that is not finite; None if there is none.
+def is_finite(found: Any) -> bool:
+    """Whether a value or a gradient is finite; one that nobody looked at counts as finite."""
+    return found is True or found is None or (found is not False and math.isfinite(found))
+
+
+def first_fault(seen: Sequence[Seen], weights: Sequence[str], batch: int) -> Finding | None:
+    """Finds what first was not finite in a pass; None if all is.
 
     Args:
-        events: In the order of execution.
-        consumers: For each module, those that were handed its output itself.
+        seen: In the order of the forward pass; the backward pass goes through it from the end.
+        weights: Names of those that are not finite.
         batch: Index of the pass.
     """
-    at = next((i for i, event in enumerate(events) if not event.finite), None)
-    if at is None:
+    called = {one.name for one in seen}
+    at = next((i for i, one in enumerate(seen) if not is_finite(one.value)), None)
+    if at is not None:
+        one = seen[at]
+        kind, name = one.what, one.name
+        if kind == INPUT:
+            # No module gave it, so the code around this one did.
+            kind, name = OUTPUT, _around(name, called)
+        own = [w for w in weights if _around(w, called) == name] if kind == OUTPUT else []
+        kind, name = (WEIGHT, own[0]) if own else (kind, name)
+        finite = [is_finite(other.value) for other in seen]
+        return Finding(kind, name, *_bracket(seen, at, finite, ""), batch, order=(0, at, not own))
+    signals = [one for one in reversed(seen) if one.gradient is not None]
+    finite = [is_finite(one.gradient) for one in signals]
+    if all(finite):
         return None
-    event = events[at]
-    alike = (BATCH, OUTPUT) if event.what in FORWARD else (event.what,)
-    before = [e for e in events[:at] if e.what in alike]
-    after = next((e for e in events[at:] if e.finite and e.what in alike), None)
-    kind, name = event.what, event.name
-    if kind == GRADIENT:
-        kind, name = _backward_culprit(event, before, consumers)
-        before = before or [e for e in events[:at] if e.what == OUTPUT]
-    return Finding(
-        kind,
-        name,
-        _seen(event),
-        _seen(before[-1]) if before else "",
-        _seen(after) if after else "",
-        batch,
-        order=((0, at) if event.what in FORWARD else (1 + (event.what == PARAMETER), at)),
-    )
+    at = finite.index(False)
+    kind, name = _backward_culprit(signals, at, finite, called)
+    bracket = _bracket(signals, at, finite, "the gradient at ")
+    if kind == LOSS:
+        # What came before is the forward pass.
+        bracket = "the gradient at the output of the model", _words(seen[-1]), bracket[2]
+    return Finding(kind, name, *bracket, batch, order=(1, at, True))
 
 
 def _backward_culprit(
-    event: Event,
-    before: Sequence[Event],
-    consumers: Mapping[str, Sequence[str]],
+    signals: Sequence[Seen], at: int, finite: Sequence[bool], called: set[str]
 ) -> tuple[str, str]:
-    """The module between the last finite gradient and the first that is not."""
-    if not (event.name and before):
-        return "loss", ""
-    finite = [e.name for e in before]
-    direct = [name for name in consumers.get(event.name, ()) if name in finite]
-    # Gradients arrive in the reverse order of the forward pass.
-    return GRADIENT, direct[0] if direct else finite[-1]
+    """The kind and name of what lies between the last finite gradient and the first that is not."""
+    one = signals[at]
+    if one.returned or not at:
+        return LOSS, ""
+    if one.what == INPUT:
+        return GRADIENT, one.name
+    if one.weight and finite[at + 1 :] and all(finite[at + 1 :]):
+        # Had the gradient at the output been at fault, it would have gone on.
+        return PARAMETER, one.weight
+    if one.takers is None:
+        return GRADIENT, signals[at - 1].name
+    known = {other.name for other in signals[:at]}
+    direct = [name for name in one.takers if name in known]
+    if direct:
+        return GRADIENT, direct[0]
+    pair = [name.split(".") for name in (one.name, signals[at - 1].name)]
+    return GRADIENT, _around(".".join([*commonprefix(pair), ""]), called)
 
 
-def _seen(event: Event) -> str:
-    if event.what in (BATCH, WEIGHT):
-        return {BATCH: "the batch", WEIGHT: f"the weight {event.name!r}"}[event.what]
-    where = {
-        INPUT: "the input of",
-        OUTPUT: "the output of",
-        GRADIENT: "the gradient at the output of",
-        PARAMETER: "the gradient of",
-    }[event.what]
-    return f"{where} {repr(event.name) if event.name else 'the model'}"
+def _around(name: str, called: set[str]) -> str:
+    """The innermost module around a name that was called itself."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in called:
+            return name
+    return ""
+
+
+def _bracket(
+    seen: Sequence[Seen], at: int, finite: Sequence[bool], prefix: str
+) -> tuple[str, str, str]:
+    """The tensor in words, the last finite one before it and the next after it."""
+    before = next((i for i in range(at - 1, -1, -1) if finite[i]), None)
+    after = next((i for i in range(at + 1, len(seen)) if finite[i]), None)
+    found = [prefix + _words(seen[i]) if i is not None else "" for i in (at, before, after)]
+    return found[0], found[1], found[2]
+
+
+def _words(one: Seen) -> str:
+    if one.what == BATCH:
+        return "the batch"
+    return f"the {one.what} of {repr(one.name) if one.name else 'the model'}"

@@ -1,9 +1,10 @@
 """Names the module that first made something non-finite, in any training loop."""
 
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from typing import Any
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -11,24 +12,18 @@ from torch.autograd import Variable
 
 from steadygrad._checks import InputError, check_type
 from steadygrad._names import plain_name
-from steadygrad.sharding import gather_json, local, process_world
-from steadygrad.watch.finding import (
-    BATCH,
-    GRADIENT,
-    OUTPUT,
-    PARAMETER,
-    WEIGHT,
-    Finding,
-    first_fault,
-)
+from steadygrad.sharding import gather_json, process_world
+from steadygrad.watch.finding import PARAMETER, Finding, Seen
 from steadygrad.watch.norms import GradientNorms, gradient_norms
-from steadygrad.watch.passes import Clock, Pass, floating
-from steadygrad.watch.taps import Tap, in_backward
+from steadygrad.watch.passes import Clock, Pass, finite_now, values
+from steadygrad.watch.taps import Tap, witnesses
 
 __all__ = ["GradientWatch"]
 
 # Forward passes that may wait for a backward pass; an older one counts as over.
 _MOST_OPEN = 64
+# Gradients with no more elements are copied together, and looked at by one call.
+_SMALL = 4096
 
 
 class GradientWatch:
@@ -45,10 +40,11 @@ class GradientWatch:
 
     A pass begins when the model itself is called with gradients enabled, and ends with the backward
     pass. A fault is a gradient that is not finite; or an output, where no backward pass followed.
-    What is infinite in passes without a fault, as a mask is, is never blamed.
+    What is infinite in passes without a fault, as a mask is, is not blamed later.
 
     Args:
-        model: The model as it is called, after DDP, ``fully_shard`` and ``torch.compile``.
+        model: The model as it is called, after DDP, ``fully_shard`` and ``torch.compile``, on the
+            device where it trains.
         process_group: Processes whose findings :meth:`report` compares: ``"all"``, None for this
             one alone, or a process group.
 
@@ -57,7 +53,8 @@ class GradientWatch:
         current: The last pass begun; None once it is over.
 
     Raises:
-        InputError: If the whole model was compiled in place: nothing outside of it can be hooked.
+        InputError: If the whole model was compiled in place: nothing outside of it can be hooked;
+            or if another watch looks at it.
     """
 
     def __init__(self, model: nn.Module, process_group: Any = "all") -> None:
@@ -76,47 +73,56 @@ class GradientWatch:
         self._closed: deque[Pass] = deque()
         self._awaited = False
         self._finding: Finding | None = None
-        # Names of outputs that are infinite though all is well.
-        self._usual: set[str] = set()
-        self._taps: dict[nn.Module, Tap] = {}
-        self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
-        # A leaf module's weights tell whether the gradient at its output is finite: theirs are sums
-        # over it. By their places, for wrappers exchange parameters.
-        self._witnesses: list[tuple[str, nn.Module, str]] = []
-        # Weights' gradients are those of all processes, and do not say which of them is at fault.
-        alone = process_world(process_group).size == 1
-        uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-        for full, module in model.named_modules():
-            name, witness = _own_name(full, model), _witness(module, uses) if alone else None
-            if witness is not None:
-                self._witnesses.append((name, module, witness))
-            tap = self._taps[module] = Tap(name, self, device, hooked=witness is None)
-            self._handles.append(tap.attach(module))
+        # Whether a pass without a fault came after the finding.
+        self._well = True
+        self._usual: set[tuple[str, str]] = set()
+        # Reduced gradients are those of all processes, and do not say which of them is at fault.
+        told = witnesses(model) if process_world(process_group).size == 1 else {}
+        self._taps = {
+            module: Tap(_own_name(name, model), told.get(module, ""), self, self.clock)
+            for name, module in model.named_modules()
+        }
+        self._handles: list[Any] = []
+        for module, tap in self._taps.items():
+            self._handles += tap.attach(module, model)
+        # By their places: wrappers exchange parameters.
+        places = [(m._parameters, leaf, self._taps[m]) for m, leaf in told.items()]
+        self._small = [place for place in places if _is_small(place[0][place[1]])]
+        self._large = [place for place in places if not _is_small(place[0][place[1]])]
 
-    def remove(self) -> None:
-        """Takes the hooks away."""
+    def close(self) -> None:
+        """Takes the hooks away; the model is as it was. Findings can still be reported."""
+        self._close()
         for handle in self._handles:
             handle.remove()
         for module, tap in self._taps.items():
             tap.detach(module)
+        self._taps, self._small, self._large = {}, [], []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def report(self) -> Finding | None:
-        """The first fault since the last report, and forgets it; None if all was finite.
+        """The first fault of the last unbroken row of them, and forgets it; None if all was finite.
 
         Waits for the device. Every process of the group must call it: all of them are handed the
-        finding of the one that came first in the order of execution.
+        finding that came first in the order of execution.
         """
         self._close()
-        self._look(wait=True)
-        if self._finding is None:
-            self._note_gradients()
-        mine, self._finding = self._finding, None
+        self._judge(wait=True)
+        mine = self._finding or self._parameter_fault()
+        self._finding, self._well = None, True
         world = process_world(self._group)
         if world.size == 1:
             return mine
         found = gather_json(mine and asdict(mine), world, self.clock.ticks.device)
         faults = [Finding(**{**one, "rank": rank}) for rank, one in enumerate(found) if one]
-        return min(faults, key=lambda fault: (fault.batch, *fault.order), default=None)
+        latest = max((fault.last for fault in faults), default=0)
+        row = [fault for fault in faults if fault.last == latest]
+        return min(row, key=lambda fault: (fault.batch, *fault.order), default=None)
 
     def norms(self, group_of: Callable[[str], str] | None = None) -> GradientNorms:
         """Norms of the gradients as they are now, by parameter and by group.
@@ -125,23 +131,19 @@ class GradientWatch:
         """
         return gradient_norms(self.model, group_of)
 
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if torch.compiler.is_compiling() or in_backward():
-            return
+    def begin(self, inputs: Any) -> None:
+        """Begins a pass: the model is called."""
         if not torch.is_grad_enabled():
             self.current = None
             return
-        self.current = current = Pass(self.batches, self.clock)
+        self.current = Pass(self.batches, self.clock, inputs, self._await_backward)
         self.batches += 1
         self._awaited = False
-        for tensor in [*floating(args), *floating(kwargs)]:
-            # A mask may be minus infinity.
-            current.note(BATCH, "", tensor.detach().clamp(min=-1.0))
-        self._open.append(current)
+        self._open.append(self.current)
         if len(self._open) > _MOST_OPEN:
             self._finish(self._open.popleft())
 
-    def await_backward(self) -> None:
+    def _await_backward(self) -> None:
         """Asks the engine to close the open passes when the backward pass is over."""
         if not self._awaited:
             self._awaited = True
@@ -150,76 +152,86 @@ class GradientWatch:
     def _close(self) -> None:
         if self._open:
             last = self._open[-1]
-            for tap in self._taps.values() if self.clock.used else ():
-                tap.take(last)
-            if last.backward:
-                self._note_weights(last)
+            if self.clock.used:
+                last.seen += [tap.take(last.batch) for tap in self._taps.values()]
+            if last.backward or self.clock.used:
+                self._ask_witnesses(last)
         self.current, self._awaited = None, False
         while self._open:
             self._finish(self._open.popleft())
-        self._look(wait=False)
+        self._judge(wait=False)
 
     def _finish(self, over: Pass) -> None:
+        # On a CPU, where a fault has to be explained and weights are still those of the pass.
+        if self.clock.deferred or (over.broken and self._well):
+            named = {_own_name(name, self.model): p for name, p in self.model.named_parameters()}
+            looks = self._look([*named.values()])
+            over.weights = [
+                Seen("weight", name, over.batch, look)
+                for name, look in zip(named, looks, strict=True)
+            ]
         over.close()
         self._closed.append(over)
 
-    def _note_weights(self, current: Pass) -> None:
-        names, gradients = [], []
-        for name, module, leaf in self._witnesses:
-            parameter = module._parameters.get(leaf)
-            if parameter is not None and parameter.grad is not None:
-                names.append(name)
-                gradients.append(_values(parameter.grad))
-        current.note_all(GRADIENT, names, gradients)
-        if self.clock.deferred:
-            # Otherwise they are looked at where a fault has to be explained.
-            named = self.model.named_parameters()
-            weights = {_own_name(name, self.model): local(p.detach()) for name, p in named}
-            current.note_all(WEIGHT, [*weights], [*weights.values()])
+    def _ask_witnesses(self, last: Pass) -> None:
+        """Notes gradients of weights as those at the outputs of their modules."""
+        told = self._gradients(last, self._small)
+        if told and not self.clock.deferred:
+            total = torch.cat([gradient for _, gradient in told]).sum()
+            if math.isfinite(total.item()):
+                for one, _ in told:
+                    one.gradient = True
+                told = []
+        told += self._gradients(last, self._large)
+        looks = self._look([gradient for _, gradient in told])
+        for (one, _), one.gradient in zip(told, looks, strict=True):
+            last.broken = last.broken or one.gradient is False
 
-    def _note_gradients(self) -> None:
-        """Looks for a fault that no module saw: in the gradients of weights themselves."""
-        last, named = Pass(self.batches - 1, self.clock), self.model.named_parameters()
-        found = [(_own_name(name, self.model), p.grad) for name, p in named if p.grad is not None]
-        last.note_all(PARAMETER, [name for name, _ in found], [_values(g) for _, g in found])
-        last.backward = True
-        self._finish(last)
-        self._look(wait=True)
+    def _gradients(self, last: Pass, some: Any) -> list[tuple[Seen, Tensor]]:
+        found = []
+        for holder, leaf, tap in some:
+            one, gradient = tap.output, holder[leaf].grad
+            # Weights of a module that was not called itself have a gradient all the same. What the
+            # model returns is hooked.
+            if gradient is None or tap.batch != last.batch or tap.hooked or one.returned:
+                continue
+            one.weight = tap.prefix + leaf
+            found.append((one, gradient))
+        return found
 
-    def _look(self, *, wait: bool) -> None:
+    def _look(self, tensors: list[Tensor]) -> list[Any]:
+        if not self.clock.deferred:
+            return [finite_now(tensor) for tensor in tensors]
+        # An empty tensor has no largest magnitude.
+        some = [x if x.numel() else x.new_zeros(1) for x in map(values, tensors)]
+        return [*torch._foreach_norm(some, math.inf)] if some else []
+
+    def _judge(self, *, wait: bool) -> None:
         """Looks at passes that have arrived on the host."""
         while self._closed and self._closed[0].arrived(wait=wait):
             over = self._closed.popleft()
-            if self._finding is None:
-                self._finding = self._judge(over)
+            fault = over.fault(self._usual)
+            if fault is None:
+                self._well = True
+            elif self._finding is None or self._well:
+                self._finding, self._well = replace(fault, last=over.batch), False
+            else:
+                self._finding = replace(self._finding, last=over.batch)
+            self.clock.closely = self.clock.closely or fault is not None
 
-    def _judge(self, over: Pass) -> Finding | None:
-        """The first fault of a pass; what is infinite without one is remembered as usual."""
-        if over.finite():
-            return None
-        events = over.events()
-        if over.backward and all(e.finite for e in events if e.what in (GRADIENT, PARAMETER)):
-            self._usual |= {e.name for e in events if not e.finite}
-            return None
-        made = [e.finite for e in events if e.what in (BATCH, OUTPUT)]
-        if not over.backward and made[-1:] != [False]:
-            # Evaluated with gradients enabled: nobody knows yet what is usual.
-            return None
-        known = [e for e in events if e.finite or e.name not in self._usual]
-        return first_fault(known, over.consumers, over.batch)
-
-
-def _witness(module: nn.Module, uses: Mapping[int, int]) -> str | None:
-    """The smallest weight of a module without submodules that only it uses, and that is trained."""
-    own = {leaf: p for leaf, p in module._parameters.items() if p is not None}
-    if [*module.children()] or any(uses[id(p)] > 1 for p in own.values()):
+    def _parameter_fault(self) -> Finding | None:
+        """A fault that no module saw: in the gradients of weights themselves."""
+        for name, p in self.model.named_parameters():
+            gradient = None if p.grad is None else values(p.grad)
+            if gradient is not None and not torch.isfinite(gradient).all():
+                name, last = _own_name(name, self.model), self.batches - 1
+                seen, order = f"the gradient of {name!r}", (2, 0, True)
+                return Finding(PARAMETER, name, seen, "", "", last, last=last, order=order)
         return None
-    sizes = {leaf: p.numel() for leaf, p in own.items() if p.requires_grad}
-    return min(sizes, key=lambda leaf: sizes[leaf], default=None)
 
 
-def _values(gradient: Tensor) -> Tensor:
-    return gradient._values() if gradient.is_sparse else local(gradient)
+def _is_small(weight: Tensor | None) -> bool:
+    return type(weight) is nn.Parameter and weight.ndim == 1 and weight.numel() <= _SMALL
 
 
 def _own_name(name: str, model: nn.Module) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from steadygrad._names import plain_name
 from steadygrad.formulas.tensors import exact, square_sums
-from steadygrad.sharding import ShardSum, aligned_locals
+from steadygrad.sharding import ShardSum, aligned, local
 
 __all__ = ["GradientNorms", "gradient_norms"]
 
@@ -47,29 +47,29 @@ class GradientNorms:
 
 
 def gradient_norms(model: nn.Module, group_of: Callable[[str], str] | None = None) -> GradientNorms:
-    """Takes the norms of the gradients as they are now, in one collective.
+    """Takes the norms of the gradients as they are now, in one collective for each mesh.
 
     Under sharding every process of the mesh must call it. A norm of a DTensor's local part, which
     ``.item()`` reads from a partial sum, would be too small by the root of the number of shards.
+    Gradients that are laid out otherwise than their parameters are redistributed first.
 
     Args:
         model: The model.
         group_of: Gives a parameter's group by its name. Default: the part of the model, a child or
             an item of a list of modules.
     """
-    named = [(plain_name(name), p) for name, p in model.named_parameters()]
-    present = [i for i, (_, p) in enumerate(named) if p.grad is not None]
-    parameters = [p for _, p in named]
+    names = [plain_name(name) for name, _ in model.named_parameters()]
+    parameters = [*model.parameters()]
     device = parameters[0].device if parameters else torch.device("cpu")
-    squares = torch.zeros(len(named), dtype=exact(device), device=device)
+    squares = torch.zeros(len(names), dtype=exact(device), device=device)
+    present = [i for i, p in enumerate(parameters) if p.grad is not None]
     if present:
-        gradients = [_dense(p.grad) for p in parameters if p.grad is not None]
-        locals_ = aligned_locals(gradients, [parameters[i] for i in present])
-        squares[present] = square_sums(locals_, squares.dtype)
+        gradients = [local(aligned(_dense(p.grad), p)) for p in parameters if p.grad is not None]
+        squares[present] = square_sums(gradients, squares.dtype)
     # All parameters travel, those without a gradient as zeros: one length on every process.
     squares = ShardSum(parameters)(squares[None])[0]
-    names = [named[i][0] for i in present]
-    return GradientNorms(names, [(group_of or _part)(name) for name in names], squares[present])
+    found = [names[i] for i in present]
+    return GradientNorms(found, [(group_of or _part)(name) for name in found], squares[present])
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -1,25 +1,33 @@
-"""A pass of one batch through the model: sums of the tensors it made, in the order of execution.
+"""A pass of one batch through the model, and the tensors that its modules took and gave.
 
-A sum is finite exactly when all that it adds up is, unless it overflows itself. On a CPU each is
-looked at right away, which waits for nothing; on other devices the sums of a pass travel to the
-host together, and are looked at when they have arrived.
+On a CPU a look waits for nothing. There the tensors within a module that holds others are kept
+until it ends, and one look at its output answers for all of them; only if that is not finite are
+they looked at one by one. On other devices the largest magnitude of each is left on the device, all
+travel to the host together, and they are looked at when they have arrived.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
 from steadygrad.sharding import local
-from steadygrad.watch.finding import FORWARD, GRADIENT, OUTPUT, PARAMETER, WEIGHT, Event
+from steadygrad.watch.finding import BATCH, INPUT, OUTPUT, Finding, Seen, first_fault, is_finite
 
-__all__ = ["Clock", "Pass", "floating"]
+if TYPE_CHECKING:
+    from steadygrad.watch.taps import Tap
 
+__all__ = ["Clock", "Pass", "finite_now", "in_backward", "largest", "values"]
+
+_TAG = "_steadygrad_watch"
+# Tensors that are kept before a module that ends is looked at.
+_MOST_HELD = 8
 _NARROW = (torch.float16, torch.bfloat16)
+_KNOWN = (*_NARROW, torch.float32, torch.float64)
 
 
 class Clock:
@@ -28,96 +36,163 @@ class Clock:
     Attributes:
         ticks: Their number, with shape ``()``.
         used: Whether there is compiled code.
-        deferred: Whether reading a number waits for a device, so that it is left until later.
+        deferred: Whether a look waits for a device, so that it is left until later.
+        closely: Whether to hook what goes into layers with weights too: after the first fault.
+        in_place: Modules whose outputs are changed later in the pass: those are looked at at once.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.ticks = torch.zeros((), dtype=torch.int64, device=device)
         self.used, self.deferred = False, device.type != "cpu"
-
-
-class _Note(NamedTuple):
-    """An event whose sum, and whose time where code is compiled, may still be on a device."""
-
-    what: str
-    name: str
-    total: Any
-    time: Any = None
-    together: bool = False
-
-    @property
-    def finite(self) -> bool:
-        """The total is a sum, or says whether it was finite."""
-        return self.total is True or (self.total is not False and math.isfinite(self.total))
+        self.closely = False
+        self.in_place: set[str] = set()
 
 
 class Pass:
-    """Collects the events of one batch.
+    """Collects what became of one batch.
 
     Args:
-        batch: Its index.
-        clock: Says when compiled code ran.
+        batch: Its index; everything in the first one is looked at at once.
+        clock: Says how to look.
+        inputs: What the model was given.
+        await_backward: Called when a gradient arrives.
 
     Attributes:
-        consumers: For each module, those that were handed its output itself.
-        backward: Whether a gradient has been seen.
+        seen: Tensors in the order of the forward pass.
+        weights: Names of weights, and whether they are finite, where that was asked.
+        backward: Whether a gradient has arrived.
+        broken: Whether something is known not to be finite.
     """
 
-    def __init__(self, batch: int, clock: Clock) -> None:
-        self.batch, self._clock = batch, clock
-        self.consumers: dict[str, list[str]] = defaultdict(list)
-        self.backward = False
-        self._notes: list[_Note] = []
+    def __init__(
+        self, batch: int, clock: Clock, inputs: Any, await_backward: Callable[[], None]
+    ) -> None:
+        self.batch, self._clock, self._await = batch, clock, await_backward
+        # A mask may be minus infinity.
+        self._inputs = [x.detach() for x in floating(inputs) if x.numel()]
+        self.seen = [Seen(BATCH, "", batch)]
+        self.seen[0].value = self._greatest_inputs() if clock.deferred else True
+        self.weights: list[Seen] = []
+        self.backward = self.broken = False
+        self._held: list[tuple[Seen, Tensor, int]] = []
         self._copied: tuple[Tensor, Any] | None = None
 
-    def note(self, what: str, name: str, tensor: Tensor) -> bool:
-        """Adds an event; False where the tensor is known not to be finite."""
-        # Recorded by autograd, it would be a tensor more than a repeated forward pass has.
-        tensor = tensor.detach()
-        if type(tensor) is not Tensor:
-            tensor = local(tensor)
-        # float16 would overflow by adding up what is finite.
-        total = tensor.sum(dtype=torch.float32) if tensor.dtype in _NARROW else tensor.sum()
-        time = self._clock.ticks.clone() if self._clock.used else None
+    def see(
+        self, tap: "Tap", args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+    ) -> None:
+        """Notes what a module took and gave."""
+        repeated = in_backward()
+        if not repeated:
+            # Its weights' gradients would not say in which of its calls they broke.
+            tap.hooked = tap.hooked or tap.batch == self.batch
+            tap.batch = self.batch
+        outputs = (output,) if type(output) is Tensor else floating(output)
+        for tensor in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(tensor, Tensor):
+                self._take(tap, tensor, outputs, repeated)
+        finite = tap.leaf or repeated or self._look(tap, outputs)
+        for tensor in outputs:
+            tag = tensor.__dict__.get(_TAG)
+            if tag is None or tag[0].batch != self.batch or tag[1] != tensor._version:
+                self._note(tap, OUTPUT, tensor, repeated, finite if not tap.leaf else None)
+            if tap.root and not repeated:
+                one = tensor.__dict__[_TAG][0] if _TAG in tensor.__dict__ else None
+                if one is not None and not one.returned:
+                    one.returned = True
+                    self._await_gradient(one, tensor)
+
+    def _take(self, tap: "Tap", tensor: Tensor, outputs: Any, repeated: bool) -> None:
+        """Notes a tensor that a module was given."""
+        tag = tensor.__dict__.get(_TAG)
+        if tag is not None and tag[0].batch == self.batch:
+            if not repeated:
+                tag[0].takers.append(tap.name)
+        elif tap.leaf and not any(tensor is other for other in outputs):
+            self._note(tap, INPUT, tensor, repeated, None)
+
+    def _note(
+        self, tap: "Tap", what: str, tensor: Tensor, repeated: bool, finite: bool | None
+    ) -> None:
+        if tensor.dtype not in _KNOWN:
+            return
+        if repeated:
+            # Reentrant checkpointing: this forward pass is the one that has a graph.
+            one = tap.input if what == INPUT else tap.output
+            if one is None:
+                return
+        else:
+            one = Seen(what, tap.name, self.batch)
+            self.seen.append(one)
+            if what == INPUT:
+                tap.input = one
+            else:
+                tap.output = one
+            self._value(one, tensor, finite)
+        tensor.__dict__[_TAG] = one, tensor._version
+        if tap.hooked or (what == INPUT and (not self.batch or self._clock.closely)):
+            self._await_gradient(one, tensor)
+
+    def _value(self, one: Seen, tensor: Tensor, finite: bool | None) -> None:
+        clock = self._clock
+        if clock.used:
+            one.time = clock.ticks.clone()
+        if finite is True:
+            return
+        if clock.deferred or finite is False or not self.batch or one.name in clock.in_place:
+            self._set(one, "value", tensor)
+        if not clock.deferred:
+            self._held.append((one, tensor, tensor._version))
+
+    def _set(self, one: Seen, field: str, tensor: Tensor) -> None:
         if self._clock.deferred:
-            self._notes.append(_Note(what, name, total, time))
-            return True
-        finite = math.isfinite(total.item()) or bool(torch.isfinite(tensor).all())
-        self._notes.append(_Note(what, name, finite, time))
+            setattr(one, field, largest(tensor))
+        else:
+            found = finite_now(tensor)
+            setattr(one, field, found)
+            self.broken = self.broken or not found
+
+    def _look(self, tap: "Tap", outputs: Iterable[Tensor]) -> bool | None:
+        """Looks at a module that holds others when it ends; None where that can wait."""
+        held = self._held
+        if self._clock.deferred or not (tap.root or len(held) >= _MOST_HELD):
+            return None
+        start = len(held)
+        while start and held[start - 1][0].name.startswith(tap.prefix):
+            start -= 1
+        finite = all(finite_now(tensor) for tensor in outputs)
+        for one, tensor, version in held[start:]:
+            if tensor._version != version:
+                self._clock.in_place.add(one.name)
+            elif not finite:
+                self._set(one, "value", tensor)
+        del held[start:]
         return finite
 
-    def note_before(self, what: str, name: str, tensor: Tensor) -> None:
-        """Adds an event that comes before the last one."""
-        self.note(what, name, tensor)
-        self._notes[-2:] = reversed(self._notes[-2:])
+    def _await_gradient(self, one: Seen, tensor: Tensor) -> None:
+        node = tensor.grad_fn
+        if node is not None:
+            # Of the node and not of the tensor: that takes half the time.
+            node.register_prehook(partial(self._arrive, one, tensor.output_nr))
 
-    def note_compiled(self, what: str, name: str, total: Tensor, time: Tensor) -> None:
-        """Adds the sum that compiled code left, and when."""
-        # Half a tick before what ran outside of compiled code after it.
-        self._notes.append(_Note(what, name, total.clone(), time - 0.5))
+    def _arrive(self, one: Seen, number: int, gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[number]
+        if gradient is not None and self._copied is None:
+            self.backward = True
+            self._await()
+            self._set(one, "gradient", gradient)
 
-    def note_all(self, what: str, names: list[str], tensors: list[Tensor]) -> None:
-        """Adds an event for each tensor, by one call for all of them."""
-        if not tensors:
-            return
-        on_host = not self._clock.deferred
-        # Of the two norms that are fast, the first may overflow, and is then looked at again.
-        norms: list[Any] = [*torch._foreach_norm(tensors, 2 if on_host else math.inf)]
-        if on_host:
-            if math.isfinite(torch.stack(norms).sum().item()):
-                return
-            norms = [bool(torch.isfinite(tensor).all()) for tensor in tensors]
-        pairs = zip(names, norms, strict=True)
-        self._notes += [_Note(what, name, norm, None, True) for name, norm in pairs]
+    def _greatest_inputs(self) -> Any:
+        found = [x.amax().float() for x in map(local, self._inputs)]
+        return torch.stack(found).amax() if found else True
 
     def close(self) -> None:
         """Sends what is on a device to the host; nothing waits for it."""
-        on_device = [x for note in self._notes for x in note if isinstance(x, Tensor)]
-        if not on_device:
+        self._held.clear()
+        found = [value for _, _, value in self._on_device()]
+        if not found:
             return
-        device = on_device[0].device
-        column = torch.stack([x.to(device, torch.float64) for x in on_device])
-        if device.type == "cpu":
+        column = torch.stack([x.to(found[0].device, torch.float64) for x in found])
+        if column.device.type == "cpu":
             self._copied = column, None
             return
         host = torch.empty_like(column, device="cpu", pin_memory=True)
@@ -126,58 +201,77 @@ class Pass:
         arrived.record()
 
     def arrived(self, *, wait: bool) -> bool:
-        """Whether all sums are on the host."""
+        """Whether all numbers are on the host."""
         if self._copied is None or self._copied[1] is None:
             return True
         if wait:
             self._copied[1].synchronize()
         return bool(self._copied[1].query())
 
-    def finite(self) -> bool:
-        """Whether all events are; all sums must have arrived."""
-        numbers = self._copied is None or bool(torch.isfinite(self._copied[0]).all())
-        return numbers and all(note.total is not False for note in self._notes)
+    def fault(self, usual: set[tuple[str, str]]) -> Finding | None:
+        """The first fault; all numbers must have arrived.
 
-    def events(self) -> list[Event]:
-        """The events in the order of execution; all sums must have arrived."""
-        numbers = iter(self._copied[0].tolist() if self._copied else [])
-        notes = [
-            _Note._make(next(numbers) if isinstance(x, Tensor) else x for x in note)
-            for note in self._notes
-        ]
-        forward = [n for n in notes if n.what in FORWARD and not n.together]
-        forward.sort(key=lambda note: note.time or 0)
-        forward = _with_weights(forward, [n for n in notes if n.what == WEIGHT and n.together])
-        place = {note.name: i for i, note in enumerate(forward) if note.what == OUTPUT}
-        # Weights of a module that was not called itself have a gradient all the same.
-        backward = [n for n in notes if n.what == GRADIENT and n.name in {"", *place}]
-        # The engine works in the reverse order of the forward pass.
-        backward.sort(key=lambda n: -place.get(n.name, len(place)))
-        weights = [note for note in notes if note.what == PARAMETER]
-        notes = [*forward, *_without_own(backward), *weights]
-        return [Event(note.what, note.name, note.finite) for note in notes]
+        Args:
+            usual: Tensors that are infinite though all is well, to which this pass may add.
+        """
+        if self._copied is not None:
+            for (one, name, _), number in zip(
+                self._on_device(), self._copied[0].tolist(), strict=True
+            ):
+                setattr(one, name, number)
+            self._copied = None
+            self.seen.sort(key=lambda one: -1 if one.what == BATCH else one.time or 0)
+        elif not self.broken:
+            return None
+        bad = [one for one in self.seen if not is_finite(one.value)]
+        if self.backward and all(is_finite(one.gradient) for one in self.seen):
+            usual |= {(one.what, one.name) for one in bad}
+            return None
+        if not self.backward and is_finite(self.seen[-1].value):
+            # Evaluated with gradients enabled: nobody knows yet what is usual.
+            return None
+        for one in bad:
+            one.value = (one.what, one.name) in usual
+        if not self._clock.deferred:
+            self.seen[0].value = is_finite(self._greatest_inputs())
+        weights = [one.name for one in self.weights if not is_finite(one.value)]
+        return first_fault(self.seen, weights, self.batch)
 
-
-def _with_weights(forward: Sequence[_Note], weights: Sequence[_Note]) -> list[_Note]:
-    """Puts weights that were noted together before their modules; those of no module first."""
-    by_module: dict[str, list[_Note]] = defaultdict(list)
-    for note in weights:
-        by_module[note.name.rpartition(".")[0]].append(note)
-    called = {note.name for note in forward}
-    found = [note for name, own in by_module.items() if name not in called for note in own]
-    for note in forward:
-        found += [*by_module.pop(note.name, ()), note]
-    return found
-
-
-def _without_own(backward: Sequence[_Note]) -> Sequence[_Note]:
-    """Leaves out what only a weight's own gradient shows, if a finite one was passed on."""
-    bad = [i for i, note in enumerate(backward) if not note.finite]
-    own = len(bad) == 1 and backward[bad[0]].together and bad[0] < len(backward) - 1
-    return [note for note in backward if note.finite] if own else backward
+    def _on_device(self) -> list[tuple[Seen, str, Tensor]]:
+        fields = ("value", "gradient", "time")
+        found = [(one, name, getattr(one, name)) for one in self.seen for name in fields]
+        found += [(one, "value", one.value) for one in self.weights]
+        return [entry for entry in found if isinstance(entry[2], Tensor)]
 
 
-def floating(nest: Any) -> Iterable[Tensor]:
+def in_backward() -> bool:
+    """Whether the engine is at work: a forward pass is then one that checkpointing repeats."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def floating(nest: Any) -> list[Tensor]:
     """The floating-point tensors in what a module takes or returns."""
-    leaves = [nest] if isinstance(nest, Tensor) else _pytree.tree_leaves(nest)
+    leaves = (nest,) if isinstance(nest, Tensor) else _pytree.tree_leaves(nest)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def values(tensor: Tensor) -> Tensor:
+    """This process's numbers of a tensor, dense."""
+    tensor = tensor.detach()
+    if type(tensor) is not Tensor:
+        tensor = local(tensor)
+    return tensor._values() if tensor.is_sparse else tensor
+
+
+def largest(tensor: Tensor) -> Any:
+    """The largest magnitude, which is not finite if any is not; for a device and compiled code."""
+    tensor = values(tensor)
+    return torch.linalg.vector_norm(tensor, math.inf) if tensor.numel() else True
+
+
+def finite_now(tensor: Tensor) -> bool:
+    """Whether all values are finite, on a CPU."""
+    tensor = values(tensor)
+    # The fastest look; float16 would overflow by adding up what is finite.
+    total = tensor.sum(dtype=torch.float32) if tensor.dtype in _NARROW else tensor.sum()
+    return math.isfinite(total.item()) or bool(torch.isfinite(tensor).all())

@@ -1,143 +1,139 @@
-"""The hooks that tell a watch of each module's output, and of that output's gradient."""
+"""The hooks behind each module."""
 
 import weakref
-from collections.abc import Callable
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from steadygrad._checks import InputError
 from steadygrad._nests import tree_map_tensors
-from steadygrad.watch.finding import GRADIENT, INPUT, OUTPUT, WEIGHT
-from steadygrad.watch.passes import Clock, Pass, floating
+from steadygrad.watch.finding import OUTPUT, Seen
+from steadygrad.watch.passes import Clock, in_backward, largest
 
 if TYPE_CHECKING:
     from steadygrad.watch.gradient_watch import GradientWatch
 
-__all__ = ["Tap", "in_backward"]
+__all__ = ["Tap", "witnesses"]
 
 _TAP = "_steadygrad_tap"
-_TAG = "_steadygrad_watch"
 
 
 class Tap:
-    """Stands at the output of one module.
+    """Stands behind one module.
+
+    A leaf module's weights tell whether the gradient at its output is finite: theirs are sums over
+    it. The outputs of other modules are hooked.
 
     Args:
         name: The module's.
+        witness: The weight that tells; empty if the output has to be hooked.
         watch: Whom to tell; None for a copy of a model, which nobody watches.
-        hooked: Whether to hook the outputs' gradients: those of the module's weights may do.
+        clock: The watch's.
 
     Attributes:
-        forward: Sum of outputs in compiled code, with shape ``()``.
-        backward: A leaf, whose gradient is the sum of the outputs' gradients in compiled code.
+        hooked: Whether gradients at its outputs are hooked.
+        leaf: Whether it holds no other module and is not the model.
+        root: Whether it is the model.
+        prefix: How names of modules within it begin.
+        batch: Index of the last pass in which it was called.
+        input: The last tensor that it took and no module had given.
+        output: The last one that it gave.
+        forward: Largest magnitudes of outputs in compiled code, added up, with shape ``()``.
+        backward: A leaf, whose gradient is that of the outputs' gradients in compiled code.
         time: When the module was last at work in compiled code, by the watch's clock.
     """
 
     def __init__(
-        self, name: str, watch: "GradientWatch | None", device: torch.device, hooked: bool = True
+        self, name: str, witness: str, watch: "GradientWatch | None", clock: Clock
     ) -> None:
-        self.name, self._hooked = name, hooked
-        self._watch: Callable[[], GradientWatch | None] = weakref.ref(watch) if watch else _nobody
-        self.clock = watch.clock if watch else Clock(device)
+        self.name, self.witness, self.hooked = name, witness, not witness
+        self.leaf = self.root = False
+        self.prefix = f"{name}." if name else ""
+        self.batch, self.input, self.output = -1, None, None
+        self.watch: Callable[[], GradientWatch | None] = weakref.ref(watch) if watch else _nobody
+        self.clock, device = clock, clock.ticks.device
         self.forward = torch.zeros((), device=device)
         self.backward = torch.zeros((), device=device, requires_grad=True)
         self.time = torch.zeros((), dtype=torch.int64, device=device)
 
-    def attach(self, module: nn.Module) -> Any:
-        """Puts the tap behind a module; returns the hook's handle."""
+    input: Seen | None
+    output: Seen | None
+
+    def attach(self, module: nn.Module, model: nn.Module) -> list[Any]:
+        """Puts the tap behind a module; returns the handles of its hooks."""
+        if _TAP in module.__dict__ and module.__dict__[_TAP].watch() is not None:
+            raise InputError(
+                f"Expected modules that no GradientWatch looks at. Found one at {self.name!r}. "
+                "Remedy: close() the other watch first."
+            )
+        self.root = module is model
+        self.leaf = not (self.root or any(True for _ in module.children()))
         module.__dict__[_TAP] = self
-        return module.register_forward_hook(_after_forward, with_kwargs=True)
+        hooks = [module.register_forward_hook(_after_forward, with_kwargs=True)]
+        if self.root:
+            hooks.append(module.register_forward_pre_hook(_before_forward, with_kwargs=True))
+        return hooks
 
     def detach(self, module: nn.Module) -> None:
         """Takes it away."""
-        module.__dict__.pop(_TAP, None)
+        if module.__dict__.get(_TAP) is self:
+            del module.__dict__[_TAP]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tap, (self.name, None, self.forward.device)
+        return Tap, (self.name, self.witness, None, Clock(self.forward.device))
 
-    def see(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        """Notes a module's output, and asks for its gradient."""
-        watch = self._watch()
-        current = watch.current if watch else None
-        if current is None:
-            return
-        repeated = in_backward()
-        for tensor in (output,) if type(output) is Tensor else floating(output):
-            tag = tensor.__dict__.get(_TAG)
-            # The same tensor as a submodule's output, unless it was changed in place since.
-            if tag is None or tag[0] is not current or tag[2] != tensor._version:
-                if not repeated:
-                    self._note(current, module, args, kwargs, tensor)
-                if self._hooked:
-                    self._await_gradient(current, tensor)
-                tensor.__dict__[_TAG] = (current, self.name, tensor._version)
-            if not self.name:
-                self._await_gradient(current, tensor)
-
-    def _await_gradient(self, current: Pass, tensor: Tensor) -> None:
-        node = tensor.grad_fn
-        if node is not None:
-            hook = partial(_note_gradient, self._watch, current, self.name, tensor.output_nr)
-            # Of the node and not of the tensor: that takes half the time.
-            node.register_prehook(hook)
-
-    def _note(
-        self,
-        current: Pass,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Tensor,
-    ) -> None:
-        """Notes an output; its inputs and weights first, where a fault has to be explained."""
-        finite = current.note(OUTPUT, self.name, output)
-        explained = finite and not self.clock.deferred
-        for tensor in (*args, *kwargs.values()):
-            if not isinstance(tensor, Tensor):
-                continue
-            tag = tensor.__dict__.get(_TAG)
-            if tag is not None and tag[0] is current:
-                current.consumers[tag[1]].append(self.name)
-            elif not explained and tensor.requires_grad and self.name:
-                current.note_before(INPUT, self.name, tensor)
-        if not finite:
-            for leaf, weight in module._parameters.items():
-                if weight is not None:
-                    current.note_before(WEIGHT, f"{self.name}.{leaf}".lstrip("."), weight)
-
-    def take(self, current: Pass) -> None:
-        """Hands what compiled code left to a pass, and clears it."""
+    def take(self, batch: int) -> Seen:
+        """Hands over what compiled code left, and clears it."""
         gradient, self.backward.grad = self.backward.grad, None
-        current.note_compiled(OUTPUT, self.name, self.forward, self.time)
-        if gradient is not None:
-            current.note_compiled(GRADIENT, self.name, gradient, self.time)
+        one = Seen(OUTPUT, self.name, batch, self.forward.clone())
+        # Half a tick before what ran outside of compiled code after it.
+        one.gradient, one.time, one.takers = gradient, self.time - 0.5, None
         self.forward.zero_()
+        self.output = one
+        return one
 
     def trace(self, output: Any) -> Any:
-        """The same in compiled code: sums in tensors that are changed in place."""
+        """The same in compiled code: numbers in tensors that are changed in place."""
 
         def crossed(tensor: Tensor) -> Tensor:
-            self.forward.add_(tensor.detach().sum(dtype=torch.float32))
+            self.forward.add_(largest(tensor))
             self.clock.used = True
             self.clock.ticks.add_(1)
             self.time.copy_(self.clock.ticks)
-            through: Tensor = _Sum.apply(tensor, self.backward)  # type: ignore[no-untyped-call]
+            if not self.hooked:
+                return tensor
+            through: Tensor = _Largest.apply(tensor, self.backward)  # type: ignore[no-untyped-call]
             return through
 
         return tree_map_tensors(crossed, output, f"the output of {self.name!r}")
+
+
+def witnesses(model: nn.Module) -> Mapping[nn.Module, str]:
+    """The smallest weight of each leaf module whose weights are trained and only its own."""
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    found = {}
+    for module in model.modules():
+        own = {leaf: p for leaf, p in module._parameters.items() if p is not None}
+        if any(True for _ in module.children()) or any(uses[id(p)] > 1 for p in own.values()):
+            continue
+        sizes = {leaf: p.numel() for leaf, p in own.items() if p.requires_grad}
+        if sizes:
+            found[module] = min(sizes, key=lambda leaf: sizes[leaf])
+    return found
 
 
 def _nobody() -> None:
     return None
 
 
-def in_backward() -> bool:
-    """Whether the engine is at work: a forward pass is then one that checkpointing repeats."""
-    return torch._C._current_graph_task_id() != -1
+def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling():
+        watch = module.__dict__[_TAP].watch()
+        if watch is not None and not in_backward():
+            watch.begin((args, kwargs))
 
 
 def _after_forward(
@@ -147,26 +143,14 @@ def _after_forward(
     tap = module.__dict__[_TAP]
     if torch.compiler.is_compiling():
         return tap.trace(output) if torch.is_grad_enabled() else output
-    tap.see(module, args, kwargs, output)
+    watch = tap.watch()
+    if watch is not None and watch.current is not None:
+        watch.current.see(tap, args, kwargs, output)
     return output
 
 
-def _note_gradient(
-    watch: "Callable[[], GradientWatch | None]",
-    current: Pass,
-    name: str,
-    number: int,
-    gradients: tuple[Tensor | None, ...],
-) -> None:
-    owner, gradient = watch(), gradients[number]
-    if owner is not None and gradient is not None:
-        owner.await_backward()
-        current.backward = True
-        current.note(GRADIENT, name, gradient)
-
-
-class _Sum(torch.autograd.Function):
-    """Identity; the sum of its gradient becomes that of a leaf."""
+class _Largest(torch.autograd.Function):
+    """Identity; the largest magnitude of its gradient becomes the gradient of a leaf."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, leaf: Tensor) -> Tensor:
@@ -174,4 +158,4 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, gradient.sum(dtype=torch.float32)
+        return gradient, largest(gradient).float()

@@ -36,7 +36,7 @@ def test_culprit(net, fault, deferred):
     assert watch.report() is None
     model.zero_grad()
     put(model, prefix)
-    watch.remove()
+    watch.close()
     watch = watching(model, deferred)  # a module that was put in later is not watched
     step(model, loss)
     found = watch.report()
@@ -58,12 +58,11 @@ def test_first_tensor_is_that_of_a_recorded_trace(net, fault):
     step(twin, loss)
     step(model, loss)
     found, (what, name) = watch.report(), trace.first()
-    words = {"output": "the output of", "gradient": "the gradient at the output of"}[what]
     # A weight is there before the output that shows it.
     if kind != "weight":
         # The last module's output is the model's.
         where = "the model" if kind == "loss" and name == "head" else repr(name)
-        assert found.seen_in == f"{words} {where}"
+        assert found.seen_in == f"the {what} of {where}"
 
 
 @pytest.mark.parametrize("net", NETS)
@@ -98,7 +97,7 @@ def test_fully_masked_row():
     step(model)
     found = watch.report()
     assert (found.kind, found.name) == ("output", "blocks.2.attention.softmax")
-    assert found.finite_before == "the output of 'blocks.2.attention.qkv'"
+    assert found.finite_before == "the input of 'blocks.2.attention.softmax'"
 
 
 @pytest.mark.parametrize("net", NETS)
@@ -149,7 +148,8 @@ def test_code_before_a_submodule():
     watch, (x, y) = GradientWatch(model), data()
     mse(model(x), y).backward()
     found = watch.report()
-    assert (found.kind, found.name) == ("input", "second")
+    assert (found.kind, found.name) == ("output", "")
+    assert found.seen_in == "the input of 'second'"
     assert found.finite_before == "the output of 'first'"
 
 
@@ -242,7 +242,7 @@ def test_checkpointed(fault, reentrant):
     watch = GradientWatch(model)
     step(model)
     assert watch.report() is None
-    watch.remove()
+    watch.close()
     put(model, "blocks.1.")
     watch = GradientWatch(model)
     step(model, loss)
@@ -334,7 +334,7 @@ def test_gradients_are_those_without_a_watch():
     step(twin)
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
     assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
-    watch.remove()
+    watch.close()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 

@@ -152,7 +152,7 @@ class Runner:
                 histograms.add(measured, culprits, nonfinite)
             before, restore_rng = scaler.state_dict(), generators(device)
             self.place.advance(size, TITLES[self.phase])
-        watch.remove()
+        watch.close()
         return histograms
 
 
