@@ -189,7 +189,9 @@ class _Judge:
         total = products.sum(-1)
         ratio, cosine = _compared(total)
         layers = {
-            layer: _compared(products[..., torch.tensor([n == layer for n in self._layers])].sum(-1))
+            layer: _compared(
+                products[..., torch.tensor([n == layer for n in self._layers])].sum(-1)
+            )
             for layer in dict.fromkeys(self._layers)
         }
         bug = self._bug(total, ratio, cosine, len(sizes))

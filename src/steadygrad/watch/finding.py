@@ -1,9 +1,9 @@
 """The first fault of a pass: a search through the tensors that it made."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 __all__ = ["Finding", "Seen", "first_fault", "is_finite"]
@@ -35,7 +35,8 @@ class Seen:
         self.what, self.name, self.batch, self.value = what, name, batch, value
         self.gradient: Any = None
         self.takers: list[str] | None = []
-        self.returned, self.weight, self.time = False, "", None
+        self.returned, self.weight = False, ""
+        self.time: Any = None
 
 
 @dataclass(frozen=True)
@@ -100,15 +101,17 @@ def is_finite(found: Any) -> bool:
     return found is True or found is None or (found is not False and math.isfinite(found))
 
 
-def first_fault(seen: Sequence[Seen], weights: Sequence[str], batch: int) -> Finding | None:
+def first_fault(
+    seen: Sequence[Seen], called: Collection[str], weights: Sequence[str], batch: int
+) -> Finding | None:
     """Finds what first was not finite in a pass; None if all is.
 
     Args:
         seen: In the order of the forward pass; the backward pass goes through it from the end.
+        called: Names of all modules that were called.
         weights: Names of those that are not finite.
         batch: Index of the pass.
     """
-    called = {one.name for one in seen}
     at = next((i for i, one in enumerate(seen) if not is_finite(one.value)), None)
     if at is not None:
         one = seen[at]
@@ -134,7 +137,7 @@ def first_fault(seen: Sequence[Seen], weights: Sequence[str], batch: int) -> Fin
 
 
 def _backward_culprit(
-    signals: Sequence[Seen], at: int, finite: Sequence[bool], called: set[str]
+    signals: Sequence[Seen], at: int, finite: Sequence[bool], called: Collection[str]
 ) -> tuple[str, str]:
     """The kind and name of what lies between the last finite gradient and the first that is not."""
     one = signals[at]
@@ -151,11 +154,12 @@ def _backward_culprit(
     direct = [name for name in one.takers if name in known]
     if direct:
         return GRADIENT, direct[0]
-    pair = [name.split(".") for name in (one.name, signals[at - 1].name)]
-    return GRADIENT, _around(".".join([*commonprefix(pair), ""]), called)
+    pairs = zip(one.name.split("."), signals[at - 1].name.split("."), strict=False)
+    shared = [part for part, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return GRADIENT, _around(".".join([*shared, ""]), called)
 
 
-def _around(name: str, called: set[str]) -> str:
+def _around(name: str, called: Collection[str]) -> str:
     """The innermost module around a name that was called itself."""
     while name:
         name = name.rpartition(".")[0]

@@ -12,7 +12,7 @@ from torch.autograd import Variable
 
 from steadygrad._checks import InputError, check_type
 from steadygrad._names import plain_name
-from steadygrad.sharding import gather_json, process_world
+from steadygrad.sharding import ShardSum, gather_json, process_world
 from steadygrad.watch.finding import PARAMETER, Finding, Seen
 from steadygrad.watch.norms import GradientNorms, gradient_norms
 from steadygrad.watch.passes import Clock, Pass, finite_now, values
@@ -76,6 +76,7 @@ class GradientWatch:
         # Whether a pass without a fault came after the finding.
         self._well = True
         self._usual: set[tuple[str, str]] = set()
+        self._sum: ShardSum | None = None
         # Reduced gradients are those of all processes, and do not say which of them is at fault.
         told = witnesses(model) if process_world(process_group).size == 1 else {}
         self._taps = {
@@ -127,9 +128,10 @@ class GradientWatch:
     def norms(self, group_of: Callable[[str], str] | None = None) -> GradientNorms:
         """Norms of the gradients as they are now, by parameter and by group.
 
-        See :func:`gradient_norms`.
+        See :func:`gradient_norms`. The first call under sharding takes a collective more.
         """
-        return gradient_norms(self.model, group_of)
+        self._sum = self._sum or ShardSum([*self.model.parameters()])
+        return gradient_norms(self.model, group_of, self._sum)
 
     def begin(self, inputs: Any) -> None:
         """Begins a pass: the model is called."""
@@ -154,6 +156,7 @@ class GradientWatch:
             last = self._open[-1]
             if self.clock.used:
                 last.seen += [tap.take(last.batch) for tap in self._taps.values()]
+                last.called |= {one.name for one in last.seen}
             if last.backward or self.clock.used:
                 self._ask_witnesses(last)
         self.current, self._awaited = None, False

@@ -46,7 +46,11 @@ class GradientNorms:
         return {group: total**0.5 for group, total in sums.items()}
 
 
-def gradient_norms(model: nn.Module, group_of: Callable[[str], str] | None = None) -> GradientNorms:
+def gradient_norms(
+    model: nn.Module,
+    group_of: Callable[[str], str] | None = None,
+    shard_sum: ShardSum | None = None,
+) -> GradientNorms:
     """Takes the norms of the gradients as they are now, in one collective for each mesh.
 
     Under sharding every process of the mesh must call it. A norm of a DTensor's local part, which
@@ -57,6 +61,7 @@ def gradient_norms(model: nn.Module, group_of: Callable[[str], str] | None = Non
         model: The model.
         group_of: Gives a parameter's group by its name. Default: the part of the model, a child or
             an item of a list of modules.
+        shard_sum: That of the model's parameters; making it takes a collective more.
     """
     names = [plain_name(name) for name, _ in model.named_parameters()]
     parameters = [*model.parameters()]
@@ -67,7 +72,7 @@ def gradient_norms(model: nn.Module, group_of: Callable[[str], str] | None = Non
         gradients = [local(aligned(_dense(p.grad), p)) for p in parameters if p.grad is not None]
         squares[present] = square_sums(gradients, squares.dtype)
     # All parameters travel, those without a gradient as zeros: one length on every process.
-    squares = ShardSum(parameters)(squares[None])[0]
+    squares = (shard_sum or ShardSum(parameters))(squares[None])[0]
     found = [names[i] for i in present]
     return GradientNorms(found, [(group_of or _part)(name) for name in found], squares[present])
 

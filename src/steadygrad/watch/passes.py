@@ -60,6 +60,7 @@ class Pass:
     Attributes:
         seen: Tensors in the order of the forward pass.
         weights: Names of weights, and whether they are finite, where that was asked.
+        called: Names of the modules that were called.
         backward: Whether a gradient has arrived.
         broken: Whether something is known not to be finite.
     """
@@ -73,6 +74,7 @@ class Pass:
         self.seen = [Seen(BATCH, "", batch)]
         self.seen[0].value = self._greatest_inputs() if clock.deferred else True
         self.weights: list[Seen] = []
+        self.called: set[str] = set()
         self.backward = self.broken = False
         self._held: list[tuple[Seen, Tensor, int]] = []
         self._copied: tuple[Tensor, Any] | None = None
@@ -86,6 +88,7 @@ class Pass:
             # Its weights' gradients would not say in which of its calls they broke.
             tap.hooked = tap.hooked or tap.batch == self.batch
             tap.batch = self.batch
+            self.called.add(tap.name)
         outputs = (output,) if type(output) is Tensor else floating(output)
         for tensor in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(tensor, Tensor):
@@ -235,7 +238,7 @@ class Pass:
         if not self._clock.deferred:
             self.seen[0].value = is_finite(self._greatest_inputs())
         weights = [one.name for one in self.weights if not is_finite(one.value)]
-        return first_fault(self.seen, weights, self.batch)
+        return first_fault(self.seen, self.called, weights, self.batch)
 
     def _on_device(self) -> list[tuple[Seen, str, Tensor]]:
         fields = ("value", "gradient", "time")

@@ -124,6 +124,20 @@ class Backward(torch.autograd.Function):
         return gradient * 1e30 * 1e30
 
 
+def spread_of_a_constant(x):
+    """A normalisation without epsilon."""
+    same = torch.zeros_like(x)
+    return x + (same - same.mean()) / same.std()
+
+
+def masked_row(x):
+    """Attention in which one position may look at nothing."""
+    mask = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device)
+    mask[1] = False
+    scores = (x @ x.transpose(-1, -2)).masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1) @ x
+
+
 class Module(nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -183,6 +197,10 @@ FAULTS = {
                      "gradient", "{}place"),
     "log of zero": (plant(lambda x: first_zero(x).log()), mse, "output", "{}place"),
     "zero by zero": (plant(lambda x: first_zero(x) / (x * 0)), mse, "output", "{}place"),
+    "spread of a constant": (plant(spread_of_a_constant), mse, "output", "{}place"),
+    "a row that is masked": (plant(masked_row), mse, "output", "{}place"),
+    "root of zero beside a sum": (plant(lambda x: x + (x * 0).sqrt()), mse, "gradient", "{}place"),
+    "logarithm beside a sum": (plant(lambda x: x + (x * 0).log()), mse, "output", "{}place"),
     "division by zero in the loss": (nothing, divided, "loss", ""),
     "log of zero in the loss": (nothing, log_of_zero, "loss", ""),
     "a weight that became NaN": (spoil("inner.weight", torch.nan), mse, "weight", "{}inner.weight"),
