@@ -2,16 +2,17 @@
 
 The sums are of order tokens times width and the step is of order tokens times width squared: the
 built-in model's width of 96 is the worst case. On one thread the processor's own time is taken, of
-the shortest of five steps in each turn: other programs on the machine change that least.
+the shortest of five steps in each turn: other programs on the machine change that least. Watched and
+plain steps are the same model's, which lies alike in memory.
 
 Run: python benchmarks/watch_overhead.py [--rounds 100] [--threads 1] [--save]
 """
 
 import argparse
-import copy
 import datetime
 import statistics
 import time
+from contextlib import nullcontext
 
 import torch
 from side_by_side import Timing, hardware, save, table
@@ -23,44 +24,46 @@ STEPS = 5
 
 
 class Step:
-    """One training step of a copy of the model, watched or not."""
+    """A training step of a model."""
 
-    def __init__(self, task, model, batch_size, *, watched, compiled) -> None:
-        self.task, self.model = task, copy.deepcopy(model)
-        self.batch = task.train.batch(torch.arange(batch_size))
-        self.optimizer = task.make_optimizer(self.model.parameters(), task.lr)
+    def __init__(self, width, batch_size, *, compiled) -> None:
+        self.task = char_lm(width=width)
+        torch.manual_seed(0)
+        self.model = self.task.make_model()
+        self.batch = self.task.train.batch(torch.arange(batch_size))
+        self.optimizer = self.task.make_optimizer(self.model.parameters(), self.task.lr)
         self.called = torch.compile(self.model) if compiled else self.model
-        self.watch = GradientWatch(self.called) if watched else None
 
-    def seconds(self, clock) -> float:
-        """The time of the shortest of some steps."""
-        times = []
-        for _ in range(STEPS):
-            began = clock()
-            self.step()
-            times.append(clock() - began)
-        return min(times)
-
-    def step(self) -> None:
+    def __call__(self) -> None:
         self.task.per_sample_loss(self.called, self.batch).mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def seconds(self, clock) -> float:
+        """The time of the shortest of some steps, after one that is not counted."""
+        times = []
+        for _ in range(STEPS + 1):
+            began = clock()
+            self()
+            times.append(clock() - began)
+        return min(times[1:])
+
 
 def compare(width, batch_size, rounds, *, compiled=False):
-    task = char_lm(width=width)
-    model = task.make_model()
-    plain, watched = (
-        Step(task, model, batch_size, watched=on, compiled=compiled) for on in (False, True)
-    )
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    plain.seconds(clock), watched.seconds(clock)
+    plain = watched = Step(width, batch_size, compiled=compiled)
+    if compiled:
+        # Of another model: each new watch would be compiled anew.
+        watched = Step(width, batch_size, compiled=True)
+        watch = GradientWatch(watched.called)
+        watched.seconds(clock)
+    plain.seconds(clock)
     pairs = []
-    for turn in range(rounds):
-        # Either goes first in every other turn.
-        order = (plain, watched) if turn % 2 else (watched, plain)
-        found = {one: one.seconds(clock) for one in order}
-        pairs.append((found[plain], found[watched]))
+    for _ in range(rounds):
+        before = plain.seconds(clock)
+        with nullcontext() if compiled else GradientWatch(watched.called):
+            pairs.append((before, watched.seconds(clock)))
+    assert not compiled or watch.report() is None
     low, middle, high = statistics.quantiles([b / a for a, b in pairs], n=4)
     before, after = (statistics.median(column) for column in zip(*pairs, strict=True))
     results = {

@@ -80,7 +80,12 @@ class GradientWatch:
         # Reduced gradients are those of all processes, and do not say which of them is at fault.
         told = witnesses(model) if process_world(process_group).size == 1 else {}
         self._taps = {
-            module: Tap(_own_name(name, model), told.get(module, ""), self, self.clock)
+            module: Tap(
+                _own_name(name, model),
+                not any(part in told for part in module.modules()),
+                self,
+                self.clock,
+            )
             for name, module in model.named_modules()
         }
         self._handles: list[Any] = []

@@ -37,7 +37,8 @@ class Clock:
         ticks: Their number, with shape ``()``.
         used: Whether there is compiled code.
         deferred: Whether a look waits for a device, so that it is left until later.
-        closely: Whether to hook what goes into layers with weights too: after the first fault.
+        closely: Whether to hook what goes into layers, and what comes out of modules around them,
+            in every pass: after the first fault.
         in_place: Modules whose outputs are changed later in the pass: those are looked at at once.
     """
 
@@ -132,7 +133,8 @@ class Pass:
                 tap.output = one
             self._value(one, tensor, finite)
         tensor.__dict__[_TAG] = one, tensor._version
-        if tap.hooked or (what == INPUT and (not self.batch or self._clock.closely)):
+        closely = not self.batch or self._clock.closely
+        if tap.hooked or (closely and (what == INPUT or not tap.leaf)):
             self._await_gradient(one, tensor)
 
     def _value(self, one: Seen, tensor: Tensor, finite: bool | None) -> None:
@@ -191,6 +193,8 @@ class Pass:
     def close(self) -> None:
         """Sends what is on a device to the host; nothing waits for it."""
         self._held.clear()
+        if not (self._clock.deferred or self._clock.used):
+            return
         found = [value for _, _, value in self._on_device()]
         if not found:
             return

@@ -25,16 +25,15 @@ class Tap:
     """Stands behind one module.
 
     A leaf module's weights tell whether the gradient at its output is finite: theirs are sums over
-    it. The outputs of other modules are hooked.
+    it. So do those of the modules within another. Other outputs are hooked.
 
     Args:
         name: The module's.
-        witness: The weight that tells; empty if the output has to be hooked.
+        hooked: Whether gradients at its outputs are hooked in every pass.
         watch: Whom to tell; None for a copy of a model, which nobody watches.
         clock: The watch's.
 
     Attributes:
-        hooked: Whether gradients at its outputs are hooked.
         leaf: Whether it holds no other module and is not the model.
         root: Whether it is the model.
         prefix: How names of modules within it begin.
@@ -47,9 +46,9 @@ class Tap:
     """
 
     def __init__(
-        self, name: str, witness: str, watch: "GradientWatch | None", clock: Clock
+        self, name: str, hooked: bool, watch: "GradientWatch | None", clock: Clock
     ) -> None:
-        self.name, self.witness, self.hooked = name, witness, not witness
+        self.name, self.hooked = name, hooked
         self.leaf = self.root = False
         self.prefix = f"{name}." if name else ""
         self.batch, self.input, self.output = -1, None, None
@@ -83,7 +82,7 @@ class Tap:
             del module.__dict__[_TAP]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tap, (self.name, self.witness, None, Clock(self.forward.device))
+        return Tap, (self.name, self.hooked, None, Clock(self.forward.device))
 
     def take(self, batch: int) -> Seen:
         """Hands over what compiled code left, and clears it."""
@@ -92,7 +91,7 @@ class Tap:
         # Half a tick before what ran outside of compiled code after it.
         one.gradient, one.time, one.takers = gradient, self.time - 0.5, None
         self.forward.zero_()
-        self.output = one
+        self.output, self.batch = one, batch
         return one
 
     def trace(self, output: Any) -> Any:
