@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: advise compare test lint types check docs bench clean
+.PHONY: advise compare test test-slow lint types check docs bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "steadygrad needs Python 3.10 or newer, found " + sys.version.split()[0] + ". Remedy: make PYTHON=/path/to/python3.12")'
@@ -21,8 +21,11 @@ advise: $(VENV)/.installed  ## train a real model, measure, recommend a batch si
 compare: $(VENV)/.installed  ## tune AdamW, ScaledAdam and LANS alike, judge them on fresh seeds, write a report
 	$(BIN)/steadygrad compare --budget 5m
 
-test: $(VENV)/.installed  ## the whole test suite, slow tests included
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+test: $(VENV)/.installed  ## all tests but the slow ones, in a few minutes
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not slow"
+
+test-slow: $(VENV)/.installed  ## the slow rest: several processes, compilers, statistics of many replicates
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m slow
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -31,7 +34,7 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/mypy
 
-check: test lint types
+check: test test-slow lint types
 
 docs: $(VENV)/.installed
 	$(PIP) install --quiet --constraint constraints.txt --group docs

@@ -32,6 +32,7 @@ def test_every_example_is_listed():
 NEEDED = {"my_hf_task.py": "transformers"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPECTED)
 def test_runs(name):
     if name in NEEDED and find_spec(NEEDED[name]) is None:

@@ -63,6 +63,7 @@ def compile_step(optimizer, backend):
     return torch.compile(optimizer.step, backend=backend, fullgraph=True)
 
 
+@pytest.mark.slow
 @every_optimizer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_one_compilation_and_the_same_steps(entry, dtype):
@@ -84,6 +85,7 @@ def test_one_compilation_and_the_same_steps(entry, dtype):
     assert_rounded_alike(ours, theirs)
 
 
+@pytest.mark.slow
 @every_optimizer
 @pytest.mark.parametrize(
     ("backend", "dtype"), [("eager", torch.float64), ("aot_eager", torch.bfloat16)], ids=str

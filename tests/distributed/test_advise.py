@@ -21,7 +21,7 @@ from steadygrad.studies.run import resume
 from tests.distributed import ranks
 from tests.unit.studies.framework import PLAN, Watcher, begin, copy, lines, part, recorded, wait_for
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 assert ranks  # its import makes starting a rank fast
 
 
@@ -106,7 +106,6 @@ NUMBERS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "sharding"), [("shared", "ddp"), ("shared", "fsdp2"), ("evaluated", "ddp")]
 )
@@ -134,7 +133,6 @@ def test_two_processes_find_what_one_does(one, tmp_path, factory, sharding):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_two_processes_go_on_where_they_stopped(tmp_path, sharding):
     options = {"factory": "shared", "sharding": sharding}

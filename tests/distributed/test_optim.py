@@ -7,7 +7,7 @@ from tests.distributed.optim_models import LAYOUTS, MAKERS
 from tests.distributed.optim_steps import everything
 from tests.distributed.ranks import on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 COLLECTIVES = {"lans": 2, "lamb": 2, "scaled_adam": 1}
 # Over how many processes each goes: replicas are not asked.

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from steadygrad._checks import InputError
 from steadygrad.sharding import PartialGradients, ShardSum, is_sharded, local, shared_out
-from steadygrad.sharding.shard_sum import _lanes
+from steadygrad.sharding.shard_sum import _parts
 
 R, S = Replicate(), Shard(0)
 
@@ -128,14 +128,14 @@ def test_copies_are_asked_beside_tensors_on_a_part_of_the_mesh(world):
 
 
 def test_parts_of_a_group_that_are_laid_out_alike():
-    assert _lanes({4, 6}, (4, 5, 6, 7)) == (0, 2)
-    assert _lanes({5, 7}, (4, 5, 6, 7)) == (1, 2)
-    assert _lanes({4, 5, 6, 7, 9}, (4, 5, 6, 7)) == (0, 1)
+    assert _parts({4, 6}, (4, 5, 6, 7)) == (0, 2)
+    assert _parts({5, 7}, (4, 5, 6, 7)) == (1, 2)
+    assert _parts({4, 5, 6, 7, 9}, (4, 5, 6, 7)) == (0, 1)
     # In the mesh's order, whatever the ranks are.
-    assert _lanes({0, 2}, (0, 2, 1, 3)) == (0, 2)
-    assert _lanes({3}, (0, 2, 1, 3)) == (3, 4)
-    assert _lanes({0, 1}, (0, 1, 2)) is None
-    assert _lanes({1, 2}, (0, 1, 2, 3)) is None
+    assert _parts({0, 2}, (0, 2, 1, 3)) == (0, 2)
+    assert _parts({3}, (0, 2, 1, 3)) == (3, 4)
+    assert _parts({0, 1}, (0, 1, 2)) is None
+    assert _parts({1, 2}, (0, 1, 2, 3)) is None
 
 
 def test_means_over_processes_that_may_differ(world):

@@ -146,7 +146,7 @@ def measured_layers(model: nn.Module, layers: str) -> list[MeasuredLayer]:
 
 
 def _rule_for(module: nn.Module, rules: dict[type[nn.Module], LayerRule]) -> LayerRule | None:
-    """The rule for a layer that computes what its torch class computes, else None."""
+    """The rule for a layer that computes as its torch class does, else None."""
     if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
         # It divides by counts over the whole batch: examples are no longer a sum.
         return None

@@ -2,6 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import is_
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +17,7 @@ from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import TYPES, check_parameter
 from steadygrad.optim.masters import MASTER, ensure_master
 from steadygrad.optim.state import StatefulOptimizer
-from steadygrad.sharding import local
+from steadygrad.sharding import is_sharded, local
 
 __all__ = ["BatchBuilder"]
 
@@ -31,8 +33,13 @@ class BatchBuilder(StatefulOptimizer):
     # Whether a parameter without a gradient, unless it is frozen, takes part as if it were zero.
     _none_is_zero = False
 
-    # Parameters with elements in the order of the groups; a cache, neither saved nor copied.
+    # Caches, neither saved nor copied: parameters with elements in the order of the groups, whether
+    # each is sharded, those without elements, and what the batches that are kept were built for.
     _params: Sequence[Tensor] = ()
+    _sharded: Sequence[bool] = ()
+    _empty: Sequence[Tensor] = ()
+    _members_then: Sequence[Any] = ()
+    _built_for: Any = None
 
     @property
     def _large(self) -> list[str]:
@@ -42,8 +49,27 @@ class BatchBuilder(StatefulOptimizer):
     def _kind(self, parameter: Tensor) -> Any:
         """A property that all parameters of a batch share, besides group, device and types."""
 
+    def _find_params(self) -> None:
+        """Lists the parameters anew where they or their states were exchanged."""
+        # Without a look-up by parameter: each of these calls Python for the hash of a tensor.
+        found = self._members()
+        same = len(found) == len(self._members_then) and all(map(is_, found, self._members_then))
+        same = same and not any(map(Tensor.numel, self._empty))
+        if not (same and found and all(self.state.values())):
+            self._fill_state()
+            self._members_then, self._built_for = self._members(), None
+            params = [p for group in self.param_groups for p in group["params"]]
+            self._params = [p for p in params if p.numel()]
+            self._empty = [p for p in params if not p.numel()]
+            self._sharded = [is_sharded(p) for p in self._params]
+
+    def _members(self) -> list[Any]:
+        """Every group before its parameters, then the keys and values of the state."""
+        groups = (part for g in self.param_groups for part in ([g], g["params"]))
+        return [*chain.from_iterable(groups), *self.state, *self.state.values()]
+
     def _check_params(self) -> None:
-        """Raises InputError if a parameter's memory was exchanged for what its state is not of."""
+        """Raises InputError if a parameter no longer has the shape and device of its state."""
         for p in self._params:
             check_parameter(p)
             for name in (*self._large, MASTER):

@@ -6,8 +6,7 @@ decides on the device: nothing here makes the host wait for one.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, overload
 
 import torch
@@ -20,7 +19,7 @@ from steadygrad.optim.building import BatchBuilder
 from steadygrad.optim.checks import check_capture, dense_gradient
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.skipping import AmpState, SkipMonitor
-from steadygrad.sharding import PackedSum, PartialGradients, is_sharded
+from steadygrad.sharding import PackedSum, PartialGradients
 
 __all__ = ["ShardedOptimizer"]
 
@@ -39,11 +38,7 @@ class ShardedOptimizer(BatchBuilder):
     # First sums of each parameter.
     _first_rows = 1
     # Caches, neither saved nor copied.
-    _known: Sequence[Any] = ()
-    _empty: Sequence[Tensor] = ()
-    _sharded: Sequence[bool] = ()
     _built: Sequence[ParamBatch] = ()
-    _built_for: Any = None
     _recorded: Sequence[ParamBatch] = ()
     _partial: PartialGradients | None = None
     # Whether any process has a gradient that is partial, with one flag for each parameter.
@@ -53,7 +48,7 @@ class ShardedOptimizer(BatchBuilder):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a GradScaler hands over its scale and what it found, without a wait.
+        """Whether a GradScaler hands over its scale and its verdict, without a wait.
 
         As in torch only where ``fused=True`` was asked for: trainers take it for a promise about
         gradients that they must not clip, and about steps that they cannot see to be skipped.
@@ -143,25 +138,6 @@ class ShardedOptimizer(BatchBuilder):
                 self._recorded = [*self._recorded, *(b for b in self._built if b.recorded)]
                 self._built, self._built_for = batches, key
         return _working(batches, works)
-
-    def _find_params(self) -> None:
-        """Lists the parameters anew where they or their states were exchanged."""
-        # Without a look-up by parameter: each of these calls Python for the hash of a tensor.
-        found = self._members()
-        same = len(found) == len(self._known) and all(map(is_, found, self._known))
-        same = same and not any(map(Tensor.numel, self._empty))
-        if not (same and found and all(self.state.values())):
-            self._fill_state()
-            self._known, self._built_for = self._members(), None
-            params = [p for group in self.param_groups for p in group["params"]]
-            self._params = [p for p in params if p.numel()]
-            self._empty = [p for p in params if not p.numel()]
-            self._sharded = [is_sharded(p) for p in self._params]
-
-    def _members(self) -> list[Any]:
-        """Every group before its parameters, then the keys and values of the state."""
-        groups = (part for g in self.param_groups for part in ([g], g["params"]))
-        return [*chain.from_iterable(groups), *self.state, *self.state.values()]
 
     def _gradients(self) -> tuple[list[Tensor | None], list[bool], list[bool]]:
         """Local gradients of all parameters, whether there is one, and whether to work on it."""
@@ -255,7 +231,7 @@ class ShardedOptimizer(BatchBuilder):
         return self._packed_sum if self._packed_sum.collectives else None
 
     def diagnostics(self, top: int = 10, *, grad_scale: float = 1.0) -> list[dict[str, Any]]:
-        """Reports what stands out, by group; see :mod:`steadygrad.optim.diagnostics`.
+        """Reports the parameters that stand out, by group; see :mod:`steadygrad.optim.diagnostics`.
 
         Call it after ``backward`` and before ``zero_grad``, on every process. It reads tensors, and
         so waits for the device; nothing of it is computed unless it is called.

@@ -30,6 +30,10 @@ from steadygrad.sharding import is_on_mesh_of, is_sharded, shared_out
 __all__ = ["ADAM_FIELDS", "SKIPPED", "STEP", "StateField", "StatefulOptimizer"]
 
 
+# Not checked in every step: learning rates apart from the others, and lists that are no options.
+_NO_OPTIONS = {"lr", "params", "param_names"}
+
+
 @dataclass(frozen=True)
 class StateField:
     """How a state is kept: one number, unless it is said to be larger.
@@ -94,7 +98,8 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             # A schedule's are new at each step, and a tensor's value may be.
             if type(lr) is not float or not 0.0 <= lr < math.inf:
                 check_lr(lr)
-        found = [v for g in self.param_groups for name, v in g.items() if name != "lr"]
+        items = (item for g in self.param_groups for item in g.items())
+        found = [value for name, value in items if name not in _NO_OPTIONS]
         # A list stays the same object when it is edited.
         edited = list in map(type, found) or len(found) != len(self._options)
         if edited or not all(map(is_, found, self._options)):

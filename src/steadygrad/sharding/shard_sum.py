@@ -71,25 +71,26 @@ class ShardSum:
         for one in spreads:
             axes = one.sharded if self.is_uniform else one.axes
             union.setdefault(one.mesh, set()).update(axes)
-        teams = {mesh: _team(mesh, axes) for mesh, axes in union.items()}
-        routes: dict[DeviceMesh, list[Route]] = {}
+        # For each mesh the ranks that one collective goes over.
+        peers = {mesh: _peers(mesh, axes) for mesh, axes in union.items()}
+        slots: dict[DeviceMesh, list[Slot]] = {}
         for column, spread in enumerate(found):
             # Copies elsewhere are asked for the flags and the means alone.
             if spread is not None and (spread.shards > 1 or not self.is_uniform):
-                home, route = _route(column, spread, teams)
-                routes.setdefault(home, []).append(route)
-        routes = {mesh: own for mesh, own in routes.items() if len(teams[mesh]) > 1}
-        self._groups = [_axes_group(mesh, union[mesh]) for mesh in routes]
-        self._sizes = [len(teams[mesh]) for mesh in routes]
-        last = [Route(len(tensors) + k, 0, 1, 1.0) for k in range(flags)]
-        self._routes = [[*own, *last] for own in routes.values()]
+                mesh, slot = _slot_of(column, spread, peers)
+                slots.setdefault(mesh, []).append(slot)
+        slots = {mesh: own for mesh, own in slots.items() if len(peers[mesh]) > 1}
+        self._groups = [_axes_group(mesh, union[mesh]) for mesh in slots]
+        self._sizes = [len(peers[mesh]) for mesh in slots]
+        last = [Slot(len(tensors) + k, 0, 1, 1.0) for k in range(flags)]
+        self._slots = [[*own, *last] for own in slots.values()]
         # Of each tensor a share in the mean over its group; the last column is of those in none.
-        self._shares = torch.zeros(len(tensors), len(routes) + 1, dtype=torch.float64, device="cpu")
+        self._shares = torch.zeros(len(tensors), len(slots) + 1, dtype=torch.float64, device="cpu")
         self._shares[:, -1] = 1.0
-        for place, own in enumerate(routes.values()):
-            for route in own:
-                self._shares[route.column, [place, -1]] = torch.tensor(
-                    [route.share / route.lanes, 0.0], dtype=torch.float64
+        for place, own in enumerate(slots.values()):
+            for slot in own:
+                self._shares[slot.column, [place, -1]] = torch.tensor(
+                    [slot.share / slot.parts, 0.0], dtype=torch.float64
                 )
         self._constants: dict[torch.device, tuple[list[tuple[Tensor, ...]], Tensor]] = {}
 
@@ -117,25 +118,26 @@ class ShardSum:
         Returns:
             The columns, and the means with shape ``(sums)``.
         """
-        constants, means = self._constants_on(columns.device)
-        parts = terms @ means.to(terms.dtype)
-        for place, (index, lanes, shares) in enumerate(constants):
-            packed = columns.new_zeros(len(columns), sum(r.lanes for r in self._routes[place]))
-            packed[:, lanes] = columns[:, index] * shares.to(columns.dtype)
+        constants, weights = self._constants_on(columns.device)
+        sums = terms @ weights.to(terms.dtype)
+        for place, (index, offsets, shares) in enumerate(constants):
+            packed = columns.new_zeros(len(columns), sum(s.parts for s in self._slots[place]))
+            packed[:, offsets] = columns[:, index] * shares.to(columns.dtype)
             # Sums are added up over their own group; of the others it takes the mean.
-            mean = parts / self._sizes[place]
-            mean[:, place] = parts[:, place]
+            mean = sums / self._sizes[place]
+            mean[:, place] = sums[:, place]
             sent = torch.cat([packed.flatten(), mean.to(packed).flatten()])
             dist.all_reduce(sent, group=self._groups[place])
-            columns = columns.index_copy(1, index, sent[: packed.numel()].view_as(packed)[:, lanes])
-            parts = sent[packed.numel() :].view_as(parts)
-        return columns, parts.sum(1)
+            found = sent[: packed.numel()].view_as(packed)[:, offsets]
+            columns = columns.index_copy(1, index, found)
+            sums = sent[packed.numel() :].view_as(sums)
+        return columns, sums.sum(1)
 
     def _constants_on(self, device: torch.device) -> tuple[list[tuple[Tensor, ...]], Tensor]:
         # Copied to the device once: such a copy waits for it.
         if device not in self._constants:
-            routes = [_tensors(routes, device) for routes in self._routes]
-            self._constants[device] = routes, self._shares.to(device, exact(device))
+            constants = [_constants(slots, device) for slots in self._slots]
+            self._constants[device] = constants, self._shares.to(device, exact(device))
         return self._constants[device]
 
 
@@ -168,7 +170,7 @@ def _size(mesh: DeviceMesh, axes: set[int]) -> int:
     return math.prod(mesh.size(axis) for axis in axes)
 
 
-def _team(mesh: DeviceMesh, axes: set[int]) -> tuple[int, ...]:
+def _peers(mesh: DeviceMesh, axes: set[int]) -> tuple[int, ...]:
     """The processes that differ from this one along these axes only, by rank."""
     here = mesh.get_coordinate()
     assert here is not None  # As is checked of every tensor's mesh, a part of this one.
@@ -190,46 +192,47 @@ def _are_alike(spreads: Sequence[Spread], is_all: bool) -> bool:
     return not differs
 
 
-class Route(NamedTuple):
-    """The way of a tensor's column through a collective.
+class Slot(NamedTuple):
+    """The room of a tensor's column in a collective.
+
+    A group may consist of parts that hold different tensors; each part has a column of its own.
 
     Attributes:
-        column: Its place among all columns.
-        lane: The one of its columns in the collective that is this process's.
-        lanes: Number of these: parts of the group that may hold different tensors.
+        column: Place of the column among all columns.
+        part: Part of the group that this process is in.
+        parts: Number of parts.
         share: Factor on the local values, for copies.
     """
 
     column: int
-    lane: int
-    lanes: int
+    part: int
+    parts: int
     share: float
 
 
-def _route(
-    column: int, spread: Spread, teams: Mapping[DeviceMesh, tuple[int, ...]]
-) -> tuple[DeviceMesh, Route]:
-    """The mesh of the largest team that a tensor's own is in, the first of equals."""
-    own = {*teams[spread.mesh]}
+def _slot_of(
+    column: int, spread: Spread, peers: Mapping[DeviceMesh, tuple[int, ...]]
+) -> tuple[DeviceMesh, Slot]:
+    """A tensor's slot in the largest collective that its own peers take part in, and its mesh."""
+    own = {*peers[spread.mesh]}
     found = []
-    for mesh, team in teams.items():
-        lanes = _lanes(spread.holders, team) if own <= {*team} else None
-        if lanes is not None:
-            copies = len(team) // lanes[1]
-            found.append((len(team), mesh, Route(column, *lanes, spread.shards / copies)))
-    _, home, route = max(found, key=lambda one: one[0])
-    return home, route
+    for mesh, group in peers.items():
+        parts = _parts(spread.holders, group) if own <= {*group} else None
+        if parts is not None:
+            copies = len(group) // parts[1]
+            found.append((len(group), mesh, Slot(column, *parts, spread.shards / copies)))
+    _, mesh, slot = max(found, key=lambda one: one[0])
+    return mesh, slot
 
 
-def _lanes(holders: set[int], team: tuple[int, ...]) -> tuple[int, int] | None:
-    """The part of a team that holds a tensor, among parts laid out alike: its place, their number.
+def _parts(holders: set[int], group: tuple[int, ...]) -> tuple[int, int] | None:
+    """The part of a group that holds a tensor, and the number of parts; None: they do not fill it.
 
-    Parts of a mesh along some of its axes are the same pattern, moved. None: it does not fill the
-    team.
+    Parts of a mesh along some of its axes are the same pattern of ranks, moved.
     """
-    places = [place for place, rank in enumerate(team) if rank in holders]
+    places = [place for place, rank in enumerate(group) if rank in holders]
     pattern = [place - places[0] for place in places]
-    starts, left = [], set(range(len(team)))
+    starts, left = [], set(range(len(group)))
     while left:
         starts.append(min(left))
         part = {starts[-1] + place for place in pattern}
@@ -239,13 +242,13 @@ def _lanes(holders: set[int], team: tuple[int, ...]) -> tuple[int, int] | None:
     return (starts.index(places[0]), len(starts)) if places[0] in starts else None
 
 
-def _tensors(routes: Sequence[Route], device: torch.device) -> tuple[Tensor, ...]:
+def _constants(slots: Sequence[Slot], device: torch.device) -> tuple[Tensor, ...]:
     """Columns of a group, their places in its collective, and their shares."""
-    firsts = accumulate((route.lanes for route in routes), initial=0)
-    places = [first + route.lane for first, route in zip(firsts, routes, strict=False)]
+    firsts = accumulate((slot.parts for slot in slots), initial=0)
+    places = [first + slot.part for first, slot in zip(firsts, slots, strict=False)]
     # A third in float32 is not one in float64.
-    shares = torch.tensor([r.share for r in routes], dtype=exact(device), device=device)
-    index = torch.tensor([r.column for r in routes], device=device)
+    shares = torch.tensor([slot.share for slot in slots], dtype=exact(device), device=device)
+    index = torch.tensor([slot.column for slot in slots], device=device)
     return index, torch.tensor(places, device=device), shares
 
 
@@ -254,10 +257,10 @@ _GROUPS: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def _axes_group(mesh: DeviceMesh, axes: set[int]) -> dist.ProcessGroup:
-    """The group of this process's team."""
+    """The process group of this process and its peers."""
     if len(axes) == 1:
         return mesh.get_group(next(iter(axes)))
-    world, ranks = _world_group(), _team(mesh, axes)
+    world, ranks = _world_group(), _peers(mesh, axes)
     if len(ranks) == world.size():
         return world
     if ranks not in _GROUPS or _GROUPS[ranks][0] is not world:

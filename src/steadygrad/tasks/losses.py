@@ -1,4 +1,4 @@
-"""Per-sample losses: what a task must return, and their mean over a data set."""
+"""Per-sample losses: the result of a task's loss function, and their mean over a data set."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

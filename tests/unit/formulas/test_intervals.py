@@ -83,6 +83,7 @@ def coverage(noise, signal, truth):
     return covered.double().mean().item(), unbounded.double().mean().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.5, 4, 16])
 def test_interval_covers_in_95_of_100(ratio, capsys):
     """2,000 replicates of 100 steps. Three standard errors of a share of 95 % are 1.5 points."""
@@ -99,6 +100,7 @@ def test_few_measurements_cover_as_well(ratio):
     assert 0.93 <= covered <= 0.97
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [s for s in SCHEMES if s != "equal"])
 def test_every_source_covers(scheme):
     covered, _ = coverage(*series(scheme, 4, 60, seed=3), truth=4 * batch_of(scheme))
@@ -151,6 +153,7 @@ def test_interval_knows_of_autocorrelation(phi, least, capsys):
     assert least <= covered <= 0.97
 
 
+@pytest.mark.slow
 def test_decaying_weights_cover():
     noise, signal = series("equal", 1, 200, seed=11)
     weights = 0.97 ** torch.arange(200, dtype=torch.float64)

@@ -120,6 +120,7 @@ def moments(scheme, ratio, total, seed=0, chunk=20_000):
     return mean.tolist(), error.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("ratio", [0.5, 4])
 def test_unbiased_against_known_truth(scheme, ratio):

@@ -129,6 +129,7 @@ def test_the_widest_type_of_a_device_is_found_out(monkeypatch):
     assert exact(torch.device("cpu")) is torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["plain", "transposed", "strided"])
 def test_sums_of_many_elements_lose_no_digits(layout):
     """A CPU adds them up one after the other: 2^22 of them in one go are off by 2e-4."""

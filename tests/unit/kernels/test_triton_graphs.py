@@ -66,6 +66,7 @@ CHANGES = {
 CASES = [(m, c) for m in MODES for c in CHANGES if "fused" in m or c != "gradients of another type"]
 
 
+@pytest.mark.slow
 @every_optimizer
 @pytest.mark.parametrize(("mode", "change"), CASES, ids=str)
 @pytest.mark.parametrize("records", [True, False], ids=["recorded", "not recorded"])

@@ -67,6 +67,7 @@ def fill(params, step):
     params[2].grad = None
 
 
+@pytest.mark.slow
 @every_optimizer
 @pytest.mark.usefixtures("small_chunks")
 def test_a_model_of_all_types(entry):

@@ -38,6 +38,7 @@ def replicates(count, noise_scale, mode, signal=1.0):
         yield fed(estimator, batches(60, noise_scale, generator, signal), w).estimate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["alternative", "paper"])
 def test_interval_covers_in_95_of_100(mode):
     """Three standard errors of a share of 95 % in 250 replicates are 4.1 points."""

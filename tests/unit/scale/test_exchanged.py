@@ -53,6 +53,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("exchange", [exchange_each, exchange_by_conversion, exchange_by_loading])
 def test_each_is_unscaled_by_its_own_layers_scale(exchange, order):

@@ -57,6 +57,7 @@ def test_eager_gradients_are_the_plain_ones_to_the_bit(case):
     assert_same(scaled, ones, exact=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case not in REFUSED_COMPILED])
 def test_compiled_gradients_are_the_plain_ones_to_the_bit(case):
     plain, loss = gradients_of(case, compiled=True)

@@ -195,7 +195,7 @@ def layers_of(parts: Sequence[Part]) -> list[str]:
 
 
 def check(header: Header, event: Any) -> tuple[str, str] | None:
-    """Says what is wrong where a part counts a layer's gradients without scales only."""
+    """Describes the error of a part that counts a layer's gradients without scales only."""
     for kind in KINDS if isinstance(event, Part) else ():
         alone = event.plain.get(kind, {}).keys() - getattr(event, kind).keys()
         if alone:

@@ -1,4 +1,4 @@
-"""What an ``inspect`` record holds, gathered by phase and layer."""
+"""The contents of an ``inspect`` record, gathered by phase and layer."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -5,14 +5,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from steadygrad.record import listed, plural
-from steadygrad.record.schema.compare import BASELINE, Header
+from steadygrad.record.schema.compare import BASELINE, LEAST_RATIO, MOST_RATIO, Header
 from steadygrad.studies.compare.optimizers import KNOWN
-from steadygrad.studies.compare.statistics import LEAST_RATIO, MOST_RATIO
 
 __all__ = ["explain"]
 
 Found = Mapping[str, Any]
 
+# In the order in which they are said.
+VERDICTS = "better", "worse", "cannot tell"
 ENDS = {
     "interrupted": "The study was stopped; --resume goes on.",
     "budget": "The budget was over; --resume goes on.",
@@ -56,7 +57,8 @@ def _verdicts(header: Header, found: Found) -> Iterator[str]:
     rows: dict[tuple[str, int], list[Found]] = {}
     for row in found["verdicts"]:
         rows.setdefault((row["optimizer"], row["multiple"]), []).append(row)
-    for (name, multiple), own in rows.items():
+    said_first = sorted(rows.items(), key=lambda item: VERDICTS.index(item[1][-1]["verdict"]))
+    for (name, multiple), own in said_first:
         short, long = own[0], own[-1]
         place = f"{long['samples']:,} {plural(header.task.sample)}{_at(header, multiple)}"
         said = _verdict(found["optimizers"][name], place, long, found["costs"].get(name))

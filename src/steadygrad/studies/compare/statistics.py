@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
+from steadygrad.record.schema.compare import LEAST_RATIO, MOST_RATIO
 from steadygrad.studies.statistics import Floats
 
 __all__ = ["Difference", "SampleRatio", "compare_pairs", "sample_ratio", "seeds_needed"]
@@ -18,8 +19,6 @@ MOST_SEEDS = 10_000
 # With fewer pairs a bootstrap has too few different resamples.
 BOOTSTRAP_PAIRS = 10
 DRAWS = 4000
-# Beyond these the baseline's loss curve is no guide.
-LEAST_RATIO, MOST_RATIO = 0.25, 4.0
 # Exponents of a loss curve: the usual one of power laws, and two that it lies between.
 USUAL, FLAT, STEEP = 1 / 3, 0.0, 1.0
 

@@ -59,7 +59,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What float16 does to each layer, by its name; what becomes zero or subnormal is lost.
+    """Float16's effect on each layer, by its name; values that become zero or subnormal are lost.
 
     Attributes:
         underflowing: Share of the gradients lost with one loss scale, and not with one a layer.
@@ -86,7 +86,7 @@ class Diagnosis:
 
 
 def diagnose(parts: Iterable[Part]) -> Diagnosis:
-    """Says what float16 does to each layer; parts come in any order, and some may be missing."""
+    """Diagnoses float16's effect on each layer; parts come in any order, some may be missing."""
     phases = by_phase(parts)
     before, after = phases[BEFORE], phases[AFTER]
     underflowing, limit = _underflowing(before, phases[SEARCH]), _settled_scale(before) + NEAR
@@ -145,7 +145,7 @@ def by_phase(parts: Iterable[Part]) -> dict[str, list[Part]]:
 
 
 def shares_of(phase: Sequence[Part]) -> Shares:
-    """What became of each layer's gradients in float16 in the second half of a phase."""
+    """Shares of each layer's gradients that float16 changes, in the second half of a phase."""
     settled = phase[PARTS // 2 :]
     found = {}
     for name in layers_of(settled):

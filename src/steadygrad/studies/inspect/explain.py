@@ -23,7 +23,7 @@ def explain(
     diagnosis: Diagnosis,
     proposal: Proposal | None,
 ) -> list[str]:
-    """The findings, the most important first, then what to do; phases are rows of the summary."""
+    """The findings, the most important first, then the remedies; phases are rows of the summary."""
     said = [ENDINGS[status]] if status in ENDINGS else []
     if proposal is None:
         go_on = "" if status in ("failed", "complete") else " --resume goes on with the study."

@@ -115,7 +115,7 @@ def add_up(histograms: Iterable[Histogram]) -> Tensor:
 
 
 def float16_shares(histogram: Tensor) -> dict[str, float]:
-    """What became of scaled values in float16, as shares of all; the flushed ones are zero."""
+    """Shares of scaled values that float16 changes; flushed values are zero."""
     found = shares(histogram[None], 0.0)
     return {
         "zero": (found.zero + found.flushed).item(),

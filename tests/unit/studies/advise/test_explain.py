@@ -25,6 +25,7 @@ def numbers(text):
     return [float(n.replace(",", "")) for n in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, RECORDS, 20))
 def test_no_sentence_contradicts_a_number(first):
     for seed in range(first, first + 20):

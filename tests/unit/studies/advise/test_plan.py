@@ -124,6 +124,7 @@ def test_runs_end_with_evaluations_that_many_batch_sizes_reach(budget, size):
         start = samples
 
 
+@pytest.mark.slow
 def test_a_check_has_as_many_seeds_and_candidates_as_fit():
     plans = [plan_of(budget) for budget in range(15, 600)]
     found = {(plan.repeats, plan.seeds, plan.candidates) for plan in plans}

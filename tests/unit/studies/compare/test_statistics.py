@@ -10,12 +10,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from steadygrad.studies.compare.statistics import (
-    MOST_RATIO,
-    compare_pairs,
-    sample_ratio,
-    seeds_needed,
-)
+from steadygrad.record.schema.compare import MOST_RATIO
+from steadygrad.studies.compare.statistics import compare_pairs, sample_ratio, seeds_needed
 
 REPLICATES = 1000
 SPREAD = 0.01

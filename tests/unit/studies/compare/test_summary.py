@@ -47,6 +47,17 @@ def test_a_planted_flip_is_the_first_sentence():
     assert found["words"][1].startswith("LANS is worse than AdamW over 128 rows: loss ")
 
 
+def test_verdicts_are_said_in_the_order_better_worse_cannot_tell():
+    plan = planned(seeds=5, optimizers=("adamw", "lamb", "lans", "sgd"))
+    shifts = {"lans": {64: 0.3, 128: 0.3}, "sgd": {64: -0.3, 128: -0.3}}
+    found = summary(plan, noisy(shifts, spread=0.02))
+    assert [word.partition(" AdamW ")[0] for word in found["words"][:3]] == [
+        "SGD is better than",
+        "LANS is worse than",
+        "LAMB against",
+    ]
+
+
 @pytest.mark.parametrize("short", [0.0, -0.2])
 def test_no_flip_where_the_order_stays_or_is_not_known(short):
     found = summary(PLAN, noisy({"lans": {64: short, 128: -0.2}}))

@@ -60,6 +60,7 @@ def test_a_lost_checkpoint_is_trained_again(whole, tmp_path, lost):
     assert lines(folder) == lines(complete.folder)
 
 
+@pytest.mark.slow
 def test_two_workers_record_the_same_lines_as_one(whole, tmp_path):
     complete, _ = whole
     outcome = look(tmp_path / "run", spec("healthy"), workers=2)
