@@ -19,6 +19,7 @@ EXPECTED = {
     "my_optimizer.py": "steps of Lion",
     "scaled_adam.py": "clipping threshold",
     "lans.py": "trust ratio",
+    "gradient_watch.py": "the backward pass of '2' made a gradient that is not finite",
     "layerwise_scaler.py": "attributed to layer 1",
 }
 

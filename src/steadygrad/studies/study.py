@@ -110,6 +110,8 @@ class Study(ABC):
     """
 
     name: ClassVar[str]
+    # Whether a loss that is not finite ends it.
+    finite: ClassVar[bool] = True
 
     def __init__(self, header: Any) -> None:
         self.header = header
@@ -148,6 +150,7 @@ class Study(ABC):
             context=context,
             micro_batch_size=micro_batch_size,
             keep_half_life=getattr(settings, "keep_half_life", False),
+            finite=cls.finite,
             scaling=cls.scaling(),
         )
 

@@ -68,6 +68,7 @@ class Diagnosis:
         nonfinite_at_any_scale: Steps of one training with gradients that no scale makes finite.
         overflowed_after: Steps with an overflow that a smaller scale than proposed prevents.
         internal_underflow: Share of the weight gradients lost at any scale, perhaps inside.
+        forward: Steps of one training whose forward pass was not finite, by the cause in words.
     """
 
     underflowing: Mapping[str, float]
@@ -76,11 +77,12 @@ class Diagnosis:
     nonfinite_at_any_scale: Mapping[str, int]
     overflowed_after: Mapping[str, int]
     internal_underflow: Mapping[str, float]
+    forward: Mapping[str, int]
 
     @property
     def fault(self) -> bool:
         """Whether one loss scale is not enough."""
-        return bool(self.underflowing or self.nonfinite_at_any_scale)
+        return bool(self.forward or self.underflowing or self.nonfinite_at_any_scale)
 
 
 def diagnose(parts: Iterable[Part]) -> Diagnosis:
@@ -98,6 +100,7 @@ def diagnose(parts: Iterable[Part]) -> Diagnosis:
         nonfinite_at_any_scale={**_total(after, "at_any_scale"), **_total(before, "at_any_scale")},
         overflowed_after=_overflows(after),
         internal_underflow=_internal_underflow(shares_of(phases[SEARCH])),
+        forward={**_total(after, "forward"), **_total(before, "forward")},
     )
 
 
