@@ -22,12 +22,13 @@ FLOORS = [
     {"studies"},
     {"tasks"},
     {"record"},
-    {"noise", "balance", "scale", "optim"},
+    {"noise", "balance", "scale", "optim", "watch"},
     {"sharding"},
     {"averages"},
     {"kernels"},
     {"formulas"},
     {"_nests"},
+    {"_names"},
     {"_checks", "_studies"},
 ]
 FLOOR_OF = {room: height for height, rooms in enumerate(reversed(FLOORS)) for room in rooms}

@@ -139,7 +139,7 @@ class MaskedAverages(DoubleBuffers):
 
     @torch.no_grad()
     def set(self, total: Tensor, mass: Tensor) -> None:
-        """Takes over what :meth:`with_values` gave."""
+        """Takes over the values of :meth:`with_values`."""
         self.total.copy_(total)
         self.mass.copy_(mass)
 

@@ -29,7 +29,7 @@ T = TypeVar("T", Tensor, Tensor | None)
 
 
 class BalancerCore(BalancerState):
-    """Balances the gradients of one micro-batch, and computes what it adds to the state."""
+    """Balances the gradients of one micro-batch, and computes its share of the new state."""
 
     def __init__(
         self, names: Sequence[str], options: BalancerOptions, combiner: Combiner, ranks: RankSum

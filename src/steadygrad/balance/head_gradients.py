@@ -96,7 +96,7 @@ def _compiled_graph_error(name: str) -> Iterator[None]:
 
 @contextmanager
 def _without_hooks(outputs: Sequence[Tensor]) -> Iterator[None]:
-    """Hides partial gradients from the outputs' own hooks; those see the balanced one.
+    """Hides partial gradients from the outputs' own hooks, which see the balanced one.
 
     FSDP2 gathers parameters in such a hook: once for every loss, and for ever on a process that
     waits for one with fewer losses.

@@ -16,7 +16,7 @@ PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
 
 
 def printable(text: str) -> str:
-    """Escapes control characters, with which a text could rewrite what the terminal shows."""
+    """Escapes control characters, with which a text could rewrite the terminal's lines."""
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
     )

@@ -115,7 +115,7 @@ def overview() -> str:
 
 
 def options_of(command: str) -> Options:
-    """The options of a command: for a study its settings, and what every study has."""
+    """The options of a command: a study's settings, and the options of every study."""
     if command == "report":
         options = Options(command, REPORT)
         options.add("RUN", "Folder of the run.")

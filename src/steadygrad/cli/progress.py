@@ -51,6 +51,14 @@ class Monitor:
             self.say(warning)
         self._show(samples, printable(what))
 
+    def skip(self, samples: int) -> None:
+        """Counts work that is not needed, which says nothing about the speed."""
+        self._done += samples
+        self._first += samples
+        if self._known is not None:
+            self._known = self._known[0], self._known[1] + samples
+        self._show(samples, "")
+
     def say(self, line: str) -> None:
         """Takes a line for the user."""
 

@@ -1,4 +1,4 @@
-"""The command of every study: run or resume it, write its page, print what it found."""
+"""The command of every study: run or resume it, write its page, print its result."""
 
 import sys
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-r"""Where the binary exponents of a tensor's values lie, and what a narrow type makes of them.
+r"""Binary exponents of a tensor's values, and their rounding in a narrow type.
 
 A histogram counts the values :math:`2^e \le |x| < 2^{e+1}` for each exponent that float32 has. A
 scale :math:`2^k` moves it by :math:`k` places; a type with fewer exponents cuts it off on both

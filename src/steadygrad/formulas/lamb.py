@@ -147,7 +147,7 @@ def coefficients(
 
 
 def update_moments(batch: Batch, by: Scales, rule: Rule) -> Tensor:
-    """Moves the moments; what :func:`direction_sums` returns."""
+    """Moves the moments, and returns the sums of :func:`direction_sums`."""
     for bucket in batch.buckets:
         _update_moments(bucket, by, rule)
     return direction_sums(batch, by, rule)

@@ -1,4 +1,4 @@
-r"""Unbiased estimates of gradient signal and noise, and what follows from them.
+r"""Unbiased estimates of gradient signal and noise, and of the noise scale.
 
 One equation carries every estimator here. Let :math:`g_j` be the mean gradient over :math:`n_j`
 independent samples, and :math:`\bar g = \sum_j w_j g_j` with :math:`\sum_j w_j = 1`. Then

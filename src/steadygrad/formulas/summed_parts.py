@@ -1,4 +1,4 @@
-r"""Whether a gradient is the sum of the parts that were seen, and what else it may be.
+r"""Check that a gradient is the sum of the parts that were seen, and the likely cause if not.
 
 A sum :math:`s_m = h_1 + \dots + h_m` that is rounded after every addition is wrong by at most
 :math:`u \sum_j |s_j|`, with the unit roundoff :math:`u` and the running sums :math:`s_j`. What is
@@ -59,7 +59,7 @@ def likely_cause(
     processes: int,
     unit: float,
 ) -> str:
-    """Names what probably made ``found`` of ``seen``: one of the keys of the warning's table.
+    """Names the likely cause of ``found`` in place of ``seen``, a key of the warning's table.
 
     Args:
         seen: Sum of the parts' elements.

@@ -20,6 +20,7 @@ from steadygrad.kernels.table import PointerTable, Types
 __all__ = [
     "BACKENDS",
     "BROKEN",
+    "GAPS",
     "KernelError",
     "backend_of",
     "missing",
@@ -37,6 +38,8 @@ _NEEDED = {"numba": ("numba",), "triton": ("numpy", "triton")}
 # Why kernels are not tried again in this process, by optimizer, type of device and set of types; or
 # by type of device, where it is all of them.
 BROKEN: dict[Hashable, str] = {}
+# What kernels cannot take though it is mended easily.
+GAPS = "elements with gaps between them"
 # Optimizer and reason of each warning given.
 _WARNED: set[tuple[str, str]] = set()
 # The process that read this file, which is always read before there is anything to compile.
@@ -137,9 +140,10 @@ def warn_once(optimizer: str, why: str, parameter: torch.Tensor | None = None) -
         why: Why there are no kernels.
         parameter: The parameter that they cannot take; None: there are none at all.
     """
-    if (optimizer, why) in _WARNED:
+    has_gaps = why.startswith(GAPS)
+    if (key := (optimizer, GAPS if has_gaps else why)) in _WARNED:
         return
-    _WARNED.add((optimizer, why))
+    _WARNED.add(key)
     if parameter is None:
         message = (
             f"Expected a fused kernel for {optimizer}. Found none: {why}. Multi-tensor calls are "
@@ -147,9 +151,11 @@ def warn_once(optimizer: str, why: str, parameter: torch.Tensor | None = None) -
             "those on a CUDA device; foreach=True chooses multi-tensor calls."
         )
     else:
+        contiguous = "parameter.data = parameter.data.contiguous() before the optimizer is built"
+        remedy = contiguous if has_gaps else "dense tensors of floating types"
         message = (
             f"Expected parameters that fused kernels can take in {optimizer}. Found {why} in one "
             f"of {parameter.dtype} with shape {tuple(parameter.shape)}; multi-tensor calls work on "
-            "it. Remedy: dense tensors of floating types, or foreach=True in a group of their own."
+            f"it. Remedy: {remedy}, or foreach=True in a group of their own."
         )
     warnings.warn(message, stacklevel=2)

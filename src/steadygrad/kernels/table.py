@@ -141,5 +141,5 @@ def addresses_of(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
 
 
 def is_recording(device: torch.device) -> bool:
-    """Whether a CUDA graph records what is started on a device."""
+    """Whether a CUDA graph is recording on a device."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

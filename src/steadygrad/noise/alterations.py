@@ -1,4 +1,4 @@
-"""Steps whose gradients are not what was seen: counted, and one warning with a likely cause."""
+"""Steps whose gradients differ from the parts seen: a count, and one warning with its cause."""
 
 import warnings
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ _CAUSES = {
 
 
 class _Report(NamedTuple):
-    """What the host knows of a step; see :func:`likely_cause`."""
+    """Facts of a step that the host knows; see :func:`likely_cause`."""
 
     parts: int
     samples: int

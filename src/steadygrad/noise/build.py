@@ -1,4 +1,4 @@
-"""What a `NoiseScale` is built of: the parameters it measures, its meter and its source."""
+"""Components of a `NoiseScale`: the parameters it measures, its meter and its source."""
 
 import warnings
 from collections.abc import Callable
@@ -166,7 +166,7 @@ def make_meter(
 
 
 def make_parts(source: str, metric: str, accumulation: str, world: World) -> StepParts:
-    """What counts as a part, and how the parts make up a step."""
+    """The definition of a part, and of a step made of parts."""
     return StepParts(
         accumulation,
         world.size,

@@ -1,4 +1,4 @@
-"""A check that the examples' gradients of each parameter add up to what the parameter receives."""
+"""A check that the examples' gradients of each parameter add up to the parameter's own."""
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class ExampleAudit:
         self._handles: dict[tuple[str, int], RemovableHandle] = {}
 
     def watch(self, name: str, weight: Tensor) -> None:
-        """Notes what the tensor that a layer computes with receives in the next recording."""
+        """Notes the gradient that a layer's weight receives in the next recording."""
 
         def note(gradient: Tensor) -> None:
             if self.active:

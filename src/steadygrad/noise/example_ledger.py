@@ -1,4 +1,4 @@
-"""What the taps of one model write to during a recording."""
+"""The ledger that all taps of one model write to during a recording."""
 
 import math
 
@@ -11,7 +11,7 @@ __all__ = ["Ledger", "sum_of_squares"]
 
 
 class Ledger:
-    """What the taps of one model write to.
+    """Sums of the examples' gradients, written by all taps of one model.
 
     Attributes:
         enabled: Whether forward passes are tapped.
@@ -46,7 +46,7 @@ class Ledger:
         self.held[name] = gradients if known is None else known + gradients
 
     def settle(self) -> None:
-        """Squares what was held."""
+        """Squares the gradients that were held."""
         for name, gradients in self.held.items():
             self.totals[name] = sum_of_squares(gradients)
         self.held = {}

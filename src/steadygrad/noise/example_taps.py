@@ -1,4 +1,4 @@
-"""Autograd taps: what hands over one layer's examples' gradients as backward passes by."""
+"""Autograd taps, which hand over one layer's gradients of single examples in the backward pass."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ _Apply = Callable[..., Tensor]
 
 
 class Tap:
-    """The forward hook of one layer, and what its backward pass reports to.
+    """The forward hook of one layer, and the receiver of its backward pass.
 
     Attributes:
         layer: The layer.
@@ -49,7 +49,7 @@ class Tap:
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
-        """Wraps the layer's output; the value stays what it is."""
+        """Wraps the layer's output; its value stays the same."""
         if not self._ledger.enabled or torch.compiler.is_compiling():
             return None
         # Inside a backward pass, checkpointing repeats a call that was counted before.

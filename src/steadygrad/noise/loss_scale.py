@@ -10,7 +10,7 @@ __all__ = ["LossScale", "Scaler"]
 
 
 class Scaler(Protocol):
-    """What is asked of a gradient scaler: to multiply a tensor by its scale.
+    """The one method that is asked of a gradient scaler: multiply a tensor by its scale.
 
     One whose scales differ by layer has ``parameter_scales(parameters)`` too, which returns a
     function: the scale that each parameter's gradient carries when it is called.

@@ -1,4 +1,4 @@
-r"""What is measured of each gradient: its norm in some geometry.
+r"""Norms of gradients in several geometries.
 
 A meter sees the gradients of the parts of one step (micro-batches, ranks or examples), then the
 whole step's gradient, and solves for signal and noise. With :math:`h_j = a_j g_j` what part ``j``

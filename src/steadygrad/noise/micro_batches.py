@@ -47,7 +47,7 @@ class MicroBatches:
         self._loss_scale.begin()
 
     def tell(self, part: Part) -> None:
-        """Takes what is known of the next backward pass."""
+        """Takes the facts about the next backward pass."""
         self._told = part
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The parts of one step: what is known of them without their gradients."""
+"""The parts of one step: all facts about them but their gradients."""
 
 import math
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class PartSums:
 
 @dataclass(frozen=True)
 class Step:
-    """What one process knows of a step.
+    """Facts of a step that one process knows.
 
     Attributes:
         sums: The parts, with provisional weights.
@@ -156,7 +156,7 @@ class StepParts:
         self._kinds.add((weight, part.samples))
 
     def wrong(self) -> InputError | None:
-        """What keeps the whole step from being measured, if anything does."""
+        """The reason why the whole step cannot be measured, if there is one."""
         if self.broken:
             return None
         own = 2 if self._shared or self._alike else 1
@@ -191,7 +191,7 @@ class StepParts:
 
 
 def _readable(weight: Tensor | float) -> Tensor | float:
-    """A checked number; what is on an accelerator stays there, and is NaN if negative."""
+    """A checked number; a tensor on an accelerator stays there, and is NaN if negative."""
     if not isinstance(weight, Tensor):
         return check_number("weight", weight, low=0, low_open=True)
     if weight.numel() != 1:

@@ -105,7 +105,7 @@ class ExampleNorms:
                 tap.reset()
 
     def pop(self) -> dict[str, Tensor]:
-        r"""Returns what was recorded since the last call, and forgets it.
+        r"""Returns the records since the last call, and forgets them.
 
         Returns:
             For each parameter that received a gradient, :math:`\sum_i \|h_i\|^2` with shape

@@ -92,7 +92,7 @@ class BackwardSource:
 
 
 def leaves_of(model: nn.Module, measured: list[Measured], world: World) -> list[nn.Parameter]:
-    """What gradients flow into: with FSDP2 the one unsharded parameter that it keeps for good."""
+    """Leaves that receive the gradients: with FSDP2 the unsharded parameters that it keeps."""
     unsharded = _unsharded(model) if world.kind == "fsdp" else {}
     return [unsharded.get(m.name, m.parameter) for m in measured]
 
@@ -110,7 +110,7 @@ def _unsharded(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class AccumulatedSource:
-    """Sees what each part has added to ``.grad`` once it is over; costs one copy of the gradients.
+    """Takes the difference that each part makes to ``.grad``; costs one copy of the gradients.
 
     Works for any number of backward passes a part, and for FSDP2's reduced shards, where one part
     is a micro-batch over all processes; each must then synchronise its gradients, and all processes

@@ -1,4 +1,4 @@
-"""A few elements of gradients, looked at twice: in the parts, and in what is left in `.grad`."""
+"""A few elements of gradients, looked at twice: in the parts, and in `.grad` at the end."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -20,7 +20,7 @@ WIDTH = _PARAMETERS * _ELEMENTS
 
 
 class Verdict(NamedTuple):
-    """What the elements say of one step.
+    """Outcome of the comparison of one step.
 
     Attributes:
         altered: Whether ``.grad`` is anything but the parts' sum, boolean with shape ``()``.
@@ -70,7 +70,7 @@ class Line:
 
 
 class _Turn(NamedTuple):
-    """What is looked at in one step: lines by slots, and each element's slot and share."""
+    """The elements of one step: lines by slots, and each element's slot and share."""
 
     lines: dict[int, Line]
     slots: Tensor
@@ -177,7 +177,7 @@ class Witness:
         return torch.cat([parts.sum(0), held, squares.view(1)])
 
     def judge(self, sums: Tensor) -> Verdict:
-        """Compares what the processes have added up."""
+        """Compares the sums over all processes."""
         count = len(self._slots)
         seen, found = sums[:count], sums[count:-1]
         altered = is_altered(seen, found, sums[-1], self.unit, self._world.size)

@@ -262,7 +262,7 @@ class ParamBatch:
         return found
 
     def finish(self) -> None:
-        """Rounds masters to their parameters, tells autograd, and lets go of what was gathered."""
+        """Rounds masters to their parameters, tells autograd, and frees weights and gradients."""
         # Of those that were worked on only: a graph may still need the others as they are.
         in_step = self._flags[1] if self._flags else [True] * len(self._own)
         written = list(compress(self._own, in_step))

@@ -80,7 +80,7 @@ class BatchedOptimizer(TypeKeepingOptimizer):
     _allocates = False
 
     def init_state(self, batch: Batch) -> Mapping[str, Tensor]:
-        """State of parameters that have none yet; a subclass says what.
+        """State of parameters that have none yet; a subclass defines it.
 
         Called before a batch is handed out when any of its members lacks state. Members that have
         a state keep it, so every row must depend on its own parameter only.

@@ -71,12 +71,12 @@ def check_options(group: Mapping[str, Any]) -> None:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph records what is done now."""
+    """Whether a CUDA graph is recording on the current stream."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def check_capture(optimizer: Optimizer) -> None:
-    """A graph keeps what it has seen: the user must have said that this is meant."""
+    """Raises RuntimeError where a CUDA graph would record a step that is not ready for it."""
     if torch.compiler.is_compiling() or not is_capturing():
         return
     for group in optimizer.param_groups:

@@ -35,7 +35,7 @@ def ensure_master(
 
 
 def sync_masters(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-    """Copies to masters what somebody else has written to their parameters, element by element.
+    """Copies values that were written to parameters into their masters, element by element.
 
     Args:
         parameters: Local 16-bit parameters.

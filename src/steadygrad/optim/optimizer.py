@@ -48,7 +48,7 @@ class ShardedOptimizer(BatchBuilder):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a GradScaler hands over its scale and what it found, without a wait.
+        """Whether a GradScaler hands over its scale and its verdict, without a wait.
 
         As in torch only where ``fused=True`` was asked for: trainers take it for a promise about
         gradients that they must not clip, and about steps that they cannot see to be skipped.
@@ -230,7 +230,7 @@ class ShardedOptimizer(BatchBuilder):
         return self._packed_sum if self._packed_sum.collectives else None
 
     def diagnostics(self, top: int = 10, *, grad_scale: float = 1.0) -> list[dict[str, Any]]:
-        """Reports what stands out, by group; see :mod:`steadygrad.optim.diagnostics`.
+        """Reports the parameters that stand out, by group; see :mod:`steadygrad.optim.diagnostics`.
 
         Call it after ``backward`` and before ``zero_grad``, on every process. It reads tensors, and
         so waits for the device; nothing of it is computed unless it is called.

@@ -77,7 +77,7 @@ class _FactorLR(LRScheduler):
 
 
 def _change(found: float | Tensor, left: float | Tensor) -> float | Tensor:
-    """Factor that somebody else has put on a learning rate; 1 where either is zero."""
+    """Factor by which a learning rate was changed from outside; 1 where either is zero."""
     if isinstance(found, Tensor) or isinstance(left, Tensor):
         # A tensor is not read, it may be on a device.
         both = torch.as_tensor(found), torch.as_tensor(left)

@@ -1,4 +1,4 @@
-"""What the numbers of a run were measured with."""
+"""Machine, packages and versions that a run was measured with."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ __all__ = ["environment"]
 
 
 def environment(accelerator: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Describes what the numbers were measured with; loads no torch.
+    """Describes machine, packages and versions; loads no torch.
 
     Args:
         accelerator: What only torch knows, from a study that runs on a GPU: its name, its

@@ -45,7 +45,7 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
 
 
 def loads(text: str | bytes) -> Any:
-    """Reads what :func:`dumps` wrote; ``"nan"``, ``"inf"`` and ``"-inf"`` become floats again.
+    """Reads a text of :func:`dumps`; ``"nan"``, ``"inf"`` and ``"-inf"`` become floats again.
 
     Raises:
         ValueError: If ``text`` is not JSON.

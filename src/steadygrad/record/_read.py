@@ -221,7 +221,7 @@ def _shown(value: object) -> str:
 
 
 class _Summary(msgspec.Struct):
-    """What every study's summary has: its other fields are the study's own."""
+    """Fields of every study's summary, besides the study's own."""
 
     schema: int
     status: str = ""

@@ -151,7 +151,7 @@ def cross(axes: Axes, x: float) -> None:
 
 
 def losses(axes: Axes, found: Mapping[Any, Sequence[float]], diverged: float = math.inf) -> None:
-    """Draws losses by place: dots, a line through their means, and crosses for what diverged."""
+    """Draws losses by place: dots, a line through their means, crosses for runs that diverged."""
     axes.set_xlim(min(found) / 1.4, max(found) * 1.4)
     means = {}
     for place, some in found.items():

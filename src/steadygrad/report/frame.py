@@ -1,4 +1,4 @@
-"""What the page of every study has: an opening, its limits, and where its numbers come from."""
+"""Parts of every study's page: the opening, the limits, and the origin of its numbers."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,7 +17,7 @@ PARTS = ("task", "settings", "plan", "runtime", "environment")
 
 
 def opening(run: Run, title: str, figures: Iterable[Figure], notes: Iterable[str]) -> Html:
-    """The title, the summary's words, the key figures, and what a partial record lacks."""
+    """The title, the summary's words, the key figures, and the gaps of a partial record."""
     header = run.header
     parts = (header.study, f"seed {header.settings.seed}", str(header.time.get("created", ""))[:10])
     first, *others = (run.summary or {}).get("words") or [None]
@@ -39,7 +39,7 @@ def opening(run: Run, title: str, figures: Iterable[Figure], notes: Iterable[str
 
 
 def limits(items: Mapping[str, str]) -> Html:
-    """What the run cannot tell, so that nobody reads more into it; empty texts are left out."""
+    """The limits of the run's conclusions; empty texts are left out."""
     listed = (el("li", el("b", lead), f" {text}") for lead, text in items.items() if text)
     return section("What this cannot tell you", el("div.note.limits", el("ul", listed)))
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from steadygrad._checks import InputError
-from steadygrad.scale.layers import Layers, plain_name
+from steadygrad._names import plain_name
+from steadygrad.scale.layers import Layers
 from steadygrad.scale.table import ScaleTable
 
 __all__ = ["CallTracker", "GraphAudit", "is_narrow"]

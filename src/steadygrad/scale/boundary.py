@@ -83,7 +83,7 @@ class _BoundaryTag(NamedTuple):
 
 
 class _ScaleGrad(torch.autograd.Function):
-    """Scales gradients; what it detects becomes the gradient of leaves of the table."""
+    """Scales gradients; detected overflows become the gradient of leaves of the table."""
 
     @staticmethod
     def forward(

@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.scale.layers import LOSS, Layer, Layers, module_paths, plain_name
+from steadygrad._names import plain_name
+from steadygrad.scale.layers import LOSS, Layer, Layers, module_paths
 from steadygrad.scale.options import AutoScale, LayerScale
 
 __all__ = ["choose_layers", "parts_of"]

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from steadygrad._checks import InputError
+from steadygrad._names import plain_name
 
-__all__ = ["LOSS", "Layer", "Layers", "module_paths", "plain_name"]
+__all__ = ["LOSS", "Layer", "Layers", "module_paths"]
 
-# What wrappers put into names: torch.compile, activation checkpointing, FSDP1.
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 # Index of the loss, the layer around all others.
 LOSS = 0
 
@@ -109,11 +108,6 @@ class Layers:
     def described(self, index: int) -> str:
         """Names a layer in an error."""
         return f"the chosen {self.layers[index].name!r}" if index else "no chosen module"
-
-
-def plain_name(name: str) -> str:
-    """Removes the parts of a name that wrappers added."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def module_paths(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:

@@ -167,7 +167,7 @@ class LayerwiseGradScaler:
             self._unscaler.unscale(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Takes the optimizer's step, or skips it; before, unscales what is not unscaled yet.
+        """Takes the optimizer's step, or skips it; first unscales gradients that are still scaled.
 
         Returns:
             What ``optimizer.step(*args, **kwargs)`` returns; None where the step was skipped.

@@ -25,7 +25,7 @@ _COLUMNS = {"scale": "own", "growth_tracker": "tracker", "overflows": "overflows
 
 
 class ScaleTable:
-    """Holds the scales of all layers, and what a step's backward passes detect; row 0 is the loss.
+    """Holds the scales of all layers, and the overflows of a step; row 0 is the loss.
 
     The tensors are made once and changed in place: a compiled step and a CUDA graph keep seeing
     them. What a backward pass detects arrives as the gradient of leaf tensors that take part in
@@ -109,7 +109,7 @@ class ScaleTable:
                 leaf.grad = row
 
     def clear(self) -> None:
-        """Forgets what this step's backward passes have detected."""
+        """Forgets the overflows of this step's backward passes."""
         self.collect()
         self.nonfinite.zero_()
         self.counts.zero_()
@@ -147,7 +147,7 @@ class ScaleTable:
 
     @torch.no_grad()
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Loads what :meth:`state_dict` returned, whatever the order of the layers.
+        """Loads the result of :meth:`state_dict`, whatever the order of the layers.
 
         Raises:
             InputError: If it is of other layers or damaged; the table is as it was.

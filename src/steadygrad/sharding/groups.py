@@ -11,7 +11,7 @@ __all__ = ["group_of"]
 def group_of(
     ranks: Sequence[int], spanning: Sequence[dist.ProcessGroup | None]
 ) -> dist.ProcessGroup:
-    """Makes a new process group; each of its members gets here, and nobody else.
+    """Makes a new process group; all of its members call this, and no other process.
 
     torch names such a group by its ranks and by the number of groups that this process is in. Where
     that differs between the members (a group for rank 0 alone, the stages of a pipeline), each

@@ -1,4 +1,4 @@
-"""Sharding of a model for a study, and whole states of what is sharded."""
+"""Sharding of a model for a study, and whole states of sharded models and optimizers."""
 
 import copy
 from collections.abc import Iterator

@@ -30,7 +30,10 @@ class Monitor(Protocol):
         """Told once: the samples of work in all, those done before, and those at each milestone."""
 
     def advance(self, samples: int, what: str) -> None:
-        """Told as work is done, and on what."""
+        """Called as work is done, with the trials that it was done on."""
+
+    def skip(self, samples: int) -> None:
+        """Called where planned work is not needed."""
 
     def say(self, line: str) -> None:
         """A line for the user, such as a warning."""
@@ -38,9 +41,8 @@ class Monitor(Protocol):
 
 def run_serial(study: Study, journal: Journal, worker: Worker, monitor: Monitor) -> None:
     """Runs all trials that are not recorded yet in this process, in their order."""
-    trials = study.trials()
-    counted = {trial.key for trial in trials if trial.key in journal}
-    for trial in trials:
+    counted = study.finished(journal)
+    for trial in study.trials():
         job, told = trial.job(journal), 0
 
         def advance(samples: int, what: str) -> None:
@@ -57,7 +59,7 @@ def run_serial(study: Study, journal: Journal, worker: Worker, monitor: Monitor)
                     journal.add(each)
             journal.record(key)
         if trial.key not in counted:
-            monitor.advance(trial.cost - told, "")
+            monitor.skip(trial.cost - told)
 
 
 @contextmanager
@@ -107,7 +109,7 @@ class Coordinator:
         # Trials whose result is there, or that have nothing to do.
         self.done: set[Key] = set()
         # Trials whose cost the monitor knows to be done.
-        self.counted = {trial.key for trial in self.trials if trial.key in self.journal}
+        self.counted = self.study.finished(self.journal)
         self.running: dict[Future[str], _Running] = {}
         self.unrecorded = list(self.trials)
 
@@ -138,16 +140,13 @@ class Coordinator:
             job = self.jobs[trial.key]
             if job is None or self.study.key_of(job) in self.journal:
                 self.done.add(trial.key)
-                self._count(trial, "")
+                if trial.key not in self.counted:
+                    self.counted.add(trial.key)
+                    self.monitor.skip(trial.cost)
         while self.unrecorded and self.unrecorded[0].key in self.done:
             job = self.jobs[self.unrecorded.pop(0).key]
             if job is not None:
                 self.journal.record(self.study.key_of(job))
-
-    def _count(self, trial: Trial, what: str) -> None:
-        if trial.key not in self.counted:
-            self.counted.add(trial.key)
-            self.monitor.advance(trial.cost, what)
 
     def _submit(self) -> None:
         """Gives free workers the ready trials that begin the longest chains."""
@@ -210,7 +209,9 @@ class Coordinator:
         event = convert(found["event"], kinds)
         for result in [*(convert(repeated, kinds) for repeated in found["repeated"]), event]:
             self.journal.keep(result)
-        self._count(entry.trial, entry.trial.what)
+        if entry.trial.key not in self.counted:
+            self.counted.add(entry.trial.key)
+            self.monitor.advance(entry.trial.cost, entry.trial.what)
         # Recorded at once, unless an earlier trial is still running.
         self._settle()
         self.journal.save(event.key)

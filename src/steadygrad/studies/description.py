@@ -50,7 +50,7 @@ def accelerator(device: torch.device) -> dict[str, Any]:
 def make_header(
     kind: type[Study], settings: Any, trainer: Trainer, workers: int, plan: Any
 ) -> Header:
-    """The first line of a new record; ``workers`` is what the plan reckons with."""
+    """The first line of a new record; ``workers`` is the number that the plan was made for."""
     context = trainer.context
     header: Header = kind.schema().header(
         schema=SCHEMA,
@@ -77,7 +77,7 @@ def make_header(
 
 
 def changes(header: Header, trainer: Trainer) -> list[str]:
-    """Warnings about what may change the last digits when a run goes on.
+    """Warnings about changes that may alter the last digits when a run goes on.
 
     Raises:
         InputError: If the study cannot go on to the same numbers at all.

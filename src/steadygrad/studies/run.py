@@ -281,7 +281,7 @@ class _Session:
     def _begin(self) -> None:
         costs = {trial.key: trial.cost for trial in self.study.trials()}
         ends = dict(zip(costs, accumulate(costs.values()), strict=True))
-        done = sum(cost for key, cost in costs.items() if key in self.journal)
+        done = sum(costs[key] for key in self.study.finished(self.journal))
         milestones = {name: ends[key] for name, key in self.study.milestones().items()}
         self.monitor.begin(sum(costs.values()), done, milestones)
 

@@ -58,13 +58,13 @@ class Trial:
     needs: tuple[Key, ...] = ()
 
     def called(self, job: Job) -> str:
-        """What a message about one of its jobs calls it."""
+        """The name of a job in messages."""
         return self.what + (f", repeat {job['repeat']}" if "repeat" in job else "")
 
 
 @dataclass
 class Workplace:
-    """What a job is run with.
+    """The surroundings of a job: device, workers and folders.
 
     Attributes:
         repeated: Events of trials that were run again because a checkpoint was lost.
@@ -110,6 +110,8 @@ class Study(ABC):
     """
 
     name: ClassVar[str]
+    # Whether a loss that is not finite ends it.
+    finite: ClassVar[bool] = True
 
     def __init__(self, header: Any) -> None:
         self.header = header
@@ -148,6 +150,7 @@ class Study(ABC):
             context=context,
             micro_batch_size=micro_batch_size,
             keep_half_life=getattr(settings, "keep_half_life", False),
+            finite=cls.finite,
             scaling=cls.scaling(),
         )
 
@@ -186,7 +189,7 @@ class Study(ABC):
 
     @abstractmethod
     def milestones(self) -> Mapping[str, Key]:
-        """Names of what a user waits for, and the last trial of each."""
+        """Names of the study's milestones, and the last trial of each."""
 
     @abstractmethod
     def summarize(self, journal: Journal, status: str) -> dict[str, Any]:
@@ -196,13 +199,23 @@ class Study(ABC):
         """
 
     def too_little(self, summary: Mapping[str, Any]) -> str | None:
-        """What is missing where a study says nothing at all; None where it says something."""
+        """The reason why a study has no result at all; None where it has one."""
         return None
 
     def key_of(self, job: Job) -> Key:
         """The key of the event that a job gives."""
         names = self.schema().kinds[job["event"]].key_fields
         return (job["event"], *(job[name] for name in names))
+
+    def finished(self, journal: Journal) -> set[Key]:
+        """Keys of the trials whose results are there, or that have nothing to do."""
+        done: set[Key] = set()
+        for trial in self.trials():
+            if done.issuperset(trial.needs):
+                job = trial.job(journal)
+                if job is None or self.key_of(job) in journal:
+                    done.add(trial.key)
+        return done
 
 
 def study_class(name: str) -> type[Study]:

@@ -50,6 +50,7 @@ class Trainer(TaskModel):
             without one, a whole batch.
         keep_half_life: Whether Adam's second moment and the weight decay keep their half-life in
             samples at every batch size.
+        finite: Whether a loss that is not finite ends the training.
         scaling: Makes the gradient scaler of a model, and may be exchanged before a restart.
             Default: torch's, in float16 only.
 
@@ -70,10 +71,11 @@ class Trainer(TaskModel):
         context: DistributedContext,
         micro_batch_size: int | None = None,
         keep_half_life: bool = False,
+        finite: bool = True,
         scaling: Scaling | None = None,
     ) -> None:
         super().__init__(task, seed, dtype, context, micro_batch_size)
-        self.scaling, self._keep_half_life = scaling, keep_half_life
+        self.scaling, self._keep_half_life, self._finite = scaling, keep_half_life, finite
         self._look_every = 1 if context.device.type == "cpu" else LOOK_EVERY
         context.together(self._begin)
 
@@ -137,7 +139,7 @@ class Trainer(TaskModel):
 
     def _check_evaluation(self) -> None:
         before, value = self.state(0).model, self.evaluate()
-        if not math.isfinite(value):
+        if self._finite and not math.isfinite(value):
             raise Diverged(
                 f"The evaluation of the untrained model should be finite. Found {value}. "
                 "Remedy: look for NaN in the validation data."
@@ -149,7 +151,8 @@ class Trainer(TaskModel):
         count = min(self.task.batch_size // self.context.size, self.micro_batch_size)
 
         def check() -> None:
-            check_losses(self.losses(self._batch(torch.arange(count)), count), count)
+            losses = self.losses(self._batch(torch.arange(count)), count)
+            check_losses(losses, count, finite=self._finite)
 
         while not self._fits(check, count):
             count //= 2
@@ -217,7 +220,7 @@ class Trainer(TaskModel):
         pending = torch.stack(self._losses).tolist() if self._losses else []
         self._losses.clear()
         for value in self.context.poll(pending):
-            if not math.isfinite(value):
+            if self._finite and not math.isfinite(value):
                 raise Diverged(
                     f"The training loss should stay finite. Found {value} within {self.steps} "
                     f"steps. Remedy: a lower Task.lr than {self.task.lr:g}, or look for NaN in "

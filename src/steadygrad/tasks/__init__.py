@@ -1,4 +1,4 @@
-"""What a study trains: the :class:`Task` protocol and built-in tasks on real data."""
+"""Tasks that a study trains: the :class:`Task` protocol and built-in tasks on real data."""
 
 from steadygrad.tasks.guard import TaskError, guarded
 from steadygrad.tasks.loading import batches

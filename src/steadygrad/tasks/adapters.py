@@ -1,4 +1,4 @@
-"""Tasks from what a training script has already: a data loader, or a Hugging Face model."""
+"""Tasks from the objects of a training script: a data loader, or a Hugging Face model."""
 
 import copy
 from collections.abc import Callable, Iterable

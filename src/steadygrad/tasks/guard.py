@@ -9,7 +9,7 @@ __all__ = ["TaskError", "first_line", "guarded", "reason"]
 
 
 class TaskError(InputError):
-    """A task's own code raised, or returned what cannot be used.
+    """A task's own code raised, or returned a value that cannot be used.
 
     What it raised is the ``__cause__``, with its traceback.
     """

@@ -1,4 +1,4 @@
-"""Batches and per-sample losses of Hugging Face models, by what they look like; no import."""
+"""Batches and per-sample losses of Hugging Face models, recognised by their fields; no import."""
 
 import inspect
 import math

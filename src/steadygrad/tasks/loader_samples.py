@@ -120,7 +120,7 @@ def in_memory(dataset: Any, max_samples: int) -> Any:
 
 
 def _drawn(loader: DataLoader[Any], max_samples: int) -> list[Any] | None:
-    """What the loader's sampler draws in one epoch; None: every sample once."""
+    """Samples that the loader's sampler draws in one epoch; None: every sample once."""
     batches: Any = loader.batch_sampler
     sampler = batches.sampler if type(batches) is BatchSampler else None
     # Each rank of a distributed sampler has a part, and a study shares batches itself.

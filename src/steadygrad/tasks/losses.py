@@ -1,4 +1,4 @@
-"""Per-sample losses: what a task must return, and their mean over a data set."""
+"""Per-sample losses: the result of a task's loss function, and their mean over a data set."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ __all__ = ["check_losses", "evaluating", "mean_loss"]
 EVALUATION_SIZE = 128
 
 
-def check_losses(losses: Any, batch_size: int) -> Tensor:
+def check_losses(losses: Any, batch_size: int, *, finite: bool = True) -> Tensor:
     """Returns ``losses`` when they are one finite loss for each sample.
 
     Reading whether they are finite waits for the device: call it where that is no matter.
@@ -28,6 +28,7 @@ def check_losses(losses: Any, batch_size: int) -> Tensor:
     Args:
         losses: What ``Task.per_sample_loss`` returned.
         batch_size: Number of samples ``n`` in the batch.
+        finite: Whether they have to be finite.
 
     Returns:
         The losses, with shape ``(n,)``.
@@ -60,7 +61,7 @@ def check_losses(losses: Any, batch_size: int) -> Tensor:
             "Remedy: no .detach(), .item() or torch.no_grad() between the model and its loss, nor "
             "requires_grad=False on all parameters."
         )
-    bad = int((~torch.isfinite(losses.detach())).sum())
+    bad = int((~torch.isfinite(losses.detach())).sum()) if finite else 0
     if bad:
         raise InputError(
             f"{expected}, all finite. Found {bad} that are NaN or infinite. "

@@ -1,4 +1,4 @@
-"""What a task's own functions make, checked before it is used."""
+"""Models, optimizers and losses of a task's own functions, checked before they are used."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["check_evaluation", "check_model", "check_optimizer", "check_weights"
 
 
 def check_model(model: Any) -> nn.Module:
-    """Returns what ``Task.make_model`` made when it is a model that can be trained.
+    """Returns the model of ``Task.make_model`` if it can be trained.
 
     Raises:
         TaskError: If it is no module, some of its tensors have no shape or no values, or all of
@@ -49,7 +49,7 @@ def check_model(model: Any) -> nn.Module:
 def check_optimizer(
     optimizer: Any, model: nn.Module, what: str = "Task.make_optimizer"
 ) -> Optimizer:
-    """Returns what a function made when it is an optimizer of the model.
+    """Returns a function's result if it is an optimizer of the model.
 
     Args:
         optimizer: What it made.
@@ -74,7 +74,7 @@ def check_optimizer(
 
 
 def check_evaluation(value: Any) -> float:
-    """Returns what ``Task.evaluate`` returned, as a number.
+    """Returns the result of ``Task.evaluate`` as a number.
 
     Raises:
         TaskError: If it is no number; a text that reads as one is none.

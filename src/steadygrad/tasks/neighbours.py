@@ -34,7 +34,7 @@ def importable(folder: Path) -> Iterator[None]:
 
 
 class NeighbourFinder(MetaPathFinder):
-    """Finds the modules of one folder, and what lies inside its packages.
+    """Finds the modules of one folder, and the modules of its packages.
 
     Args:
         folder: The folder.

@@ -1,4 +1,4 @@
-"""From what a user types to a task: built-in names and ``path/file.py:make_task``."""
+"""Tasks by their names: built-in ones and ``path/file.py:make_task``."""
 
 import hashlib
 import os
@@ -105,7 +105,7 @@ def _split(spec: str) -> tuple[Path, str]:
     if not os.path.isfile(file):
         found = "a folder" if os.path.isdir(file) else "no such file"
         raise InputError(
-            f"The task file should exist. Found {found}: {path!r}. "
+            f"The file should exist. Found {found}: {path!r}. "
             f"Remedy: check the path, relative to {Path.cwd()}."
         )
     return file, factory
@@ -129,7 +129,7 @@ def _compile(path: Path) -> CodeType:
         return compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except OSError as error:
         raise InputError(
-            f"The task file should be readable. Found {error.strerror}: {str(path)!r}. "
+            f"The file should be readable. Found {error.strerror}: {str(path)!r}. "
             "Remedy: check the file's permissions."
         ) from error
     # A null byte is a ValueError before Python 3.12.
@@ -138,7 +138,7 @@ def _compile(path: Path) -> CodeType:
         line = f" on line {lineno}" if lineno else ""
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
         raise InputError(
-            f"The task file should be Python. Found {reason}{line} of {str(path)!r}. "
+            f"The file should be Python. Found {reason}{line} of {str(path)!r}. "
             "Remedy: mend the file."
         ) from error
 
@@ -167,9 +167,9 @@ def _find_factory(module: ModuleType, factory: str, path: Path) -> Callable[[], 
     ]
     if not hasattr(module, factory):
         near = get_close_matches(factory, names, n=1)
-        remedy = f"did you mean {near[0]!r}?" if near else f"define `def {factory}() -> Task`."
+        remedy = f"did you mean {near[0]!r}?" if near else f"define `def {factory}` in it."
         raise InputError(
-            f"The task file should define {factory!r}. Found "
+            f"The file should define {factory!r}. Found "
             f"{', '.join(names) or 'no function'} in {str(path)!r}. Remedy: {remedy}"
         )
     found = getattr(module, factory)

@@ -1,4 +1,4 @@
-"""The task: everything a study must know about what it trains."""
+"""The task: model, data, loss and optimizer of a training that a study runs."""
 
 import math
 from collections.abc import Callable, Mapping

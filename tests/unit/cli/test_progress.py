@@ -80,6 +80,19 @@ def test_only_the_work_of_this_process_tells_the_speed():
     assert monitor.left() == pytest.approx(40)
 
 
+def test_work_that_is_not_needed_tells_no_speed():
+    clock, monitor = paced(100)
+    monitor.advance(100, "")
+    clock.now = 10.0
+    monitor.skip(400)
+    assert monitor.part == 0.5
+    assert monitor.left() == 50  # at 10 a second
+    clock.now = 50.0
+    monitor.advance(100, "")
+    # 100 in the 50 seconds since the speed is looked at, not 500.
+    assert "takes 3m20s more and the budget ends in 50s" in monitor.lines[0]
+
+
 def test_nothing_is_known_before_the_first_step():
     assert math.isnan(paced()[1].left())
     assert paced(60)[1].left() == 60

@@ -56,6 +56,36 @@ class Net(nn.Module):
         return self.last(h)
 
 
+class Loud(Middle):
+    """Overflows in the forward pass, for hot samples."""
+
+    def forward(self, x: Tensor, *, hot: Tensor) -> Tensor:
+        z = self.linear(x)
+        return torch.where(hot, 6e4 * (z.abs() + 2), z)
+
+
+def overflowing(hot: float = HOT) -> Task:
+    """A module in the middle whose output is too large for float16, for some samples."""
+
+    def make() -> nn.Module:
+        net = Net(residual=True, explodes=False, hot=hot)
+        net.blocks[1] = Loud(explodes=False)
+        return net
+
+    return make_task(make_model=make)
+
+
+def always_overflowing() -> Task:
+    return overflowing(hot=-math.inf)
+
+
+def batch_norm() -> Task:
+    """A sample's loss depends on the others in its batch."""
+    return make_task(
+        make_model=lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+    )
+
+
 def sequential() -> Task:
     return make_task(make_model=lambda: Net(residual=False, explodes=True))
 

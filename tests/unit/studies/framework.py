@@ -51,12 +51,12 @@ class Watcher:
     """A monitor that remembers; ``at`` calls a function when so many samples are done."""
 
     def __init__(self, at=None, call=None):
-        self.total = self.done = 0
+        self.total = self.done = self.before = 0
         self.lines, self.stages, self.points = [], [], {}
         self._at, self._call = at, call
 
     def begin(self, total, done, points):
-        self.total, self.done, self.points = total, done, points
+        self.total, self.done, self.before, self.points = total, done, done, points
         if self._at == 0:
             self._call()
 
@@ -66,6 +66,9 @@ class Watcher:
             self.stages.append(what)
         if self._at and before < self._at <= self.done:
             self._call()
+
+    def skip(self, samples):
+        self.advance(samples, "")
 
     def say(self, line):
         self.lines.append(line)

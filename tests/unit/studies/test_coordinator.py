@@ -306,9 +306,7 @@ def test_a_damaged_waiting_result_is_run_again(tmp_path, monkeypatch, damage):
     assert 6 in setting.executor.ran
 
 
-def test_what_was_recorded_is_not_run_again_and_adaptive_trials_count_as_done(
-    tmp_path, monkeypatch
-):
+def test_what_was_recorded_is_not_run_again_and_is_done_from_the_beginning(tmp_path, monkeypatch):
     first = Setting(adaptive(), tmp_path)
     first.run(monkeypatch)
     for way in ("parallel", "serial"):
@@ -319,8 +317,11 @@ def test_what_was_recorded_is_not_run_again_and_adaptive_trials_count_as_done(
             run_serial(again.study, again.journal, InProcess(), again.monitor)
         assert again.executor.ran == []
         assert again.writer.keys == []
-        # The four plain ones were counted before; the choices are known only now.
-        assert again.monitor.done == 21
+        # Told of nothing: what a record holds, and what it makes needless, tells no speed.
+        assert again.monitor.done == 0
+        assert again.study.finished(journal(tmp_path, events=first.writer.events)) == {
+            each.key for each in adaptive()
+        }
 
 
 # Workers that die

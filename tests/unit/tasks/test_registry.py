@@ -123,13 +123,13 @@ def test_a_missing_file_and_a_folder(tmp_path):
     ],
 )
 def test_a_file_that_is_not_python(write, source, found):
-    refused(f"{write(source)}:make_task", "The task file should be Python.", found, "Remedy")
+    refused(f"{write(source)}:make_task", "The file should be Python.", found, "Remedy")
 
 
 def test_no_such_factory_lists_what_there_is(write):
     path = write(GOOD + "\ndef make_other(): ...\n")
     refused(f"{path}:make_tusk", "losses, make_task, make_other", "did you mean 'make_task'?")
-    refused(f"{path}:zzz", "define `def zzz() -> Task`")
+    refused(f"{path}:zzz", "define `def zzz` in it.")
     refused(f"{write('x = 1', 'empty.py')}:make_task", "Found no function in")
 
 

@@ -216,7 +216,7 @@ def _wide_float16(b: Any, x: Any) -> Any:
 
 
 def _round_float16(b: Any, x: Any) -> Any:
-    """To the nearest, ties to even; a NaN stays one, what is too large becomes infinite."""
+    """To the nearest, ties to even; a NaN stays one, a too large number becomes infinite."""
     bits = b.bitcast(x, INT32)
     sign = b.lshr(b.and_(bits, _int(0x80000000)), _int(16))
     size = b.and_(bits, _int(0x7FFFFFFF))
@@ -268,7 +268,7 @@ def _narrow(number: Any, like: Any) -> Any:
 
 @njit(inline="always")
 def sync_masters(master: Any, parameter: Any, size: Any) -> None:
-    """Copies to masters what somebody else has written to their parameters.
+    """Copies values that were written to parameters into their masters.
 
     An element that is still its master's rounding tells nothing new; any other is the master now.
     """

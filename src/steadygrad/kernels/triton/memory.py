@@ -155,7 +155,7 @@ def read_gradient(place: tl.tensor, here: tl.tuple) -> Any:
 
 @triton.jit
 def read_weight(weight: tl.tensor, param: tl.tensor, here: tl.tuple) -> Any:
-    """A block of weights; masters take what somebody else has written to their parameters.
+    """A block of weights; masters take values that were written to their parameters.
 
     An element that is still its master's rounding tells nothing new; any other is the master now.
     """

@@ -64,7 +64,7 @@ def pass_kernel(
     of_state: tl.constexpr,
     of_gradients: tl.constexpr,
 ) -> None:
-    """Works on a chunk, block by block, and adds up what comes of each."""
+    """Works on a chunk, block by block, and adds up the blocks' sums."""
     tensor, first, length = chunk_at(chunks)
     places = places_of(addresses, fields, tensor, grad, weight, state, param)
     by = factors_of(factors, tensors, tensor, columns)

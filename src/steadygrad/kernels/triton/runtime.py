@@ -1,4 +1,4 @@
-"""Triton kernels for accelerators: how they are compiled and started, and what they are handed.
+"""Triton kernels for accelerators: compilation, launches and arguments.
 
 One program works on one chunk. Its sums go to a place of its own, and another kernel adds up those
 of each tensor, always in the same order.

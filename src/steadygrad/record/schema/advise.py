@@ -190,7 +190,7 @@ EVENTS = Point | Noise | Branch | Scratch | End
 
 
 def check(header: Header, event: Any) -> tuple[str, str] | None:
-    """Says what is wrong where an event is about a point that the plan does not have."""
+    """Describes the error of an event about a point that the plan does not have."""
     points, point = len(header.plan.points), getattr(event, "point", 0)
     if point < points:
         return None

@@ -10,9 +10,25 @@ from steadygrad.record._events import Count, End, Event, Positive, PositiveFloat
 from steadygrad.record._events import Header as CommonHeader
 from steadygrad.record.schema.common import CommonSettings
 
-__all__ = ["BASELINE", "EVENTS", "Header", "Plan", "Run", "Settings", "Speed", "check"]
+__all__ = [
+    "BASELINE",
+    "EVENTS",
+    "LEAST_RATIO",
+    "MOST_RATIO",
+    "OPTIMIZERS",
+    "Header",
+    "Plan",
+    "Run",
+    "Settings",
+    "Speed",
+    "check",
+]
 
 BASELINE = "adamw"
+# Those that are built in beside it.
+OPTIMIZERS = ("scaledadam", "lans", "lamb", "sgd", "muon")
+# Beyond these ratios of samples the baseline's loss curve is no guide.
+LEAST_RATIO, MOST_RATIO = 0.25, 4.0
 
 Step = Annotated[float, Meta(ge=-64, le=64)]
 
@@ -53,6 +69,10 @@ class Settings(CommonSettings):
             "beta2, that are tried; 1: its defaults.",
         ),
     ] = 1
+    samples: Annotated[
+        int,
+        Meta(ge=0, description="Length of the longest trainings; 0: as the budget allows."),
+    ] = 0
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "float64"],
         Meta(description="Type to compute in; bfloat16 and float16 by autocast."),

@@ -19,6 +19,8 @@ __all__ = [
     "PARTS",
     "PHASES",
     "SEARCH",
+    "Accumulation",
+    "Cut",
     "Header",
     "Histogram",
     "Part",
@@ -55,6 +57,13 @@ class Settings(CommonSettings):
             "try those proposed.",
         ),
     ] = 200
+    accumulation: Annotated[
+        bool,
+        Meta(
+            description="Check as well that the gradient is the same however a batch is cut into "
+            "micro-batches."
+        ),
+    ] = False
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +113,7 @@ class Part(Event, frozen=True, tag="part"):
     Attributes:
         steps: Steps of the phase so far.
         samples: Samples of the phase so far.
-        loss: Mean training loss.
+        loss: Mean of the training losses that were finite; None if none was.
         scales: Base-2 logarithm of each layer's scale at the end; "" is the loss.
         skipped: Steps left out because something was not finite.
         overflows: Steps in which a layer was not finite.
@@ -114,6 +123,7 @@ class Part(Event, frozen=True, tag="part"):
         weights: Exponents of the gradients of each layer's weights.
         plain: The same as they would be without scales, in the phase that finds scales.
         largest: Largest exponent without scales, by kind and layer.
+        forward: Steps in which something was not finite in the forward pass, by its cause in words.
     """
 
     key_fields = ("phase", "part")
@@ -122,7 +132,7 @@ class Part(Event, frozen=True, tag="part"):
     part: Annotated[int, Meta(ge=0, lt=PARTS)]
     steps: Count
     samples: Count
-    loss: float
+    loss: float | None
     scales: dict[str, float]
     skipped: Count
     overflows: dict[str, Count]
@@ -132,18 +142,45 @@ class Part(Event, frozen=True, tag="part"):
     weights: Layers
     plain: dict[str, Layers]
     largest: dict[str, dict[str, float]]
+    forward: dict[str, Count] = msgspec.field(default_factory=dict)
 
 
 class Phase(Event, frozen=True, tag="phase"):
-    """Validation loss at the end of a phase."""
+    """Validation loss at the end of a phase; None where it is not finite."""
 
     key_fields = ("phase",)
 
     phase: PhaseName
-    valid_loss: float
+    valid_loss: float | None
 
 
-EVENTS = Part | Phase | End
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """One way of cutting a batch into micro-batches, and the gradient accumulated over them.
+
+    Attributes:
+        sizes: Samples of each micro-batch.
+        ratio: Its norm over that of the whole batch's gradient.
+        cosine: Of the angle between them.
+        bug: Name of the bug that it is; empty for none.
+    """
+
+    name: str
+    sizes: tuple[Positive, ...]
+    ratio: float
+    cosine: float
+    bug: str
+    words: str
+
+
+class Accumulation(Event, frozen=True, tag="accumulation"):
+    """Gradients of one batch, cut in several ways."""
+
+    key_fields = ()
+
+    cuts: tuple[Cut, ...]
+
+
+EVENTS = Part | Phase | Accumulation | End
 
 
 def layer_title(name: str) -> str:
@@ -158,7 +195,7 @@ def layers_of(parts: Sequence[Part]) -> list[str]:
 
 
 def check(header: Header, event: Any) -> tuple[str, str] | None:
-    """Says what is wrong where a part counts a layer's gradients without scales only."""
+    """Describes the error of a part that counts a layer's gradients without scales only."""
     for kind in KINDS if isinstance(event, Part) else ():
         alone = event.plain.get(kind, {}).keys() - getattr(event, kind).keys()
         if alone:

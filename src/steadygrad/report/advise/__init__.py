@@ -108,7 +108,7 @@ def _noise(noise: Noise) -> Figure:
 
 
 def _what_it_cannot_tell(advice: Advice) -> dict[str, str]:
-    """Subjects, and what is to be said of each; nothing where that is empty."""
+    """Subjects, each with its limits; subjects without limits are left out."""
     task, base = advice.task, show(advice.base)
     rule = RULES.get(task.lr_rule, f"follows the rule {task.lr_rule!r}")
     return {

@@ -1,4 +1,4 @@
-"""What an ``advise`` record holds, gathered for its page."""
+"""The contents of an ``advise`` record, gathered for its page."""
 
 import math
 from collections.abc import Mapping, Sequence

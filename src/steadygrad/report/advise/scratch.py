@@ -33,7 +33,7 @@ ELSEWHERE = "That says nothing of a run of {advised}."
 
 
 def scratch(advice: Advice) -> Html | None:
-    """Loss curve of the smallest batch, final losses of all others, and what they cost."""
+    """Loss curve of the smallest batch, final losses of all others, and their costs."""
     curves = advice.baseline()
     if not curves or not advice.length:
         return None
@@ -83,7 +83,7 @@ def _chart(advice: Advice, curves: list[Curve]) -> Html:
 
 
 def _trained(advice: Advice) -> list[dict[str, Any]]:
-    """Rows of the summary on what was trained, each with its name."""
+    """Rows of the summary on the runs from scratch, each with its name."""
     rows = [{**row, "name": show(row["batch_size"])} for row in advice.checked]
     if check := advice.schedule.get("check"):
         rows.append({**check, "name": GROWING})

@@ -67,7 +67,7 @@ def _schedule(advice: Advice) -> Iterable[Html]:
 
 
 def _known(advice: Advice) -> Iterable[str]:
-    """What is known of the growing batch."""
+    """Sentences about the growing batch."""
     schedule, check = advice.schedule, advice.schedule["check"]
     if not schedule["advised"]:
         yield "It is not advised."

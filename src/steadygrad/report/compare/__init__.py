@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 
 from steadygrad.record import Run, listed
-from steadygrad.record.schema.compare import BASELINE
+from steadygrad.record.schema.compare import BASELINE, OPTIMIZERS
 from steadygrad.report.compare import charts, tables
 from steadygrad.report.compare.data import Comparison
 from steadygrad.report.frame import Figure, limits, opening, provenance
@@ -13,12 +13,12 @@ from steadygrad.report.page import Html, document, el, figure, section
 
 __all__ = ["page"]
 
-OPTIMIZERS = ("scaledadam", "lans", "lamb", "sgd", "muon")
 VERDICTS = (
     "Mean validation loss of the seeds at tuned options, and its difference from AdamW's with its "
-    "interval: Student's, with Holm's correction for several optimizers. AdamW's samples and "
-    "time: what AdamW would need for the same loss, over what was spent; above 1 the optimizer "
-    "saves. State: bytes for each weight."
+    "interval: Student's, with Holm's correction for several optimizers. AdamW's samples: what "
+    "AdamW would need for the same loss, over what was spent; above 1 the optimizer saves. Time: "
+    "for the same loss, over AdamW's; below 1 it saves. State: bytes for each weight. Untuned: at "
+    "the default learning rate, by two of the seeds."
 )
 PAIRS = (
     "Loss less AdamW's: left is better. A small dot is a seed: two runs with the same initial "
@@ -93,10 +93,14 @@ def _headline(found: Comparison) -> str:
             better.setdefault(row["optimizer"], []).append(judged[row["multiple"]])
     over = f"over {show(found.longest)} {found.samples}"
     if better:
-        names = [
-            found.titles[name] + (f" at batch size {listed(at)}" if len(judged) > 1 else "")
-            for name, at in better.items()
-        ]
+        if len(judged) > 1 and all(len(at) == len(judged) for at in better.values()):
+            names = [found.titles[name] for name in better]
+            over = f"at each of {len(judged)} batch sizes, {over}"
+        else:
+            names = [
+                found.titles[name] + (f" at batch size {listed(at)}" if len(judged) > 1 else "")
+                for name, at in better.items()
+            ]
         return f"{listed(names)} {'is' if len(names) == 1 else 'are'} better than AdamW {over}."
     if all(row["verdict"] == "worse" for row in rows):
         names = list(dict.fromkeys(found.titles[row["optimizer"]] for row in rows))
@@ -139,16 +143,9 @@ def _rates(found: Comparison) -> Html | None:
     if not panels:
         return None
     base = f" At batch size {show(found.plan.batch_size)}." if len(found.plan.multiples) > 1 else ""
-    return section(
-        "Learning rates", figure(el("div.panels.three", panels), RATES + base), *_few(found)
-    )
-
-
-def _few(found: Comparison) -> Iterable[Html]:
-    table = tables.efforts(found)
-    if table:
-        yield table
-        yield el("p.more", EFFORTS)
+    drawn, efforts = el("div.panels.three", panels), tables.efforts(found)
+    few = (efforts, el("p.more", EFFORTS)) if efforts else ()
+    return section("Learning rates", figure(drawn, RATES + base), *few)
 
 
 def _on_the_way(found: Comparison) -> Html | None:

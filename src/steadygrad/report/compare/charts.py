@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from steadygrad.record.schema.compare import BASELINE
 from steadygrad.report import charts
 from steadygrad.report.charts import BAND, CRITICAL, FIFTH, FOURTH, INK, MUTED, NOISE, SCHEDULE
-from steadygrad.report.compare.data import Comparison
+from steadygrad.report.compare.data import Comparison, Row
 from steadygrad.report.numbers import short, show
 from steadygrad.report.page import Html
 
@@ -33,32 +33,19 @@ def differences(found: Comparison) -> Html:
     widths = [max(abs(r["low"]), abs(r["high"])) for r in rows if math.isfinite(r["mean"])]
     most = min(max(widths), MOST_WIDTHS * median(widths)) if widths else 1.0
 
+    def label(row: Row) -> str:
+        size = f" {show(row['multiple'] * found.plan.batch_size)}"
+        batch = size if len(found.plan.multiples) > 1 else ""
+        return f"{charts.label(found.titles[row['optimizer']])}{batch}, {short(row['samples'])}"
+
     def paint(figure: Figure, narrow: bool) -> None:
-        axes, labels = figure.subplots(), []
+        axes = figure.subplots()
         for y, row in enumerate(rows):
             colour = CRITICAL if row["samples"] == found.longest else SCHEDULE
-            size = f" {show(row['multiple'] * found.plan.batch_size)}"
-            batch = size if len(found.plan.multiples) > 1 else ""
-            title = charts.label(found.titles[row["optimizer"]])
-            labels.append(f"{title}{batch}, {short(row['samples'])}")
-            if not math.isfinite(row["mean"]):
-                # Where only AdamW diverged there is nothing to draw.
-                if row["mean"] > 0:
-                    axes.plot([0.97 * most], [y], "x", color=NOISE, mew=2, ms=7.5)
-                continue
-            axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=2, zorder=2)
-            pairs = ((row["losses"][seed], row["baseline_losses"][seed]) for seed in row["losses"])
-            apart = [own - base for own, base in pairs]
-            axes.plot(apart, [y] * len(apart), "o", color=MUTED, ms=3.5, zorder=3)
-            axes.plot([row["mean"]], [y], "D", color=colour, ms=7, zorder=4)
-            for end, marker, cut in (
-                (most, ">", row["high"] > most),
-                (-most, "<", row["low"] < -most),
-            ):
-                axes.plot([end] * cut, [y] * cut, marker, color=colour, ms=7, zorder=5)
+            _difference(axes, row, y, colour, most)
         axes.set_xlim(-1.05 * most, 1.05 * most)
         axes.axvline(0, color=INK, linewidth=1.0, zorder=1)
-        axes.set_yticks(range(len(rows)), labels)
+        axes.set_yticks(range(len(rows)), map(label, rows))
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.grid(visible=False)
         axes.locator_params(axis="x", nbins=4 if narrow else 8)
@@ -66,6 +53,21 @@ def differences(found: Comparison) -> Html:
 
     words = "Paired differences of losses from AdamW's, with their intervals."
     return charts.chart("differences", words, paint, height=70 + 26 * len(rows))
+
+
+def _difference(axes: Axes, row: Row, y: int, colour: str, most: float) -> None:
+    """One row: the interval, the seeds and the mean; what is beyond ``most`` is a triangle."""
+    if not math.isfinite(row["mean"]):
+        # Where only AdamW diverged there is nothing to draw.
+        if row["mean"] > 0:
+            axes.plot([0.97 * most], [y], "x", color=NOISE, mew=2, ms=7.5)
+        return
+    axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=2, zorder=2)
+    apart = [own - row["baseline_losses"][seed] for seed, own in row["losses"].items()]
+    axes.plot(apart, [y] * len(apart), "o", color=MUTED, ms=3.5, zorder=3)
+    axes.plot([row["mean"]], [y], "D", color=colour, ms=7, zorder=4)
+    for end, marker, cut in ((most, ">", row["high"] > most), (-most, "<", row["low"] < -most)):
+        axes.plot([end] * cut, [y] * cut, marker, color=colour, ms=7, zorder=5)
 
 
 def over_rates(found: Comparison, place: int) -> Html | None:
@@ -76,6 +78,8 @@ def over_rates(found: Comparison, place: int) -> Html | None:
         return None
     colours = dict(zip(found.plan.horizons, (SCHEDULE, MUTED, CRITICAL), strict=True))
     title = charts.label(found.titles[name])
+    own = (row for row in found.tuned if (row["optimizer"], row["multiple"]) == (name, 1))
+    plateau = next((row.get("plateau_loss") for row in own), None)
 
     def paint(figure: Figure, _: bool) -> None:
         axes, bests = figure.subplots(), []
@@ -90,8 +94,8 @@ def over_rates(found: Comparison, place: int) -> Html | None:
             others = [(run.lr, run.loss) for run in tried if found.is_point(run)]
             axes.plot([lr for lr, _ in others], [y for _, y in others], "_", color=colour, ms=9)
             bests.append(min((loss for _, loss in known), default=math.inf))
-            if samples == found.plan.horizons[0]:
-                _shade(axes, found, ladder)
+            if samples == found.plan.horizons[0] and plateau is not None and ladder:
+                _shade(axes, ladder, plateau)
         seeds = [run for run in runs if run.samples == found.longest and run.repeat]
         for run in seeds:
             charts.dots(axes, run.lr, [run.loss] if math.isfinite(run.loss) else [], size=5)
@@ -104,15 +108,12 @@ def over_rates(found: Comparison, place: int) -> Html | None:
     return charts.panel(f"rates-{place}", words, paint, height=190)
 
 
-def _shade(axes: Axes, found: Comparison, ladder: Sequence[tuple[float, float]]) -> None:
+def _shade(axes: Axes, ladder: Sequence[tuple[float, float]], most: float) -> None:
     """Shades where a straight line between neighbours is not above the plateau's loss."""
-    if not ladder:
-        return
     rates, losses = np.array(ladder).T
     fine = np.geomspace(rates[0], rates[-1], 400)
     with np.errstate(invalid="ignore"):
-        lines = np.interp(np.log(fine), np.log(rates), losses)
-        inside = lines <= found.plateau(list(losses))
+        inside = np.interp(np.log(fine), np.log(rates), losses) <= most
     where = axes.get_xaxis_transform()
     axes.fill_between(fine, 0, 1, where=inside, color=BAND, lw=0, transform=where, zorder=0)
 

@@ -33,16 +33,11 @@ class Comparison:
                 place = one.optimizer, one.multiple, one.samples
                 self.search.setdefault(place, {})[one.step] = one.loss
         # Rows of the optimizers whose search has gone as far as a best rate.
-        self.tuned = [row for row in self.summary.get("tuned", ()) if self._is_searched(row)]
+        self.tuned = [row for row in self.summary.get("tuned", ()) if row["lr"] is not None]
 
     def is_point(self, run: Training) -> bool:
         """Whether a run tried a point of the other options, at a rate that was known."""
         return run.point > 0 and run.samples == self.half
-
-    def _is_searched(self, row: Row) -> bool:
-        place = row["optimizer"], row["multiple"], self.plan.horizons[0]
-        steps = {float(step) for step in row["tried"]["0"]}
-        return row["lr"] is not None and steps <= self.search.get(place, {}).keys()
 
     def rows(self, samples: int) -> list[Row]:
         """Verdicts at a horizon; at each batch size AdamW's own losses come first."""
@@ -69,12 +64,3 @@ class Comparison:
         ]
         columns = zip(*curves, strict=True)
         return [(marks[0][0], fmean(loss for _, loss in marks)) for marks in columns]
-
-    def plateau(self, tried: Sequence[float]) -> float:
-        """Largest loss of a short run on the plateau around the best of those tried."""
-        short, long = (self.curve(BASELINE, samples) for samples in (self.half, self.longest))
-        if not (short and long):
-            return -math.inf
-        # AdamW's loss falls so much with twice the samples.
-        octave = short[-1][1] - long[-1][1]
-        return min(tried) + octave * math.log2(1.1)

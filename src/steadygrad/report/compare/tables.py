@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from statistics import fmean
 
-from steadygrad.record.schema.compare import BASELINE
+from steadygrad.record.schema.compare import BASELINE, LEAST_RATIO, MOST_RATIO
 from steadygrad.report.compare.data import Comparison, Row
 from steadygrad.report.numbers import loss, percent, percent_interval, show
 from steadygrad.report.page import Html, listing
@@ -13,14 +13,12 @@ from steadygrad.report.page import Html, listing
 __all__ = ["critical", "difference", "efforts", "mean_loss", "saved", "tables", "verdicts"]
 
 Columns = Mapping[str, Callable[[Row], str]]
-# Beyond these ratios the baseline's loss curve is no guide.
-LEAST_RATIO, MOST_RATIO = 0.25, 4.0
 
 
 def _table(found: Comparison, title: str, rows: Sequence[Row], columns: Columns) -> Html | None:
     """A table whose rows begin with the optimizer, and with the batch size where there are more."""
     place: dict[str, Callable[[Row], str]] = {
-        "optimizer": lambda row: found.titles[row["optimizer"]]
+        "optimizer": lambda row: found.titles[row["optimizer"]] + row.get("note", "")
     }
     if len(found.plan.multiples) > 1 and rows and "multiple" in rows[0]:
         place["batch"] = lambda row: show(row["multiple"] * found.plan.batch_size)
@@ -48,10 +46,16 @@ def verdicts(found: Comparison, samples: int) -> Html | None:
         "loss": mean_loss,
         "difference": difference,
         "AdamW's samples": saved,
-        "time over AdamW's": seconds,
+        "time": seconds,
         "state": lambda row: show(costs.get(row["optimizer"], {}).get("state_bytes")),
     }
-    return _table(found, f"After {show(samples)} {found.samples}", found.rows(samples), columns)
+    rows = found.rows(samples)
+    if rows and samples == found.longest:
+        # Of two seeds, and of the task's batch size only.
+        known = [row for row in found.tuned if row["default_loss"] is not None]
+        fixed = {"note": " untuned", "verdict": "–"}
+        rows += [{**row, **fixed, "losses": {"": row["default_loss"]}} for row in known]
+    return _table(found, f"After {show(samples)} {found.samples}", rows, columns)
 
 
 def mean_loss(row: Row) -> str:
@@ -61,7 +65,7 @@ def mean_loss(row: Row) -> str:
 
 def difference(row: Row) -> str:
     """Mean paired difference from AdamW with its interval."""
-    if row["verdict"] == "baseline":
+    if row["verdict"] in ("baseline", "–"):
         return "–"
     if math.isfinite(row["mean"]):
         return f"{_signed(row['mean'])} ({_signed(row['low'])} to {_signed(row['high'])})"
@@ -136,7 +140,6 @@ TUNED: Columns = {
     ),
     "plateau": lambda row: show(row["plateau"], digits=2),
     "interior": lambda row: show(row["interior"]),
-    "untuned loss": lambda row: loss(row["default_loss"]),
 }
 STATISTICS: Columns = {
     "p-value": lambda row: show(row["p_value"], digits=2),

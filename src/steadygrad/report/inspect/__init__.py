@@ -49,6 +49,8 @@ def _headline(found: Inspection) -> str:
     if not found.proposal:
         return f"No result for {found.name} in float16 yet: the run is not complete."
     said = []
+    if found.forward:
+        said.append(f"the forward pass is not finite ({next(iter(found.forward))})")
     if nonfinite := found.names("nonfinite_at_any_scale"):
         said.append(f"gradients are not finite at any scale in {_list(nonfinite)}")
     if underflowing := found.names("underflowing"):
@@ -134,7 +136,10 @@ def _what_it_cannot_tell(found: Inspection) -> dict[str, str]:
             "Gradients are counted where they enter and leave a layer, and in its weights. "
             "Underflow between these places shows only as zeros in the weights' gradients."
         ),
-        "The forward pass.": "No loss scale prevents an overflow of activations.",
+        "The forward pass.": (
+            "The first module at fault is named in each step; no loss scale prevents an overflow "
+            "of activations."
+        ),
         "Whether it matters.": (
             "Underflow does no harm by itself: compare the losses before and after."
         ),

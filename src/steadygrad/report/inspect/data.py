@@ -1,4 +1,4 @@
-"""What an ``inspect`` record holds, gathered by phase and layer."""
+"""The contents of an ``inspect`` record, gathered by phase and layer."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,11 @@ class Inspection:
         self.histograms = {phase: _histograms(parts, phase) for phase in TITLES}
         # Steps and loss, by phase.
         self.losses = {
-            phase: [(float(part.steps), part.loss) for part in parts if part.phase == phase]
+            phase: [
+                (float(part.steps), part.loss)
+                for part in parts
+                if part.phase == phase and part.loss is not None
+            ]
             for phase in TITLES
         }
         self.rows: Sequence[Mapping[str, Any]] = summary.get("layers", ())
@@ -44,6 +48,8 @@ class Inspection:
         self.proposal: Mapping[str, Any] = summary.get("proposal") or {}
         self.finished = bool(summary and run.events and isinstance(run.events[-1], End))
         self._diagnosis: Mapping[str, Any] = summary.get("diagnosis", {})
+        # Steps whose forward pass was not finite, by the cause in words.
+        self.forward: Mapping[str, int] = self._diagnosis.get("forward", {})
 
     def names(self, finding: str) -> list[str]:
         """Layers with a finding of the diagnosis."""

@@ -1,4 +1,4 @@
-"""Decisions between trials: what the adaptive trials of ``advise`` train."""
+"""Decisions between trials: batch sizes and lengths of the adaptive trials of ``advise``."""
 
 import math
 

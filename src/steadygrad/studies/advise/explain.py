@@ -32,7 +32,7 @@ class _Words:
         return f"{number:,.0f} {self.evidence.task.sample if number == 1 else self.samples}"
 
     def needs(self, run: Checked) -> str:
-        """What a run from scratch needs: its overhead with its interval."""
+        """The overhead of a run from scratch, with its interval, in words."""
         if math.isinf(run.loss):
             return "diverged"
         goal = f"more {self.samples} than batch {self.base:,} for the same loss"
@@ -76,7 +76,7 @@ class _Words:
         )
 
     def failed(self, run: Checked) -> str:
-        """What is known of a batch size that was trained and is not advised."""
+        """Sentences about a batch size that was trained and is not advised."""
         batch, needs = f"Batch {run.batch_size:,}", self.needs(run)
         if run.low > self.tolerance:
             return f"{batch}, trained from scratch, {needs}."
@@ -105,7 +105,7 @@ class _Words:
         )
 
     def flat(self, points: Sequence[int]) -> str:
-        """What the smallest batch's loss does along the branches of unresolved points."""
+        """Sentence on the smallest batch's loss along the branches of unresolved points."""
         if any(self.evidence.criticals[i].falls for i in points):
             return "falls by less than three standard errors"
         return "does not fall"

@@ -40,7 +40,7 @@ def candidates_up_to(most: float, base: int, world_size: int = 1) -> list[int]:
 
 
 class Evidence:
-    """What a journal says of the study that a header begins."""
+    """Evidence of a study: its header and the events of its journal."""
 
     def __init__(self, header: Header, journal: Journal) -> None:
         self.header, self.journal = header, journal

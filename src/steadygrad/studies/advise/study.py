@@ -81,7 +81,7 @@ class Advise(Study):
         return found
 
     def summarize(self, journal: Journal, status: str) -> dict[str, Any]:
-        """The recommendation and what it rests on."""
+        """The recommendation and its evidence."""
         return summarize(self.header, journal, status)
 
     def too_little(self, summary: Mapping[str, Any]) -> str | None:

@@ -19,7 +19,7 @@ COUPLED = {"SGD", "ASGD", "Adam", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAd
 
 
 def summarize(header: Header, journal: Journal, status: str) -> dict[str, Any]:
-    """Says what the recorded events mean.
+    """Draws the conclusions from the recorded events.
 
     Args:
         header: The record's header.

@@ -173,13 +173,13 @@ def entries_of(settings: Settings, task: Task, folder: str = ".") -> dict[str, E
 
 
 def _added(spec: str, folder: str) -> Callable[..., Optimizer]:
-    path, _, name = spec.rpartition(":")
+    path, colon, name = spec.rpartition(":")
     files = [file for file in (Path(path).expanduser(), Path(folder, path)) if file.is_file()]
     if not files or not name.isidentifier():
+        wrong = "" if files else ": no such file" if colon else ", without a function"
         raise InputError(
             "--add should name a function in a file, as path/file.py:make_optimizer. Found "
-            f"{spec!r}{'' if files else ': no such file'}. Remedy: check the path, relative to "
-            f"{Path.cwd()}."
+            f"{spec!r}{wrong}. Remedy: check the path, relative to {Path.cwd()}."
         )
     return load_function(f"{files[0]}:{name}")
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -34,6 +35,8 @@ def make_plan(
 ) -> Plan:
     """Chooses the longest runs that fit a budget, with as many seeds as their length is worth.
 
+    Where the settings say how long the runs are, it chooses as many seeds as fit.
+
     Args:
         settings: The study's settings.
         task: The task.
@@ -43,21 +46,23 @@ def make_plan(
         trials_of: The trials of a plan.
 
     Raises:
-        InputError: If the batch sizes cannot be used, or the budget is too small for any answer.
+        InputError: If batch sizes or length cannot be used, or the budget is too small for any
+            answer.
     """
     multiples, size = _multiples(settings.batches, task), task.batch_size
     start_up = START_UP_WORKERS if workers > 1 else START_UP
     span = SHARE_OF_BUDGET * max(0.0, settings.budget - start_up) * speed
     # Every horizon is a whole number of steps at every batch size.
     unit = 4 * math.lcm(*multiples) * size
+    least = math.ceil(4 * LEAST_STEPS * multiples[-1] * size / unit)
+    given = _given(settings.samples, unit, least)
 
-    def priced(parts: int, seeds: int, full: bool) -> Plan:
-        longest = parts * unit
+    def priced(seeds: int, full: bool, parts: int) -> Plan:
         plan = Plan(
             batch_size=size,
             optimizers=tuple(optimizers),
             multiples=multiples,
-            horizons=(longest // 4, longest // 2, longest),
+            horizons=(parts * unit // 4, parts * unit // 2, parts * unit),
             points=settings.points,
             full=full,
             seeds=seeds,
@@ -70,17 +75,30 @@ def make_plan(
         return msgspec.structs.replace(plan, work=work, span=makespan(trials, workers))
 
     for seeds, full, steps in LEVELS:
-        steps = max(steps, 4 * LEAST_STEPS * multiples[-1])
-        fewest = math.ceil(steps * size / unit)
-        plan = _longest(lambda parts: priced(parts, seeds, full), fewest, span)  # noqa: B023
+        prices = partial(priced, seeds, full)
+        fewest = max(least, math.ceil(steps * size / unit))
+        plan = prices(given) if given else _longest(prices, fewest, span)
         if plan.span <= span:
             return plan
     seconds = math.ceil(plan.span / (SHARE_OF_BUDGET * speed) + start_up)
     raise InputError(
         f"The budget is too small for any answer: found {settings.budget:g}s, expected at least "
         f"{seconds}s for {len(optimizers)} optimizers at {speed:,.3g} samples a second. Remedy: "
-        f"--budget {seconds}s or more, or fewer --optimizers."
+        f"--budget {seconds}s or more{', fewer --samples,' if given else ','} or fewer "
+        "--optimizers."
     )
+
+
+def _given(samples: int, unit: int, least: int) -> int:
+    """Length of the longest runs in units, as the settings say it; 0 where they leave it open."""
+    given = round(samples / unit)
+    if samples and given < least:
+        raise InputError(
+            f"--samples should be at least {least * unit}, so that the shortest runs have "
+            f"{LEAST_STEPS} steps of the largest batch. Found {samples}. Remedy: --samples "
+            f"{least * unit}, or smaller --batches."
+        )
+    return given
 
 
 def _multiples(text: str, task: Task) -> tuple[int, ...]:

@@ -87,7 +87,9 @@ def slowdown(trainer: Trainer, entries: Mapping[str, Entry]) -> float:
     All optimizers take steps here: one that is broken shows before the study begins. The result is
     rounded to a quarter power of two, so that a slightly busier machine makes the same plan.
     """
-    optimizers = {name: made(name, entry, trainer.model) for name, entry in entries.items()}
+    optimizers = trainer.context.together(
+        lambda: {name: made(name, entry, trainer.model) for name, entry in entries.items()}
+    )
     seconds = _seconds(trainer, {"": trainer.optimizer, **optimizers}, FIRST_TURNS)
     trainer.restart()
     found = fmean(seconds[name] for name in entries) / seconds[""]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
+from steadygrad.record.schema.compare import LEAST_RATIO, MOST_RATIO
 from steadygrad.studies.statistics import Floats
 
 __all__ = ["Difference", "SampleRatio", "compare_pairs", "sample_ratio", "seeds_needed"]
@@ -18,8 +19,6 @@ MOST_SEEDS = 10_000
 # With fewer pairs a bootstrap has too few different resamples.
 BOOTSTRAP_PAIRS = 10
 DRAWS = 4000
-# Beyond these the baseline's loss curve is no guide.
-LEAST_RATIO, MOST_RATIO = 0.25, 4.0
 # Exponents of a loss curve: the usual one of power laws, and two that it lies between.
 USUAL, FLAT, STEEP = 1 / 3, 0.0, 1.0
 
@@ -210,12 +209,9 @@ def sample_ratio(differences: Floats, octave: Floats, confidence: float) -> Samp
     if fall <= 0 or a <= 0:
         return None
     root = math.sqrt(max(0.0, b * b - a * c))
-    low, high = (-b - root) / a, (-b + root) / a
-    return SampleRatio(
-        value=_ratio(-mean / fall, USUAL),
-        low=_ratio(low, FLAT if low > 0 else STEEP),
-        high=_ratio(high, STEEP if high > 0 else FLAT),
-    )
+    # Below a loss of one octave the flat law asks for more samples, beyond it the steep one does.
+    low, high = ([_ratio(rho / a, to) for to in (FLAT, STEEP)] for rho in (-b - root, -b + root))
+    return SampleRatio(_ratio(-mean / fall, USUAL), min(low), max(high))
 
 
 def _ratio(octaves: float, exponent: float) -> float:

@@ -162,6 +162,7 @@ def _tuned(evidence: Evidence, multiple: int, name: str) -> dict[str, Any]:
     # On the same seeds for all, those that are at their best there included.
     defaults = evidence.by_seed(name, 1, 2, 0, 0, DEFAULTS) if multiple == 1 else {}
     first = [*tried[0].values()] if search.is_done(name, 0) else []
+    plateau = _plateau([*evidence.octave(BASELINE, multiple).values()], first)
     return {
         "optimizer": name,
         "multiple": multiple,
@@ -171,16 +172,18 @@ def _tuned(evidence: Evidence, multiple: int, name: str) -> dict[str, Any]:
         # Of the rungs that the verdicts have their rates from.
         "interior": all(search.is_interior(name, rung) for rung in rungs[1:]) if is_done else None,
         "tried": {str(rung): {str(s): loss for s, loss in tried[rung].items()} for rung in rungs},
-        "plateau": _plateau([*evidence.octave(BASELINE, multiple).values()], first),
+        "plateau": plateau and plateau[0],
+        "plateau_loss": plateau and plateau[1],
         "effort": _effort(first),
         "default_loss": sum(defaults.values()) / DEFAULTS if len(defaults) == DEFAULTS else None,
     }
 
 
-def _plateau(octave: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Octaves of the learning rate that cost at most a tenth more samples than the best.
+def _plateau(octave: Sequence[float], losses: Sequence[float]) -> tuple[float, float] | None:
+    """Octaves of learning rates that cost at most a tenth more samples; the largest loss there.
 
-    Between neighbours the loss is taken to be a straight line of the rate's logarithm.
+    Between neighbours the loss is taken to be a straight line of the rate's logarithm. There is no
+    plateau where the baseline's loss does not fall.
     """
     fall = sum(octave) / len(octave) if octave else math.nan
     if not losses or not fall > 0 or not math.isfinite(min(losses) + fall):
@@ -192,7 +195,7 @@ def _plateau(octave: Sequence[float], losses: Sequence[float]) -> float | None:
             width += 1
         elif low <= most and math.isfinite(high):
             width += (most - low) / (high - low)
-    return width
+    return width, most
 
 
 def _effort(losses: Sequence[float]) -> dict[str, float]:

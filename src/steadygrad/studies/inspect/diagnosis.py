@@ -59,7 +59,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What float16 does to each layer, by its name; what becomes zero or subnormal is lost.
+    """Float16's effect on each layer, by its name; values that become zero or subnormal are lost.
 
     Attributes:
         underflowing: Share of the gradients lost with one loss scale, and not with one a layer.
@@ -68,6 +68,7 @@ class Diagnosis:
         nonfinite_at_any_scale: Steps of one training with gradients that no scale makes finite.
         overflowed_after: Steps with an overflow that a smaller scale than proposed prevents.
         internal_underflow: Share of the weight gradients lost at any scale, perhaps inside.
+        forward: Steps of one training whose forward pass was not finite, by the cause in words.
     """
 
     underflowing: Mapping[str, float]
@@ -76,15 +77,16 @@ class Diagnosis:
     nonfinite_at_any_scale: Mapping[str, int]
     overflowed_after: Mapping[str, int]
     internal_underflow: Mapping[str, float]
+    forward: Mapping[str, int]
 
     @property
     def fault(self) -> bool:
         """Whether one loss scale is not enough."""
-        return bool(self.underflowing or self.nonfinite_at_any_scale)
+        return bool(self.forward or self.underflowing or self.nonfinite_at_any_scale)
 
 
 def diagnose(parts: Iterable[Part]) -> Diagnosis:
-    """Says what float16 does to each layer; parts come in any order, and some may be missing."""
+    """Diagnoses float16's effect on each layer; parts come in any order, some may be missing."""
     phases = by_phase(parts)
     before, after = phases[BEFORE], phases[AFTER]
     underflowing, limit = _underflowing(before, phases[SEARCH]), _settled_scale(before) + NEAR
@@ -98,6 +100,7 @@ def diagnose(parts: Iterable[Part]) -> Diagnosis:
         nonfinite_at_any_scale={**_total(after, "at_any_scale"), **_total(before, "at_any_scale")},
         overflowed_after=_overflows(after),
         internal_underflow=_internal_underflow(shares_of(phases[SEARCH])),
+        forward={**_total(after, "forward"), **_total(before, "forward")},
     )
 
 
@@ -142,7 +145,7 @@ def by_phase(parts: Iterable[Part]) -> dict[str, list[Part]]:
 
 
 def shares_of(phase: Sequence[Part]) -> Shares:
-    """What became of each layer's gradients in float16 in the second half of a phase."""
+    """Shares of each layer's gradients that float16 changes, in the second half of a phase."""
     settled = phase[PARTS // 2 :]
     found = {}
     for name in layers_of(settled):

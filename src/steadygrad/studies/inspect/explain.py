@@ -23,7 +23,7 @@ def explain(
     diagnosis: Diagnosis,
     proposal: Proposal | None,
 ) -> list[str]:
-    """The findings, the most important first, then what to do; phases are rows of the summary."""
+    """The findings, the most important first, then the remedies; phases are rows of the summary."""
     said = [ENDINGS[status]] if status in ENDINGS else []
     if proposal is None:
         go_on = "" if status in ("failed", "complete") else " --resume goes on with the study."
@@ -33,6 +33,9 @@ def explain(
     one_scale = not (proposal.layer_scales or diagnosis.limiting)
     larger = one_scale and proposal.loss_scale > before["loss_scale"]
     scale = f"2^{math.log2(before['loss_scale']):.0f}"
+    said += _forward(diagnosis, before)
+    if diagnosis.forward and sum(diagnosis.forward.values()) >= before["steps"]:
+        return [*said, "No step was finite, so nothing can be said of the gradients."]
     said += [
         f"In {layer_title(name)}, gradients were not finite in {_steps(count)} whatever the "
         "scale. Look for the cause in its backward pass, or train it in bfloat16 or float32. "
@@ -54,6 +57,15 @@ def explain(
             f"{last:.4g} with the proposed scales."
         )
     return said + _remedy(diagnosis, proposal, larger)
+
+
+def _forward(diagnosis: Diagnosis, before: Mapping[str, Any]) -> Iterable[str]:
+    for cause, count in sorted(diagnosis.forward.items(), key=lambda pair: -pair[1]):
+        yield (
+            f"In {count} of {_steps(before['steps'])}, {cause}. That is in the forward pass, where "
+            "no loss scale helps, and such steps are not counted below. Train this part in "
+            "bfloat16 or float32, or look for what makes its values so large."
+        )
 
 
 def _underflow(scale: str, diagnosis: Diagnosis, proposal: Proposal, larger: bool) -> Iterable[str]:

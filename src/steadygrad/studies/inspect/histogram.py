@@ -33,6 +33,12 @@ class ExponentHistograms:
         self._nonfinite = dict.fromkeys(names, 0)
         self._overflowed_at: dict[str, float] = {}
         self._skipped = 0
+        self._forward: dict[str, int] = {}
+
+    def add_forward(self, cause: str) -> None:
+        """Counts a step whose forward pass was not finite: its gradients tell nothing of layers."""
+        self._skipped += 1
+        self._forward[cause] = self._forward.get(cause, 0) + 1
 
     def add(
         self, measured: MeasuredExponents, culprits: Sequence[str], nonfinite: Sequence[str] = ()
@@ -61,6 +67,7 @@ class ExponentHistograms:
         """The fields of a :class:`Part`; layers without any value of a kind are left out."""
         found: dict[str, Any] = {
             "skipped": self._skipped,
+            "forward": self._forward,
             "overflows": {name: n for name, n in self._overflows.items() if n},
             "at_any_scale": {name: n for name, n in self._nonfinite.items() if n},
             "overflowed_at": self._overflowed_at,
@@ -108,7 +115,7 @@ def add_up(histograms: Iterable[Histogram]) -> Tensor:
 
 
 def float16_shares(histogram: Tensor) -> dict[str, float]:
-    """What became of scaled values in float16, as shares of all; the flushed ones are zero."""
+    """Shares of scaled values that float16 changes; flushed values are zero."""
     found = shares(histogram[None], 0.0)
     return {
         "zero": (found.zero + found.flushed).item(),

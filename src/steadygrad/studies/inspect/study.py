@@ -12,6 +12,7 @@ from steadygrad.record.schema.inspect import (
     KINDS,
     PARTS,
     SEARCH,
+    Accumulation,
     Header,
     Part,
     Phase,
@@ -20,6 +21,7 @@ from steadygrad.record.schema.inspect import (
     layers_of,
 )
 from steadygrad.scale.choose import parts_of
+from steadygrad.studies.inspect import accumulation
 from steadygrad.studies.inspect.diagnosis import by_phase, diagnose, propose, shares_of
 from steadygrad.studies.inspect.explain import code, explain
 from steadygrad.studies.inspect.scalers import given_scales
@@ -35,6 +37,8 @@ class Inspect(Study):
     """Where float16 gradients underflow or overflow, and which scales prevent it."""
 
     name = "inspect"
+    # A forward pass that overflows is a finding.
+    finite = False
     header: Header
 
     @classmethod
@@ -58,10 +62,14 @@ class Inspect(Study):
 
     def trials(self) -> Sequence[Trial]:
         """The parts of each phase, and an evaluation after the first phase and the last."""
-        return make_trials(self.plan, self.header.task.valid_size)
+        check = Trial(("accumulation",), 0, lambda _: {"event": "accumulation"}, "accumulation")
+        chosen = [check] if self.header.settings.accumulation else []
+        return [*chosen, *make_trials(self.plan, self.header.task.valid_size)]
 
     def run(self, job: Job, place: Workplace) -> Event:
         """Runs one trial."""
+        if job["event"] == "accumulation":
+            return accumulation.check(place)
         runner = Runner(job, self.plan, place)
         return runner.part(job["part"]) if job["event"] == "part" else runner.evaluate()
 
@@ -84,7 +92,10 @@ class Inspect(Study):
         return {
             "task": self.header.task.name,
             "sample": self.header.task.sample,
-            "words": explain(status, rows, diagnosis, proposal),
+            "words": [
+                *explain(status, rows, diagnosis, proposal),
+                *accumulation.explain(journal.get(Accumulation)),
+            ],
             "diagnosis": {"fault": diagnosis.fault, **vars(diagnosis)},
             "proposal": proposal and {**vars(proposal), "code": code(proposal)},
             "phases": rows,

@@ -23,6 +23,7 @@ from steadygrad.studies.inspect.nonfinite import nonfinite_at_any_scale
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.order import generators, main_order
 from steadygrad.studies.study import Job, Trial, Workplace, evaluation_cost
+from steadygrad.watch import GradientWatch
 
 __all__ = ["TITLES", "Runner", "make_trials"]
 
@@ -76,7 +77,8 @@ class Runner:
         # Phases see the same data and the same random numbers.
         trainer.seed_everything("train", part)
         histograms = self._train(first, last)
-        losses, samples = trainer.take_losses(), last * self.plan.batch_size
+        finite = [loss for loss in trainer.take_losses() if math.isfinite(loss)]
+        samples = last * self.plan.batch_size
         state = trainer.state(samples)
         # The other ranks go on, and may read the file, when it is written.
         trainer.context.on_main(lambda: self._keep(part, state))
@@ -85,7 +87,7 @@ class Runner:
             part=part,
             steps=last,
             samples=samples,
-            loss=math.fsum(losses) / len(losses),
+            loss=math.fsum(finite) / len(finite) if finite else None,
             scales={name: math.log2(scale) for name, scale in trainer.scaler.get_scales().items()},
             **histograms.fields(),
         )
@@ -95,7 +97,8 @@ class Runner:
         self._enter(PARTS)
         checkpoints = self.place.checkpoints
         self.trainer.context.on_main(lambda: checkpoints.drop(f"{self.phase}-{PARTS - 2}"))
-        return Phase(phase=self.phase, valid_loss=self.place.evaluate())
+        loss = self.place.evaluate()
+        return Phase(phase=self.phase, valid_loss=loss if math.isfinite(loss) else None)
 
     def _enter(self, parts: int) -> None:
         """Puts the trainer into the state after so many parts of the phase."""
@@ -129,16 +132,31 @@ class Runner:
         histograms = ExponentHistograms([*trainer.scaler.get_scales()], unscaled=searching)
         device = trainer.context.device
         before, restore_rng = trainer.scaler.state_dict(), generators(device)
+        watch = GradientWatch(trainer.model)
         for end in trainer.run(order, first * size, last * size, size):
             scaler, nonfinite = trainer.scaler, list[str]()
             culprits, measured = scaler.culprits(), scaler.measured
-            if culprits and not searching:
+            forward = _forward_fault(watch) if culprits else None
+            if forward is not None:
+                # No scale would have prevented it, so none moves.
+                scaler.load_state_dict(before)
+                histograms.add_forward(forward)
+            elif culprits and not searching:
                 indices = order.take(end - size, size)
                 found = nonfinite_at_any_scale(trainer, indices, restore_rng)
                 nonfinite = [name for name in culprits if name in found]
                 own = self.proposal.get("layer_scales", {})
                 scalers.follow_one_scale(scaler, culprits, before, own, nonfinite)
-            histograms.add(measured, culprits, nonfinite)
+                watch.report()  # of the repeated step
+            if forward is None:
+                histograms.add(measured, culprits, nonfinite)
             before, restore_rng = scaler.state_dict(), generators(device)
             self.place.advance(size, TITLES[self.phase])
+        watch.close()
         return histograms
+
+
+def _forward_fault(watch: GradientWatch) -> str | None:
+    """The cause of a step that was not finite, if it lies in the forward pass."""
+    found = watch.report()
+    return found.cause if found is not None and found.in_forward else None

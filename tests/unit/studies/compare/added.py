@@ -20,6 +20,11 @@ def adamw(model, lr):
     return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
+def drawing(model, lr):
+    torch.rand(3)
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
 def raises(model, lr):
     raise RuntimeError("it broke\nsecond line")
 

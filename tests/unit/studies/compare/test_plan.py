@@ -63,6 +63,21 @@ def test_a_budget_that_is_too_small_says_which_is_enough(batches, workers, names
         plan_for(seconds - 1, **options)
 
 
+@pytest.mark.parametrize(("budget", "seeds"), [(2000, 10), (1200, 5), (700, 3)])
+def test_a_length_that_is_given_leaves_the_seeds_to_the_budget(budget, seeds):
+    plan = plan_for(budget, samples=3203)
+    assert (plan.horizons, plan.seeds) == ((800, 1600, 3200), seeds)
+    assert plan.span / plan.samples_per_second <= 0.85 * budget
+
+
+def test_a_length_that_cannot_be_used():
+    with pytest.raises(InputError, match=r"found 60s, .* or more, fewer --samples, or fewer --opt"):
+        plan_for(60, samples=100_000)
+    with pytest.raises(InputError, match=r"--samples should be at least 512, .* Found 400\. "):
+        plan_for(7200, samples=400, batches="1,4")
+    assert plan_for(7200, samples=512, batches="1,4").horizons == (128, 256, 512)
+
+
 def test_larger_batches_have_whole_steps_and_enough_of_them():
     plan = plan_for(3600, batches="1,3,16")
     for horizon in plan.horizons:

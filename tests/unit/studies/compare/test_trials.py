@@ -210,6 +210,13 @@ def test_decisions_are_the_same_whatever_else_is_recorded(seed):
     assert len(journal.select(Run)) == len(reference.select(Run))
 
 
+def test_a_loss_that_is_no_number_is_infinitely_bad():
+    """The lowest rates are looked at first, and nothing is less than NaN."""
+    plan = planned()
+    journal = record(plan, lambda step, **f: math.nan if step < -1 else 1 + 0.1 * abs(step))
+    assert Search(plan, journal, 1).best("lans", 0) == 0
+
+
 def test_a_search_knows_what_is_not_recorded_yet():
     plan, whole = planned(), bowl({"adamw": 0, "lans": 1, "sgd": -1})
     half = record(plan, whole, speed=False, keep=lambda e: e.samples == 32 or e.optimizer == "lans")

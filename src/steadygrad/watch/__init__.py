@@ -1,0 +1,21 @@
+"""Diagnosis of gradients in any loop: what became non-finite first, true norms, accumulation.
+
+``finding`` searches the tensors of a pass for its first fault, ``passes`` collects them, ``taps``
+are the hooks behind each module. ``norms`` and ``accumulation`` with its ``windows`` stand alone.
+"""
+
+from steadygrad.watch.accumulation import check_accumulation
+from steadygrad.watch.finding import Finding
+from steadygrad.watch.gradient_watch import GradientWatch
+from steadygrad.watch.norms import GradientNorms, gradient_norms
+from steadygrad.watch.windows import AccumulationCheck, Window
+
+__all__ = [
+    "AccumulationCheck",
+    "Finding",
+    "GradientNorms",
+    "GradientWatch",
+    "Window",
+    "check_accumulation",
+    "gradient_norms",
+]

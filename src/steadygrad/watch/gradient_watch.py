@@ -1,0 +1,249 @@
+"""Names the module that first made something non-finite, in any training loop."""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from steadygrad._checks import InputError, check_type
+from steadygrad._names import plain_name
+from steadygrad.sharding import ShardSum, gather_json, process_world
+from steadygrad.watch.finding import PARAMETER, Finding, Seen
+from steadygrad.watch.norms import GradientNorms, gradient_norms
+from steadygrad.watch.passes import Clock, Pass, finite_now, values
+from steadygrad.watch.taps import Tap, witnesses
+
+__all__ = ["GradientWatch"]
+
+# Forward passes that may wait for a backward pass; an older one counts as over.
+_MOST_OPEN = 64
+# Gradients with no more elements are copied together, and looked at by one call.
+_SMALL = 4096
+
+
+class GradientWatch:
+    """Watches every module's output and its gradient, in any loop, with or without a scaler.
+
+    .. code-block:: python
+
+        watch = GradientWatch(model)
+        ...
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not norm.isfinite():
+            print(watch.report())
+
+    A pass begins when the model itself is called with gradients enabled, and ends with the backward
+    pass. A fault is a gradient that is not finite; or an output, where no backward pass followed.
+    What is infinite in passes without a fault, as a mask is, is not blamed later.
+
+    Args:
+        model: The model as it is called, after DDP, ``fully_shard`` and ``torch.compile``, on the
+            device where it trains.
+        process_group: Processes whose findings :meth:`report` compares: ``"all"``, None for this
+            one alone, or a process group.
+
+    Attributes:
+        batches: Passes begun so far.
+        current: The last pass begun; None once it is over.
+
+    Raises:
+        InputError: If the whole model was compiled in place: nothing outside of it can be hooked;
+            or if another watch looks at it.
+    """
+
+    def __init__(self, model: nn.Module, process_group: Any = "all") -> None:
+        check_type("model", model, nn.Module, "the module that the loop calls")
+        if model._compiled_call_impl is not None:
+            raise InputError(
+                "Expected a model that is compiled by torch.compile(model), or not as a whole. "
+                "Found one after model.compile(). Remedy: `compiled = torch.compile(model)`, then "
+                "GradientWatch(compiled)."
+            )
+        self.model, self._group = model, process_group
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.batches, self.clock = 0, Clock(device)
+        self.current: Pass | None = None
+        self._open: deque[Pass] = deque()
+        self._closed: deque[Pass] = deque()
+        self._awaited = False
+        self._finding: Finding | None = None
+        # Whether a pass without a fault came after the finding.
+        self._well = True
+        self._usual: set[tuple[str, str]] = set()
+        self._sum: ShardSum | None = None
+        # Reduced gradients are those of all processes, and do not say which of them is at fault.
+        told = witnesses(model) if process_world(process_group).size == 1 else {}
+        self._taps = {
+            module: Tap(
+                _own_name(name, model),
+                not any(part in told for part in module.modules()),
+                self,
+                self.clock,
+            )
+            for name, module in model.named_modules()
+        }
+        self._handles: list[Any] = []
+        for module, tap in self._taps.items():
+            self._handles += tap.attach(module, model)
+        # By their places: wrappers exchange parameters.
+        places = [(m._parameters, leaf, self._taps[m]) for m, leaf in told.items()]
+        self._small = [place for place in places if _is_small(place[0][place[1]])]
+        self._large = [place for place in places if not _is_small(place[0][place[1]])]
+
+    def close(self) -> None:
+        """Takes the hooks away; the model is as it was. Findings can still be reported."""
+        self._close()
+        for handle in self._handles:
+            handle.remove()
+        for module, tap in self._taps.items():
+            tap.detach(module)
+        self._taps, self._small, self._large = {}, [], []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def report(self) -> Finding | None:
+        """The first fault of the last unbroken row of them, and forgets it; None if all was finite.
+
+        Waits for the device. Every process of the group must call it: all of them are handed the
+        finding that came first in the order of execution.
+        """
+        self._close()
+        self._judge(wait=True)
+        mine = self._finding or self._parameter_fault()
+        self._finding, self._well = None, True
+        world = process_world(self._group)
+        if world.size == 1:
+            return mine
+        found = gather_json(mine and asdict(mine), world, self.clock.ticks.device)
+        faults = [Finding(**{**one, "rank": rank}) for rank, one in enumerate(found) if one]
+        latest = max((fault.last for fault in faults), default=0)
+        row = [fault for fault in faults if fault.last == latest]
+        return min(row, key=lambda fault: (fault.batch, *fault.order), default=None)
+
+    def norms(self, group_of: Callable[[str], str] | None = None) -> GradientNorms:
+        """Norms of the gradients as they are now, by parameter and by group.
+
+        See :func:`gradient_norms`. The first call under sharding takes a collective more.
+        """
+        self._sum = self._sum or ShardSum([*self.model.parameters()])
+        return gradient_norms(self.model, group_of, self._sum)
+
+    def begin(self, inputs: Any) -> None:
+        """Begins a pass: the model is called."""
+        if not torch.is_grad_enabled():
+            self.current = None
+            return
+        self.current = Pass(self.batches, self.clock, inputs, self._await_backward)
+        self.batches += 1
+        self._awaited = False
+        self._open.append(self.current)
+        if len(self._open) > _MOST_OPEN:
+            self._finish(self._open.popleft())
+
+    def _await_backward(self) -> None:
+        """Asks the engine to close the open passes when the backward pass is over."""
+        if not self._awaited:
+            self._awaited = True
+            Variable._execution_engine.queue_callback(self._close)
+
+    def _close(self) -> None:
+        if self._open:
+            last = self._open[-1]
+            if self.clock.used:
+                last.seen += [tap.take(last.batch) for tap in self._taps.values()]
+                last.called |= {one.name for one in last.seen}
+            if last.backward or self.clock.used:
+                self._ask_witnesses(last)
+        self.current, self._awaited = None, False
+        while self._open:
+            self._finish(self._open.popleft())
+        self._judge(wait=False)
+
+    def _finish(self, over: Pass) -> None:
+        # On a CPU, where a fault has to be explained and weights are still those of the pass.
+        if self.clock.deferred or (over.broken and self._well):
+            named = {_own_name(name, self.model): p for name, p in self.model.named_parameters()}
+            looks = self._look([*named.values()])
+            over.weights = [
+                Seen("weight", name, over.batch, look)
+                for name, look in zip(named, looks, strict=True)
+            ]
+        over.close()
+        self._closed.append(over)
+
+    def _ask_witnesses(self, last: Pass) -> None:
+        """Notes gradients of weights as those at the outputs of their modules."""
+        told = self._gradients(last, self._small)
+        if told and not self.clock.deferred:
+            total = torch.cat([gradient for _, gradient in told]).sum()
+            if math.isfinite(total.item()):
+                for one, _ in told:
+                    one.gradient = True
+                told = []
+        told += self._gradients(last, self._large)
+        looks = self._look([gradient for _, gradient in told])
+        for (one, _), one.gradient in zip(told, looks, strict=True):
+            last.broken = last.broken or one.gradient is False
+
+    def _gradients(self, last: Pass, some: Any) -> list[tuple[Seen, Tensor]]:
+        found = []
+        for holder, leaf, tap in some:
+            one, gradient = tap.output, holder[leaf].grad
+            # Weights of a module that was not called itself have a gradient all the same. What the
+            # model returns is hooked.
+            if gradient is None or tap.batch != last.batch or tap.hooked or one.returned:
+                continue
+            one.weight = tap.prefix + leaf
+            found.append((one, gradient))
+        return found
+
+    def _look(self, tensors: list[Tensor]) -> list[Any]:
+        if not self.clock.deferred:
+            return [finite_now(tensor) for tensor in tensors]
+        # An empty tensor has no largest magnitude.
+        some = [x if x.numel() else x.new_zeros(1) for x in map(values, tensors)]
+        return [*torch._foreach_norm(some, math.inf)] if some else []
+
+    def _judge(self, *, wait: bool) -> None:
+        """Looks at passes that have arrived on the host."""
+        while self._closed and self._closed[0].arrived(wait=wait):
+            over = self._closed.popleft()
+            fault = over.fault(self._usual)
+            if fault is None:
+                self._well = True
+            elif self._finding is None or self._well:
+                self._finding, self._well = replace(fault, last=over.batch), False
+            else:
+                self._finding = replace(self._finding, last=over.batch)
+            self.clock.closely = self.clock.closely or fault is not None
+
+    def _parameter_fault(self) -> Finding | None:
+        """A fault that no module saw: in the gradients of weights themselves."""
+        for name, p in self.model.named_parameters():
+            gradient = None if p.grad is None else values(p.grad)
+            if gradient is not None and not torch.isfinite(gradient).all():
+                name, last = _own_name(name, self.model), self.batches - 1
+                seen, order = f"the gradient of {name!r}", (2, 0, True)
+                return Finding(PARAMETER, name, seen, "", "", last, last=last, order=order)
+        return None
+
+
+def _is_small(weight: Tensor | None) -> bool:
+    return type(weight) is nn.Parameter and weight.ndim == 1 and weight.numel() <= _SMALL
+
+
+def _own_name(name: str, model: nn.Module) -> str:
+    """A name in the model that DDP or torch.compile wrapped."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        name = name.partition(".")[2]
+    return plain_name(name)

@@ -1,0 +1,87 @@
+"""Norms of gradients by parameter and by group: of whole gradients, however they are sharded."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad._names import plain_name
+from steadygrad.formulas.tensors import exact, square_sums
+from steadygrad.sharding import ShardSum, aligned, local
+
+__all__ = ["GradientNorms", "gradient_norms"]
+
+
+@dataclass(frozen=True)
+class GradientNorms:
+    """Norms of gradients; reading them waits for the device.
+
+    Attributes:
+        names: Parameters that have a gradient on this process.
+        groups: Their groups.
+        squares: Squares of their norms, float64, with shape ``(len(names),)``.
+    """
+
+    names: Sequence[str]
+    groups: Sequence[str]
+    squares: Tensor
+
+    @property
+    def total(self) -> float:
+        """The norm of all gradients together."""
+        return float(self.squares.sum().sqrt())
+
+    @property
+    def by_parameter(self) -> Mapping[str, float]:
+        """The norm of each parameter's gradient."""
+        return dict(zip(self.names, self.squares.sqrt().tolist(), strict=True))
+
+    @property
+    def by_group(self) -> Mapping[str, float]:
+        """The norm of each group's gradients together."""
+        sums = dict.fromkeys(self.groups, 0.0)
+        for group, square in zip(self.groups, self.squares.tolist(), strict=True):
+            sums[group] += square
+        return {group: total**0.5 for group, total in sums.items()}
+
+
+def gradient_norms(
+    model: nn.Module,
+    group_of: Callable[[str], str] | None = None,
+    shard_sum: ShardSum | None = None,
+) -> GradientNorms:
+    """Takes the norms of the gradients as they are now, in one collective for each mesh.
+
+    Under sharding every process of the mesh must call it. A norm of a DTensor's local part, which
+    ``.item()`` reads from a partial sum, would be too small by the root of the number of shards.
+    Gradients that are laid out otherwise than their parameters are redistributed first.
+
+    Args:
+        model: The model.
+        group_of: Gives a parameter's group by its name. Default: the part of the model, a child or
+            an item of a list of modules.
+        shard_sum: That of the model's parameters; making it takes a collective more.
+    """
+    names = [plain_name(name) for name, _ in model.named_parameters()]
+    parameters = [*model.parameters()]
+    device = parameters[0].device if parameters else torch.device("cpu")
+    squares = torch.zeros(len(names), dtype=exact(device), device=device)
+    present = [i for i, p in enumerate(parameters) if p.grad is not None]
+    if present:
+        gradients = [local(aligned(_dense(p.grad), p)) for p in parameters if p.grad is not None]
+        squares[present] = square_sums(gradients, squares.dtype)
+    # All parameters travel, those without a gradient as zeros: one length on every process.
+    squares = (shard_sum or ShardSum(parameters))(squares[None])[0]
+    found = [names[i] for i in present]
+    return GradientNorms(found, [(group_of or _part)(name) for name in found], squares[present])
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """The values of a sparse gradient, each row once."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _part(name: str) -> str:
+    first, *rest = name.split(".")
+    return f"{first}.{rest[0]}" if rest and rest[0].isdigit() else first

@@ -1,0 +1,80 @@
+"""Ways of cutting a batch into micro-batches, and the names of what goes wrong with them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["WORDS", "AccumulationCheck", "Window"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """One way of cutting the batch, and how its gradient compares with the whole one's.
+
+    Attributes:
+        name: The way.
+        sizes: Samples of each micro-batch.
+        ratio: Norm of the accumulated gradient over that of the whole batch's.
+        cosine: Of the angle between them.
+        layers: Ratio and cosine of each module that has weights.
+        bug: Its name; empty where both are equal.
+        words: What it is, and the remedy.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    ratio: float
+    cosine: float
+    layers: Mapping[str, tuple[float, float]]
+    bug: str
+    words: str
+
+
+@dataclass(frozen=True)
+class AccumulationCheck:
+    """What became of the gradient in each window."""
+
+    windows: Sequence[Window]
+
+    @property
+    def bugs(self) -> Sequence[str]:
+        """Names of the bugs found, each once."""
+        return list(dict.fromkeys(window.bug for window in self.windows if window.bug))
+
+    def __str__(self) -> str:
+        """A line for each window."""
+        return "\n".join(
+            f"{w.name} ({_cut_in_words(w.sizes)}): ratio {w.ratio:.4g}, "
+            f"cosine {w.cosine:.4g}. {w.words}"
+            for w in self.windows
+        )
+
+
+def _cut_in_words(sizes: Sequence[int]) -> str:
+    one = len({*sizes}) == 1
+    return f"{len(sizes)} x {sizes[0]}" if one else " + ".join(map(str, sizes))
+
+
+WORDS = {
+    "": "The same gradient.",
+    "random": "The whole batch has another gradient each time. Remedy: turn dropout and other "
+    "random numbers off for this check.",
+    "batch": "No weights of the micro-batches' gradients give the whole batch's: a sample's loss "
+    "depends on the other samples (BatchNorm, a contrastive loss). Remedy: statistics that do not "
+    "depend on the batch, or no accumulation.",
+    "lost": "Only {left} of {parts} micro-batches are in the gradient. Remedy: clear gradients "
+    "once a window, not before each backward pass.",
+    "sum": "The gradient is {parts} times too large: losses are added up. Remedy: divide each by "
+    "the number of micro-batches.",
+    "twice": "The gradient is {parts} times too small: it is divided by the number of micro-"
+    "batches twice. Remedy: leave one of the two divisions out.",
+    "short": "The loop divides by {whole} where the window has {parts} micro-batches. Remedy: "
+    "divide by the number that it has.",
+    "means": "Micro-batches count alike though they hold more or less of the loss: a mean of "
+    "means. Remedy: add up the losses of all samples or tokens, and divide once by their number in "
+    "the whole window.",
+    "factor": "The gradient is {ratio:.4g} times as large as it should be, in the right "
+    "direction. Remedy: look for what the losses are divided by.",
+    "weights": "Micro-batches have the weights {used} where {right} would be right.",
+    "other": "The accumulated gradient is not made of the micro-batches' gradients. Remedy: look "
+    "for gradients that were left from before, clipping, or another loss in the loop.",
+}

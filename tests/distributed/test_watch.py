@@ -1,0 +1,143 @@
+"""A gradient watch on two processes: which of them was first, and norms of whole gradients."""
+
+import copy
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from steadygrad.watch import GradientWatch, check_accumulation
+from tests.distributed.ranks import on_ranks
+from tests.unit.watch.nets import FAULTS, Block, Stack, data, make, mse
+
+pytestmark = pytest.mark.distributed
+
+
+class Checkpointed(Block):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def build(kind):
+    if kind == "checkpointed":
+        torch.manual_seed(0)
+        model = Stack(Checkpointed)
+    else:
+        model, _ = make("residual")
+    return model
+
+
+def wrap(model, kind):
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def found_by(watch):
+    found = watch.report()
+    return found and [found.kind, found.name, found.rank, found.batch]
+
+
+def faults(rank, world, kind):
+    """All is well; a bad batch on rank 1; a fault on both; what rank 1 alone sees in backward."""
+    said = []
+    plain = build(kind)
+    model = wrap(plain, kind)
+    watch = GradientWatch(model)
+    for batch in range(3):
+        x, y = data(rank + 2 * batch)
+        if batch == 1 and rank == 1:
+            x[0, 0, 0] = torch.nan
+        mse(model(x), y).backward()
+        said.append(found_by(watch))
+        model.zero_grad()
+    watch.close()
+    plain = build(kind)
+    FAULTS["square root of zero"][0](plain, "blocks.1.")
+    if rank == 0:
+        plain.blocks[1].place.function = torch.nn.Identity()
+    model = wrap(plain, kind)
+    watch = GradientWatch(model)
+    x, y = data(rank)
+    mse(model(x), y).backward()
+    said.append(found_by(watch))
+    return said
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "checkpointed"])
+def test_rank_and_culprit(kind, tmp_path):
+    expected = [
+        None,
+        ["batch", "", 1, 1],
+        None,
+        ["gradient", "blocks.1.place", 1, 0],
+    ]
+    assert on_ranks(2, faults, tmp_path, kind) == [expected, expected]
+
+
+def norms(rank, world):
+    """Norms of sharded gradients, those of one process, and how many collectives they take."""
+    model, _ = make("residual")
+    model.head.bias.requires_grad_(False)
+    whole = copy.deepcopy(model)
+    wrap(model, "fsdp")
+    watch = GradientWatch(model)
+    x, y = data()
+    mse(model(x), y).backward()
+    mse(whole(x), y).backward()
+    watch.norms()  # makes the table of shards
+    with CommDebugMode() as counter:
+        found = watch.norms()
+    alone = GradientWatch(whole, process_group=None).norms()
+    wrong = sum(
+        float(p.grad.to_local().square().sum()) for p in model.parameters() if p.grad is not None
+    )
+    pairs = [[found.by_parameter[name], norm] for name, norm in alone.by_parameter.items()]
+    pairs += [[found.by_group[name], norm] for name, norm in alone.by_group.items()]
+    pairs += [[found.total, alone.total]]
+    return [pairs, counter.get_total_counts(), wrong**0.5, [*found.by_group]]
+
+
+def test_norms_are_those_of_whole_gradients(tmp_path):
+    for pairs, collectives, local, groups in on_ranks(2, norms, tmp_path):
+        # Sums of at most 64 float32 numbers in two orders.
+        assert all(a == pytest.approx(b, rel=1e-6) for a, b in pairs)
+        assert collectives == 1
+        assert local < 0.9 * pairs[-1][1]
+        assert groups == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+
+
+def accumulated(rank, world):
+    """The same check on a sharded model and on a whole one, with a loop that divides wrongly."""
+    found = []
+    for sharded in (True, False):
+        model = build("fsdp")
+        if sharded:
+            wrap(model, "fsdp")
+
+        def loss(model, pair):
+            return mse(model(pair[0]), pair[1])
+
+        def window(micros, model=model, loss=loss):
+            for micro in micros:
+                (loss(model, micro) / 4).backward()
+
+        x, y = (torch.cat([tensor] * 4) for tensor in data())
+        y[3:] += 1.0
+        check = check_accumulation(model, loss, (x, y), accumulate=window)
+        found.append([[w.bug, w.ratio, w.cosine, w.layers["head"][0]] for w in check.windows])
+    return found
+
+
+def test_accumulation_of_a_sharded_model(tmp_path):
+    for sharded, whole in on_ranks(2, accumulated, tmp_path):
+        assert [window[0] for window in whole] == ["", "short", "means", "short"]
+        assert [window[0] for window in sharded] == [window[0] for window in whole]
+        for a, b in zip(sharded, whole, strict=True):
+            # float32 gradients, averaged over two processes that have the same ones.
+            assert a[1:] == pytest.approx(b[1:], rel=1e-5)

@@ -1,0 +1,64 @@
+"""A forward pass that overflows is the first finding of a study, and no longer its end."""
+
+import pytest
+
+from steadygrad.record import read_run
+from steadygrad.record.schema.inspect import Accumulation
+from steadygrad.report import render
+from tests.unit.studies.inspect.runs import look, parts_of, spec
+
+CAUSE = "the forward pass of 'blocks.1' overflowed or divided by zero: what it was given is finite"
+
+
+@pytest.fixture(scope="module")
+def some(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("some") / "run"
+    look(folder, spec("overflowing"), steps=64)
+    return read_run(folder)
+
+
+def test_first_finding(some):
+    assert some.summary["status"] == "complete"
+    parts = parts_of(some.folder, "before")
+    count = sum(part.forward.get(CAUSE, 0) for part in parts)
+    assert 0 < count < sum(part.skipped for part in parts) < 64
+    assert some.summary["diagnosis"]["forward"] == {CAUSE: count}
+    assert some.summary["words"][0].startswith(f"In {count} of 64 steps, {CAUSE}.")
+    assert some.summary["diagnosis"]["nonfinite_at_any_scale"] == {}
+
+
+def test_such_steps_move_no_scale(some):
+    """The one scale comes down by a half for each of the other overflows only."""
+    parts = parts_of(some.folder, "before")
+    others = sum(part.skipped - sum(part.forward.values()) for part in parts)
+    assert parts[-1].scales[""] == 16.0 - others
+    assert {name for part in parts for name in part.at_any_scale} == set()
+
+
+def test_page_says_so(some):
+    page = render(some)
+    assert "the forward pass is not finite (the forward pass of &#x27;blocks.1&#x27;" in page
+
+
+def test_no_step_is_finite(tmp_path):
+    look(tmp_path / "run", spec("always_overflowing"))
+    run = read_run(tmp_path / "run")
+    assert run.summary["status"] == "complete"
+    assert run.summary["words"] == [
+        run.summary["words"][0],
+        "No step was finite, so nothing can be said of the gradients.",
+    ]
+    assert run.summary["words"][0].startswith(f"In 16 of 16 steps, {CAUSE}.")
+    assert [part.loss for part in parts_of(run.folder)] == [None] * 24
+    assert "no loss scale" in render(run)
+
+
+@pytest.mark.parametrize(("factory", "bug"), [("healthy", ""), ("batch_norm", "batch")])
+def test_accumulation(factory, bug, tmp_path):
+    look(tmp_path / "run", spec(factory), accumulation=True)
+    run = read_run(tmp_path / "run")
+    (found,) = run.select(Accumulation)
+    assert len(found.cuts) == (1 if bug else 4)
+    assert found.cuts[0].bug == bug
+    said = [words for words in run.summary["words"] if words.startswith("Accumulat")]
+    assert ("depends on the other samples" in said[0]) == bool(bug)

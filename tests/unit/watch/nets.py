@@ -1,0 +1,211 @@
+"""Three small nets with a place for a fault, and the faults that are planted there.
+
+Each fault says who is to blame, by its kind and by a name in which ``{}`` is the block around it.
+"""
+
+from collections import OrderedDict
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """A residual block, ``x + outer(place(tanh(inner(norm(x)))))``."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.place, self.outer = nn.Identity(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.outer(self.place(torch.tanh(self.inner(self.norm(x)))))
+
+
+class Attention(nn.Module):
+    """One head; ``mask`` is true where a position may look."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.softmax = Softmax()
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(self.softmax(q @ k.transpose(-1, -2)) @ v)
+
+
+class Softmax(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mask = torch.ones(4, 4).tril().bool()
+
+    def forward(self, scores):
+        return torch.softmax(scores.masked_fill(~self.mask, -torch.inf), -1)
+
+
+class TransformerBlock(Block):
+    """Attention, then the residual block."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention_norm, self.attention = nn.LayerNorm(WIDTH), Attention()
+
+    def forward(self, x):
+        return super().forward(x + self.attention(self.attention_norm(x)))
+
+
+class Stack(nn.Module):
+    """An embedding, blocks and a head, in a transformer's way."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.embed = nn.Linear(4, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def sequential():
+    return nn.Sequential(
+        OrderedDict(
+            embed=nn.Linear(4, WIDTH),
+            norm=nn.LayerNorm(WIDTH),
+            inner=nn.Linear(WIDTH, WIDTH),
+            act=nn.Tanh(),
+            place=nn.Identity(),
+            outer=nn.Linear(WIDTH, WIDTH),
+            head=nn.Linear(WIDTH, 4),
+        )
+    )
+
+
+NETS = {
+    "sequential": (sequential, ""),
+    "residual": (lambda: Stack(Block), "blocks.1."),
+    "transformer": (lambda: Stack(TransformerBlock), "blocks.1."),
+}
+
+
+def make(net):
+    """A net with fixed weights, and the prefix of its faulty block."""
+    torch.manual_seed(0)
+    maker, prefix = NETS[net]
+    return maker(), prefix
+
+
+def data(seed=0):
+    """Inputs and targets, both with shape ``(2, 4, 4)``."""
+    x, y = torch.randn(2, 2, 4, 4, generator=torch.Generator().manual_seed(seed))
+    return x, y
+
+
+class Times(nn.Module):
+    """Multiplies, and overflows."""
+
+    def forward(self, x):
+        return x * 1e30 * 1e30
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1e30 * 1e30
+
+
+def spread_of_a_constant(x):
+    """A normalisation without epsilon."""
+    same = torch.zeros_like(x)
+    return x + (same - same.mean()) / same.std()
+
+
+def masked_row(x):
+    """Attention in which one position may look at nothing."""
+    mask = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device)
+    mask[1] = False
+    scores = (x @ x.transpose(-1, -2)).masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1) @ x
+
+
+class Module(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def first_zero(x):
+    """The first feature as an exact zero, which still has a gradient."""
+    return torch.cat([x[..., :1] * 0, x[..., 1:].abs() + 1], -1)
+
+
+def plant(function):
+    """Puts a module into the place."""
+
+    def put(model, prefix):
+        model.get_submodule(prefix.rstrip(".")).place = Module(function)
+
+    return put
+
+
+def spoil(leaf, value):
+    def put(model, prefix):
+        with torch.no_grad():
+            model.get_parameter(prefix + leaf)[2].fill_(value)
+
+    return put
+
+
+def nothing(model, prefix):
+    pass
+
+
+def mse(y, target):
+    return F.mse_loss(y, target)
+
+
+def divided(y, target):
+    """A mean over the labels that count, of which there is none."""
+    weight = torch.zeros_like(target)
+    return (F.mse_loss(y, target, reduction="none") * weight).sum() / weight.sum()
+
+
+def log_of_zero(y, target):
+    return -torch.log(y * 0).mean()
+
+
+# name: how it is planted, the loss, the kind and the culprit.
+FAULTS = {
+    "overflow in the forward pass": (plant(lambda x: x * 1e30 * 1e30), mse, "output", "{}place"),
+    "overflow by large weights": (spoil("outer.weight", 3e38), mse, "output", "{}outer"),
+    "overflow in backward only": (plant(Backward.apply), mse, "gradient", "{}place"),
+    "square root of zero": (plant(lambda x: first_zero(x).sqrt()), mse, "gradient", "{}place"),
+    "norm of zero": (plant(lambda x: x + (x * 0).pow(2).sum(-1, keepdim=True).sqrt()), mse,
+                     "gradient", "{}place"),
+    "log of zero": (plant(lambda x: first_zero(x).log()), mse, "output", "{}place"),
+    "zero by zero": (plant(lambda x: first_zero(x) / (x * 0)), mse, "output", "{}place"),
+    "spread of a constant": (plant(spread_of_a_constant), mse, "output", "{}place"),
+    "a row that is masked": (plant(masked_row), mse, "output", "{}place"),
+    "root of zero beside a sum": (plant(lambda x: x + (x * 0).sqrt()), mse, "gradient", "{}place"),
+    "logarithm beside a sum": (plant(lambda x: x + (x * 0).log()), mse, "output", "{}place"),
+    "division by zero in the loss": (nothing, divided, "loss", ""),
+    "log of zero in the loss": (nothing, log_of_zero, "loss", ""),
+    "a weight that became NaN": (spoil("inner.weight", torch.nan), mse, "weight", "{}inner.weight"),
+    "an infinite bias": (spoil("outer.bias", torch.inf), mse, "weight", "{}outer.bias"),
+    "a root behind a saturated gate": (
+        # sigmoid(inf) is 1: all outputs after it are finite, the gradient is not.
+        plant(lambda x: torch.sigmoid((x * 0).rsqrt())), mse, "gradient", "{}place"),
+}  # fmt: skip

@@ -1,0 +1,84 @@
+"""Compiled code names the same culprits: the whole model, single blocks, and blocks in place."""
+
+import pytest
+import torch
+
+from steadygrad.watch import GradientWatch
+from tests.unit.watch.nets import FAULTS, data, make, mse
+
+# Remarks of the compiler on its own code.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+CHOSEN = [
+    "overflow in the forward pass",
+    "overflow in backward only",
+    "square root of zero",
+    "log of zero in the loss",
+]
+
+
+def blocks(model):
+    for name, block in model.blocks.named_children():
+        setattr(model.blocks, name, torch.compile(block, backend="aot_eager"))
+    return model
+
+
+def in_place(model):
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    return model
+
+
+COMPILED = {
+    "whole": lambda model: torch.compile(model, backend="aot_eager"),
+    "blocks": blocks,
+    "in place": in_place,
+}
+
+
+@pytest.fixture(autouse=True)
+def _reset():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+@pytest.mark.parametrize("fault", CHOSEN)
+def test_culprit(fault, compiled):
+    put, loss, kind, name = FAULTS[fault]
+    model, prefix = make("residual")
+    put(model, prefix)
+    model = COMPILED[compiled](model)
+    watch, (x, y) = GradientWatch(model), data()
+    for batch in range(2):
+        loss(model(x), y).backward()
+        found = watch.report()
+        assert (found.kind, found.name, found.batch) == (kind, name.format(prefix), batch)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+def test_all_is_well(compiled):
+    model, _ = make("residual")
+    plain, _ = make("residual")
+    model = COMPILED[compiled](model)
+    watch, (x, y) = GradientWatch(model), data()
+    for _ in range(3):
+        mse(model(x), y).backward()
+        mse(plain(x), y).backward()
+        assert watch.report() is None
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    assert watch.batches == 3
+
+
+def test_model_compiled_in_place_is_refused():
+    model, _ = make("residual")
+    model.compile(backend="aot_eager")
+    with pytest.raises(ValueError, match=r"torch\.compile\(model\)"):
+        GradientWatch(model)

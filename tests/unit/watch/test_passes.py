@@ -1,0 +1,371 @@
+"""Passes of unusual form: code between modules, checkpointing, ties, copies, accumulation."""
+
+import copy
+import pickle
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from steadygrad.watch import GradientWatch
+from tests.unit.watch.nets import FAULTS, Backward, Block, Module, Stack, data, make, mse
+from tests.unit.watch.test_faults import step
+
+
+class Two(nn.Module):
+    """Two layers, and code of its own."""
+
+    def __init__(self, code):
+        super().__init__()
+        self.first, self.second, self.code = nn.Linear(4, 4), nn.Linear(4, 4), code
+
+    def forward(self, x):
+        return self.code(self, x)
+
+
+def test_code_between_submodules():
+    """The sum overflows: neither of its terms does."""
+    inner = Two(lambda own, x: own.first(x) + own.second(x))
+    model = nn.Sequential(OrderedDict(inner=inner, act=nn.Tanh(), head=nn.Linear(4, 4)))
+    with torch.no_grad():
+        inner.first.bias.fill_(2e38)
+        inner.second.bias.fill_(2e38)
+    watch, (x, y) = GradientWatch(model), data()
+    (mse(model(x), y) * torch.inf).backward()
+    found = watch.report()
+    assert (found.kind, found.name) == ("output", "inner")
+    assert found.finite_before == "the output of 'inner.second'"
+
+
+def test_code_before_a_submodule():
+    """What `forward` does before its first submodule is not that submodule's fault."""
+    model = Two(lambda own, x: own.second(own.first(x) * 1e30 * 1e30))
+    watch, (x, y) = GradientWatch(model), data()
+    mse(model(x), y).backward()
+    found = watch.report()
+    assert (found.kind, found.name) == ("output", "")
+    assert found.seen_in == "the input of 'second'"
+    assert found.finite_before == "the output of 'first'"
+
+
+def test_gradient_of_a_weight_alone():
+    """In float16 a weight's gradient adds up over the batch what is finite at the output."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1, bias=False)).half()
+    watch = GradientWatch(model)
+    x = torch.full((2000, 4), 1.0, dtype=torch.float16)
+    with torch.no_grad():
+        model[0].weight.fill_(8.0)
+        model[1].weight.fill_(1e-3)
+    (model(x) * 10.0).sum().backward()
+    assert watch.report().seen_in == "the gradient of '1.weight'"
+
+
+def test_submodule_whose_weights_are_used_without_a_call():
+    """torch's attention never calls its `out_proj`, which has a gradient all the same."""
+
+    class Attended(Two):
+        def __init__(self):
+            super().__init__(None)
+            self.attention = nn.MultiheadAttention(4, 1, batch_first=True)
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.second(self.attention(x, x, x)[0])
+
+    model = Attended()
+    model.second = nn.Sequential(Module(Backward.apply), model.second)
+    watch, (x, y) = GradientWatch(model), data()
+    mse(model(x), y).backward()
+    found = watch.report()
+    assert (found.kind, found.name) == ("gradient", "second.0")
+    assert found.seen_in == "the gradient at the output of 'attention'"
+
+
+def test_module_that_changes_its_input_in_place():
+    model = nn.Sequential(
+        nn.Linear(4, 4), Module(lambda x: x.mul_(1e30).mul_(1e30)), nn.Linear(4, 4)
+    )
+    watch, (x, y) = GradientWatch(model), data()
+    mse(model(x), y).backward()
+    found = watch.report()
+    assert (found.kind, found.name, found.finite_before) == ("output", "1", "the output of '0'")
+
+
+def test_tied_weights():
+    """The gradient of a weight with two uses does not say at which of them it broke."""
+    model = nn.Sequential(nn.Linear(4, 4), Module(Backward.apply), nn.Linear(4, 4), nn.Tanh())
+    model[2].weight = model[0].weight
+    model[2].bias = model[0].bias
+    watch, (x, y) = GradientWatch(model), data()
+    mse(model(x), y).backward()
+    found = watch.report()
+    assert (found.kind, found.name) == ("gradient", "1")
+    assert found.finite_before == "the gradient at the output of '1'"
+
+
+def test_branches_that_take_turns():
+    """Of two branches the one whose own consumer broke is blamed, and not what ran next."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.after_a, self.after_b = Module(Backward.apply), nn.Tanh()
+
+        def forward(self, x):
+            a, b = self.a(x), self.b(x)
+            return self.after_a(a) + self.after_b(b)
+
+    model = Branches()
+    watch, (x, y) = GradientWatch(model), data()
+    mse(model(x), y).backward()
+    found = watch.report()
+    assert (found.kind, found.name) == ("gradient", "after_a")
+    assert found.seen_in == "the gradient at the output of 'a'"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("fault", ["overflow in the forward pass", "square root of zero"])
+def test_checkpointed(fault, reentrant):
+    class Checkpointed(Block):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    put, loss, kind, name = FAULTS[fault]
+    torch.manual_seed(0)
+    model = Stack(Checkpointed)
+    watch = GradientWatch(model)
+    step(model)
+    assert watch.report() is None
+    watch.close()
+    put(model, "blocks.1.")
+    watch = GradientWatch(model)
+    step(model, loss)
+    found = watch.report()
+    assert (found.kind, found.name) == (kind, name.format("blocks.1."))
+
+
+def test_minus_infinity_that_is_usual_is_not_blamed():
+    """A module that masks with minus infinity is no fault; the one that breaks later is."""
+    model, _ = make("residual")
+    model.blocks[0].place = nn.Sequential(
+        Module(lambda x: x.masked_fill(x > x.mean(), -torch.inf)), nn.Softmax(-1)
+    )
+    model.blocks[1].place = Module(lambda x: x * torch.tensor(scale))
+    watch, scale = GradientWatch(model), 1.0
+    for seed in range(3):
+        step(model, seed=seed)
+        assert watch.report() is None
+    scale = torch.inf
+    step(model)
+    found = watch.report()
+    assert (found.kind, found.name, found.batch) == ("output", "blocks.1.place", 3)
+
+
+def test_evaluation_is_not_watched_and_forward_faults_need_no_backward():
+    model, _ = make("sequential")
+    watch = GradientWatch(model)
+    with torch.no_grad():
+        model(data()[0] * torch.nan)
+    assert watch.report() is None
+    model(data()[0] * torch.nan)
+    assert (watch.report().kind, watch.batches) == ("batch", 1)
+
+
+def test_a_mask_without_backward_is_no_fault():
+    """Minus infinity in the middle of a pass, whose output is finite, before any training step."""
+    model = nn.Sequential(
+        nn.Linear(4, 4), Module(lambda x: x.masked_fill(x > x.mean(), -torch.inf)), nn.Softmax(-1)
+    )
+    watch = GradientWatch(model)
+    model(data()[0])
+    model(data()[0])
+    assert (watch.report(), watch.batches) == (None, 2)
+
+
+def test_sparse_gradients():
+    model = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 1))
+    watch, tokens = GradientWatch(model), torch.tensor([1, 1, 3])
+    model(tokens).sum().backward()
+    assert watch.report() is None
+    dense = model[0].weight.grad.to_dense().norm().item()
+    assert watch.norms().by_parameter["0.weight"] == pytest.approx(dense, rel=1e-6)
+    (model(tokens) * torch.inf).sum().backward()
+    assert (watch.report().kind, watch.batches) == ("loss", 2)
+
+
+def test_norms_by_parameter_and_group():
+    model, _ = make("residual")
+    watch = GradientWatch(model)
+    step(model)
+    model.head.bias.grad = None
+    found = watch.norms()
+    grads = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+    # Squares of float32 added up in float64.
+    assert found.by_parameter == pytest.approx({n: g.norm().item() for n, g in grads.items()})
+    block = torch.cat([g.flatten() for n, g in grads.items() if n.startswith("blocks.1.")])
+    assert found.by_group["blocks.1"] == pytest.approx(block.norm().item())
+    assert "head.bias" not in found.by_parameter
+    halves = watch.norms(lambda name: "weights" if name.endswith("weight") else "others").by_group
+    assert halves["weights"] ** 2 + halves["others"] ** 2 == pytest.approx(found.total**2)
+
+
+def test_two_forward_passes_before_one_backward():
+    model, _ = make("residual")
+    watch, (x, y) = GradientWatch(model), data()
+    bad = x.clone()
+    bad[0, 0, 0] = torch.inf
+    first, second = model(bad), model(x)
+    (mse(first, y) + mse(second, y)).backward()
+    found = watch.report()
+    assert (found.kind, found.batch) == ("batch", 0)
+
+
+def test_gradients_are_those_without_a_watch():
+    model, _ = make("transformer")
+    twin = copy.deepcopy(model)
+    watch = GradientWatch(model)
+    step(model)
+    assert watch.batches == 1
+    step(twin)
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
+
+
+def test_closed_watch_leaves_nothing():
+    model, _ = make("residual")
+    before = [{**vars(module)} for module in model.modules()]
+    with GradientWatch(model) as watch:
+        step(model)
+        assert any(module._forward_hooks for module in model.modules())
+    assert [vars(module).keys() for module in model.modules()] == [own.keys() for own in before]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    step(model)
+    assert watch.batches == 1
+
+
+def test_one_watch_at_a_time():
+    model, _ = make("residual")
+    watch = GradientWatch(model)
+    with pytest.raises(ValueError, match=r"Found one at ''. Remedy: close\(\)"):
+        GradientWatch(model)
+    watch.close()
+    assert GradientWatch(model).report() is None
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_of_the_model_is_not_watched(copied):
+    model, _ = make("residual")
+    watch = GradientWatch(model)
+    step(model)
+    watch.batches = 0
+    twin = copied(model)
+    with torch.no_grad():
+        twin.head.weight.fill_(torch.nan)
+    step(twin)
+    assert (watch.report(), watch.batches) == (None, 0)
+
+
+def test_cell_that_is_called_again():
+    """A fault in its second call, whose weights' gradient says nothing of which call it was."""
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.between, self.act = nn.Linear(4, 4), Module(Backward.apply), nn.Tanh()
+
+        def forward(self, x):
+            x = self.act(self.cell(x))
+            return self.cell(self.act(self.cell(self.between(x))))
+
+    model = Recurrent()
+    watch, (x, y) = GradientWatch(model), data()
+    for batch in range(2):
+        mse(model(x), y).backward()
+        found = watch.report()
+        assert (found.kind, found.name, found.batch) == ("gradient", "between", batch)
+
+
+def test_functional_code_in_backward():
+    """Neither the layer before nor the one after: the module around both is named."""
+
+    class Root(Two):
+        def forward(self, x):
+            return self.second((self.first(x) * 0).abs().sqrt())
+
+    model = nn.Sequential(nn.Linear(4, 4), Root(None), nn.Linear(4, 4))
+    watch, (x, y) = GradientWatch(model), data()
+    watch.batches = 1
+    for _ in range(2):  # the second time inputs are looked at too
+        mse(model(x), y).backward()
+        found = watch.report()
+        assert (found.kind, found.name) == ("gradient", "1")
+        assert found.seen_in == "the gradient at the output of '1.first'"
+    assert found.finite_before == "the gradient at the input of '1.second'"
+
+
+def test_output_that_is_changed_in_place_later():
+    """A sum in place hides what the layer before gave; from the first pass on that is known."""
+
+    class Adds(Two):
+        def forward(self, x):
+            y = self.first(x)
+            y += x
+            return self.second(y)
+
+    model = nn.Sequential(nn.Linear(4, 4), Adds(None), nn.Linear(4, 4))
+    watch, (x, y) = GradientWatch(model), data()
+    mse(model(x), y).backward()
+    assert watch.report() is None
+    with torch.no_grad():
+        model[1].first.bias.fill_(3e38)
+        model[1].first.weight.fill_(3e38)
+    mse(model(x), y).backward()
+    found = watch.report()
+    assert (found.kind, found.name) == ("output", "1.first")
+
+
+def test_first_of_the_last_row():
+    """A fault that was overcome is forgotten when the next one comes."""
+    model, _ = make("residual")
+    watch, (x, y) = GradientWatch(model), data()
+    for bad in (False, True, False, True, True):
+        model.zero_grad()
+        mse(model(x * torch.nan if bad else x), y).backward()
+    model.zero_grad()
+    found = watch.report()
+    assert (found.batch, found.last) == (3, 4)
+    assert watch.report() is None
+
+
+def test_overflow_in_half_precision():
+    """The usual cause of NaN in float16."""
+    model, prefix = make("residual")
+    with torch.no_grad():
+        model.get_parameter(f"{prefix}outer.weight").fill_(6e4)
+    watch, (x, y) = GradientWatch(model), data()
+    with torch.autocast("cpu", torch.float16):
+        loss = mse(model(x).float(), y)
+    loss.backward()
+    found = watch.report()
+    assert (found.kind, found.name) == ("output", f"{prefix}outer")
+
+
+def test_model_without_weights():
+    watch = GradientWatch(nn.ReLU())
+    assert (watch.report(), watch.norms().total) == (None, 0.0)
+
+
+def test_large_values_that_overflow_a_sum_are_finite():
+    """Sums of float32 overflow here, and the squares of the gradients do; the values do not."""
+    model = nn.Linear(4, 4)
+    watch = GradientWatch(model)
+    x = torch.full((8, 4), 1e37)
+    (model(x) * 0.1).sum().backward()
+    assert watch.report() is None
