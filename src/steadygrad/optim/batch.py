@@ -144,14 +144,18 @@ class ParamBatch:
         # Both flags on the host; None where they are a graph's own.
         self._flags: tuple[list[bool], list[bool]] | None = None
         if not torch.compiler.is_compiling():
-            self._layout = Layout(self._own)
-            self._grad_layout = Layout(self._own, None if table is None else table.types[0])
-            self._large = [t for tensors in (*self.moments, self._masters) for t in tensors]
-            self._states = [*self._large, *(state[name] for name in small for state in states)]
-            self._sizes = [t.numel() for t in self._large]
-            self._addresses = addresses_of(self._states)
-            if table is not None:
-                table.fill_states(self.moments)
+            self._remember(small)
+
+    def _remember(self, small: Sequence[str]) -> None:
+        """Notes what must stay as it is for the batch to be used again."""
+        self._layout = Layout(self._own)
+        self._grad_layout = Layout(self._own, None if self.table is None else self.table.types[0])
+        self._large = [t for tensors in (*self.moments, self._masters) for t in tensors]
+        self._states = [*self._large, *(s[name] for name in small for s in self.states)]
+        self._sizes = [t.numel() for t in self._large]
+        self._addresses = addresses_of(self._states)
+        if self.table is not None:
+            self.table.fill_states(self.moments)
 
     @property
     def lr(self) -> float | Tensor:
