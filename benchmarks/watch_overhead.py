@@ -2,10 +2,10 @@
 
 The sums are of order tokens times width and the step is of order tokens times width squared: the
 built-in model's width of 96 is the worst case. On one thread the processor's own time is taken, of
-the shortest of five steps in each turn: other programs on the machine change that least. Watched and
-plain steps are the same model's, which lies alike in memory.
+the shortest of five steps in each turn: other programs on the machine change that least. Watched
+and plain steps are the same model's, which lies alike in memory.
 
-Run: python benchmarks/watch_overhead.py [--rounds 100] [--threads 1] [--save]
+Run: python benchmarks/watch_overhead.py [--rounds 40] [--threads 1] [--compiled] [--save]
 """
 
 import argparse
