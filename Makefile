@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: advise compare test test-slow lint types check docs bench clean
+.PHONY: advise compare test test-slow test-integrations lint types check docs bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "steadygrad needs Python 3.10 or newer, found " + sys.version.split()[0] + ". Remedy: make PYTHON=/path/to/python3.12")'
@@ -26,6 +26,14 @@ test: $(VENV)/.installed  ## all tests but the slow ones, in a few minutes
 
 test-slow: $(VENV)/.installed  ## the slow rest: several processes, compilers, statistics of many replicates
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m slow
+
+test-integrations: $(VENV)/.integrations  ## the adapters, in the trainers themselves
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal tests/integrations
+
+$(VENV)/.integrations: $(VENV)/.installed
+	$(PIP) install --quiet --constraint constraints.txt --group integrations
+	$(PIP) install --quiet --constraint constraints.txt --no-deps ai2-olmo-core cached-path
+	touch $@
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

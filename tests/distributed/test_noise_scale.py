@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,6 +36,9 @@ def distributed(rank, world, kind, micros, sizes=None, source="microbatch", metr
     if kind == "ddp":
         model = DistributedDataParallel(model)
         accumulate = lambda last: Nothing() if last else model.no_sync()  # noqa: E731
+    elif kind == "replicate":
+        replicate(model)
+        accumulate = lambda last: FsdpSync(model, last)  # noqa: E731
     else:
         mesh = hsdp_mesh(world) if kind == "hsdp" else None
         shard(model, mesh)
@@ -80,6 +84,7 @@ CASES = {
         "ddp, one micro-batch": ("ddp", 1),
         "ddp, three micro-batches": ("ddp", 3),
         "ddp, unequal ranks": ("ddp", 2, [4, 9]),
+        "composable ddp, three micro-batches": ("replicate", 3),
         "fsdp, one micro-batch": ("fsdp", 1),
         "fsdp, three micro-batches": ("fsdp", 3),
         "fsdp, reduced": ("fsdp", 3, None, "accumulated"),

@@ -169,7 +169,8 @@ def weighted_sum(gradients: Sequence[Tensor | None], scales: Tensor) -> Tensor |
     total = _finite(first.to(wide)).mul_(factor)
     scratch = torch.empty_like(total) if len(pairs) > 1 else total
     for gradient, factor in pairs[1:]:
-        total.addcmul_(_finite(gradient.to(wide), out=scratch), factor)
+        # Rounded before it is added, as the originals do: gradients that cancel leave zero.
+        total.add_(_finite(gradient.to(wide), out=scratch).mul_(factor))
     return total.to(first.dtype)
 
 

@@ -20,6 +20,7 @@ from steadygrad.kernels.table import PointerTable, Types
 __all__ = [
     "BACKENDS",
     "BROKEN",
+    "GAPS",
     "KernelError",
     "backend_of",
     "missing",
@@ -38,6 +39,8 @@ _NEEDED = {"numba": ("numba",), "triton": ("numpy", "triton")}
 # Why kernels are not tried again in this process, by optimizer, type of device and set of types; or
 # by type of device, where it is all of them.
 BROKEN: dict[Hashable, str] = {}
+# What kernels cannot take though it is mended easily.
+GAPS = "elements with gaps between them"
 # Optimizer and reason of each warning given.
 _WARNED: set[tuple[str, str]] = set()
 # The process that read this file, which is always read before there is anything to compile.
@@ -143,12 +146,15 @@ def warn_about_kernels(optimizer: str, why: str) -> None:
 
 def warn_about_tensor(optimizer: str, parameter: torch.Tensor, why: str) -> None:
     """Warns about a parameter that kernels cannot take, once for each optimizer and reason."""
+    remedy = "dense tensors of floating types"
+    if reason := why.startswith(GAPS):
+        remedy = "parameter.data = parameter.data.contiguous() before the optimizer is built"
     _warn(
         optimizer,
-        why,
+        GAPS if reason else why,
         f"Expected parameters that fused kernels can take in {optimizer}. Found {why} in one of "
         f"{parameter.dtype} with shape {tuple(parameter.shape)}; multi-tensor calls work on it. "
-        "Remedy: dense tensors of floating types, or foreach=True in a group of their own.",
+        f"Remedy: {remedy}, or foreach=True in a group of their own.",
     )
 
 

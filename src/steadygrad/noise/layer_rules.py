@@ -1,5 +1,6 @@
 """Which layers can tell their examples' gradients apart, and by which formulas."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,6 +97,14 @@ _CONV = LayerRule(
     bias=lambda layer, g: formulas.conv_bias_gradients(g),
 )
 
+# Hugging Face's Conv1D, of GPT-2 and its like: a linear layer whose weight is transposed.
+_TRANSPOSED = LayerRule(
+    features=lambda layer: 1,
+    weight=lambda layer, x, g: formulas.linear_weight_gradients(x, g).mT,
+    weight_sq_norms=lambda layer, x, g: formulas.linear_weight_sq_norms(x, g),
+    bias=lambda layer, g: formulas.linear_bias_gradients(g),
+)
+
 _NORMS: dict[type[nn.Module], LayerRule] = {nn.LayerNorm: _LAYER_NORM, nn.RMSNorm: _RMS_NORM}
 _RULES: dict[type[nn.Module], LayerRule] = {
     nn.Linear: _LINEAR,
@@ -123,7 +132,7 @@ def measured_layers(model: nn.Module, layers: str) -> list[MeasuredLayer]:
     check_choice("layers", layers, ("all", "norm"))
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
-    rules = _RULES if layers == "all" else _NORMS
+    rules = _rules() if layers == "all" else _NORMS
     found = []
     for name, module in model.named_modules():
         own = {k: p for k, p in module._parameters.items() if p is not None and p.requires_grad}
@@ -143,6 +152,12 @@ def measured_layers(model: nn.Module, layers: str) -> list[MeasuredLayer]:
             "Remedy: source='microbatch'."
         )
     return found
+
+
+def _rules() -> dict[type[nn.Module], LayerRule]:
+    """The rules for torch's layers, and for those of a library that is in use."""
+    library = sys.modules.get("transformers.pytorch_utils")
+    return _RULES if library is None else {**_RULES, library.Conv1D: _TRANSPOSED}
 
 
 def _rule_for(module: nn.Module, rules: dict[type[nn.Module], LayerRule]) -> LayerRule | None:

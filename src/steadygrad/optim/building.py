@@ -194,7 +194,7 @@ def _types_for_kernels(
     if gradient is not None and type(gradient) is not Tensor:
         return f"gradients of type {type(gradient).__name__}"
     if any(t.is_neg() for t in (own, *kept)) or _has_gaps(own):
-        return f"strides {own.stride()} with gaps"
+        return f"{kernels.GAPS} (strides {own.stride()})"
     if any((t.shape, t.stride()) != (own.shape, own.stride()) for t in kept):
         return "states in another memory order"
     types = (grad_dtype, (masters or [own])[0].dtype, moments[0].dtype, own.dtype)

@@ -104,6 +104,8 @@ def data_parallel_world(model: nn.Module) -> World:
         if isinstance(module, nn.parallel.DistributedDataParallel):
             group = module.process_group
             return World("ddp", group, dist.get_world_size(group))
+        if (found := _replicated_group(module)) is not None:
+            return World("ddp", *found)
     if sharded:
         return World("fsdp", None, dist.get_world_size())
     if dist.get_world_size() > 1:
@@ -114,6 +116,23 @@ def data_parallel_world(model: nn.Module) -> World:
             stacklevel=3,
         )
     return World()
+
+
+def _replicated_group(module: nn.Module) -> "tuple[dist.ProcessGroup | None, int] | None":
+    """Group and size of torch's composable DDP, `replicate`, as OLMo-core uses it; None elsewhere.
+
+    It makes its DistributedDataParallel in the first forward pass, and no child of it.
+    """
+    from torch.distributed._composable.replicate import DDP, replicate
+
+    if not isinstance(module, DDP):
+        return None
+    state = replicate.state(module)
+    mesh = state._init_kwargs.get("device_mesh")
+    group = mesh.get_group() if mesh is not None else state._init_kwargs.get("process_group")
+    if state.has_initialized:
+        group = state._ddp.process_group
+    return group, dist.get_world_size(group)
 
 
 def _refuse_other_shards(name: str, parameter: nn.Parameter, sharded: bool) -> None:

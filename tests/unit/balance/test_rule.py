@@ -186,3 +186,17 @@ def test_metrics_name_shares_before_and_after():
         assert metrics[f"target_{name}"] == pytest.approx(weight / 7)
         assert metrics[f"average_{name}"] == pytest.approx(norms[name])
         assert metrics[f"scale_{name}"] == pytest.approx(weight / 7 / norms[name])
+
+
+@pytest.mark.parametrize(("balance_grads", "expected"), [(False, 99.0), (True, 0.0)])
+def test_passes_encodecs_own_test(balance_grads, expected):
+    """Its `test()`: two losses that pull one number apart, one of them a hundred times as hard."""
+    x = torch.zeros(1, requires_grad=True)
+    one = torch.ones_like(x)
+    losses = {
+        "1": torch.nn.functional.l1_loss(x, one),
+        "2": 100 * torch.nn.functional.l1_loss(x, -one),
+    }
+    balancer = LossBalancer({"1": 1, "2": 1}, balance_grads=balance_grads)
+    balancer.backward(losses, x)
+    assert torch.allclose(x.grad, torch.tensor(expected))

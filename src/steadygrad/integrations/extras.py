@@ -1,0 +1,16 @@
+"""The error that names a missing extra."""
+
+__all__ = ["MissingExtraError"]
+
+
+class MissingExtraError(ImportError):
+    """A package that an integration needs is not installed.
+
+    Args:
+        package: The package's name for pip.
+        extra: The extra of steadygrad that brings it; None: it comes from elsewhere.
+    """
+
+    def __init__(self, package: str, extra: str | None) -> None:
+        remedy = f'pip install "steadygrad[{extra}]"' if extra else f"pip install {package}"
+        super().__init__(f"Expected the package {package!r}. Found none. Remedy: {remedy}.")

@@ -1,0 +1,49 @@
+"""Plain numbers of the tools, by names that loggers sort into one group.
+
+A number that is not finite is left out: the upper end of an open interval has no point on a chart.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from steadygrad.balance import LossBalancer
+from steadygrad.noise import NoiseScale
+
+__all__ = ["balancer_metrics", "finite", "noise_metrics"]
+
+
+def finite(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Reads tensors with shape ``()``, waiting for their device once; keeps the finite ones."""
+    if not tensors:
+        return {}
+    rows = torch.stack([t.detach().to(torch.float64) for t in tensors.values()]).tolist()
+    pairs = zip(tensors, rows, strict=True)
+    return {f"{prefix}/{name}": row for name, row in pairs if math.isfinite(row)}
+
+
+def noise_metrics(noise: NoiseScale) -> dict[str, float]:
+    """The noise scale with its interval, of the whole and by group; waits for the device.
+
+    Args:
+        noise: The estimator.
+
+    Returns:
+        ``steadygrad/noise_scale/value``, ``low``, ``high``, ``grad_sq_norm``, ``noise_trace``,
+        ``resolved``, ``drifting``, ``skipped``, ``altered``, and the values of several groups
+        under ``by_group/``.
+    """
+    estimate = noise.estimate()
+    names = ("value", "low", "high", "grad_sq_norm", "noise_trace", "resolved", "drifting")
+    found = {name: getattr(estimate, name) for name in names}
+    found |= {"skipped": noise.skipped, "altered": noise.altered}
+    if len(estimate.by_group) > 1:
+        found |= {f"by_group/{name}": group.value for name, group in estimate.by_group.items()}
+    return finite("steadygrad/noise_scale", found)
+
+
+def balancer_metrics(balancer: LossBalancer) -> dict[str, float]:
+    """:attr:`LossBalancer.metrics` under ``steadygrad/balancer/``; waits for the device."""
+    return finite("steadygrad/balancer", balancer.metrics)

@@ -1,0 +1,111 @@
+"""A callback for OLMo-core that measures the noise scale before gradients are clipped."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from steadygrad._checks import InputError
+from steadygrad.integrations.extras import MissingExtraError
+from steadygrad.integrations.metrics import noise_metrics
+from steadygrad.noise import NoiseScale
+
+try:
+    from olmo_core.data.utils import get_labels, split_batch
+    from olmo_core.train.callbacks import Callback
+except ImportError as error:
+    raise MissingExtraError("ai2-olmo-core", None) from error
+
+__all__ = ["NoiseScaleCallback"]
+
+
+@dataclass
+class NoiseScaleCallback(Callback):
+    """Measures the noise scale in sequences, and records it as ``steadygrad/noise_scale/...``.
+
+    .. code-block:: python
+
+        trainer_config.with_callback("noise_scale", NoiseScaleCallback())
+
+    A micro-batch weighs as its tokens do, by which OLMo-core divides the loss. The measurements
+    are in its checkpoints. Steps that the trainer skips, and its dry run, are not measured.
+
+    Attributes:
+        interval: Optimizer steps between two records; reading waits for the device.
+        options: Of :class:`NoiseScale`.
+    """
+
+    interval: int = 10
+    options: dict[str, Any] = field(default_factory=dict)
+
+    # Without annotations, as they are no fields.
+    noise = None  # type: NoiseScale | None
+    _loaded = None  # type: Any
+
+    def pre_train(self) -> None:
+        """Hooks the estimator to the model as it is trained."""
+        model = self.trainer.train_module.model
+        self.noise = NoiseScale(model, **self.options)
+        if self._loaded is not None:
+            self.noise.load_state_dict(self._loaded)
+        # OLMo-core names no micro-batch to callbacks: each forward pass in training takes the next.
+        self._waiting: deque[tuple[int, Tensor]] = deque()
+        self._handle = model.register_forward_pre_hook(self._tell)
+
+    def pre_step(self, batch: dict[str, Any]) -> None:
+        """Splits the batch as the train module will, and counts its tokens."""
+        module = self.trainer.train_module
+        ignored = module.label_ignore_index
+        labels = batch["labels"] if "labels" in batch else get_labels(batch, ignored)
+        rows = module.rank_microbatch_size // labels.shape[1]
+        tokens = [(part["labels"] != ignored).sum() for part in parts_of(labels, rows)]
+        counts = [len(part["labels"]) for part in parts_of(labels, rows)]
+        parts = len(counts) * self._processes
+        if parts < 2:
+            raise InputError(
+                f"Expected at least two micro-batches a step over all processes. Found {parts}. "
+                "Remedy: half of rank_microbatch_size."
+            )
+        total = sum(tokens)
+        weights = [count / total for count in tokens]
+        self._waiting = deque(zip(counts, weights, strict=True))
+
+    @property
+    def _processes(self) -> int:
+        assert self.noise is not None
+        return int(self.noise.world.size)
+
+    def _tell(self, model: nn.Module, *_: Any) -> None:
+        if model.training and self._waiting and self.noise is not None:
+            count, weight = self._waiting.popleft()
+            self.noise.samples(count, weight=weight)
+
+    def pre_optim_step(self) -> None:
+        """Measures the step, and records the numbers now and then."""
+        assert self.noise is not None
+        self.noise.step()
+        if self.step % self.interval == 0:
+            for name, value in noise_metrics(self.noise).items():
+                self.trainer.record_metric(name, value)
+
+    def close(self) -> None:
+        """Takes the hooks off the model; the estimate stays."""
+        if self.noise is not None:
+            self.noise.remove()
+            self._handle.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The measurements."""
+        return {} if self.noise is None else {"noise": self.noise.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Puts the measurements back, or keeps them until training begins."""
+        self._loaded = state_dict.get("noise")
+        if self.noise is not None and self._loaded is not None:
+            self.noise.load_state_dict(self._loaded)
+
+
+def parts_of(labels: Tensor, rows: int) -> Any:
+    """A batch's labels, split as OLMo-core splits the batch."""
+    return split_batch({"input_ids": labels, "labels": labels}, rows)

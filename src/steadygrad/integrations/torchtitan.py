@@ -1,0 +1,63 @@
+"""An override for torchtitan that makes ScaledAdam, LANS and LAMB selectable.
+
+.. code-block:: python
+
+    config.override.imports = [
+        ("steadygrad.integrations.torchtitan.optimizers", {"name": "LANS", "lr": 5e-3}),
+    ]
+
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+from steadygrad._checks import check_choice
+from steadygrad.integrations.extras import MissingExtraError
+from steadygrad.optim import LAMB, LANS, ScaledAdam
+
+try:
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+    from torchtitan.config.override import derive, override
+except ImportError as error:
+    raise MissingExtraError("torchtitan", None) from error
+
+__all__ = ["SteadygradOptimizers", "optimizers"]
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "LAMB": LAMB,
+    "LANS": LANS,
+    "ScaledAdam": ScaledAdam,
+}
+
+
+class SteadygradOptimizers(OptimizersContainer):
+    """torchtitan's optimizers, with ``LAMB``, ``LANS`` and ``ScaledAdam`` among their names."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        """As torchtitan's."""
+
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
+        found: Callable[..., Optimizer] | None = OPTIMIZERS.get(name)
+        return OptimizersContainer._resolve_optimizer_factory(name) if found is None else found
+
+
+@override(target=OptimizersContainer.Config, description="ScaledAdam, LANS and LAMB by name")
+def optimizers(cfg: Any, name: str | None = None, **options: Any) -> Any:
+    """Makes the names known; with a name, all parameters get that optimizer.
+
+    Args:
+        cfg: The configuration that is replaced.
+        name: ``"LAMB"``, ``"LANS"`` or ``"ScaledAdam"`` for all parameters. None: what the
+            configuration's groups say.
+        **options: The optimizer's, with ``name``.
+    """
+    if name is None:
+        return derive(cfg, SteadygradOptimizers.Config)
+    check_choice("name", name, OPTIMIZERS)
+    group = ParamGroupConfig(pattern=".*", optimizer_name=name, optimizer_kwargs=options)
+    return derive(cfg, SteadygradOptimizers.Config, param_groups=[group])

@@ -1,0 +1,121 @@
+"""Plain loops with literal formulas, which the trainers are compared with."""
+
+import torch
+from torch.nn.functional import cross_entropy
+
+IGNORED = -100
+
+
+def token_batches(count, rows=2, length=12, vocabulary=31, seed=0):
+    """Batches of tokens whose labels are padded, each row by another length."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for _ in range(count):
+        # Some tokens are much more frequent, so that there is something to learn at once.
+        tokens = (torch.rand(rows, length, generator=generator) ** 3 * vocabulary).long()
+        kept = torch.randint(3, length + 1, (rows, 1), generator=generator)
+        labels = torch.where(torch.arange(length) < kept, tokens, IGNORED)
+        batches.append({"input_ids": tokens, "labels": labels})
+    return batches
+
+
+def labelled(batch):
+    """Number of labels that a causal model is trained on."""
+    return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+
+def summed_loss(model, batch, dtype=torch.bfloat16):
+    """Sum of the cross-entropies of the next tokens, in float32 from autocast logits."""
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        logits = model(input_ids=batch["input_ids"]).logits
+    targets = batch["labels"][:, 1:]
+    flat = logits[:, :-1].float().reshape(-1, logits.shape[-1])
+    return cross_entropy(flat, targets.reshape(-1), ignore_index=IGNORED, reduction="sum")
+
+
+def flat_gradient(parameters):
+    """All gradients as one float64 vector."""
+    return torch.cat([p.grad.double().flatten() for p in parameters])
+
+
+class NoiseByHand:
+    r"""Averages of signal and noise over steps, from gradients of parts, in float64.
+
+    .. math:: \mathrm{tr} = \frac{\sum_j w_j |g_j|^2 - |\sum_j w_j g_j|^2}
+              {\sum_j w_j / n_j - \sum_j w_j^2 / n_j}, \qquad
+              |G|^2 = |\sum_j w_j g_j|^2 - \mathrm{tr} \sum_j w_j^2 / n_j
+    """
+
+    def __init__(self, decay=0.99):
+        self.decay, self.signals, self.noises = decay, [], []
+
+    def step(self, gradients, weights, counts):
+        """Takes in the parts' mean gradients, their weights, which sum to 1, and sample counts."""
+        mean = sum(w * g for w, g in zip(weights, gradients, strict=True))
+        squares = sum(w * float(g @ g) for w, g in zip(weights, gradients, strict=True))
+        once = sum(w / n for w, n in zip(weights, counts, strict=True))
+        twice = sum(w * w / n for w, n in zip(weights, counts, strict=True))
+        noise = (squares - float(mean @ mean)) / (once - twice)
+        self.noises.append(noise)
+        self.signals.append(float(mean @ mean) - noise * twice)
+
+    def average(self, numbers):
+        """Average over the steps, the newest with a weight of 1."""
+        weights = [self.decay**age for age in range(len(numbers) - 1, -1, -1)]
+        return sum(w * x for w, x in zip(weights, numbers, strict=True)) / sum(weights)
+
+    @property
+    def value(self):
+        """Ratio of the averages."""
+        return self.average(self.noises) / self.average(self.signals)
+
+
+def train_by_hand(
+    model,
+    windows,
+    optimizer,
+    *,
+    by_tokens=True,
+    clip=1.0,
+    dtype=torch.bfloat16,
+    uncounted=0,
+    ranks=1,
+):
+    """Trains a causal model on windows of micro-batches; returns the noise scale measured.
+
+    Args:
+        model: The model.
+        windows: The micro-batches of each step.
+        optimizer: Its optimizer.
+        by_tokens: Whether the step's loss is a mean over its labels; if not, over micro-batches.
+        clip: Largest norm of a step's gradient; None: it is not clipped.
+        dtype: Type of autocast; None: there is none.
+        ranks: Processes, each of which divides by the labels of its own share of a window.
+        uncounted: Labels by which the trainer's own divisor of a row is too large.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    noise = NoiseByHand()
+    for window in windows:
+        counts = [labelled(batch) for batch in window]
+        total = sum(counts)
+        share = len(window) // ranks
+        own = [sum(counts[i // share * share :][:share]) for i in range(len(window))]
+        pairs = zip(counts, own, strict=True)
+        weights = [n / of / ranks if by_tokens else 1 / len(window) for n, of in pairs]
+        gradients, held = [], None
+        for batch, weight, count in zip(window, weights, counts, strict=True):
+            optimizer.zero_grad()
+            # The factor that the trainer's own backward pass has, so that roundings are the same.
+            factor = total / (total + uncounted * sum(len(each["labels"]) for each in window))
+            (summed_loss(model, batch, dtype) * (weight / count * factor)).backward()
+            gradients.append(flat_gradient(parameters) / (weight * factor))
+            each = [p.grad.clone() for p in parameters]
+            held = each if held is None else [a + b for a, b in zip(held, each, strict=True)]
+        if len(window) > 1:
+            noise.step(gradients, weights, [len(batch["labels"]) for batch in window])
+        for parameter, gradient in zip(parameters, held, strict=True):
+            parameter.grad = gradient
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, clip)
+        optimizer.step()
+    return noise
