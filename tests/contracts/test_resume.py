@@ -10,6 +10,7 @@ from torch import nn
 from steadygrad._checks import InputError
 from tests.contracts.problems import assert_same, give_gradients, parameters, run, snapshot
 from tests.contracts.table import TABLE
+from tests.covering import covering
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 every_optimizer = pytest.mark.parametrize("entry", TABLE.values(), ids=TABLE)
@@ -20,9 +21,7 @@ def clones(params):
     return [p.detach().clone().requires_grad_() for p in params]
 
 
-@every_optimizer
-@every_type
-@pytest.mark.parametrize("stop", [0, 1, 5])
+@covering(entry=TABLE, dtype=DTYPES, stop=[0, 1, 5])
 def test_resumes_to_the_bit_from_a_file(entry, dtype, stop):
     params = parameters(dtype)
     optimizer = entry(params)
