@@ -1,6 +1,7 @@
 """Whether ScaledAdam and LANS train better than AdamW: `steadygrad compare` with fixed options.
 
 Run: python benchmarks/optimizers_train.py [--task char-lm] [--budget 2h] [--batches 1] [--save]
+    [--run FOLDER]  a run that was made before, or that goes on
 """
 
 import argparse
@@ -21,15 +22,14 @@ TUNED = "| optimizer | batch | rate | plateau, octaves | interior | loss at the 
 
 def compare(options: argparse.Namespace, out: Path) -> dict:
     """Runs the command as a user would, and returns its summary."""
-    command = [sys.executable, "-m", "steadygrad", "compare", options.task, "--json"]
-    for name in ("budget", "optimizers", "batches", "workers"):
-        command += [f"--{name}", getattr(options, name)]
-    done = subprocess.run(
-        [*command, "--threads", "1", "--out", str(out)],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    command = [sys.executable, "-m", "steadygrad", "compare", "--json", "--budget", options.budget]
+    if options.run:
+        command += ["--resume", options.run]
+    else:
+        for name in ("optimizers", "batches", "workers"):
+            command += [f"--{name}", getattr(options, name)]
+        command += ["--threads", "1", "--out", str(out), options.task]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout)
 
 
@@ -70,12 +70,13 @@ if __name__ == "__main__":
     parser.add_argument("--optimizers", default="scaledadam,lans")
     parser.add_argument("--batches", default="1")
     parser.add_argument("--workers", default="auto")
+    parser.add_argument("--run")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     today = datetime.date.today().isoformat()
     with tempfile.TemporaryDirectory() as folder:
         summary = compare(options, Path(folder) / "run")
-    text = report(summary, f"# Optimizers on {options.task}, {options.budget}, {today}")
+    text = report(summary, f"# Optimizers on {summary['task']}, {options.budget}, {today}")
     print(text)
     if options.save:
-        print(save(f"optimizers-train-{options.task}", text, today))
+        print(save(f"optimizers-train-{summary['task']}", text, today))

@@ -5,7 +5,7 @@ built-in model's width of 96 is the worst case. On one thread the processor's ow
 the shortest of five steps in each turn: other programs on the machine change that least. Watched
 and plain steps are the same model's, which lies alike in memory.
 
-Run: python benchmarks/watch_overhead.py [--rounds 100] [--threads 1] [--save]
+Run: python benchmarks/watch_overhead.py [--rounds 40] [--threads 1] [--compiled] [--save]
 """
 
 import argparse

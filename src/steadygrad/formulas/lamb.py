@@ -27,7 +27,7 @@ from steadygrad.formulas.lans import grad_sq_norms, trust_ratio
 from steadygrad.formulas.tensors import (
     Batch,
     Bucket,
-    decays_of,
+    average,
     joined,
     moved_by,
     sanitized,
@@ -154,17 +154,11 @@ def update_moments(batch: Batch, by: Scales, rule: Rule) -> Tensor:
 
 
 def _update_moments(bucket: Bucket, by: Scales, rule: Rule) -> None:
-    m, v = bucket.moments
-    dtype = m[0].dtype
+    dtype = bucket.moments[0][0].dtype
     taken, scale = bucket.pick((by.taken, by.gradient), dtype)
     g = sanitized(bucket.grads, taken, dtype)
     torch._foreach_mul_(g, scale)
-    # Who does not take the step keeps its moments: they decay by one, and zero is added.
-    decay1, decay2 = decays_of(bucket, rule[:2], by.taken)
-    torch._foreach_mul_(m, decay1)
-    torch._foreach_add_(m, g, alpha=1 - rule.beta1)
-    torch._foreach_mul_(v, decay2)
-    torch._foreach_addcmul_(v, g, g, value=1 - rule.beta2)
+    average(bucket, g, (rule.beta1, rule.beta2), by.taken)
 
 
 def direction_sums(batch: Batch, by: Scales, rule: Rule) -> Tensor:

@@ -35,7 +35,7 @@ from torch import Tensor
 from steadygrad.formulas.tensors import (
     Batch,
     Bucket,
-    decays_of,
+    average,
     joined,
     moved_by,
     sanitized,
@@ -197,14 +197,8 @@ def update_moments(batch: Batch, by: Normalizers, rule: Rule) -> Tensor:
 
 
 def _update_moments(bucket: Bucket, by: Normalizers, rule: Rule) -> None:
-    m, v = bucket.moments
     g = _normalized(bucket, by, rule.clip_value)
-    # Who does not take the step keeps its moments: they decay by one, and zero is added.
-    decay1, decay2 = decays_of(bucket, rule[:2], by.taken)
-    torch._foreach_mul_(m, decay1)
-    torch._foreach_add_(m, g, alpha=1 - rule.beta1)
-    torch._foreach_mul_(v, decay2)
-    torch._foreach_addcmul_(v, g, g, value=1 - rule.beta2)
+    average(bucket, g, (rule.beta1, rule.beta2), by.taken)
 
 
 def direction_sums(batch: Batch, by: Normalizers, rule: Rule) -> Tensor:

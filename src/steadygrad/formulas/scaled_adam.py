@@ -87,6 +87,11 @@ class Rule:
     period: int
     original: bool
 
+    def bounds(self, *, is_scalar: bool) -> tuple[float, float]:
+        """Bounds on the sizes of weights before and after the update; infinite: none."""
+        bound = self.scalar_max if is_scalar else torch.inf
+        return (bound, torch.inf) if self.original else (torch.inf, bound)
+
 
 def needs_products(step: Tensor, rule: Rule) -> Tensor:
     """Whether a step needs inner products and norms of weights before its update.
@@ -167,19 +172,19 @@ def step_scales(
     return StepScales(taken, unscale, factor, -rule.lr * rms.clamp(min=rule.min_rms), size)
 
 
-def sums(batch: Batch, needed: Tensor | None) -> Tensor:
+def sums(batch: Batch, needed: Tensor) -> Tensor:
     r"""This process's part of the sums before the update, with shape ``(3, tensors)``.
 
     Args:
         batch: The parameters.
-        needed: Whether products are needed, with shape ``(tensors)``; None: of all of them.
+        needed: Whether products are needed, with shape ``(tensors)``.
 
     Returns:
         Rows for :math:`|g|^2`, :math:`p \cdot g` and :math:`|p|^2`, the latter two of no use
         where they are not needed.
     """
     dtype, parts = wide(batch.weights[0].dtype), []
-    read = needed is None or may_hold(needed)
+    read = may_hold(needed)
     for b in batch.buckets:
         squares = square_sums(b.grads, dtype)
         if read:
@@ -248,12 +253,13 @@ def _move_weights(
     bucket: Bucket, taken: list[Tensor], moves: list[Tensor], rule: Rule, *, is_scalar: bool
 ) -> None:
     """Adds the averages of updates to the weights; one-element ones are bounded."""
-    if is_scalar and rule.original:
-        _bound_(bucket.weights, taken, rule.scalar_max)
+    before, after = rule.bounds(is_scalar=is_scalar)
+    if before < torch.inf:
+        _bound_(bucket.weights, taken, before)
     # Zero times an average that is finite: a step that is not taken leaves the weight as it is.
     torch._foreach_add_(bucket.weights, torch._foreach_mul(bucket.moments[1], moves))
-    if is_scalar and not rule.original:
-        _bound_(bucket.weights, taken, rule.scalar_max)
+    if after < torch.inf:
+        _bound_(bucket.weights, taken, after)
 
 
 def _bound_(weights: list[Tensor], taken: list[Tensor], bound: float) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 __all__ = [
     "Batch",
     "Bucket",
+    "average",
     "decays_of",
     "exact",
     "inner_products",
@@ -192,6 +193,26 @@ def decays_of(bucket: Bucket, betas: Iterable[float], taken: Tensor) -> list[lis
     rest = torch.ones(taken.shape, dtype=dtype, device=taken.device)
     columns = [torch.where(taken, torch.full_like(rest, beta), rest) for beta in betas]
     return bucket.pick(columns, dtype)
+
+
+def average(
+    bucket: Bucket, gradients: list[Tensor], betas: tuple[float, float], taken: Tensor
+) -> None:
+    """Moves the averages of gradients and of their squares, the bucket's two large states.
+
+    Args:
+        bucket: The parameters.
+        gradients: What is averaged, zeros where a parameter does not take the step.
+        betas: Decays of both averages.
+        taken: As in :func:`decays_of`.
+    """
+    m, v = bucket.moments
+    # Who does not take the step keeps its averages: they decay by one, and zero is added.
+    decay1, decay2 = decays_of(bucket, betas, taken)
+    torch._foreach_mul_(m, decay1)
+    torch._foreach_add_(m, gradients, alpha=1 - betas[0])
+    torch._foreach_mul_(v, decay2)
+    torch._foreach_addcmul_(v, gradients, gradients, value=1 - betas[1])
 
 
 def moved_by(weights: list[Tensor], keep: list[Tensor], steps: list[Tensor]) -> None:

@@ -27,8 +27,7 @@ __all__ = [
     "prepare",
     "table_for",
     "wants_fused",
-    "warn_about_kernels",
-    "warn_about_tensor",
+    "warn_once",
     "was_forked",
 ]
 
@@ -110,9 +109,9 @@ def prepare(formulas: ModuleType, device: torch.device, types: Types, states: in
     """
     key = formulas.__name__, device.type, types
     if key not in BROKEN:
-        kernels = backend_of(formulas, device.type).KERNELS
+        passes = backend_of(formulas, device.type).PASSES
         try:
-            _module(device.type, "runtime").prepare(kernels, types, states, device)
+            _module(device.type, "runtime").prepare(passes, types, states, device)
         except KernelError as error:
             BROKEN[key] = f"it cannot be compiled ({error})"
     return BROKEN.get(key)
@@ -133,32 +132,30 @@ def table_for(
     return table
 
 
-def warn_about_kernels(optimizer: str, why: str) -> None:
-    """Warns that there are no kernels, once for each optimizer and reason."""
-    _warn(
-        optimizer,
-        why,
-        f"Expected a fused kernel for {optimizer}. Found none: {why}. Multi-tensor calls are used. "
-        "Remedy: pip install 'steadygrad[cpu]' for parameters on a CPU, or triton for those on a "
-        "CUDA device; foreach=True chooses multi-tensor calls.",
-    )
+def warn_once(optimizer: str, why: str, parameter: torch.Tensor | None = None) -> None:
+    """Warns of multi-tensor calls in place of kernels, once for each optimizer and reason.
 
-
-def warn_about_tensor(optimizer: str, parameter: torch.Tensor, why: str) -> None:
-    """Warns about a parameter that kernels cannot take, once for each optimizer and reason."""
-    remedy = "dense tensors of floating types"
-    if reason := why.startswith(GAPS):
-        remedy = "parameter.data = parameter.data.contiguous() before the optimizer is built"
-    _warn(
-        optimizer,
-        GAPS if reason else why,
-        f"Expected parameters that fused kernels can take in {optimizer}. Found {why} in one of "
-        f"{parameter.dtype} with shape {tuple(parameter.shape)}; multi-tensor calls work on it. "
-        f"Remedy: {remedy}, or foreach=True in a group of their own.",
-    )
-
-
-def _warn(optimizer: str, reason: str, message: str) -> None:
-    if (optimizer, reason) not in _WARNED:
-        _WARNED.add((optimizer, reason))
-        warnings.warn(message, stacklevel=2)
+    Args:
+        optimizer: Its name.
+        why: Why there are no kernels.
+        parameter: The parameter that they cannot take; None: there are none at all.
+    """
+    has_gaps = why.startswith(GAPS)
+    if (key := (optimizer, GAPS if has_gaps else why)) in _WARNED:
+        return
+    _WARNED.add(key)
+    if parameter is None:
+        message = (
+            f"Expected a fused kernel for {optimizer}. Found none: {why}. Multi-tensor calls are "
+            "used. Remedy: pip install 'steadygrad[cpu]' for parameters on a CPU, or triton for "
+            "those on a CUDA device; foreach=True chooses multi-tensor calls."
+        )
+    else:
+        contiguous = "parameter.data = parameter.data.contiguous() before the optimizer is built"
+        remedy = contiguous if has_gaps else "dense tensors of floating types"
+        message = (
+            f"Expected parameters that fused kernels can take in {optimizer}. Found {why} in one "
+            f"of {parameter.dtype} with shape {tuple(parameter.shape)}; multi-tensor calls work on "
+            f"it. Remedy: {remedy}, or foreach=True in a group of their own."
+        )
+    warnings.warn(message, stacklevel=2)

@@ -4,6 +4,7 @@ What a chunk adds up goes to a place of its own, so sums do not depend on who wo
 """
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "PARAM",
     "STATES",
     "WEIGHT",
+    "KernelBatch",
     "PointerTable",
     "Types",
     "addresses_of",
@@ -54,7 +56,6 @@ class PointerTable:
         addresses: With shape ``(tensors, 3 + states)``. Zero for a gradient that is zero.
         chunks: Rows of tensor, first element and length, with shape ``(chunks, 3)``.
         firsts: First chunk of each tensor.
-        partial_sums: Sums of the last pass over each chunk, with shape ``(chunks, MOST_SUMS)``.
         elements: Elements of all tensors.
         lengths: Elements of each tensor.
     """
@@ -76,7 +77,6 @@ class PointerTable:
         parts = np.minimum(chunk, lengths[tensors] - starts)
         self.chunks = np.ascontiguousarray(np.stack([tensors, starts, parts], axis=1))
         self.addresses = np.zeros((len(sizes), STATES + states), np.int64)
-        self.partial_sums = np.zeros((len(self.chunks), MOST_SUMS))
 
     def fill_states(self, moments: Sequence[Sequence[Tensor]]) -> None:
         """Writes where large states lie, given as a list for each of them."""
@@ -121,10 +121,17 @@ class PointerTable:
                 "gradient to None."
             )
 
-    def sums(self, rows: int, dtype: torch.dtype) -> Tensor:
-        """Sums of the last pass over each tensor, with shape ``(rows, tensors)``."""
-        found = np.add.reduceat(self.partial_sums[:, :rows], self.firsts, axis=0)
-        return torch.from_numpy(found.T).to(dtype)
+
+class KernelBatch(Protocol):
+    """Parameters of a batch, as kernels see them.
+
+    Attributes:
+        table: Addresses of their tensors, a table of the backend's own.
+        sum_dtype: Type of sums over a parameter.
+    """
+
+    table: Any
+    sum_dtype: torch.dtype
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> NDArray[np.int64]:

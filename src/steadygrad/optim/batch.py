@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, compress
 from operator import attrgetter, eq, is_
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from steadygrad.optim.masters import MASTER, round_masters, sync_masters
 from steadygrad.optim.state import StateField
 from steadygrad.sharding import is_sharded, local
 
-__all__ = ["BUCKET", "ParamBatch", "buckets_of"]
+__all__ = ["BUCKET", "Gradients", "ParamBatch", "buckets_of"]
 
 # Elements that are worked on together even where no parameter has as many.
 BUCKET = 2**20
@@ -53,6 +53,20 @@ class Layout:
         )
 
 
+class Gradients(NamedTuple):
+    """Local gradients of all parameters of an optimizer, with two flags for each.
+
+    Attributes:
+        grads: The gradients; None: this process has none.
+        has_grad: Whether there is one on this process, or None that counts as a zero.
+        in_step: Whether the parameter is worked on, because some process may have a gradient.
+    """
+
+    grads: list[Tensor | None]
+    has_grad: list[bool]
+    in_step: list[bool]
+
+
 class ParamBatch:
     """Parameters of one group on one device with one set of types, always in the same order.
 
@@ -77,9 +91,8 @@ class ParamBatch:
         grads: Local gradients; None: the parameter takes no part in this step.
         moments: Local large states, a list for each of them.
         columns: Small states, stacked along the first axis.
-        present: Whether each parameter has a gradient, or counts as having one, on this process.
-        active: The same, with shape ``(tensors)``.
-        working: Whether each is worked on, on any process, with shape ``(tensors)``.
+        has_grad: As in :class:`Gradients`, with shape ``(tensors)``.
+        in_step: As there, with shape ``(tensors)``.
         taken: Whether each takes the step, with shape ``(tensors)``, once that is decided.
         numel: Elements of each parameter over all shards.
         exact: The widest type of their device.
@@ -88,11 +101,9 @@ class ParamBatch:
         recorded: Whether a CUDA graph has recorded a step of this batch.
     """
 
-    active: Tensor
-    working: Tensor
+    has_grad: Tensor
+    in_step: Tensor
     taken: Tensor
-    present: list[bool]
-    _works: list[bool]
     grads: list[Tensor | None]
     buckets: list[Bucket]
 
@@ -130,16 +141,21 @@ class ParamBatch:
         self._bucketed = [[i] for i in range(len(params))] if single else buckets_of(self.weights)
         self.state_dtype, self.sum_dtype = self.moments[0][0].dtype, wide(self.weights[0].dtype)
         self.grads, self.buckets, self.recorded = [], [], False
-        self.present, self._works = [], []
+        # Both flags on the host; None where they are a graph's own.
+        self._flags: tuple[list[bool], list[bool]] | None = None
         if not torch.compiler.is_compiling():
-            self._layout = Layout(self._own)
-            self._grad_layout = Layout(self._own, None if table is None else table.types[0])
-            self._large = [t for tensors in (*self.moments, self._masters) for t in tensors]
-            self._states = [*self._large, *(state[name] for name in small for state in states)]
-            self._sizes = [t.numel() for t in self._large]
-            self._addresses = addresses_of(self._states)
-            if table is not None:
-                table.fill_states(self.moments)
+            self._remember(small)
+
+    def _remember(self, small: Sequence[str]) -> None:
+        """Notes what must stay as it is for the batch to be used again."""
+        self._layout = Layout(self._own)
+        self._grad_layout = Layout(self._own, None if self.table is None else self.table.types[0])
+        self._large = [t for tensors in (*self.moments, self._masters) for t in tensors]
+        self._states = [*self._large, *(s[name] for name in small for s in self.states)]
+        self._sizes = [t.numel() for t in self._large]
+        self._addresses = addresses_of(self._states)
+        if self.table is not None:
+            self.table.fill_states(self.moments)
 
     @property
     def lr(self) -> float | Tensor:
@@ -163,38 +179,31 @@ class ParamBatch:
             rows = [state[name] for state in self.states]
             torch._foreach_copy_(rows, list(self.columns[name].unbind()))
 
-    def refresh(
-        self, grads: Sequence[Tensor | None], present: Sequence[bool], works: Sequence[bool]
-    ) -> bool:
-        """Reads weights, gradients and addresses; False if the batch must be built anew.
-
-        Args:
-            grads: Local gradients of all parameters of the optimizer.
-            present: Whether each of them has a gradient, which may be a zero that is None.
-            works: Whether each of them is worked on.
-        """
+    def refresh(self, given: Gradients) -> bool:
+        """Reads weights, gradients and addresses; False if the batch must be built anew."""
         if not torch.compiler.is_compiling():
             self._own = [local(p) for p in self.params] if self.sharded else self.params
             if not self._layout.matches(self._own) or not self._keeps_states():
                 return False
         self.weights = self._masters or self._own
-        own_grads = [grads[i] for i in self.places]
+        grads = [given.grads[i] for i in self.places]
+        in_step = [given.in_step[i] for i in self.places]
         if self.table is None:
             if self._masters:
                 sync_masters(self._own, self._masters)
-            self._fill_buckets(own_grads, works)
+            self._fill_buckets(grads, in_step)
         else:
-            found = self._for_kernels(own_grads)
+            found = self._for_kernels(grads)
             if found is None:
                 return False
             self.grads = found
             self.table.fill(self._own, self.weights, found)
-        self._set_flags([present[i] for i in self.places], [works[i] for i in self.places])
+        self._set_flags([given.has_grad[i] for i in self.places], in_step)
         return True
 
-    def _fill_buckets(self, grads: list[Tensor | None], works: Sequence[bool]) -> None:
-        given = zip(self.places, grads, self._own, strict=True)
-        self.grads = [self._for_calls(g, own) if works[i] else None for i, g, own in given]
+    def _fill_buckets(self, grads: list[Tensor | None], in_step: list[bool]) -> None:
+        given = zip(in_step, grads, self._own, strict=True)
+        self.grads = [self._for_calls(g, own) if works else None for works, g, own in given]
         self.buckets = []
         for bucket in self._bucketed:
             pairs = [(i, g) for i in bucket for g in [self.grads[i]] if g is not None]
@@ -212,16 +221,16 @@ class ParamBatch:
         # Left behind where a parameter's memory was cast and its gradient was not.
         return gradient.to(self.sum_dtype) if gradient.dtype is torch.float64 else gradient
 
-    def _set_flags(self, present: list[bool], works: list[bool]) -> None:
+    def _set_flags(self, has_grad: list[bool], in_step: list[bool]) -> None:
         # A graph makes its own, as later steps replace these.
         recording = not torch.compiler.is_compiling() and is_recording(self.device)
-        if recording or (present, works) != (self.present, self._works):
+        if recording or (has_grad, in_step) != self._flags:
             no = torch.zeros((), dtype=torch.bool, device=self.device)
             flags = no, ~no
             # Not copied from the host, which would wait for it.
-            self.active = torch.stack([flags[here] for here in present])
-            self.working = torch.stack([flags[here] for here in works])
-            self.present, self._works = ([], []) if recording else (present, works)
+            self.has_grad = torch.stack([flags[here] for here in has_grad])
+            self.in_step = torch.stack([flags[here] for here in in_step])
+            self._flags = None if recording else (has_grad, in_step)
             self.recorded = self.recorded or recording
 
     def _keeps_states(self) -> bool:
@@ -259,12 +268,12 @@ class ParamBatch:
     def finish(self) -> None:
         """Rounds masters to their parameters, tells autograd, and frees weights and gradients."""
         # Of those that were worked on only: a graph may still need the others as they are.
-        works = self._works or [True] * len(self._own)
-        written = list(compress(self._own, works))
+        in_step = self._flags[1] if self._flags else [True] * len(self._own)
+        written = list(compress(self._own, in_step))
         if self.table is not None:
             torch.autograd.graph.increment_version(written)
         elif self._masters:
-            round_masters(written, list(compress(self._masters, works)))
+            round_masters(written, list(compress(self._masters, in_step)))
         # Memory of gradients, which the next ones may want, and of weights.
         self.grads, self.weights, self._own, self.buckets = [], [], [], []
 

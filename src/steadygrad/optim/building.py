@@ -163,12 +163,12 @@ class BatchBuilder(StatefulOptimizer):
             types = _types_for_kernels(parameter, gradient, self.state[parameter], self._large)
             if isinstance(types, str):
                 if group["fused"]:
-                    kernels.warn_about_tensor(name, parameter, types)
+                    kernels.warn_once(name, types, parameter)
                 return None
             if (why := kernels.prepare(self._passes, device, types, len(self._large))) is None:
                 return types
         if group["fused"] or device.type in kernels.BACKENDS:
-            kernels.warn_about_kernels(name, why)
+            kernels.warn_once(name, why)
         return None
 
 

@@ -82,8 +82,9 @@ class Report:
 
     def add(self, kind: str, batch: ParamBatch, values: Tensor) -> None:
         """Takes one number for each parameter."""
-        for p, here, value in zip(batch.params, batch.present, values.tolist(), strict=True):
-            if here:
+        columns = batch.params, batch.has_grad.tolist(), values.tolist()
+        for p, has_grad, value in zip(*columns, strict=True):
+            if has_grad:
                 self._values.setdefault(kind, {})[self._names[id(p)]] = value
 
     def add_gradients(self, batch: ParamBatch, sums: Tensor) -> None:

@@ -104,7 +104,7 @@ class LayerwiseOptimizer(ShardedOptimizer):
         norms = self._sums(batches, own, 1 + OWN_SUMS)
         for (report, batch), sums in zip(owners, norms, strict=True):
             report.add_gradients(batch, sums)
-            batch.taken = batch.active & torch.isfinite(sums[0])
+            batch.taken = batch.has_grad & torch.isfinite(sums[0])
         rules = [self._rule(batch.group) for batch in batches]
         by = self._scales(batches, norms, rules, amp, None)
         passes = list(zip(batches, by, rules, strict=True))

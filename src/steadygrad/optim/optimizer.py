@@ -14,7 +14,7 @@ from torch import Tensor
 
 from steadygrad import kernels
 from steadygrad._checks import check_count, check_number
-from steadygrad.optim.batch import ParamBatch
+from steadygrad.optim.batch import Gradients, ParamBatch
 from steadygrad.optim.building import BatchBuilder
 from steadygrad.optim.checks import check_capture, dense_gradient
 from steadygrad.optim.diagnostics import Report
@@ -124,11 +124,11 @@ class ShardedOptimizer(BatchBuilder):
         if not compiling:
             self._check_edited()
         self._find_params()
-        grads, present, works = self._gradients()
+        given = self._gradients()
         batches, key = self._built, None if compiling else (self._modes, len(kernels.BROKEN))
-        if compiling or self._built_for != key or not _refresh(batches, grads, present, works):
-            batches = self._build(grads)
-            if not _refresh(batches, grads, present, works):
+        if compiling or self._built_for != key or not _refresh(batches, given):
+            batches = self._build(given.grads)
+            if not _refresh(batches, given):
                 raise RuntimeError(
                     "Expected gradients that stay the same during a step. Found one that changed. "
                     "Remedy: no backward pass and no zero_grad() in another thread meanwhile."
@@ -137,22 +137,22 @@ class ShardedOptimizer(BatchBuilder):
                 # Replays of a graph go on writing to what it has recorded: none of it is freed.
                 self._recorded = [*self._recorded, *(b for b in self._built if b.recorded)]
                 self._built, self._built_for = batches, key
-        return _working(batches, works)
+        return _in_step(batches, given)
 
-    def _gradients(self) -> tuple[list[Tensor | None], list[bool], list[bool]]:
-        """Local gradients of all parameters, whether there is one, and whether to work on it."""
+    def _gradients(self) -> Gradients:
+        """Local gradients of all parameters."""
         grads: list[Tensor | None] = [p.grad for p in self._params]
         given = [g for g in grads if g is not None]
-        present = [True] * len(grads)
+        has_grad = [True] * len(grads)
         if len(given) < len(grads):
-            present = [
+            has_grad = [
                 g is not None or (self._none_is_zero and p.requires_grad)
                 for p, g in zip(self._params, grads, strict=True)
             ]
         is_odd = {torch.strided} < {torch.strided, *map(attrgetter("layout"), given)}
         if not is_odd and not any(self._sharded):
             self._anywhere = None
-            return grads, present, present
+            return Gradients(grads, has_grad, has_grad)
         grads = [
             g if g is None else dense_gradient(p) for p, g in zip(self._params, grads, strict=True)
         ]
@@ -160,11 +160,11 @@ class ShardedOptimizer(BatchBuilder):
             self._partial, self._packed_sum = PartialGradients(self._params), None
         grads, self._anywhere = self._partial(grads, self._params)
         # Another process may have a gradient where this one has none.
-        works = [
+        in_step = [
             here or (shared and p.requires_grad)
-            for here, shared, p in zip(present, self._sharded, self._params, strict=True)
+            for here, shared, p in zip(has_grad, self._sharded, self._params, strict=True)
         ]
-        return grads, present, works
+        return Gradients(grads, has_grad, in_step)
 
     # Sums over shards, and what all processes decide from them.
 
@@ -193,23 +193,22 @@ class ShardedOptimizer(BatchBuilder):
         """
         finite = finite or [_finite_norms] * len(batches)
         bad, joint = _bad(own, finite, amp), None
-        total, totals, actives = self._over_shards(), list(own), [b.active for b in batches]
+        total, totals, has_grad = self._over_shards(), list(own), [b.has_grad for b in batches]
         if (found := self._anywhere) is not None:
-            pairs = zip(batches, actives, strict=True)
-            actives = [here | found.to(b.device)[b.index] for b, here in pairs]
+            has_grad = [b.has_grad | found.to(b.device)[b.index] for b in batches]
         if total is not None:
             # A plain tensor's infinity, and who has a gradient, travel with the sums.
-            rows = [torch.cat([c, a.to(c)[None]]) for a, c in zip(actives, own, strict=True)]
+            rows = [torch.cat([c, a.to(c)[None]]) for a, c in zip(has_grad, own, strict=True)]
             parts = terms() if terms is not None and not total.is_uniform else ()
             index, count = [b.index for b in batches], len(self.param_groups)
             totals, bad, means = total(index, rows, self._first_rows + 1, bad, parts, count)
             joint = means if parts else None
-            actives = [sums[-1] > 0 for sums in totals]
+            has_grad = [sums[-1] > 0 for sums in totals]
             totals = [sums[:-1] for sums in totals]
             bad = bad | _bad(totals, finite, AmpState()).to(bad.device)
         ok = ~bad
-        for batch, active in zip(batches, actives, strict=True):
-            batch.taken = active & ok.to(active.device)
+        for batch, anywhere in zip(batches, has_grad, strict=True):
+            batch.taken = anywhere & ok.to(batch.device)
         return totals, ok, joint
 
     def _sums(
@@ -248,13 +247,13 @@ class ShardedOptimizer(BatchBuilder):
         check_number("grad_scale", grad_scale, low=0, low_open=True)
         with torch.inference_mode(False), torch.no_grad():
             self._find_params()
-            gathered = self._gradients()
+            given = self._gradients()
             reports = []
             for i, (group, places) in enumerate(self._grouped()):
-                batches = self._build_group(group, places, gathered[0], is_report=True)
-                _refresh(batches, *gathered)
-                working = _working(batches, gathered[2])
-                reports.append(Report(i, group, working, self.state, top, grad_scale))
+                batches = self._build_group(group, places, given.grads, is_report=True)
+                _refresh(batches, given)
+                own = _in_step(batches, given)
+                reports.append(Report(i, group, own, self.state, top, grad_scale))
             scale = torch.tensor(grad_scale, dtype=torch.float64, device="cpu")
             return self._diagnose(reports, AmpState(scale))
 
@@ -281,11 +280,11 @@ def _bad(
     return torch.stack([flag.to(device) for flag in flags]).any()
 
 
-def _refresh(batches: Sequence[ParamBatch], *gathered: Any) -> bool:
+def _refresh(batches: Sequence[ParamBatch], given: Gradients) -> bool:
     """Reads weights and gradients of all batches; False if they must be built anew."""
-    return all(batch.refresh(*gathered) for batch in batches)
+    return all(batch.refresh(given) for batch in batches)
 
 
-def _working(batches: Sequence[ParamBatch], works: Sequence[bool]) -> list[ParamBatch]:
+def _in_step(batches: Sequence[ParamBatch], given: Gradients) -> list[ParamBatch]:
     """Batches of which at least one parameter is worked on."""
-    return [batch for batch in batches if any(works[i] for i in batch.places)]
+    return [batch for batch in batches if any(given.in_step[i] for i in batch.places)]

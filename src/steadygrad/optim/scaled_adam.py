@@ -1,6 +1,5 @@
 """ScaledAdam: Adam whose steps are proportional to each parameter's size, which is learned too."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from steadygrad.optim.checks import options_of
 from steadygrad.optim.diagnostics import OWN_SUMS, Report
 from steadygrad.optim.icefall import unstack
 from steadygrad.optim.optimizer import ShardedOptimizer
-from steadygrad.optim.scaled_adam_step import CLIPPING, SIZES, ScaledAdamStep, norm_and_step
+from steadygrad.optim.scaled_adam_step import CLIPPING, SIZES, ScaledAdamStep, clip_factors
 from steadygrad.optim.skipping import AmpState
 from steadygrad.optim.state import SKIPPED, STEP, StateField
 
@@ -160,42 +159,18 @@ class ScaledAdam(ShardedOptimizer):
         for update, total in zip(work, sums, strict=True):
             update.sums = total
         norms = {} if joint is None else {key: joint[i].sqrt() for key, i in places.items()}
-        clips = self._clip(work, ok, norms)
+        clips = clip_factors(work, ok, norms)
         for update in work:
             update.apply(clips[update.key])
         return ok
-
-    @staticmethod
-    def _clip(
-        work: Sequence[ScaledAdamStep], ok: Tensor, norms: Mapping[int, Tensor]
-    ) -> dict[Any, Tensor]:
-        """Clipping factor of each group on each of its devices, with shape ``()``.
-
-        Args:
-            work: The steps of all batches.
-            ok: Whether the step is taken, with shape ``()``.
-            norms: Norms by identity of the group, where all processes had to agree on them.
-        """
-        groups: dict[int, list[ScaledAdamStep]] = defaultdict(list)
-        for update in work:
-            groups[id(update.group)].append(update)
-        factors: dict[Any, Tensor] = {}
-        for key, members in groups.items():
-            if members[0].group["clipping_scale"] is None:
-                factors |= {u.key: torch.ones((), device=u.batch.device) for u in members}
-                continue
-            norm, step = norm_and_step(members)
-            norm = norms[key].to(norm) if key in norms else norm
-            for update in members:
-                if update.key not in factors:
-                    factors[update.key] = update.clip(norm, step, ok)
-        return factors
 
     def _diagnose(self, reports: Sequence[Report], amp: AmpState) -> list[dict[str, Any]]:
         owners = [(report, b) for report in reports for b in report.batches]
         batches = [b for _, b in owners]
         own = [
-            torch.cat([scaled_adam.sums(b, None), Report.own_sums(b, b.moments[0])])
+            torch.cat(
+                [scaled_adam.sums(b, torch.ones_like(b.in_step)), Report.own_sums(b, b.moments[0])]
+            )
             for b in batches
         ]
         for (report, batch), sums in zip(

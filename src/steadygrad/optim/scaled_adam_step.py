@@ -1,6 +1,8 @@
 """A step of ScaledAdam on one batch: sums, clipping, sizes and the update."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,13 +13,13 @@ from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.skipping import AmpState
 from steadygrad.optim.state import StateField
 
-__all__ = ["CLIPPING", "SIZES", "ScaledAdamStep", "norm_and_step"]
+__all__ = ["CLIPPING", "SIZES", "ScaledAdamStep", "clip_factors"]
 
 # Small states that parameters of more than one element have.
 SIZES = {
-    "param_rms": StateField(low=0.0, needs_size=True),
-    "scale_exp_avg_sq": StateField(low=0.0, needs_size=True),
-    "scale_grads": StateField(length="size_update_period", needs_size=True),
+    "param_rms": StateField(low=0.0, sized_only=True),
+    "scale_exp_avg_sq": StateField(low=0.0, sized_only=True),
+    "scale_grads": StateField(length="size_update_period", sized_only=True),
 }
 # Those of a group's clipping; the threshold is infinite before there is one.
 CLIPPING = {
@@ -52,7 +54,7 @@ class ScaledAdamStep:
         self.step = batch.steps
         self.unscale = amp.unscale(batch)
         # Nobody looks at the weights of a frozen parameter, whose step stays zero.
-        needed = scaled_adam.needs_products(self.step, self.rule) & batch.working
+        needed = scaled_adam.needs_products(self.step, self.rule) & batch.in_step
         self.needed = torch.zeros_like(needed) if self.is_scalar else needed
         self.is_sized = not self.is_scalar and may_hold(needed)
 
@@ -60,7 +62,7 @@ class ScaledAdamStep:
         """This process's part of the sums."""
         # Products of shards are of use only once they are added up: with the others, each step.
         every_step = self.batch.sharded and not self.is_scalar
-        needed = self.batch.working if every_step else self.needed
+        needed = self.batch.in_step if every_step else self.needed
         sums: Tensor = self.batch.passes.sums(self.batch, needed)
         return sums
 
@@ -129,7 +131,33 @@ class ScaledAdamStep:
         return sizes.size_step(known, gradient, rms, self.step, batch.taken, self.rule)
 
 
-def norm_and_step(members: Sequence[ScaledAdamStep]) -> tuple[Tensor, Tensor]:
+def clip_factors(
+    work: Sequence[ScaledAdamStep], ok: Tensor, norms: Mapping[int, Tensor]
+) -> dict[Any, Tensor]:
+    """Clipping factor of each group on each of its devices, with shape ``()``.
+
+    Args:
+        work: The steps of all batches.
+        ok: Whether the step is taken, with shape ``()``.
+        norms: Norms by identity of the group, where all processes had to agree on them.
+    """
+    groups: dict[int, list[ScaledAdamStep]] = defaultdict(list)
+    for update in work:
+        groups[id(update.group)].append(update)
+    factors: dict[Any, Tensor] = {}
+    for key, members in groups.items():
+        if members[0].group["clipping_scale"] is None:
+            factors |= {u.key: torch.ones((), device=u.batch.device) for u in members}
+            continue
+        norm, step = _norm_and_step(members)
+        norm = norms[key].to(norm) if key in norms else norm
+        for update in members:
+            if update.key not in factors:
+                factors[update.key] = update.clip(norm, step, ok)
+    return factors
+
+
+def _norm_and_step(members: Sequence[ScaledAdamStep]) -> tuple[Tensor, Tensor]:
     """Norm of a group's scaled gradients and the steps it has taken, both with shape ``()``."""
     device = members[0].batch.device
     terms = torch.cat([update.norm_terms(update.sums[0]).to(device) for update in members])

@@ -46,7 +46,7 @@ class StateField:
         high: Largest value that can be loaded.
         initial: Value before the first step.
         shared: Whether it exists once a group and device, and is seen from every parameter of it.
-        needs_size: Whether parameters of one element do without.
+        sized_only: Whether only parameters of more than one element have it.
     """
 
     elementwise: bool = False
@@ -56,7 +56,7 @@ class StateField:
     high: float = LARGEST
     initial: float = 0.0
     shared: bool = False
-    needs_size: bool = False
+    sized_only: bool = False
 
     def shape(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[int, ...]:
         """Its shape, for a parameter in a group with some options."""
@@ -128,7 +128,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         """A parameter's own state before its first step, masters aside, or its group's."""
         found = {}
         for name, field in self._fields.items():
-            if field.shared is shared and not (field.needs_size and parameter.numel() == 1):
+            if field.shared is shared and not (field.sized_only and parameter.numel() == 1):
                 dtype = self._dtype_of(name, parameter, group)
                 if field.elementwise:
                     found[name] = torch.zeros_like(parameter, dtype=dtype)

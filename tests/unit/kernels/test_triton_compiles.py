@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from steadygrad.kernels.triton import lamb, lans, runtime, scaled_adam
 from steadygrad.kernels.triton.memory import read, read_gradient, write
-from steadygrad.kernels.triton.passes import MOST_OPTIONS, Pass, pass_kernel
+from steadygrad.kernels.triton.passes import MOST_OPTIONS, pass_kernel
 
 KINDS = dict.fromkeys(("addresses", "chunks", "bounds"), "*i64")
 KINDS |= dict.fromkeys(("sums", "factors", "found"), "*fp64")
@@ -33,7 +33,7 @@ assert len(options) == MOST_OPTIONS and all(p.do_not_specialize for p in options
 types = [(tl.float32,) * 4, (tl.bfloat16, tl.float32, tl.float32, tl.bfloat16), (tl.float64,) * 4]
 for kind in types:
     typed = dict(zip(("grad", "weight", "state", "param"), kind))
-    for kernel in {*lans.KERNELS, *lamb.KERNELS, *scaled_adam.KERNELS}:
+    for kernel in {*lans.PASSES, *lamb.PASSES, *scaled_adam.PASSES}:
         name = kernel.body.__name__
         # A launch reads it, which raises where a local name is also that of a kernel's part.
         assert kernel.body.cache_key
@@ -53,7 +53,7 @@ def add(places, by, options, here):
 
 for fields in (4, 6):
     constants = dict(fields=fields, block=1024, aligned=True, **typed)
-    assembled(pass_kernel, **constants, **Pass(add, of_gradients=True)._asdict())
+    assembled(pass_kernel, **constants, **runtime.Pass(add, of_gradients=True)._asdict())
 for KINDS["found"] in ("*fp32", "*fp64"):
     assembled(runtime.sum_kernel)
 print("compiled")

@@ -226,6 +226,18 @@ def test_the_headline_names_the_batch_sizes(make_run):
 
 
 @pytest.mark.usefixtures("no_charts")
+def test_the_headline_of_an_optimizer_that_is_better_at_each_batch_size(make_run):
+    def edit(total):
+        for row in total["verdicts"]:
+            row["verdict"] = "better"
+
+    run = make_run(multiples=(1, 4, 16), optimizers=("adamw", "lans"), edit=edit)
+    assert title_of(run) == (
+        "made-up: LANS is better than AdamW at each of 3 batch sizes, over 3,200 images."
+    )
+
+
+@pytest.mark.usefixtures("no_charts")
 def test_every_number_of_the_verdicts_is_in_the_tables(make_run):
     run = make_run({"lans": BETTER, "scaledadam": CLOSE})
     page, costs = render(run), run.summary["costs"]

@@ -147,21 +147,24 @@ def test_checkpointed(fault, reentrant):
     assert (found.kind, found.name) == (kind, name.format("blocks.1."))
 
 
-def test_minus_infinity_that_is_usual_is_not_blamed():
+@pytest.mark.parametrize("deferred", [False, True])
+def test_minus_infinity_that_is_usual_is_not_blamed(deferred):
     """A module that masks with minus infinity is no fault; the one that breaks later is."""
     model, _ = make("residual")
-    model.blocks[0].place = nn.Sequential(
-        Module(lambda x: x.masked_fill(x > x.mean(), -torch.inf)), nn.Softmax(-1)
+    model.blocks[1].place = nn.Sequential(
+        Module(lambda x: x.masked_fill(x > x.mean(), -torch.inf)),
+        nn.Softmax(-1),
+        Module(lambda x: x * torch.tensor(scale)),
     )
-    model.blocks[1].place = Module(lambda x: x * torch.tensor(scale))
     watch, scale = GradientWatch(model), 1.0
+    watch.clock.deferred = deferred
     for seed in range(3):
         step(model, seed=seed)
         assert watch.report() is None
     scale = torch.inf
     step(model)
     found = watch.report()
-    assert (found.kind, found.name, found.batch) == ("output", "blocks.1.place", 3)
+    assert (found.kind, found.name, found.batch) == ("output", "blocks.1.place.2", 3)
 
 
 def test_evaluation_is_not_watched_and_forward_faults_need_no_backward():
@@ -279,10 +282,11 @@ def test_cell_that_is_called_again():
         def __init__(self):
             super().__init__()
             self.cell, self.between, self.act = nn.Linear(4, 4), Module(Backward.apply), nn.Tanh()
+            self.head = nn.Linear(4, 4)
 
         def forward(self, x):
             x = self.act(self.cell(x))
-            return self.cell(self.act(self.cell(self.between(x))))
+            return self.head(self.act(self.cell(self.between(x))))
 
     model = Recurrent()
     watch, (x, y) = GradientWatch(model), data()

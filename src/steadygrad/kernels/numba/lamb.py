@@ -5,10 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from steadygrad.formulas.lamb import Coefficients, Rule, Scales
-from steadygrad.kernels.numba.lans import grad_kernel, grad_sq_norms
+from steadygrad.kernels.numba.lans import grad_sq_norms
 from steadygrad.kernels.numba.numbers import (
     arguments,
     arrays_at,
@@ -21,24 +20,13 @@ from steadygrad.kernels.numba.numbers import (
     wide,
     widen,
 )
-from steadygrad.kernels.numba.runtime import KernelBatch, launch
+from steadygrad.kernels.numba.runtime import Pass
 from steadygrad.kernels.table import BLOCK
 
-__all__ = ["KERNELS", "apply", "grad_sq_norms", "update_moments"]
+__all__ = ["PASSES", "apply", "grad_sq_norms", "update_moments"]
 
 SOURCE = source_of(Rule._fields, Scales._fields, Coefficients._fields)
 SCALES, COEFFICIENTS, OPTIONS = len(Scales._fields), len(Coefficients._fields), len(Rule._fields)
-
-
-def update_moments(batch: KernelBatch, by: Scales, rule: Rule) -> Tensor:
-    """As in :mod:`steadygrad.formulas.lamb`. Masters take what was written to parameters."""
-    launch(moments_kernel, batch.table, by, rule)
-    return batch.table.sums(2, batch.sum_dtype)
-
-
-def apply(batch: KernelBatch, by: Coefficients, rule: Rule) -> None:
-    """As in :mod:`steadygrad.formulas.lamb`. 16-bit parameters are rounded from their masters."""
-    launch(apply_kernel, batch.table, by, rule)
 
 
 def moments_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
@@ -108,4 +96,5 @@ def apply_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[An
     return kernel
 
 
-KERNELS = (grad_kernel, moments_kernel, apply_kernel)
+update_moments, apply = Pass(moments_kernel, rows=2), Pass(apply_kernel)
+PASSES = (grad_sq_norms, update_moments, apply)

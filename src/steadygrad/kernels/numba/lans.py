@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from steadygrad.formulas.lans import Coefficients, Normalizers, Rule
 from steadygrad.kernels.numba.numbers import (
@@ -20,32 +19,15 @@ from steadygrad.kernels.numba.numbers import (
     wide,
     widen,
 )
-from steadygrad.kernels.numba.runtime import KernelBatch, launch
+from steadygrad.kernels.numba.runtime import Pass
 from steadygrad.kernels.table import BLOCK
 
-__all__ = ["KERNELS", "apply", "grad_sq_norms", "update_moments"]
+__all__ = ["PASSES", "apply", "grad_sq_norms", "update_moments"]
 
 SOURCE = source_of(Rule._fields, Normalizers._fields, Coefficients._fields)
 NORMALIZERS, COEFFICIENTS, OPTIONS = map(
     len, (Normalizers._fields, Coefficients._fields, Rule._fields)
 )
-
-
-def grad_sq_norms(batch: KernelBatch) -> Tensor:
-    """As in :mod:`steadygrad.formulas.lans`."""
-    launch(grad_kernel, batch.table)
-    return batch.table.sums(1, batch.sum_dtype)
-
-
-def update_moments(batch: KernelBatch, by: Normalizers, rule: Rule) -> Tensor:
-    """As in :mod:`steadygrad.formulas.lans`. Masters take what was written to parameters."""
-    launch(moments_kernel, batch.table, by, rule)
-    return batch.table.sums(3, batch.sum_dtype)
-
-
-def apply(batch: KernelBatch, by: Coefficients, rule: Rule) -> None:
-    """As in :mod:`steadygrad.formulas.lans`. 16-bit parameters are rounded from their masters."""
-    launch(apply_kernel, batch.table, by, rule)
 
 
 def grad_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
@@ -146,4 +128,8 @@ def apply_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[An
     return kernel
 
 
-KERNELS = (grad_kernel, moments_kernel, apply_kernel)
+grad_sq_norms, update_moments, apply = PASSES = (
+    Pass(grad_kernel, rows=1),
+    Pass(moments_kernel, rows=3),
+    Pass(apply_kernel),
+)

@@ -243,36 +243,27 @@ def widen(number: Any) -> Any:
     """A number as a floating one."""
 
 
-@overload(widen)
+# Not strict, because that compares annotations, which a lambda cannot have.
+@overload(widen, strict=False)
 def _widen(number: Any) -> Any:
-    def of_bfloat16(number: Any) -> Any:
-        return wide_bfloat16(number)
-
-    def of_float16(number: Any) -> Any:
-        return wide_float16(number)
-
-    def of_float(number: Any) -> Any:
-        return number
-
-    return {types.uint16: of_bfloat16, types.int16: of_float16}.get(number, of_float)
+    if number == types.uint16:
+        return lambda number: wide_bfloat16(number)
+    if number == types.int16:
+        return lambda number: wide_float16(number)
+    return lambda number: number
 
 
 def narrow(number: Any, like: Any) -> Any:
     """A number as the type of ``like`` has it."""
 
 
-@overload(narrow)
+@overload(narrow, strict=False)
 def _narrow(number: Any, like: Any) -> Any:
-    def to_bfloat16(number: Any, like: Any) -> Any:
-        return narrow_bfloat16(np.float32(number))
-
-    def to_float16(number: Any, like: Any) -> Any:
-        return narrow_float16(np.float32(number))
-
-    def to_float(number: Any, like: Any) -> Any:
-        return number
-
-    return {types.uint16: to_bfloat16, types.int16: to_float16}.get(like, to_float)
+    if like == types.uint16:
+        return lambda number, like: narrow_bfloat16(np.float32(number))
+    if like == types.int16:
+        return lambda number, like: narrow_float16(np.float32(number))
+    return lambda number, like: number
 
 
 @njit(inline="always")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,19 +25,24 @@ from torch import Tensor
 
 from steadygrad.kernels import BROKEN, KernelError, was_forked
 from steadygrad.kernels.numba.numbers import KernelArgs, compiled
-from steadygrad.kernels.table import BLOCK, PointerTable, Types
+from steadygrad.kernels.table import BLOCK, MOST_SUMS, KernelBatch, PointerTable, Types
 
-__all__ = ["KernelBatch", "Table", "launch", "prepare"]
+__all__ = ["Pass", "Table", "prepare"]
 
 # A kernel for some types: a function of one pointer, to the numbers of `KernelArgs`.
 Maker = Callable[[Any, Any, Any, Any], Callable[[Any], None]]
 
 
 class Table(PointerTable):
-    """A table of pointers with the arguments of a kernel that stay the same."""
+    """A table of pointers with the arguments of a kernel that stay the same.
+
+    Attributes:
+        partial_sums: Sums of the last pass over each chunk, with shape ``(chunks, MOST_SUMS)``.
+    """
 
     def __init__(self, *options: Any) -> None:
         super().__init__(*options)
+        self.partial_sums = np.zeros((len(self.chunks), MOST_SUMS))
         self.args = KernelArgs(
             counter=0,
             chunks=len(self.chunks),
@@ -51,17 +56,49 @@ class Table(PointerTable):
             zeros=_ZEROS.ctypes.data,
         )
 
+    def sums(self, rows: int, dtype: torch.dtype) -> Tensor:
+        """Sums of the last pass over each tensor, with shape ``(rows, tensors)``."""
+        found = np.add.reduceat(self.partial_sums[:, :rows], self.firsts, axis=0)
+        return torch.from_numpy(found.T).to(dtype)
 
-class KernelBatch(Protocol):
-    """Parameters of a batch, as kernels see them.
+
+class Pass(NamedTuple):
+    """A pass over all elements. A tensor takes part if its first factor is not zero.
 
     Attributes:
-        table: Addresses of their tensors.
-        sum_dtype: Type of sums over a parameter.
+        make: Maker of the kernel.
+        rows: Number of sums.
     """
 
-    table: Table
-    sum_dtype: torch.dtype
+    make: Maker
+    rows: int = 0
+
+    def __call__(
+        self, batch: KernelBatch, by: Sequence[Tensor] = (), options: Sequence[float] = ()
+    ) -> Any:
+        """Runs it on as many threads as torch uses, as the formulas' function of its name.
+
+        Args:
+            batch: The parameters.
+            by: Factors of each, each with shape ``(tensors)``.
+            options: Numbers that hold for all of them.
+
+        Returns:
+            This process's sums, with shape ``(rows, tensors)``; None without rows.
+        """
+        table: Table = batch.table
+        factors = np.array([column.numpy() for column in by], np.float64)
+        numbers = np.array(options, np.float64)
+        # A line of cache to itself: every thread writes to it.
+        counter = np.zeros(16, np.int64)
+        args = table.args._replace(
+            counter=counter.ctypes.data + 64,
+            factors=factors.ctypes.data,
+            options=numbers.ctypes.data,
+        )
+        address = _address_of(self.make, table.types)
+        _run(address, np.array(args, np.int64), table.elements)
+        return table.sums(self.rows, batch.sum_dtype) if self.rows else None
 
 
 _NUMBERS = {
@@ -87,20 +124,20 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def prepare(makers: Sequence[Maker], types: Types, states: int, device: torch.device) -> None:
-    """Compiles kernels for some types, if they are not yet compiled.
+def prepare(passes: Sequence[Pass], types: Types, states: int, device: torch.device) -> None:
+    """Compiles passes for some types, if they are not yet compiled.
 
     Raises:
         KernelError: If one cannot be compiled.
     """
-    for make in makers:
-        _address_of(make, types)
+    for one in passes:
+        _address_of(one.make, types)
 
 
 def _address_of(make: Maker, types: Types) -> int:
     with _LOCK:
         try:
-            return _compiled_at(make, types)
+            return int(_kernel_for(make, types).address)
         except MemoryError:
             raise
         except Exception as error:
@@ -108,48 +145,16 @@ def _address_of(make: Maker, types: Types) -> int:
             raise KernelError(" ".join(str(error).split())[:200]) from error
 
 
+# An address is good as long as the kernel that it is of, which is kept here.
 @cache
-def _compiled_at(make: Maker, types: Types) -> int:
+def _kernel_for(make: Maker, types: Types) -> Any:
     function = make(*(_NUMBERS[dtype] for dtype in types))
     try:
-        kernel = compiled(function, cache=True)
+        return compiled(function, cache=True)
     except Exception:
         # No folder to write to, a full disk, or what was kept there is damaged, which may raise
         # anything: compiled for this process alone. What cannot be compiled raises again.
-        kernel = compiled(function, cache=False)
-    _KEPT.append(kernel)
-    return int(kernel.address)
-
-
-# An address is good as long as the kernel it was taken from lives.
-_KEPT: list[object] = []
-
-
-def launch(
-    make: Maker,
-    table: Table,
-    columns: Sequence[Tensor] = (),
-    options: Sequence[float] = (),
-) -> None:
-    """Runs a kernel over a table, on as many threads as torch uses.
-
-    Args:
-        make: Maker of the kernel.
-        table: The tensors.
-        columns: Factors of each tensor, each with shape ``(tensors)``.
-        options: Numbers that hold for all tensors.
-    """
-    factors = np.array([column.numpy() for column in columns], np.float64)
-    numbers = np.array(options, np.float64)
-    # A line of cache to itself: every thread writes to it.
-    counter = np.zeros(16, np.int64)
-    args = table.args._replace(
-        counter=counter.ctypes.data + 64,
-        factors=factors.ctypes.data,
-        options=numbers.ctypes.data,
-    )
-    address = _address_of(make, table.types)
-    _run(address, np.array(args, np.int64), table.elements)
+        return compiled(function, cache=False)
 
 
 # Elements below which waking a second thread costs more than it saves.

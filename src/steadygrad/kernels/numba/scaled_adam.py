@@ -21,10 +21,10 @@ from steadygrad.kernels.numba.numbers import (
     wide,
     widen,
 )
-from steadygrad.kernels.numba.runtime import KernelBatch, launch
-from steadygrad.kernels.table import BLOCK
+from steadygrad.kernels.numba.runtime import Pass
+from steadygrad.kernels.table import BLOCK, KernelBatch
 
-__all__ = ["KERNELS", "sums", "update"]
+__all__ = ["PASSES", "sums", "update"]
 
 SOURCE = source_of(StepScales._fields)
 FACTORS = len(StepScales._fields)
@@ -32,22 +32,18 @@ FACTORS = len(StepScales._fields)
 OPTIONS = 5
 
 
-def sums(batch: KernelBatch, needed: Tensor | None) -> Tensor:
+def sums(batch: KernelBatch, needed: Tensor) -> Tensor:
     """As in :mod:`steadygrad.formulas.scaled_adam`. Masters take what was written to parameters."""
-    if needed is None:
-        needed = torch.ones(len(batch.table.addresses), device="cpu")
-    launch(sums_kernel, batch.table, [needed])
-    return batch.table.sums(3, batch.sum_dtype)
+    found: Tensor = SUMS(batch, [needed])
+    return found
 
 
 def update(batch: KernelBatch, by: StepScales, rule: Rule) -> Tensor:
     """As in :mod:`steadygrad.formulas.scaled_adam`. 16-bit parameters follow their masters."""
-    bound = torch.inf if by.weight is not None else rule.scalar_max
-    bounds = (bound, torch.inf) if rule.original else (torch.inf, bound)
     weight = torch.zeros_like(by.gradient) if by.weight is None else by.weight
-    options = (*rule.betas, rule.eps, *bounds)
-    launch(update_kernel, batch.table, [*by[:4], weight], options)
-    return batch.table.sums(1, batch.sum_dtype)[0]
+    options = (*rule.betas, rule.eps, *rule.bounds(is_scalar=by.weight is None))
+    found: Tensor = UPDATE(batch, [*by[:4], weight], options)[0]
+    return found
 
 
 def sums_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
@@ -127,4 +123,4 @@ def update_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[A
     return kernel
 
 
-KERNELS = (sums_kernel, update_kernel)
+PASSES = SUMS, UPDATE = Pass(sums_kernel, rows=3), Pass(update_kernel, rows=1)

@@ -4,10 +4,9 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from steadygrad.formulas.lamb import Coefficients, Rule, Scales
-from steadygrad.kernels.triton.lans import GRADIENTS, grad_sq_norms
+from steadygrad.formulas.lamb import Coefficients, Scales
+from steadygrad.kernels.triton.lans import grad_sq_norms
 from steadygrad.kernels.triton.memory import (
     cast,
     read,
@@ -16,21 +15,9 @@ from steadygrad.kernels.triton.memory import (
     write,
     write_weight,
 )
-from steadygrad.kernels.triton.passes import Pass
-from steadygrad.kernels.triton.runtime import KernelBatch, launch
+from steadygrad.kernels.triton.runtime import Pass
 
-__all__ = ["KERNELS", "apply", "grad_sq_norms", "update_moments"]
-
-
-def update_moments(batch: KernelBatch, by: Scales, rule: Rule) -> Tensor:
-    """As in :mod:`steadygrad.formulas.lamb`. Masters take what was written to parameters."""
-    launch(MOMENTS, batch.table, by, rule)
-    return batch.table.sums(2, batch.sum_dtype)
-
-
-def apply(batch: KernelBatch, by: Coefficients, rule: Rule) -> None:
-    """As in :mod:`steadygrad.formulas.lamb`. 16-bit parameters are rounded from their masters."""
-    launch(WEIGHTS, batch.table, by, rule)
+__all__ = ["PASSES", "apply", "grad_sq_norms", "update_moments"]
 
 
 @triton.jit
@@ -65,6 +52,6 @@ def move_weights(places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tup
     return ()
 
 
-MOMENTS = Pass(move_moments, len(Scales._fields), rows=2, of_state=True)
-WEIGHTS = Pass(move_weights, len(Coefficients._fields))
-KERNELS = (GRADIENTS, MOMENTS, WEIGHTS)
+update_moments = Pass(move_moments, len(Scales._fields), rows=2, of_state=True)
+apply = Pass(move_weights, len(Coefficients._fields))
+PASSES = (grad_sq_norms, update_moments, apply)

@@ -4,9 +4,8 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from steadygrad.formulas.lans import Coefficients, Normalizers, Rule
+from steadygrad.formulas.lans import Coefficients, Normalizers
 from steadygrad.kernels.triton.memory import (
     bounded,
     cast,
@@ -16,27 +15,9 @@ from steadygrad.kernels.triton.memory import (
     write,
     write_weight,
 )
-from steadygrad.kernels.triton.passes import Pass
-from steadygrad.kernels.triton.runtime import KernelBatch, launch
+from steadygrad.kernels.triton.runtime import Pass
 
-__all__ = ["KERNELS", "apply", "grad_sq_norms", "update_moments"]
-
-
-def grad_sq_norms(batch: KernelBatch) -> Tensor:
-    """As in :mod:`steadygrad.formulas.lans`."""
-    launch(GRADIENTS, batch.table)
-    return batch.table.sums(1, batch.sum_dtype)
-
-
-def update_moments(batch: KernelBatch, by: Normalizers, rule: Rule) -> Tensor:
-    """As in :mod:`steadygrad.formulas.lans`. Masters take what was written to parameters."""
-    launch(MOMENTS, batch.table, by, rule)
-    return batch.table.sums(3, batch.sum_dtype)
-
-
-def apply(batch: KernelBatch, by: Coefficients, rule: Rule) -> None:
-    """As in :mod:`steadygrad.formulas.lans`. 16-bit parameters are rounded from their masters."""
-    launch(WEIGHTS, batch.table, by, rule)
+__all__ = ["PASSES", "apply", "grad_sq_norms", "update_moments"]
 
 
 @triton.jit
@@ -83,7 +64,8 @@ def move_weights(places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tup
     return ()
 
 
-GRADIENTS = Pass(square_gradients, rows=1, of_gradients=True)
-MOMENTS = Pass(move_moments, len(Normalizers._fields), rows=3, of_state=True)
-WEIGHTS = Pass(move_weights, len(Coefficients._fields))
-KERNELS = (GRADIENTS, MOMENTS, WEIGHTS)
+grad_sq_norms, update_moments, apply = PASSES = (
+    Pass(square_gradients, rows=1, of_gradients=True),
+    Pass(move_moments, len(Normalizers._fields), rows=3, of_state=True),
+    Pass(move_weights, len(Coefficients._fields)),
+)

@@ -10,35 +10,17 @@ The work of a pass on one block is a function of four tuples:
 It returns a tuple of blocks, one for each sum, whose elements are added up.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
 
 from steadygrad.kernels.triton.memory import chunk_at, factors_of, number, places_of
 
-__all__ = ["MOST_OPTIONS", "Pass", "pass_kernel"]
+__all__ = ["MOST_OPTIONS", "pass_kernel"]
 
 # Options that the kernel takes; a pass with fewer is handed zeros besides its own.
 MOST_OPTIONS = 5
-
-
-class Pass(NamedTuple):
-    """A pass over all elements. A tensor takes part if its first factor is not zero.
-
-    Attributes:
-        body: The work on a block.
-        columns: Number of factors.
-        rows: Number of sums.
-        of_state: Whether blocks are added up in the state's type, not in the weight's.
-        of_gradients: Whether a tensor with a gradient takes part in any case.
-    """
-
-    body: Any
-    columns: int = 0
-    rows: int = 0
-    of_state: bool = False
-    of_gradients: bool = False
 
 
 @triton.jit

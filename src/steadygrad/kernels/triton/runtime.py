@@ -7,7 +7,7 @@ of each tensor, always in the same order.
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from steadygrad.kernels import KernelError
-from steadygrad.kernels.table import MOST_SUMS, PointerTable, Types, is_recording
-from steadygrad.kernels.triton.passes import MOST_OPTIONS, Pass, pass_kernel
+from steadygrad.kernels.table import MOST_SUMS, KernelBatch, PointerTable, Types, is_recording
+from steadygrad.kernels.triton.passes import MOST_OPTIONS, pass_kernel
 
-__all__ = ["KernelBatch", "Table", "launch", "prepare"]
+__all__ = ["Pass", "Table", "prepare"]
 
 # Elements of a chunk, the work of one program: with fewer a tensor's programs have more partial
 # sums to add up, with more some processors have nothing left to do at the end.
@@ -122,16 +122,41 @@ class Table(PointerTable):
         return found
 
 
-class KernelBatch(Protocol):
-    """Parameters of a batch, as kernels see them.
+class Pass(NamedTuple):
+    """A pass over all elements. A tensor takes part if its first factor is not zero.
 
     Attributes:
-        table: Addresses of their tensors.
-        sum_dtype: Type of sums over a parameter.
+        body: The work on a block.
+        columns: Number of factors.
+        rows: Number of sums.
+        of_state: Whether blocks are added up in the state's type, not in the weight's.
+        of_gradients: Whether a tensor with a gradient takes part in any case.
     """
 
-    table: Table
-    sum_dtype: torch.dtype
+    body: Any
+    columns: int = 0
+    rows: int = 0
+    of_state: bool = False
+    of_gradients: bool = False
+
+    def __call__(
+        self, batch: KernelBatch, by: Sequence[Tensor] = (), options: Sequence[float] = ()
+    ) -> Any:
+        """Starts it, as the formulas' function of its name.
+
+        Args:
+            batch: The parameters.
+            by: Factors of each, each with shape ``(tensors)``.
+            options: Numbers that hold for all of them.
+
+        Returns:
+            This process's sums, with shape ``(rows, tensors)``; None without rows.
+        """
+        table: Table = batch.table
+        # A pass without factors is handed what it does not read.
+        factors = torch.stack(tuple(by)).to(torch.float64) if by else table.device_sums
+        _launch(self, table, factors, options)
+        return table.sums(self.rows, batch.sum_dtype) if self.rows else None
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -148,14 +173,14 @@ def sum_kernel(sums: tl.tensor, bounds: tl.tensor, found: tl.tensor, width: tl.t
     tl.store(found + row * tl.num_programs(0) + tensor, tl.sum(total))
 
 
-def prepare(kernels: Sequence[Pass], types: Types, states: int, device: torch.device) -> None:
+def prepare(passes: Sequence[Pass], types: Types, states: int, device: torch.device) -> None:
     """Compiles passes for some types and number of states, if they are not yet compiled.
 
     Raises:
         KernelError: If one cannot be compiled. Errors of the device are passed on.
     """
-    for kernel in kernels:
-        _prepare(kernel, types, states, device)
+    for one in passes:
+        _prepare(one, types, states, device)
 
 
 # What a device raises and no compiler does; older versions of torch have no name for the latter.
@@ -179,22 +204,6 @@ def _prepare(kernel: Pass, types: Types, states: int, device: torch.device) -> N
         if message.startswith(("CUDA error", "Triton Error")):
             raise
         raise KernelError(message[:200]) from error
-
-
-def launch(
-    kernel: Pass, table: Table, columns: Sequence[Tensor] = (), options: Sequence[float] = ()
-) -> None:
-    """Starts a pass over a table.
-
-    Args:
-        kernel: The pass.
-        table: The tensors.
-        columns: Factors of each tensor, each with shape ``(tensors)``.
-        options: Numbers that hold for all tensors.
-    """
-    # A pass without factors is handed what it does not read.
-    factors = torch.stack(tuple(columns)).to(torch.float64) if columns else table.device_sums
-    _launch(kernel, table, factors, options)
 
 
 def _launch(kernel: Pass, table: Table, factors: Tensor, options: Sequence[float]) -> None:

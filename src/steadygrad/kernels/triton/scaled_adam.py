@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from steadygrad.formulas.scaled_adam import Rule, StepScales
+from steadygrad.kernels.table import KernelBatch
 from steadygrad.kernels.triton.memory import (
     bounded,
     cast,
@@ -17,28 +18,23 @@ from steadygrad.kernels.triton.memory import (
     write,
     write_weight,
 )
-from steadygrad.kernels.triton.passes import Pass
-from steadygrad.kernels.triton.runtime import KernelBatch, launch
+from steadygrad.kernels.triton.runtime import Pass
 
-__all__ = ["KERNELS", "sums", "update"]
+__all__ = ["PASSES", "sums", "update"]
 
 
-def sums(batch: KernelBatch, needed: Tensor | None) -> Tensor:
+def sums(batch: KernelBatch, needed: Tensor) -> Tensor:
     """As in :mod:`steadygrad.formulas.scaled_adam`. Masters take what was written to parameters."""
-    if needed is None:
-        needed = torch.ones(len(batch.table.addresses), device=batch.table.device)
-    launch(SUMS, batch.table, [needed])
-    return batch.table.sums(3, batch.sum_dtype)
+    found: Tensor = SUMS(batch, [needed])
+    return found
 
 
 def update(batch: KernelBatch, by: StepScales, rule: Rule) -> Tensor:
     """As in :mod:`steadygrad.formulas.scaled_adam`. 16-bit parameters follow their masters."""
-    bound = torch.inf if by.weight is not None else rule.scalar_max
-    bounds = (bound, torch.inf) if rule.original else (torch.inf, bound)
     weight = torch.zeros_like(by.gradient) if by.weight is None else by.weight
-    options = (*rule.betas, rule.eps, *bounds)
-    launch(UPDATE, batch.table, [*by[:4], weight], options)
-    return batch.table.sums(1, batch.sum_dtype)[0]
+    options = (*rule.betas, rule.eps, *rule.bounds(is_scalar=by.weight is None))
+    found: Tensor = UPDATE(batch, [*by[:4], weight], options)[0]
+    return found
 
 
 @triton.jit
@@ -77,4 +73,4 @@ def move_all(places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tuple) 
 
 SUMS = Pass(square_sums, 1, rows=3, of_gradients=True)
 UPDATE = Pass(move_all, len(StepScales._fields), rows=1)
-KERNELS = (SUMS, UPDATE)
+PASSES = (SUMS, UPDATE)

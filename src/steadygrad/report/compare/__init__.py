@@ -93,10 +93,14 @@ def _headline(found: Comparison) -> str:
             better.setdefault(row["optimizer"], []).append(judged[row["multiple"]])
     over = f"over {show(found.longest)} {found.samples}"
     if better:
-        names = [
-            found.titles[name] + (f" at batch size {listed(at)}" if len(judged) > 1 else "")
-            for name, at in better.items()
-        ]
+        if len(judged) > 1 and all(len(at) == len(judged) for at in better.values()):
+            names = [found.titles[name] for name in better]
+            over = f"at each of {len(judged)} batch sizes, {over}"
+        else:
+            names = [
+                found.titles[name] + (f" at batch size {listed(at)}" if len(judged) > 1 else "")
+                for name, at in better.items()
+            ]
         return f"{listed(names)} {'is' if len(names) == 1 else 'are'} better than AdamW {over}."
     if all(row["verdict"] == "worse" for row in rows):
         names = list(dict.fromkeys(found.titles[row["optimizer"]] for row in rows))

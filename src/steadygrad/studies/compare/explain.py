@@ -1,7 +1,7 @@
 """The findings of ``compare`` in words."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from steadygrad.record import listed, plural
@@ -53,19 +53,56 @@ def _at(header: Header, multiple: int) -> str:
 
 
 def _verdicts(header: Header, found: Found) -> Iterator[str]:
-    """A sentence for each optimizer and batch size, on the longest horizon that was judged."""
+    """Sentences on the longest horizon that was judged, one for each optimizer and batch size.
+
+    But one for all larger batch sizes of an optimizer that are judged alike.
+    """
     rows: dict[tuple[str, int], list[Found]] = {}
     for row in found["verdicts"]:
         rows.setdefault((row["optimizer"], row["multiple"]), []).append(row)
+    alike = _alike(rows)
     said_first = sorted(rows.items(), key=lambda item: VERDICTS.index(item[1][-1]["verdict"]))
     for (name, multiple), own in said_first:
         short, long = own[0], own[-1]
+        if name in alike and multiple > 1:
+            if multiple == alike[name][0]["multiple"]:
+                yield _at_larger(header, found["optimizers"][name], alike[name])
+            continue
         place = f"{long['samples']:,} {plural(header.task.sample)}{_at(header, multiple)}"
         said = _verdict(found["optimizers"][name], place, long, found["costs"].get(name))
         verdicts = short["verdict"], long["verdict"]
         if verdicts.count("cannot tell") == 1:
             said += f" After {short['samples']:,}: {short['verdict']}."
         yield said
+
+
+def _alike(rows: Mapping[tuple[str, int], list[Found]]) -> dict[str, list[Found]]:
+    """Rows of the larger batch sizes by optimizer, where there are several with one verdict."""
+    larger: dict[str, list[Found]] = {}
+    for (name, multiple), own in rows.items():
+        if multiple > 1:
+            larger.setdefault(name, []).append(own[-1])
+    return {
+        name: own
+        for name, own in larger.items()
+        if len(own) > 1
+        and len({row["verdict"] for row in own}) == 1
+        and len({row["samples"] for row in own}) == 1
+        and not any(_lost(row, "losses") or _lost(row, "baseline_losses") for row in own)
+    }
+
+
+def _at_larger(header: Header, title: str, rows: Sequence[Found]) -> str:
+    batches = listed(f"{row['multiple'] * header.plan.batch_size:,}" for row in rows)
+    verdict, differences = rows[0]["verdict"], listed(f"{row['mean']:+.3g}" for row in rows)
+    said = f"{title} is {verdict} than AdamW"
+    if verdict == "cannot tell":
+        said = f"{title} against AdamW: cannot tell"
+    said += f" at batch sizes {batches}: differences {differences}."
+    if all(row["sample_ratio"] for row in rows):
+        times = listed(_times(row["sample_ratio"]["value"]) for row in rows)
+        said += f" AdamW would need {times} times the samples for those losses."
+    return said
 
 
 def _verdict(title: str, place: str, row: Found, cost: Mapping[str, float] | None) -> str:

@@ -209,12 +209,9 @@ def sample_ratio(differences: Floats, octave: Floats, confidence: float) -> Samp
     if fall <= 0 or a <= 0:
         return None
     root = math.sqrt(max(0.0, b * b - a * c))
-    low, high = (-b - root) / a, (-b + root) / a
-    return SampleRatio(
-        value=_ratio(-mean / fall, USUAL),
-        low=_ratio(low, FLAT if low > 0 else STEEP),
-        high=_ratio(high, STEEP if high > 0 else FLAT),
-    )
+    # Below a loss of one octave the flat law asks for more samples, beyond it the steep one does.
+    low, high = ([_ratio(rho / a, to) for to in (FLAT, STEEP)] for rho in (-b - root, -b + root))
+    return SampleRatio(_ratio(-mean / fall, USUAL), min(low), max(high))
 
 
 def _ratio(octaves: float, exponent: float) -> float:

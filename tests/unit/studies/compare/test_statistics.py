@@ -210,6 +210,10 @@ def test_a_ratio_by_hand():
     # Half of an octave worse, between a straight line of the logarithm and 1 / samples.
     exact = sample_ratio(np.full(3, 0.1), np.full(3, 0.2), 0.95)
     assert (exact.low, exact.high) == pytest.approx((1 / 1.5, 2**-0.5))
+    # One and a half octaves worse: there the flat law asks for more samples than the steep one.
+    exact = sample_ratio(np.full(3, 0.3), np.full(3, 0.2), 0.95)
+    assert (exact.low, exact.high) == pytest.approx((2**-1.5, 1 / 2.5))
+    assert exact.low < exact.value < exact.high
     # Fieller's interval as the set of ratios that Student's test does not reject.
     pairs, octave = np.array([-0.1, -0.05, -0.12, -0.07]), np.array([0.2, 0.25, 0.19, 0.22])
     found = sample_ratio(pairs, octave, 0.9)

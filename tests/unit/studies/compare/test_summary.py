@@ -58,6 +58,34 @@ def test_verdicts_are_said_in_the_order_better_worse_cannot_tell():
     ]
 
 
+def test_larger_batch_sizes_that_are_judged_alike_have_one_sentence():
+    plan = planned(seeds=5, optimizers=("adamw", "lans", "sgd"), multiples=(1, 4, 16))
+    shifts = {"lans": {64: -0.1, 128: -0.1}, "sgd": {64: 0.1, 128: 0.1}}
+
+    def loss_of(**fields):
+        # SGD at the middle batch size is not judged as at the others.
+        odd = (fields["optimizer"], fields["multiple"]) == ("sgd", 4)
+        return noisy({} if odd else shifts)(**fields)
+
+    words = summary(plan, loss_of)["words"]
+    lans, sgd = ([word for word in words if word.startswith(n)] for n in ("LANS ", "SGD "))
+    assert [word.partition(": ")[0] for word in lans] == [
+        "LANS is better than AdamW over 128 rows at batch size 4",
+        "LANS is better than AdamW at batch sizes 16 and 64",
+    ]
+    rows = [row_of(summary(plan, loss_of), "lans", 128, multiple) for multiple in (4, 16)]
+    ratios = [row["sample_ratio"]["value"] for row in rows]
+    assert lans[1].endswith(
+        f": differences {rows[0]['mean']:+.3g} and {rows[1]['mean']:+.3g}. AdamW would need "
+        f"{ratios[0]:.2f} and {ratios[1]:.2f} times the samples for those losses."
+    )
+    assert [word.partition(": ")[0] for word in sgd] == [
+        "SGD is worse than AdamW over 128 rows at batch size 4",
+        "SGD is worse than AdamW over 128 rows at batch size 64",
+        "SGD against AdamW over 128 rows at batch size 16",
+    ]
+
+
 @pytest.mark.parametrize("short", [0.0, -0.2])
 def test_no_flip_where_the_order_stays_or_is_not_known(short):
     found = summary(PLAN, noisy({"lans": {64: short, 128: -0.2}}))
