@@ -29,7 +29,10 @@ def state_of(optimizer, params):
     ]
 
 
-@covering(entry=OPTIMIZERS, dtype=NARROW, foreach=MODES)
+# Not pairs alone: each mode of each optimizer has code of its own for each type.
+@every_optimizer
+@every_mode
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_without_a_master_a_step_is_that_in_float32_rounded_once(entry, dtype, foreach):
     params = parameters(dtype)
     optimizer = entry(params, master_weights=False, foreach=foreach)
