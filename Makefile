@@ -31,8 +31,8 @@ test-integrations: $(VENV)/.integrations  ## the adapters, in the trainers thems
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal tests/integrations
 
 $(VENV)/.integrations: $(VENV)/.installed
-	$(PIP) install --quiet --constraint constraints.txt --group integrations
-	$(PIP) install --quiet --constraint constraints.txt --no-deps ai2-olmo-core cached-path
+	$(PIP) install --quiet --constraint constraints.txt --constraint constraints-integrations.txt --group integrations
+	$(PIP) install --quiet --constraint constraints.txt --constraint constraints-integrations.txt --no-deps ai2-olmo-core cached-path
 	touch $@
 
 lint: $(VENV)/.installed

@@ -1,4 +1,4 @@
-"""Walks over the tensors in what a module takes or returns; one policy for every tool.
+"""Walks over the tensors in a module's inputs and outputs; one policy for every tool.
 
 A nest is a tensor, or tensors in dicts, lists, tuples, named tuples, dataclasses (Hugging Face's
 outputs are dataclasses) and classes that are registered with torch's pytree.

@@ -45,7 +45,7 @@ class Growth(NamedTuple):
 
 
 def total_scales(own: Tensor, around: Tensor) -> Tensor:
-    """Product of each layer's scale and those around it.
+    """Product of each layer's scale and the scales of the layers around it.
 
     Args:
         own: With shape ``(layers)``.

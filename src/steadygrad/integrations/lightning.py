@@ -146,7 +146,7 @@ class BatchSizeCallback(Callback):
         trainer.accumulate_grad_batches = self._factor
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuses what has its own accumulation."""
+        """Refuses a trainer that accumulates in its own way."""
         check_support(trainer, pl_module)
         trainer.accumulate_grad_batches = self._factor
 

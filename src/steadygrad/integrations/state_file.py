@@ -23,7 +23,7 @@ def save_states(path: Path, states: Mapping[str, Any]) -> None:
 
 
 def load_states(path: Path) -> dict[str, Any]:
-    """Reads what :func:`save_states` wrote; no pickled object is made.
+    """Reads a file of :func:`save_states`; no pickled object is made.
 
     Raises:
         InputError: If it cannot be read.

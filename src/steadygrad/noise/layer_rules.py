@@ -155,7 +155,7 @@ def measured_layers(model: nn.Module, layers: str) -> list[MeasuredLayer]:
 
 
 def _rules() -> dict[type[nn.Module], LayerRule]:
-    """The rules for torch's layers, and for those of a library that is in use."""
+    """Rules for torch's layers, and for the layers of a library that is in use."""
     library = sys.modules.get("transformers.pytorch_utils")
     return _RULES if library is None else {**_RULES, library.Conv1D: _TRANSPOSED}
 

@@ -147,7 +147,7 @@ class ParamBatch:
             self._remember(small)
 
     def _remember(self, small: Sequence[str]) -> None:
-        """Notes what must stay as it is for the batch to be used again."""
+        """Notes the layout that must stay for the batch to be used again."""
         self._layout = Layout(self._own)
         self._grad_layout = Layout(self._own, None if self.table is None else self.table.types[0])
         self._large = [t for tensors in (*self.moments, self._masters) for t in tensors]

@@ -22,7 +22,7 @@ _MULTIPLIERS = {"lr_mult": "lr", "wd_mult": "weight_decay"}
 
 @dataclass(frozen=True)
 class _Named:
-    """A parameter and what it goes by: ``name`` first, then without wrappers, then tied names."""
+    """A parameter and its name: ``name`` first, then without wrappers, then tied names."""
 
     name: str
     parameter: Tensor

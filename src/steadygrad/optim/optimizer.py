@@ -25,7 +25,7 @@ __all__ = ["ShardedOptimizer"]
 
 
 class ShardedOptimizer(BatchBuilder):
-    """An optimizer whose norms are those of whole tensors, however they are sharded.
+    """An optimizer whose norms are of whole tensors, however they are sharded.
 
     A subclass says how a step goes; this class keeps torch's contract.
 

@@ -52,7 +52,7 @@ class Layers:
         self._refresh()
 
     def chain(self, index: int) -> Iterator[int]:
-        """Yields the indices of a layer and those around it, from the inside out."""
+        """Yields the indices of a layer and of the layers around it, from the inside out."""
         yield index
         while index:
             index = self.layers[index].parent

@@ -125,7 +125,7 @@ class LayerwiseGradScaler:
         return self._unscaler.measured
 
     def measure(self, active: bool = True) -> None:
-        """Measures all passes to come, or only those of ``auto``; call it on all processes."""
+        """Measures all passes to come, or only ``auto``'s; call it on all processes."""
         self._measure_all = active
         due = self._auto is not None and self._auto.due(self._steps)
         self._table.measuring = self._table.enabled and (due or active)
@@ -238,7 +238,7 @@ class LayerwiseGradScaler:
         return self._unscaler.carried_scales(parameters)
 
     def left_out(self) -> list[str]:
-        """Lists layers that count as part of those around them; known after the first ``scale``.
+        """Lists layers that count as part of their parents; known after the first ``scale``.
 
         Their weights or inner values are used without passing their boundaries.
         """

@@ -92,7 +92,7 @@ class ScaleTable:
         self._merged_into = torch.tensor(into, device=self.own.device)
 
     def merge_rows(self, rows: Tensor) -> Tensor:
-        """Adds the rows of merged layers to those around them; with shape ``(layers, *)``."""
+        """Adds the rows of merged layers, ``(layers, *)``, to the rows of their parents."""
         if not self.merged:
             return rows
         return torch.zeros_like(rows).index_add_(0, self._merged_into, rows)

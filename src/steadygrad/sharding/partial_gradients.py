@@ -35,7 +35,7 @@ class PartialGradients:
         self._indices: dict[tuple[int, ...], Tensor] = {}
 
     def is_of(self, params: Sequence[Tensor]) -> bool:
-        """Whether these parameters are sharded as those that it was made for."""
+        """Whether these parameters are sharded as the ones that it was made for."""
         return self._layout == layout_of(params)
 
     def __call__(

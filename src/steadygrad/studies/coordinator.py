@@ -131,7 +131,7 @@ class Coordinator:
             self._stop()
 
     def _settle(self) -> None:
-        """Finds the trials that are done, and records those that no earlier one holds up."""
+        """Finds finished trials, and records each once all earlier ones are recorded."""
         for trial in self.trials:
             if trial.key in self.done or not self.done.issuperset(trial.needs):
                 continue
@@ -217,7 +217,7 @@ class Coordinator:
         self.journal.save(event.key)
 
     def _stop(self) -> None:
-        """Lets running trials notice the end, keeps what is finished, and ends the workers."""
+        """Lets running trials notice the end, keeps finished ones, and ends the workers."""
         with suppress(RecordError):
             replace_file(self.folder / STOP_FILE, b"")
             ended, _ = wait(self.running, GRACE)

@@ -37,7 +37,7 @@ PAUSE = 0.25
 
 
 class DistributedContext:
-    """This process among those that share one model.
+    """This process in the group that shares one model.
 
     Args:
         deadline: Asked at every poll.

@@ -86,7 +86,7 @@ class Pool:
         self._executor = self._make()
 
     def close(self) -> None:
-        """Ends the workers, those in mid-trial included; calling it again does nothing."""
+        """Ends the workers, in mid-trial too; calling it again does nothing."""
         with suppress(Exception):
             self._kill(self._executor)
         with suppress(Exception):

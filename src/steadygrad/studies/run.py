@@ -157,7 +157,7 @@ def resume(
 
 
 def _checked(kind: type[Study], settings: Any) -> Any:
-    """Checks settings that were made in Python as those of the command line are."""
+    """Checks settings made in Python as strictly as the command line's."""
     schema = kind.schema().settings
     if not isinstance(settings, schema):
         raise InputError(
@@ -171,7 +171,7 @@ def _checked(kind: type[Study], settings: Any) -> Any:
 
 
 def _agreed(header: Any, given: Mapping[str, Any]) -> Any:
-    """The record's settings, with those that may change as they are given now."""
+    """The record's settings; the ones that may change are as given now."""
     for name, value in given.items():
         recorded = getattr(header.settings, name)
         same = value == recorded or (name == "device" and value == header.runtime.device)

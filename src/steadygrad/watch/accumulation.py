@@ -1,4 +1,4 @@
-r"""Whether gradients accumulated over micro-batches are those of the whole batch, and why not.
+r"""Compares gradients accumulated over micro-batches with the whole batch's, and names the bug.
 
 Micro-batch :math:`i` alone has the gradient :math:`g_i`. The whole batch's gradient should be
 :math:`\sum_i \alpha_i g_i`, and the loop left :math:`\sum_i \beta_i g_i`. Both sets of weights are
@@ -41,7 +41,7 @@ def check_accumulation(
     accumulate: Accumulate | None = None,
     micro_batches: int = 4,
 ) -> AccumulationCheck:
-    """Compares one batch's gradient with what accumulation makes of it, in four ways of cutting.
+    """Compares one batch's gradient with the accumulated one, for four ways of cutting the batch.
 
     The cuts: equal micro-batches, one sample at a time, ragged ones, and a short last window with
     one micro-batch less. Weights, ``.grad``, buffers and random numbers are afterwards as
@@ -91,7 +91,7 @@ def check_accumulation(
 
 
 class _Judge:
-    """Takes the gradients of one window, and names what is wrong with them."""
+    """Takes the gradients of one window, and names their fault."""
 
     def __init__(
         self, model: nn.Module, loss_fn: Loss, accumulate: Accumulate, micro_batches: int
@@ -175,7 +175,7 @@ class _Judge:
 
 
 def _compared(products: Tensor) -> tuple[float, float]:
-    """Ratio and cosine of vector 1 to vector 0; those of two zeros are 1."""
+    """Ratio and cosine of vector 1 to vector 0; both are 1 for two zeros."""
     whole, used = products[0, 0].sqrt(), products[1, 1].sqrt()
     if float(whole) == float(used) == 0.0:
         return 1.0, 1.0
@@ -192,7 +192,7 @@ def _weights(products: Tensor, vector: int) -> Tensor:
 def _misfit(
     products: Tensor, vector: int, weights: Tensor, of: Sequence[int] | slice = slice(3, None)
 ) -> float:
-    """Norm of what a weighted sum of others leaves of a vector, over the vector's."""
+    """Norm of a vector less a weighted sum of others, over the vector's norm."""
     weights = weights.to(products)
     fitted = 2 * weights @ products[of, vector] - weights @ products[of][:, of] @ weights
     square = products[vector, vector]
@@ -206,7 +206,7 @@ def _samples(batch: Any) -> int:
 
 
 def _cut(batch: Any, start: int, stop: int) -> Any:
-    """Some samples of a nest; what has no sample dimension is kept."""
+    """Some samples of a nest; tensors without a sample dimension are kept."""
     count = _samples(batch)
 
     def part(leaf: Any) -> Any:

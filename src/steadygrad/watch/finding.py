@@ -97,14 +97,14 @@ _CAUSES = {
 
 
 def is_finite(found: Any) -> bool:
-    """Whether a value or a gradient is finite; one that nobody looked at counts as finite."""
+    """Whether a value or a gradient is finite; an unknown one counts as finite."""
     return found is True or found is None or (found is not False and math.isfinite(found))
 
 
 def first_fault(
     seen: Sequence[Seen], called: Collection[str], weights: Sequence[str], batch: int
 ) -> Finding | None:
-    """Finds what first was not finite in a pass; None if all is.
+    """Finds the first non-finite value of a pass; None if all are finite.
 
     Args:
         seen: In the order of the forward pass; the backward pass goes through it from the end.
@@ -139,7 +139,7 @@ def first_fault(
 def _backward_culprit(
     signals: Sequence[Seen], at: int, finite: Sequence[bool], called: Collection[str]
 ) -> tuple[str, str]:
-    """The kind and name of what lies between the last finite gradient and the first that is not."""
+    """Kind and name of the place between the last finite gradient and the first non-finite one."""
     one = signals[at]
     if one.returned or not at:
         return LOSS, ""

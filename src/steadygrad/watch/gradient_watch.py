@@ -182,7 +182,7 @@ class GradientWatch:
         self._closed.append(over)
 
     def _ask_witnesses(self, last: Pass) -> None:
-        """Notes gradients of weights as those at the outputs of their modules."""
+        """Notes gradients of weights in the place of gradients at their modules' outputs."""
         told = self._gradients(last, self._small)
         if told and not self.clock.deferred:
             total = torch.cat([gradient for _, gradient in told]).sum()

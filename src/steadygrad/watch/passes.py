@@ -50,7 +50,7 @@ class Clock:
 
 
 class Pass:
-    """Collects what became of one batch.
+    """Collects the observations of one batch.
 
     Args:
         batch: Its index; everything in the first one is looked at at once.
@@ -83,7 +83,7 @@ class Pass:
     def see(
         self, tap: "Tap", args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
     ) -> None:
-        """Notes what a module took and gave."""
+        """Notes a module's inputs and outputs."""
         repeated = in_backward()
         if not repeated:
             # Its weights' gradients would not say in which of its calls they broke.
@@ -191,7 +191,7 @@ class Pass:
         return torch.stack(found).amax() if found else True
 
     def close(self) -> None:
-        """Sends what is on a device to the host; nothing waits for it."""
+        """Sends the flags from a device to the host; nothing waits for them."""
         self._held.clear()
         if not (self._clock.deferred or self._clock.used):
             return
@@ -257,7 +257,7 @@ def in_backward() -> bool:
 
 
 def floating(nest: Any) -> list[Tensor]:
-    """The floating-point tensors in what a module takes or returns."""
+    """Floating-point tensors among a module's inputs or outputs."""
     leaves = (nest,) if isinstance(nest, Tensor) else _pytree.tree_leaves(nest)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 

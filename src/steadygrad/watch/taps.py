@@ -85,7 +85,7 @@ class Tap:
         return Tap, (self.name, self.hooked, None, Clock(self.forward.device))
 
     def take(self, batch: int) -> Seen:
-        """Hands over what compiled code left, and clears it."""
+        """Hands over the numbers that compiled code left, and clears them."""
         gradient, self.backward.grad = self.backward.grad, None
         one = Seen(OUTPUT, self.name, batch, self.forward.clone())
         # Half a tick before what ran outside of compiled code after it.

@@ -1,4 +1,4 @@
-"""Ways of cutting a batch into micro-batches, and the names of what goes wrong with them."""
+"""Ways of cutting a batch into micro-batches, and the names of their faults."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Window:
 
 @dataclass(frozen=True)
 class AccumulationCheck:
-    """What became of the gradient in each window."""
+    """Comparison of the gradients in each window."""
 
     windows: Sequence[Window]
 

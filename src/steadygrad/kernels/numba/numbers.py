@@ -148,7 +148,7 @@ def arguments(data: Any, factors: Any, options: Any) -> Any:
 
 @njit(inline="always")
 def chunk_of(args: Any, table: Any, sums: Any, factors: Any, of_gradients: Any) -> Any:
-    """The next chunk that nobody has taken: place, tensor, start, stop; a negative place: none.
+    """The next chunk that is free: place, tensor, start, stop; a negative place: none.
 
     A tensor takes part if its first factor is not zero, and with ``of_gradients`` in any case if it
     has a gradient. Sums are set to zero, and those of chunks that are passed over too.

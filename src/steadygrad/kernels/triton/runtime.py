@@ -161,7 +161,7 @@ class Pass(NamedTuple):
 
 @triton.jit(do_not_specialize=["width"])
 def sum_kernel(sums: tl.tensor, bounds: tl.tensor, found: tl.tensor, width: tl.tensor) -> None:
-    """Sums of tensors from those of their chunks: a program for each tensor and row."""
+    """Sums of tensors from the sums of their chunks: a program for each tensor and row."""
     tensor, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first = tl.load(bounds + tensor)
     count = (tl.load(bounds + tensor + 1) - first).to(tl.int32)

@@ -113,7 +113,7 @@ class Point(Event, frozen=True, tag="point"):
 
 
 class Noise(Event, frozen=True, tag="noise"):
-    """Gradient noise scale at a point; the fields are those of ``NoiseEstimate``."""
+    """Gradient noise scale at a point; fields as in ``NoiseEstimate``."""
 
     key_fields = ("point",)
 

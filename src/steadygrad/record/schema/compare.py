@@ -155,7 +155,7 @@ EVENTS = Speed | Run | End
 
 
 def check(header: Header, event: Any) -> tuple[str, str] | None:
-    """Says what is wrong where an event is of an optimizer that the plan does not have."""
+    """Refuses an event of an optimizer that the plan does not have: expected, found."""
     known = header.plan.optimizers
     if known[0] != BASELINE:
         return f"the plan's first optimizer to be {BASELINE}", repr(known[0])

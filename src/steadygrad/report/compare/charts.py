@@ -119,7 +119,7 @@ def _shade(axes: Axes, ladder: Sequence[tuple[float, float]], most: float) -> No
 
 
 def _limit(axes: Axes, losses: Sequence[float]) -> None:
-    """Leaves out what is far above the best, so that differences near it can be seen."""
+    """Leaves out losses far above the best, so that differences near it can be seen."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     axes.locator_params(axis="y", nbins=4)
     if finite:

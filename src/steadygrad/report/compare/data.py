@@ -1,4 +1,4 @@
-"""What a ``compare`` record holds, gathered for its page."""
+"""Contents of a ``compare`` record, gathered for its page."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -56,7 +56,7 @@ class Baseline:
         return np.where(np.isfinite(differences), samples / bounded - 1, CAP)
 
     def overhead(self, differences: Floats, samples: int) -> float:
-        """Sample overhead by the mean; the arguments are those of :meth:`interval`."""
+        """Sample overhead by the mean; arguments as in :meth:`interval`."""
         mean = np.asarray(np.mean(differences))
         return float(self.overheads(self.losses.mean(1), mean, samples))
 

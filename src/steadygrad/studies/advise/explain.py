@@ -83,7 +83,7 @@ class _Words:
         return f"{batch} may be as good or not: it {needs}; its {run.seeds} runs differ too much."
 
     def steps(self, steps: int, size: int) -> str:
-        """Optimizer steps from scratch, beside those of a batch size."""
+        """Optimizer steps from scratch, beside the steps of a batch size."""
         share, same = steps / (self.evidence.length // size), f"Over the same {self.samples}"
         return f"{same} it takes {share:.0%} as many optimizer steps as batch {size:,}."
 

@@ -188,12 +188,18 @@ def made(name: str, entry: Entry, model: nn.Module) -> Optimizer:
     """The optimizer of an entry at its default rate, checked.
 
     Raises:
-        InputError: If it cannot be made, or its learning rate cannot be set.
+        InputError: If it cannot be made, changes the model, or its learning rate cannot be set.
     """
-    what = f"The optimizer {name}"
+    what, before = f"The optimizer {name}", _layout(model)
     with guarded(what):
         optimizer, other = (entry.make(model, lr) for lr in (entry.lr, 2 * entry.lr))
     check_optimizer(optimizer, model, what)
+    # All optimizers train this model in turn: the others would train a changed one.
+    if _layout(model) != before:
+        raise InputError(
+            f"{what} should be made without a change to the model. Found parameters of another "
+            "type, shape or `requires_grad`. Remedy: make the model like that in the task."
+        )
     rates, others = ([g.get("lr") for g in o.param_groups] for o in (optimizer, other))
     if None in rates or rates == others:
         raise InputError(
@@ -201,3 +207,7 @@ def made(name: str, entry: Entry, model: nn.Module) -> Optimizer:
             f"{' and '.join(map(str, rates))} for {entry.lr:g}. Remedy: pass lr on to it."
         )
     return optimizer
+
+
+def _layout(model: nn.Module) -> list[tuple[str, torch.dtype, torch.Size, bool]]:
+    return [(name, p.dtype, p.shape, p.requires_grad) for name, p in model.named_parameters()]

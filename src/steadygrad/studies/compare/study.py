@@ -75,7 +75,7 @@ class Compare(Study):
         return {**found, "larger batches": keys[-1]} if len(self.plan.multiples) > 1 else found
 
     def summarize(self, journal: Journal, status: str) -> dict[str, Any]:
-        """The verdicts and what they rest on."""
+        """The verdicts and their evidence."""
         return summarize(self.header, journal, status)
 
     def too_little(self, summary: Mapping[str, Any]) -> str | None:

@@ -66,7 +66,7 @@ class Evidence:
 
 
 def summarize(header: Header, journal: Journal, status: str) -> dict[str, Any]:
-    """Says what the recorded events mean.
+    """Draws the conclusions from the recorded events.
 
     Args:
         header: The record's header.

@@ -18,7 +18,7 @@ PARTS, LEAST = 4, 8
 
 
 def check(place: Workplace) -> Accumulation:
-    """Compares the first samples' gradient, in float32, with what micro-batches make of it."""
+    """Compares the first samples' gradient with its accumulation over micro-batches, in float32."""
     trainer, task = place.trainer, place.trainer.task
     trainer.restart()
     trainer.seed_everything("accumulation")

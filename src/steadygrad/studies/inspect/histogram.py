@@ -43,7 +43,7 @@ class ExponentHistograms:
     def add(
         self, measured: MeasuredExponents, culprits: Sequence[str], nonfinite: Sequence[str] = ()
     ) -> None:
-        """Counts a step with its culprits, and those of them that are not finite at any scale."""
+        """Counts a step with its culprits, and the culprits that are non-finite at any scale."""
         counts = torch.stack([measured.activations, measured.weights]).cpu()
         scales = measured.scales.cpu().log2()
         for name in culprits:

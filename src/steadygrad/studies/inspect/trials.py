@@ -118,7 +118,7 @@ class Runner:
             self.trainer.load(state)
 
     def _keep(self, part: int, state: State) -> None:
-        """Keeps a state, and drops those that no trial needs any more."""
+        """Keeps a state, and drops states that no trial needs any more."""
         self.place.checkpoints.save(f"{self.phase}-{part}", state)
         # The one before is needed once more if this part is killed before it is recorded.
         self.place.checkpoints.drop(f"{self.phase}-{part - 2}")

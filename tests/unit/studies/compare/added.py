@@ -55,3 +55,12 @@ def no_step(model, lr):
 
 
 not_a_function = 3
+
+
+def casts(model, lr):
+    return torch.optim.SGD(model.double().parameters(), lr=lr)
+
+
+def freezes(model, lr):
+    next(model.parameters()).requires_grad_(False)
+    return torch.optim.SGD(model.parameters(), lr=lr)

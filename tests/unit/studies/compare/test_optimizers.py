@@ -196,6 +196,8 @@ def test_optimizers_that_cannot_be_compared(optimizers, add, message):
         "of_parameters": "The optimizer of_parameters should run without an error. Found TypeError",
         "of_others": "should return an optimizer of the model's parameters. Found 1 others",
         "deaf": "should have the learning rate that its function is handed. Found 0.001 for 0.001.",
+        "casts": "casts should be made without a change to the model. Found parameters of another",
+        "freezes": "freezes should be made without a change to the model. Found parameters of a",
         "no_step": "A step of the optimizer no_step should run without an error. Found Runtime.*no",
     }.items(),
 )
