@@ -41,10 +41,9 @@ def test_resumes_to_the_bit_from_a_file(entry, dtype, stop):
 @every_optimizer
 @pytest.mark.parametrize("way", ["resumed", "skipped"])
 def test_the_first_pass_is_the_same_after_a_pause(entry, way):
-    """It takes more sums than usual then, and must not round those that it always takes otherwise.
+    """Whatever a tensor's length: the lengths leave every remainder of 16.
 
-    Each tensor is a group, as a group's norm would hide the rounding of one among many. The
-    lengths leave every remainder of 16.
+    Each tensor is a group, as a group's norm would hide the rounding of one among many.
     """
     draw = torch.Generator().manual_seed(0)
     params = [torch.randn(n, generator=draw).requires_grad_() for n in range(9, 400, 25)]
