@@ -55,7 +55,12 @@ LIMITS = {
     ),
     "The search.": (
         "Each learning rate was tried on one seed. A rate that is best by chance alone "
-        "handicaps its optimizer: of equally good ones up to 8% of the studies tell two apart."
+        "handicaps its optimizer: of equally good ones 6 to 8% of the studies tell two apart with "
+        "five seeds, and 7 to 12% with ten."
+    ),
+    "Several verdicts.": (
+        "At most 5% of the studies are wrong by chance about any optimizer at one length and batch "
+        "size. Of several lengths and batch sizes each adds a chance of its own."
     ),
     "One against another.": "Each optimizer was tested against AdamW only.",
     "Other optimizers.": "Not compared here: {missing}.",

@@ -69,7 +69,9 @@ def _verdicts(header: Header, found: Found) -> Iterator[str]:
                 yield _at_larger(header, found["optimizers"][name], alike[name])
             continue
         place = f"{long['samples']:,} {plural(header.task.sample)}{_at(header, multiple)}"
-        said = _verdict(found["optimizers"][name], place, long, found["costs"].get(name))
+        # Steps were timed at the task's own batch size.
+        cost = found["costs"].get(name) if multiple == 1 else None
+        said = _verdict(found["optimizers"][name], place, long, cost)
         verdicts = short["verdict"], long["verdict"]
         if verdicts.count("cannot tell") == 1:
             said += f" After {short['samples']:,}: {short['verdict']}."

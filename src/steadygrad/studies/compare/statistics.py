@@ -57,8 +57,8 @@ def compare_pairs(differences: Sequence[Floats]) -> list[Difference]:
     wrong is then at most :math:`\alpha`. Each interval has the level at which its comparison was
     decided, or the last one was: it leaves out zero where there is a verdict, and only there.
 
-    An optimizer that diverged on more seeds than the baseline is worse, without a test. Where
-    either diverged otherwise, there is no telling.
+    Where a seed diverged, Barnard's exact test tells whether the optimizer diverges more often than
+    the baseline, which is worse; one-sided, as diverging less often is not enough to be better.
 
     Args:
         differences: Losses less the baseline's by seed, for each optimizer with shape ``(n,)`` and
@@ -68,6 +68,8 @@ def compare_pairs(differences: Sequence[Floats]) -> list[Difference]:
     References:
         | A Simple Sequentially Rejective Multiple Test Procedure (Holm, 1979)
         | https://www.jstor.org/stable/4615733
+        | Significance Tests for 2 x 2 Tables (Barnard, 1947)
+        | https://doi.org/10.1093/biomet/34.1-2.123
     """
     p_values = [_p_value(own) for own in differences]
     found: dict[int, Difference] = {}
@@ -82,13 +84,23 @@ def compare_pairs(differences: Sequence[Floats]) -> list[Difference]:
 
 
 def _p_value(differences: Floats) -> float:
-    """Of Student's test; zero for an optimizer that diverged more often, one for no telling."""
+    """Of Student's test; of Barnard's for more frequent divergence, where a seed diverged."""
     if not np.isfinite(differences).all():
-        return float((differences == math.inf).sum() <= (differences == -math.inf).sum())
+        own, base = (int((differences == end).sum()) for end in (math.inf, -math.inf))
+        return _more_often(own - base, len(differences)) if own > base else 1.0
     mean, error = differences.mean(), _error(differences)
     if error == 0:
         return float(mean == 0)
     return 2 * float(special.stdtr(len(differences) - 1, -abs(mean) / error))
+
+
+def _more_often(excess: int, count: int) -> float:
+    """Largest chance that so many more seeds diverge of two optimizers which diverge alike.
+
+    It is largest if each run diverges with probability one half; then the excess plus the number
+    of seeds is binomial.
+    """
+    return sum(math.comb(2 * count, k) for k in range(count + excess, 2 * count + 1)) / 4.0**count
 
 
 def _error(differences: Floats) -> float:
@@ -173,7 +185,9 @@ class SampleRatio:
     high: float
 
 
-def sample_ratio(differences: Floats, octave: Floats, confidence: float) -> SampleRatio | None:
+def sample_ratio(
+    differences: Floats, octave: Floats, confidence: float, *, ahead: bool = False
+) -> SampleRatio | None:
     r"""Expresses a difference of losses in samples.
 
     The baseline's loss falls by :math:`s` with twice the samples. On a power law with exponent
@@ -181,7 +195,9 @@ def sample_ratio(differences: Floats, octave: Floats, confidence: float) -> Samp
 
     .. math:: r = (1 - \rho (2^\alpha - 1))^{-1 / \alpha} \to 2^\rho \quad (\alpha \to 0)
 
-    The value takes the exponent to be a third; the interval's ends let it be anything from 0 to 1.
+    Where the octave lies ahead of the differences' length, :math:`1 - 2^{-\alpha}` takes the place
+    of :math:`2^\alpha - 1`. The value takes the exponent to be a third; the interval's ends let it
+    be anything from 0 to 1.
 
     The interval of :math:`\rho` is Fieller's: all for which Student's test of
     :math:`d + \rho s = 0` does not reject. It leaves out :math:`\rho = 0`, a ratio of one, exactly
@@ -189,8 +205,9 @@ def sample_ratio(differences: Floats, octave: Floats, confidence: float) -> Samp
 
     Args:
         differences: Losses less the baseline's by seed, shape ``(n,)``.
-        octave: The baseline's loss with half of the samples less that with all, by seed.
+        octave: By how much the baseline's loss falls with twice the samples, by seed.
         confidence: Confidence of the interval.
+        ahead: Whether the octave begins at the differences' length; else it ends there.
 
     Returns:
         The ratio; None where a seed diverged, or the baseline's loss did not clearly fall.
@@ -210,15 +227,17 @@ def sample_ratio(differences: Floats, octave: Floats, confidence: float) -> Samp
         return None
     root = math.sqrt(max(0.0, b * b - a * c))
     # Below a loss of one octave the flat law asks for more samples, beyond it the steep one does.
-    low, high = ([_ratio(rho / a, to) for to in (FLAT, STEEP)] for rho in (-b - root, -b + root))
-    return SampleRatio(_ratio(-mean / fall, USUAL), min(low), max(high))
+    low, high = (
+        [_ratio(rho / a, to, ahead) for to in (FLAT, STEEP)] for rho in (-b - root, -b + root)
+    )
+    return SampleRatio(_ratio(-mean / fall, USUAL, ahead), min(low), max(high))
 
 
-def _ratio(octaves: float, exponent: float) -> float:
-    """Samples that change the loss by so many of its last octaves, between their bounds."""
+def _ratio(octaves: float, exponent: float, ahead: bool) -> float:
+    """Samples that change the loss by as much as so many octaves, between their bounds."""
     if exponent == 0:
         logarithm = octaves
     else:
-        left = 1 - octaves * (2**exponent - 1)
+        left = 1 - octaves * (1 - 2**-exponent if ahead else 2**exponent - 1)
         logarithm = -math.log2(left) / exponent if left > 0 else math.inf
     return float(2.0 ** min(max(logarithm, math.log2(LEAST_RATIO)), math.log2(MOST_RATIO)))

@@ -17,8 +17,9 @@ from steadygrad.studies.journal import Journal
 
 __all__ = ["Evidence", "summarize"]
 
-# A plateau holds the learning rates that cost at most so many more samples.
-PLATEAU = 0.1
+# A plateau holds the learning rates that cost at most a tenth more samples: so much of the loss's
+# next octave, on a power law with the exponent a third.
+PLATEAU = (1.1 ** (1 / 3) - 1) / (1 - 2 ** (-1 / 3))
 # Extra samples at the critical batch size, as in `advise`.
 CRITICAL = 0.2
 # Trials of which a tuning effort is said.
@@ -110,14 +111,15 @@ def _verdicts(
         for (name, (own, seeds, differences)), verdict in zip(pairs.items(), judged, strict=True):
             # Of all pairs or of none: so that it never contradicts the verdict.
             falls = np.array([octave.get(seed, math.nan) for seed in seeds])
-            ratio = sample_ratio(differences, falls, verdict.confidence)
+            ratio = sample_ratio(differences, falls, verdict.confidence, ahead=rung == 1)
             yield {
                 "optimizer": name,
                 "multiple": multiple,
                 "samples": evidence.header.plan.horizons[rung],
                 **asdict(verdict),
                 "sample_ratio": ratio and asdict(ratio),
-                "time_ratio": _time_ratio(ratio, costs.get(name)),
+                # Steps were timed at the task's own batch size.
+                "time_ratio": _time_ratio(ratio, costs.get(name)) if multiple == 1 else None,
                 "losses": {str(seed): own[seed] for seed in seeds},
                 "baseline_losses": {str(seed): base[seed] for seed in seeds},
             }
@@ -162,7 +164,7 @@ def _tuned(evidence: Evidence, multiple: int, name: str) -> dict[str, Any]:
     # On the same seeds for all, those that are at their best there included.
     defaults = evidence.by_seed(name, 1, 2, 0, 0, DEFAULTS) if multiple == 1 else {}
     first = [*tried[0].values()] if search.is_done(name, 0) else []
-    plateau = _plateau([*evidence.octave(BASELINE, multiple).values()], first)
+    plateau = _plateau(search, first)
     return {
         "optimizer": name,
         "multiple": multiple,
@@ -179,16 +181,18 @@ def _tuned(evidence: Evidence, multiple: int, name: str) -> dict[str, Any]:
     }
 
 
-def _plateau(octave: Sequence[float], losses: Sequence[float]) -> tuple[float, float] | None:
+def _plateau(search: Search, losses: Sequence[float]) -> tuple[float, float] | None:
     """Octaves of learning rates that cost at most a tenth more samples; the largest loss there.
 
-    Between neighbours the loss is taken to be a straight line of the rate's logarithm. There is no
-    plateau where the baseline's loss does not fall.
+    It is of the shortest runs, and by how much the baseline's best loss falls from there to runs
+    twice as long. Between neighbours the loss is taken to be a straight line of the rate's
+    logarithm. There is no plateau where the baseline's loss does not fall.
     """
-    fall = sum(octave) / len(octave) if octave else math.nan
+    best = [min(search.tried(BASELINE, rung).values(), default=math.nan) for rung in (0, 1)]
+    fall = best[0] - best[1]
     if not losses or not fall > 0 or not math.isfinite(min(losses) + fall):
         return None
-    most = min(losses) + fall * math.log2(1 + PLATEAU)
+    most = min(losses) + fall * PLATEAU
     width = 0.0
     for low, high in map(sorted, pairwise(losses)):
         if high <= most:

@@ -125,13 +125,14 @@ class Search:
         ladder is no better for the optimizer whose best rate it happens to hold.
         """
         rung = min(rung, self.last)
-        best = self.best(optimizer, rung)
+        point, best = self.point(optimizer), self.best(optimizer, rung)
         below, at, above = (self._known(optimizer, rung, best + offset) for offset in NEAR)
         bend = below - 2 * at + above
-        if not 0 < bend < math.inf:
-            return self.point(optimizer), float(best)
+        # Before the last rung, points but the default one were tried at one rate only.
+        if (point and rung < 2) or not 0 < bend < math.inf:
+            return point, float(best)
         # A quarter of an octave is as fine as it matters.
-        return self.point(optimizer), best + round(2 * (below - above) / bend) / 4
+        return point, best + round(2 * (below - above) / bend) / 4
 
     def _known(self, optimizer: str, rung: int, step: int, point: int | None = None) -> float:
         loss = self.loss(optimizer, rung, step, point)

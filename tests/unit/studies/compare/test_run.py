@@ -11,7 +11,7 @@ from steadygrad._checks import InputError
 from steadygrad.record import dumps, read_run
 from steadygrad.record.schema.compare import Run, Settings, Speed
 from steadygrad.studies.checkpoint import Checkpoints
-from steadygrad.studies.compare.optimizers import entries_of
+from steadygrad.studies.compare.optimizers import KNOWN, entries_of
 from steadygrad.studies.compare.runner import Runner
 from steadygrad.studies.run import StudyFailed, start
 from steadygrad.studies.study import Workplace
@@ -129,6 +129,28 @@ def test_pairs_share_weights_data_and_random_numbers(monkeypatch):
     # Seeds differ in weights and in data.
     assert len({found[0][0] for found in seen.values()}) == 3
     assert len({str(found[0][1][0][0]) for found in seen.values()}) == 3
+
+
+def test_a_training_has_the_batch_size_the_options_and_the_schedule_that_it_is_named_by():
+    places, seen = Places(optimizers="lans"), []
+    trainer, step = places.trainer, places.trainer.step
+
+    def watched(indices, ready=None):
+        step(indices, ready)
+        seen.append((len(indices), trainer.optimizer.param_groups[0]["lr"]))
+
+    trainer.step = watched
+    places.train("lans", step=1.5, multiple=4, point=3, samples=640)
+    (group,) = trainer.optimizer.param_groups
+    knobs = KNOWN["lans"].knobs_at(3)
+    assert (group["weight_decay"], group["betas"][1]) == (knobs["weight_decay"], knobs["beta2"])
+    assert [size for size, _ in seen] == [16] * 40
+    # Linear from nothing over the first tenth, and to nothing over the rest.
+    top = 1e-3 * 2**1.5
+    for number, (_, lr) in enumerate(seen):
+        # As in the middle of each step.
+        begun, left = (number + 0.5) / 4, (39.5 - number) / 36
+        assert lr == pytest.approx(top * min(begun, left, 1.0))
 
 
 def test_a_training_is_the_same_whatever_ran_before():

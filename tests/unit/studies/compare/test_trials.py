@@ -140,6 +140,20 @@ def test_the_last_rung_is_searched_at_the_best_point_of_the_other_knobs():
     assert len(set(counts(journal).values())) == 1
 
 
+def test_the_shorter_verdict_has_the_rate_at_which_the_point_was_tried():
+    """The parabola of the default point lies beside it, and says nothing of another point."""
+
+    def loss_of(optimizer, samples, point, step, **fields):
+        return 1 + 0.1 * (step - (0.0 if point else 0.45)) ** 2 - 0.3 * (point == 2)
+
+    plan = planned(points=4)
+    search = Search(plan, record(plan, loss_of), 1)
+    assert search.tuned("lans", 1) == (2, 0)
+    assert search.tuned("lans", 2) == (2, 0)
+    alone = planned()
+    assert Search(alone, record(alone, loss_of), 1).tuned("lans", 1) == (0, 0.5)
+
+
 def test_an_optimizer_without_knobs_is_not_trained_twice_at_the_same_ones():
     plan = planned(optimizers=("adamw", "mine"), points=4)
     journal = record(plan, bowl({"adamw": 0, "mine": 0}))
