@@ -126,6 +126,7 @@ def test_knobs_reach_the_optimizer_and_stay_within_their_bounds(name):
     assert entry.knobs_at(0) == {}
     found = [entry.knobs_at(point) for point in range(1, 65)]
     assert len({tuple(knobs.values()) for knobs in found}) == 64
+    places = []
     for knob, (low, high) in entry.knobs.items():
         values = [knobs[knob] for knobs in found]
         assert low <= min(values) < max(values) <= high
@@ -134,6 +135,9 @@ def test_knobs_reach_the_optimizer_and_stay_within_their_bounds(name):
         ends = sorted(math.log(1 - e) if high > 0.5 else math.log(e) for e in (low, high))
         parts = [int(4 * (place - ends[0]) / (ends[1] - ends[0])) for place in scale]
         assert all(14 <= parts.count(part) <= 18 for part in range(4))
+        places.append(parts)
+    # And in each of the squares of both: they do not lie on a line.
+    assert len({*zip(*places, strict=True)}) == 16
     group = entry.make(make_model(), 0.01, **found[0]).param_groups[0]
     shown = {**group, "beta2": group.get("betas", (0, 0))[1]}
     assert {knob: shown[knob] for knob in found[0]} == found[0]

@@ -12,11 +12,13 @@ from steadygrad.record import dumps, read_run
 from steadygrad.record.schema.compare import Run, Settings, Speed
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.compare.optimizers import KNOWN, entries_of
-from steadygrad.studies.compare.runner import Runner
+from steadygrad.studies.compare.runner import Runner, _state_bytes
+from steadygrad.studies.compare.study import Compare
+from steadygrad.studies.compare.trials import TURNS
 from steadygrad.studies.run import StudyFailed, start
 from steadygrad.studies.study import Workplace
 from tests.unit.studies import tiny_task
-from tests.unit.studies.compare.runs import ADDED, ALL, PLAN, begin, planned
+from tests.unit.studies.compare.runs import ADDED, ALL, PLAN, begin, header_of, planned
 from tests.unit.studies.framework import (
     Watcher,
     copy,
@@ -41,6 +43,27 @@ def whole(tmp_path_factory):
     assert outcome.summary["status"] == "complete"
     assert watcher.done == watcher.total
     return folder
+
+
+def test_a_state_that_parameters_share_counts_once():
+    shared, own = torch.zeros(10), torch.zeros(3, dtype=torch.float64)
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    optimizer.state[params[0]] = {"shared": shared, "own": own, "steps": 3}
+    optimizer.state[params[1]] = {"shared": shared}
+    assert _state_bytes(optimizer) == 4 * 10 + 8 * 3
+
+
+def test_what_the_study_says_of_itself():
+    study = Compare(header_of(planned(multiples=(1, 16))))
+    assert Compare.largest_batch(study.plan, tiny_task.make_task()) == 16 * 4
+    assert study.too_little({"verdicts": [{}]}) is None
+    assert study.too_little({"verdicts": []}).startswith("The budget was over before two seeds")
+    keys = [trial.key for trial in study.trials()]
+    marks = study.milestones()
+    later = keys[keys.index(marks["the verdicts"]) + 1 :]
+    assert not [key for key in later if key[:2] == ("verdict", 1)]
+    assert marks["larger batches"] == keys[-1]
 
 
 @pytest.mark.slow
@@ -185,10 +208,19 @@ def test_all_steps_count_as_work():
     assert sum(places.told) == 128 + 4 * 22
 
 
-def test_the_time_of_a_step_leaves_the_weights():
+def test_the_time_of_a_step_leaves_the_weights(monkeypatch):
     places = Places(optimizers="muon,sgd")
     before = [p.clone() for p in places.trainer.model.parameters()]
+    step, rates = torch.optim.SGD.step, []
+
+    def watched(self, closure=None):
+        rates.append([group["lr"] for group in self.param_groups])
+        return step(self, closure)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", watched)
     speed = places.runner.speed()
+    # All steps see the same weights.
+    assert rates == [[0.0]] * TURNS
     assert isinstance(speed, Speed)
     assert set(speed.time) == set(speed.state_bytes) == {"adamw", "muon", "sgd"}
     assert all(seconds > 0 for seconds in speed.time.values())

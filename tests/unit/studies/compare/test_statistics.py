@@ -122,6 +122,15 @@ def test_seeds_needed_at_its_ends():
     assert seeds_needed(0.5, 1.0, 0.05) < seeds_needed(0.5, 1.0, 0.01)
 
 
+def test_the_seeds_that_would_tell_are_at_the_level_of_the_comparison():
+    pair = np.random.default_rng(8).normal(size=5) + 0.6
+    alone, (first, second) = compare_pairs([pair])[0], compare_pairs([pair, pair])
+    mean, spread = pair.mean(), pair.std(ddof=1)
+    assert alone.verdict == first.verdict == second.verdict == "cannot tell"
+    assert alone.needed == seeds_needed(mean, spread)
+    assert first.needed == second.needed == seeds_needed(mean, spread, 0.025) > alone.needed
+
+
 INF, NAN = math.inf, math.nan
 
 
