@@ -1,12 +1,12 @@
 """A model of mixed types that `model.float()` makes one of float32 in the midst of training."""
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
 from steadygrad.optim import LAMB, LANS, ScaledAdam
 from tests.contracts.problems import give_gradients
+from tests.covering import covering
 from tests.reference.lamb import Lamb
 from tests.reference.lans import Lans
 from tests.reference.scaled_adam import ScaledAdam as ReferenceScaledAdam
@@ -22,9 +22,6 @@ ORDERS = {
     "narrow first": (torch.bfloat16, torch.float32, torch.float64, torch.float16),
     "wide first": (torch.float64, torch.float32, torch.float16, torch.bfloat16),
 }
-every_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-every_mode = pytest.mark.parametrize("mode", MODES, ids=str)
-every_order = pytest.mark.parametrize("types", ORDERS.values(), ids=ORDERS)
 
 
 def mixed(types):
@@ -53,10 +50,7 @@ def step_both(optimizer, params, reference, weights, step):
     assert_close(exact_weights(optimizer, params), weights)
 
 
-@every_pair
-@every_mode
-@every_order
-@pytest.mark.parametrize("at", [1, 4])
+@covering(pair=PAIRS, mode=MODES, types=ORDERS, at=[1, 4])
 def test_it_goes_on_as_the_equations_do(pair, mode, types, at):
     make, make_reference, options = pair
     model = mixed(types)
@@ -76,9 +70,7 @@ def test_it_goes_on_as_the_equations_do(pair, mode, types, at):
     assert all(optimizer.state[p]["step"] == at + 5 for p in params)
 
 
-@every_pair
-@every_mode
-@every_order
+@covering(pair=PAIRS, mode=MODES, types=ORDERS)
 def test_between_backward_and_step_too(pair, mode, types):
     """The gradients are then cast along with the weights."""
     make, make_reference, options = pair
@@ -99,10 +91,7 @@ def test_between_backward_and_step_too(pair, mode, types):
     step_both(optimizer, params, reference, weights, 3)
 
 
-@every_pair
-@every_mode
-@every_order
-@pytest.mark.parametrize("then", [torch.bfloat16, torch.float64], ids=str)
+@covering(pair=PAIRS, mode=MODES, types=ORDERS, then=[torch.bfloat16, torch.float64])
 def test_to_other_types_and_back(pair, mode, types, then):
     make, make_reference, options = pair
     model = mixed(types)
@@ -120,9 +109,7 @@ def test_to_other_types_and_back(pair, mode, types, then):
         step_both(optimizer, params, reference, weights, step)
 
 
-@every_pair
-@every_mode
-@pytest.mark.parametrize("then", [torch.float32, torch.bfloat16], ids=str)
+@covering(pair=PAIRS, mode=MODES, then=[torch.float32, torch.bfloat16])
 def test_gradients_may_stay_wider_than_their_weights(pair, mode, then):
     """As where `p.data` is cast and `p.grad` is not."""
     make, make_reference, options = pair

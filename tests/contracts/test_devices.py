@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.contracts.problems import assert_same, parameters, run
 from tests.contracts.table import OPTIMIZERS
+from tests.covering import covering
 
 # A global norm over both devices would be made up.
 APART = {name: entry for name, entry in OPTIMIZERS.items() if "max_grad_norm" not in entry.options}
@@ -38,29 +39,29 @@ def on_meta():
 
 
 # Nor is there a group's norm over both.
-CASES = [
-    pytest.param(entry, together, id=f"{name}-{'one group' if together else 'a group each'}")
+CASES = {
+    f"{name}-{'one group' if together else 'a group each'}": (entry, together)
     for name, entry in APART.items()
     for together in (True, False)
     if not (together and entry.joint)
-]
+}
 
 
-@pytest.mark.parametrize(("entry", "together"), CASES)
-@pytest.mark.parametrize("first", ["meta", "cpu"])
-@pytest.mark.parametrize("mode", [{}, {"foreach": True}, {"foreach": False}], ids=str)
-def test_each_goes_as_it_would_alone(entry, first, together, mode):
+@covering(case=CASES, first=["meta", "cpu"], mode=[{}, {"foreach": True}, {"foreach": False}])
+def test_each_goes_as_it_would_alone(case, first, mode):
+    entry, together = case
     far, here, alone = on_meta(), parameters(), parameters()
     parts = [far, here] if first == "meta" else [here, far]
     given = [*parts[0], *parts[1]] if together else [{"params": part} for part in parts]
     optimizer, other = entry(given, **mode), entry(alone, **mode)
     optimizer.warn_after_skips = None
     with Host() as host:
-        for step in range(9):
+        # One step past the first thresholds of clipping, and past the first sizes.
+        for step in range(6):
             for p in far:
                 p.grad = torch.empty_like(p)
             run(optimizer, here, [step])
-    run(other, alone, range(9))
+    run(other, alone, range(6))
     assert host.copies > 0
     # Not the count of skipped steps: "not taken" is a one too.
     assert_same(snapshot_of(optimizer, here), snapshot_of(other, alone))

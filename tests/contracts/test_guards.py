@@ -14,14 +14,13 @@ from tests.contracts.problems import (
     tensors_of,
 )
 from tests.contracts.table import OPTIMIZERS, TABLE
+from tests.covering import covering
 
 every_optimizer = pytest.mark.parametrize("entry", TABLE.values(), ids=TABLE)
 NARROW = [torch.bfloat16, torch.float16]
 
 
-@every_optimizer
-@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e15, 1e18, 4e18, 1e19, 3e38], ids=str)
-@pytest.mark.parametrize("at", [0, 1, 6])
+@covering(entry=TABLE, size=[1e-30, 1e-20, 1e15, 1e18, 4e18, 1e19, 3e38], at=[0, 1, 6])
 def test_finite_gradients_of_any_size_leave_all_finite(entry, size, at):
     """Squares and sums of them overflow long before a gradient does."""
     params = parameters()
@@ -78,10 +77,7 @@ def test_a_first_group_may_be_empty(entry):
     assert optimizer.state[params[0]]["step"] == 3
 
 
-@every_optimizer
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
-@pytest.mark.parametrize("way", ["no_grad", "data", "load"])
-@pytest.mark.parametrize("after", [1, 2, 3])
+@covering(entry=TABLE, dtype=NARROW, way=["no_grad", "data", "load"], after=[1, 2, 3])
 def test_weights_written_later_are_kept(entry, dtype, way, after):
     model = nn.Linear(4, 3).to(dtype)
     optimizer = entry(model.parameters(), lr=1e-6)

@@ -18,12 +18,13 @@ from tests.contracts.problems import (
     snapshot,
 )
 from tests.contracts.table import OPTIMIZERS, TABLE
+from tests.covering import covering
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 every_optimizer = pytest.mark.parametrize("entry", OPTIMIZERS.values(), ids=OPTIMIZERS)
 every_optimizer_and_mode = pytest.mark.parametrize("entry", TABLE.values(), ids=TABLE)
 every_type = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-eager_modes = pytest.mark.parametrize("foreach", [True, False, None], ids=["foreach", "one", "any"])
+FOREACH = {"foreach": True, "one": False, "any": None}
 
 
 @every_optimizer
@@ -110,9 +111,7 @@ def test_a_compiled_step_is_the_same(entry, backend, dtype):
     assert_rounded_alike(ours, theirs)
 
 
-@every_optimizer
-@eager_modes
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@covering(entry=OPTIMIZERS, dtype=DTYPES[1:], foreach=FOREACH)
 def test_no_mode_waits_for_the_device(entry, dtype, foreach):
     params = parameters(dtype)
     optimizer = entry(params, lr=torch.tensor(0.01), foreach=foreach)
@@ -130,10 +129,12 @@ def test_no_mode_waits_for_the_device(entry, dtype, foreach):
     assert len(control.waits) == 1
 
 
-@every_optimizer
-@eager_modes
-@pytest.mark.parametrize("masters", [True, False], ids=["masters", "no masters"])
-@every_type
+@covering(
+    entry=OPTIMIZERS,
+    dtype=DTYPES,
+    masters={"masters": True, "no masters": False},
+    foreach=FOREACH,
+)
 def test_no_mode_needs_more_than_two_temporaries(entry, dtype, masters, foreach):
     """Of the largest parameter, or of all that are worked on together; compiled loops need none."""
     shapes = [*[(64, 64)] * 20, (1024, 1024), *[(64, 64)] * 20]

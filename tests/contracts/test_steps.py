@@ -16,15 +16,14 @@ from tests.contracts.problems import (
     tensors_of,
 )
 from tests.contracts.table import TABLE
+from tests.covering import covering
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 every_optimizer = pytest.mark.parametrize("entry", TABLE.values(), ids=TABLE)
 every_type = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-@every_optimizer
-@every_type
-@pytest.mark.parametrize("maximize", [False, True])
+@covering(entry=TABLE, dtype=DTYPES, maximize=[False, True])
 def test_goes_in_the_right_direction(entry, dtype, maximize):
     draw = torch.Generator().manual_seed(0)
     target = torch.randn(6, 4, generator=draw).to(dtype)
@@ -70,9 +69,7 @@ def test_state_keeps_types_and_shapes(entry, dtype):
     assert ("master_weight" in state) == (dtype in (torch.bfloat16, torch.float16))
 
 
-@every_optimizer
-@every_type
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+@covering(entry=TABLE, dtype=DTYPES, bad=[float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_changes_nothing(entry, dtype, bad):
     params, clean = parameters(dtype), parameters(dtype)
     optimizer, other = entry(params), entry(clean)

@@ -20,6 +20,7 @@ from tests.contracts.problems import (
     snapshot,
 )
 from tests.contracts.table import OPTIMIZERS, TABLE
+from tests.covering import covering
 
 every_optimizer = pytest.mark.parametrize("entry", OPTIMIZERS.values(), ids=OPTIMIZERS)
 every_optimizer_and_mode = pytest.mark.parametrize("entry", TABLE.values(), ids=TABLE)
@@ -108,9 +109,7 @@ class Problem:
         return [*losses, float(self.loss().detach())]
 
 
-@every_optimizer_and_mode
-@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "strided"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@covering(entry=TABLE, contiguous=[True, False], schedule=[*SCHEDULES])
 @pytest.mark.filterwarnings("ignore:Expected parameters that fused kernels can take")
 def test_schedules_go_the_right_way_with_a_rate_in_a_tensor_too(entry, contiguous, schedule):
     found = []

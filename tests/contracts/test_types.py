@@ -8,12 +8,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from steadygrad.formulas import tensors
 from tests.contracts.problems import assert_same, give_gradients, parameters, run, snapshot
 from tests.contracts.table import OPTIMIZERS
+from tests.covering import covering
 from tests.rounding import assert_alike
 
 every_optimizer = pytest.mark.parametrize("entry", OPTIMIZERS.values(), ids=OPTIMIZERS)
 NARROW = [torch.bfloat16, torch.float16]
 # None: compiled loops.
-MODES = pytest.mark.parametrize("foreach", [True, False, None], ids=["foreach", "single", "fused"])
+MODES = {"foreach": True, "single": False, "fused": None}
+every_mode = pytest.mark.parametrize("foreach", MODES.values(), ids=MODES)
 
 
 def twin_of(params):
@@ -27,8 +29,9 @@ def state_of(optimizer, params):
     ]
 
 
+# Not pairs alone: each mode of each optimizer has code of its own for each type.
 @every_optimizer
-@MODES
+@every_mode
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_without_a_master_a_step_is_that_in_float32_rounded_once(entry, dtype, foreach):
     params = parameters(dtype)
@@ -54,9 +57,7 @@ def test_without_a_master_a_step_is_that_in_float32_rounded_once(entry, dtype, f
         assert_alike(*pairs, roundings=8)
 
 
-@every_optimizer
-@MODES
-@pytest.mark.parametrize("size", [300.0, 30000.0])
+@covering(entry=OPTIMIZERS, foreach=MODES, size=[300.0, 30000.0])
 def test_fp16_without_a_master_takes_every_finite_gradient(entry, foreach, size):
     """Sums of squares, and products with the weights, are past fp16's range."""
     params = [torch.full((64, 64), 2.0, dtype=torch.float16, requires_grad=True)]
@@ -70,13 +71,11 @@ def test_fp16_without_a_master_takes_every_finite_gradient(entry, foreach, size)
     assert torch.isfinite(params[0]).all()
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [entry for entry in OPTIMIZERS.values() if not entry.joint],
-    ids=lambda entry: entry.make.__name__,
+@covering(
+    entry={name: entry for name, entry in OPTIMIZERS.items() if not entry.joint},
+    foreach=MODES,
+    order=[(torch.bfloat16, torch.float32), (torch.float32, torch.float16)],
 )
-@MODES
-@pytest.mark.parametrize("order", [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)])
 def test_narrow_and_wide_parameters_in_one_group_without_masters(entry, foreach, order):
     draw = torch.Generator().manual_seed(0)
     # The first is large, so that the two others are worked on in one call if they are together.
@@ -105,10 +104,9 @@ CASTS = [
 ]
 
 
-@every_optimizer
-@MODES
-@pytest.mark.parametrize(("first", "then"), CASTS, ids=str)
-def test_a_cast_model_steps_as_one_whose_state_was_looked_at(entry, first, then, foreach):
+@covering(entry=OPTIMIZERS, cast=CASTS, foreach=MODES)
+def test_a_cast_model_steps_as_one_whose_state_was_looked_at(entry, cast, foreach):
+    first, then = cast
     results = []
     for look in (True, False):
         torch.manual_seed(0)
@@ -126,10 +124,9 @@ def test_a_cast_model_steps_as_one_whose_state_was_looked_at(entry, first, then,
     assert_same(*results)
 
 
-@every_optimizer
-@MODES
-@pytest.mark.parametrize(("first", "then"), CASTS, ids=str)
-def test_a_model_may_be_cast_after_its_optimizer_was_made(entry, first, then, foreach):
+@covering(entry=OPTIMIZERS, cast=CASTS, foreach=MODES)
+def test_a_model_may_be_cast_after_its_optimizer_was_made(entry, cast, foreach):
+    first, then = cast
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)).to(first)
     params = list(model.parameters())
@@ -184,7 +181,7 @@ def test_masters_may_be_given_up_later(entry):
 
 
 @every_optimizer
-@MODES
+@every_mode
 def test_a_model_cast_to_float64_keeps_its_digits(entry, foreach):
     p = torch.randn(5, 3).requires_grad_()
     optimizer = entry([p], lr=0.0, foreach=foreach)

@@ -130,8 +130,14 @@ def errors_without_remedy(path):
                 yield node.lineno
 
 
-@pytest.mark.parametrize(
-    "path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE))
-)
-def test_every_error_has_a_remedy(path):
-    assert list(errors_without_remedy(path)) == []
+def test_every_error_has_a_remedy():
+    files = sorted(SOURCE.rglob("*.py"))
+    assert len(files) > 200
+    lines = {str(path.relative_to(SOURCE)): [*errors_without_remedy(path)] for path in files}
+    assert {name: found for name, found in lines.items() if found} == {}
+
+
+def test_an_error_without_a_remedy_is_seen(tmp_path):
+    file = tmp_path / "x.py"
+    file.write_text('raise InputError(f"Found {x}. Remedy: y.")\nraise InputError(f"Found {x}.")\n')
+    assert [*errors_without_remedy(file)] == [2]

@@ -34,11 +34,16 @@ SINKS = {
     "Broken pipe": closed_pipe,
     "No space left on device": lambda: open("/dev/full", "wb"),  # noqa: SIM115
 }
+# Each starts a process: the quick half has every output and every sink.
+CASES = [
+    pytest.param(case, reason, marks=() if (i + j) % 2 else pytest.mark.slow)
+    for i, case in enumerate(PRINTED)
+    for j, reason in enumerate(SINKS)
+]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("reason", SINKS)
-@pytest.mark.parametrize("case", PRINTED)
+@pytest.mark.parametrize(("case", "reason"), CASES)
 def test_standard_output_that_takes_nothing(case, reason, folder):
     arguments = [str(folder) if word == RUN else word for word in PRINTED[case]]
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -61,6 +66,7 @@ def test_closed_standard_output_is_no_error(folder):
     assert (code, err) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_progress_that_nobody_can_read_ends_no_study(tmp_path):
     with open("/dev/full", "wb") as sink:

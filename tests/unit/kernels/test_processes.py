@@ -114,6 +114,7 @@ worker.kill()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_the_first_compiled_step_may_come_after_the_fork():
     done = subprocess.run([sys.executable, "-c", FIRST_STEP_IN_CHILD], capture_output=True)
@@ -155,6 +156,7 @@ print(optimizer._built[0].table is not None, float(p.detach()[0]))
 """
 
 
+@pytest.mark.slow
 def test_a_cache_folder_that_cannot_be_written():
     place = Path("/proc/none")  # where root cannot write either
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(place), "OMP_NUM_THREADS": "1"}

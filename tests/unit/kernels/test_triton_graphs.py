@@ -11,6 +11,7 @@ import torch
 
 from tests.contracts.problems import give_gradients, parameters, run
 from tests.contracts.table import OPTIMIZERS
+from tests.covering import covering
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 NAMES = ["lans-bounded", "lamb", "scaled_adam-clipped"]
@@ -67,10 +68,13 @@ CASES = [(m, c) for m in MODES for c in CHANGES if "fused" in m or c != "gradien
 
 
 @pytest.mark.slow
-@every_optimizer
-@pytest.mark.parametrize(("mode", "change"), CASES, ids=str)
-@pytest.mark.parametrize("records", [True, False], ids=["recorded", "not recorded"])
-def test_memory_of_a_recorded_step_is_kept(entry, mode, change, records, recording):
+@covering(
+    entry={name: OPTIMIZERS[name] for name in NAMES},
+    case=CASES,
+    records={"recorded": True, "not recorded": False},
+)
+def test_memory_of_a_recorded_step_is_kept(entry, case, records, recording):
+    mode, change = case
     params = parameters(torch.bfloat16)[1:4]
     optimizer = entry(params, **mode, capturable=True)
     run(optimizer, params, range(2), none=False)

@@ -23,7 +23,15 @@ pytestmark = [
     # numpy warns where the interpreter divides by zero or overflows; what comes of it is not used.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-every_optimizer = pytest.mark.parametrize("entry", OPTIMIZERS.values(), ids=OPTIMIZERS)
+# The interpreter takes long: one variant of each optimizer, that with the most options, is quick.
+QUICK = {"lans-bounded", "lamb-nvidia", "scaled_adam-clipped"}
+every_optimizer = pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(entry, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, entry in OPTIMIZERS.items()
+    ],
+)
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 LANS_LAUNCHES = ["square_gradients", "sum_kernel", "move_moments", "sum_kernel", "move_weights"]
 SCALED_ADAM_LAUNCHES = ["square_sums", "sum_kernel", "move_all", "sum_kernel"]

@@ -5,6 +5,7 @@ import torch
 
 from steadygrad.formulas import clipping, scaled_adam
 from steadygrad.optim import ScaledAdam, scaled_adam_step
+from tests.covering import covering
 from tests.reference import scaled_adam as reference
 from tests.unit.optim.reference_runs import MODES, deviation
 
@@ -23,8 +24,8 @@ CLIPPED = {
     "late": {"clipping_scale": 0.5, "clipping_update_period": 50},
     "uphill": {"clipping_scale": 0.5, "clipping_update_period": 6, "maximize": True},
 }
-recipes = pytest.mark.parametrize("recipe", ["zipformer", "stateless7"])
-modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+RECIPES = ["zipformer", "stateless7"]
+recipes = pytest.mark.parametrize("recipe", RECIPES)
 
 
 class Exact(ScaledAdam):
@@ -47,17 +48,13 @@ def difference(options, recipe, mode, make=Exact, **kwargs):
     )
 
 
-@recipes
-@modes
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@covering(options=OPTIONS, recipe=RECIPES, mode=MODES)
 def test_equals_the_reference(options, recipe, mode):
     # Float64 on both sides; 60 steps of rounding in another order.
     assert difference(options, recipe, mode) < 1e-12
 
 
-@recipes
-@modes
-@pytest.mark.parametrize("options", CLIPPED.values(), ids=CLIPPED)
+@covering(options=CLIPPED, recipe=RECIPES, mode=MODES)
 def test_clips_as_the_reference(options, recipe, mode):
     # Norms and thresholds are float32, as the originals keep them.
     assert difference(options, recipe, mode) < 1e-6

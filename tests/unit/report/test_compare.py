@@ -138,12 +138,6 @@ def make_run(tmp_path):
 
 
 @pytest.fixture
-def no_charts(monkeypatch):
-    """Pages without drawings, for tests of what they say: drawing takes seconds."""
-    monkeypatch.setattr(common, "_svg", lambda *_, **__: common.Html(""))
-
-
-@pytest.fixture
 def painted(monkeypatch):
     """Calls a chart, and gives the axes that it would have drawn on a wide page."""
 
@@ -527,6 +521,7 @@ def test_the_table_in_the_terminal(make_run):
     assert table({**run.summary, "verdicts": []}) is None
 
 
+@pytest.mark.slow
 @needs_chromium
 @pytest.mark.parametrize("mode", ["light", "dark"])
 def test_six_optimizers_and_four_batch_sizes_in_a_browser(make_run, tmp_path, mode):

@@ -142,6 +142,7 @@ def words_of(page):
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", body)).split())
 
 
+@pytest.mark.usefixtures("no_charts")
 def test_the_diagnosis_comes_first(make_run):
     page = render(make_run())
     text = words_of(page)
@@ -152,6 +153,7 @@ def test_the_diagnosis_comes_first(make_run):
     assert "8 of 80 with one loss scale, for an overflow" in text
 
 
+@pytest.mark.usefixtures("no_charts")
 def test_the_tables_say_what_the_record_says(make_run):
     text = words_of(render(make_run()))
     row = "61.25% 30.00% 0.00%"
@@ -267,9 +269,9 @@ def test_the_curves_are_the_losses(make_run, painted):
 
 
 def test_the_same_run_gives_the_same_bytes(make_run):
-    run = make_run()
-    assert render(run) == render(run)
-    assert "<script" not in render(run)
+    page = render(run := make_run())
+    assert render(run) == page
+    assert "<script" not in page
 
 
 def title(make_run, proposal=None, **diagnosis):
@@ -279,6 +281,7 @@ def title(make_run, proposal=None, **diagnosis):
     return re.search("<h1>(.*?)</h1>", render(make_run(summary=summary)))[1]
 
 
+@pytest.mark.usefixtures("no_charts")
 def test_nothing_at_fault(make_run):
     calm = {"underflowing": {}, "limiting": {}}
     assert title(make_run, **calm) == "made-up: one loss scale is enough."
@@ -287,6 +290,7 @@ def test_nothing_at_fault(make_run):
     )
 
 
+@pytest.mark.usefixtures("no_charts")
 def test_what_is_said_above_all(make_run):
     assert title(make_run, nonfinite_at_any_scale={"late": 3}) == (
         "made-up: gradients are not finite at any scale in late; with one loss scale, gradients "
@@ -302,6 +306,7 @@ def test_what_is_said_above_all(make_run):
     assert title(make_run, one, limiting={}) == neither
 
 
+@pytest.mark.usefixtures("no_charts")
 def test_a_headline_agrees_with_any_number_of_layers(make_run):
     assert title(make_run, underflowing={"early": 0.9, "late": 0.2}) == (
         "made-up: with one loss scale, gradients underflow in early and late."
@@ -346,6 +351,7 @@ def test_the_table_in_the_terminal():
 
 
 @pytest.mark.parametrize("status", ["complete", "budget"])
+@pytest.mark.usefixtures("no_charts")
 def test_how_it_ended_is_said_once(make_run, status):
     """By the words; the page itself only knows of a record without an end."""
     said = "The time budget ended before all measurements were made."
