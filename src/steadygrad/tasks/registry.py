@@ -175,8 +175,8 @@ def _find_factory(module: ModuleType, factory: str, path: Path) -> Callable[[], 
     found = getattr(module, factory)
     if not callable(found):
         raise InputError(
-            f"{factory!r} in {str(path)!r} should be a function that makes a task. Found "
-            f"{type(found).__name__}. Remedy: define `def make_task() -> Task`."
+            f"{factory!r} in {str(path)!r} should be a function. Found {type(found).__name__}. "
+            f"Remedy: name a function of the file{': ' + ', '.join(names) if names else ''}."
         )
     return found  # type: ignore[no-any-return]
 

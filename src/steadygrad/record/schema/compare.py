@@ -73,6 +73,15 @@ class Settings(CommonSettings):
         int,
         Meta(ge=0, description="Length of the longest trainings; 0: as the budget allows."),
     ] = 0
+    seeds: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1000,
+            description="Paired seeds of each verdict, at least 2; 0: 3 to 10, as the budget "
+            "allows.",
+        ),
+    ] = 0
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "float64"],
         Meta(description="Type to compute in; bfloat16 and float16 by autocast."),

@@ -181,6 +181,7 @@ def _rates(header: Header, found: Found) -> Iterator[str]:
     done = [row for row in first if row["lr"] is not None]
     known = [row for row in done if math.isfinite(min(row["tried"]["0"].values()))]
     if known:
+        # AdamW's, the first: an optimizer without knobs has no points.
         trials = sum(map(len, known[0]["tried"].values())) + header.plan.points - 1
         longest = header.plan.horizons[2 if header.plan.full else 1]
         rates = listed(f"{names[row['optimizer']]} {row['lr']:.3g}" for row in known)

@@ -35,7 +35,8 @@ def make_plan(
 ) -> Plan:
     """Chooses the longest runs that fit a budget, with as many seeds as their length is worth.
 
-    Where the settings say how long the runs are, it chooses as many seeds as fit.
+    Where the settings say how long the runs are, it chooses as many seeds as fit, unless they say
+    those too.
 
     Args:
         settings: The study's settings.
@@ -49,6 +50,11 @@ def make_plan(
         InputError: If batch sizes or length cannot be used, or the budget is too small for any
             answer.
     """
+    if settings.seeds == 1:
+        raise InputError(
+            "--seeds should be at least 2, as one difference has no interval. Found 1. Remedy: "
+            "--seeds 5."
+        )
     multiples, size = _multiples(settings.batches, task), task.batch_size
     start_up = START_UP_WORKERS if workers > 1 else START_UP
     span = SHARE_OF_BUDGET * max(0.0, settings.budget - start_up) * speed
@@ -75,7 +81,7 @@ def make_plan(
         return msgspec.structs.replace(plan, work=work, span=makespan(trials, workers))
 
     for seeds, full, steps in LEVELS:
-        prices = partial(priced, seeds, full)
+        prices = partial(priced, settings.seeds or seeds, full)
         fewest = max(least, math.ceil(steps * size / unit))
         plan = prices(given) if given else _longest(prices, fewest, span)
         if plan.span <= span:
@@ -84,8 +90,8 @@ def make_plan(
     raise InputError(
         f"The budget is too small for any answer: found {settings.budget:g}s, expected at least "
         f"{seconds}s for {len(optimizers)} optimizers at {speed:,.3g} samples a second. Remedy: "
-        f"--budget {seconds}s or more{', fewer --samples,' if given else ','} or fewer "
-        "--optimizers."
+        f"--budget {seconds}s or more, {'fewer --samples, ' if given else ''}"
+        f"{'fewer --seeds, ' if settings.seeds else ''}or fewer --optimizers."
     )
 
 

@@ -91,3 +91,13 @@ def test_larger_batches_have_whole_steps_and_enough_of_them():
 def test_batches_that_cannot_be_used(batches):
     with pytest.raises(InputError, match=r"--batches should be .* at most 1024 here. Found"):
         plan_for(300, batches=batches)
+
+
+def test_seeds_may_be_given():
+    plan = plan_for(3600, seeds=25)
+    assert plan.seeds == 25
+    assert plan.horizons[2] < plan_for(3600).horizons[2]
+    with pytest.raises(InputError, match=r"--seeds should be at least 2, .* Found 1\."):
+        plan_for(3600, seeds=1)
+    with pytest.raises(InputError, match="or more, fewer --samples, fewer --seeds, or fewer --opt"):
+        plan_for(60, seeds=25, samples=1 << 20)
