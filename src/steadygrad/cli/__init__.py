@@ -15,14 +15,19 @@ from steadygrad import __version__
 from steadygrad._checks import InputError, launched
 from steadygrad._studies import STUDIES
 from steadygrad.cli.console import complain, emit, printable
-from steadygrad.cli.options import folder_of, near, options_of, overview
+from steadygrad.cli.options import OTHERS, folder_of, near, options_of, overview
 
 __all__ = ["main"]
 
 HELP = ("-h", "--help")
 # What a command needs beyond the library itself: `pip install "steadygrad[cli]"`.
 STUDY_EXTRAS = ("rich", "matplotlib", "msgspec", "numpy")
-OWN_EXTRAS = {"report": ("matplotlib", "msgspec"), "compare": (*STUDY_EXTRAS, "scipy")}
+OWN_EXTRAS = {
+    "report": ("matplotlib", "msgspec"),
+    "compare": (*STUDY_EXTRAS, "scipy"),
+    "tasks": (),
+    "init": (),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +62,7 @@ def _run(arguments: list[str], began: float) -> int:
     if "--version" in arguments or command in HELP:
         emit(f"steadygrad {__version__}" if "--version" in arguments else overview())
         return 0
-    commands = (*STUDIES, "report")
+    commands = (*STUDIES, *OTHERS)
     if command not in commands:
         raise InputError(
             f"Expected a command: {', '.join(commands[:-1])} or {commands[-1]}. "
@@ -65,7 +70,7 @@ def _run(arguments: list[str], began: float) -> int:
             f"Remedy: {near(command, commands, 'steadygrad ')}steadygrad --help."
         )
     needed = OWN_EXTRAS.get(command, STUDY_EXTRAS)
-    _check_extras(("msgspec",) if any(word in HELP for word in words) else needed)
+    _check_extras(needed and ("msgspec",) if any(word in HELP for word in words) else needed)
     options = options_of(command)
     values = options.read(words)
     if "help" in values:
@@ -73,6 +78,10 @@ def _run(arguments: list[str], began: float) -> int:
         return 0
     if command == "report":
         return _report(values)
+    if command in OTHERS:
+        from steadygrad.cli import own_tasks
+
+        return own_tasks.run(command, values)
     from steadygrad.cli import studies
 
     return studies.run(command, values, began)

@@ -12,17 +12,23 @@ from typing import Annotated, Any, get_args, get_type_hints
 from steadygrad._checks import InputError
 from steadygrad._studies import STUDIES
 
-__all__ = ["chosen", "folder_of", "near", "options_of", "overview", "settings_class"]
+__all__ = ["OTHERS", "chosen", "folder_of", "near", "options_of", "overview", "settings_class"]
 
 DESCRIPTION = (
     "Measures what a PyTorch training loop does to a gradient between backward() and the weights."
 )
-REPORT = "Draw the page of a run again from its record."
+# Commands beside the studies: what they do, and their argument with its help.
+OTHERS: Mapping[str, tuple[str, ...]] = {
+    "report": ("Draw the page of a run again from its record.", "RUN", "Folder of the run."),
+    "tasks": ("List the built-in tasks.",),
+    "init": ("Write a task to begin with.", "FILE", "File to write, such as my_task.py."),
+}
 EXAMPLES = """examples:
   steadygrad {0} --budget 5m
   steadygrad {0} path/to/file.py:make_task --out runs/mine
   steadygrad {0} --resume runs/mine --budget 1h
   steadygrad report runs/mine
+  steadygrad init my_task.py
 
 documentation: docs/{1}.md in the source repository"""
 AUTO = "auto"
@@ -109,16 +115,18 @@ def overview() -> str:
     options = Options("", DESCRIPTION, EXAMPLES.format(next(iter(STUDIES)), "index"))
     options.add("--version", "Show the version.")
     commands = options.parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name, text in {**STUDIES, "report": REPORT}.items():
+    for name, text in {**STUDIES, **{name: text for name, (text, *_) in OTHERS.items()}}.items():
         commands.add_parser(name, help=_escaped(text))
     return options.help()
 
 
 def options_of(command: str) -> Options:
     """The options of a command: a study's settings, and the options of every study."""
-    if command == "report":
-        options = Options(command, REPORT)
-        options.add("RUN", "Folder of the run.")
+    if command in OTHERS:
+        text, *place = OTHERS[command]
+        options = Options(command, text)
+        if place:
+            options.add(*place)
     else:
         options = Options(command, STUDIES[command], EXAMPLES.format(command, command))
         for name, (kind, meta, default) in _settings(command).items():

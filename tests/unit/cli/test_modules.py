@@ -30,7 +30,9 @@ def loaded(*arguments):
     return ours, EXTRAS.intersection(modules)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["tasks", "--help"], ["init", "--help"]], ids=" ".join
+)
 def test_the_overview_needs_no_extra(arguments):
     ours, extras = loaded(*arguments)
     assert extras == set()

@@ -14,7 +14,8 @@ def test_version(arguments, capsys):
     assert capsys.readouterr().out == f"steadygrad {__version__}\n"
 
 
-COMMANDS = [[], *([name] for name in STUDIES), ["report"]]
+OTHERS = [["report"], ["tasks"], ["init"]]
+COMMANDS = [[], *([name] for name in STUDIES), *OTHERS]
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
@@ -24,10 +25,10 @@ def test_help(command, flag, capsys):
     out, err = capsys.readouterr()
     assert out.startswith(f"usage: {' '.join(['steadygrad', *command])} ")
     assert err == ""
-    assert ("--budget TIME" in out) == (command not in ([], ["report"]))
+    assert ("--budget TIME" in out) == (command not in ([], *OTHERS))
     # Whoever has read an option's name needs an example next.
-    assert ("examples:" in out) == (command != ["report"])
-    assert ("documentation: docs/" in out) == (command != ["report"])
+    assert ("examples:" in out) == (command not in OTHERS)
+    assert ("documentation: docs/" in out) == (command not in OTHERS)
 
 
 def test_the_overview_names_every_command(capsys):
@@ -64,16 +65,16 @@ def test_the_help_of_an_option_has_its_bounds_choices_and_default(capsys):
 USAGE = {
     "nothing": (
         [],
-        "a command: advise, compare, inspect or report. Found none. Remedy: steadygrad --help.",
+        "a command: advise, compare, inspect, report, tasks or init. Found none. Remedy: stead",
     ),
     "unknown command": (["advize"], "Found 'advize'. Remedy: steadygrad advise, or steadygrad --h"),
     "empty command": (
         [""],
-        "Expected a command: advise, compare, inspect or report. Found ''. Remedy:",
+        "Expected a command: advise, compare, inspect, report, tasks or init. Found ''. Remedy:",
     ),
     "no command": (
         ["--json"],
-        "Expected a command: advise, compare, inspect or report. Found '--json'",
+        "Expected a command: advise, compare, inspect, report, tasks or init. Found '--json'",
     ),
     "unknown flag": (["advise", "--sed", "1"], "Found '--sed'. Remedy: --seed, or steadygrad adv"),
     "unknown flag with =": (["advise", "--bdget=5m"], "Found '--bdget=5m'. Remedy: --budget, or"),
@@ -87,6 +88,16 @@ USAGE = {
     "no run": (["report"], "the folder of a run. Found none. Remedy: steadygrad report runs/mine."),
     "a flag of another": (["report", "run", "--seed", "1"], "an option of `steadygrad report`."),
     "two runs": (["report", "a", "b"], "Unexpected argument 'b'. Remedy: steadygrad report --help"),
+    "no file": (
+        ["init"],
+        "FILE should name a file of Python. Found ''. Remedy: such as my",
+    ),
+    "no file of Python": (["init", "notes.txt"], "FILE should name a file of Python. Found 'notes"),
+    "no folder": (
+        ["init", "no/such.py"],
+        "FILE should be a new file that can be written. Found n",
+    ),
+    "a name of a task": (["tasks", "char-lm"], "Unexpected argument 'char-lm'. Remedy: steadygra"),
     "no number": (
         ["advise", "--seed", "x"],
         (
