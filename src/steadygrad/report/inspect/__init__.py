@@ -50,7 +50,8 @@ def _headline(found: Inspection) -> str:
         return f"No result for {found.name} in float16 yet: the run is not complete."
     said = []
     if found.forward:
-        said.append(f"the forward pass is not finite ({next(iter(found.forward))})")
+        count, steps = max(found.forward.values()), found.phases[BEFORE]["steps"]
+        said.append(f"the forward pass is not finite in {show(count)} of {show(steps)} steps")
     if nonfinite := found.names("nonfinite_at_any_scale"):
         said.append(f"gradients are not finite at any scale in {_list(nonfinite)}")
     if underflowing := found.names("underflowing"):
