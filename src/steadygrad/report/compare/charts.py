@@ -31,7 +31,9 @@ def differences(found: Comparison) -> Html:
         key=lambda row: (row["multiple"], names.index(row["optimizer"]), -row["samples"]),
     )
     widths = [max(abs(r["low"]), abs(r["high"])) for r in rows if math.isfinite(r["mean"])]
-    most = min(max(widths), MOST_WIDTHS * median(widths)) if widths else 1.0
+    most = min(max(widths), MOST_WIDTHS * median(widths)) if widths else 0.0
+    # Without any spread or difference.
+    most = most or 1.0
 
     def label(row: Row) -> str:
         size = f" {show(row['multiple'] * found.plan.batch_size)}"

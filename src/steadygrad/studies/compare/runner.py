@@ -19,8 +19,8 @@ from steadygrad.tasks import guarded
 
 __all__ = ["Runner", "slowdown"]
 
-# Turns before those that count, and turns before the study.
-WARM_UP, FIRST_TURNS = 4, 12
+# Turns before the study.
+FIRST_TURNS = 6
 
 
 class Runner:
@@ -109,17 +109,20 @@ def _seconds(trainer: Trainer, optimizers: Mapping[str, Optimizer], turns: int) 
     steps: dict[str, list[float]] = {name: [] for name in optimizers}
     for _ in range(turns):
         trainer.context.poll()
-        began = _clock(trainer)
-        trainer.backward(torch.arange(trainer.task.batch_size))
-        backward.append(_clock(trainer) - began)
         for name, optimizer in optimizers.items():
+            # Before each step, as in training: whichever step came first after a common one would
+            # find other caches than the rest.
+            began = _clock(trainer)
+            trainer.backward(torch.arange(trainer.task.batch_size))
+            backward.append(_clock(trainer) - began)
             began = _clock(trainer)
             with guarded(f"A step of the optimizer {name}"):
                 optimizer.step()
             steps[name].append(_clock(trainer) - began)
-        trainer.model.zero_grad()
-    common = median(backward[WARM_UP:])
-    return {name: common + median(found[WARM_UP:]) for name, found in steps.items()}
+            trainer.model.zero_grad()
+    # The first third warms up.
+    common = median(backward[len(backward) // 3 :])
+    return {name: common + median(found[turns // 3 :]) for name, found in steps.items()}
 
 
 def _clock(trainer: Trainer) -> float:

@@ -218,7 +218,11 @@ def test_the_time_of_a_step_leaves_the_weights(monkeypatch):
         return step(self, closure)
 
     monkeypatch.setattr(torch.optim.SGD, "step", watched)
+    backward, passes = places.trainer.backward, []
+    monkeypatch.setattr(places.trainer, "backward", lambda *a: passes.append(backward(*a)))
     speed = places.runner.speed()
+    # A backward pass before each step, as in training.
+    assert len(passes) == 3 * TURNS
     # All steps see the same weights.
     assert rates == [[0.0]] * TURNS
     assert isinstance(speed, Speed)
