@@ -355,7 +355,9 @@ def test_a_broken_optimizer_leaves_nothing_behind(tmp_path, monkeypatch, name):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_task_that_breaks_later_keeps_what_is_measured(tmp_path):
+def test_a_task_that_breaks_later_keeps_what_is_measured(tmp_path, monkeypatch):
+    # So that it breaks in the search.
+    monkeypatch.setattr("steadygrad.studies.compare.runner.TURNS", 3)
     with pytest.raises(StudyFailed, match=r"over 32.*: Task.per_sample_loss .* Found Runtime"):
         begin(tmp_path / "run", "loss_raises_later", at=-1, optimizers="lans,sgd")
     assert read_run(tmp_path / "run").summary["status"] == "failed"
