@@ -129,7 +129,7 @@ def test_it_is_a_command(refused, capsys):
     assert main(["--help"]) == 0
     assert "tally How many rounds there are." in " ".join(capsys.readouterr().out.split())
     assert (
-        "advise, compare, inspect, tally or report. Found 'taly'. Remedy: steadygrad tally"
+        "inspect, tally, report, tasks or init. Found 'taly'. Remedy: steadygrad tally"
         in refused("taly")
     )
 

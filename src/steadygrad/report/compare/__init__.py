@@ -54,9 +54,9 @@ LIMITS = {
         "defaults."
     ),
     "The search.": (
-        "Each learning rate was tried on one seed. A rate that is best by chance alone "
-        "handicaps its optimizer: of equally good ones 6 to 8% of the studies tell two apart with "
-        "five seeds, and 7 to 12% with ten."
+        "Each learning rate was tried on one seed, and the intervals do not know how uncertain the "
+        "choice is. Of equally good optimizers 6 to 12% of made-up studies told two apart; where "
+        "seeds differ little, as in very short runs, it can be most of them."
     ),
     "Several verdicts.": (
         "At most 5% of the studies are wrong by chance about any optimizer at one length and batch "

@@ -179,7 +179,7 @@ def _critical(header: Header, found: Found) -> Iterator[str]:
 def _rates(header: Header, found: Found) -> Iterator[str]:
     names, first = found["optimizers"], [row for row in found["tuned"] if row["multiple"] == 1]
     done = [row for row in first if row["lr"] is not None]
-    known = [row for row in done if math.isfinite(min(row["tried"]["0"].values()))]
+    known = [r for r in done if all(math.isfinite(min(t.values())) for t in r["tried"].values())]
     if known:
         # AdamW's, the first: an optimizer without knobs has no points.
         trials = sum(map(len, known[0]["tried"].values())) + header.plan.points - 1

@@ -198,7 +198,8 @@ def made(name: str, entry: Entry, model: nn.Module) -> Optimizer:
     if _layout(model) != before:
         raise InputError(
             f"{what} should be made without a change to the model. Found parameters of another "
-            "type, shape or `requires_grad`. Remedy: make the model like that in the task."
+            "type, shape or `requires_grad`, or with other hooks. Remedy: make the model like that "
+            "in the task."
         )
     rates, others = ([g.get("lr") for g in o.param_groups] for o in (optimizer, other))
     if None in rates or rates == others:
@@ -209,5 +210,8 @@ def made(name: str, entry: Entry, model: nn.Module) -> Optimizer:
     return optimizer
 
 
-def _layout(model: nn.Module) -> list[tuple[str, torch.dtype, torch.Size, bool]]:
-    return [(name, p.dtype, p.shape, p.requires_grad) for name, p in model.named_parameters()]
+def _layout(model: nn.Module) -> list[tuple[object, ...]]:
+    return [
+        (name, p.dtype, p.shape, p.requires_grad, [*(p._backward_hooks or ())])
+        for name, p in model.named_parameters()
+    ]

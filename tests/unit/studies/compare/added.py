@@ -64,3 +64,8 @@ def casts(model, lr):
 def freezes(model, lr):
     next(model.parameters()).requires_grad_(False)
     return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def hooks(model, lr):
+    next(model.parameters()).register_hook(lambda grad: 2 * grad)
+    return torch.optim.SGD(model.parameters(), lr=lr)
