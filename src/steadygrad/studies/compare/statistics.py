@@ -10,10 +10,20 @@ from scipy import special
 from steadygrad.record.schema.compare import LEAST_RATIO, MOST_RATIO
 from steadygrad.studies.statistics import Floats
 
-__all__ = ["Difference", "SampleRatio", "compare_pairs", "sample_ratio", "seeds_needed"]
+__all__ = [
+    "Difference",
+    "SampleRatio",
+    "choice_variance",
+    "compare_pairs",
+    "sample_ratio",
+    "seeds_needed",
+]
 
 ALPHA = 0.05
 POWER = 0.8
+# Mean squares of octaves by which a learning rate misses the best: at least a quarter of an octave,
+# at most as if it were drawn from the two octaves beside it.
+LEAST_MISS, MOST_MISS = 1 / 16, 4 / 3
 # More seeds than anybody trains.
 MOST_SEEDS = 10_000
 # With fewer pairs a bootstrap has too few different resamples.
@@ -49,7 +59,9 @@ class Difference:
     bootstrap: tuple[float, float] | None = None
 
 
-def compare_pairs(differences: Sequence[Floats]) -> list[Difference]:
+def compare_pairs(
+    differences: Sequence[Floats], choices: Sequence[float] | None = None
+) -> list[Difference]:
     r"""Judges the paired differences of several optimizers from one baseline.
 
     Student's t for each; Holm's rule for all: the :math:`i`-th smallest p-value of :math:`m` is
@@ -64,6 +76,8 @@ def compare_pairs(differences: Sequence[Floats]) -> list[Difference]:
         differences: Losses less the baseline's by seed, for each optimizer with shape ``(n,)`` and
             ``n >= 2``; infinite where the optimizer diverged, minus infinite where the baseline
             did, NaN where both did.
+        choices: Variance of each mean that comes from the choice of learning rates, which all seeds
+            share: :func:`choice_variance` of both optimizers. Default: none.
 
     References:
         | A Simple Sequentially Rejective Multiple Test Procedure (Holm, 1979)
@@ -71,7 +85,8 @@ def compare_pairs(differences: Sequence[Floats]) -> list[Difference]:
         | Significance Tests for 2 x 2 Tables (Barnard, 1947)
         | https://doi.org/10.1093/biomet/34.1-2.123
     """
-    p_values = [_p_value(own) for own in differences]
+    choices = choices or [0.0] * len(differences)
+    p_values = [_p_value(own, choice) for own, choice in zip(differences, choices, strict=True)]
     found: dict[int, Difference] = {}
     level, decided = ALPHA, True
     for index in sorted(range(len(p_values)), key=p_values.__getitem__):
@@ -79,16 +94,37 @@ def compare_pairs(differences: Sequence[Floats]) -> list[Difference]:
         if decided:
             level = ALPHA / (len(p_values) - len(found))
             decided = p_values[index] <= level
-        found[index] = _judge(differences[index], p_values[index], level, decided)
+        found[index] = _judge(
+            differences[index], choices[index], p_values[index], level=level, decided=decided
+        )
     return [found[index] for index in range(len(p_values))]
 
 
-def _p_value(differences: Floats) -> float:
+def choice_variance(bend: float, noise: float) -> float:
+    r"""Variance of an optimizer's loss that comes from the choice of its learning rate.
+
+    Around the best rate the loss is a parabola, :math:`b e^2 / 2` for a miss of :math:`e` octaves.
+    The least of a parabola through three runs with noise :math:`\sigma^2` misses by
+    :math:`\sigma^2 / 2 b^2` in the mean square, and by a quarter of an octave for being no
+    parabola; it cannot miss by more than the ladder's steps. The square of a normal miss has a
+    standard deviation of :math:`\sqrt 2` times its mean.
+
+    Args:
+        bend: Second difference of the losses around the best rate, :math:`b`.
+        noise: Variance of one run's loss, :math:`\sigma^2`.
+    """
+    if not 0 < bend < math.inf:
+        return 0.0
+    miss = min(noise / (2 * bend * bend), MOST_MISS) + LEAST_MISS
+    return float(2 * (bend / 2 * miss) ** 2)
+
+
+def _p_value(differences: Floats, choice: float) -> float:
     """Of Student's test; of Barnard's for more frequent divergence, where a seed diverged."""
     if not np.isfinite(differences).all():
         own, base = (int((differences == end).sum()) for end in (math.inf, -math.inf))
         return _more_often(own - base, len(differences)) if own > base else 1.0
-    mean, error = differences.mean(), _error(differences)
+    mean, error = differences.mean(), _error(differences, choice)
     if error == 0:
         return float(mean == 0)
     return 2 * float(special.stdtr(len(differences) - 1, -abs(mean) / error))
@@ -103,8 +139,8 @@ def _more_often(excess: int, count: int) -> float:
     return sum(math.comb(2 * count, k) for k in range(count + excess, 2 * count + 1)) / 4.0**count
 
 
-def _error(differences: Floats) -> float:
-    return float(differences.std(ddof=1)) / math.sqrt(len(differences))
+def _error(differences: Floats, choice: float) -> float:
+    return math.sqrt(float(differences.var(ddof=1)) / len(differences) + choice)
 
 
 def _limit(level: float, count: int) -> float:
@@ -112,13 +148,15 @@ def _limit(level: float, count: int) -> float:
     return -float(special.stdtrit(count - 1, level / 2))
 
 
-def _judge(differences: Floats, p_value: float, level: float, decided: bool) -> Difference:
+def _judge(
+    differences: Floats, choice: float, p_value: float, *, level: float, decided: bool
+) -> Difference:
     confidence = 1 - level
     if not np.isfinite(differences).all():
         if decided:
             return Difference(math.inf, math.inf, math.inf, confidence, p_value, "worse")
         return Difference(math.nan, -math.inf, math.inf, confidence, p_value, "cannot tell")
-    mean, error = float(differences.mean()), _error(differences)
+    mean, error = float(differences.mean()), _error(differences, choice)
     half = _limit(level, len(differences)) * error
     needed = None if decided else seeds_needed(mean, float(differences.std(ddof=1)), level)
     return Difference(
@@ -186,7 +224,12 @@ class SampleRatio:
 
 
 def sample_ratio(
-    differences: Floats, octave: Floats, confidence: float, *, ahead: bool = False
+    differences: Floats,
+    octave: Floats,
+    confidence: float,
+    *,
+    ahead: bool = False,
+    choice: float = 0.0,
 ) -> SampleRatio | None:
     r"""Expresses a difference of losses in samples.
 
@@ -208,6 +251,7 @@ def sample_ratio(
         octave: By how much the baseline's loss falls with twice the samples, by seed.
         confidence: Confidence of the interval.
         ahead: Whether the octave begins at the differences' length; else it ends there.
+        choice: As in :func:`compare_pairs`.
 
     Returns:
         The ratio; None where a seed diverged, or the baseline's loss did not clearly fall.
@@ -220,6 +264,7 @@ def sample_ratio(
     if count < 2 or not np.isfinite(both).all():
         return None
     (mean, fall), covariance = both.mean(1), np.cov(both) / count
+    covariance[0, 0] += choice
     # Of (mean + rho fall)^2 = t^2 variance(rho), a quadratic equation in rho.
     products = np.outer((mean, fall), (mean, fall))
     (c, b), (_, a) = products - _limit(1 - confidence, count) ** 2 * covariance

@@ -11,9 +11,15 @@ import numpy as np
 from steadygrad.record.schema.compare import BASELINE, Header, Run, Speed
 from steadygrad.studies.compare.explain import explain
 from steadygrad.studies.compare.optimizers import KNOWN, OWN
-from steadygrad.studies.compare.statistics import SampleRatio, compare_pairs, sample_ratio
+from steadygrad.studies.compare.statistics import (
+    SampleRatio,
+    choice_variance,
+    compare_pairs,
+    sample_ratio,
+)
 from steadygrad.studies.compare.trials import DEFAULTS, Search
 from steadygrad.studies.journal import Journal
+from steadygrad.studies.statistics import Floats
 
 __all__ = ["Evidence", "summarize"]
 
@@ -107,11 +113,14 @@ def _verdicts(
             seeds = sorted(own.keys() & base.keys())
             if len(seeds) > 1:
                 pairs[name] = own, seeds, np.array([_less(own[s], base[s]) for s in seeds])
-        judged = compare_pairs([differences for *_, differences in pairs.values()])
+        choices = {name: _choice(evidence, multiple, name, rung, pairs[name][2]) for name in pairs}
+        judged = compare_pairs([own[2] for own in pairs.values()], [*choices.values()])
         for (name, (own, seeds, differences)), verdict in zip(pairs.items(), judged, strict=True):
             # Of all pairs or of none: so that it never contradicts the verdict.
             falls = np.array([octave.get(seed, math.nan) for seed in seeds])
-            ratio = sample_ratio(differences, falls, verdict.confidence, ahead=rung == 1)
+            ratio = sample_ratio(
+                differences, falls, verdict.confidence, ahead=rung == 1, choice=choices[name]
+            )
             yield {
                 "optimizer": name,
                 "multiple": multiple,
@@ -123,6 +132,15 @@ def _verdicts(
                 "losses": {str(seed): own[seed] for seed in seeds},
                 "baseline_losses": {str(seed): base[seed] for seed in seeds},
             }
+
+
+def _choice(evidence: Evidence, multiple: int, name: str, rung: int, differences: Floats) -> float:
+    """Variance of a mean difference that comes from the choice of both learning rates."""
+    if not np.isfinite(differences).all():
+        return 0.0
+    # Seeds are paired: of two runs' own noise.
+    noise, search = float(differences.var(ddof=1)) / 2, evidence.search(multiple)
+    return sum(choice_variance(search.bend(n, rung), noise) for n in (name, BASELINE))
 
 
 def _less(own: float, base: float) -> float:

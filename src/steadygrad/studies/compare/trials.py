@@ -126,13 +126,23 @@ class Search:
         """
         rung = min(rung, self.last)
         point, best = self.point(optimizer), self.best(optimizer, rung)
-        below, at, above = (self._known(optimizer, rung, best + offset) for offset in NEAR)
-        bend = below - 2 * at + above
+        below, _, above = self._near(optimizer, rung)
+        bend = self.bend(optimizer, rung)
         # Before the last rung, points but the default one were tried at one rate only.
         if (point and rung < 2) or not 0 < bend < math.inf:
             return point, float(best)
         # A quarter of an octave is as fine as it matters.
         return point, best + round(2 * (below - above) / bend) / 4
+
+    def bend(self, optimizer: str, rung: int) -> float:
+        """Second difference of the losses around the best rate; infinite beside a wall."""
+        below, at, above = self._near(optimizer, min(rung, self.last))
+        return below - 2 * at + above if at < math.inf else math.inf
+
+    def _near(self, optimizer: str, rung: int) -> list[float]:
+        """Losses at the best rate and beside it."""
+        best = self.best(optimizer, rung)
+        return [self._known(optimizer, rung, best + offset) for offset in NEAR]
 
     def _known(self, optimizer: str, rung: int, step: int, point: int | None = None) -> float:
         loss = self.loss(optimizer, rung, step, point)

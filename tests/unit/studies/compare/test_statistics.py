@@ -12,7 +12,12 @@ import pytest
 from scipy import stats
 
 from steadygrad.record.schema.compare import MOST_RATIO
-from steadygrad.studies.compare.statistics import compare_pairs, sample_ratio, seeds_needed
+from steadygrad.studies.compare.statistics import (
+    choice_variance,
+    compare_pairs,
+    sample_ratio,
+    seeds_needed,
+)
 
 REPLICATES = 1000
 SPREAD = 0.01
@@ -129,6 +134,34 @@ def test_the_seeds_that_would_tell_are_at_the_level_of_the_comparison():
     assert alone.verdict == first.verdict == second.verdict == "cannot tell"
     assert alone.needed == seeds_needed(mean, spread)
     assert first.needed == second.needed == seeds_needed(mean, spread, 0.025) > alone.needed
+
+
+def test_the_choice_of_rates_widens_an_interval_that_seeds_alone_would_not():
+    pair = np.array([-0.1, -0.101, -0.102, -0.1, -0.101])
+    (exact,) = compare_pairs([pair])
+    (wide,) = compare_pairs([pair], [0.05**2])
+    assert (exact.verdict, wide.verdict) == ("better", "cannot tell")
+    assert wide.mean == exact.mean
+    # Student's limit of four degrees of freedom.
+    assert wide.high - wide.mean == pytest.approx(stats.t.ppf(0.975, 4) * 0.05, rel=1e-3)
+    ratio = sample_ratio(pair, np.full(5, 0.2), 0.95, choice=0.05**2)
+    assert ratio.low < 1 < ratio.value < ratio.high
+
+
+def test_the_variance_of_a_choice_by_simulation():
+    """Of the least of a parabola through three runs: the loss there, by its curvature."""
+    generator = np.random.default_rng(9)
+    bend, noise = 2.0, 0.1
+    below, at, above = generator.normal(size=(3, 20_000)) * noise + [[bend / 2], [0], [bend / 2]]
+    miss = (below - above) / (2 * (below - 2 * at + above))
+    cost = bend / 2 * miss**2
+    # Beside a quarter of an octave; to the second order in the noise over the bend.
+    bound = choice_variance(bend, noise**2)
+    assert cost.var() < bound
+    assert (bend / 2) ** 2 * 2 * (noise**2 / (2 * bend**2)) ** 2 == pytest.approx(
+        cost.var(), rel=0.25
+    )
+    assert choice_variance(math.inf, 1.0) == choice_variance(-1.0, 1.0) == 0.0
 
 
 INF, NAN = math.inf, math.nan

@@ -98,9 +98,9 @@ def test_no_flip_where_the_order_stays_or_is_not_known(short):
 def test_a_verdict_in_units_that_people_use():
     found = summary(PLAN, noisy({"lans": {64: -0.05, 128: -0.05}}, spread=0.002))
     row = row_of(found, "lans", 128)
-    # A quarter of an octave, and the straight line of the logarithm as the lower end.
+    # A quarter of an octave; the interval knows that both rates are known to a quarter octave only.
     assert row["sample_ratio"]["value"] == pytest.approx(1.2, abs=0.05)
-    assert row["sample_ratio"]["low"] == pytest.approx(2**0.25, abs=0.05)
+    assert 1.05 < row["sample_ratio"]["low"] < 2**0.25 < row["sample_ratio"]["high"]
     # A step takes 1.25 of AdamW's time in the made record.
     assert row["time_ratio"]["value"] == pytest.approx(1.25 / row["sample_ratio"]["value"])
     assert row["time_ratio"]["low"] <= row["time_ratio"]["value"] <= row["time_ratio"]["high"]
@@ -278,22 +278,41 @@ def by_batch(extra):
     return loss_of
 
 
-@pytest.mark.parametrize("curvature", [0.2, 1.0, 5.0])
-def test_twins_whose_ladders_differ_by_half_an_octave_are_seldom_told_apart(curvature):
-    """The chance of the search, and of where the ladders' rates are, costs little."""
-    plan = planned(optimizers=("adamw", "twin"), seeds=5)
-    told = 0
-    for number in range(200):
-        generator = random.Random(number)
+def twins(seeds, curvature, number, better=0.0):
+    """Verdict on AdamW with its ladder half an octave aside, ``better`` by so much noise."""
+    generator = random.Random(number)
 
-        def loss_of(optimizer, samples, step, repeat, generator=generator, **fields):
-            off = step - 0.5 * (optimizer == "twin")
-            noise = generator.gauss(0, 1) + 10 * repeat
-            return 2 - 0.2 * math.log2(samples) + 0.01 * (curvature * off**2 + noise)
+    def loss_of(optimizer, samples, step, repeat, **fields):
+        twin = optimizer == "twin"
+        noise = generator.gauss(0, 1) + 10 * repeat - better * twin
+        return 2 - 0.2 * math.log2(samples) + 0.01 * (curvature * (step - 0.5 * twin) ** 2 + noise)
 
-        told += row_of(summary(plan, loss_of), "twin", 128)["verdict"] != "cannot tell"
-    # About 7 % instead of 5 %, and three standard deviations; without the parabola up to 36 %.
-    assert told <= 0.125 * 200
+    plan = planned(optimizers=("adamw", "twin"), seeds=seeds)
+    return row_of(summary(plan, loss_of), "twin", 128)["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "curvature"),
+    [
+        (5, 1.0),
+        *(
+            pytest.param(seeds, curvature, marks=pytest.mark.slow)
+            for seeds in (5, 10)
+            for curvature in (0.2, 1.0, 5.0)
+            if (seeds, curvature) != (5, 1.0)
+        ),
+    ],
+)
+def test_twins_are_told_apart_in_one_study_of_twenty_at_most(seeds, curvature):
+    """Although each rate is tried on one seed, and the rates of their ladders differ."""
+    told = sum(twins(seeds, curvature, number) != "cannot tell" for number in range(250))
+    # 5 %, and three standard deviations; 7 to 12 % if the choice of rates were taken to be exact.
+    assert told <= 0.0914 * 250
+
+
+@pytest.mark.slow
+def test_a_difference_of_three_standard_deviations_is_found():
+    assert sum(twins(5, 1.0, number, better=3.0) == "better" for number in range(100)) >= 80
 
 
 def test_critical_batch_sizes():
