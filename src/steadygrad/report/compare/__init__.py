@@ -54,9 +54,9 @@ LIMITS = {
         "defaults."
     ),
     "The search.": (
-        "Each learning rate was tried on one seed, and the intervals do not know how uncertain the "
-        "choice is. Of equally good optimizers 6 to 12% of made-up studies told two apart; where "
-        "seeds differ little, as in very short runs, it can be most of them."
+        "Each learning rate was tried on one seed. The intervals know of that by the bend of the "
+        "loss around the best rate, and take no rate to be better known than to a quarter of an "
+        "octave: a difference that another choice of rates could undo is no verdict."
     ),
     "Several verdicts.": (
         "At most 5% of the studies are wrong by chance about any optimizer at one length and batch "
