@@ -158,7 +158,7 @@ def _judge(
         return Difference(math.nan, -math.inf, math.inf, confidence, p_value, "cannot tell")
     mean, error = float(differences.mean()), _error(differences, choice)
     half = _limit(level, len(differences)) * error
-    needed = None if decided else seeds_needed(mean, float(differences.std(ddof=1)), level)
+    needed = None if decided else seeds_needed(mean, float(differences.std(ddof=1)), level, choice)
     return Difference(
         mean=mean,
         low=mean - half,
@@ -180,13 +180,16 @@ def _bootstrap(differences: Floats, confidence: float) -> tuple[float, float] | 
     return float(low), float(high)
 
 
-def seeds_needed(mean: float, spread: float, alpha: float = ALPHA) -> int | None:
+def seeds_needed(
+    mean: float, spread: float, alpha: float = ALPHA, choice: float = 0.0
+) -> int | None:
     """Fewest paired seeds with which Student's test finds a true mean in four of five cases.
 
     Args:
         mean: The true mean difference.
         spread: Standard deviation of one difference.
         alpha: Level of the two-sided test.
+        choice: As in :func:`compare_pairs`; more seeds do not lessen it.
 
     Returns:
         The number; None where it is beyond ten thousand, or the mean is zero.
@@ -194,7 +197,7 @@ def seeds_needed(mean: float, spread: float, alpha: float = ALPHA) -> int | None
 
     def power(count: int) -> float:
         # Beyond 35 standard errors the distribution's tail underflows.
-        shift = min(abs(mean) / spread * math.sqrt(count), 35.0)
+        shift = min(abs(mean) / math.sqrt(spread**2 / count + choice), 35.0)
         return 1 - float(special.nctdtr(count - 1, shift, _limit(alpha, count)))
 
     if mean == 0 or spread == 0:

@@ -144,6 +144,9 @@ def test_the_choice_of_rates_widens_an_interval_that_seeds_alone_would_not():
     assert wide.mean == exact.mean
     # Student's limit of four degrees of freedom.
     assert wide.high - wide.mean == pytest.approx(stats.t.ppf(0.975, 4) * 0.05, rel=1e-3)
+    # More seeds would not tell, unless the choice is nearly as certain as they are.
+    assert wide.needed is None
+    assert seeds_needed(0.1, 0.1) < seeds_needed(0.1, 0.1, choice=0.03**2) < 100
     ratio = sample_ratio(pair, np.full(5, 0.2), 0.95, choice=0.05**2)
     assert ratio.low < 1 < ratio.value < ratio.high
 
