@@ -19,6 +19,7 @@ from steadygrad.record import (
     Run,
     RunWriter,
     convert,
+    dumps,
     environment,
     read_run,
 )
@@ -196,9 +197,12 @@ def _completed(recorded: Run, more_time: bool, monitor: Monitor) -> Outcome | No
     if is_main and more_time:
         left = "this run is complete: its plan has nothing left for more time to do."
         monitor.say(f"{left} Remedy: start a new run with a longer --budget.")
-    # From the record: the file may have been changed, or be of an older steadygrad.
+    # From the record: the file may be of an older steadygrad.
     study = study_of(recorded.header)
     summary = _summary(study, Journal(events=recorded.events), "complete")
+    if is_main and dumps(summary) != dumps(recorded.summary):
+        with RunWriter.resume(recorded.folder) as writer:
+            writer.write_summary(summary)
     return Outcome(recorded.folder, summary, is_main=is_main)
 
 

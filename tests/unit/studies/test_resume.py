@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from steadygrad._checks import InputError
-from steadygrad.record import End, dumps, loads, read_run
+from steadygrad.record import End, RunWriter, dumps, loads, read_run
 from steadygrad.record.schema.advise import Branch
 from steadygrad.studies.run import resume
 from steadygrad.studies.worker import run_job
@@ -99,6 +99,16 @@ def test_a_complete_run_is_not_run_again(whole):
     assert watcher.stages == []
     (line,) = watcher.lines
     assert line.endswith("Remedy: start a new run with a longer --budget.")
+
+
+def test_a_complete_run_gets_the_summary_of_todays_words(whole, tmp_path):
+    folder = copy(whole, tmp_path / "run")
+    now, old = read_run(folder).summary, {"words": ["Words of an older version."]}
+    with RunWriter.resume(folder) as writer:
+        writer.write_summary(now | old)
+    assert summary(folder) == dumps(now | old)
+    assert dumps(go_on(folder)[0].summary) == dumps(now)
+    assert summary(folder) == dumps(now)
 
 
 def test_another_run_of_the_same_seed_has_the_same_record(whole, tmp_path):

@@ -122,8 +122,8 @@ def _verdict(title: str, place: str, row: Found, cost: Mapping[str, float] | Non
         )
     own, base = (sum(row[key].values()) / seeds for key in ("losses", "baseline_losses"))
     return (
-        f"{title} is {row['verdict']} than AdamW over {place}: loss {own:.4g} against {base:.4g}, "
-        f"{_difference(row)}.{_saved(row)}{_time(row, cost)}"
+        f"{title} is {row['verdict']} than AdamW over {place}: loss {own:.4g} against {base:.4g} "
+        f"on {seeds} seeds, {_difference(row)}.{_saved(row)}{_time(row, cost)}"
     )
 
 

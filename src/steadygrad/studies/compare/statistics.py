@@ -60,7 +60,7 @@ class Difference:
 
 
 def compare_pairs(
-    differences: Sequence[Floats], choices: Sequence[float] | None = None
+    differences: Sequence[Floats], choices: Sequence[float] | None = None, *, family: int = 0
 ) -> list[Difference]:
     r"""Judges the paired differences of several optimizers from one baseline.
 
@@ -78,6 +78,8 @@ def compare_pairs(
             did, NaN where both did.
         choices: Variance of each mean that comes from the choice of learning rates, which all seeds
             share: :func:`choice_variance` of both optimizers. Default: none.
+        family: Number of comparisons that Holm's rule counts, those that have no pairs yet
+            included. Default: those that are given.
 
     References:
         | A Simple Sequentially Rejective Multiple Test Procedure (Holm, 1979)
@@ -85,14 +87,14 @@ def compare_pairs(
         | Significance Tests for 2 x 2 Tables (Barnard, 1947)
         | https://doi.org/10.1093/biomet/34.1-2.123
     """
-    choices = choices or [0.0] * len(differences)
+    choices, family = choices or [0.0] * len(differences), family or len(differences)
     p_values = [_p_value(own, choice) for own, choice in zip(differences, choices, strict=True)]
     found: dict[int, Difference] = {}
     level, decided = ALPHA, True
     for index in sorted(range(len(p_values)), key=p_values.__getitem__):
         # After the first comparison that is open, all are.
         if decided:
-            level = ALPHA / (len(p_values) - len(found))
+            level = ALPHA / (family - len(found))
             decided = p_values[index] <= level
         found[index] = _judge(
             differences[index], choices[index], p_values[index], level=level, decided=decided

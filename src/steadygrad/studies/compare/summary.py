@@ -114,7 +114,11 @@ def _verdicts(
             if len(seeds) > 1:
                 pairs[name] = own, seeds, np.array([_less(own[s], base[s]) for s in seeds])
         choices = {name: _choice(evidence, multiple, name, rung, pairs[name][2]) for name in pairs}
-        judged = compare_pairs([own[2] for own in pairs.values()], [*choices.values()])
+        judged = compare_pairs(
+            [own[2] for own in pairs.values()],
+            [*choices.values()],
+            family=len(evidence.header.plan.optimizers) - 1,
+        )
         for (name, (own, seeds, differences)), verdict in zip(pairs.items(), judged, strict=True):
             # Of all pairs or of none: so that it never contradicts the verdict.
             falls = np.array([octave.get(seed, math.nan) for seed in seeds])

@@ -13,7 +13,8 @@ from tests.unit.studies.compare.test_summary import noisy, summary
 NUMBER = r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?"
 VERDICT = re.compile(
     rf"^(\w+) is (better|worse) than AdamW over ([\d,]+) rows: loss ({NUMBER}) against "
-    rf"({NUMBER}), difference ({NUMBER}) \(([\d.]+)% interval ({NUMBER}) to ({NUMBER})\)\."
+    rf"({NUMBER}) on (\d+) seeds, difference ({NUMBER}) "
+    rf"\(([\d.]+)% interval ({NUMBER}) to ({NUMBER})\)\."
 )
 UNTOLD = re.compile(
     rf"^(\w+) against AdamW over ([\d,]+) rows: cannot tell after (\d+) seeds, difference "
@@ -63,7 +64,8 @@ def test_no_sentence_contradicts_a_number(seed):
             assert more in said
         else:
             match = VERDICT.match(said)
-            own, base, *shown = (float(text) for text in match.groups()[3:])
+            own, base, seeds, *shown = (float(text) for text in match.groups()[3:])
+            assert seeds == len(row["losses"])
             assert match[2] == row["verdict"] == ("better" if shown[0] < 0 else "worse")
             assert shown[2] * shown[3] >= 0
             assert own - base == pytest.approx(row["mean"], abs=1e-3 * abs(own) + 1e-9)

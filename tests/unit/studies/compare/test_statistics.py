@@ -130,6 +130,8 @@ def test_seeds_needed_at_its_ends():
 def test_the_seeds_that_would_tell_are_at_the_level_of_the_comparison():
     pair = np.random.default_rng(8).normal(size=5) + 0.6
     alone, (first, second) = compare_pairs([pair])[0], compare_pairs([pair, pair])
+    # A comparison that has no pairs yet counts as well.
+    assert compare_pairs([pair], family=2)[0].needed == first.needed
     mean, spread = pair.mean(), pair.std(ddof=1)
     assert alone.verdict == first.verdict == second.verdict == "cannot tell"
     assert alone.needed == seeds_needed(mean, spread)
