@@ -57,7 +57,7 @@ def _unstack_group(
 ) -> list[dict[str, Any]]:
     stacks: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for place, p in enumerate(group["params"]):
-        stacks[(str(p.dtype), *p.shape)].append(place)
+        stacks[str(p.dtype), p.shape].append(place)
     found: list[dict[str, Any]] = [{} for _ in group["params"]]
     shared: dict[str, Any] = {}
     for members in stacks.values():

@@ -4,7 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ class GradientWatch:
             tap.detach(module)
         self._taps, self._small, self._large = {}, [], []
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "GradientWatch":
         return self
 
     def __exit__(self, *exception: object) -> None:
