@@ -2,11 +2,12 @@
 # into .venv. Versions come from constraints.txt.
 
 PYTHON ?= python3
+STEPS  ?= 1000000
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: advise compare test test-slow test-integrations lint types check docs bench clean
+.PHONY: advise compare test test-slow test-integrations fuzz lint types check docs bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "steadygrad needs Python 3.10 or newer, found " + sys.version.split()[0] + ". Remedy: make PYTHON=/path/to/python3.12")'
@@ -34,6 +35,9 @@ $(VENV)/.integrations: $(VENV)/.installed
 	$(PIP) install --quiet --constraint constraints.txt --constraint constraints-integrations.txt --group integrations
 	$(PIP) install --quiet --constraint constraints.txt --constraint constraints-integrations.txt --no-deps ai2-olmo-core cached-path
 	touch $@
+
+fuzz: $(VENV)/.installed  ## random lives of the optimizers, STEPS of them judged by the equations
+	$(BIN)/python -m tests.property.fuzz --steps $(STEPS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

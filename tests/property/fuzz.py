@@ -1,0 +1,87 @@
+"""Random lives of the optimizers until so many steps are judged: ``make fuzz STEPS=1000000``."""
+
+import argparse
+import itertools
+import multiprocessing
+import time
+import warnings
+from collections import Counter
+
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.property.machine import MODES, OPTIMIZERS, OptimizerMachine
+
+# In one batch: about ten thousand steps.
+LIVES = 200
+
+
+def live(name: str, mode: str, *, lives: int, seed: int) -> Counter[str]:
+    """Random lives of one optimizer that begin in one mode.
+
+    Args:
+        name: Of ``OPTIMIZERS``.
+        mode: Of ``MODES``.
+        lives: Their number, of 20 events each.
+        seed: The same one gives the same lives.
+
+    Returns:
+        How often each kind of event happened.
+
+    Raises:
+        AssertionError: If a step was not that of the equations; the life is told.
+    """
+    counts: Counter[str] = Counter()
+    fields = {"kind": OPTIMIZERS[name], "mode": mode, "counts": counts}
+    machine = _seeded(type(f"{name}_{mode}", (OptimizerMachine,), fields), seed)
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=lives,
+            stateful_step_count=20,
+            deadline=None,
+            database=None,
+            report_multiple_bugs=False,
+            # Shrinking takes minutes, and a life is short as it is.
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    return counts
+
+
+def _seeded(machine: type, number: int) -> type:
+    found: type = seed(number)(machine)
+    return found
+
+
+def _batch(job: tuple[str, str, int]) -> tuple[str, Counter[str]]:
+    warnings.filterwarnings("ignore", "Expected parameters that fused kernels can take")
+    name, mode, number = job
+    return f"{name}, {mode}", live(name, mode, lives=LIVES, seed=number)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=1000, help="of the first batch of lives")
+    parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
+    asked = parser.parse_args()
+    began, total, by_pair = time.monotonic(), Counter[str](), Counter[str]()
+    pairs, number = [*itertools.product(OPTIMIZERS, MODES)], asked.seed
+    # Begun anew: compiled loops and their threads do not survive a fork.
+    with multiprocessing.get_context("spawn").Pool(asked.processes) as pool:
+        while total["steps"] < asked.steps:
+            jobs = [(*pair, seed) for seed, pair in enumerate(pairs, number)]
+            number += len(jobs)
+            for pair, counts in pool.imap_unordered(_batch, jobs):
+                by_pair[pair] += counts["steps"]
+                total += counts
+                minutes = (time.monotonic() - began) / 60
+                print(f"{total['steps']:,} steps in {minutes:.0f} min, none wrong", flush=True)
+    for what, count in {**dict(sorted(by_pair.items())), **total}.items():
+        print(f"{what}: {count:,}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""A random life of an optimizer, each step of which is judged by the equations."""
+
+import copy
+import io
+from collections import Counter
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from steadygrad.optim import LAMB, LANS, ScaledAdam
+from tests.property.oracle import StepOracle
+
+__all__ = ["MODES", "OPTIMIZERS", "OptimizerMachine"]
+
+MODES = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}
+OPTIMIZERS = {"lans": LANS, "lamb": LAMB, "scaled_adam": ScaledAdam}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SHAPES = [(), (1,), (4,), (0, 3), (3, 5), (2, 3, 4), (1, 7), (33,), (40, 30)]
+
+_betas = st.sampled_from([0.0, 0.5, 0.9, 0.98, 0.999])
+_bounds = st.sampled_from([(None, None), (0.1, None), (None, 2.0), (0.1, 2.0)])
+_scales = st.sampled_from([1.0, 1.0, 1.0, 0.0, 1e-8, 1e-3, 1e3, 1e8])
+
+
+@st.composite
+def layerwise_options(draw: Any, kind: type) -> dict[str, Any]:
+    """Options of LANS and LAMB."""
+    low, high = draw(_bounds)
+    own = {"clip_value": draw(st.sampled_from([None, 0.3]))}
+    if kind is LAMB:
+        # One norm over all groups: those that bound it divide by their own.
+        own = {
+            "max_grad_norm": draw(st.sampled_from([None, 1.0])),
+            "adapt": draw(st.booleans()),
+        }
+    return {
+        "lr": draw(st.sampled_from([0.0, 1e-4, 1e-2])),
+        "betas": (draw(_betas), draw(_betas)),
+        "eps": draw(st.sampled_from([1e-6, 1e-3])),
+        "weight_decay": draw(st.sampled_from([0.0, 0.01, 0.3])),
+        "lower_bound": low,
+        "upper_bound": high,
+        "maximize": draw(st.booleans()),
+        **own,
+    }
+
+
+@st.composite
+def scaled_adam_options(draw: Any, kind: type) -> dict[str, Any]:
+    """Options of ScaledAdam."""
+    return {
+        "lr": draw(st.sampled_from([0.0, 1e-3, 3e-2])),
+        "betas": (draw(_betas), draw(_betas)),
+        "eps": draw(st.sampled_from([1e-8, 1e-4])),
+        "scalar_lr_scale": draw(st.sampled_from([0.1, 1.0])),
+        "param_min_rms": draw(st.sampled_from([1e-5, 0.2])),
+        "param_max_rms": draw(st.sampled_from([3.0, 0.25])),
+        "scalar_max": draw(st.sampled_from([10.0, 0.2])),
+        "size_update_period": draw(st.integers(1, 5)),
+        "clipping_scale": draw(st.sampled_from([None, None, 0.5, 2.0])),
+        "clipping_update_period": draw(st.integers(1, 12)),
+        "recipe": draw(st.sampled_from(["zipformer", "stateless7"])),
+        "maximize": draw(st.booleans()),
+    }
+
+
+def options_of(kind: type) -> Any:
+    return scaled_adam_options(kind) if kind is ScaledAdam else layerwise_options(kind)
+
+
+class OptimizerMachine(RuleBasedStateMachine):
+    """Steps, skips, groups, options, casts, layouts, freezes, loads, copies, thread counts.
+
+    A subclass names the optimizer and the mode that it begins with, and where events are counted.
+    """
+
+    kind: type[Optimizer]
+    mode: str
+    counts: Counter[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads = torch.get_num_threads()
+
+    def teardown(self) -> None:
+        torch.set_num_threads(self.threads)
+
+    @initialize(data=st.data(), seed=st.integers(0, 2**32 - 1), masters=st.booleans())
+    def make(self, data: Any, seed: int, masters: bool) -> None:
+        self.draw = torch.Generator().manual_seed(seed)
+        # Numbers that float16 holds without masters would be rounded away.
+        self.masters = None if masters or self.kind is ScaledAdam else False
+        self.period = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 12))
+        groups = [self._group(data) for _ in range(data.draw(st.integers(1, 2)))]
+        self.optimizer = self.kind(groups, **MODES[self.mode])  # type: ignore[call-arg]
+        self.skipped = 0
+
+    def _group(self, data: Any) -> dict[str, Any]:
+        shapes = data.draw(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5))
+        params = [nn.Parameter(self._numbers(shape, data)) for shape in shapes]
+        options = data.draw(options_of(self.kind)) | {"master_weights": self.masters}
+        if data.draw(st.booleans()):
+            options["lr"] = torch.tensor(options["lr"])
+        return {"params": params, **options}
+
+    def _numbers(self, shape: tuple[int, ...], data: Any) -> Tensor:
+        values = torch.randn(shape, generator=self.draw) * 0.3 + 0.1
+        dtype = data.draw(st.sampled_from(DTYPES))
+        return (values * data.draw(st.sampled_from([1.0, 1.0, 0.0, 10.0]))).to(dtype)
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def has_clipping(self) -> bool:
+        return any(g.get("clipping_scale") is not None for g in self.optimizer.param_groups)
+
+    def take_steps(self, data: Any, steps: int) -> None:
+        """Some steps; each parameter keeps the scale of its gradients."""
+        scales = [data.draw(_scales) for _ in self.params]
+        missing = data.draw(st.integers(0, 7))
+        strided = data.draw(st.booleans())
+        for _ in range(steps):
+            self._give_gradients(scales, missing, strided)
+            self._step()
+
+    # Rules are drawn alike, and steps are what is judged.
+    step = rule(data=st.data(), steps=st.integers(1, 20))(take_steps)
+    step_on = rule(data=st.data(), steps=st.integers(1, 20))(take_steps)
+
+    @rule(place=st.integers(0, 99), value=st.sampled_from([torch.inf, -torch.inf, torch.nan]))
+    def skip(self, place: int, value: float) -> None:
+        """One element of one gradient is not finite."""
+        self._give_gradients([1.0] * len(self.params), 99, False)
+        some = [p.grad for p in self.params if p.grad is not None and p.numel()]
+        if some:
+            some[place % len(some)].view(-1)[place % some[place % len(some)].numel()] = value
+        self._step()
+
+    def _give_gradients(self, scales: list[float], missing: int, strided: bool) -> None:
+        for i, (p, scale) in enumerate(zip(self.params, scales, strict=True)):
+            if i == missing or not p.requires_grad:
+                p.grad = None
+                continue
+            values = (torch.randn(p.shape, generator=self.draw) * scale).to(p.dtype)
+            if strided and p.ndim == 2:
+                values = values.t().contiguous().t()
+            p.grad = values
+
+    def _step(self) -> None:
+        oracle = StepOracle(self.optimizer)
+        self.optimizer.step()
+        oracle.check(self.optimizer)
+        self.skipped += oracle.skips
+        self.counts["steps"] += 1
+        self.counts["skipped steps"] += oracle.skips
+        assert int(self.optimizer.skipped) == self.skipped  # type: ignore[attr-defined]
+        for p in () if oracle.skips else self.params:
+            master = self.optimizer.state[p].get("master_weight")
+            assert p.grad is None or master is None or torch.equal(p, master.to(p.dtype))
+
+    @rule(data=st.data())
+    def edit_options(self, data: Any) -> None:
+        group = data.draw(st.sampled_from(self.optimizer.param_groups))
+        fixed = ("size_update_period", "clipping_update_period", "recipe")
+        options = data.draw(options_of(self.kind))
+        group.update({k: v for k, v in options.items() if k not in fixed})
+        self._thaw()
+        self.counts["edited options"] += 1
+
+    @precondition(lambda self: len(self.optimizer.param_groups) < 4)
+    @rule(data=st.data())
+    def add_group(self, data: Any) -> None:
+        self.optimizer.add_param_group(self._group(data))
+        self._thaw()
+        self.counts["added groups"] += 1
+
+    @precondition(lambda self: not self.has_clipping)
+    @rule(place=st.integers(0, 99))
+    def freeze_or_thaw(self, place: int) -> None:
+        """Not with clipping: the oracle's group takes the same steps everywhere."""
+        p = self.params[place % len(self.params)]
+        p.requires_grad_(not p.requires_grad)
+        self.counts["freezes"] += 1
+
+    def _thaw(self) -> None:
+        if self.has_clipping:
+            for p in self.params:
+                p.requires_grad_(True)
+
+    @rule(data=st.data(), one=st.booleans(), place=st.integers(0, 99))
+    def cast(self, data: Any, one: bool, place: int) -> None:
+        """The model, or one parameter, is cast after a step."""
+        dtype = data.draw(st.sampled_from(DTYPES))
+        for p in [self.params[place % len(self.params)]] if one else self.params:
+            p.grad = None
+            p.data = p.data.to(dtype)
+        self.counts["casts"] += 1
+
+    @rule(place=st.integers(0, 99))
+    def change_layout(self, place: int) -> None:
+        p = self.params[place % len(self.params)]
+        if p.ndim == 2:
+            p.grad = None
+            p.data = p.data.t().contiguous().t()
+            self.counts["changed layouts"] += 1
+
+    @rule(place=st.integers(0, 99), factor=st.sampled_from([0.0, 0.5, -1.0, 2.0]))
+    def write_weights(self, place: int, factor: float) -> None:
+        with torch.no_grad():
+            self.params[place % len(self.params)].mul_(factor)
+        self.counts["written weights"] += 1
+
+    @rule(mode=st.sampled_from([*MODES]))
+    def load(self, mode: str) -> None:
+        """A file, read into another optimizer of another mode, which goes on."""
+        file = io.BytesIO()
+        torch.save(self.optimizer.state_dict(), file)
+        file.seek(0)
+        groups = [
+            {**group, **dict.fromkeys(("foreach", "fused")), **MODES[mode]}
+            for group in self.optimizer.param_groups
+        ]
+        other = self.kind(groups)
+        other.load_state_dict(torch.load(file, weights_only=True))
+        for group in other.param_groups:
+            group.update({**dict.fromkeys(("foreach", "fused")), **MODES[mode]})
+        self.optimizer = other
+        self.counts["loads"] += 1
+
+    @rule()
+    def deepcopy(self) -> None:
+        self.optimizer = copy.deepcopy(self.optimizer)
+        self.counts["copies"] += 1
+
+    @rule(threads=st.integers(1, 4))
+    def set_threads(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.counts["thread counts"] += 1

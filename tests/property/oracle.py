@@ -1,0 +1,280 @@
+"""One step of an optimizer as the equations say it, from the optimizer's own state before it.
+
+Each step is judged by itself: the literal reference takes weights and states as the optimizer has
+them, in float64, and what the optimizer has afterwards must be the reference's but for roundings.
+By induction no weight is wrong after any number of steps.
+
+How much a step's roundings may cost is measured, not chosen: the reference steps again from
+weights, gradients and states that differ by a few roundings each. A direction that cancels, or a
+norm near its bound, is then allowed what those differences make of it, and nothing else is.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from steadygrad.optim import LAMB, LANS, ScaledAdam
+from tests.reference.lamb import Lamb
+from tests.reference.lans import Lans
+from tests.reference.scaled_adam import Clipper
+from tests.reference.scaled_adam import ScaledAdam as ReferenceScaledAdam
+
+__all__ = ["Snapshot", "StepOracle"]
+
+# A parameter's weight and states by name, or a group's shared states.
+Numbers = dict[str, Any]
+Snapshot = list[list[Numbers]]
+
+# Roundings by which inputs are moved: sums over a tensor and the products before them.
+MOVED = 4
+# Copies that are moved, and how much more than they show is allowed.
+COPIES, MARGIN = 4, 32
+# Of an element's largest neighbour; for float64 see `tests.contracts.problems`.
+ROUNDINGS = {torch.float32: 64, torch.float64: 1024}
+MOMENTS = {"step": "t", "exp_avg": "m", "exp_avg_sq": "v"}
+SIZES = {"delta": "delta", "exp_avg_sq": "v", "param_rms": "rms", "scale_exp_avg_sq": "q"}
+REFERENCES = {LANS: Lans, LAMB: Lamb, ScaledAdam: ReferenceScaledAdam}
+
+
+class StepOracle:
+    """Judges the next step of an optimizer; made before it.
+
+    Args:
+        optimizer: With the gradients that the step will take.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._kind = type(optimizer)
+        known = {field.name for field in fields(REFERENCES[self._kind])}
+        self._options = [
+            {name: value for name, value in group.items() if name in known}
+            for group in optimizer.param_groups
+        ]
+        for options in self._options:
+            options["lr"] = float(options["lr"])
+        self._before = read(optimizer)
+        params = [group["params"] for group in optimizer.param_groups]
+        self._gradients = [[_gradient(p, self._kind) for p in group] for group in params]
+        self._dtypes: list[list[torch.dtype]] = []
+        self.skips = any(
+            g is not None and not np.isfinite(g).all() for group in self._gradients for g in group
+        )
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Compares the optimizer after its step."""
+        found = read(optimizer)
+        if self.skips:
+            _assert_unchanged(found, self._before)
+            return
+        self._dtypes = [
+            [_arithmetic(optimizer, p, group) for p in group["params"]]
+            for group in optimizer.param_groups
+        ]
+        expected, moved = self._step(None), []
+        for g, group in enumerate(found):
+            for i, own in enumerate(group):
+                for name, values in own.items():
+                    limits = own.get("narrow") if name == "weight" else None
+                    dtype, exact = self._dtypes[g][i], expected[g][i][name]
+                    if _is_close(values, exact, [], dtype, limits):
+                        continue
+                    if not moved:
+                        draw = np.random.default_rng(0)
+                        moved = [self._step(draw) for _ in range(COPIES)]
+                    others = [copy[g][i][name] for copy in moved]
+                    assert _is_close(values, exact, others, dtype, limits), (
+                        f"group {g}, parameter {i}, {name}, {dtype}: off by "
+                        f"{np.abs(values - exact).max():.3g} of {np.abs(exact).max():.3g}; moved "
+                        f"inputs give {max(np.abs(x - exact).max() for x in others):.3g}"
+                    )
+
+    def _step(self, draw: np.random.Generator | None) -> Snapshot:
+        """The state after the step; of moved inputs if there is a generator."""
+        groups = []
+        for states, gradients, dtypes in zip(
+            self._before, self._gradients, self._dtypes, strict=True
+        ):
+            own = [_moved(state, dtype, draw) for state, dtype in zip(states, dtypes, strict=True)]
+            grads = [
+                None if g is None else _moved({"g": g}, dtype, draw)["g"]
+                for g, dtype in zip(gradients, dtypes, strict=True)
+            ]
+            groups.append((own, grads))
+        step = {LANS: _lans, LAMB: _lamb, ScaledAdam: _scaled_adam}[self._kind]
+        eps = [max([torch.finfo(d).eps for d in ds], default=0.0) for ds in self._dtypes]
+        options = [_options(o, e, draw) for o, e in zip(self._options, eps, strict=True)]
+        step(groups, options)
+        return [own for own, _ in groups]
+
+
+def read(optimizer: Optimizer) -> Snapshot:
+    """All numbers of an optimizer in float64, by group and parameter."""
+    found: Snapshot = []
+    for group in optimizer.param_groups:
+        rows = []
+        for p in group["params"]:
+            state = optimizer.state[p]
+            row = {
+                name: value.detach().double().numpy().copy()
+                for name, value in state.items()
+                if name not in ("skipped", "master_weight", "num_clipped")
+            }
+            row["weight"] = _exact(p, state.get("master_weight")).double().numpy().copy()
+            # What its type can hold of the weight.
+            if p.dtype in (torch.float16, torch.bfloat16) and "master_weight" not in state:
+                row["narrow"] = np.array([torch.finfo(p.dtype).eps, torch.finfo(p.dtype).tiny])
+            rows.append(row)
+        found.append(rows)
+    return found
+
+
+def _exact(p: Tensor, master: Tensor | None) -> Tensor:
+    """The weight with its master's digits, but where it was written to since."""
+    own = p.detach()
+    if master is None or own.dtype not in (torch.float16, torch.bfloat16):
+        return own
+    return torch.where(master.to(own.dtype) == own, master, own.to(master.dtype))
+
+
+def _gradient(p: Tensor, kind: type) -> np.ndarray | None:
+    if p.grad is not None:
+        return p.grad.detach().double().numpy().copy()
+    frozen = not p.requires_grad
+    return np.zeros(p.shape) if kind is ScaledAdam and not frozen else None
+
+
+def _arithmetic(optimizer: Optimizer, p: Tensor, group: Mapping[str, Any]) -> torch.dtype:
+    """The type that a parameter's step is computed in; a norm of several may be in float32."""
+    joint = group.get("clipping_scale") is not None or group.get("max_grad_norm") is not None
+    wide = {p.dtype, optimizer.state[p]["exp_avg_sq"].dtype} == {torch.float64}
+    return torch.float64 if wide and not joint else torch.float32
+
+
+def _moved(state: Numbers, dtype: torch.dtype, draw: np.random.Generator | None) -> Numbers:
+    eps = MOVED * torch.finfo(dtype).eps
+    counts = ("step", "narrow")
+    return {
+        name: np.array(value, copy=True)
+        if draw is None or name in counts
+        else np.asarray(value * (1 + eps * draw.uniform(-1, 1, np.shape(value))))
+        for name, value in state.items()
+    }
+
+
+def _options(options: Mapping[str, Any], eps: float, draw: np.random.Generator | None) -> Numbers:
+    """One less a power of a number near one loses its last digits, in float32 many of them."""
+    if draw is None:
+        return dict(options)
+    betas = tuple(beta * (1 + MOVED * eps * draw.uniform(-1, 1)) for beta in options["betas"])
+    return {**options, "betas": betas}
+
+
+def _lans(groups: Sequence[Any], options: Sequence[Numbers]) -> None:
+    for (states, gradients), own in zip(groups, options, strict=True):
+        _by_moments(Lans(**own), states, gradients)
+
+
+def _lamb(groups: Sequence[Any], options: Sequence[Numbers]) -> None:
+    gradients = [g for _, own in groups for g in own if g is not None]
+    total = np.sqrt(sum(float((g**2).sum()) for g in gradients))
+    for (states, grads), own in zip(groups, options, strict=True):
+        bound = own.pop("max_grad_norm")
+        scale = 1.0 if bound is None else max(1.0, total / bound)
+        scaled = [None if g is None else g / scale for g in grads]
+        _by_moments(Lamb(**own), states, scaled)
+
+
+def _by_moments(reference: Any, states: Sequence[Numbers], gradients: Sequence[Any]) -> None:
+    for place, state in enumerate(states):
+        reference.states[place] = {
+            ours: state[name] if name != "step" else int(state[name])
+            for name, ours in MOMENTS.items()
+        }
+    reference.step([state["weight"] for state in states], gradients)
+    for place, state in enumerate(states):
+        for name, ours in MOMENTS.items():
+            state[name] = np.asarray(reference.states[place][ours], dtype=float)
+
+
+def _scaled_adam(groups: Sequence[Any], options: Sequence[Numbers]) -> None:
+    for (states, gradients), own in zip(groups, options, strict=True):
+        reference = ReferenceScaledAdam(**own)
+        for place, state in enumerate(states):
+            reference.states[place] = _sizes(state)
+        clip = _clip(reference, states, gradients)
+        for place, (state, g) in enumerate(zip(states, gradients, strict=True)):
+            if g is None or not state["weight"].size:
+                continue
+            reference.t = int(state["step"])
+            one = reference.step_scalar if state["weight"].size == 1 else reference.step_tensor
+            one(reference.states[place], state["weight"], -g if reference.maximize else g, clip)
+            state["step"] = np.asarray(state["step"] + 1)
+            known = reference.states[place]
+            for name, ours in SIZES.items():
+                if name in state:
+                    state[name] = np.asarray(known[ours], dtype=float)
+            if "scale_grads" in state:
+                state["scale_grads"] = np.array(known["ring"])
+
+
+def _sizes(state: Numbers) -> Numbers:
+    known = {ours: state[name] for name, ours in SIZES.items() if name in state}
+    if "scale_grads" in state:
+        known["ring"] = [float(x) for x in state["scale_grads"]]
+        if state["weight"].size and not state["step"]:
+            known["rms"] = np.sqrt((state["weight"] ** 2).mean())
+        for name in ("rms", "q"):
+            known[name] = float(known[name])
+    return known
+
+
+def _clip(
+    reference: ReferenceScaledAdam, states: Sequence[Numbers], gradients: Sequence[Any]
+) -> float:
+    """The factor of a group whose parameters have all taken the same steps."""
+    if reference.clipping_scale is None or not states:
+        return 1.0
+    first, taken = states[0], max(int(state["step"]) for state in states)
+    ring, threshold = first["model_norms"], first["model_norm_threshold"]
+    reference.clipper = Clipper(
+        reference.clipping_scale, len(ring), reference.recipe,
+        {i: float(norm) for i, norm in enumerate(ring)}, float(threshold), taken,
+    )  # fmt: skip
+    factor = reference.clip([state["weight"] for state in states], gradients)
+    norms = np.array([reference.clipper.norms[i] for i in range(len(ring))])
+    for state in states:
+        state["model_norms"] = norms
+        state["model_norm_threshold"] = np.asarray(reference.clipper.threshold)
+    return factor
+
+
+def _assert_unchanged(found: Snapshot, before: Snapshot) -> None:
+    for group, known in zip(found, before, strict=True):
+        for own, state in zip(group, known, strict=True):
+            for name, values in own.items():
+                assert np.array_equal(values, state[name]), f"{name} moved in a skipped step"
+
+
+def _is_close(
+    found: np.ndarray, expected: np.ndarray, moved: Sequence[np.ndarray], dtype: torch.dtype,
+    limits: np.ndarray | None,
+) -> bool:  # fmt: skip
+    """Whether two arrays are equal but for roundings, and for what moved inputs change."""
+    finite = np.isfinite(expected)
+    if not np.array_equal(np.isfinite(found), finite):
+        return False
+    if not finite.any():
+        return True
+    scale = float(np.abs(expected[finite]).max())
+    spread = max((float(np.abs((copy - expected)[finite]).max()) for copy in moved), default=0.0)
+    allowed = ROUNDINGS[dtype] * torch.finfo(dtype).eps * scale + MARGIN * spread
+    # Numbers below the type's least normal one are rounded to its multiples, or to zero.
+    allowed += torch.finfo(dtype).tiny
+    if limits is not None:
+        allowed += limits[0] * max(scale, limits[1])
+    return float(np.abs((found - expected)[finite]).max()) <= allowed

@@ -1,0 +1,16 @@
+"""Half a minute of random lives of the optimizers; `make fuzz` goes on for as many as are asked."""
+
+import pytest
+
+from tests.property.fuzz import live
+from tests.property.machine import MODES, OPTIMIZERS
+
+
+@pytest.mark.filterwarnings("ignore:Expected parameters that fused kernels can take")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_step_is_the_equations(name, mode):
+    place = [*OPTIMIZERS].index(name) * len(MODES) + [*MODES].index(mode)
+    counts = live(name, mode, lives=60, seed=place)
+    assert counts["steps"] > 200
+    assert min(counts[event] for event in ("skipped steps", "loads", "casts", "freezes")) > 0
