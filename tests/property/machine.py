@@ -53,7 +53,7 @@ def layerwise_options(draw: Any, kind: type) -> dict[str, Any]:
 def scaled_adam_options(draw: Any, kind: type) -> dict[str, Any]:
     """Options of ScaledAdam."""
     return {
-        "lr": draw(st.sampled_from([0.0, 1e-3, 3e-2])),
+        "lr": draw(st.sampled_from([0.0, 1e-3, 3e-2, 0.5])),
         "betas": (draw(_betas), draw(_betas)),
         "eps": draw(st.sampled_from([1e-8, 1e-4])),
         "scalar_lr_scale": draw(st.sampled_from([0.1, 1.0])),

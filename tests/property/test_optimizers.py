@@ -13,4 +13,4 @@ def test_each_step_is_the_equations(name, mode):
     place = [*OPTIMIZERS].index(name) * len(MODES) + [*MODES].index(mode)
     counts = live(name, mode, lives=60, seed=place)
     assert counts["steps"] > 200
-    assert min(counts[event] for event in ("skipped steps", "loads", "casts", "freezes")) > 0
+    assert min(counts[event] for event in ("skipped steps", "loads", "casts")) > 0
