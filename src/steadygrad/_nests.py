@@ -16,7 +16,7 @@ from torch.utils import _pytree
 
 from steadygrad._checks import InputError
 
-__all__ = ["tree_map_tensors", "tree_tensors"]
+__all__ = ["attributes", "tree_map_tensors", "tree_tensors"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _SEQUENCES = (tuple, list, set, frozenset, deque)
@@ -82,6 +82,19 @@ def tree_tensors(nest: Any, where: str) -> list[Tensor]:
 
     tree_map_tensors(note, nest, where)
     return list(tensors.values())
+
+
+def attributes(leaf: Any) -> list[Any]:
+    """Attributes of a dataclass; of another object, a cache or a namespace, those that are tensors.
+
+    For looking only: such an object cannot be taken apart and put together again.
+    """
+    if isinstance(leaf, (*_PLAIN, type, nn.Module)):
+        return []
+    if _is_record(leaf):
+        names = [field.name for field in dataclasses.fields(leaf)]
+        return [getattr(leaf, name) for name in names if hasattr(leaf, name)]
+    return [value for value in getattr(leaf, "__dict__", {}).values() if isinstance(value, Tensor)]
 
 
 def _is_record(leaf: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["Finding", "Seen", "first_fault", "is_finite"]
 
 BATCH, WEIGHT, INPUT, OUTPUT = "batch", "weight", "input", "output"
-LOSS, GRADIENT, PARAMETER = "loss", "gradient", "parameter"
+LOSS, GRADIENT, PARAMETER, LEFT = "loss", "gradient", "parameter", "left"
 
 
 class Seen:
@@ -45,7 +45,8 @@ class Finding:
 
     Attributes:
         kind: ``"batch"``, ``"weight"``, ``"output"``, ``"loss"``, ``"gradient"`` or
-            ``"parameter"``: the place where something first was not finite.
+            ``"parameter"``: the place where something first was not finite. ``"left"``: a gradient
+            that is not finite though no pass since the last report made it so.
         name: The module whose forward (``"output"``) or backward pass (``"gradient"``) made it, or
             the parameter; empty for the model's own code.
         seen_in: The tensor in which it was seen, in words.
@@ -93,6 +94,7 @@ _CAUSES = {
     LOSS: "the loss is at fault: the model's outputs are finite, their gradient is not",
     GRADIENT: "the backward pass of {} made a gradient that is not finite",
     PARAMETER: "the gradient of {} is not finite, though that of its module's output is",
+    LEFT: "the gradient of {} is not finite, and no pass since the last report made it so",
 }
 
 

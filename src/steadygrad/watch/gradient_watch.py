@@ -1,6 +1,7 @@
 """Names the module that first made something non-finite, in any training loop."""
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -13,10 +14,10 @@ from torch.autograd import Variable
 from steadygrad._checks import InputError, check_type
 from steadygrad._names import plain_name
 from steadygrad.sharding import ShardSum, gather_json, process_world
-from steadygrad.watch.finding import PARAMETER, Finding, Seen
+from steadygrad.watch.finding import LEFT, Finding, Seen
 from steadygrad.watch.norms import GradientNorms, gradient_norms
 from steadygrad.watch.passes import Clock, Pass, finite_now, values
-from steadygrad.watch.taps import Tap, witnesses
+from steadygrad.watch.taps import Tap, detach, is_watched, witnesses
 
 __all__ = ["GradientWatch"]
 
@@ -65,6 +66,12 @@ class GradientWatch:
                 "Found one after model.compile(). Remedy: `compiled = torch.compile(model)`, then "
                 "GradientWatch(compiled)."
             )
+        for name, module in model.named_modules():
+            if is_watched(module):
+                raise InputError(
+                    f"Expected modules that no GradientWatch looks at. Found one at {name!r}. "
+                    "Remedy: close() the other watch first."
+                )
         self.model, self._group = model, process_group
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.batches, self.clock = 0, Clock(device)
@@ -75,6 +82,8 @@ class GradientWatch:
         self._finding: Finding | None = None
         # Whether a pass without a fault came after the finding.
         self._well = True
+        # Whether gradients may be left that were not finite before a pass.
+        self._stale = False
         self._usual: set[tuple[str, str]] = set()
         self._sum: ShardSum | None = None
         # Reduced gradients are those of all processes, and do not say which of them is at fault.
@@ -88,9 +97,11 @@ class GradientWatch:
             )
             for name, module in model.named_modules()
         }
-        self._handles: list[Any] = []
         for module, tap in self._taps.items():
-            self._handles += tap.attach(module, model)
+            tap.attach(module, model)
+        # A watch that is dropped leaves no hooks behind either.
+        self._detach = weakref.finalize(self, detach, [*self._taps])
+        self._detach.atexit = False
         # By their places: wrappers exchange parameters.
         places = [(m._parameters, leaf, self._taps[m]) for m, leaf in told.items()]
         self._small = [place for place in places if _is_small(place[0][place[1]])]
@@ -99,10 +110,7 @@ class GradientWatch:
     def close(self) -> None:
         """Takes the hooks away; the model is as it was. Findings can still be reported."""
         self._close()
-        for handle in self._handles:
-            handle.remove()
-        for module, tap in self._taps.items():
-            tap.detach(module)
+        self._detach()
         self._taps, self._small, self._large = {}, [], []
 
     def __enter__(self) -> "GradientWatch":
@@ -143,12 +151,25 @@ class GradientWatch:
         if not torch.is_grad_enabled():
             self.current = None
             return
+        if self._open:
+            self._open[-1].settle()
         self.current = Pass(self.batches, self.clock, inputs, self._await_backward)
+        if self._stale:
+            self.current.spoiled = self._spoiled()
         self.batches += 1
         self._awaited = False
         self._open.append(self.current)
         if len(self._open) > _MOST_OPEN:
             self._finish(self._open.popleft())
+
+    def _spoiled(self) -> set[Tap]:
+        """Layers whose gradient is not finite before the pass: it says nothing of the pass."""
+        spoiled = set()
+        for holder, leaf, tap in (*self._small, *self._large):
+            gradient = getattr(holder[leaf], "grad", None)
+            if gradient is not None and not torch.isfinite(values(gradient)).all():
+                spoiled.add(tap)
+        return spoiled
 
     def _await_backward(self) -> None:
         """Asks the engine to close the open passes when the backward pass is over."""
@@ -203,6 +224,8 @@ class GradientWatch:
             # model returns is hooked.
             if gradient is None or tap.batch != last.batch or tap.hooked or one.returned:
                 continue
+            if tap in last.spoiled:
+                continue
             one.weight = tap.prefix + leaf
             found.append((one, gradient))
         return found
@@ -225,16 +248,17 @@ class GradientWatch:
                 self._finding, self._well = replace(fault, last=over.batch), False
             else:
                 self._finding = replace(self._finding, last=over.batch)
-            self.clock.closely = self.clock.closely or fault is not None
+            self._stale = fault is not None
+            self.clock.closely = self.clock.closely or self._stale
 
     def _parameter_fault(self) -> Finding | None:
-        """A fault that no module saw: in the gradients of weights themselves."""
+        """A gradient that is not finite though no pass since the last report made it so."""
         for name, p in self.model.named_parameters():
             gradient = None if p.grad is None else values(p.grad)
             if gradient is not None and not torch.isfinite(gradient).all():
                 name, last = _own_name(name, self.model), self.batches - 1
                 seen, order = f"the gradient of {name!r}", (2, 0, True)
-                return Finding(PARAMETER, name, seen, "", "", last, last=last, order=order)
+                return Finding(LEFT, name, seen, "", "", last, last=last, order=order)
         return None
 
 

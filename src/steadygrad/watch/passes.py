@@ -1,13 +1,12 @@
 """A pass of one batch through the model, and the tensors that its modules took and gave.
 
-On a CPU a look waits for nothing. There the tensors within a module that holds others are kept
-until it ends, and one look at its output answers for all of them; only if that is not finite are
-they looked at one by one. On other devices the largest magnitude of each is left on the device, all
-travel to the host together, and they are looked at when they have arrived.
+On a CPU, where a look waits for nothing, each tensor is looked at at once. On other devices the
+largest magnitude of each is left on the device, all travel to the host together, and they are
+looked at when they have arrived.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from steadygrad._nests import attributes
 from steadygrad.sharding import local
 from steadygrad.watch.finding import BATCH, INPUT, OUTPUT, Finding, Seen, first_fault, is_finite
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["Clock", "Pass", "finite_now", "in_backward", "largest", "values"]
 
 _TAG = "_steadygrad_watch"
-# Tensors that are kept before a module that ends is looked at.
-_MOST_HELD = 8
 _NARROW = (torch.float16, torch.bfloat16)
 _KNOWN = (*_NARROW, torch.float32, torch.float64)
 
@@ -39,21 +37,19 @@ class Clock:
         deferred: Whether a look waits for a device, so that it is left until later.
         closely: Whether to hook what goes into layers, and what comes out of modules around them,
             in every pass: after the first fault.
-        in_place: Modules whose outputs are changed later in the pass: those are looked at at once.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.ticks = torch.zeros((), dtype=torch.int64, device=device)
         self.used, self.deferred = False, device.type != "cpu"
         self.closely = False
-        self.in_place: set[str] = set()
 
 
 class Pass:
     """Collects the observations of one batch.
 
     Args:
-        batch: Its index; everything in the first one is looked at at once.
+        batch: Its index.
         clock: Says how to look.
         inputs: What the model was given.
         await_backward: Called when a gradient arrives.
@@ -62,6 +58,7 @@ class Pass:
         seen: Tensors in the order of the forward pass.
         weights: Names of weights, and whether they are finite, where that was asked.
         called: Names of the modules that were called.
+        spoiled: Layers whose gradient was not finite before the pass.
         backward: Whether a gradient has arrived.
         broken: Whether something is known not to be finite.
     """
@@ -73,11 +70,12 @@ class Pass:
         # A mask may be minus infinity.
         self._inputs = [x.detach() for x in floating(inputs) if x.numel()]
         self.seen = [Seen(BATCH, "", batch)]
-        self.seen[0].value = self._greatest_inputs() if clock.deferred else True
+        if clock.deferred:
+            self.seen[0].value, self._inputs = self._greatest_inputs(), []
         self.weights: list[Seen] = []
         self.called: set[str] = set()
+        self.spoiled: set[Tap] = set()
         self.backward = self.broken = False
-        self._held: list[tuple[Seen, Tensor, int]] = []
         self._copied: tuple[Tensor, Any] | None = None
 
     def see(
@@ -94,11 +92,10 @@ class Pass:
         for tensor in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(tensor, Tensor):
                 self._take(tap, tensor, outputs, repeated)
-        finite = tap.leaf or repeated or self._look(tap, outputs)
         for tensor in outputs:
             tag = tensor.__dict__.get(_TAG)
             if tag is None or tag[0].batch != self.batch or tag[1] != tensor._version:
-                self._note(tap, OUTPUT, tensor, repeated, finite if not tap.leaf else None)
+                self._note(tap, OUTPUT, tensor, repeated)
             if tap.root and not repeated:
                 one = tensor.__dict__[_TAG][0] if _TAG in tensor.__dict__ else None
                 if one is not None and not one.returned:
@@ -112,11 +109,9 @@ class Pass:
             if not repeated:
                 tag[0].takers.append(tap.name)
         elif tap.leaf and not any(tensor is other for other in outputs):
-            self._note(tap, INPUT, tensor, repeated, None)
+            self._note(tap, INPUT, tensor, repeated)
 
-    def _note(
-        self, tap: "Tap", what: str, tensor: Tensor, repeated: bool, finite: bool | None
-    ) -> None:
+    def _note(self, tap: "Tap", what: str, tensor: Tensor, repeated: bool) -> None:
         if tensor.dtype not in _KNOWN:
             return
         if repeated:
@@ -131,22 +126,13 @@ class Pass:
                 tap.input = one
             else:
                 tap.output = one
-            self._value(one, tensor, finite)
+            if self._clock.used:
+                one.time = self._clock.ticks.clone()
+            self._set(one, "value", tensor)
         tensor.__dict__[_TAG] = one, tensor._version
         closely = not self.batch or self._clock.closely
         if tap.hooked or (closely and (what == INPUT or not tap.leaf)):
             self._await_gradient(one, tensor)
-
-    def _value(self, one: Seen, tensor: Tensor, finite: bool | None) -> None:
-        clock = self._clock
-        if clock.used:
-            one.time = clock.ticks.clone()
-        if finite is True:
-            return
-        if clock.deferred or finite is False or not self.batch or one.name in clock.in_place:
-            self._set(one, "value", tensor)
-        if not clock.deferred:
-            self._held.append((one, tensor, tensor._version))
 
     def _set(self, one: Seen, field: str, tensor: Tensor) -> None:
         if self._clock.deferred:
@@ -155,23 +141,6 @@ class Pass:
             found = finite_now(tensor)
             setattr(one, field, found)
             self.broken = self.broken or not found
-
-    def _look(self, tap: "Tap", outputs: Iterable[Tensor]) -> bool | None:
-        """Looks at a module that holds others when it ends; None where that can wait."""
-        held = self._held
-        if self._clock.deferred or not (tap.root or len(held) >= _MOST_HELD):
-            return None
-        start = len(held)
-        while start and held[start - 1][0].name.startswith(tap.prefix):
-            start -= 1
-        finite = all(finite_now(tensor) for tensor in outputs)
-        for one, tensor, version in held[start:]:
-            if tensor._version != version:
-                self._clock.in_place.add(one.name)
-            elif not finite:
-                self._set(one, "value", tensor)
-        del held[start:]
-        return finite
 
     def _await_gradient(self, one: Seen, tensor: Tensor) -> None:
         node = tensor.grad_fn
@@ -186,13 +155,17 @@ class Pass:
             self._await()
             self._set(one, "gradient", gradient)
 
+    def settle(self) -> None:
+        """Lets go of the inputs: another pass begins before its backward pass."""
+        if self._inputs:
+            self.seen[0].value, self._inputs = is_finite(self._greatest_inputs()), []
+
     def _greatest_inputs(self) -> Any:
         found = [x.amax().float() for x in map(local, self._inputs)]
         return torch.stack(found).amax() if found else True
 
     def close(self) -> None:
         """Sends the flags from a device to the host; nothing waits for them."""
-        self._held.clear()
         if not (self._clock.deferred or self._clock.used):
             return
         found = [value for _, _, value in self._on_device()]
@@ -239,8 +212,7 @@ class Pass:
             return None
         for one in bad:
             one.value = (one.what, one.name) in usual
-        if not self._clock.deferred:
-            self.seen[0].value = is_finite(self._greatest_inputs())
+        self.settle()
         weights = [one.name for one in self.weights if not is_finite(one.value)]
         return first_fault(self.seen, self.called, weights, self.batch)
 
@@ -258,8 +230,13 @@ def in_backward() -> bool:
 
 def floating(nest: Any) -> list[Tensor]:
     """Floating-point tensors among a module's inputs or outputs."""
-    leaves = (nest,) if isinstance(nest, Tensor) else _pytree.tree_leaves(nest)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    found = []
+    for leaf in (nest,) if isinstance(nest, Tensor) else _pytree.tree_leaves(nest):
+        if not isinstance(leaf, Tensor):
+            found += [tensor for part in attributes(leaf) for tensor in floating(part)]
+        elif leaf.is_floating_point():
+            found.append(leaf)
+    return found
 
 
 def values(tensor: Tensor) -> Tensor:

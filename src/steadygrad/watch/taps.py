@@ -2,13 +2,12 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from steadygrad._checks import InputError
 from steadygrad._nests import tree_map_tensors
 from steadygrad.watch.finding import OUTPUT, Seen
 from steadygrad.watch.passes import Clock, in_backward, largest
@@ -16,7 +15,7 @@ from steadygrad.watch.passes import Clock, in_backward, largest
 if TYPE_CHECKING:
     from steadygrad.watch.gradient_watch import GradientWatch
 
-__all__ = ["Tap", "witnesses"]
+__all__ = ["Tap", "detach", "is_watched", "witnesses"]
 
 _TAP = "_steadygrad_tap"
 
@@ -61,25 +60,16 @@ class Tap:
     input: Seen | None
     output: Seen | None
 
-    def attach(self, module: nn.Module, model: nn.Module) -> list[Any]:
-        """Puts the tap behind a module; returns the handles of its hooks."""
-        if _TAP in module.__dict__ and module.__dict__[_TAP].watch() is not None:
-            raise InputError(
-                f"Expected modules that no GradientWatch looks at. Found one at {self.name!r}. "
-                "Remedy: close() the other watch first."
-            )
+    def attach(self, module: nn.Module, model: nn.Module) -> None:
+        """Puts the tap and its hooks behind a module."""
         self.root = module is model
         self.leaf = not (self.root or any(True for _ in module.children()))
+        # A copy of a watched model has hooks already.
+        detach([module])
         module.__dict__[_TAP] = self
-        hooks = [module.register_forward_hook(_after_forward, with_kwargs=True)]
+        module.register_forward_hook(_after_forward, with_kwargs=True)
         if self.root:
-            hooks.append(module.register_forward_pre_hook(_before_forward, with_kwargs=True))
-        return hooks
-
-    def detach(self, module: nn.Module) -> None:
-        """Takes it away."""
-        if module.__dict__.get(_TAP) is self:
-            del module.__dict__[_TAP]
+            module.register_forward_pre_hook(_before_forward, with_kwargs=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Tap, (self.name, self.hooked, None, Clock(self.forward.device))
@@ -108,6 +98,24 @@ class Tap:
             return through
 
         return tree_map_tensors(crossed, output, f"the output of {self.name!r}")
+
+
+def detach(modules: Iterable[nn.Module]) -> None:
+    """Takes taps and their hooks away."""
+    for module in modules:
+        module.__dict__.pop(_TAP, None)
+        for hooks, flags in (
+            (module._forward_hooks, module._forward_hooks_with_kwargs),
+            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        ):
+            for key in [k for k, h in hooks.items() if h in (_after_forward, _before_forward)]:
+                del hooks[key]
+                flags.pop(key, None)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a watch that still exists looks at a module."""
+    return _TAP in module.__dict__ and module.__dict__[_TAP].watch() is not None
 
 
 def witnesses(model: nn.Module) -> Mapping[nn.Module, str]:
