@@ -73,7 +73,9 @@ def size_step(
         gradients=sizes.gradients,
     )
     scale = (1 - beta ** ((step + 1) // rule.period)).sqrt().to(mean)
-    lr = rule.lr * rule.scalar_lr_scale
+    # The product of a tensor and a number is rounded to the tensor's type.
+    lr = rule.lr.to(mean.dtype) if isinstance(rule.lr, Tensor) else rule.lr
+    lr = lr * rule.scalar_lr_scale
     raw = -lr * scale * ring.sum(1) / (known.mean_square.sqrt() + rule.eps)
     return known, torch.where(due, _bounded(raw, known.rms, lr, rule), 0.0)
 

@@ -80,6 +80,17 @@ def test_follows_a_changing_learning_rate(recipe):
     assert difference({}, recipe, MODES["fused"], before=before) < 1e-12
 
 
+@covering(recipe=RECIPES, mode=MODES)
+def test_a_learning_rate_in_float32_is_not_rounded_again(recipe, mode):
+    """Its product with a factor is taken in the weights' type."""
+
+    def before(step, optimizer, reference):
+        lr = torch.tensor(0.03)
+        optimizer.param_groups[0]["lr"], reference.lr = lr, lr.item()
+
+    assert difference({}, recipe, mode, before=before) < 1e-12
+
+
 def test_its_own_state_is_float32():
     # Rounding of a float32 state, 60 steps of it.
     assert 1e-12 < difference({}, "zipformer", MODES["fused"], make=ScaledAdam) < 1e-5
