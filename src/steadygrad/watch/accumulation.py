@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils import _pytree
 
 from steadygrad._checks import InputError, check_count
 from steadygrad._names import plain_name
 from steadygrad.formulas.tensors import exact
 from steadygrad.sharding import ShardSum, local
-from steadygrad.watch.windows import WORDS, AccumulationCheck, Window
+from steadygrad.watch.windows import WORDS, AccumulationCheck, Window, cut, ragged, samples
 
 __all__ = ["check_accumulation"]
 
@@ -30,7 +29,11 @@ Accumulate = Callable[[Sequence[Any]], object]
 
 
 # Of the loss and not of the loop: other cuts say nothing more.
-_LOSS_BUGS = ("random", "batch")
+_LOSS_BUGS = ("random", "batch", "rounding")
+# Elements of a parameter whose inner products are taken at a time.
+_CHUNK = 2**20
+# A factor that no binary type holds exactly.
+_OTHER_SCALE = 0.7
 
 
 def check_accumulation(
@@ -43,9 +46,10 @@ def check_accumulation(
 ) -> AccumulationCheck:
     """Compares one batch's gradient with the accumulated one, for four ways of cutting the batch.
 
-    The cuts: equal micro-batches, one sample at a time, ragged ones, and a short last window with
-    one micro-batch less. Weights, ``.grad``, buffers and random numbers are afterwards as
-    they were. Dropout modules are off.
+    The cuts: equal micro-batches, one sample at a time (of the first ``2 * micro_batches``), ragged
+    ones, and a short last window with one micro-batch less. Weights, ``.grad``, buffers and random
+    numbers are afterwards as they were. Dropout modules are off. The memory is that of
+    ``2 * micro_batches + 10`` gradients.
 
     Args:
         model: The model.
@@ -59,10 +63,11 @@ def check_accumulation(
         A window for each cut; none after one that shows that the loss cannot be cut.
 
     Raises:
-        InputError: If the batch has fewer than ``2 * micro_batches`` samples.
+        InputError: If the batch has fewer than ``2 * micro_batches`` samples, or a gradient is not
+            finite.
     """
     check_count("micro_batches", micro_batches, low=2)
-    count = _samples(batch)
+    count = samples(batch)
     if count < 2 * micro_batches:
         raise InputError(
             f"Parameter `batch` should hold at least {2 * micro_batches} samples, two for each "
@@ -76,8 +81,8 @@ def check_accumulation(
     equal = [count // micro_batches] * micro_batches
     cuts = {
         "equal micro-batches": equal,
-        "one sample at a time": [1] * count,
-        "ragged micro-batches": _ragged(count, micro_batches),
+        "one sample at a time": [1] * (2 * micro_batches),
+        "ragged micro-batches": ragged(count, micro_batches),
         "short last window": equal[:-1],
     }
     with _as_it_was(model):
@@ -99,21 +104,27 @@ class _Judge:
         named = [(plain_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
         self._layers = [name.rpartition(".")[0] for name, _ in named]
         self._parameters = [p for _, p in named]
-        self._model, self._loss, self._accumulate = model, loss_fn, accumulate
+        self._model, self._loss, self._loop = model, loss_fn, accumulate
         self._whole, self._sum = micro_batches, ShardSum(self._parameters)
-        # Sums over a batch in another order differ by roundings that grow as its root or less; the
-        # root of the type's own precision is far above them and far below any of the bugs.
-        self._tolerance = max(math.sqrt(torch.finfo(p.dtype).eps) for p in self._parameters)
+        # Far below any bug, and far above the roundings of sums in another order and of adding up
+        # ``.grad`` in its own type.
+        adding = max(torch.finfo(p.dtype).eps for p in self._parameters)
+        self._floor = max(math.sqrt(torch.finfo(torch.float32).eps), 4 * adding)
 
     def __call__(self, name: str, batch: Any, sizes: Sequence[int]) -> Window:
         ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-        micros = [_cut(batch, start, end) for start, end in pairwise(ends)]
-        window = _cut(batch, 0, ends[-1])
-        whole, again = (self._gradient(self._backward, window) for _ in range(2))
-        used = self._gradient(self._accumulate, micros)
-        parts = [self._gradient(self._backward, micro) for micro in micros]
-        products = self._products([whole, used, again, *parts])
+        micros = [cut(batch, start, end) for start, end in pairwise(ends)]
+        window = cut(batch, 0, ends[-1])
+        again, used = self._gradient(self._backward, window), self._gradient(self._loop, micros)
+        measured = [self._measured(batch) for batch in (window, *micros)]
+        whole, *parts = (gradient for gradient, _ in measured)
+        products, noise = self._products([whole, used, again, *parts], [n for _, n in measured])
         total = products.sum(-1)
+        if not total.isfinite().all():
+            raise InputError(
+                f"Expected finite gradients of the batch. Found some that are not, in {name}. "
+                "Remedy: GradientWatch(model) names the layer."
+            )
         ratio, cosine = _compared(total)
         layers = {
             layer: _compared(
@@ -121,8 +132,10 @@ class _Judge:
             )
             for layer in dict.fromkeys(self._layers)
         }
-        bug = self._bug(total, ratio, cosine, len(sizes))
         right, got = _weights(total, 0), _weights(total, 1)
+        square = noise.sum(-1)[0] + (right.square() * noise.sum(-1)[1:]).sum()
+        rounding = float((square / total[0, 0].clamp(min=1e-300)).sqrt())
+        bug = _bug(total, self._floor, rounding, len(sizes), self._whole)
         words = WORDS[bug].format(
             parts=len(sizes),
             whole=self._whole,
@@ -133,27 +146,24 @@ class _Judge:
         )
         return Window(name, tuple(sizes), ratio, cosine, layers, bug, words)
 
-    def _bug(self, products: Tensor, ratio: float, cosine: float, parts: int) -> str:
-        near = partial(math.isclose, rel_tol=self._tolerance)
-        if _misfit(products, 0, torch.tensor([1.0]), [2]) > self._tolerance:
-            return "random"
-        if near(ratio, 1) and near(cosine, 1):
-            return ""
-        right, used = _weights(products, 0), _weights(products, 1)
-        if _misfit(products, 0, right) > self._tolerance:
-            return "batch"
-        if _misfit(products, 1, used) > self._tolerance:
-            return "other"
-        if int((used.abs() < self._tolerance * used.abs().max()).sum()):
-            return "lost"
-        if near(cosine, 1):
-            found = {"sum": parts, "twice": 1 / parts, "short": parts / self._whole}
-            return next((bug for bug, factor in found.items() if near(ratio, factor)), "factor")
-        alike = float((used - used.mean()).abs().max()) <= self._tolerance * float(used.abs().max())
-        return "means" if alike else "weights"
-
     def _backward(self, batch: Any) -> None:
         torch.autograd.backward(self._loss(self._model, batch))
+
+    def _measured(self, batch: Any) -> tuple[list[Tensor], Tensor]:
+        """Gradient of a batch, and squares of its roundings, with shape ``(parameters)``.
+
+        Another factor of the loss, which no type holds exactly, makes other roundings all the way
+        back.
+        """
+
+        def scaled(batch: Any) -> None:
+            torch.autograd.backward(_OTHER_SCALE * self._loss(self._model, batch))
+
+        gradient, other = self._gradient(self._backward, batch), self._gradient(scaled, batch)
+        products = [_gram(pair) for pair in zip(gradient, other, strict=True)]
+        weights = torch.tensor([1.0, -1 / _OTHER_SCALE]).to(products[0])
+        squares = [weights @ product.view(2, 2) @ weights for product in products]
+        return gradient, torch.stack(squares).clamp(min=0)
 
     def _gradient(self, work: Callable[[Any], object], batches: Any) -> list[Tensor]:
         """Copies of this process's parts of the gradients that some work leaves."""
@@ -163,15 +173,63 @@ class _Judge:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         return [local(grad.detach()).clone() for grad in grads]
 
-    def _products(self, vectors: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Inner products by parameter, with shape ``(vectors, vectors, parameters)``."""
-        device = self._parameters[0].device
-        columns = []
-        for i in range(len(self._parameters)):
-            rows = torch.stack([vector[i].reshape(-1).to(exact(device)) for vector in vectors])
-            columns.append((rows @ rows.T).reshape(-1))
-        packed: Tensor = self._sum(torch.stack(columns, dim=1))
-        return packed.view(len(vectors), len(vectors), -1).cpu()
+    def _products(
+        self, vectors: Sequence[Sequence[Tensor]], squares: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Inner products by parameter, with shape ``(vectors, vectors, parameters)``, and squares.
+
+        Both are added up over the processes in one collective.
+        """
+        columns = [_gram([vector[i] for vector in vectors]) for i in range(len(self._parameters))]
+        rows = torch.cat([torch.stack(columns, dim=1), torch.stack([*squares])])
+        packed = self._sum(rows).cpu()
+        count = len(vectors)
+        return packed[: count**2].view(count, count, -1), packed[count**2 :]
+
+
+def _gram(tensors: Sequence[Tensor]) -> Tensor:
+    """Inner products of tensors of one shape, in a row."""
+    products = []
+    for pieces in zip(*(x.reshape(-1).split(_CHUNK) for x in tensors), strict=True):
+        rows = torch.stack([piece.to(exact(piece.device)) for piece in pieces])
+        products.append((rows @ rows.T).reshape(-1))
+    return torch.stack(products).sum(0)
+
+
+def _bug(products: Tensor, floor: float, rounding: float, parts: int, whole: int) -> str:
+    """Name of the fault.
+
+    Args:
+        products: Inner products of the gradients of the whole batch, the loop, the whole batch
+            again and each micro-batch.
+        floor: Least relative difference that counts.
+        rounding: Relative roundings that were measured.
+        parts: Micro-batches of this window.
+        whole: Micro-batches of a whole window.
+    """
+    tolerance = max(floor, 3 * rounding)
+    near = partial(math.isclose, rel_tol=tolerance)
+    ratio, cosine = _compared(products)
+    # Random numbers look like large roundings, but come with the same factor too.
+    if _misfit(products, 0, torch.tensor([1.0]), [2]) > max(floor, rounding / 4):
+        return "random"
+    # Half of the smallest bug: one micro-batch too few.
+    if tolerance > 0.5 / whole:
+        return "rounding"
+    if near(ratio, 1) and near(cosine, 1):
+        return ""
+    right, used = _weights(products, 0), _weights(products, 1)
+    if _misfit(products, 0, right) > tolerance:
+        return "batch"
+    if _misfit(products, 1, used) > tolerance:
+        return "other"
+    if int((used.abs() < tolerance * used.abs().max()).sum()):
+        return "lost"
+    if near(cosine, 1):
+        found = {"sum": parts, "twice": 1 / parts, "short": parts / whole}
+        return next((bug for bug, factor in found.items() if near(ratio, factor)), "factor")
+    alike = float((used - used.mean()).abs().max()) <= tolerance * float(used.abs().max())
+    return "means" if alike else "weights"
 
 
 def _compared(products: Tensor) -> tuple[float, float]:
@@ -199,30 +257,6 @@ def _misfit(
     return math.sqrt(max(0.0, float((square - fitted) / square.clamp(min=1e-300))))
 
 
-def _samples(batch: Any) -> int:
-    """The leading dimension of a nest of tensors; 0 if there is none."""
-    sizes = [x.shape[0] for x in _pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim]
-    return sizes[0] if sizes else 0
-
-
-def _cut(batch: Any, start: int, stop: int) -> Any:
-    """Some samples of a nest; tensors without a sample dimension are kept."""
-    count = _samples(batch)
-
-    def part(leaf: Any) -> Any:
-        whole = not (isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == count)
-        return leaf if whole else leaf[start:stop]
-
-    return _pytree.tree_map(part, batch)
-
-
-def _ragged(count: int, parts: int) -> list[int]:
-    """Sizes that grow by equal steps, as nearly as whole numbers do."""
-    more = count - parts
-    ends = [round(more * i * (i + 1) / (parts * (parts + 1))) for i in range(parts + 1)]
-    return [1 + stop - start for start, stop in pairwise(ends)]
-
-
 def _shown(weights: Tensor) -> str:
     return "(" + ", ".join(f"{weight:.3g}" for weight in weights.tolist()) + ")"
 
@@ -231,7 +265,13 @@ def _shown(weights: Tensor) -> str:
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Puts gradients, buffers, random numbers and dropout back afterwards."""
     grads = [(p, p.grad) for p in model.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    # By their names: a forward pass may put another tensor in a buffer's place.
+    buffers = [
+        (module._buffers, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     dropouts = [m for m in model.modules() if isinstance(m, _DropoutNd) and m.training]
     for module in dropouts:
         module.training = False
@@ -244,5 +284,5 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
         for module in dropouts:
             module.training = True
         with torch.no_grad():
-            for buffer, kept in buffers:
-                buffer.copy_(kept)
+            for holder, name, buffer, kept in buffers:
+                holder[name] = buffer.copy_(kept)

@@ -2,8 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
-__all__ = ["WORDS", "AccumulationCheck", "Window"]
+from torch import Tensor
+from torch.utils import _pytree
+
+__all__ = ["WORDS", "AccumulationCheck", "Window", "cut", "ragged", "samples"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,30 @@ class AccumulationCheck:
         )
 
 
+def samples(batch: Any) -> int:
+    """The leading dimension of a nest of tensors; 0 if there is none."""
+    sizes = [x.shape[0] for x in _pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim]
+    return sizes[0] if sizes else 0
+
+
+def cut(batch: Any, start: int, stop: int) -> Any:
+    """Some samples of a nest; tensors without a sample dimension are kept."""
+    count = samples(batch)
+
+    def part(leaf: Any) -> Any:
+        whole = not (isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == count)
+        return leaf if whole else leaf[start:stop]
+
+    return _pytree.tree_map(part, batch)
+
+
+def ragged(count: int, parts: int) -> list[int]:
+    """Sizes that grow by equal steps, as nearly as whole numbers do."""
+    more = count - parts
+    ends = [round(more * i * (i + 1) / (parts * (parts + 1))) for i in range(parts + 1)]
+    return [1 + stop - start for start, stop in pairwise(ends)]
+
+
 def _cut_in_words(sizes: Sequence[int]) -> str:
     one = len({*sizes}) == 1
     return f"{len(sizes)} x {sizes[0]}" if one else " + ".join(map(str, sizes))
@@ -58,6 +87,8 @@ WORDS = {
     "": "The same gradient.",
     "random": "The whole batch has another gradient each time. Remedy: turn dropout and other "
     "random numbers off for this check.",
+    "rounding": "Roundings are too large a part of this gradient to tell. Remedy: make the "
+    "check in float32, without autocast, or earlier in training.",
     "batch": "No weights of the micro-batches' gradients give the whole batch's: a sample's loss "
     "depends on the other samples (BatchNorm, a contrastive loss). Remedy: statistics that do not "
     "depend on the batch, or no accumulation.",

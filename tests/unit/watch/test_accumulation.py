@@ -192,3 +192,88 @@ def test_too_small_a_batch():
     batch = {name: x[:7] for name, x in tokens().items()}
     with pytest.raises(ValueError, match=r"at least 8 samples.*Found 7"):
         check_accumulation(model_of(), sequence_mean, batch)
+
+
+def test_autocast_is_no_bug():
+    """Roundings of bfloat16 are measured, and a bug is told from them all the same."""
+
+    def loss(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return sequence_mean(model, batch)
+
+    def window(divisor):
+        def loop(micros):
+            for micro in micros:
+                samples = len(micro["x"])
+                (loss(model, micro) * samples / divisor(micros)).backward()
+
+        return check_accumulation(model, loss, tokens(), accumulate=loop)
+
+    model = model_of()
+    right = window(lambda micros: sum(len(micro["x"]) for micro in micros))
+    assert right.bugs == []
+    # The roundings show: this is not float32 by mistake.
+    assert max(abs(w.ratio - 1) for w in right.windows) > 1e-4
+    assert window(lambda micros: WINDOWS * len(micros[0]["x"])).windows[SHORT].bug == "short"
+
+
+def test_one_micro_batch_of_many_in_bfloat16():
+    """The least bug that is told: a window of 15 where 16 are set."""
+    draw = torch.Generator().manual_seed(2)
+    batch = torch.randn(32, 5, generator=draw).bfloat16()
+    model = model_of().bfloat16()
+    mean = lambda model, x: model(x).float().square().mean()  # noqa: E731
+    found = check_accumulation(
+        model,
+        mean,
+        batch,
+        accumulate=lambda micros: [(mean(model, x) / 16).backward() for x in micros],
+        micro_batches=16,
+    )
+    assert found.windows[SHORT].bug == "short"
+    assert found.windows[SHORT].ratio == pytest.approx(15 / 16, abs=0.02)  # five roundings
+
+
+def test_a_gradient_that_cancels():
+    """At the minimum nothing is left of the gradient but roundings."""
+    draw = torch.Generator().manual_seed(3)
+    x, y = torch.randn(32, 5, generator=draw), torch.randn(32, 1, generator=draw)
+    model = nn.Linear(5, 1, bias=False)
+    best = torch.linalg.lstsq(x.double(), y.double()).solution
+    with torch.no_grad():
+        model.weight.copy_(best.T)
+    found = check_accumulation(model, lambda m, b: F.mse_loss(m(b[0]), b[1]), (x, y))
+    assert found.bugs == ["rounding"]
+    assert len(found.windows) == 1
+
+
+def test_samples_one_by_one_are_the_first_ones():
+    """A large batch does not take the memory of as many gradients."""
+    batch = {name: x.repeat(5, *[1] * (x.ndim - 1)) for name, x in tokens().items()}
+    found = check_accumulation(model_of(), sequence_mean, batch)
+    assert [len(w.sizes) for w in found.windows] == [4, 8, 4, 3]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_gradients_that_are_not_finite(value):
+    batch = tokens()
+    batch["x"][3] = value
+    with pytest.raises(ValueError, match=r"Expected finite gradients.*Remedy: GradientWatch"):
+        check_accumulation(model_of(), sequence_mean, batch)
+
+
+def test_buffer_that_forward_replaces_is_put_back():
+    class Average(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen = self.seen + 1
+            return x
+
+    model = model_of(Average())
+    buffer = model[2].seen
+    check_accumulation(model, sequence_mean, tokens())
+    assert model[2].seen is buffer
+    assert buffer == 0
