@@ -17,7 +17,7 @@ from steadygrad.sharding import ShardSum, gather_json, process_world
 from steadygrad.watch.finding import LEFT, Finding, Seen
 from steadygrad.watch.norms import GradientNorms, gradient_norms
 from steadygrad.watch.passes import Clock, Pass, finite_now, values
-from steadygrad.watch.taps import Tap, detach, is_watched, witnesses
+from steadygrad.watch.taps import Tap, detach, is_compiled, is_watched, witnesses
 
 __all__ = ["GradientWatch"]
 
@@ -99,6 +99,9 @@ class GradientWatch:
         }
         for module, tap in self._taps.items():
             tap.attach(module, model)
+        if any(is_compiled(module) for module in self._taps):
+            # Code that has run already is without hooks, and would stay so.
+            torch.compiler.reset()
         # A watch that is dropped leaves no hooks behind either.
         self._detach = weakref.finalize(self, detach, [*self._taps])
         self._detach.atexit = False
@@ -193,7 +196,11 @@ class GradientWatch:
     def _finish(self, over: Pass) -> None:
         # On a CPU, where a fault has to be explained and weights are still those of the pass.
         if self.clock.deferred or (over.broken and self._well):
-            named = {_own_name(name, self.model): p for name, p in self.model.named_parameters()}
+            named = {
+                _own_name(name, self.model): p
+                for name, p in self.model.named_parameters()
+                if p.is_floating_point() or p.is_complex()
+            }
             looks = self._look([*named.values()])
             over.weights = [
                 Seen("weight", name, over.batch, look)

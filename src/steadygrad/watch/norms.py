@@ -69,7 +69,9 @@ def gradient_norms(
     squares = torch.zeros(len(names), dtype=exact(device), device=device)
     present = [i for i, p in enumerate(parameters) if p.grad is not None]
     if present:
-        gradients = [local(aligned(_dense(p.grad), p)) for p in parameters if p.grad is not None]
+        gradients = [
+            _real(local(aligned(_dense(p.grad), p))) for p in parameters if p.grad is not None
+        ]
         squares[present] = square_sums(gradients, squares.dtype)
     # All parameters travel, those without a gradient as zeros: one length on every process.
     squares = (shard_sum or ShardSum(parameters))(squares[None])[0]
@@ -80,6 +82,10 @@ def gradient_norms(
 def _dense(gradient: Tensor) -> Tensor:
     """The values of a sparse gradient, each row once."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _real(gradient: Tensor) -> Tensor:
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 def _part(name: str) -> str:

@@ -234,17 +234,22 @@ def floating(nest: Any) -> list[Tensor]:
     for leaf in (nest,) if isinstance(nest, Tensor) else _pytree.tree_leaves(nest):
         if not isinstance(leaf, Tensor):
             found += [tensor for part in attributes(leaf) for tensor in floating(part)]
-        elif leaf.is_floating_point():
+        elif leaf.dtype in _KNOWN:
             found.append(leaf)
     return found
 
 
 def values(tensor: Tensor) -> Tensor:
-    """This process's numbers of a tensor, dense."""
+    """This process's numbers of a tensor, dense and real."""
     tensor = tensor.detach()
     if type(tensor) is not Tensor:
         tensor = local(tensor)
-    return tensor._values() if tensor.is_sparse else tensor
+    if tensor.is_sparse:
+        tensor = tensor._values()
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    # Sums and norms of float8 do not exist.
+    return tensor if tensor.dtype in _KNOWN else tensor.float()
 
 
 def largest(tensor: Tensor) -> Any:

@@ -15,7 +15,7 @@ from steadygrad.watch.passes import Clock, in_backward, largest
 if TYPE_CHECKING:
     from steadygrad.watch.gradient_watch import GradientWatch
 
-__all__ = ["Tap", "detach", "is_watched", "witnesses"]
+__all__ = ["Tap", "detach", "is_compiled", "is_watched", "witnesses"]
 
 _TAP = "_steadygrad_tap"
 
@@ -116,6 +116,12 @@ def detach(modules: Iterable[nn.Module]) -> None:
 def is_watched(module: nn.Module) -> bool:
     """Whether a watch that still exists looks at a module."""
     return _TAP in module.__dict__ and module.__dict__[_TAP].watch() is not None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has a module, wrapped or in place."""
+    # The wrapper's own type would have to be imported, which takes seconds.
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def witnesses(model: nn.Module) -> Mapping[nn.Module, str]:

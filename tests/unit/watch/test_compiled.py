@@ -82,3 +82,19 @@ def test_model_compiled_in_place_is_refused():
     model.compile(backend="aot_eager")
     with pytest.raises(ValueError, match=r"torch\.compile\(model\)"):
         GradientWatch(model)
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+def test_watch_of_code_that_has_run(compiled):
+    """Attached when the first NaN came: the code is compiled again, with hooks."""
+    put, loss, kind, name = FAULTS["overflow by large weights"]
+    plain, prefix = make("residual")
+    model, (x, y) = COMPILED[compiled](plain), data()
+    for _ in range(2):
+        mse(model(x), y).backward()
+        model.zero_grad()
+    watch = GradientWatch(model)
+    put(plain, prefix)
+    loss(model(x), y).backward()
+    found = watch.report()
+    assert (found.kind, found.name) == (kind, name.format(prefix))

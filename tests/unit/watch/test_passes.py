@@ -1,8 +1,11 @@
 """Passes of unusual form: code between modules, checkpointing, ties, copies, accumulation."""
 
 import copy
+import dataclasses
+import gc
 import pickle
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -372,3 +375,186 @@ def test_large_values_that_overflow_a_sum_are_finite():
     x = torch.full((8, 4), 1e37)
     (model(x) * 0.1).sum().backward()
     assert watch.report() is None
+
+
+def hooks(model):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_dropped_watch_leaves_no_hooks():
+    """A function that makes a watch in its body and returns: as often as one likes."""
+    model, _ = make("residual")
+
+    def train():
+        watch = GradientWatch(model)
+        for seed in range(3):
+            step(model, seed=seed)
+        return watch.batches
+
+    assert [train() for _ in range(3)] == [3, 3, 3]
+    gc.collect()
+    assert hooks(model) == 0
+
+
+def test_refused_watch_leaves_no_hooks():
+    model, _ = make("residual")
+    inner = GradientWatch(model.blocks[1])
+    before = hooks(model)
+    with pytest.raises(ValueError, match=r"Found one at 'blocks.1'"):
+        GradientWatch(model)
+    assert hooks(model) == before
+    inner.close()
+    assert hooks(model) == 0
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+
+
+class Wrapped(nn.Module):
+    """Its output is no tensor."""
+
+    def __init__(self, inner, wrap):
+        super().__init__()
+        self.inner, self.wrap = inner, wrap
+
+    def forward(self, x):
+        return self.wrap(logits=self.inner(x))
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["first pass", "later"])
+@pytest.mark.parametrize("wrap", [Output, SimpleNamespace], ids=lambda wrap: wrap.__name__)
+@pytest.mark.parametrize(
+    "fault",
+    ["overflow in the forward pass", "overflow in backward only", "log of zero in the loss"],
+)
+def test_outputs_in_objects(fault, wrap, first):
+    put, loss, kind, name = FAULTS[fault]
+    inner, prefix = make("residual")
+    put(inner, prefix)
+    model = Wrapped(inner, wrap)
+    watch, (x, y) = GradientWatch(model), data()
+    watch.batches = first
+    loss(model(x).logits, y).backward()
+    found = watch.report()
+    assert (found.kind, found.name) == (kind, name and f"inner.{name.format(prefix)}")
+
+
+def test_passes_without_backward_let_their_inputs_go():
+    """Rollouts, and an evaluation with gradients enabled."""
+    model, _ = make("sequential")
+    watch = GradientWatch(model)
+    for seed in range(4):
+        model(data(seed)[0])
+    assert [len(one._inputs) for one in watch._open] == [0, 0, 0, 1]
+    model(data()[0] * torch.nan)
+    model(data()[0])
+    found = watch.report()
+    assert (found.kind, found.batch) == ("batch", 4)
+
+
+def test_report_within_a_window():
+    """Gradients that were left not finite say nothing of the micro-batch that follows."""
+    model, _ = make("residual")
+    watch, (x, y) = GradientWatch(model), data()
+    mse(model(x * torch.nan), y).backward()
+    assert watch.report().kind == "batch"
+    mse(model(x), y).backward()
+    found = watch.report()
+    assert found.kind == "left"
+    assert "no pass since the last report made it so" in str(found)
+    model.zero_grad()
+    mse(model(x), y).backward()
+    assert watch.report() is None
+
+
+def test_gradients_that_nobody_cleared():
+    model, _ = make("sequential")
+    step(model)
+    name, p = next(iter(model.named_parameters()))
+    p.grad[0] = torch.nan
+    found = GradientWatch(model).report()
+    assert (found.kind, found.name) == ("left", name)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_inputs_of_minus_infinity_are_masks(deferred):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, mask):
+            return torch.softmax(self.layer(x) + mask, -1)
+
+    model = Masked()
+    watch, (x, y) = GradientWatch(model), data()
+    watch.clock.deferred = deferred
+    mask = torch.zeros(4)
+    mask[0] = -torch.inf
+    (mse(model(x, mask), y) * torch.inf).backward()
+    assert watch.report().kind == "loss"
+    model.zero_grad()
+    mse(model(x, mask * torch.nan), y).backward()
+    assert watch.report().kind == "batch"
+
+
+def test_evaluation_between_forward_and_backward():
+    """Its passes are no part of the training pass."""
+    model, _ = make("residual")
+    watch, (x, y) = GradientWatch(model), data()
+    loss = mse(model(x), y)
+    with torch.no_grad():
+        model(x * torch.nan)
+    loss.backward()
+    assert (watch.report(), watch.batches) == (None, 1)
+
+
+def test_many_forward_passes_without_backward_are_closed():
+    """A fault among them is found though hundreds of passes follow without a backward pass."""
+    model, _ = make("sequential")
+    watch, (x, _y) = GradientWatch(model), data()
+    for batch in range(200):
+        model(x * torch.nan if batch == 3 else x)
+        assert len(watch._open) <= 64
+    assert (watch.report().batch, watch.batches) == (3, 200)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_weight_of_its_own_module_is_blamed(deferred):
+    model, _ = make("residual")
+    with torch.no_grad():
+        model.head.weight[0, 0] = torch.nan
+    watch = GradientWatch(model)
+    watch.clock.deferred = deferred
+    step(model)
+    found = watch.report()
+    assert (found.kind, found.name) == ("weight", "head.weight")
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_empty_weights_and_other_types(deferred):
+    """Empty and quantized weights, float8 inputs, complex weights: none ends the training."""
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.empty = nn.Parameter(torch.zeros(0, 3))
+            self.wave = nn.Parameter(torch.full((4,), 3 + 4j))
+            self.packed = nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
+            self.small = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
+
+        def forward(self, x):
+            x = x.float() * self.packed * self.small.float()
+            return (x * self.wave).real.sum() + self.empty.sum()
+
+    model = Odd()
+    watch, (x, _y) = GradientWatch(model), data()
+    watch.clock.deferred = deferred
+    model(x.to(torch.float8_e4m3fn)).backward()
+    assert watch.report() is None
+    grad = model.wave.grad
+    assert watch.norms().by_parameter["wave"] == pytest.approx(grad.abs().square().sum() ** 0.5)
+    (model(x.to(torch.float8_e4m3fn)) * torch.inf).backward()
+    assert watch.report().kind == "loss"
