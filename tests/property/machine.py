@@ -163,6 +163,14 @@ class OptimizerMachine(RuleBasedStateMachine):
         for p in () if oracle.skips else self.params:
             master = self.optimizer.state[p].get("master_weight")
             assert p.grad is None or master is None or torch.equal(p, master.to(p.dtype))
+        self._mend_overflows()
+
+    def _mend_overflows(self) -> None:
+        """A float16 weight without a master may overflow; no equation holds after that."""
+        for p in self.params:
+            if not p.isfinite().all():
+                p.data.nan_to_num_(0.0, 0.0, 0.0)
+                self.counts["overflowed weights"] += 1
 
     @rule(data=st.data())
     def edit_options(self, data: Any) -> None:
