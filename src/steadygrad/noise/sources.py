@@ -19,16 +19,7 @@ __all__ = [
     "ExampleSource",
     "Source",
     "leaves_of",
-    "plain_name",
 ]
-
-
-_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without the parts that DDP, compile and checkpoint wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 class Source(Protocol):
