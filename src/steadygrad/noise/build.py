@@ -210,8 +210,8 @@ def warn_of_batch_norm(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             warnings.warn(
-                f"{own_name(name, model)!r} ({type(module).__name__}) normalises over the batch, so "
-                "the samples of a micro-batch are not independent, and the noise scale means less.",
+                f"{own_name(name, model)!r} ({type(module).__name__}) normalises over the batch, "
+                "so samples of a micro-batch are not independent, and the noise scale means less.",
                 stacklevel=3,
             )
             return
