@@ -244,6 +244,14 @@ class NoiseScale:
         if wrong is not None:
             raise wrong
 
+    def drop_step(self) -> None:
+        """Forgets the micro-batches since the last step, whose gradients are thrown away.
+
+        For a loop that calls ``zero_grad()`` without a step, as after a loss that is not finite or
+        a backward pass for a diagnosis. On several processes each must drop the same step.
+        """
+        self._begin(self._steps)
+
     def _measure(self, scale: Tensor | float) -> None:
         step, sums = self._parts.step(), self._parts.sums
         measured, verdict = self._meter.measure(step, scale)

@@ -52,12 +52,15 @@ class BackwardSource:
         self._meter, self._borders = meter, borders
         self._recording, self._enabled = False, True
         self._handles: list[RemovableHandle] = [
-            leaf.register_hook(self._hook(slot)) for slot, leaf in enumerate(leaves)
+            leaf.register_hook(self._hook(slot, leaf)) for slot, leaf in enumerate(leaves)
         ]
 
-    def _hook(self, slot: int) -> Callable[[Tensor], None]:
+    def _hook(self, slot: int, leaf: Tensor) -> Callable[[Tensor], None]:
+        borders = self._borders
+
         def hook(gradient: Tensor) -> None:
-            if self._recording or (self._enabled and self._borders.measured()):
+            counts = borders.accumulates if self._recording else borders.measured
+            if (self._recording or self._enabled) and counts(leaf):
                 # It has a history of its own only under create_graph=True.
                 self._meter.see(slot, gradient.detach() if gradient.requires_grad else gradient)
 
