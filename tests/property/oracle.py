@@ -139,7 +139,9 @@ def _exact(p: Tensor, master: Tensor | None) -> Tensor:
     own = p.detach()
     if master is None or own.dtype not in (torch.float16, torch.bfloat16):
         return own
-    return torch.where(master.to(own.dtype) == own, master, own.to(master.dtype))
+    # A zero of the other sign was written too.
+    same = master.to(own.dtype).view(torch.int16) == own.view(torch.int16)
+    return torch.where(same, master, own.to(master.dtype))
 
 
 def _gradient(p: Tensor, kind: type) -> np.ndarray | None:
