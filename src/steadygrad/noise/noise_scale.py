@@ -1,5 +1,6 @@
 """The gradient noise scale, nearly free: from gradients that training computes anyway."""
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -141,6 +142,9 @@ class NoiseScale:
         borders = self._batches.borders
         self._source_name = source
         self._source = make_source(source, model, measured, self._meter, taps, borders)
+        # One that is dropped leaves no hooks behind either.
+        self._remove = weakref.finalize(self, self._source.remove)
+        self._remove.atexit = False
         self._begin(0)
 
     def _begin(self, steps: int) -> None:
@@ -275,7 +279,7 @@ class NoiseScale:
 
     def remove(self) -> None:
         """Takes every hook off the model; the estimate stays."""
-        self._source.remove()
+        self._remove()
 
     def state_dict(self) -> dict[str, Any]:
         """The measurements, the same on every process; to be saved between steps."""

@@ -1,6 +1,7 @@
 """`NoiseScale` finds its own micro-batches, and says what it says with contexts, to the bit."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -301,6 +302,21 @@ def test_gradients_that_autograd_hands_out_are_no_micro_batch(run):
         results.append(found(noise))
         noise.remove()
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("source", ["microbatch", "per_example"])
+def test_a_dropped_estimator_leaves_no_hooks(source):
+    model, _x, _y = make(seed=0)
+
+    def hooks():
+        of_modules = sum(len(m._forward_hooks) for m in model.modules())
+        return of_modules + sum(len(p._backward_hooks or ()) for p in model.parameters())
+
+    noise = NoiseScale(model, source=source)
+    assert hooks() > 0
+    del noise
+    gc.collect()
+    assert hooks() == 0
 
 
 def test_a_dropped_step_leaves_nothing_behind():
