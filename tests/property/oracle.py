@@ -159,12 +159,15 @@ def _arithmetic(optimizer: Optimizer, p: Tensor, group: Mapping[str, Any]) -> to
 
 
 def _moved(state: Numbers, dtype: torch.dtype, draw: np.random.Generator | None) -> Numbers:
+    """Each element by itself, and all of a tensor together, as a rounding of its norm does."""
     eps = MOVED * torch.finfo(dtype).eps
     counts = ("step", "narrow")
     return {
         name: np.array(value, copy=True)
         if draw is None or name in counts
-        else np.asarray(value * (1 + eps * draw.uniform(-1, 1, np.shape(value))))
+        else np.asarray(
+            value * (1 + eps * (draw.uniform(-1, 1) + draw.uniform(-1, 1, np.shape(value))))
+        )
         for name, value in state.items()
     }
 
