@@ -14,7 +14,7 @@ from steadygrad._checks import InputError
 from steadygrad.balance import LossBalancer
 from steadygrad.formulas.schedule import BatchSizeSchedule
 from steadygrad.integrations.batches import IGNORED, labels_of, rows_of
-from steadygrad.integrations.metrics import balancer_metrics, finite, noise_metrics
+from steadygrad.integrations.metrics import balancer_metrics, noise_metrics, optimizer_metrics
 from steadygrad.integrations.state_file import load_states, save_states
 from steadygrad.integrations.step_watch import StepWatch
 from steadygrad.integrations.trainer_schedule import ScheduledTrainer
@@ -256,7 +256,5 @@ class SteadygradMixin(ScheduledTrainer):
             found |= balancer_metrics(self.balancer)
         if self._batch_sizes is not None:
             found["steadygrad/batch_size"] = self._taken * self._micro_batch_size
-        skipped = getattr(getattr(self.optimizer, "optimizer", None), "skipped", None)
-        if isinstance(skipped, Tensor):
-            found |= finite("steadygrad/optimizer", {"skipped": skipped})
-        return found
+        # Accelerate's wrapper has no such count.
+        return found | optimizer_metrics([getattr(self.optimizer, "optimizer", None)])
