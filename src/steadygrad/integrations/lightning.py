@@ -194,7 +194,7 @@ class GradientWatchCallback(Callback):
 
 
 class BatchSizeCallback(Callback):
-    """Sets ``trainer.accumulate_grad_batches`` by samples seen, where no window is cut.
+    """Sets ``trainer.accumulate_grad_batches`` by samples seen, between two windows.
 
     Args:
         schedule: Batch sizes by samples seen; the learning rates in it are not used.
@@ -219,14 +219,14 @@ class BatchSizeCallback(Callback):
         trainer.accumulate_grad_batches = self._factor
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuses a trainer that accumulates in its own way."""
+        """Checks that Lightning accumulates the gradients, and sets the factor again."""
         check_support(trainer, pl_module)
         trainer.accumulate_grad_batches = self._factor
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Changes the factor where a window begins at one of its multiples."""
+        """Sets a new factor at the first window that begins at one of its multiples."""
         wanted = self._wanted(self._seen)
         if batch_idx % self._factor == 0 and batch_idx % wanted == 0:
             self._factor = wanted
@@ -245,7 +245,7 @@ class BatchSizeCallback(Callback):
         return {"seen": self._seen, "factor": self._factor}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on after them."""
+        """Puts them back."""
         self._seen, self._factor = int(state_dict["seen"]), int(state_dict["factor"])
 
 
@@ -261,6 +261,8 @@ class LayerwisePrecision(MixedPrecision):
         scaler: A function from the LightningModule to a gradient scaler.
         device: Device type of autocast.
     """
+
+    scaler: Any
 
     def __init__(
         self, scaler: Callable[[nn.Module], Any] = LayerwiseGradScaler, device: str = "cuda"
@@ -280,7 +282,7 @@ class LayerwisePrecision(MixedPrecision):
 
 
 def check_support(trainer: Trainer, pl_module: LightningModule) -> None:
-    """Refuses loops whose gradients or windows are not Lightning's own.
+    """Checks that Lightning accumulates the gradients and keeps them with their parameters.
 
     Raises:
         InputError: For manual optimization, DeepSpeed and FSDP1.

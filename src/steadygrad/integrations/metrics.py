@@ -54,4 +54,6 @@ def optimizer_metrics(optimizers: Iterable[Any]) -> dict[str, float]:
     """``steadygrad/optimizer/skipped``: steps skipped by steadygrad's optimizers among these."""
     counts = [getattr(optimizer, "skipped", None) for optimizer in optimizers]
     skipped = [count for count in counts if isinstance(count, Tensor)]
-    return finite("steadygrad/optimizer", {"skipped": sum(skipped)} if skipped else {})
+    return finite(
+        "steadygrad/optimizer", {"skipped": torch.stack(skipped).sum()} if skipped else {}
+    )

@@ -77,7 +77,7 @@ class NoiseScaleCallback(Callback):
             self.noise.samples(count, weight=weight)
 
     def pre_optim_step(self) -> None:
-        """Measures the step, and records the numbers now and then."""
+        """Measures the step, and records the numbers every ``interval`` steps."""
         assert self.noise is not None
         self.noise.step()
         if self.step % self.interval == 0:

@@ -98,7 +98,7 @@ class ScheduledTrainer(Trainer):
 
 
 class _NextWindow(TrainerCallback):
-    """Sets the number of micro-batches of the next step, where no window is cut."""
+    """Sets the number of micro-batches of the next step."""
 
     def __init__(self, trainer: ScheduledTrainer) -> None:
         self._trainer = trainer

@@ -117,10 +117,7 @@ class SteadygradMixin(ScheduledTrainer):
         try:
             return super()._inner_training_loop(*args, **kwargs)
         finally:
-            if self.noise is not None:
-                self.noise.remove()
-            if self._watch is not None:
-                self._watch.close()
+            self._remove_hooks()
 
     def compute_loss(
         self,
@@ -192,10 +189,16 @@ class SteadygradMixin(ScheduledTrainer):
 
     # And what follows is the mixin's own.
 
+    def _remove_hooks(self) -> None:
+        if self.noise is not None:
+            self.noise.remove()
+        if self._watch is not None:
+            self._watch.close()
+
     def _check_support(self) -> None:
         if self.is_deepspeed_enabled:
             raise InputError(
-                "Expected a Trainer without DeepSpeed, which keeps gradients to itself. Found it "
+                "Expected a Trainer without DeepSpeed, which partitions gradients. Found it "
                 "enabled. Remedy: FSDP2, or DDP."
             )
         if self.args.n_gpu > 1:
