@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: advise compare test test-slow test-integrations fuzz lint types check docs bench clean
+.PHONY: advise compare test test-slow test-integrations fuzz lint types check docs bench gpu clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "steadygrad needs Python 3.10 or newer, found " + sys.version.split()[0] + ". Remedy: make PYTHON=/path/to/python3.12")'
@@ -69,6 +69,10 @@ bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/result
 	$(BIN)/python benchmarks/advise_vs_sweep.py --save
 	$(BIN)/python benchmarks/advise_truth.py --save
 	$(BIN)/python benchmarks/advise_real.py --save
+
+gpu: $(VENV)/.installed  ## on a machine with a CUDA device: its tests, then the time of a step
+	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python benchmarks/step_time_cuda.py --save
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

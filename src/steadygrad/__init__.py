@@ -7,7 +7,7 @@ first touched, so that ``import steadygrad`` stays free of torch.
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "NoiseScale": "steadygrad.noise",

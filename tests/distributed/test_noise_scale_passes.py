@@ -170,7 +170,7 @@ def add_up(model):
 ALTERATIONS = {
     clip: "as after clipping",
     halve: "as after clipping",
-    add: "gradients left from before",
+    add: "ones left from before",
     add_up: "added up over the processes",
 }
 

@@ -139,7 +139,9 @@ def _exact(p: Tensor, master: Tensor | None) -> Tensor:
     own = p.detach()
     if master is None or own.dtype not in (torch.float16, torch.bfloat16):
         return own
-    return torch.where(master.to(own.dtype) == own, master, own.to(master.dtype))
+    # A zero of the other sign was written too.
+    same = master.to(own.dtype).view(torch.int16) == own.view(torch.int16)
+    return torch.where(same, master, own.to(master.dtype))
 
 
 def _gradient(p: Tensor, kind: type) -> np.ndarray | None:
@@ -157,12 +159,15 @@ def _arithmetic(optimizer: Optimizer, p: Tensor, group: Mapping[str, Any]) -> to
 
 
 def _moved(state: Numbers, dtype: torch.dtype, draw: np.random.Generator | None) -> Numbers:
+    """Each element by itself, and all of a tensor together, as a rounding of its norm does."""
     eps = MOVED * torch.finfo(dtype).eps
     counts = ("step", "narrow")
     return {
         name: np.array(value, copy=True)
         if draw is None or name in counts
-        else np.asarray(value * (1 + eps * draw.uniform(-1, 1, np.shape(value))))
+        else np.asarray(
+            value * (1 + eps * (draw.uniform(-1, 1) + draw.uniform(-1, 1, np.shape(value))))
+        )
         for name, value in state.items()
     }
 

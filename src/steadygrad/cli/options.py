@@ -12,7 +12,16 @@ from typing import Annotated, Any, get_args, get_type_hints
 from steadygrad._checks import InputError
 from steadygrad._studies import STUDIES
 
-__all__ = ["OTHERS", "chosen", "folder_of", "near", "options_of", "overview", "settings_class"]
+__all__ = [
+    "OTHERS",
+    "chosen",
+    "folder_of",
+    "near",
+    "options_of",
+    "overview",
+    "parser",
+    "settings_class",
+]
 
 DESCRIPTION = (
     "Measures what a PyTorch training loop does to a gradient between backward() and the weights."
@@ -118,6 +127,17 @@ def overview() -> str:
     for name, text in {**STUDIES, **{name: text for name, (text, *_) in OTHERS.items()}}.items():
         commands.add_parser(name, help=_escaped(text))
     return options.help()
+
+
+def parser() -> ArgumentParser:
+    """All commands with their options in one parser, for programs that write shell completions."""
+    program = ArgumentParser(prog="steadygrad", description=DESCRIPTION)
+    program.add_argument("--version", action="store_true", help="Show the version.")
+    commands = program.add_subparsers(metavar="COMMAND")
+    for name in (*STUDIES, *OTHERS):
+        own = options_of(name).parser
+        commands.add_parser(name, parents=[own], help=own.description, add_help=False)
+    return program
 
 
 def options_of(command: str) -> Options:

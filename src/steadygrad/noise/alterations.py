@@ -30,8 +30,11 @@ _CAUSES = {
         "noise.step() before that, and the `accumulation` that the losses then have",
     ),
     "leftover": (
-        "ones that hold more: gradients left from before, or of a backward pass not seen",
-        "zero_grad() before the first micro-batch, and noise told of every backward pass",
+        "ones left from before, of a backward pass not seen, or less: of a step that was dropped",
+        (
+            "zero_grad() before the first micro-batch, noise told of every backward pass; "
+            "noise.drop_step() where a step is dropped"
+        ),
     ),
     "cleared": (
         "none",

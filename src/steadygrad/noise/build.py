@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from steadygrad._checks import InputError, check_choice, check_count
+from steadygrad._names import own_name
 from steadygrad.noise.meters import Measured, Meter
 from steadygrad.noise.norms import euclidean_norms, preconditioned_norms
 from steadygrad.noise.parts import StepParts
@@ -20,7 +21,6 @@ from steadygrad.noise.sources import (
     ExampleSource,
     Source,
     leaves_of,
-    plain_name,
 )
 from steadygrad.sharding import World
 
@@ -128,7 +128,7 @@ def choose_parameters(
             "Expected parameters on a device. Found some on 'meta'. "
             "Remedy: build NoiseScale after `to_empty` or the first load."
         )
-    labels = [group_of(plain_name(name)) for name, _ in chosen]
+    labels = [group_of(own_name(name, model)) for name, _ in chosen]
     group_names = list(dict.fromkeys(labels))
     index = {label: i for i, label in enumerate(group_names)}
     measured = [
@@ -210,8 +210,8 @@ def warn_of_batch_norm(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             warnings.warn(
-                f"{plain_name(name)!r} ({type(module).__name__}) normalises over the batch, so the "
-                "samples of a micro-batch are not independent, and the noise scale means less.",
+                f"{own_name(name, model)!r} ({type(module).__name__}) normalises over the batch, "
+                "so samples of a micro-batch are not independent, and the noise scale means less.",
                 stacklevel=3,
             )
             return

@@ -1,5 +1,6 @@
 """The gradient noise scale, nearly free: from gradients that training computes anyway."""
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -141,6 +142,9 @@ class NoiseScale:
         borders = self._batches.borders
         self._source_name = source
         self._source = make_source(source, model, measured, self._meter, taps, borders)
+        # One that is dropped leaves no hooks behind either.
+        self._remove = weakref.finalize(self, self._source.remove)
+        self._remove.atexit = False
         self._begin(0)
 
     def _begin(self, steps: int) -> None:
@@ -244,6 +248,14 @@ class NoiseScale:
         if wrong is not None:
             raise wrong
 
+    def drop_step(self) -> None:
+        """Forgets the micro-batches since the last step, whose gradients are thrown away.
+
+        For a loop that calls ``zero_grad()`` without a step, as after a loss that is not finite or
+        a backward pass for a diagnosis. On several processes each must drop the same step.
+        """
+        self._begin(self._steps)
+
     def _measure(self, scale: Tensor | float) -> None:
         step, sums = self._parts.step(), self._parts.sums
         measured, verdict = self._meter.measure(step, scale)
@@ -267,7 +279,7 @@ class NoiseScale:
 
     def remove(self) -> None:
         """Takes every hook off the model; the estimate stays."""
-        self._source.remove()
+        self._remove()
 
     def state_dict(self) -> dict[str, Any]:
         """The measurements, the same on every process; to be saved between steps."""

@@ -3,8 +3,10 @@
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from steadygrad._checks import InputError
@@ -28,10 +30,21 @@ class PassBorders:
         self, begin: Callable[[], bool], end: Callable[[], None], fail: Callable[[], None]
     ) -> None:
         self._begin, self._end, self._fail = begin, end, fail
-        self._number = -1
-        self._measured = False
+        self._number = self._asked = -1
+        self._measured = self._accumulates = False
 
-    def measured(self) -> bool:
+    def accumulates(self, leaf: Tensor) -> bool:
+        """Whether the pass that runs now adds to ``.grad``, which ``torch.autograd.grad`` does not.
+
+        Args:
+            leaf: The parameter whose gradient has just arrived.
+        """
+        number = torch._C._current_graph_task_id()
+        if number != self._asked:
+            self._asked, self._accumulates = number, _adds_to_grad(leaf)
+        return self._accumulates
+
+    def measured(self, leaf: Tensor) -> bool:
         """Whether the gradient that arrives now is of a measured pass; to be called by its hook.
 
         Raises:
@@ -39,6 +52,8 @@ class PassBorders:
         """
         number = torch._C._current_graph_task_id()
         if number != self._number:
+            if not self.accumulates(leaf):
+                return False
             self._enter(number)
         return self._measured
 
@@ -70,6 +85,19 @@ class PassBorders:
     def _close(self) -> None:
         self._measured, self._number = False, -1
         self._end()
+
+
+def _adds_to_grad(leaf: Tensor) -> bool:
+    # Not kept: the engine remembers the stream on which this node was made.
+    with torch.enable_grad():
+        view: Any = leaf.view_as(leaf)
+    try:
+        return bool(torch._C._will_engine_execute_node(view.grad_fn.next_functions[0][0]))
+    except RuntimeError as error:
+        # The engine refuses to say it of leaves whose gradients it hands to the caller.
+        if "autograd.grad" in str(error):
+            return False
+        raise
 
 
 def _inside_a_backward_function() -> bool:

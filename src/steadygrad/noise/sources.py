@@ -19,16 +19,7 @@ __all__ = [
     "ExampleSource",
     "Source",
     "leaves_of",
-    "plain_name",
 ]
-
-
-_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without the parts that DDP, compile and checkpoint wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 class Source(Protocol):
@@ -61,12 +52,15 @@ class BackwardSource:
         self._meter, self._borders = meter, borders
         self._recording, self._enabled = False, True
         self._handles: list[RemovableHandle] = [
-            leaf.register_hook(self._hook(slot)) for slot, leaf in enumerate(leaves)
+            leaf.register_hook(self._hook(slot, leaf)) for slot, leaf in enumerate(leaves)
         ]
 
-    def _hook(self, slot: int) -> Callable[[Tensor], None]:
+    def _hook(self, slot: int, leaf: Tensor) -> Callable[[Tensor], None]:
+        borders = self._borders
+
         def hook(gradient: Tensor) -> None:
-            if self._recording or (self._enabled and self._borders.measured()):
+            counts = borders.accumulates if self._recording else borders.measured
+            if (self._recording or self._enabled) and counts(leaf):
                 # It has a history of its own only under create_graph=True.
                 self._meter.see(slot, gradient.detach() if gradient.requires_grad else gradient)
 

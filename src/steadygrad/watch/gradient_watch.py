@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from steadygrad._checks import InputError, check_type
-from steadygrad._names import plain_name
+from steadygrad._names import own_name
 from steadygrad.sharding import ShardSum, gather_json, process_world
 from steadygrad.watch.finding import LEFT, Finding, Seen
 from steadygrad.watch.norms import GradientNorms, gradient_norms
@@ -81,17 +81,17 @@ class GradientWatch:
         self._awaited = False
         self._finding: Finding | None = None
         # Whether a pass without a fault came after the finding.
-        self._well = True
+        self._recovered = True
         # Whether gradients may be left that were not finite before a pass.
         self._stale = False
         self._usual: set[tuple[str, str]] = set()
         self._sum: ShardSum | None = None
         # Reduced gradients are those of all processes, and do not say which of them is at fault.
-        told = witnesses(model) if process_world(process_group).size == 1 else {}
+        weights = witnesses(model) if process_world(process_group).size == 1 else {}
         self._taps = {
             module: Tap(
-                _own_name(name, model),
-                not any(part in told for part in module.modules()),
+                own_name(name, model),
+                not any(part in weights for part in module.modules()),
                 self,
                 self.clock,
             )
@@ -105,8 +105,8 @@ class GradientWatch:
         # A watch that is dropped leaves no hooks behind either.
         self._detach = weakref.finalize(self, detach, [*self._taps])
         self._detach.atexit = False
-        # By their places: wrappers exchange parameters.
-        places = [(m._parameters, leaf, self._taps[m]) for m, leaf in told.items()]
+        # By module and name, and not by tensor: a cast or a wrapper may put another one there.
+        places = [(m._parameters, name, self._taps[m]) for m, name in weights.items()]
         self._small = [place for place in places if _is_small(place[0][place[1]])]
         self._large = [place for place in places if not _is_small(place[0][place[1]])]
 
@@ -131,7 +131,7 @@ class GradientWatch:
         self._close()
         self._judge(wait=True)
         mine = self._finding or self._parameter_fault()
-        self._finding, self._well = None, True
+        self._finding, self._recovered = None, True
         world = process_world(self._group)
         if world.size == 1:
             return mine
@@ -168,8 +168,8 @@ class GradientWatch:
     def _spoiled(self) -> set[Tap]:
         """Layers whose gradient is not finite before the pass: it says nothing of the pass."""
         spoiled = set()
-        for holder, leaf, tap in (*self._small, *self._large):
-            gradient = getattr(holder[leaf], "grad", None)
+        for holder, name, tap in (*self._small, *self._large):
+            gradient = getattr(holder[name], "grad", None)
             if gradient is not None and not torch.isfinite(values(gradient)).all():
                 spoiled.add(tap)
         return spoiled
@@ -195,9 +195,9 @@ class GradientWatch:
 
     def _finish(self, over: Pass) -> None:
         # On a CPU, where a fault has to be explained and weights are still those of the pass.
-        if self.clock.deferred or (over.broken and self._well):
+        if self.clock.deferred or (over.broken and self._recovered):
             named = {
-                _own_name(name, self.model): p
+                own_name(name, self.model): p
                 for name, p in self.model.named_parameters()
                 if p.is_floating_point() or p.is_complex()
             }
@@ -211,29 +211,29 @@ class GradientWatch:
 
     def _ask_witnesses(self, last: Pass) -> None:
         """Notes gradients of weights in the place of gradients at their modules' outputs."""
-        told = self._gradients(last, self._small)
-        if told and not self.clock.deferred:
-            total = torch.cat([gradient for _, gradient in told]).sum()
+        found = self._gradients(last, self._small)
+        if found and not self.clock.deferred:
+            total = torch.cat([gradient for _, gradient in found]).sum()
             if math.isfinite(total.item()):
-                for one, _ in told:
+                for one, _ in found:
                     one.gradient = True
-                told = []
-        told += self._gradients(last, self._large)
-        looks = self._look([gradient for _, gradient in told])
-        for (one, _), one.gradient in zip(told, looks, strict=True):
+                found = []
+        found += self._gradients(last, self._large)
+        looks = self._look([gradient for _, gradient in found])
+        for (one, _), one.gradient in zip(found, looks, strict=True):
             last.broken = last.broken or one.gradient is False
 
     def _gradients(self, last: Pass, some: Any) -> list[tuple[Seen, Tensor]]:
         found = []
-        for holder, leaf, tap in some:
-            one, gradient = tap.output, holder[leaf].grad
+        for holder, name, tap in some:
+            one, gradient = tap.output, holder[name].grad
             # Weights of a module that was not called itself have a gradient all the same. What the
             # model returns is hooked.
             if gradient is None or tap.batch != last.batch or tap.hooked or one.returned:
                 continue
             if tap in last.spoiled:
                 continue
-            one.weight = tap.prefix + leaf
+            one.weight = tap.prefix + name
             found.append((one, gradient))
         return found
 
@@ -250,20 +250,20 @@ class GradientWatch:
             over = self._closed.popleft()
             fault = over.fault(self._usual)
             if fault is None:
-                self._well = True
-            elif self._finding is None or self._well:
-                self._finding, self._well = replace(fault, last=over.batch), False
+                self._recovered = True
+            elif self._finding is None or self._recovered:
+                self._finding, self._recovered = replace(fault, last=over.batch), False
             else:
                 self._finding = replace(self._finding, last=over.batch)
             self._stale = fault is not None
-            self.clock.closely = self.clock.closely or self._stale
+            self.clock.detailed = self.clock.detailed or self._stale
 
     def _parameter_fault(self) -> Finding | None:
         """A gradient that is not finite though no pass since the last report made it so."""
         for name, p in self.model.named_parameters():
             gradient = None if p.grad is None else values(p.grad)
             if gradient is not None and not torch.isfinite(gradient).all():
-                name, last = _own_name(name, self.model), self.batches - 1
+                name, last = own_name(name, self.model), self.batches - 1
                 seen, order = f"the gradient of {name!r}", (2, 0, True)
                 return Finding(LEFT, name, seen, "", "", last, last=last, order=order)
         return None
@@ -271,10 +271,3 @@ class GradientWatch:
 
 def _is_small(weight: Tensor | None) -> bool:
     return type(weight) is nn.Parameter and weight.ndim == 1 and weight.numel() <= _SMALL
-
-
-def _own_name(name: str, model: nn.Module) -> str:
-    """A name in the model that DDP or torch.compile wrapped."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        name = name.partition(".")[2]
-    return plain_name(name)

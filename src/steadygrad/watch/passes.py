@@ -35,14 +35,14 @@ class Clock:
         ticks: Their number, with shape ``()``.
         used: Whether there is compiled code.
         deferred: Whether a look waits for a device, so that it is left until later.
-        closely: Whether to hook what goes into layers, and what comes out of modules around them,
+        detailed: Whether to hook what goes into layers, and what comes out of modules around them,
             in every pass: after the first fault.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.ticks = torch.zeros((), dtype=torch.int64, device=device)
         self.used, self.deferred = False, device.type != "cpu"
-        self.closely = False
+        self.detailed = False
 
 
 class Pass:
@@ -130,8 +130,8 @@ class Pass:
                 one.time = self._clock.ticks.clone()
             self._set(one, "value", tensor)
         tensor.__dict__[_TAG] = one, tensor._version
-        closely = not self.batch or self._clock.closely
-        if tap.hooked or (closely and (what == INPUT or not tap.leaf)):
+        detailed = not self.batch or self._clock.detailed
+        if tap.hooked or (detailed and (what == INPUT or not tap.leaf)):
             self._await_gradient(one, tensor)
 
     def _set(self, one: Seen, field: str, tensor: Tensor) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from steadygrad import __version__
 from steadygrad.cli import main
-from steadygrad.cli.options import chosen, options_of, parse_budget
+from steadygrad.cli.options import chosen, options_of, parse_budget, parser
 from steadygrad.record.schema import STUDIES
 
 
@@ -37,6 +37,17 @@ def test_the_overview_names_every_command(capsys):
     for name, question in STUDIES.items():
         assert f"{name} {question}" in out
     assert "report Draw the page of a run again from its record." in out
+
+
+@pytest.mark.parametrize("command", [*STUDIES, "report", "tasks", "init"])
+def test_the_parser_for_completions_has_every_option(command, capsys):
+    with pytest.raises(SystemExit):
+        parser().parse_args([command, "--help-me"])
+    assert "unrecognized arguments" in capsys.readouterr().err
+    found = {*vars(parser().parse_args([command]))}
+    own = {action.dest for action in options_of(command).parser._actions}
+    assert own <= found
+    assert "debug" in own
 
 
 def test_the_help_of_an_option_has_its_bounds_choices_and_default(capsys):

@@ -1,6 +1,7 @@
 """`NoiseScale` finds its own micro-batches, and says what it says with contexts, to the bit."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -273,3 +274,67 @@ def test_a_copied_model_is_not_measured():
     noise = NoiseScale(model, samples=5)
     losses(copy.deepcopy(model), x, y).mean().backward()
     assert noise._parts.sums.parts == 0
+
+
+def asked_before(model, loss):
+    """An adaptive weight, as of VQGAN: the gradient of the last layer is asked for."""
+    torch.autograd.grad(loss, [*model.parameters()][-1], retain_graph=True)
+
+
+@pytest.mark.parametrize("run", [with_contexts, told_before, alone])
+def test_gradients_that_autograd_hands_out_are_no_micro_batch(run):
+    model, x, y = make(seed=0)
+    results = []
+    for asked in (False, True):
+
+        def backward(half, asked=asked):
+            loss = losses(model, x[half], y[half]).mean() / 2
+            if asked:
+                asked_before(model, loss)
+            loss.backward()
+
+        noise = NoiseScale(model, samples=3 if run is alone else None)
+        for _ in range(2):
+            model.zero_grad()
+            halves = [slice(0, 3), slice(3, 6)]
+            run(noise, [lambda h=h: backward(h) for h in halves], [3, 3])
+        assert (noise.skipped.item(), noise.altered.item()) == (0, 0)
+        results.append(found(noise))
+        noise.remove()
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("source", ["microbatch", "per_example"])
+def test_a_dropped_estimator_leaves_no_hooks(source):
+    model, _x, _y = make(seed=0)
+
+    def hooks():
+        of_modules = sum(len(m._forward_hooks) for m in model.modules())
+        return of_modules + sum(len(p._backward_hooks or ()) for p in model.parameters())
+
+    noise = NoiseScale(model, source=source)
+    assert hooks() > 0
+    del noise
+    gc.collect()
+    assert hooks() == 0
+
+
+def test_a_dropped_step_leaves_nothing_behind():
+    """A loop that throws gradients away, and goes on with the next batch."""
+    model, x, y = make(seed=0)
+    results = []
+    for dropped in (False, True):
+        noise = NoiseScale(model, samples=3)
+        for number in range(3):
+            model.zero_grad()
+            if dropped and number == 1:
+                losses(model, x, y).sum().backward()
+                model.zero_grad()
+                noise.drop_step()
+            for half in (slice(0, 3), slice(3, 6)):
+                (losses(model, x[half], y[half]).mean() / 2).backward()
+            noise.step()
+        assert (noise.skipped.item(), noise.altered.item()) == (0, 0)
+        results.append(found(noise))
+        noise.remove()
+    assert torch.equal(*results)
