@@ -110,8 +110,7 @@ class NoiseScaleCallback(Callback):
             planned = trainer.accumulate_grad_batches * trainer.world_size
             check_parts(planned, "accumulate_grad_batches=2 and batches half as large")
         self.left_out += 1
-        # This forgets the window's part, and nothing else.
-        noise.load_state_dict(noise.state_dict())
+        noise.drop_step()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any

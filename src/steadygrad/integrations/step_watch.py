@@ -35,10 +35,10 @@ class StepWatch(GradientWatch):
 
 
 class BatchWatch(StepWatch):
-    """Its passes begin where the trainer says so: Lightning calls ``training_step`` alone."""
+    """A watch whose passes begin with :meth:`begin_batch`, as Lightning may not call the module."""
 
     def begin(self, inputs: Any) -> None:
-        """The model is called: within a pass, or to be evaluated, which ends the pass."""
+        """Ends the pass when the model is called without gradients, to be evaluated."""
         if not torch.is_grad_enabled():
             super().begin(inputs)
 

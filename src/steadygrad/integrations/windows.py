@@ -26,14 +26,10 @@ class Window(NamedTuple):
 
 
 def check_parts(parts: int, remedy: str) -> None:
-    """Checks that a step has parts to compare.
-
-    Args:
-        parts: Micro-batches of a step, on all processes together.
-        remedy: Options of the trainer that make two of them.
+    """Checks the number of micro-batches of a step, on all processes together.
 
     Raises:
-        InputError: If there is only one.
+        InputError: If there are fewer than two.
     """
     if parts < 2:
         raise InputError(
