@@ -29,7 +29,7 @@ test-slow: $(VENV)/.installed  ## the slow rest: several processes, compilers, s
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m slow
 
 test-integrations: $(VENV)/.integrations  ## the adapters, in the trainers themselves
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal tests/integrations
+	STEADYGRAD_ALL_TRAINERS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal tests/integrations
 
 $(VENV)/.integrations: $(VENV)/.installed
 	$(PIP) install --quiet --constraint constraints.txt --constraint constraints-integrations.txt --group integrations

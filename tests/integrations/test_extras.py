@@ -1,7 +1,12 @@
 """A missing package is named, with what brings it; nothing is imported before it is asked for."""
 
+import os
 import subprocess
 import sys
+
+import pytest
+
+from tests.integrations.pages import ROOT
 
 MISSING = {
     "transformers": ("transformers", 'pip install "steadygrad[transformers]"'),
@@ -39,3 +44,25 @@ def test_the_package_itself_needs_none():
         "assert not found, found"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_broken_trainer_fails_where_all_are_installed(everything, tmp_path):
+    """A module that cannot be collected, and a test that skips itself."""
+    (tmp_path / "lightning").mkdir()
+    (tmp_path / "lightning" / "__init__.py").write_text("raise ModuleNotFoundError('broken')\n")
+    paths = [str(tmp_path), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment["STEADYGRAD_ALL_TRAINERS"] = "1" if everything else ""
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
+        "--continue-on-collection-errors", "tests/integrations/test_lightning.py",
+        "tests/integrations/test_loggers.py", "-k", "lightning",
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ("error" in done.stdout) is everything
+    assert ("failed" in done.stdout) is everything
+    assert ("skipped" in done.stdout) is not everything
+    assert (done.returncode != 0) is everything

@@ -140,13 +140,6 @@ def test_a_short_last_window_is_measured_though_lightning_divides_it_too_far(tmp
     assert signals == pytest.approx(expected.signals, rel=1e-2)
 
 
-def test_a_last_window_of_one_micro_batch_is_not_measured(tmp_path):
-    callback, module = NoiseScaleCallback(), Module()
-    make_trainer(tmp_path, callback).fit(module, loader(token_batches(ACCUMULATION + 1)))
-    assert module.windows == [4, 1]
-    assert int(callback.noise.estimate().measurements) == 1
-
-
 GROWS = BatchSizeSchedule(
     [
         {"from_samples": 0, "batch_size": 4},
@@ -230,6 +223,20 @@ def test_torchs_scaler_is_asked_for_nothing_after_it_unscaled(tmp_path):
     plugin = lightning.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
     callback = NoiseScaleCallback()
     make_trainer(tmp_path, callback, plugins=[plugin]).fit(module, loader(batches))
+    assert int(callback.noise.skipped) == int(callback.noise.altered) == 0
+    assert float(callback.noise.estimate().value) == pytest.approx(expected.value, rel=1e-3)
+
+
+def test_a_fused_optimizer_leaves_torchs_scale_in_the_gradients(tmp_path):
+    batches = token_batches(ACCUMULATION * STEPS)
+    module = Module(lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2, fused=True))
+    expected, _ = by_hand(module, chunks(batches), dtype=torch.float16, clip=None)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    plugin = lightning.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    callback = NoiseScaleCallback()
+    trainer = make_trainer(tmp_path, callback, plugins=[plugin], gradient_clip_val=None)
+    trainer.fit(module, loader(batches))
+    assert scaler.get_scale() == 2.0 ** (10 + STEPS // 2)
     assert int(callback.noise.skipped) == int(callback.noise.altered) == 0
     assert float(callback.noise.estimate().value) == pytest.approx(expected.value, rel=1e-3)
 

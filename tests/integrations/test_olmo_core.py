@@ -150,6 +150,11 @@ def test_resumes_to_the_bit(tmp_path):
     again = make_trainer(tmp_path / "again", batches, callbacks())
     again.load_checkpoint(f"{tmp_path}/whole/step3")
     again.fit()
+    # A checkpoint before the first step keeps what was loaded.
+    kept = NoiseScaleCallback()
+    assert kept.state_dict() == {}
+    kept.load_state_dict(whole.callbacks["noise"].state_dict())
+    assert kept.state_dict()["noise"]["steps"] == STEPS
     found, wanted = (t.callbacks["noise"].noise.state_dict()["ring"] for t in (again, whole))
     assert torch.equal(found, wanted)
     pairs = zip(

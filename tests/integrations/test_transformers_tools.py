@@ -11,7 +11,14 @@ from steadygrad.balance import LossBalancer
 from steadygrad.noise import BatchSizeSchedule
 from steadygrad.scale import LayerwiseGradScaler
 from tests.distributed.ranks import on_ranks
-from tests.integrations.by_hand import IGNORED, summed_loss, token_batches, train_by_hand
+from tests.integrations.by_hand import (
+    IGNORED,
+    NoiseByHand,
+    flat_gradient,
+    summed_loss,
+    token_batches,
+    train_by_hand,
+)
 from tests.integrations.pages import after, blocks, run
 
 transformers = pytest.importorskip("transformers", reason="group integrations")
@@ -84,6 +91,16 @@ class Balanced(Trainer):
         return {"text": text, "size": logits["size"].float().square().mean()}, outputs
 
 
+def losses_of(model, batch, micro_batches):
+    """Both losses, divided by the number of micro-batches, and the logits."""
+    logits = model(input_ids=batch["input_ids"]).logits
+    targets = batch["labels"][:, 1:].reshape(-1)
+    flat = logits[:, :-1].float().flatten(0, 1)
+    text = torch.nn.functional.cross_entropy(flat, targets, ignore_index=IGNORED)
+    losses = {"text": text, "size": logits.float().square().mean()}
+    return {name: loss / micro_batches for name, loss in losses.items()}, logits
+
+
 def balanced_by_hand(model, batches, balancer, lr):
     """What the Trainer does, with audiocraft's form of the balancer."""
     parameters = [*model.parameters()]
@@ -91,12 +108,7 @@ def balanced_by_hand(model, batches, balancer, lr):
     for window in chunks(batches):
         optimizer.zero_grad()
         for batch in window:
-            logits = model(input_ids=batch["input_ids"]).logits
-            targets = batch["labels"][:, 1:].reshape(-1)
-            flat = logits[:, :-1].float().flatten(0, 1)
-            text = torch.nn.functional.cross_entropy(flat, targets, ignore_index=IGNORED)
-            losses = {"text": text, "size": logits.float().square().mean()}
-            losses = {name: loss / len(window) for name, loss in losses.items()}
+            losses, logits = losses_of(model, batch, len(window))
             balancer.backward(losses, logits, accumulation_steps=len(window))
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -219,6 +231,28 @@ def test_evaluation_is_left_alone(tmp_path):
     assert loss > 0
     assert expected > 0
     assert torch.equal(trainer.noise.state_dict()["ring"], before)
+
+
+def test_noise_of_balanced_losses_is_that_of_a_loop_by_hand(tmp_path):
+    batches = token_batches(ACCUMULATION * STEPS)
+    # Weights stand still, so that the two forms of the balancer cannot drift apart.
+    given = arguments(tmp_path, bf16=False, learning_rate=0.0)
+    data, shares = rows_from(batches), {"text": 1, "size": 3}
+    trainer = Balanced(make_model(), given, train_dataset=data, balancer=LossBalancer(shares))
+    model, balancer, expected = make_model(), LossBalancer(shares), NoiseByHand()
+    trainer.train()
+    for window in chunks(batches):
+        gradients = []
+        for batch in window:
+            model.zero_grad()
+            losses, logits = losses_of(model, batch, len(window))
+            balancer.backward(losses, logits, accumulation_steps=len(window))
+            gradients.append(flat_gradient([*model.parameters()]) * len(window))
+        counts = [len(batch["labels"]) for batch in window]
+        # Each micro-batch is as much of the step, however many labels it has.
+        expected.step(gradients, [1 / len(window)] * len(window), counts)
+    assert int(trainer.noise.altered) == 0
+    assert float(trainer.noise.estimate().value) == pytest.approx(expected.value, rel=1e-3)
 
 
 def names_of(tmp_path, **options):

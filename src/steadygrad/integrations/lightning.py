@@ -12,9 +12,11 @@ from steadygrad.formulas.schedule import BatchSizeSchedule
 from steadygrad.integrations.batches import rows_of
 from steadygrad.integrations.extras import MissingExtraError
 from steadygrad.integrations.metrics import noise_metrics
-from steadygrad.integrations.windows import check_micro_batch
+from steadygrad.integrations.step_watch import BatchWatch
+from steadygrad.integrations.windows import check_micro_batch, check_parts
 from steadygrad.noise import NoiseScale
 from steadygrad.scale import LayerwiseGradScaler
+from steadygrad.watch import Finding
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -23,7 +25,12 @@ try:
 except ImportError as error:
     raise MissingExtraError("lightning", "lightning") from error
 
-__all__ = ["BatchSizeCallback", "LayerwisePrecision", "NoiseScaleCallback"]
+__all__ = [
+    "BatchSizeCallback",
+    "GradientWatchCallback",
+    "LayerwisePrecision",
+    "NoiseScaleCallback",
+]
 
 
 class NoiseScaleCallback(Callback):
@@ -35,7 +42,7 @@ class NoiseScaleCallback(Callback):
 
     The numbers are logged by ``log_dict`` as ``steadygrad/noise_scale/...``, every
     ``log_every_n_steps``. The measurements are in Lightning's checkpoints. A window with one
-    micro-batch on one process, as at an epoch's end, is not measured.
+    backward pass on one process, as at an epoch's end, is left out.
 
     Args:
         samples: Number of samples of a micro-batch. Default: the rows of its first tensor.
@@ -43,6 +50,7 @@ class NoiseScaleCallback(Callback):
 
     Attributes:
         noise: The estimator, once training has begun; None before.
+        left_out: Number of windows left out.
 
     Raises:
         InputError: When training begins with manual optimization, DeepSpeed or FSDP1.
@@ -50,51 +58,59 @@ class NoiseScaleCallback(Callback):
 
     def __init__(self, samples: Callable[[Any], int] = rows_of, **options: Any) -> None:
         self.noise: NoiseScale | None = None
+        self.left_out = 0
         self._samples_of, self._options = samples, options
         self._loaded: Mapping[str, Any] | None = None
-        self._samples: int | None = None
-        self._batch_idx = 0
+        # Samples of the micro-batch under way, and backward passes of the window under way.
+        self._samples = self._passes = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hooks the estimator to the model as it is trained: wrapped, and on its device."""
         check_support(trainer, pl_module)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         noise = NoiseScale(trainer.strategy.model, **{"scaler": scaler, **self._options})
-        state = self._loaded if self.noise is None else self.noise.state_dict()
-        if state is not None:
-            noise.load_state_dict(state)
-        self.noise, self._loaded = noise, None
+        state = self.state_dict()
+        if state:
+            noise.load_state_dict(state["noise"])
+        self.noise, self._passes = noise, 0
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Counts the micro-batch's samples."""
-        self._samples, self._batch_idx = self._samples_of(batch), batch_idx
+        self._samples = self._samples_of(batch)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        """Tells of the backward pass, if its window has two parts at least."""
-        factor = trainer.accumulate_grad_batches
-        start = self._batch_idx // factor * factor
-        if min(factor, trainer.num_training_batches - start) * trainer.world_size < 2:
-            check_parts(trainer)
-            self._samples = None
-        if self.noise is not None and self._samples is not None:
+        """Tells of the backward pass."""
+        if self.noise is not None:
             # Lightning has divided the loss so, in short windows too.
-            self.noise.samples(self._samples, weight=1 / factor)
+            self.noise.samples(self._samples, weight=1 / trainer.accumulate_grad_batches)
+            self._passes += 1
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
     ) -> None:
         """Measures the step."""
-        if self.noise is None or self._samples is None:
+        if self.noise is None:
+            return
+        passes, self._passes = self._passes, 0
+        if passes * trainer.world_size < 2:
+            self._leave_out(trainer, self.noise)
             return
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        # A layer-wise scaler knows what it has taken out; torch's is asked for what it had put in.
+        # LayerwiseGradScaler knows which scales are left in .grad; torch's GradScaler does not.
         unscaled = isinstance(scaler, torch.amp.GradScaler) and not fused
         self.noise.step(grad_scale=1.0 if unscaled else None)
+
+    def _leave_out(self, trainer: Trainer, noise: NoiseScale) -> None:
+        if not any(isinstance(callback, BatchSizeCallback) for callback in trainer.callbacks):
+            planned = trainer.accumulate_grad_batches * trainer.world_size
+            check_parts(planned, "accumulate_grad_batches=2 and batches half as large")
+        self.left_out += 1
+        noise.drop_step()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
@@ -106,22 +122,78 @@ class NoiseScaleCallback(Callback):
         if trainer.global_step % every == 0:
             pl_module.log_dict(noise_metrics(self.noise))
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, *_: Any) -> None:
         """Takes the hooks off the model; the estimate stays."""
         if self.noise is not None:
             self.noise.remove()
 
+    on_exception = on_train_end
+
     def state_dict(self) -> dict[str, Any]:
         """The measurements."""
-        return {} if self.noise is None else {"noise": self.noise.state_dict()}
+        noise = self._loaded if self.noise is None else self.noise.state_dict()
+        return {} if noise is None else {"noise": noise, "left_out": self.left_out}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the measurements until training begins."""
+        self.on_train_end()
         self._loaded, self.noise = state_dict.get("noise"), None
+        self.left_out = int(state_dict.get("left_out", 0))
+
+
+class GradientWatchCallback(Callback):
+    """Warns of the module, weight, batch or loss that first made a step's gradients non-finite.
+
+    .. code-block:: python
+
+        trainer = Trainer(callbacks=[GradientWatchCallback()])
+
+    It looks at the gradients before they are clipped, and waits for the device once a step. Steps
+    that are not finite in an unbroken row have one finding. Under a gradient scaler, an overflow of
+    its scale is one as well.
+
+    Attributes:
+        watch: The :class:`GradientWatch`, once training has begun; None before. Its ``batches``
+            are micro-batches of this ``fit``.
+        findings: Causes so far, oldest first.
+
+    Raises:
+        InputError: When training begins, as :class:`NoiseScaleCallback`.
+    """
+
+    def __init__(self) -> None:
+        self.watch: BatchWatch | None = None
+        self.findings: list[Finding] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hooks the watch to the model as it is trained."""
+        check_support(trainer, pl_module)
+        self.watch = BatchWatch(trainer.strategy.model, self.findings)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begins a pass."""
+        if self.watch is not None:
+            self.watch.begin_batch(batch)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        """Looks at the step's gradients."""
+        if self.watch is not None:
+            self.watch.step()
+
+    def on_train_end(self, *_: Any) -> None:
+        """Takes the hooks off the model; the findings stay."""
+        if self.watch is not None:
+            self.watch.close()
+
+    on_exception = on_train_end
 
 
 class BatchSizeCallback(Callback):
-    """Sets ``trainer.accumulate_grad_batches`` by samples seen, where no window is cut.
+    """Sets ``trainer.accumulate_grad_batches`` by samples seen, between two windows.
 
     Args:
         schedule: Batch sizes by samples seen; the learning rates in it are not used.
@@ -146,14 +218,14 @@ class BatchSizeCallback(Callback):
         trainer.accumulate_grad_batches = self._factor
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuses a trainer that accumulates in its own way."""
+        """Checks that Lightning accumulates the gradients, and sets the factor again."""
         check_support(trainer, pl_module)
         trainer.accumulate_grad_batches = self._factor
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Changes the factor where a window begins at one of its multiples."""
+        """Sets a new factor at the first window that begins at one of its multiples."""
         wanted = self._wanted(self._seen)
         if batch_idx % self._factor == 0 and batch_idx % wanted == 0:
             self._factor = wanted
@@ -172,7 +244,7 @@ class BatchSizeCallback(Callback):
         return {"seen": self._seen, "factor": self._factor}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on after them."""
+        """Puts them back."""
         self._seen, self._factor = int(state_dict["seen"]), int(state_dict["factor"])
 
 
@@ -189,46 +261,34 @@ class LayerwisePrecision(MixedPrecision):
         device: Device type of autocast.
     """
 
+    scaler: Any
+
     def __init__(
         self, scaler: Callable[[nn.Module], Any] = LayerwiseGradScaler, device: str = "cuda"
     ) -> None:
-        # This one stands in until there is a model on its device.
+        # A scaler that does nothing, until there is a model on its device.
         super().__init__("16-mixed", device, scaler=torch.amp.GradScaler(device, enabled=False))
-        self._make: Callable[[nn.Module], Any] | None = scaler
+        self._make = scaler
+        self._model: nn.Module | None = None
 
     def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> Any:
-        """Makes the scaler."""
-        if self._make is not None:
-            inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
-            self.scaler = self._make(inner)
-            self._make = None
+        """Makes the scaler, another one for another model."""
+        inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
+        if inner is not self._model:
+            getattr(self.scaler, "remove", lambda: None)()
+            self.scaler, self._model = self._make(inner), inner
         return super().connect(model, optimizers, lr_schedulers)
 
 
-def check_parts(trainer: Trainer) -> None:
-    """Refuses steps of one micro-batch, where neither a schedule nor an epoch's end makes them.
-
-    Raises:
-        InputError: If no step has two.
-    """
-    parts = trainer.accumulate_grad_batches * trainer.world_size
-    scheduled = any(isinstance(callback, BatchSizeCallback) for callback in trainer.callbacks)
-    if parts < 2 and not scheduled:
-        raise InputError(
-            f"Expected at least two micro-batches a step over all processes. Found {parts}. "
-            "Remedy: accumulate_grad_batches=2 and batches half as large."
-        )
-
-
 def check_support(trainer: Trainer, pl_module: LightningModule) -> None:
-    """Refuses loops whose gradients or windows are not Lightning's own.
+    """Checks that Lightning accumulates the gradients and keeps them with their parameters.
 
     Raises:
         InputError: For manual optimization, DeepSpeed and FSDP1.
     """
     if not pl_module.automatic_optimization:
         raise InputError(
-            "Expected automatic optimization. Found manual optimization. Remedy: NoiseScale "
+            "Expected automatic optimization. Found manual optimization. Remedy: the tool "
             "itself, as in a loop written by hand."
         )
     if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):

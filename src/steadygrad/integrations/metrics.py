@@ -4,7 +4,8 @@ A number that is not finite is left out: the upper end of an open interval has n
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from steadygrad.balance import LossBalancer
 from steadygrad.noise import NoiseScale
 
-__all__ = ["balancer_metrics", "finite", "noise_metrics"]
+__all__ = ["balancer_metrics", "noise_metrics", "optimizer_metrics"]
 
 
 def finite(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, float]:
@@ -47,3 +48,12 @@ def noise_metrics(noise: NoiseScale) -> dict[str, float]:
 def balancer_metrics(balancer: LossBalancer) -> dict[str, float]:
     """:attr:`LossBalancer.metrics` under ``steadygrad/balancer/``; waits for the device."""
     return finite("steadygrad/balancer", balancer.metrics)
+
+
+def optimizer_metrics(optimizers: Iterable[Any]) -> dict[str, float]:
+    """``steadygrad/optimizer/skipped``: steps skipped by steadygrad's optimizers among these."""
+    counts = [getattr(optimizer, "skipped", None) for optimizer in optimizers]
+    skipped = [count for count in counts if isinstance(count, Tensor)]
+    return finite(
+        "steadygrad/optimizer", {"skipped": torch.stack(skipped).sum()} if skipped else {}
+    )

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from steadygrad._checks import InputError
 from steadygrad.integrations.extras import MissingExtraError
 from steadygrad.integrations.metrics import noise_metrics
+from steadygrad.integrations.windows import check_parts
 from steadygrad.noise import NoiseScale
 
 try:
@@ -61,12 +61,7 @@ class NoiseScaleCallback(Callback):
         rows = module.rank_microbatch_size // labels.shape[1]
         tokens = [(part["labels"] != ignored).sum() for part in parts_of(labels, rows)]
         counts = [len(part["labels"]) for part in parts_of(labels, rows)]
-        parts = len(counts) * self._processes
-        if parts < 2:
-            raise InputError(
-                f"Expected at least two micro-batches a step over all processes. Found {parts}. "
-                "Remedy: half of rank_microbatch_size."
-            )
+        check_parts(len(counts) * self._processes, "half of rank_microbatch_size")
         total = sum(tokens)
         weights = [count / total for count in tokens]
         self._waiting = deque(zip(counts, weights, strict=True))
@@ -82,7 +77,7 @@ class NoiseScaleCallback(Callback):
             self.noise.samples(count, weight=weight)
 
     def pre_optim_step(self) -> None:
-        """Measures the step, and records the numbers now and then."""
+        """Measures the step, and records the numbers every ``interval`` steps."""
         assert self.noise is not None
         self.noise.step()
         if self.step % self.interval == 0:
@@ -97,7 +92,8 @@ class NoiseScaleCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The measurements."""
-        return {} if self.noise is None else {"noise": self.noise.state_dict()}
+        state = self._loaded if self.noise is None else self.noise.state_dict()
+        return {} if state is None else {"noise": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Puts the measurements back, or keeps them until training begins."""

@@ -1,14 +1,15 @@
-"""An override for torchtitan that makes ScaledAdam, LANS and LAMB selectable.
+"""Overrides for torchtitan: ScaledAdam, LANS and LAMB by name, and metrics of steadygrad's tools.
 
 .. code-block:: python
 
     config.override.imports = [
         ("steadygrad.integrations.torchtitan.optimizers", {"name": "LANS", "lr": 5e-3}),
+        "steadygrad.integrations.torchtitan.metrics",
     ]
 
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +17,18 @@ from torch.optim import Optimizer
 
 from steadygrad._checks import check_choice
 from steadygrad.integrations.extras import MissingExtraError
+from steadygrad.integrations.metrics import noise_metrics, optimizer_metrics
+from steadygrad.noise import NoiseScale
 from steadygrad.optim import LAMB, LANS, ScaledAdam
 
 try:
+    from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
     from torchtitan.config.override import derive, override
 except ImportError as error:
     raise MissingExtraError("torchtitan", None) from error
 
-__all__ = ["SteadygradOptimizers", "optimizers"]
+__all__ = ["SteadygradMetrics", "SteadygradOptimizers", "metrics", "optimizers"]
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "LAMB": LAMB,
@@ -61,3 +65,32 @@ def optimizers(cfg: Any, name: str | None = None, **options: Any) -> Any:
     check_choice("name", name, OPTIMIZERS)
     group = ParamGroupConfig(pattern=".*", optimizer_name=name, optimizer_kwargs=options)
     return derive(cfg, SteadygradOptimizers.Config, param_groups=[group])
+
+
+class SteadygradMetrics(MetricsProcessor):
+    """torchtitan's metrics, and the tools' numbers in ``extra_metrics``.
+
+    Attributes:
+        noise: An estimator, to be set by the trainer that uses it; None: there is none.
+    """
+
+    noise: NoiseScale | None = None
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        """As torchtitan's."""
+
+    def log(
+        self, *args: Any, extra_metrics: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Adds steps that the optimizers skipped, and the noise scale; waits for the device."""
+        found = optimizer_metrics(self.optimizers or ())
+        if self.noise is not None:
+            found |= noise_metrics(self.noise)
+        super().log(*args, extra_metrics={**(extra_metrics or {}), **found}, **kwargs)
+
+
+@override(target=MetricsProcessor.Config, description="metrics of steadygrad's tools")
+def metrics(cfg: Any) -> Any:
+    """Puts :class:`SteadygradMetrics` in the place of torchtitan's."""
+    return derive(cfg, SteadygradMetrics.Config)

@@ -29,11 +29,11 @@ class ScheduledTrainer(Trainer):
     _batch_sizes: BatchSizeSchedule | None = None
     _windows: Iterator[Window]
     _epoch_batches: int | None
-    # Micro-batches of the step that was taken last.
+    # Micro-batches that the newest step accumulated.
     _taken: int
 
     def _follow(self, schedule: BatchSizeSchedule | None) -> None:
-        """Follows a schedule from the first step on."""
+        """Sets the first stage's number of micro-batches, and follows the schedule from there."""
         if schedule is None:
             return
         remedy = "BatchSizeSchedule([...])"
@@ -42,7 +42,7 @@ class ScheduledTrainer(Trainer):
         self.add_callback(_NextWindow(self))
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        """Counts epochs and steps as the schedule makes them."""
+        """Replaces the Trainer's numbers of epochs, steps and samples by those of the schedule."""
         values: tuple[Any, ...] = super().set_initial_training_values(args, dataloader)
         if self._batch_sizes is None:
             return values
@@ -52,12 +52,12 @@ class ScheduledTrainer(Trainer):
         if args.max_steps > 0:
             taken = [next(walk) for _ in range(args.max_steps)]
         else:
-            # Without a length the Trainer refuses to count in epochs.
+            # The Trainer refuses num_train_epochs for a dataset without a length.
             end = args.num_train_epochs * (batches or 1)
             taken = [*takewhile(lambda w: w.epoch * (batches or 1) + w.start < end, walk)]
         micros = sum(window.length for window in taken)
         samples = micros * self._micro_batch_size
-        # More than an epoch can have: the Trainer cuts the last of so many windows short.
+        # An upper bound: the Trainer shortens the window with this number, which no epoch reaches.
         most = (batches or args.max_steps) + 1
         epochs = values[0] if batches is None else taken[-1].epoch + 1
         in_epoch = micros if batches is None else batches
@@ -98,11 +98,11 @@ class ScheduledTrainer(Trainer):
 
 
 class _NextWindow(TrainerCallback):
-    """Sets the number of micro-batches of the next step, where no window is cut."""
+    """Sets the number of micro-batches of the next step."""
 
     def __init__(self, trainer: ScheduledTrainer) -> None:
         self._trainer = trainer
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Goes on to the next window."""
+        """Sets the next window's number."""
         self._trainer._next_window()

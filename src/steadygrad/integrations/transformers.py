@@ -14,10 +14,13 @@ from steadygrad._checks import InputError
 from steadygrad.balance import LossBalancer
 from steadygrad.formulas.schedule import BatchSizeSchedule
 from steadygrad.integrations.batches import IGNORED, labels_of, rows_of
-from steadygrad.integrations.metrics import balancer_metrics, finite, noise_metrics
+from steadygrad.integrations.metrics import balancer_metrics, noise_metrics, optimizer_metrics
 from steadygrad.integrations.state_file import load_states, save_states
+from steadygrad.integrations.step_watch import StepWatch
 from steadygrad.integrations.trainer_schedule import ScheduledTrainer
+from steadygrad.integrations.windows import check_parts
 from steadygrad.noise import NoiseScale
+from steadygrad.watch import Finding
 
 __all__ = ["SteadygradMixin"]
 
@@ -52,10 +55,14 @@ class SteadygradMixin(ScheduledTrainer):
         balancer: Balances the losses of :meth:`compute_losses`, which must then be written.
         grad_scaler: A function from the model to a gradient scaler, as ``LayerwiseGradScaler``, to
             be used with ``fp16=True``.
+        gradient_watch: Whether to warn of the module that first made a step's gradients non-finite;
+            waits for the device once a step.
         **kwargs: The Trainer's.
 
     Attributes:
-        noise: The estimator, from the first ``training_step`` on; None before.
+        noise: The estimator of the newest training, from its first ``training_step`` on; None
+            before.
+        findings: Causes that ``gradient_watch`` found, oldest first.
 
     Raises:
         InputError: If an argument is wrong, or the Trainer trains in a way that is not supported.
@@ -70,13 +77,18 @@ class SteadygradMixin(ScheduledTrainer):
         batch_sizes: BatchSizeSchedule | None = None,
         balancer: LossBalancer | None = None,
         grad_scaler: Callable[[nn.Module], Any] | None = None,
+        gradient_watch: bool = False,
         **kwargs: Any,
     ) -> None:
         options = dict(noise_scale) if isinstance(noise_scale, Mapping) else {}
         self._noise_options = options if noise_scale is not False else None
         self._samples_of = options.pop("samples", rows_of)
         self.balancer, self._grad_scaler = balancer, grad_scaler
+        # The model whose layers the gradient scaler knows.
+        self._scaled: nn.Module | None = None
         self._loaded: dict[str, Any] = {}
+        self._watches, self.findings = gradient_watch, list[Finding]()
+        self._watch: StepWatch | None = None
         super().__init__(*args, **kwargs)
         self._check_support()
         self._follow(batch_sizes)
@@ -98,6 +110,14 @@ class SteadygradMixin(ScheduledTrainer):
         raise NotImplementedError("A Trainer with `balancer` needs its own compute_losses().")
 
     # What follows overrides the Trainer.
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        # The Trainer comes here again with another model, or with a smaller batch.
+        self.noise, self._watch, self._loaded = None, None, {}
+        try:
+            return super()._inner_training_loop(*args, **kwargs)
+        finally:
+            self._remove_hooks()
 
     def compute_loss(
         self,
@@ -125,11 +145,15 @@ class SteadygradMixin(ScheduledTrainer):
     ) -> Tensor:
         """Measures the gradients of a micro-batch, and the window's once it is over."""
         noise = self._noise_of(model)
+        if self._watches and self._watch is None:
+            self._watch = StepWatch(model, self.findings)
         if noise is not None:
             noise.samples(self._samples_of(inputs), weight=self._weight(inputs, num_items_in_batch))
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         if noise is not None and self.accelerator.sync_gradients:
             noise.step()
+        if self._watch is not None and self.accelerator.sync_gradients:
+            self._watch.step()
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -141,11 +165,11 @@ class SteadygradMixin(ScheduledTrainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Makes the gradient scaler too, before Accelerate wraps the optimizer with it."""
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
-        if self._grad_scaler is not None:
-            self.accelerator.scaler = self._grad_scaler(self.model)
+        if self._grad_scaler is not None and self._scaled is not self.model:
+            getattr(self.accelerator.scaler, "remove", lambda: None)()
+            self.accelerator.scaler, self._scaled = self._grad_scaler(self.model), self.model
             # Accelerate leaves float16 alone on CPUs; elsewhere it is set already.
             self.accelerator.native_amp = True
-            self._grad_scaler = None
         return optimizer
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -162,15 +186,19 @@ class SteadygradMixin(ScheduledTrainer):
         self._loaded = load_states(Path(checkpoint, STATE_NAME))
         if self.balancer is not None and "balancer" in self._loaded:
             self.balancer.load_state_dict(self._loaded.pop("balancer"))
-        if self.noise is not None and "noise" in self._loaded:
-            self.noise.load_state_dict(self._loaded.pop("noise"))
 
     # And what follows is the mixin's own.
+
+    def _remove_hooks(self) -> None:
+        if self.noise is not None:
+            self.noise.remove()
+        if self._watch is not None:
+            self._watch.close()
 
     def _check_support(self) -> None:
         if self.is_deepspeed_enabled:
             raise InputError(
-                "Expected a Trainer without DeepSpeed, which keeps gradients to itself. Found it "
+                "Expected a Trainer without DeepSpeed, which partitions gradients. Found it "
                 "enabled. Remedy: FSDP2, or DDP."
             )
         if self.args.n_gpu > 1:
@@ -189,9 +217,7 @@ class SteadygradMixin(ScheduledTrainer):
 
     def _noise_of(self, model: nn.Module) -> NoiseScale | None:
         """The estimator, where this window can be measured: it has two parts at least."""
-        parts = self.current_gradient_accumulation_steps * self.accelerator.num_processes
-        if self._noise_options is None or parts < 2:
-            self._warn_of_one_part(parts)
+        if self._noise_options is None:
             return None
         if self.noise is None:
             # Not before: DDP and FSDP2 wrap the model when training begins.
@@ -199,23 +225,18 @@ class SteadygradMixin(ScheduledTrainer):
             self.noise = NoiseScale(model, **options)
             if "noise" in self._loaded:
                 self.noise.load_state_dict(self._loaded.pop("noise"))
-        return self.noise
-
-    def _warn_of_one_part(self, parts: int) -> None:
-        planned = self._factor * self.accelerator.num_processes
-        if self._noise_options is None or planned > 1 or self._batch_sizes is not None:
-            return
-        raise InputError(
-            f"Expected at least two micro-batches a step over all processes. Found {parts}. "
-            "Remedy: gradient_accumulation_steps=2 and half of per_device_train_batch_size, or "
-            "noise_scale=False."
-        )
+        processes = self.accelerator.num_processes
+        if self._batch_sizes is None:
+            check_parts(
+                self._factor * processes,
+                "gradient_accumulation_steps=2 and half of per_device_train_batch_size, or "
+                "noise_scale=False",
+            )
+        return self.noise if self.current_gradient_accumulation_steps * processes > 1 else None
 
     def _weight(self, inputs: Mapping[str, Any], num_items: Any) -> Tensor | float | None:
         """Factor between a micro-batch's mean loss and the loss that is differentiated."""
         if num_items is None or self.loss_is_scaled_for_ga is False:
-            return None
-        if not (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
             return None
         spread = self.args.average_tokens_across_devices
         ranks = self.accelerator.num_processes // self.get_tp_size() if spread else 1
@@ -238,7 +259,5 @@ class SteadygradMixin(ScheduledTrainer):
             found |= balancer_metrics(self.balancer)
         if self._batch_sizes is not None:
             found["steadygrad/batch_size"] = self._taken * self._micro_batch_size
-        skipped = getattr(getattr(self.optimizer, "optimizer", None), "skipped", None)
-        if isinstance(skipped, Tensor):
-            found |= finite("steadygrad/optimizer", {"skipped": skipped})
-        return found
+        # Accelerate's wrapper has no such count.
+        return found | optimizer_metrics([getattr(self.optimizer, "optimizer", None)])

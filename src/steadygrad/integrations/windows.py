@@ -6,7 +6,7 @@ from typing import NamedTuple
 from steadygrad._checks import InputError, check_count
 from steadygrad.formulas.schedule import BatchSizeSchedule
 
-__all__ = ["Window", "check_micro_batch", "windows"]
+__all__ = ["Window", "check_micro_batch", "check_parts", "windows"]
 
 
 class Window(NamedTuple):
@@ -23,6 +23,19 @@ class Window(NamedTuple):
     start: int
     factor: int
     length: int
+
+
+def check_parts(parts: int, remedy: str) -> None:
+    """Checks the number of micro-batches of a step, on all processes together.
+
+    Raises:
+        InputError: If there are fewer than two.
+    """
+    if parts < 2:
+        raise InputError(
+            f"Expected at least two micro-batches a step over all processes. Found {parts}. "
+            f"Remedy: {remedy}."
+        )
 
 
 def check_micro_batch(schedule: BatchSizeSchedule, batch_size: int) -> None:
