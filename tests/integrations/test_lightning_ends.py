@@ -1,5 +1,6 @@
 """Windows, states and hooks in Lightning's own Trainer: what is left out, kept and taken away."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from tests.integrations.test_lightning import (
 from steadygrad.integrations.lightning import (  # isort: skip
     BatchSizeCallback,
     GradientWatchCallback,
+    LayerwisePrecision,
     NoiseScaleCallback,
 )
 
@@ -134,3 +136,52 @@ def test_other_strategies_are_refused():
         ):
             with pytest.raises(InputError, match=rf"Found {kind.__name__}\. Remedy: 'ddp'"):
                 callback.on_train_start(trainer, module)
+
+
+def test_an_interval_without_an_end_is_logged_as_such(tmp_path):
+    """Lightning repeats the last number of a key that is missing."""
+    module = Module()
+    trainer = make_trainer(tmp_path, NoiseScaleCallback(), max_epochs=2)
+    trainer.fit(module, loader(token_batches(2 * ACCUMULATION)))
+    rows = [row for row in module.logged if "steadygrad/noise_scale/high" in row]
+    assert len(rows) > 4
+    highs = [float(row["steadygrad/noise_scale/high"]) for row in rows]
+    resolved = [float(row["steadygrad/noise_scale/resolved"]) for row in rows]
+    assert any(math.isinf(high) for high in highs)
+    assert all(math.isfinite(high) or not r for high, r in zip(highs, resolved, strict=True))
+
+
+def test_another_module_is_measured_anew(tmp_path):
+    batches, callback, module = token_batches(2 * ACCUMULATION), NoiseScaleCallback(), Module()
+    make_trainer(tmp_path, callback).fit(module, loader(batches))
+    make_trainer(tmp_path, callback).fit(module, loader(batches))
+    assert int(callback.noise.estimate().measurements) == 4
+    make_trainer(tmp_path, callback).fit(Module(), loader(batches))
+    assert int(callback.noise.estimate().measurements) == 2
+
+
+def test_a_batch_size_that_is_not_the_loaders_is_told(tmp_path):
+    with pytest.warns(UserWarning, match=rf"Found {ROWS} rows in the first. Remedy: batch_size"):
+        make_trainer(tmp_path, BatchSizeCallback(GROWS, 1)).fit(
+            Module(), loader(token_batches(ACCUMULATION))
+        )
+
+
+BAD = {
+    "samples": (lambda: NoiseScaleCallback(samples=0), r"`samples`"),
+    "name": (lambda: NoiseScaleCallback(sample=len), r"Found 'sample'"),
+    "scaler": (lambda: LayerwisePrecision(None, "cpu"), r"`scaler` should be a function.*None"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refused_when_it_is_made(case):
+    make, words = BAD[case]
+    with pytest.raises((ValueError, TypeError), match=words):
+        make()
+
+
+def test_precision_of_another_device_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path, plugins=[LayerwisePrecision()])
+    with pytest.raises(InputError, match=r"Found it on 'cpu'\. Remedy: .*device='cpu'"):
+        trainer.fit(Module(), loader(token_batches(ACCUMULATION)))

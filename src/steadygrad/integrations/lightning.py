@@ -1,26 +1,27 @@
 """Callbacks and a precision plugin for Lightning's ``Trainer``."""
 
+import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from steadygrad._checks import InputError, check_type
 from steadygrad.formulas.schedule import BatchSizeSchedule
 from steadygrad.integrations.batches import rows_of
 from steadygrad.integrations.extras import MissingExtraError
+from steadygrad.integrations.lightning_precision import LayerwisePrecision
 from steadygrad.integrations.metrics import noise_metrics
+from steadygrad.integrations.options import check_noise_options, sample_counter
 from steadygrad.integrations.step_watch import BatchWatch
 from steadygrad.integrations.windows import check_micro_batch, check_parts
 from steadygrad.noise import NoiseScale
-from steadygrad.scale import LayerwiseGradScaler
 from steadygrad.watch import Finding
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.plugins import MixedPrecision
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 except ImportError as error:
     raise MissingExtraError("lightning", "lightning") from error
@@ -56,10 +57,13 @@ class NoiseScaleCallback(Callback):
         InputError: When training begins with manual optimization, DeepSpeed or FSDP1.
     """
 
-    def __init__(self, samples: Callable[[Any], int] = rows_of, **options: Any) -> None:
+    def __init__(self, samples: Callable[[Any], int] | int = rows_of, **options: Any) -> None:
+        check_noise_options(options, own=["samples"])
         self.noise: NoiseScale | None = None
         self.left_out = 0
-        self._samples_of, self._options = samples, options
+        self._samples_of, self._options = sample_counter(samples), options
+        # Of the measurements.
+        self._module: weakref.ref[LightningModule] | None = None
         self._loaded: Mapping[str, Any] | None = None
         # Samples of the micro-batch under way, and backward passes of the window under way.
         self._samples = self._passes = 0
@@ -67,6 +71,9 @@ class NoiseScaleCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hooks the estimator to the model as it is trained: wrapped, and on its device."""
         check_support(trainer, pl_module)
+        if self._module is not None and self._module() is not pl_module:
+            self.noise, self.left_out = None, 0
+        self._module = weakref.ref(pl_module)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         noise = NoiseScale(trainer.strategy.model, **{"scaler": scaler, **self._options})
         state = self.state_dict()
@@ -120,7 +127,8 @@ class NoiseScaleCallback(Callback):
         if self.noise is None or loop._should_accumulate() or not every:
             return
         if trainer.global_step % every == 0:
-            pl_module.log_dict(noise_metrics(self.noise))
+            # Lightning logs a key that is missing with its last number.
+            pl_module.log_dict(noise_metrics(self.noise, all_numbers=True))
 
     def on_train_end(self, *_: Any) -> None:
         """Takes the hooks off the model; the estimate stays."""
@@ -226,10 +234,21 @@ class BatchSizeCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Sets a new factor at the first window that begins at one of its multiples."""
+        if not self._seen:
+            self._check_rows(rows_of(batch) * trainer.world_size)
         wanted = self._wanted(self._seen)
         if batch_idx % self._factor == 0 and batch_idx % wanted == 0:
             self._factor = wanted
         trainer.accumulate_grad_batches = self._factor
+
+    def _check_rows(self, rows: int) -> None:
+        if rows != self._batch_size:
+            warnings.warn(
+                f"Expected micro-batches of {self._batch_size} samples on all devices together, as "
+                f"`batch_size` says. Found {rows} rows in the first. Remedy: batch_size={rows}, "
+                "if rows are samples.",
+                stacklevel=2,
+            )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
@@ -246,38 +265,6 @@ class BatchSizeCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Puts them back."""
         self._seen, self._factor = int(state_dict["seen"]), int(state_dict["factor"])
-
-
-class LayerwisePrecision(MixedPrecision):
-    """Mixed precision in float16 with a loss scale for each layer.
-
-    .. code-block:: python
-
-        scaler = partial(LayerwiseGradScaler, layer_scales={"model.blocks.*": 2**8})
-        trainer = Trainer(plugins=[LayerwisePrecision(scaler)])     # without `precision`
-
-    Args:
-        scaler: A function from the LightningModule to a gradient scaler.
-        device: Device type of autocast.
-    """
-
-    scaler: Any
-
-    def __init__(
-        self, scaler: Callable[[nn.Module], Any] = LayerwiseGradScaler, device: str = "cuda"
-    ) -> None:
-        # A scaler that does nothing, until there is a model on its device.
-        super().__init__("16-mixed", device, scaler=torch.amp.GradScaler(device, enabled=False))
-        self._make = scaler
-        self._model: nn.Module | None = None
-
-    def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> Any:
-        """Makes the scaler, another one for another model."""
-        inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
-        if inner is not self._model:
-            getattr(self.scaler, "remove", lambda: None)()
-            self.scaler, self._model = self._make(inner), inner
-        return super().connect(model, optimizers, lr_schedulers)
 
 
 def check_support(trainer: Trainer, pl_module: LightningModule) -> None:

@@ -18,18 +18,24 @@ __all__ = ["balancer_metrics", "noise_metrics", "optimizer_metrics"]
 
 def finite(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """Reads tensors with shape ``()``, waiting for their device once; keeps the finite ones."""
+    numbers = _read(prefix, tensors)
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}
+
+
+def _read(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, float]:
     if not tensors:
         return {}
     rows = torch.stack([t.detach().to(torch.float64) for t in tensors.values()]).tolist()
-    pairs = zip(tensors, rows, strict=True)
-    return {f"{prefix}/{name}": row for name, row in pairs if math.isfinite(row)}
+    return {f"{prefix}/{name}": row for name, row in zip(tensors, rows, strict=True)}
 
 
-def noise_metrics(noise: NoiseScale) -> dict[str, float]:
+def noise_metrics(noise: NoiseScale, *, all_numbers: bool = False) -> dict[str, float]:
     """The noise scale with its interval, of the whole and by group; waits for the device.
 
     Args:
         noise: The estimator.
+        all_numbers: Whether to keep numbers that are not finite, for a logger that would show a
+            key's last number in their place.
 
     Returns:
         ``steadygrad/noise_scale/value``, ``low``, ``high``, ``grad_sq_norm``, ``noise_trace``,
@@ -42,7 +48,7 @@ def noise_metrics(noise: NoiseScale) -> dict[str, float]:
     found |= {"skipped": noise.skipped, "altered": noise.altered}
     if len(estimate.by_group) > 1:
         found |= {f"by_group/{name}": group.value for name, group in estimate.by_group.items()}
-    return finite("steadygrad/noise_scale", found)
+    return (_read if all_numbers else finite)("steadygrad/noise_scale", found)
 
 
 def balancer_metrics(balancer: LossBalancer) -> dict[str, float]:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steadygrad._checks import InputError
+from steadygrad._checks import InputError, check_type
 from steadygrad.balance import LossBalancer
 from steadygrad.formulas.schedule import BatchSizeSchedule
 from steadygrad.integrations.batches import IGNORED, labels_of, rows_of
 from steadygrad.integrations.metrics import balancer_metrics, noise_metrics, optimizer_metrics
+from steadygrad.integrations.options import check_noise_options, reads, sample_counter
 from steadygrad.integrations.state_file import load_states, save_states
 from steadygrad.integrations.step_watch import StepWatch
 from steadygrad.integrations.trainer_schedule import ScheduledTrainer
@@ -39,7 +40,8 @@ class SteadygradMixin(ScheduledTrainer):
 
     Gradients are measured at the end of a window's last ``training_step``: complete, not clipped,
     and still scaled in float16. Micro-batches weigh as the Trainer weighs them: by their labels
-    where it divides by ``num_items_in_batch``, alike where it divides by their number. A window
+    where it divides by ``num_items_in_batch``, alike where it divides by their number, or where a
+    loss of your own does not read ``num_items_in_batch``. A window
     with one micro-batch on one process, as at an epoch's end, is not measured.
 
     The tools' numbers are added to the Trainer's own logs as ``steadygrad/...``, and their states
@@ -80,9 +82,18 @@ class SteadygradMixin(ScheduledTrainer):
         gradient_watch: bool = False,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(noise_scale, (bool, Mapping)):
+            raise InputError(
+                "Parameter `noise_scale` should be True, False or options of NoiseScale. Found "
+                f"{noise_scale!r}. Remedy: such as {{'every': 10}}."
+            )
         options = dict(noise_scale) if isinstance(noise_scale, Mapping) else {}
+        check_noise_options(options, own=["scaler"])
         self._noise_options = options if noise_scale is not False else None
-        self._samples_of = options.pop("samples", rows_of)
+        self._samples_of = sample_counter(options.pop("samples", rows_of))
+        if balancer is not None:
+            check_type("balancer", balancer, LossBalancer, "LossBalancer({...})")
+            self._check_losses()
         self.balancer, self._grad_scaler = balancer, grad_scaler
         # The model whose layers the gradient scaler knows.
         self._scaled: nn.Module | None = None
@@ -107,7 +118,7 @@ class SteadygradMixin(ScheduledTrainer):
             The losses by name, each a mean over the micro-batch and made from its own copy; and the
             model's outputs.
         """
-        raise NotImplementedError("A Trainer with `balancer` needs its own compute_losses().")
+        raise NotImplementedError
 
     # What follows overrides the Trainer.
 
@@ -188,12 +199,29 @@ class SteadygradMixin(ScheduledTrainer):
             self.balancer.load_state_dict(self._loaded.pop("balancer"))
 
     # And what follows is the mixin's own.
-
     def _remove_hooks(self) -> None:
         if self.noise is not None:
             self.noise.remove()
         if self._watch is not None:
             self._watch.close()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        before = cls.__mro__[: cls.__mro__.index(SteadygradMixin)]
+        trainer = next((base for base in before if "_inner_training_loop" in vars(base)), None)
+        if trainer is not None:
+            raise InputError(
+                f"Expected SteadygradMixin before {trainer.__name__} among the bases of "
+                f"{cls.__name__}, whose methods it overrides. Found it after. Remedy: "
+                f"class {cls.__name__}(SteadygradMixin, {trainer.__name__})."
+            )
+
+    def _check_losses(self) -> None:
+        if type(self).compute_losses is SteadygradMixin.compute_losses:
+            raise InputError(
+                "Expected a Trainer with compute_losses(), whose losses `balancer` balances. Found "
+                f"none in {type(self).__name__}. Remedy: write it, or leave `balancer` out."
+            )
 
     def _check_support(self) -> None:
         if self.is_deepspeed_enabled:
@@ -238,11 +266,20 @@ class SteadygradMixin(ScheduledTrainer):
         """Factor between a micro-batch's mean loss and the loss that is differentiated."""
         if num_items is None or self.loss_is_scaled_for_ga is False:
             return None
+        if self._ignores_items():
+            # The Trainer leaves the loss as it is, taking it for one that was divided.
+            return 1.0
         spread = self.args.average_tokens_across_devices
         ranks = self.accelerator.num_processes // self.get_tp_size() if spread else 1
         labelled = labels_of(inputs, self._shifts_labels).ne(IGNORED).sum()
         weight: Tensor | float = labelled.to(self.args.device) * ranks / num_items
         return weight
+
+    def _ignores_items(self) -> bool:
+        """Whether a loss of the user's own is a plain mean, whatever the window's labels are."""
+        written = [vars(c)["compute_loss"] for c in type(self).__mro__ if "compute_loss" in vars(c)]
+        written += [self.compute_loss_func] if self.compute_loss_func is not None else []
+        return not all(reads(function, "num_items_in_batch") for function in written)
 
     @property
     def _shifts_labels(self) -> bool:

@@ -141,6 +141,8 @@ class NoiseScale:
         self._batches = MicroBatches(self._parts, self._meter, self._loss_scale, samples)
         borders = self._batches.borders
         self._source_name = source
+        # Whether a step has had parts enough.
+        self._whole = False
         self._source = make_source(source, model, measured, self._meter, taps, borders)
         # One that is dropped leaves no hooks behind either.
         self._remove = weakref.finalize(self, self._source.remove)
@@ -230,17 +232,22 @@ class NoiseScale:
                 of the last micro-batch; ``LayerwiseGradScaler`` knows it.
 
         Raises:
-            InputError: If the step has fewer than two parts, or unequal ones for ``"l1"``.
+            InputError: If the step has fewer than two parts, or unequal ones for ``"l1"``; once a
+                step had what it needs, such a step is left out and counted in ``skipped``.
         """
         if not self._measures_now:
             self._count(self._steps + 1)
             return
         self._batches.borders.finish()
         wrong = self._parts.wrong()
+        if wrong is None:
+            self._whole = True
+        else:
+            self._parts.broken = True
+            # A short window at an epoch's end is no mistake, and is left out.
+            wrong = None if self._whole else wrong
         try:
-            if wrong is not None:
-                # The other processes wait in the collective: first that, then the error.
-                self._parts.broken = True
+            # The other processes wait in the collective: first that, then the error.
             if wrong is None or self.world.size > 1:
                 self._measure(self._loss_scale.of_gradients(grad_scale))
         finally:

@@ -338,3 +338,26 @@ def test_a_dropped_step_leaves_nothing_behind():
         results.append(found(noise))
         noise.remove()
     assert torch.equal(*results)
+
+
+def test_a_short_last_window_is_left_out():
+    """At an epoch's end there may be one micro-batch; a first step with one is a mistake."""
+    model, x, y = make(seed=0)
+    noise = NoiseScale(model, samples=3)
+
+    def take(*halves):
+        model.zero_grad()
+        for half in halves:
+            (losses(model, x[half], y[half]).mean() / len(halves)).backward()
+        noise.step()
+
+    with pytest.raises(InputError, match=r"at least 2 parts a step\. Found 1"):
+        take(slice(0, 3))
+    take(slice(0, 3), slice(3, 6))
+    before = found(noise).clone()
+    take(slice(0, 3))
+    assert (noise.skipped.item(), noise.altered.item()) == (1, 0)
+    assert noise.estimate().measurements == 1
+    take(slice(0, 3), slice(3, 6))
+    assert noise.estimate().measurements == 2
+    assert before.shape == found(noise).shape
