@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: advise compare test test-slow test-integrations fuzz lint types check docs bench gpu clean
+.PHONY: advise compare test test-slow test-integrations fuzz lint types check docs docs-links bench gpu clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "steadygrad needs Python 3.10 or newer, found " + sys.version.split()[0] + ". Remedy: make PYTHON=/path/to/python3.12")'
@@ -48,9 +48,15 @@ types: $(VENV)/.installed
 
 check: test test-slow lint types
 
-docs: $(VENV)/.installed
+docs: $(VENV)/.docs  ## the pages, with the tutorials run; warnings and broken links within are errors
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+docs-links: $(VENV)/.docs  ## asks every address in the pages; needs the network
+	$(BIN)/python -m sphinx -q -b linkcheck docs docs/_build/links
+
+$(VENV)/.docs: $(VENV)/.installed
 	$(PIP) install --quiet --constraint constraints.txt --group docs
-	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+	touch $@
 
 bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/results
 	$(PIP) install --quiet --constraint constraints.txt --group bench

@@ -1,5 +1,7 @@
 """Sphinx settings."""
 
+import os
+
 import steadygrad
 
 project = "steadygrad"
@@ -8,17 +10,44 @@ version = release = steadygrad.__version__
 
 extensions = [
     "myst_parser",
+    "sphinx_gallery.gen_gallery",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.mathjax",
     "sphinx.ext.viewcode",
 ]
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
+templates_path = ["_templates"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 myst_heading_anchors = 3
 napoleon_use_ivar = True
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "sg_execution_times.rst", "tutorials/sg_execution_times.rst"]
 html_theme = "furo"
 html_title = "steadygrad"
+
+# The tutorials run while the pages are built; a script that fails fails the build.
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples/tutorials",
+    "gallery_dirs": "tutorials",
+    "filename_pattern": r"\.py$",
+    "within_subsection_order": "FileNameSortKey",
+    "abort_on_example_error": True,
+    "download_all_examples": False,
+    "show_memory": False,
+    "show_signature": False,
+    "remove_config_comments": True,
+    "doc_module": ("steadygrad",),
+    "reference_url": {"steadygrad": None},
+}
+
+# Links into other projects' pages need their inventories from the network; a build without it has
+# plain names in their place.
+if os.environ.get("DOCS_ONLINE"):
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "torch": ("https://docs.pytorch.org/docs/stable", None),
+        "numpy": ("https://numpy.org/doc/stable", None),
+    }
