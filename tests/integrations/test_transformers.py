@@ -144,6 +144,7 @@ def test_resumes_to_the_bit(tmp_path):
     again = make_trainer(tmp_path, batches, options=options, optimizer_cls_and_kwargs=kind)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert history(again)[-3:] == history(whole)[-3:]
+    assert history(whole)[-1]["steadygrad/optimizer/skipped"] == 0
     for found, wanted in zip(again.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(found, wanted)
     assert torch.equal(again.noise.state_dict()["ring"], whole.noise.state_dict()["ring"])
