@@ -44,7 +44,7 @@ def found_by(watch):
 
 
 def faults(rank, world, kind):
-    """All is well; a bad batch on rank 1; a fault on both; what rank 1 alone sees in backward."""
+    """All is well; bad batches on rank 1; what it alone sees in backward; a bad micro-batch."""
     said = []
     plain = build(kind)
     model = wrap(plain, kind)
@@ -66,6 +66,14 @@ def faults(rank, world, kind):
     x, y = data(rank)
     mse(model(x), y).backward()
     said.append(found_by(watch))
+    watch.close()
+    model = wrap(build(kind), kind)
+    watch = GradientWatch(model)
+    # A window of three micro-batches: the first is bad, and its gradients are left to the end.
+    for micro in range(3):
+        x, y = data(rank + 2 * micro)
+        mse(model(x * (torch.nan if rank == 1 and not micro else 1)), y).backward()
+    said.append(found_by(watch))
     return said
 
 
@@ -76,6 +84,7 @@ def test_rank_and_culprit(kind, tmp_path):
         ["batch", "", 1, 1],
         None,
         ["gradient", "blocks.1.place", 1, 0],
+        ["batch", "", 1, 0],
     ]
     assert on_ranks(2, faults, tmp_path, kind) == [expected, expected]
 

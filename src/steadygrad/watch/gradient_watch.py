@@ -137,6 +137,7 @@ class GradientWatch:
             return mine
         found = gather_json(mine and asdict(mine), world, self.clock.ticks.device)
         faults = [Finding(**{**one, "rank": rank}) for rank, one in enumerate(found) if one]
+        faults = [fault for fault in faults if fault.kind != LEFT] or faults
         latest = max((fault.last for fault in faults), default=0)
         row = [fault for fault in faults if fault.last == latest]
         return min(row, key=lambda fault: (fault.batch, *fault.order), default=None)
@@ -255,7 +256,7 @@ class GradientWatch:
                 self._finding, self._recovered = replace(fault, last=over.batch), False
             else:
                 self._finding = replace(self._finding, last=over.batch)
-            self._stale = fault is not None
+            self._stale = fault is not None or bool(over.spoiled)
             self.clock.detailed = self.clock.detailed or self._stale
 
     def _parameter_fault(self) -> Finding | None:

@@ -558,3 +558,25 @@ def test_empty_weights_and_other_types(deferred):
     assert watch.norms().by_parameter["wave"] == pytest.approx(grad.abs().square().sum() ** 0.5)
     (model(x.to(torch.float8_e4m3fn)) * torch.inf).backward()
     assert watch.report().kind == "loss"
+
+
+def test_fault_early_in_a_long_window():
+    """The passes after it find gradients that are not finite, and have nothing to do with it."""
+
+    class Root(nn.Module):
+        def forward(self, x):
+            return x + (0 * x).abs().sqrt() if broken else 2 * x
+
+    model = nn.Sequential(nn.Linear(4, 4), Root(), nn.Linear(4, 4))
+    watch, (x, y), found = GradientWatch(model), data(), []
+    for bad in [(0, 2), (2, 1), (3, 0)]:
+        for micro in range(4):
+            broken = micro == bad[1]
+            mse(model(x), y).backward()
+        found.append(watch.report())
+        model.zero_grad()
+    assert [(one.kind, one.name, one.batch) for one in found] == [
+        ("gradient", "1", 2),
+        ("gradient", "1", 5),
+        ("gradient", "1", 8),
+    ]
