@@ -11,7 +11,7 @@ norm near its bound, is then allowed what those differences make of it, and noth
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +39,17 @@ ROUNDINGS = {torch.float32: 64, torch.float64: 1024}
 MOMENTS = {"step": "t", "exp_avg": "m", "exp_avg_sq": "v"}
 SIZES = {"delta": "delta", "exp_avg_sq": "v", "param_rms": "rms", "scale_exp_avg_sq": "q"}
 REFERENCES = {LANS: Lans, LAMB: Lamb, ScaledAdam: ReferenceScaledAdam}
+
+
+class Moves(NamedTuple):
+    """Random moves, and the side to which a tensor is moved as a whole: both are tried."""
+
+    numbers: np.random.Generator
+    side: int
+
+    @classmethod
+    def of(cls, number: int) -> "Moves":
+        return cls(np.random.default_rng(number), 1 if number % 2 else -1)
 
 
 class StepOracle:
@@ -84,8 +95,7 @@ class StepOracle:
                     if _is_close(values, exact, [], dtype, limits):
                         continue
                     if not moved:
-                        draw = np.random.default_rng(0)
-                        moved = [self._step(draw) for _ in range(COPIES)]
+                        moved = [self._step(Moves.of(number)) for number in range(COPIES)]
                     others = [copy[g][i][name] for copy in moved]
                     assert _is_close(values, exact, others, dtype, limits), (
                         f"group {g}, parameter {i}, {name}, {dtype}: off by "
@@ -93,7 +103,7 @@ class StepOracle:
                         f"inputs give {max(np.abs(x - exact).max() for x in others):.3g}"
                     )
 
-    def _step(self, draw: np.random.Generator | None) -> Snapshot:
+    def _step(self, draw: Moves | None) -> Snapshot:
         """The state after the step; of moved inputs if there is a generator."""
         groups = []
         for states, gradients, dtypes in zip(
@@ -158,7 +168,7 @@ def _arithmetic(optimizer: Optimizer, p: Tensor, group: Mapping[str, Any]) -> to
     return torch.float64 if wide and not joint else torch.float32
 
 
-def _moved(state: Numbers, dtype: torch.dtype, draw: np.random.Generator | None) -> Numbers:
+def _moved(state: Numbers, dtype: torch.dtype, draw: Moves | None) -> Numbers:
     """Each element by itself, and all of a tensor together, as a rounding of its norm does."""
     eps = MOVED * torch.finfo(dtype).eps
     counts = ("step", "narrow")
@@ -166,17 +176,19 @@ def _moved(state: Numbers, dtype: torch.dtype, draw: np.random.Generator | None)
         name: np.array(value, copy=True)
         if draw is None or name in counts
         else np.asarray(
-            value * (1 + eps * (draw.uniform(-1, 1) + draw.uniform(-1, 1, np.shape(value))))
+            value * (1 + eps * (draw.side + draw.numbers.uniform(-1, 1, np.shape(value))))
         )
         for name, value in state.items()
     }
 
 
-def _options(options: Mapping[str, Any], eps: float, draw: np.random.Generator | None) -> Numbers:
+def _options(options: Mapping[str, Any], eps: float, draw: Moves | None) -> Numbers:
     """One less a power of a number near one loses its last digits, in float32 many of them."""
     if draw is None:
         return dict(options)
-    betas = tuple(beta * (1 + MOVED * eps * draw.uniform(-1, 1)) for beta in options["betas"])
+    betas = tuple(
+        beta * (1 + MOVED * eps * draw.numbers.uniform(-1, 1)) for beta in options["betas"]
+    )
     return {**options, "betas": betas}
 
 
