@@ -1,8 +1,12 @@
 """Sphinx settings."""
 
 import os
+from pathlib import Path
+from typing import Any
 
 import steadygrad
+from steadygrad.record import read_run
+from steadygrad.report import render
 
 project = "steadygrad"
 author = "the steadygrad authors"
@@ -51,3 +55,18 @@ if os.environ.get("DOCS_ONLINE"):
         "torch": ("https://docs.pytorch.org/docs/stable", None),
         "numpy": ("https://numpy.org/doc/stable", None),
     }
+
+
+def draw_reports(app: Any, exception: Exception | None) -> None:
+    """Draws the reports of the runs in ``docs/runs``, which ``reports.md`` links to."""
+    if exception is not None or app.builder.name != "html":
+        return
+    pages = Path(app.outdir, "reports")
+    pages.mkdir(exist_ok=True)
+    for run in sorted(Path(app.srcdir, "runs").iterdir()):
+        (pages / f"{run.name}.html").write_text(render(read_run(run)))
+
+
+def setup(app: Any) -> None:
+    """Is called by Sphinx."""
+    app.connect("build-finished", draw_reports)

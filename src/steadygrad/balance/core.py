@@ -158,7 +158,7 @@ class BalancerCore(BalancerState):
         finite = present & torch.isfinite(joined.norms)
         active = finite & (joined.norms > 0)
         bad = present ^ finite
-        # Most likely the loss scale is too large. Whoever chose it must see that.
+        # Most likely the loss scale is too large, which the gradient scaler must see.
         overflowed = (bad & (self.weights > 0)).any() if context.skips else None
         averages, updates = self.averages.preview(
             joined,

@@ -62,7 +62,7 @@ class Exchange:
                 shape ``(K,)``. The names of options, which come first, are in backquotes.
 
         Raises:
-            InputError: If the processes differ, on the CPU; elsewhere nobody waits to know.
+            InputError: If the processes differ, on the CPU; on devices that would take a wait.
         """
         count, order, place = len(self._order), self._order, self._place
         packed = [own.norms[order], own.present[order], own.items.reshape(1)]

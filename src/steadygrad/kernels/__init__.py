@@ -57,7 +57,7 @@ def was_forked() -> bool:
 
 def wants_fused(foreach: bool | None, fused: bool | None, device_type: str) -> bool:
     """Whether a step is to be fused where it can be."""
-    # On other devices only for who asks: nobody has timed kernels beside multi-tensor calls there.
+    # On other devices only where asked for: kernels have not been timed beside multi-tensor calls.
     default = fused is None and foreach is None and device_type == "cpu"
     # Torch's own compiler writes kernels of its own.
     return bool(fused or default) and not torch.compiler.is_compiling()

@@ -1,4 +1,4 @@
-"""The micro-batches of the step under way: told of, open, or over and counted."""
+"""The micro-batches of a step: announced, open, or counted."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,7 +19,7 @@ class MicroBatches:
         parts: The step's parts.
         meter: Measures their gradients.
         loss_scale: Knows the scale that they carry.
-        samples: Samples of a pass that nobody told of; None: it is not measured.
+        samples: Samples of a pass that was not announced; None: such a pass is not measured.
 
     Attributes:
         borders: Finds the backward passes outside of contexts.

@@ -17,8 +17,8 @@ __all__ = ["PassBorders"]
 class PassBorders:
     """Finds the borders of backward passes, without a context around them.
 
-    Autograd gives every pass a number and calls back at its end. A pass that ended in an error
-    calls nobody back: the next one finds it still open.
+    Autograd gives every pass a number and calls back at its end. A pass that ended in an error has
+    no callback: the next pass finds it still open.
 
     Args:
         begin: Called at a pass's first gradient; returns whether the pass is measured.

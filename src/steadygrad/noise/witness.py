@@ -135,7 +135,7 @@ class Witness:
         line = self.lines[slot]
         if self._reduced and not line.here:
             return
-        # A copy at once: whoever reduces gradients writes into them.
+        # A copy at once: DDP and FSDP2 reduce gradients in place.
         elements = line.of(gradient).clone()
         before = self._open.get(slot)
         self._open[slot] = elements if before is None else before + elements

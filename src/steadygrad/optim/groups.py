@@ -140,7 +140,7 @@ def _checked_pairs(pairs: Iterable[Any]) -> list[tuple[str, Tensor]]:
 
 def _without_wrappers(pairs: list[tuple[str, Tensor]]) -> Iterator[str]:
     parts = [[p for p in name.split(".") if p not in _WRAPPER_PARTS] for name, _ in pairs]
-    # "module" may also be somebody's own name: a wrapper of the whole model is in every name.
+    # "module" may also be a name of the user's: only a wrapper of the whole model is in every name.
     while parts and all(len(p) > 1 and p[0] == "module" for p in parts):
         parts = [p[1:] for p in parts]
     return (".".join(p) for p in parts)

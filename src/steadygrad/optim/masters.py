@@ -1,6 +1,6 @@
 """Float32 masters of 16-bit parameters.
 
-A master holds the digits that a 16-bit weight cannot. When somebody else writes to the weights (a
+A master holds the digits that a 16-bit weight cannot. When other code writes to the weights (a
 checkpoint is loaded, an average is swapped in for an evaluation and out again), the masters must
 follow: an element that is no longer its master's rounding is what the weight now says, and any
 other keeps all its digits. Every step looks. The versions that torch counts would tell on the host

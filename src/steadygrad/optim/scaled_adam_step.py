@@ -53,7 +53,7 @@ class ScaledAdamStep:
         self.is_scalar = "param_rms" not in batch.columns
         self.step = batch.steps
         self.unscale = amp.unscale(batch)
-        # Nobody looks at the weights of a frozen parameter, whose step stays zero.
+        # The weights of a frozen parameter are not read: its step stays zero.
         needed = scaled_adam.needs_products(self.step, self.rule) & batch.in_step
         self.needed = torch.zeros_like(needed) if self.is_scalar else needed
         self.is_sized = not self.is_scalar and may_hold(needed)

@@ -18,7 +18,7 @@ class _FactorLR(LRScheduler):
 
     Whatever another scheduler or the user multiplies a group's learning rate by is kept, as
     ``outside``: this is what makes the schedule chainable without the drift of multiplying step
-    by step. As long as nobody else writes, the learning rate is exactly base times factor.
+    by step. As long as no other code writes to it, the learning rate is exactly base times factor.
     """
 
     outside: list[float | Tensor]
@@ -157,7 +157,7 @@ def _length(name: str, value: float, total_steps: int) -> float:
     """A number of steps, from one or from a share of all."""
     if isinstance(value, int):
         return check_number(name, value, low=0, high=total_steps)
-    # A whole run is not to be had for a 1.0 that somebody meant as one step.
+    # 1.0 may be meant as one step or as the whole run.
     remedy = f"an int for steps (1, or all {total_steps}), a float below 1 for a share of them"
     return check_number(name, value, low=0, high=1, high_open=True, remedy=remedy) * total_steps
 

@@ -36,7 +36,7 @@ def writing(path: Path, what: str = "to", remedy: str = "") -> Iterator[None]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Writes ``path`` in one step: whoever looks sees the old file or the whole new one.
+    """Writes ``path`` in one step: a reader sees the old file or the whole new one.
 
     Raises:
         RecordError: If the file cannot be written; the old one is then still there.

@@ -32,7 +32,7 @@ class RunWriter:
         self._file = open(folder / RECORD, "r+b", buffering=0)  # noqa: SIM115
         try:
             _lock(self._file, folder)
-            # Only now: whoever wrote it before has finished.
+            # Only now: the process that wrote it before has finished.
             self._end = read_record(folder)[2]
         except BaseException:
             self._file.close()

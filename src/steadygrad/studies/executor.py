@@ -220,7 +220,7 @@ def makespan(trials: Sequence[Trial], workers: int) -> int:
     chains = tails(trials)
     waiting = sorted(trials, key=lambda trial: -chains[trial.key])
     done: set[Key] = set()
-    ends: dict[Key, int] = {}  # of those that run
+    ends: dict[Key, int] = {}  # of running trials
     now = 0
     while waiting or ends:
         ready = [trial for trial in waiting if done.issuperset(trial.needs)]

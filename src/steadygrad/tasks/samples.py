@@ -13,7 +13,7 @@ __all__ = ["Samples", "TensorSamples", "to_device"]
 
 @runtime_checkable
 class Samples(Protocol):
-    """A fixed, indexable set of samples; whoever draws the indices decides on the order."""
+    """A fixed, indexable set of samples; the caller's indices decide on the order."""
 
     def __len__(self) -> int: ...
 

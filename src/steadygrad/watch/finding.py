@@ -111,7 +111,7 @@ def first_fault(
     Args:
         seen: In the order of the forward pass; the backward pass goes through it from the end.
         called: Names of all modules that were called.
-        weights: Names of those that are not finite.
+        weights: Names of weights that are not finite.
         batch: Index of the pass.
     """
     at = next((i for i, one in enumerate(seen) if not is_finite(one.value)), None)

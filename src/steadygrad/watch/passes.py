@@ -208,7 +208,7 @@ class Pass:
             usual |= {(one.what, one.name) for one in bad}
             return None
         if not self.backward and is_finite(self.seen[-1].value):
-            # Evaluated with gradients enabled: nobody knows yet what is usual.
+            # Evaluated with gradients enabled: what is usual is known after backward passes only.
             return None
         for one in bad:
             one.value = (one.what, one.name) in usual

@@ -29,7 +29,7 @@ class Tap:
     Args:
         name: The module's.
         hooked: Whether gradients at its outputs are hooked in every pass.
-        watch: Whom to tell; None for a copy of a model, which nobody watches.
+        watch: The watch that gets the observations; None for a copy of a watched model.
         clock: The watch's.
 
     Attributes:

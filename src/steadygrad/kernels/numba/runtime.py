@@ -141,7 +141,7 @@ def _address_of(make: Maker, types: Types) -> int:
         except MemoryError:
             raise
         except Exception as error:
-            # Whatever a compiler may raise on a machine nobody has seen.
+            # A compiler may raise anything on an unknown machine.
             raise KernelError(" ".join(str(error).split())[:200]) from error
 
 

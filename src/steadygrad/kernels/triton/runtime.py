@@ -36,8 +36,8 @@ class Table(PointerTable):
     """A table of pointers whose addresses are copied to the device where they have changed.
 
     A CUDA graph copies a table of its own at each replay, from pinned memory that later steps do
-    not write to. Nobody tells when a graph is gone: such memory lives as long as this table, which
-    an optimizer then keeps. Graphs with equal addresses share it.
+    not write to. CUDA does not say when a graph is gone: such memory lives as long as this table,
+    which an optimizer then keeps. Graphs with equal addresses share it.
 
     Args:
         sizes: Elements of each tensor.
@@ -199,7 +199,7 @@ def _prepare(kernel: Pass, types: Types, states: int, device: torch.device) -> N
     except _OF_DEVICE:
         raise
     except Exception as error:
-        # Whatever a compiler may raise on a machine nobody has seen.
+        # A compiler may raise anything on an unknown machine.
         message = " ".join(str(error).split())
         if message.startswith(("CUDA error", "Triton Error")):
             raise
