@@ -1,0 +1,47 @@
+"""Every relative link of the front pages, and of HTML in the documentation, leads somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"]
+# Sphinx checks Markdown links between the documentation's own pages, but no links in HTML.
+HTML = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))
+
+
+def targets(text):
+    """Targets of Markdown links and of HTML attributes, outside of code."""
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
+    found = re.findall(r"\]\(([^)\s]+)\)", prose) + re.findall(r'(?:src|href)="([^"]+)"', prose)
+    return [target for target in found if not re.match(r"https?:|mailto:|#", target)]
+
+
+def exists(page, target):
+    path = (ROOT / page).parent / target.partition("#")[0]
+    # Drawn from a record while the pages are built.
+    drawn = re.fullmatch(r"reports/(\w+)\.html", target)
+    return path.exists() or bool(drawn and (ROOT / "docs/runs" / drawn[1]).is_dir())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links(page):
+    found = targets((ROOT / page).read_text())
+    assert [target for target in found if not exists(page, target)] == []
+
+
+@pytest.mark.parametrize("page", HTML)
+def test_links_in_html(page):
+    prose = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.S)
+    found = re.findall(r'(?:src|href)="([^"]+)"', prose)
+    inner = [target for target in found if not target.startswith("http")]
+    assert [target for target in inner if not exists(page, target)] == []
+
+
+def test_a_missing_page_is_seen():
+    assert targets("[a](docs/none.md) `[b](c.md)` <img src='x'> <a href=\"d.html\">") == [
+        "docs/none.md",
+        "d.html",
+    ]
+    assert not exists("README.md", "docs/none.md")
