@@ -58,9 +58,8 @@ for step, batch in zip(range(STEPS), batches(MICRO * COUNT), strict=False):
         seen.append((step + 1, noise.estimate().as_dict()))
 
 _, last = seen[-1]
-print(
-    f"noise scale {last['value']:.0f} images, 95 % interval {last['low']:.0f} to {last['high']:.0f}"
-)
+low, high = last["low"], last["high"]
+print(f"noise scale {last['value']:.0f} images, 95 % interval {low:.0f} to {high:.0f}")
 
 # %%
 # It grows while the model learns: gradients shrink, their noise does not. An interval without an
@@ -122,7 +121,7 @@ left.set(xscale="log", yscale="log", xlabel="batch size", ylabel="steps")
 right.plot(SIZES, [count * size for size, count in zip(SIZES, needed, strict=True)], "o-")
 right.set(xscale="log", yscale="log", xlabel="batch size", ylabel="images")
 for axis in (left, right):
-    axis.axvspan(last["low"], min(last["high"], SIZES[-1]), alpha=0.2, label="noise scale")
+    axis.axvspan(low, min(high, SIZES[-1]), alpha=0.2, label="noise scale")
 left.legend(frameon=False)
 
 # %%

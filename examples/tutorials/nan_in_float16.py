@@ -42,7 +42,7 @@ with torch.autocast("cpu", torch.float16):
 scaler.scale(loss).backward()
 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 if not norm.isfinite():
-    print(watch.report())
+    print(str(watch.report()).replace(". ", ".\n"))
 watch.close()
 
 # %%
