@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.autograd import Variable
 from steadygrad._checks import InputError, check_type
 from steadygrad._names import own_name
 from steadygrad.sharding import ShardSum, gather_json, process_world
-from steadygrad.watch.finding import LEFT, Finding, Seen
+from steadygrad.watch.finding import LEFT, PARAMETER, Finding, Seen
 from steadygrad.watch.norms import GradientNorms, gradient_norms
 from steadygrad.watch.passes import Clock, Pass, finite_now, values
 from steadygrad.watch.taps import Tap, detach, is_compiled, is_watched, witnesses
@@ -23,6 +23,8 @@ __all__ = ["GradientWatch"]
 
 # Forward passes that may wait for a backward pass; an older one counts as over.
 _MOST_OPEN = 64
+# Comes after all that a pass has seen, in the order of execution.
+_UNSEEN = 2
 # Gradients with no more elements are copied together, and looked at by one call.
 _SMALL = 4096
 
@@ -82,6 +84,8 @@ class GradientWatch:
         self._finding: Finding | None = None
         # Whether a pass without a fault came after the finding.
         self._recovered = True
+        # Backward passes since the last report, and gradients that were not finite then.
+        self._passes, self._left = 0, set[str]()
         # Whether gradients may be left that were not finite before a pass.
         self._stale = False
         self._usual: set[tuple[str, str]] = set()
@@ -131,13 +135,15 @@ class GradientWatch:
         self._close()
         self._judge(wait=True)
         mine = self._finding or self._parameter_fault()
-        self._finding, self._recovered = None, True
+        self._finding, self._recovered, self._passes = None, True, 0
+        self._left = {*self._broken_gradients()} if mine is not None else set()
         world = process_world(self._group)
         if world.size == 1:
             return mine
         found = gather_json(mine and asdict(mine), world, self.clock.ticks.device)
         faults = [Finding(**{**one, "rank": rank}) for rank, one in enumerate(found) if one]
-        faults = [fault for fault in faults if fault.kind != LEFT] or faults
+        # Of reduced gradients it is known elsewhere which pass broke them.
+        faults = [fault for fault in faults if fault.order[0] != _UNSEEN] or faults
         latest = max((fault.last for fault in faults), default=0)
         row = [fault for fault in faults if fault.last == latest]
         return min(row, key=lambda fault: (fault.batch, *fault.order), default=None)
@@ -249,6 +255,7 @@ class GradientWatch:
         """Looks at passes that have arrived on the host."""
         while self._closed and self._closed[0].arrived(wait=wait):
             over = self._closed.popleft()
+            self._passes += over.backward
             fault = over.fault(self._usual)
             if fault is None:
                 self._recovered = True
@@ -260,14 +267,20 @@ class GradientWatch:
             self.clock.detailed = self.clock.detailed or self._stale
 
     def _parameter_fault(self) -> Finding | None:
-        """A gradient that is not finite though no pass since the last report made it so."""
+        """A gradient that is not finite though all that modules gave, and its gradient, is."""
+        name = next(self._broken_gradients(), None)
+        if name is None:
+            return None
+        kind = LEFT if name in self._left or not self._passes else PARAMETER
+        seen, last = f"the gradient of {name!r}", self.batches - 1
+        return Finding(kind, name, seen, "", "", last, last=last, order=(_UNSEEN, 0, True))
+
+    def _broken_gradients(self) -> Iterator[str]:
+        """Names of the parameters whose gradients are not finite now."""
         for name, p in self.model.named_parameters():
             gradient = None if p.grad is None else values(p.grad)
             if gradient is not None and not torch.isfinite(gradient).all():
-                name, last = own_name(name, self.model), self.batches - 1
-                seen, order = f"the gradient of {name!r}", (2, 0, True)
-                return Finding(LEFT, name, seen, "", "", last, last=last, order=order)
-        return None
+                yield own_name(name, self.model)
 
 
 def _is_small(weight: Tensor | None) -> bool:

@@ -62,7 +62,8 @@ def test_gradient_of_a_weight_alone():
         model[0].weight.fill_(8.0)
         model[1].weight.fill_(1e-3)
     (model(x) * 10.0).sum().backward()
-    assert watch.report().seen_in == "the gradient of '1.weight'"
+    found = watch.report()
+    assert (found.kind, found.name) == ("parameter", "1.weight")
 
 
 def test_submodule_whose_weights_are_used_without_a_call():
