@@ -60,12 +60,12 @@ if os.environ.get("DOCS_ONLINE"):
 
 
 def draw_reports(app: Any, exception: Exception | None) -> None:
-    """Draws the reports of the runs in ``docs/runs``, which ``reports.md`` links to."""
+    """Draws the reports of the runs in ``docs/records``, which ``reports.md`` links to."""
     if exception is not None or app.builder.name != "html":
         return
     pages = Path(app.outdir, "reports")
     pages.mkdir(exist_ok=True)
-    for run in sorted(Path(app.srcdir, "runs").iterdir()):
+    for run in sorted(Path(app.srcdir, "records").iterdir()):
         (pages / f"{run.name}.html").write_text(render(read_run(run)))
 
 

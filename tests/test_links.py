@@ -22,7 +22,7 @@ def exists(page, target):
     path = (ROOT / page).parent / target.partition("#")[0]
     # Drawn from a record while the pages are built.
     drawn = re.fullmatch(r"reports/(\w+)\.html", target)
-    return path.exists() or bool(drawn and (ROOT / "docs/runs" / drawn[1]).is_dir())
+    return path.exists() or bool(drawn and (ROOT / "docs/records" / drawn[1]).is_dir())
 
 
 @pytest.mark.parametrize("page", PAGES)
