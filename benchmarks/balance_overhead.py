@@ -1,4 +1,4 @@
-"""What balancing three losses on a wide output adds to a training step.
+"""Cost of balancing three losses on a wide output in a training step.
 
 A convolutional decoder puts out audio, on which an l1 loss, a spectral loss and a discriminator's
 loss look. The baseline is the least that balancing by hand needs: each loss's gradient of the

@@ -1,4 +1,4 @@
-"""What each tool adds to a whole training step of the language model, in one table and one run.
+"""Cost of each tool in a whole training step of the language model, in one table and one run.
 
 Every pair does the same work with and without the tool: four micro-batches of eight sequences, or
 one batch of 32, AdamW unless it says otherwise, float32 throughout.

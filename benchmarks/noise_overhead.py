@@ -1,4 +1,4 @@
-"""What measuring the noise scale adds to a training step of the language model.
+"""Cost of measuring the noise scale in a training step of the language model.
 
 Every variant does the same work: one AdamW step on four micro-batches, of eight and of 32
 sequences. `SplitBatchNoiseScale` needs the whole batch's losses in one graph, so it is compared

@@ -26,7 +26,7 @@ def _load(name: str, path: Path) -> types.ModuleType:
 
 
 def _dora() -> dict[str, types.ModuleType]:
-    """What flashy asks of dora in one process: to say that it is alone."""
+    """The function of dora that flashy calls in one process: it says that the process is alone."""
     distrib: Any = types.ModuleType("dora.distrib")
     distrib.rank, distrib.world_size, distrib.init = lambda: 0, lambda: 1, lambda *_: None
     return {"dora": types.ModuleType("dora"), "dora.distrib": distrib}

@@ -1,4 +1,4 @@
-"""What exact per-example norms cost a training step, as a whole and layer type by layer type.
+"""Cost of exact per-example norms in a training step, as a whole and layer type by layer type.
 
 One step is four micro-batches of 8 sequences of 64 characters through the built-in language
 model (254,000 parameters) and one AdamW update. All variants run in turn, in the same process;

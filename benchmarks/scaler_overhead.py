@@ -1,4 +1,4 @@
-"""What layer-wise scaling adds to a training step, beside torch's GradScaler in the same run.
+"""Cost of layer-wise scaling in a training step, beside torch's GradScaler in the same run.
 
 All arithmetic is float32: on a CPU float16 is several times slower, which would flatter the ratio.
 The boundaries, the unscaling and the update do the same work in both. fairscale's class is timed

@@ -166,7 +166,7 @@ def resident(field: str) -> int:
 
 
 def alone(what: str, key: str, folder: str | None = None) -> float:
-    """What a fresh process prints."""
+    """Output of a fresh process."""
     environment = {**os.environ, **({"NUMBA_CACHE_DIR": folder} if folder else {})}
     # So that the allocator keeps nothing back, which would hide what is asked for next.
     environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}

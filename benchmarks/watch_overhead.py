@@ -1,4 +1,4 @@
-"""What a gradient watch adds to a training step of the language model while all is well.
+"""Cost of a gradient watch in a training step of the language model while all is well.
 
 The sums are of order tokens times width and the step is of order tokens times width squared: the
 built-in model's width of 96 is the worst case. On one thread the processor's own time is taken, of

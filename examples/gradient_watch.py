@@ -1,4 +1,4 @@
-"""Who made the gradient non-finite, how large it is by part, and whether accumulation is right."""
+"""Finds the module that made the gradient non-finite, norms by part, and faulty accumulation."""
 
 import torch
 import torch.nn.functional as F

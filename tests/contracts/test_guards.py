@@ -1,4 +1,4 @@
-"""What must not reach a weight or a state, whoever sends it."""
+"""Values that must not reach a weight or a state, from any source."""
 
 import pytest
 import torch

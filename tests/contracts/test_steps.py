@@ -1,4 +1,4 @@
-"""What every optimizer of the table does in a step, in every mode and type."""
+"""A step of every optimizer of the table, in every mode and type."""
 
 import copy
 

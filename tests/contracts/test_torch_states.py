@@ -1,4 +1,4 @@
-"""What torch asks of the state dicts of its own optimizers: after its OptimizerInfo tests.
+"""Torch's tests of the state dicts of its own optimizers: after its OptimizerInfo tests.
 
 Left to other files: damaged and foreign state dicts (`test_attacks`, `test_resume`), and those that
 are loaded onto another device (`tests/gpu`). Pickled optimizers do not apply: only tensors and

@@ -1,4 +1,4 @@
-"""What torch asks of a step of its own optimizers, on a CPU: after its OptimizerInfo tests.
+"""Torch's tests of a step of its own optimizers, on a CPU: after its OptimizerInfo tests.
 
 Groups of those that do not apply: sparse gradients, complex parameters and `differentiable`, which
 are refused here; LBFGS (a closure is never required); several CUDA devices and the peak of CUDA

@@ -1,4 +1,4 @@
-"""What each rank finds out about steps by Triton's interpreter; see test_device_steps.py."""
+"""Each rank's report on steps by Triton's interpreter; see test_device_steps.py."""
 
 from collections import Counter
 

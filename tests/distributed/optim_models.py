@@ -121,7 +121,7 @@ def make(layout, **options):
 
 
 def batch(step, layout="none"):
-    """What this process sees of the step's samples."""
+    """This process's part of the step's samples."""
     x = torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(step))
     if layout in ("none", "tp"):
         return x

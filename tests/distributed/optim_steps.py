@@ -1,4 +1,4 @@
-"""What each rank finds out about sharded steps; the assertions are in test_optim.py."""
+"""Each rank's report on sharded steps; the assertions are in test_optim.py."""
 
 import copy
 
@@ -52,7 +52,7 @@ def _numbers(report):
 
 
 def _unlike(report, reference):
-    """What two reports do not have in common, but for float32 sums in another order."""
+    """Differences between two reports, but for float32 sums in another order."""
     ours, theirs = _numbers(report), _numbers(reference)
     close = {
         key

@@ -37,7 +37,7 @@ def test_a_gradient_of_none_on_all_processes_is_none(results):
 
 
 def test_a_partial_gradient_of_none_on_one_process_counts_as_zero(results):
-    """Nobody waits for good, and copies stay alike; None on all processes is none."""
+    """No process hangs, and copies stay alike; None on all processes is none."""
     for key in keys():
         found = [own[f"partial {key}"] for own in results]
         assert found == [found[0]] * len(found)
@@ -87,7 +87,7 @@ def test_copies_stay_alike_beside_tensors_that_differ(results):
 
 
 def test_a_plain_parameter_on_one_process_alone(results):
-    """Nobody waits for good, and shards of one tensor take the same steps."""
+    """No process hangs, and shards of one tensor take the same steps."""
     for key in keys():
         found = [own[f"lopsided {key}"] for own in results]
         assert found == [found[0]] * len(found)

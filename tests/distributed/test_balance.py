@@ -185,7 +185,7 @@ class Drawing(ByProducts):
 
 
 def apart(rank, world):
-    """What processes need not have in common: groups, the order of names, random numbers."""
+    """Differences between processes that are allowed: groups, the order of names, random numbers."""
     found = {}
     if rank == 0:
         # torch names a group by how many this process is in.
@@ -223,7 +223,7 @@ def everything(rank, world):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """What each rank of two and of four processes found."""
+    """Reports of each rank of two and of four processes."""
     return {
         world: on_ranks(world, everything, tmp_path_factory.mktemp(f"ranks{world}"))
         for world in (2, 4)

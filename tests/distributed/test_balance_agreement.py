@@ -1,4 +1,4 @@
-"""What processes must have alike is noticed, and what each has alone keeps nobody waiting."""
+"""Processes that differ where they must not are noticed; a fault of one hangs no other."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ class By:
 
 
 def other_states(rank, call):
-    """What one process does for itself with its state or loss scale, after one step of all."""
+    """A state or loss scale changed by one process alone, after one step of all."""
     fresh = LossBalancer(WEIGHTS).state_dict()
     events = {
         "load": lambda b: b.load_state_dict(fresh),
@@ -123,7 +123,7 @@ def whole_and_broken_numbers(rank, call):
 
 
 def handed_zeros(rank, call):
-    """What the second tensor is handed on a process with a loss of the first one alone."""
+    """Gradient of the second tensor on a process with a loss of the first one alone."""
     leaves = [draw(2, 5, seed=i).requires_grad_() for i in range(2)]
     y, balancer = [leaf * 1 for leaf in leaves], LossBalancer(WEIGHTS)
     ys = balancer.fork(y) if call == "fork" else dict.fromkeys(WEIGHTS, y)

@@ -52,7 +52,7 @@ def run(wrap, rank, world, *, scales, bad_rank=None, before=False, seen=None):
 
 
 def whole(world):
-    """What one process does with the batches of all, without scaling and without the bad one."""
+    """Training of one process on the batches of all, without scaling and without the bad one."""
     model, optimizer = make(optimizer=torch.optim.Adam)
     for step in set(range(STEPS)) - {BAD}:
         optimizer.zero_grad()

@@ -39,7 +39,7 @@ def loss_of(model, batch):
 
 
 class Run:
-    """What the page's code takes for granted, and what it made."""
+    """Names that the page's code takes for granted, and those that it defines."""
 
     def __init__(self, batches, make_optimizer=None):
         # Accelerate keeps its state for the whole process.

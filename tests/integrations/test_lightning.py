@@ -290,7 +290,7 @@ def test_refusals(tmp_path):
 
 
 def names_of(tmp_path):
-    """What the page's code takes for granted."""
+    """Names that the page's code takes for granted."""
     given = {
         "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_epochs": 1,
         "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": tmp_path,

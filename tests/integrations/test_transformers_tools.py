@@ -102,7 +102,7 @@ def losses_of(model, batch, micro_batches):
 
 
 def balanced_by_hand(model, batches, balancer, lr):
-    """What the Trainer does, with audiocraft's form of the balancer."""
+    """The Trainer's step by hand, with audiocraft's form of the balancer."""
     parameters = [*model.parameters()]
     optimizer = adamw(model, lr)
     for window in chunks(batches):
@@ -256,7 +256,7 @@ def test_noise_of_balanced_losses_is_that_of_a_loop_by_hand(tmp_path):
 
 
 def names_of(tmp_path, **options):
-    """What the page's code takes for granted."""
+    """Names that the page's code takes for granted."""
     return {
         "Trainer": transformers.Trainer,
         "SteadygradMixin": SteadygradMixin,

@@ -30,7 +30,7 @@ class Lamb:
                 x -= self.lr * self.update(self.states.setdefault(place, {}), x, g)
 
     def update(self, state: dict, x: np.ndarray, g: np.ndarray) -> np.ndarray:
-        """What one parameter moves by, over the learning rate."""
+        """Update of one parameter, over the learning rate."""
         beta1, beta2 = self.betas
         t = state["t"] = state.get("t", 0) + 1
         m = state["m"] = beta1 * state.get("m", 0.0) + (1 - beta1) * g

@@ -26,7 +26,7 @@ class Lans:
                 x -= self.lr * self.update(self.states.setdefault(place, {}), x, g)
 
     def update(self, state: dict, x: np.ndarray, g: np.ndarray) -> np.ndarray:
-        """What one parameter moves by, over the learning rate."""
+        """Update of one parameter, over the learning rate."""
         beta1, beta2 = self.betas
         t = state["t"] = state.get("t", 0) + 1
         g = self.normalized(-g if self.maximize else g)

@@ -18,7 +18,7 @@ class Clipper:
     t: int = 0
 
     def factor(self, norm: float) -> float:
-        """What this step's gradients are multiplied by."""
+        """Factor on this step's gradients."""
         t, self.t = self.t, self.t + 1
         if t == 0:
             return 1.0

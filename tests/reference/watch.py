@@ -34,7 +34,7 @@ class Trace:
             tensor.register_hook(lambda g: self.tensors.append((words, name, g.clone())))
 
     def first(self):
-        """What and where; None if all is finite."""
+        """The first fault and its place; None if all is finite."""
         for what, name, tensor in self.tensors:
             if not torch.isfinite(tensor).all():
                 return what, name

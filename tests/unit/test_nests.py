@@ -1,4 +1,4 @@
-"""What a module may take or return: every kind of nest is taken apart and put together again."""
+"""Nests that a module may take or return: each kind is taken apart and put together again."""
 
 import collections
 import types
@@ -176,7 +176,7 @@ class Slot:
 
 @dataclass
 class Rows(list):
-    """What it holds is not in its fields."""
+    """A dataclass whose contents are not in its fields."""
 
     note: str = ""
 

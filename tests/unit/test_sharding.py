@@ -90,7 +90,7 @@ def test_copies_are_not_asked_and_whole_tensors_stay_at_home(world):
 
 
 def test_copies_are_asked_beside_plain_tensors(world):
-    """What is found in a plain tensor must reach the copies of the others."""
+    """A finding in a plain tensor must reach the copies of the others."""
     mesh = three_axes(world)
     total = ShardSum([on(mesh, R, S, R), torch.ones(3)], flags=1)
     result = total(torch.tensor([[1.0, 2.0, 1.0]]))

@@ -163,7 +163,7 @@ def test_a_shared_trunk_gets_the_plain_gradient(call):
 
 
 def test_heads_see_their_hooks_once():
-    """What DDP and others hang on parameters runs as in an ordinary backward pass."""
+    """Hooks of DDP and others on parameters run as in an ordinary backward pass."""
     trunk, heads = trunk_and_heads()
     calls = []
     for name, p in trunk.named_parameters():
@@ -194,7 +194,7 @@ def test_a_bad_loss_does_not_reach_its_head():
 
 
 def test_neither_does_one_without_a_weight():
-    """What counts for a head is whether the gradient is finite, not the weight."""
+    """A head's step depends on whether the gradient is finite, not on the weight."""
     good, bad = nn.Linear(7, 1).double(), nn.Linear(7, 1).double()
     make = lambda ys: {  # noqa: E731
         "a": good(ys["a"]).sum(),

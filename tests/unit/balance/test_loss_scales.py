@@ -1,4 +1,4 @@
-"""What losses carry besides themselves: loss scales, and numbers of micro-batches."""
+"""Factors on losses: loss scales, and numbers of micro-batches."""
 
 import copy
 

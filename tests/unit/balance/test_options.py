@@ -1,4 +1,4 @@
-"""What a balancer was told: attributes that are heard, attributes that refuse, and its rebirth."""
+"""Options of a balancer: attributes that may be set, attributes that refuse, copies and pickles."""
 
 import copy
 from dataclasses import dataclass
@@ -139,7 +139,7 @@ def built_on_meta(**options):
 
 
 def spoil(module):
-    """What memory that nobody has written to may hold."""
+    """Fills memory as if nobody had written to it."""
     for buffer in module.buffers():
         buffer.copy_(torch.full_like(buffer, 77))
 

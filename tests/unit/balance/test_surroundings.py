@@ -1,4 +1,4 @@
-"""What training frames do to a balancer: averaged copies, casts, modules as options, odd nests."""
+"""Training frameworks around a balancer: averaged copies, casts, modules as options, odd nests."""
 
 import copy
 

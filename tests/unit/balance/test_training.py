@@ -1,4 +1,4 @@
-"""What happens to a balancer in training: weights change, it is moved, copied and reset."""
+"""A balancer in training: weights change, it is moved, copied and reset."""
 
 import copy
 import pickle

@@ -207,7 +207,7 @@ def test_a_sparse_gradient_is_refused(call):
 
 @CALLS
 def test_a_loss_scale_of_zero_leaves_every_loss_out(call):
-    """Nobody reads a tensor to refuse it."""
+    """No tensor is read to refuse it."""
     balancer = LossBalancer(WEIGHTS, grad_scale=torch.zeros(()))
     nothing = lambda ys: {k: 0 * v for k, v in make(ys).items()}  # noqa: E731
     got = gradient_handed_on(balancer, nothing, draw(4, 7), call)

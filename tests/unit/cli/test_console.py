@@ -1,4 +1,4 @@
-"""What is printed, and on what."""
+"""Printed lines, and the stream that they are printed on."""
 
 import math
 

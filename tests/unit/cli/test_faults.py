@@ -1,4 +1,4 @@
-"""What may go wrong around the program: one line, exit code 2, and no result is lost."""
+"""Faults around the program: one line, exit code 2, and no result is lost."""
 
 import json
 import os

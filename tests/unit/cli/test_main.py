@@ -130,7 +130,7 @@ def test_an_error_of_our_own_is_not_the_task_s(tmp_path, monkeypatch):
 
 
 def summary_of(folder):
-    """What the file holds beside its checksum."""
+    """The file's contents without its checksum."""
     summary = json.loads((folder / "summary.json").read_text())
     del summary["crc"]
     return summary

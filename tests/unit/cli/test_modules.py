@@ -1,4 +1,4 @@
-"""What the program loads: little for a help text, and no other study's code for a study."""
+"""Modules that the program loads: few for a help text, and no other study's for a study."""
 
 import json
 import subprocess

@@ -162,7 +162,7 @@ def test_a_slow_beginning_is_no_warning(done):
 
 
 def lines_of(capsys, clock, monitor, steps, seconds):
-    """What is printed while so many equal steps take so many seconds."""
+    """Lines printed while so many equal steps take so many seconds."""
     monitor.begin(1000, 0, POINTS)
     for number in range(steps):
         clock.now = (number + 1) * seconds / steps
@@ -220,7 +220,7 @@ def test_lines_say_what_the_budget_leaves(capsys):
 
 
 def test_lines_are_clean(capsys):
-    """What a study is at work on holds the task's own words."""
+    """The task's own words, in the line of progress, are printed without control characters."""
     clock = Clock()
     monitor = LineMonitor(clock.left, clock)
     monitor.begin(10, 0, {})

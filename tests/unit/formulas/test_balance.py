@@ -60,7 +60,7 @@ def test_half_precision_inner_products_do_not_overflow_or_vanish(dtype):
 
 @pytest.mark.parametrize("per_item", [True, False])
 def test_the_range_of_float32_norms(per_item):
-    """What the module says: squares have to be float32's, sums do not."""
+    """The module's statement: squares have to be float32's, sums do not."""
     for size, rel in ((1e18, 1e-6), (1e-17, 1e-6)):
         row = torch.full((1, 4), size)
         got = norm_sum([row], per_item=per_item).item()

@@ -86,7 +86,7 @@ class Duration:
 
 
 def olmo_core(text):
-    """What the call hands to `BatchSizeSchedulerCallback`."""
+    """Arguments that the call hands to `BatchSizeSchedulerCallback`."""
     return eval(text, {"BatchSizeSchedulerCallback": dict, "Duration": Duration})
 
 

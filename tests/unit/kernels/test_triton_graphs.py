@@ -1,4 +1,4 @@
-"""What a CUDA graph has recorded is not freed while the optimizer lives, whatever is built anew.
+"""Memory that a CUDA graph has recorded is not freed while the optimizer lives.
 
 No CPU records: a test says when it is as if one did.
 """

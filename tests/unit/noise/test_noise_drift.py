@@ -1,4 +1,4 @@
-"""What an estimate says of a noise scale that drifts: whose value it is, and the newest one."""
+"""Estimates of a noise scale that drifts: which steps a value is of, and the newest one."""
 
 import json
 

@@ -249,7 +249,7 @@ def test_on_an_accelerator_the_warning_comes_when_its_numbers_have_arrived(monke
 
 
 def test_a_clipped_history_keeps_the_true_value():
-    """What clipping would have made of it: the truth is 4, and clipped gradients say far more."""
+    """The estimate from clipped gradients would be far above the truth, which is 4."""
     model, sample = synthetic(4.0)
     noise = NoiseScale(model, decay=1.0, samples=8)
     noise._alterations._warned = True

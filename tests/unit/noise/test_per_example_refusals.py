@@ -1,4 +1,4 @@
-"""What taps cannot measure is refused by name, with a remedy."""
+"""Modules that taps cannot measure are refused by name, with a remedy."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What is refused while a CUDA graph records; here a test says that one does."""
+"""Refusals while a CUDA graph records; here a test pretends that one does."""
 
 import pytest
 import torch

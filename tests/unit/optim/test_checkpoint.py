@@ -1,4 +1,4 @@
-"""What loads, what is refused, and what a refused state leaves behind."""
+"""States that load, states that are refused, and the optimizer after a refusal."""
 
 import copy
 import io

@@ -255,7 +255,7 @@ def test_the_norms_place_is_that_of_who_took_most_steps():
 
 @pytest.mark.parametrize("count", [0, 3, 5, 7])
 def test_a_count_that_was_edited_is_noticed(count):
-    """What the first pass was told one step before is no longer what is needed."""
+    """The first pass's numbers of the step before are no longer those that are needed."""
 
     def edit(params, optimizer, step):
         if step == 2:

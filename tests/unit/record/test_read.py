@@ -1,4 +1,4 @@
-"""What is read is what was written, and what is wrong with a record is said in one line."""
+"""A record is read as it was written, and a damaged one is refused in one line."""
 
 import json
 import math

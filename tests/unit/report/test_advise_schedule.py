@@ -1,4 +1,4 @@
-"""What opens the page of an `advise` run, and the growing batch that it shows."""
+"""Opening of an `advise` page, and the growing batch that it shows."""
 
 import html
 import re

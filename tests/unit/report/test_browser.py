@@ -62,7 +62,7 @@ addEventListener("load", () => {{
 
 
 class Look:
-    """What the browser reported of one page."""
+    """The browser's report on one page."""
 
     def __init__(self, page: str, folder: Path, *flags: str):
         outer = folder / "outer.html"

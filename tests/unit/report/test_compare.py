@@ -79,7 +79,7 @@ HEADER = Header(
 
 
 def training(plan, effects, diverging, job):
-    """What training would give: the best rate is twice the default; with noise by seed."""
+    """Result of a made-up training: the best rate is twice the default; with noise by seed."""
     name, samples, step = job["optimizer"], job["samples"], job["step"]
     noise = random.Random(str(sorted(job.items()))).gauss(0, 0.01)
     base = 2.0 + (samples / 800) ** -0.5 + 0.02 * random.Random(str(job["repeat"])).gauss(0, 1)

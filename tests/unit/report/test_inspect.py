@@ -202,7 +202,7 @@ def painted(monkeypatch):
 
 
 def boxes(axes):
-    """What is drawn: strength by row, left edge and colour."""
+    """The boxes of the drawing: strength by row, left edge and colour."""
     names = [label.get_text() for label in axes.get_yticklabels()]
     found = {}
     for collection in axes.collections:

@@ -1,4 +1,4 @@
-"""What to choose in each of the models, and what they are trained on."""
+"""Modules to choose in each of the models, and their training data."""
 
 import torch
 

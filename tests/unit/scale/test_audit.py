@@ -1,4 +1,4 @@
-"""What the first step's graph shows: uses that get around the boundaries, and float32 gradients."""
+"""Findings in the first step's graph: uses that avoid the boundaries, and float32 gradients."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What passes a boundary: between neighbours, in float16, measured, and what is not to pass."""
+"""Gradients at a boundary: between neighbours, in float16, measured, and refused ones."""
 
 import pytest
 import torch

@@ -157,7 +157,7 @@ class Clamp(nn.Module):
 
 
 class CallerRelies(nn.Module):
-    """What a scaled module does to its argument in place is used by the caller."""
+    """The caller uses an argument that a scaled module has changed in place."""
 
     def __init__(self):
         super().__init__()
@@ -255,7 +255,7 @@ class Transformer(nn.Module):
 
 
 class Functional(nn.Module):
-    """What lies between the chosen modules is no module."""
+    """Functions, not modules, lie between the chosen modules."""
 
     def __init__(self):
         super().__init__()

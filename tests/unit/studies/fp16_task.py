@@ -104,7 +104,7 @@ def always() -> Task:
 
 
 def noisy() -> Task:
-    """What the loss has of random numbers does not touch the gradients."""
+    """Random numbers in the loss do not touch the gradients."""
     task = healthy()
     return replace(
         task,

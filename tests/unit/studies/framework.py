@@ -124,7 +124,7 @@ def summary(folder):
 
 
 def environment():
-    """What a process needs to import the tests and the library, on one thread."""
+    """Environment in which a process can import the tests and the library, on one thread."""
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -160,7 +160,7 @@ def python(*arguments):
 
 
 def main(folder, given):
-    """What :func:`launch` runs."""
+    """Entry point of the processes that :func:`launch` starts."""
     deadline = Deadline()
     with deadline.signals():
         outcome = resume(folder, given, deadline=deadline, monitor=Watcher())

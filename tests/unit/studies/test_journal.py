@@ -1,4 +1,4 @@
-"""What is recorded once is not recorded again."""
+"""A result that is recorded once is not recorded again."""
 
 import math
 

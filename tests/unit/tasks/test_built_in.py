@@ -1,4 +1,4 @@
-"""What every built-in task promises, the example included."""
+"""Promises of every built-in task, the example included."""
 
 from pathlib import Path
 

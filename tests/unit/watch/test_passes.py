@@ -43,7 +43,7 @@ def test_code_between_submodules():
 
 
 def test_code_before_a_submodule():
-    """What `forward` does before its first submodule is not that submodule's fault."""
+    """A fault of `forward` before its first submodule is not that submodule's."""
     model = Two(lambda own, x: own.second(own.first(x) * 1e30 * 1e30))
     watch, (x, y) = GradientWatch(model), data()
     mse(model(x), y).backward()

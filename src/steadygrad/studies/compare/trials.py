@@ -208,7 +208,7 @@ def _trainings(plan: Plan, evaluation: int) -> Iterator[Trial]:
 
 
 def _job(plan: Plan, key: Key, journal: Journal) -> Job | None:
-    """What a trial runs; None where the search has nothing to ask."""
+    """The job of a trial; None where the search has nothing to ask."""
     kind, multiple, name = key[0], int(key[1]), str(key[-1])
     rung, point, repeat, numbers = 1, 0, 0, [int(part) for part in key[2:-1]]
     step: float

@@ -33,7 +33,7 @@ def plan_of(budget, speed=1000.0, *, size=8, train=180_000, valid=256, workers=1
 
 
 def test_five_minutes_of_the_language_model():
-    """What `make advise` needs: three points, several repeats, a check from scratch."""
+    """Needs of `make advise`: three points, several repeats, a check from scratch."""
     plan = plan_of(300, workers=2)
     assert len(plan.points) == 3
     assert (plan.repeats, plan.seeds, plan.candidates, plan.rates) == (3, 4, 3, True)

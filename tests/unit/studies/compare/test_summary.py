@@ -1,4 +1,4 @@
-"""What a record says, and that no sentence contradicts a number."""
+"""The summary of a record; no sentence contradicts a number."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Who is named, on networks where that is known."""
+"""Layers that `inspect` names, on networks where the right ones are known."""
 
 import math
 
