@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import multiprocessing
+import os
 import time
 import warnings
 from collections import Counter
@@ -69,6 +70,8 @@ def main() -> None:
     asked = parser.parse_args()
     began, total, by_pair = time.monotonic(), Counter[str](), Counter[str]()
     pairs, number = [*itertools.product(OPTIMIZERS, MODES)], asked.seed
+    # Lives change the number of threads; idle ones that wait in a loop take half of the time.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Begun anew: compiled loops and their threads do not survive a fork.
     with multiprocessing.get_context("spawn").Pool(asked.processes) as pool:
         while total["steps"] < asked.steps:

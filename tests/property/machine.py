@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steadygrad.optim import LAMB, LANS, ScaledAdam
-from tests.property.oracle import StepOracle
+from tests.property.oracle import StepOracle, assert_kept, everything
 
 __all__ = ["MODES", "OPTIMIZERS", "OptimizerMachine"]
 
@@ -184,7 +184,9 @@ class OptimizerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.optimizer.param_groups) < 4)
     @rule(data=st.data())
     def add_group(self, data: Any) -> None:
+        known = everything(self.optimizer)
         self.optimizer.add_param_group(self._group(data))
+        assert_kept(everything(self.optimizer)[: len(known)], known)
         self._thaw()
         self.counts["added groups"] += 1
 
@@ -236,6 +238,7 @@ class OptimizerMachine(RuleBasedStateMachine):
         ]
         other = self.kind(groups)
         other.load_state_dict(torch.load(file, weights_only=True))
+        assert_kept(everything(other), everything(self.optimizer))
         for group in other.param_groups:
             group.update({**dict.fromkeys(("foreach", "fused")), **MODES[mode]})
         self.optimizer = other
@@ -243,7 +246,9 @@ class OptimizerMachine(RuleBasedStateMachine):
 
     @rule()
     def deepcopy(self) -> None:
+        known = everything(self.optimizer)
         self.optimizer = copy.deepcopy(self.optimizer)
+        assert_kept(everything(self.optimizer), known)
         self.counts["copies"] += 1
 
     @rule(threads=st.integers(1, 4))

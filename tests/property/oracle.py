@@ -9,6 +9,7 @@ weights, gradients and states that differ by a few roundings each. A direction t
 norm near its bound, is then allowed what those differences make of it, and nothing else is.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from tests.reference.lans import Lans
 from tests.reference.scaled_adam import Clipper
 from tests.reference.scaled_adam import ScaledAdam as ReferenceScaledAdam
 
-__all__ = ["Snapshot", "StepOracle"]
+__all__ = ["Snapshot", "StepOracle", "assert_kept", "everything"]
 
 # A parameter's weight and states by name, or a group's shared states.
 Numbers = dict[str, Any]
@@ -142,6 +143,40 @@ def read(optimizer: Optimizer) -> Snapshot:
             rows.append(row)
         found.append(rows)
     return found
+
+
+def everything(optimizer: Optimizer) -> list[Any]:
+    """Copies of all options, weights and states, by group; masters as they are stored."""
+    found = []
+    for group in optimizer.param_groups:
+        options = {k: v for k, v in group.items() if k not in ("params", "foreach", "fused")}
+        states = [{"weight": p.detach(), **optimizer.state.get(p, {})} for p in group["params"]]
+        found.append(copy.deepcopy((options, states)))
+    return found
+
+
+def assert_kept(found: Sequence[Any], known: Sequence[Any]) -> None:
+    """Nothing that a load, a copy or a further group must leave alone differs in a bit.
+
+    Args:
+        found: Of :func:`everything`, afterwards.
+        known: Of :func:`everything`, before. A load rounds states to the type of a parameter that
+            was cast since.
+    """
+    assert len(found) == len(known)
+    for (options, states), (known_options, known_states) in zip(found, known, strict=True):
+        assert options == known_options
+        for state, known_state in zip(states, known_states, strict=True):
+            expected = dict(known_state)
+            # A cast gives a 16-bit parameter its first master, or ends the need for one.
+            if "master_weight" in state:
+                expected.setdefault("master_weight", state["weight"])
+            elif state["weight"].dtype in (torch.float32, torch.float64):
+                expected.pop("master_weight", None)
+            assert state.keys() == expected.keys()
+            for name, value in expected.items():
+                kept = torch.equal(state[name], value.to(state[name].dtype))
+                assert kept, f"{name} is another one"
 
 
 def _exact(p: Tensor, master: Tensor | None) -> Tensor:
