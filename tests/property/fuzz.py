@@ -58,6 +58,7 @@ def _seeded(machine: type, number: int) -> type:
 
 def _batch(job: tuple[str, str, int]) -> tuple[str, Counter[str]]:
     warnings.filterwarnings("ignore", "Expected parameters that fused kernels can take")
+    warnings.filterwarnings("ignore", "Expected finite gradients")
     name, mode, number = job
     return f"{name}, {mode}", live(name, mode, lives=LIVES, seed=number)
 

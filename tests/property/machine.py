@@ -19,7 +19,11 @@ __all__ = ["MODES", "OPTIMIZERS", "OptimizerMachine"]
 MODES = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}
 OPTIMIZERS = {"lans": LANS, "lamb": LAMB, "scaled_adam": ScaledAdam}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-SHAPES = [(), (1,), (4,), (0, 3), (3, 5), (2, 3, 4), (1, 7), (33,), (40, 30)]
+SMALL = [(), (1,), (4,), (0, 3), (3, 5), (2, 3, 4), (1, 7), (33,), (40, 30), (5000,)]
+# Of several chunks, and worth several threads; seldom, because its steps take longer.
+LARGE = (300, 256)
+# Of the norms that clipping looks back at, and with which all early thresholds are in force.
+PERIODS = [1, 2, 3, 7, 11, 12, 50, 50]
 
 _betas = st.sampled_from([0.0, 0.5, 0.9, 0.98, 0.999])
 _bounds = st.sampled_from([(None, None), (0.1, None), (None, 2.0), (0.1, 2.0)])
@@ -62,7 +66,7 @@ def scaled_adam_options(draw: Any, kind: type) -> dict[str, Any]:
         "scalar_max": draw(st.sampled_from([10.0, 0.2])),
         "size_update_period": draw(st.integers(1, 5)),
         "clipping_scale": draw(st.sampled_from([None, None, 0.5, 2.0])),
-        "clipping_update_period": draw(st.integers(1, 12)),
+        "clipping_update_period": draw(st.sampled_from(PERIODS)),
         "recipe": draw(st.sampled_from(["zipformer", "stateless7"])),
         "maximize": draw(st.booleans()),
     }
@@ -94,13 +98,15 @@ class OptimizerMachine(RuleBasedStateMachine):
         self.draw = torch.Generator().manual_seed(seed)
         # Numbers that float16 holds without masters would be rounded away.
         self.masters = None if masters or self.kind is ScaledAdam else False
-        self.period = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 12))
         groups = [self._group(data) for _ in range(data.draw(st.integers(1, 2)))]
+        if data.draw(st.integers(0, 9)) == 9:
+            groups[0]["params"].append(nn.Parameter(self._numbers(LARGE, data)))
+            torch.set_num_threads(2)
         self.optimizer = self.kind(groups, **MODES[self.mode])  # type: ignore[call-arg]
         self.skipped = 0
 
     def _group(self, data: Any) -> dict[str, Any]:
-        shapes = data.draw(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5))
+        shapes = data.draw(st.lists(st.sampled_from(SMALL), min_size=1, max_size=5))
         params = [nn.Parameter(self._numbers(shape, data)) for shape in shapes]
         options = data.draw(options_of(self.kind)) | {"master_weights": self.masters}
         if data.draw(st.booleans()):
@@ -131,7 +137,7 @@ class OptimizerMachine(RuleBasedStateMachine):
 
     # Rules are drawn alike, and steps are what is judged.
     step = rule(data=st.data(), steps=st.integers(1, 20))(take_steps)
-    step_on = rule(data=st.data(), steps=st.integers(1, 20))(take_steps)
+    step_on = rule(data=st.data(), steps=st.sampled_from([*range(1, 21)] * 2 + [60]))(take_steps)
 
     @rule(place=st.integers(0, 99), value=st.sampled_from([torch.inf, -torch.inf, torch.nan]))
     def skip(self, place: int, value: float) -> None:
@@ -159,6 +165,8 @@ class OptimizerMachine(RuleBasedStateMachine):
         self.skipped += oracle.skips
         self.counts["steps"] += 1
         self.counts["skipped steps"] += oracle.skips
+        if torch.get_num_threads() > 1 and any(p.shape == LARGE for p in self.params):
+            self.counts["steps that several threads may share"] += 1
         assert int(self.optimizer.skipped) == self.skipped  # type: ignore[attr-defined]
         for p in () if oracle.skips else self.params:
             master = self.optimizer.state[p].get("master_weight")
