@@ -164,8 +164,6 @@ class GradientWatch:
         if self._open:
             self._open[-1].settle()
         self.current = Pass(self.batches, self.clock, inputs, self._await_backward)
-        if self._stale:
-            self.current.spoiled = self._spoiled()
         self.batches += 1
         self._awaited = False
         self._open.append(self.current)
@@ -182,10 +180,19 @@ class GradientWatch:
         return spoiled
 
     def _await_backward(self) -> None:
-        """Asks the engine to close the open passes when the backward pass is over."""
-        if not self._awaited:
-            self._awaited = True
-            Variable._execution_engine.queue_callback(self._close)
+        """Begins a backward pass: asks the engine to close the open passes when it is over."""
+        if self._awaited:
+            return
+        self._awaited = True
+        self._passes += 1
+        # Here and not in the forward pass, because a loop may clear gradients between the two.
+        if self._left:
+            self._left &= {*self._broken_gradients()}
+        if self._stale:
+            spoiled = self._spoiled()
+            for one in self._open:
+                one.spoiled = spoiled
+        Variable._execution_engine.queue_callback(self._close)
 
     def _close(self) -> None:
         if self._open:
@@ -255,7 +262,6 @@ class GradientWatch:
         """Looks at passes that have arrived on the host."""
         while self._closed and self._closed[0].arrived(wait=wait):
             over = self._closed.popleft()
-            self._passes += over.backward
             fault = over.fault(self._usual)
             if fault is None:
                 self._recovered = True

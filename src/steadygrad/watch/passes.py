@@ -150,10 +150,12 @@ class Pass:
 
     def _arrive(self, one: Seen, number: int, gradients: tuple[Tensor | None, ...]) -> None:
         gradient = gradients[number]
-        if gradient is not None and self._copied is None:
-            self.backward = True
+        if gradient is not None:
             self._await()
-            self._set(one, "gradient", gradient)
+            # Not if a report has ended the pass before.
+            if self._copied is None:
+                self.backward = True
+                self._set(one, "gradient", gradient)
 
     def settle(self) -> None:
         """Lets go of the inputs: another pass begins before its backward pass."""

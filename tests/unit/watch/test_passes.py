@@ -479,6 +479,55 @@ def test_gradients_that_nobody_cleared():
     assert (found.kind, found.name) == ("left", name)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_the_same_gradient_breaks_again(late):
+    """As under a loss scale that is still too large; gradients are cleared each time."""
+    model, _ = make("sequential")
+    watch, (x, y) = GradientWatch(model), data()
+    name, p = [*model.named_parameters()][-2]
+    p.register_hook(lambda gradient: gradient * torch.inf)
+    for _ in range(3):
+        if not late:
+            model.zero_grad()
+        loss = mse(model(x), y)
+        if late:
+            model.zero_grad()
+        loss.backward()
+        found = watch.report()
+        assert (found.kind, found.name) == ("parameter", name)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_report_between_forward_and_backward(deferred):
+    model, _ = make("sequential")
+    watch, (x, y) = GradientWatch(model), data()
+    watch.clock.deferred = deferred
+    [*model.parameters()][-2].register_hook(lambda gradient: gradient * torch.inf)
+    loss = mse(model(x), y)
+    assert watch.report() is None
+    loss.backward()
+    assert watch.report().kind == "parameter"
+
+
+def test_gradients_that_are_cleared_after_the_forward_pass():
+    """They are none of the next pass's, and the layer below the fault is looked at again."""
+
+    class Root(nn.Module):
+        def forward(self, x):
+            return (x * 0).sqrt()
+
+    model = nn.Sequential(nn.Linear(8, 8), Root(), nn.Linear(8, 4))
+    watch, places = GradientWatch(model), []
+    for _ in range(2):
+        loss = model(torch.ones(3, 8)).square().sum()
+        model.zero_grad()
+        loss.backward()
+        found = watch.report()
+        places.append((found.kind, found.name, found.seen_in))
+    assert places[0] == places[1]
+    assert places[0][0] == "gradient"
+
+
 @pytest.mark.parametrize("deferred", [False, True])
 def test_inputs_of_minus_infinity_are_masks(deferred):
     class Masked(nn.Module):
