@@ -32,10 +32,16 @@ def unstack(
         State of each parameter, in order.
 
     Raises:
-        InputError: If the groups or the shapes differ, or a stack has no state.
+        InputError: If the groups or the shapes differ, a stack has no state, or it is no checkpoint
+            of icefall's.
     """
     is_whole = isinstance(checkpoint, Mapping) and "optimizer" in checkpoint
     check_parts(checkpoint, "hand in checkpoint['optimizer']" if is_whole else "")
+    if any("skipped" in state for state in checkpoint["state"].values()):
+        raise InputError(
+            "Expected a checkpoint of icefall's ScaledAdam. Found one that steadygrad wrote. "
+            "Remedy: load_state_dict."
+        )
     saved = checkpoint["param_groups"]
     sizes, own = [len(g["params"]) for g in saved], [len(g["params"]) for g in groups]
     if sizes != own:

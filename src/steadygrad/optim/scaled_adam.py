@@ -70,6 +70,10 @@ class ScaledAdam(ShardedOptimizer):
     _passes = scaled_adam
     _none_is_zero = True
     _first_rows = 3
+    _load_remedy = (
+        "load what this optimizer's state_dict() returned; load_icefall_state_dict loads what "
+        "icefall's did."
+    )
     _fields: Mapping[str, StateField] = {
         "step": STEP,
         "exp_avg_sq": StateField(elementwise=True, low=0.0),

@@ -83,6 +83,8 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     """
 
     _fields: Mapping[str, StateField]
+    # Remedy for a state dict of another optimizer.
+    _load_remedy = "load what this optimizer's state_dict() returned."
     # All options but learning rates as they were checked; a cache, neither saved nor copied.
     _options: Sequence[Any] = ()
     _modes: Sequence[Any] = ()
@@ -251,5 +253,5 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     def _not_its_own(self, what: str, expected: Iterable[str], found: Iterable[str]) -> InputError:
         return InputError(
             f"Expected {what} of {type(self).__name__} with {sorted(expected)}. Found "
-            f"{sorted(found)}. Remedy: load what this optimizer's state_dict() returned."
+            f"{sorted(found)}. Remedy: {self._load_remedy}"
         )

@@ -106,6 +106,16 @@ def test_a_whole_checkpoint_is_told_from_the_optimizers_entry():
         optimizer.load_icefall_state_dict({"model": {}, "optimizer": saved})
 
 
+def test_each_loader_names_the_other():
+    """A recipe resumes once from icefall's file, and from then on from its own."""
+    _, saved, parameters = start("zipformer")
+    optimizer = ScaledAdam(parameters.values())
+    with pytest.raises(InputError, match="Remedy: .* load_icefall_state_dict"):
+        optimizer.load_state_dict(saved)
+    with pytest.raises(InputError, match=r"that steadygrad wrote\. Remedy: load_state_dict"):
+        optimizer.load_icefall_state_dict(optimizer.state_dict())
+
+
 def test_a_recipe_runs_with_its_imports_changed_only():
     """Groups as icefall's get_parameter_groups_with_lrs makes them, and its order of calls."""
     draw = torch.Generator().manual_seed(0)
