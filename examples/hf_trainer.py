@@ -1,6 +1,7 @@
 """Hugging Face's Trainer, which logs the noise scale and grows its batch by a schedule."""
 
 import argparse
+import math
 import tempfile
 from pathlib import Path
 
@@ -15,13 +16,14 @@ class MyTrainer(SteadygradMixin, Trainer):
     """The Trainer, with the mixin first."""
 
 
+torch.manual_seed(0)
+
 # Bytes of one of Python's own modules, in rows of 32; the labels of each row are padded.
 source = Path(argparse.__file__).read_bytes()[: 32 * 1000]
 text = torch.tensor(list(source)).view(-1, 32) % 128
 labels = torch.where(torch.arange(32) < torch.randint(8, 33, (len(text), 1)), text, -100)
 rows = [{"input_ids": x, "labels": y} for x, y in zip(text, labels, strict=True)]
 
-torch.manual_seed(0)
 config = GPT2Config(
     vocab_size=128, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
 )
@@ -53,7 +55,9 @@ with tempfile.TemporaryDirectory() as folder:
 
 print("step  batch  noise scale")
 for row in trainer.state.log_history[:-1]:
-    value, low, high = (row[f"steadygrad/noise_scale/{name}"] for name in ("value", "low", "high"))
+    value, low = (row[f"steadygrad/noise_scale/{name}"] for name in ("value", "low"))
+    # The interval has no upper end while the estimate is unresolved.
+    high = row.get("steadygrad/noise_scale/high", math.inf)
     print(
         f"{row['step']:4}  {row['steadygrad/batch_size']:5}  {value:4.1f} [{low:.1f}, {high:.1f}]"
     )
