@@ -37,7 +37,9 @@ def emit(text: str) -> None:
         _write(text, sys.stdout)
     except OSError as error:
         closed = isinstance(error, BrokenPipeError)
-        remedy = "let its reader read to the end" if closed else "send it to a file with free space"
+        remedy = "send it to a file with free space"
+        if closed:
+            remedy = "let the program at the other end of the pipe read all output"
         raise InputError(
             f"Expected standard output to take what is printed. Found {error.strerror}. Remedy: "
             f"{remedy}; a run's results are in its folder."

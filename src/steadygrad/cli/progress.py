@@ -109,7 +109,7 @@ class Monitor:
         return (
             f"at the present speed the work takes {duration(needed)} more and the budget ends in "
             f"{duration(budget)}: what is measured after {listed(cut)} will be cut short or left "
-            "out. Remedy: let it end, then go on by --resume RUN --budget TIME."
+            "out. Remedy: let it end, then continue with --resume RUN --budget TIME."
         )
 
 

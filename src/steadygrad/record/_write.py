@@ -125,10 +125,10 @@ class RunWriter:
 def _check_empty(folder: Path) -> None:
     found = next(folder.iterdir(), None)
     if found is not None:
-        go_on = " or go on with that run by --resume" if (folder / RECORD).exists() else ""
+        more = " or continue that run with --resume" if (folder / RECORD).exists() else ""
         raise InputError(
             f"Expected an absent or empty folder. Found {str(folder)!r} with {found.name!r} in "
-            f"it. Remedy: name another folder with --out{go_on}."
+            f"it. Remedy: name another folder with --out{more}."
         )
 
 

@@ -77,9 +77,9 @@ class Pool:
             # Dask cancels everything once its scheduler does not answer.
             gone = isinstance(error, CancelledError)
             raise WorkersLost(
-                "The workers should stay reachable, and run without an error of their own. Found "
-                f"{'no scheduler any more' if gone else reason(error)}. Remedy: --debug shows the "
-                "traceback; start a cluster that is gone again, then --resume."
+                "Expected workers that stay reachable and run without errors. Found "
+                f"{'no scheduler any more' if gone else reason(error)}. Remedy: see the traceback "
+                "with --debug; if the cluster is gone, start it again and use --resume."
             ) from error
         with suppress(Exception):
             self._kill(self._executor)

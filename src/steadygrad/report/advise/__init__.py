@@ -119,7 +119,7 @@ def _what_it_cannot_tell(advice: Advice) -> dict[str, str]:
         "Other learning-rate schedules.": _decay(advice),
         "Other optimizer settings.": _optimizer(advice),
         "Other seeds.": (
-            f"The branches, and any advice on going on, rest on seed "
+            f"The branches, and any advice for continuing, rest on seed "
             f"{show(advice.header.settings.seed)} alone.{_seeds(advice)}"
         ),
         "What was not trained.": _predicted(advice),

@@ -14,7 +14,7 @@ from steadygrad.studies.advise.plan import END_STEP
 from steadygrad.studies.advise.trials import RUN_ENDS, averaged_end
 from steadygrad.studies.journal import Journal
 
-__all__ = ["LATE_PART", "WORTH", "RateVerdict", "judge_rate"]
+__all__ = ["LATE", "LATE_PART", "WORTH", "RateVerdict", "judge_rate"]
 
 # Another rate is better if its loss is lower at each of the last evaluations, from 60 % of the run
 # on, and if it saves so large a part of the samples.
