@@ -11,7 +11,7 @@ from steadygrad._checks import InputError, launched
 __all__ = ["PLAIN", "cleaned", "complain", "emit", "note", "printable", "rendered"]
 
 
-# Of rich's console. No markup: a task may have any name.
+# Options of rich's console. No markup: a task may have any name.
 PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
 
 
@@ -80,7 +80,7 @@ def _write(text: str, stream: TextIO | None) -> None:
 
 
 def rendered(*parts: Any, stream: TextIO | None) -> str:
-    """Texts and rich's tables as they look on a stream."""
+    """Texts and rich's tables as a stream shows them."""
     from rich.console import Console
 
     buffer, terminal = io.StringIO(), stream is not None and stream.isatty()

@@ -87,8 +87,8 @@ class Monitor:
         """Seconds for the rest of the work at the speed so far; NaN before that says anything."""
         new = self._done - self._first
         rest = max(0, self._total - self._done)
-        told = rest == 0 or new > TOLD_AFTER_SHARE * self._total
-        return rest * self.elapsed / new if told and new else math.nan
+        known = rest == 0 or new > TOLD_AFTER_SHARE * self._total
+        return rest * self.elapsed / new if known and new else math.nan
 
     def _warning(self) -> str | None:
         """Once, as soon as it is known: which points the budget will cut."""

@@ -63,7 +63,10 @@ def run(name: str, values: Mapping[str, Any], began: float) -> int:
 def _study(
     name: str, given: Mapping[str, Any], folders: Mapping[str, Path]
 ) -> "tuple[Callable[..., Outcome], Path]":
-    """Begins a run or goes on with one, and where; a deadline and a monitor are still missing."""
+    """Returns the function that starts or resumes the run, and the run's folder.
+
+    The function still needs a deadline and a monitor.
+    """
     from steadygrad.studies.run import resume, start
 
     out, folder = folders.get("out"), folders.get("resume")

@@ -38,7 +38,7 @@ class RunWriter:
             self._file.close()
             raise
         self._cut()
-        # Of the last line, which is longer than that.
+        # The end of the last line, which is longer than that.
         self._file.seek(self._end - 16)
         self._crc = crc_of(self._file.read(16))
 

@@ -37,9 +37,9 @@ class Pool:
     Args:
         make: Makes an executor; called again after its workers broke.
         workers: Number of workers that are there now.
-        survives: From an executor's error to whether a new executor may go on.
+        survives: Function of an executor's error: whether a new executor may continue.
         kill: Ends an executor, with its workers in mid-trial.
-        leave: Called once there will be no other executor. Default: nothing.
+        leave: Called when no further executor will be made. Default: nothing.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ def process_pool(workers: int, devices: Sequence[str] = ()) -> Pool:
 
 def _dask_client(address: str) -> Any:
     try:
-        # Its types are not annotated.
+        # The package's types are not annotated.
         Client: Any = import_module("distributed").Client
     except ModuleNotFoundError as error:
         raise InputError(
@@ -213,7 +213,7 @@ def tails(trials: Sequence[Trial]) -> dict[Key, int]:
 
 
 def makespan(trials: Sequence[Trial], workers: int) -> int:
-    """Time until all trials are done with so many workers, in samples of work.
+    """Time until all trials are done with ``workers``, in samples of work.
 
     A free worker takes the ready trial that begins the longest chain, as the coordinator does.
     """

@@ -187,7 +187,7 @@ def _agreed(header: Any, given: Mapping[str, Any]) -> Any:
 
 
 def _completed(recorded: Run, more_time: bool, monitor: Monitor) -> Outcome | None:
-    """The outcome of a run that is complete already; None for one that can go on.
+    """The outcome of a run that is complete already; None for one that can continue.
 
     Asked before the ranks join: a complete run needs neither its device nor the others.
     """

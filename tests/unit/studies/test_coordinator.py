@@ -206,7 +206,7 @@ def test_needs_come_first(tmp_path, monkeypatch):
 
 
 def adaptive():
-    """A study whose trial 2 depends on trials 0 and 1; it may have nothing to do, or an equal job."""
+    """A study whose trial 2 depends on trials 0 and 1; it may have no job, or an equal one."""
 
     def choose(journal):
         first = journal.get(Point, 0).valid_loss + journal.get(Point, 1).valid_loss

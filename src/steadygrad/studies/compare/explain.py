@@ -55,7 +55,7 @@ def _at(header: Header, multiple: int) -> str:
 def _verdicts(header: Header, found: Found) -> Iterator[str]:
     """Sentences on the longest horizon that was judged, one for each optimizer and batch size.
 
-    But one for all larger batch sizes of an optimizer that are judged alike.
+    Larger batch sizes of an optimizer with the same verdict share one sentence.
     """
     rows: dict[tuple[str, int], list[Found]] = {}
     for row in found["verdicts"]:
