@@ -185,7 +185,7 @@ class Drawing(ByProducts):
 
 
 def apart(rank, world):
-    """Differences between processes that are allowed: groups, the order of names, random numbers."""
+    """Allowed differences between processes: groups, the order of names, random numbers."""
     found = {}
     if rank == 0:
         # torch names a group by how many this process is in.
