@@ -6,7 +6,7 @@ For each world the whole study is run with every seed: plan, trials, candidates,
 Its claims are compared with the expected losses of ``benchmarks.truth.exact``:
 
 - the interval of the critical batch size at every point covers the truth from that point's weights;
-- the batch size with which one may go on from a point truly stays within the tolerance there;
+- the batch size for continuing from a point truly stays within the tolerance there;
 - a point is unresolved only where the truth says so: its loss falls by less than 3 deviations of a
   single run;
 - the recommended batch's, and the schedule's, true overhead at the stated length;
@@ -182,7 +182,7 @@ HEAD = [
     "world",
     "seeds",
     "interval covers truth at points",
-    "going on truly <= 25 %",
+    "continuing truly <= 25 %",
     "unresolved though resolvable",
     "check's interval covers truth",
     "advised batch truly <= 25 %",

@@ -1,4 +1,4 @@
-"""ScaledAdam in a training loop: clipping by the median, Eden, and a look at what stands out.
+"""ScaledAdam in a training loop: clipping by the median, Eden, and a report of what stands out.
 
 The optimizer takes named parameters, so that its diagnostics can say which one dominates.
 """

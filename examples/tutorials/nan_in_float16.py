@@ -46,7 +46,7 @@ if not norm.isfinite():
 watch.close()
 
 # %%
-# The forward pass of one layer overflowed. No loss scale mends that: what helps is a smaller
+# The forward pass of one layer overflowed. No loss scale fixes that: what helps is a smaller
 # initialisation, a normalisation before it, or bfloat16 for that layer. Had the culprit been a
 # *gradient*, a smaller scale would have helped, which the scaler finds by itself.
 #

@@ -87,7 +87,7 @@ def tree_tensors(nest: Any, where: str) -> list[Tensor]:
 def attributes(leaf: Any) -> list[Any]:
     """Attributes of a dataclass; of another object, a cache or a namespace, those that are tensors.
 
-    For looking only: such an object cannot be taken apart and put together again.
+    For reading only: such an object cannot be taken apart and put together again.
     """
     if isinstance(leaf, (*_PLAIN, type, nn.Module)):
         return []

@@ -170,7 +170,7 @@ def add_up(model):
 ALTERATIONS = {
     clip: "as after clipping",
     halve: "as after clipping",
-    add: "ones left from before",
+    add: "gradients of an earlier step",
     add_up: "added up over the processes",
 }
 

@@ -38,7 +38,7 @@ def load_aggregator(combine: "str | Aggregator | None") -> "Aggregator | None":
         made: Aggregator | None = getattr(torchjd, combine, lambda: None)()
     except ImportError as error:
         raise _no_aggregator(
-            f"{combine!r}, and TorchJD is not there or not whole ({error})",
+            f"{combine!r}, but TorchJD cannot be imported ({error})",
             'pip install "steadygrad[torchjd]"',
         ) from error
     except TypeError as error:
@@ -119,7 +119,7 @@ class Combiner:
     def __call__(
         self, columns: Iterable[Sequence[Tensor | None]], scales: Tensor, slots: Sequence[int]
     ) -> list[Tensor | None]:
-        """Combines gradients by an aggregator that looks at the gradients themselves.
+        """Combines gradients by an aggregator that uses the gradients themselves.
 
         Args:
             columns: For each tensor the losses' gradients, None where there is none.

@@ -22,8 +22,8 @@ from steadygrad.sharding import RankSum
 
 __all__ = ["BalancerBase"]
 
-OTHER_NORM = "a new balancer, because averages of one norm are none of another"
-NEW_ONE = "a new balancer, to which `load_state_dict` hands the averages"
+OTHER_NORM = "make a new balancer; averages of one norm do not apply to another"
+NEW_ONE = "make a new balancer; `load_state_dict` hands it the averages"
 
 
 def live_option(name: str, check: Callable[[str, Any], Any]) -> Any:
@@ -170,7 +170,10 @@ class BalancerBase(nn.Module):
         return {k: dict(zip(self.core.names, v.clone(), strict=True)) for k, v in counts.items()}
 
     def end_step(self) -> None:
-        """Ends a step cut short, as at an epoch's end, with its micro-batches; on every process."""
+        """Ends a step that has fewer micro-batches than usual, as at an epoch's end.
+
+        Call it on every process.
+        """
         self.core.averages.end_step(self.core.ranks.size)
 
     def reset(self) -> None:

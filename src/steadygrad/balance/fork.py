@@ -72,7 +72,7 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
     """Keeps a function out of the graphs that `torch.compile` makes of the code that calls it.
 
     What it does to buffers and process groups in a backward pass is no part of a graph; the
-    compiled code ends before the call and goes on after it.
+    compiled code ends before the call and continues after it.
     """
 
     @functools.wraps(function)

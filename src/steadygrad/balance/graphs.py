@@ -148,10 +148,10 @@ def independent(name: str) -> InputError:
 
 def _beside(name: str) -> InputError:
     return InputError(
-        f"Loss {name!r} should reach the model through `y` alone. Found that it also uses a weight "
-        "of the model, or something upstream of `y` or put out beside it, whose gradient would be "
-        "lost. Remedy: `fork(y)` and an ordinary backward, which carries both; or put it into `y`, "
-        "or detach it."
+        f"Loss {name!r} should reach the model through `y` alone. Found that it also depends on a "
+        "weight of the model, on a tensor upstream of `y` or on another output of the model, whose "
+        "gradient would be lost. Remedy: `fork(y)` and an ordinary backward, which carries both; "
+        "or put it into `y`, or detach it."
     )
 
 

@@ -49,7 +49,8 @@ class LossBalancer(BalancerBase):
     and ``process_group`` raise when they are set.
 
     Args:
-        weights: Weight of each loss, zero or more. Losses may come and go, but not be others.
+        weights: Weight of each loss, zero or more. A loss may be missing in a step, but no name can
+            be added later.
         balance_grads: Whether to balance. If not, the gradient is :math:`\sum_k w_k g_k`.
         total_norm: :math:`T`, what the balanced norms sum to on average.
         ema_decay: Decay of the bias-corrected moving average of norms, in [0, 1]. 0 takes each
@@ -166,7 +167,7 @@ class LossBalancer(BalancerBase):
             InputError: If no tensor of ``y`` requires a gradient though gradients are enabled, one
                 is complex, a DTensor or in an object that cannot be taken apart, or their first
                 dimensions differ; if ``grad_scale`` or ``accumulation_steps`` is out of its range;
-                or if ``combine`` looks at whole gradients and there are several processes.
+                or if ``combine`` uses whole gradients and there are several processes.
         """
         names = self.core.names
         if not torch.is_grad_enabled():

@@ -21,7 +21,7 @@ class BalancerState(DoubleBuffers):
     Attributes:
         names: The losses, in the order of all vectors.
         weights: The losses' weights, float64 with shape ``(K,)``.
-        weights_by_name: The same as numbers: reading the buffer would wait for the device.
+        weights_by_name: Weights as numbers: reading the buffer would wait for the device.
         nonfinite: Micro-batches left out for a non-finite gradient, with shape ``(K,)``.
         zero: Micro-batches left out for a gradient of zero, with shape ``(K,)``.
         draws: Number of seeds given to an aggregator, with shape ``()``.
@@ -124,6 +124,7 @@ def _decoded(encoded: Tensor) -> list[str]:
     except (ValueError, OverflowError):
         pass
     raise InputError(
-        "Expected the losses' names in `names_json`. Found something that spells none. Remedy: the "
-        "state as `state_dict` gave it; what changes all of a state's numbers must leave this one."
+        "Expected the losses' names in `names_json`. Found a tensor that does not decode to "
+        "names. Remedy: load the state as `state_dict` returned it; code that changes all tensors "
+        "of a state must skip `names_json`."
     )

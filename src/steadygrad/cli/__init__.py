@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = 130
     if size > 1:
         # A process group's threads can outlive the interpreter and abort it: the launcher would be
-        # told of a crash instead of this code.
+        # notified of a crash instead of this code.
         os._exit(code)
     return code
 

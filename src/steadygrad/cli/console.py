@@ -11,7 +11,7 @@ from steadygrad._checks import InputError, launched
 __all__ = ["PLAIN", "cleaned", "complain", "emit", "note", "printable", "rendered"]
 
 
-# Of rich's console. No markup: a task may have any name.
+# Options of rich's console. No markup: a task may have any name.
 PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
 
 
@@ -37,7 +37,9 @@ def emit(text: str) -> None:
         _write(text, sys.stdout)
     except OSError as error:
         closed = isinstance(error, BrokenPipeError)
-        remedy = "let its reader read to the end" if closed else "send it to a file with free space"
+        remedy = "send it to a file with free space"
+        if closed:
+            remedy = "let the program at the other end of the pipe read all output"
         raise InputError(
             f"Expected standard output to take what is printed. Found {error.strerror}. Remedy: "
             f"{remedy}; a run's results are in its folder."
@@ -78,7 +80,7 @@ def _write(text: str, stream: TextIO | None) -> None:
 
 
 def rendered(*parts: Any, stream: TextIO | None) -> str:
-    """Texts and rich's tables as they look on a stream."""
+    """Texts and rich's tables as a stream shows them."""
     from rich.console import Console
 
     buffer, terminal = io.StringIO(), stream is not None and stream.isatty()

@@ -87,8 +87,8 @@ class Monitor:
         """Seconds for the rest of the work at the speed so far; NaN before that says anything."""
         new = self._done - self._first
         rest = max(0, self._total - self._done)
-        told = rest == 0 or new > TOLD_AFTER_SHARE * self._total
-        return rest * self.elapsed / new if told and new else math.nan
+        known = rest == 0 or new > TOLD_AFTER_SHARE * self._total
+        return rest * self.elapsed / new if known and new else math.nan
 
     def _warning(self) -> str | None:
         """Once, as soon as it is known: which points the budget will cut."""
@@ -109,7 +109,7 @@ class Monitor:
         return (
             f"at the present speed the work takes {duration(needed)} more and the budget ends in "
             f"{duration(budget)}: what is measured after {listed(cut)} will be cut short or left "
-            "out. Remedy: let it end, then go on by --resume RUN --budget TIME."
+            "out. Remedy: let it end, then continue with --resume RUN --budget TIME."
         )
 
 

@@ -47,7 +47,7 @@ def run(name: str, values: Mapping[str, Any], began: float) -> int:
             return 128 + stopped.reason
         except KeyboardInterrupt:
             if (folder / "record.jsonl").exists():
-                complain(f"stopped; --resume {folder} goes on.")
+                complain(f"stopped; --resume {folder} continues the run.")
             raise
         if outcome.is_main:
             # Why a study failed matters more than why its page did.
@@ -63,7 +63,10 @@ def run(name: str, values: Mapping[str, Any], began: float) -> int:
 def _study(
     name: str, given: Mapping[str, Any], folders: Mapping[str, Path]
 ) -> "tuple[Callable[..., Outcome], Path]":
-    """Begins a run or goes on with one, and where; a deadline and a monitor are still missing."""
+    """Returns the function that starts or resumes the run, and the run's folder.
+
+    The function still needs a deadline and a monitor.
+    """
     from steadygrad.studies.run import resume, start
 
     out, folder = folders.get("out"), folders.get("resume")
@@ -72,7 +75,7 @@ def _study(
         return partial(start, name, settings_class(name)(**given), out), out
     if out is not None and out.resolve() != folder.resolve():
         raise InputError(
-            f"--resume goes on in its own folder. Found --out {str(out)!r} as well. "
+            f"--resume continues a run in its own folder. Found --out {str(out)!r} as well. "
             "Remedy: leave --out away."
         )
     return partial(resume, folder, given, name=name), folder
@@ -91,7 +94,7 @@ def _report(name: str, outcome: "Outcome", write: Callable[[Path], Path], *, jso
         note(page.strip() or "No page could be written.")
         raise InputError(
             f"{outcome.too_little}. Found {str(outcome.folder)!r} unfinished. "
-            "Remedy: go on by --resume RUN --budget TIME."
+            "Remedy: continue with --resume RUN --budget TIME."
         )
     summary = cleaned(outcome.summary)
     table = import_module(f"steadygrad.report.{name}.terminal").table(summary)

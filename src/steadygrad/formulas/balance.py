@@ -154,7 +154,7 @@ def weighted_sum(gradients: Sequence[Tensor | None], scales: Tensor) -> Tensor |
 
     Args:
         gradients: One gradient a loss, of one shape; None counts as zero.
-        scales: Their factors, with shape ``(K,)``.
+        scales: Factors of the gradients, with shape ``(K,)``.
 
     Returns:
         The sum in the gradients' type, or None if there is none.

@@ -1,4 +1,4 @@
-r"""ScaledAdam's clipping by the median of recent gradient norms, without a look from the host.
+r"""ScaledAdam's clipping by the median of recent gradient norms, without host synchronisation.
 
 The norm is that of the scaled gradients, because the update goes by them,
 

@@ -28,7 +28,7 @@ __all__ = [
 
 # Probability of a false alarm, over all the tests of one estimate, if measurements are independent.
 ALARM = 0.01
-# Level at which the halves differ too much to vouch for the present, and too little for an alarm.
+# Level of a hint: the halves differ enough to widen the interval, but not enough to report drift.
 HINT = 0.35
 # Fewest measurements in a test; averages of drifting ratios are of a quarter of these, at least.
 LEAST = 32
@@ -56,8 +56,9 @@ def short_memory(top: Tensor, bottom: Tensor, there: Tensor) -> Tensor:
     .. math:: \tau = \frac{1 + \rho}{1 - \rho}, \qquad \rho = \frac{D_2}{D_1} - 1
 
     where :math:`D_k` is the mean squared difference of residuals :math:`a_t - r b_t` that lie
-    :math:`k` apart. An autoregression of first order has this correlation. Slopes and steps hardly
-    show in differences; in correlations they look like slow noise, and excuse themselves.
+    :math:`k` apart. An autoregression of first order has this correlation. Drift hardly
+    changes these differences. In ordinary autocorrelations it would look like slow noise, and the
+    test would not detect it.
 
     Args:
         top: Numerators, with shape ``(*, N)``.
@@ -124,8 +125,9 @@ def halves_differ(
 
 
 def _steady_size(top: Tensor, bottom: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest window that shows no drift, nor does any smaller; whether one does; a hint.
+    """Finds the largest window without drift in it or in any smaller one.
 
+    Returns its size, whether any window drifts, and whether the whole history hints at drift.
     Windows are the whole, its newer half, the newer half of that, and so on.
     """
     n = (position < position.shape[-1]).sum()

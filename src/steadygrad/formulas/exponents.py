@@ -51,7 +51,7 @@ def exponent_histograms(tensors: Sequence[Tensor]) -> Tensor:
     """Counts each tensor's values by binary exponent.
 
     Args:
-        tensors: Of any floating types and shapes, on one device, at least one.
+        tensors: Tensors of any floating types and shapes, on one device, at least one.
 
     Returns:
         float32 counts with shape ``(tensors, BINS)``: zeros, exponents ``LOWEST`` to ``HIGHEST``,

@@ -1,4 +1,4 @@
-r"""An interval for a ratio of two averages, honest also when the data cannot say.
+r"""Fieller's interval for a ratio of averages, with correct coverage near a zero divisor.
 
 The noise scale is a ratio whose denominator, the gradient signal, may be hard to tell from
 zero. Intervals from a variance of the ratio (delta method, jackknife) then cover far too rarely;
@@ -109,7 +109,7 @@ def autocorrelation_time(series: Tensor, weights: Tensor) -> Tensor:
     count = weights.sum(-1, keepdim=True) ** 2 / (weights * weights).sum(-1, keepdim=True)
     threshold = 2 / torch.sqrt(count)
     scaled = series * torch.sqrt(weights)
-    # All lags at once, through the spectrum: padding keeps the end from meeting the beginning.
+    # All lags at once, through the spectrum: zero padding avoids circular correlation.
     spectrum = torch.fft.rfft(scaled, 2 * n)
     covariance = torch.fft.irfft(spectrum.abs() ** 2, 2 * n)[..., : max(n // 4, 1) + 1]
     rho = covariance[..., 1:] / covariance[..., :1].clamp(min=torch.finfo(series.dtype).tiny)

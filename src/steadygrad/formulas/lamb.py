@@ -111,7 +111,7 @@ def scales(gradient_scale: Tensor, step: Tensor, taken: Tensor, rule: Rule) -> S
     # A first step that is not taken leaves the count at zero; its corrections go unused.
     t = step.clamp(min=1)
     unbias = ((1 - beta**t).reciprocal() for beta in (rule.beta1, rule.beta2))
-    # Of a step that is not taken the norm, and so the factor, may be no number.
+    # The norm of a step that is not taken, and so the factor, may be NaN.
     return Scales(taken, torch.where(taken, gradient_scale, 0.0), *unbias)
 
 

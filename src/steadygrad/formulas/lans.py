@@ -18,9 +18,9 @@ with the second. Nothing but the moments is kept between the passes: recomputing
 :math:`\tilde g` and :math:`d` costs less memory traffic than storing them, and needs two
 temporaries instead of as many as there are parameters.
 
-The passes stand here once more as a backend: :func:`grad_sq_norms`, :func:`update_moments` and
-:func:`apply` have the signatures of those in ``kernels``. What is worked out between them is on
-columns with shape ``(tensors)`` and serves every backend.
+This module also implements the passes as a backend, by multi-tensor calls: :func:`grad_sq_norms`,
+:func:`update_moments` and :func:`apply` have the signatures of those in ``kernels``. The arithmetic
+between them is on columns with shape ``(tensors)`` and serves every backend.
 
 References:
     | Accelerated Large Batch Optimization of BERT Pretraining in 54 minutes (Zheng et al., 2020)

@@ -125,7 +125,7 @@ def relative_shift(shift: Tensor, parent: Tensor) -> Tensor:
     """Turns shifts of total scales into shifts of the layers' own.
 
     Args:
-        shift: Of the totals, with shape ``(layers)``.
+        shift: Shifts of the totals, with shape ``(layers)``.
         parent: Index of the next layer around each, with shape ``(layers)``; the outermost layer
             is the first and its own parent.
     """

@@ -18,11 +18,12 @@ size: its learning rate is :math:`\eta` times ``scalar_lr_scale``, and its value
 
 The gradient may be clipped first, see :mod:`steadygrad.formulas.clipping`.
 
-The passes :func:`sums` and :func:`update` stand here once more as a backend, with the signatures of
-those in ``kernels``. The small arithmetic between them is on columns with shape ``(tensors)`` and
-serves every backend; that of sizes is in :mod:`steadygrad.formulas.sizes`. The inner products
-:math:`h = p \cdot g` cost a pass over the weights. They are needed before the update at size steps
-only; elsewhere the update takes them along.
+This module also implements the passes as a backend, by multi-tensor calls: :func:`sums` and
+:func:`update` have the signatures of those in ``kernels``. The arithmetic between them is on
+columns with shape ``(tensors)`` and serves every backend; that of sizes is in
+:mod:`steadygrad.formulas.sizes`. The inner products :math:`h = p \cdot g` cost a pass over the
+weights. They are needed before the update at size steps only; elsewhere the update takes them
+along.
 
 References:
     | Zipformer: A faster and better encoder for automatic speech recognition (Yao et al., 2023)
@@ -112,11 +113,11 @@ def finite(sums: Tensor, needed: Tensor, dtype: torch.dtype) -> Tensor:
     may have a smaller range than the weights.
 
     Args:
-        sums: Those of :func:`sums`, over all shards, with shape ``(3, tensors)``.
+        sums: Results of :func:`sums`, over all shards, with shape ``(3, tensors)``.
         needed: Whether products are needed, with shape ``(tensors)``.
         dtype: The state's type.
     """
-    # Of squares only infinity and no number are not below infinity.
+    # A sum of squares is below infinity unless it is infinite or NaN.
     found = sums[0].to(dtype) < torch.inf
     if not may_hold(needed):
         return found
@@ -201,7 +202,7 @@ def update(batch: Batch, by: StepScales, rule: Rule) -> Tensor:
 
     Args:
         batch: The parameters, with ``v`` and ``delta`` as large states.
-        by: Their factors.
+        by: The parameters' factors.
         rule: The group's numbers.
 
     Returns:
@@ -219,7 +220,7 @@ def _update(bucket: Bucket, by: StepScales, rule: Rule) -> None:
     (v, delta), (beta1, beta2) = bucket.moments, rule.betas
     dtype = v[0].dtype
     taken, unscale, unbias, factor, moves = bucket.pick((*by[:4], by.taken.to(dtype)), dtype)
-    # Who does not take the step keeps its averages: they decay by one, and zero is added.
+    # A parameter that skips the step keeps its averages: the decay is 1, and zero is added.
     decay1, decay2 = decays_of(bucket, rule.betas, by.taken)
     g = sanitized(bucket.grads, taken, dtype)
     torch._foreach_mul_(g, unscale)

@@ -101,7 +101,7 @@ class BatchSizeSchedule:
     __hash__ = None  # type: ignore[assignment]
 
     def batch_size(self, samples: int) -> int:
-        """The batch size after so many samples."""
+        """The batch size after a number of samples."""
         check_count("samples", samples, low=0)
         return [s for s in self.stages if s.from_samples <= samples][-1].batch_size
 
@@ -132,8 +132,8 @@ class BatchSizeSchedule:
         """The text that Megatron's ``--step-batch-size-schedule`` takes, as ``0:768 250B:1536``.
 
         Args:
-            tokens_per_sample: Sequence length: Megatron counts thresholds in tokens when it is
-                told ``--seq-length``. 1 leaves them in samples.
+            tokens_per_sample: Sequence length: Megatron counts thresholds in tokens if
+                ``--seq-length`` is given. 1 leaves them in samples.
         """
         check_count("tokens_per_sample", tokens_per_sample)
         return " ".join(

@@ -35,9 +35,9 @@ def is_altered(
 
     Args:
         seen: Sum of the parts' elements, with shape ``(n)``.
-        found: The same elements of the gradient, with shape ``(n)``.
+        found: The gradient's elements at the same places, with shape ``(n)``.
         squares: :func:`running_squares`, added up over processes.
-        unit: Unit roundoff of the coarsest type that the sum passed through.
+        unit: Largest unit roundoff of the types that the sum passed through.
         processes: Number of processes whose gradients were added up.
 
     Returns:
@@ -63,7 +63,7 @@ def likely_cause(
 
     Args:
         seen: Sum of the parts' elements.
-        found: The same elements of the gradient.
+        found: The gradient's elements at the same places.
         scales: Loss scales that were taken out of the parts' elements.
         parts: Number of parts on this process.
         samples: Number of samples on this process.

@@ -29,7 +29,7 @@ class Bucket:
     """Some parameters of a batch that one multi-tensor call works on, each with a gradient.
 
     Attributes:
-        places: Their indices in the batch.
+        places: Indices of the parameters in the batch.
         weights: Local weights, or the float32 masters of 16-bit ones.
         grads: Local gradients, in any floating type.
         moments: Local large states, a list for each of them, all in one type.
@@ -41,7 +41,7 @@ class Bucket:
     moments: tuple[list[Tensor], ...]
 
     def pick(self, columns: Iterable[Tensor], dtype: torch.dtype) -> list[list[Tensor]]:
-        """Their entries of columns with shape ``(tensors)``, each with shape ``()``.
+        """Picks the entries of these parameters from columns of shape ``(tensors)``, as scalars.
 
         Args:
             columns: The columns.
@@ -49,7 +49,7 @@ class Bucket:
         """
         first, stop, found = min(self.places), max(self.places) + 1, []
         for column in columns:
-            # Of this bucket only: there may be as many buckets as parameters.
+            # Unbinds the range of this bucket only: there may be as many buckets as parameters.
             own = column[first:stop]
             values = (own if own.dtype is torch.bool else own.to(dtype)).unbind()
             found.append([values[i - first] for i in self.places])
@@ -61,7 +61,7 @@ class Batch(Protocol):
 
     Attributes:
         weights: Weights of all of them, or the float32 masters of 16-bit ones.
-        buckets: Those that have a gradient, in groups that are worked on together.
+        buckets: Parameters that have a gradient, in groups that are worked on together.
     """
 
     weights: list[Tensor]
@@ -106,7 +106,7 @@ def exact(device: torch.device) -> torch.dtype:
 
 
 def may_hold(flags: Tensor) -> bool:
-    """Whether any flag may be true: only a plain tensor of the host is looked at."""
+    """Whether any flag may be true: only a plain tensor of the host is read."""
     is_plain = type(flags) is Tensor and flags.device.type == "cpu"
     return torch.compiler.is_compiling() or not is_plain or bool(flags.numpy().any())
 
@@ -127,7 +127,7 @@ def square_sums(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> 
     In float32 elements below 1e-19 may count as zero, and a sum above 3e38 is infinite.
 
     Args:
-        tensors: Of any floating types.
+        tensors: Tensors of any floating types.
         dtype: Type of the sums, no narrower than any tensor's; None: the first one's, float32 at
             least.
 
@@ -150,7 +150,7 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
         return [tensor]
     if tensor.is_contiguous():
         return list(tensor.view(-1).split(PIECE))
-    # Without its vector units, which take every eighth element each.
+    # A CPU sums such a view without vector instructions, so a piece has an eighth of the elements.
     if rows := PIECE // 8 * len(tensor) // tensor.numel():
         return list(tensor.split(rows))
     return [piece for row in tensor.unbind() for piece in _pieces(row)]
@@ -207,7 +207,7 @@ def average(
         taken: As in :func:`decays_of`.
     """
     m, v = bucket.moments
-    # Who does not take the step keeps its averages: they decay by one, and zero is added.
+    # A parameter that skips the step keeps its averages: the decay is 1, and zero is added.
     decay1, decay2 = decays_of(bucket, betas, taken)
     torch._foreach_mul_(m, decay1)
     torch._foreach_add_(m, gradients, alpha=1 - betas[0])

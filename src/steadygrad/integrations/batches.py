@@ -23,7 +23,8 @@ def rows_of(batch: Any) -> int:
     if first is None:
         raise InputError(
             "Expected a micro-batch with a tensor of samples. Found none in a "
-            f"{type(batch).__name__}. Remedy: `samples`, a function from it to a number."
+            f"{type(batch).__name__}. Remedy: pass `samples`, a function from the micro-batch to "
+            "its number of samples."
         )
     return len(first)
 

@@ -62,7 +62,7 @@ class NoiseScaleCallback(Callback):
         self.noise: NoiseScale | None = None
         self.left_out = 0
         self._samples_of, self._options = sample_counter(samples), options
-        # Of the measurements.
+        # The hooked module, and measurements from a checkpoint that wait for training to begin.
         self._module: weakref.ref[LightningModule] | None = None
         self._loaded: Mapping[str, Any] | None = None
         # Samples of the micro-batch under way, and backward passes of the window under way.
@@ -127,7 +127,7 @@ class NoiseScaleCallback(Callback):
         if self.noise is None or loop._should_accumulate() or not every:
             return
         if trainer.global_step % every == 0:
-            # Lightning logs a key that is missing with its last number.
+            # For a key that is missing Lightning logs the previous value again.
             pl_module.log_dict(noise_metrics(self.noise, all_numbers=True))
 
     def on_train_end(self, *_: Any) -> None:
@@ -156,9 +156,9 @@ class GradientWatchCallback(Callback):
 
         trainer = Trainer(callbacks=[GradientWatchCallback()])
 
-    It looks at the gradients before they are clipped, and waits for the device once a step. Steps
-    that are not finite in an unbroken row have one finding. Under a gradient scaler, an overflow of
-    its scale is one as well.
+    It checks the gradients before they are clipped, and waits for the device once a step.
+    Consecutive steps with non-finite gradients give one finding. Under a gradient scaler, an
+    overflow of its scale is one as well.
 
     Attributes:
         watch: The :class:`GradientWatch`, once training has begun; None before. Its ``batches``
@@ -275,8 +275,8 @@ def check_support(trainer: Trainer, pl_module: LightningModule) -> None:
     """
     if not pl_module.automatic_optimization:
         raise InputError(
-            "Expected automatic optimization. Found manual optimization. Remedy: the tool "
-            "itself, as in a loop written by hand."
+            "Expected automatic optimization. Found manual optimization. Remedy: use NoiseScale "
+            "or GradientWatch directly, as in a plain training loop."
         )
     if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
         raise InputError(

@@ -33,7 +33,7 @@ class NoiseScaleCallback(Callback):
 
     Attributes:
         interval: Optimizer steps between two records; reading waits for the device.
-        options: Of :class:`NoiseScale`.
+        options: Options of :class:`NoiseScale`.
     """
 
     interval: int = 10

@@ -29,7 +29,7 @@ def check_noise_options(options: Mapping[str, Any], own: Iterable[str]) -> None:
 
     Args:
         options: Options of :class:`NoiseScale`.
-        own: Those that the adapter sets.
+        own: Options that the adapter sets.
 
     Raises:
         InputError: If one is not known.

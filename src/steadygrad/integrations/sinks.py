@@ -1,4 +1,4 @@
-"""Where numbers go: TensorBoard, Weights & Biases, or anything that logs a dictionary at a step."""
+"""Sinks for numbers: TensorBoard, Weights & Biases, or any logger of a dictionary at a step."""
 
 from collections.abc import Mapping
 from typing import Any

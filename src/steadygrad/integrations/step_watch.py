@@ -13,7 +13,7 @@ __all__ = ["BatchWatch", "StepWatch"]
 
 
 class StepWatch(GradientWatch):
-    """Warns of the first of every unbroken row of steps whose gradients are not finite.
+    """Warns once for each run of consecutive steps with non-finite gradients.
 
     Args:
         model: The model as it is called in training.

@@ -42,7 +42,7 @@ class SteadygradOptimizers(OptimizersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """As torchtitan's."""
+        """The configuration, as torchtitan's."""
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
@@ -78,7 +78,7 @@ class SteadygradMetrics(MetricsProcessor):
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
-        """As torchtitan's."""
+        """The configuration, as torchtitan's."""
 
     def log(
         self, *args: Any, extra_metrics: Mapping[str, Any] | None = None, **kwargs: Any

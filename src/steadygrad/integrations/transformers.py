@@ -283,7 +283,7 @@ class SteadygradMixin(ScheduledTrainer):
 
     @property
     def _shifts_labels(self) -> bool:
-        """Whether the first label of each row is for no prediction."""
+        """Whether the loss ignores the first label of each row."""
         # GPT2LMHeadModel and its like shift, though transformers 5.23 counts as if they did not.
         model = self.accelerator.unwrap_model(self.model)
         unknown = getattr(model, "loss_type", "") is None and self.compute_loss_func is None

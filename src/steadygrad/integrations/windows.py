@@ -15,7 +15,7 @@ class Window(NamedTuple):
     Attributes:
         epoch: Epoch that it lies in, from 0.
         start: Micro-batches of that epoch before it.
-        factor: Micro-batches that the trainer is told to accumulate.
+        factor: Micro-batches that the trainer is set to accumulate.
         length: Micro-batches that it gets: fewer at an epoch's end.
     """
 

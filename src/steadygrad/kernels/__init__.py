@@ -38,7 +38,7 @@ _NEEDED = {"numba": ("numba",), "triton": ("numpy", "triton")}
 # Why kernels are not tried again in this process, by optimizer, type of device and set of types; or
 # by type of device, where it is all of them.
 BROKEN: dict[Hashable, str] = {}
-# What kernels cannot take though it is mended easily.
+# A layout that kernels cannot take though it is easily changed.
 GAPS = "elements with gaps between them"
 # Optimizer and reason of each warning given.
 _WARNED: set[tuple[str, str]] = set()
@@ -100,7 +100,7 @@ def _module(device_type: str, name: str) -> ModuleType:
 
 
 def prepare(formulas: ModuleType, device: torch.device, types: Types, states: int) -> str | None:
-    """Compiles an optimizer's kernels, so that no step finds in its midst that they cannot be.
+    """Compiles an optimizer's kernels, so that a failure to compile shows before a step begins.
 
     Errors of the device, such as a lack of memory, are passed on: they say nothing about kernels.
 
@@ -136,7 +136,7 @@ def warn_once(optimizer: str, why: str, parameter: torch.Tensor | None = None) -
     """Warns of multi-tensor calls in place of kernels, once for each optimizer and reason.
 
     Args:
-        optimizer: Its name.
+        optimizer: Name of the optimizer.
         why: Why there are no kernels.
         parameter: The parameter that they cannot take; None: there are none at all.
     """

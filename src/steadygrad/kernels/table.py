@@ -28,7 +28,7 @@ __all__ = [
     "is_recording",
 ]
 
-# Elements of a chunk: with fewer the memory's own look-ahead starts anew too often (of 16,384 to
+# Elements of a chunk: with fewer, hardware prefetching restarts too often (of 16,384 to
 # 1,048,576 all from 65,536 on took the same time, fewer up to 8% more).
 CHUNK = 65536
 # Elements that are added up in the working type; their sums are added up in float64.
@@ -135,7 +135,7 @@ class KernelBatch(Protocol):
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
-    """Where each tensor's memory begins."""
+    """Address of each tensor's memory."""
     # Without a loop in Python: there are thousands of them a step.
     return np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
 

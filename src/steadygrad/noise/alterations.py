@@ -12,41 +12,53 @@ from steadygrad.noise.witness import WIDTH, Verdict
 
 __all__ = ["Alterations"]
 
-# On an accelerator the host looks so seldom, at numbers that have long arrived.
+# Steps between two reads on an accelerator; each reads the copy that was started at the one before.
 _INTERVAL = 16
 
 # What `.grad` seems to hold, and the remedy.
 _CAUSES = {
     "clipping": (
-        "smaller ones, as after clipping",
-        "noise.step() before gradients are clipped or normalised",
+        "gradients that are smaller, as after clipping",
+        "call noise.step() before gradients are clipped or normalised",
     ),
     "loss scale": (
-        "ones that carry another loss scale",
-        "NoiseScale(model, scaler=scaler), and noise.step(grad_scale=1.0) after scaler.unscale_()",
+        "gradients that carry another loss scale",
+        (
+            "make NoiseScale(model, scaler=scaler), and call noise.step(grad_scale=1.0) after "
+            "scaler.unscale_()"
+        ),
     ),
     "accumulation": (
-        "ones divided after the backward passes, by the number of micro-batches or samples",
-        "noise.step() before that, and the `accumulation` that the losses then have",
+        (
+            "gradients that were divided after the backward passes, by the number of "
+            "micro-batches or samples"
+        ),
+        "call noise.step() before the division, with the `accumulation` of the undivided losses",
     ),
     "leftover": (
-        "ones left from before, of a backward pass not seen, or less: of a step that was dropped",
         (
-            "zero_grad() before the first micro-batch, noise told of every backward pass; "
-            "noise.drop_step() where a step is dropped"
+            "gradients of an earlier step, of a backward pass that was not announced, or of fewer "
+            "passes than were measured (a step was dropped)"
+        ),
+        (
+            "call zero_grad() before the first micro-batch, announce every backward pass to "
+            "NoiseScale, and call noise.drop_step() where a step is dropped"
         ),
     ),
     "cleared": (
-        "none",
-        "noise.step() before zero_grad()",
+        "no gradients",
+        "call noise.step() before zero_grad()",
     ),
     "unseen": (
-        "ones of backward passes that were not seen",
-        "NoiseScale(model, samples=...), or `noise.samples(n)` before every backward pass",
+        "gradients of backward passes that were not announced",
+        (
+            "make NoiseScale(model, samples=...), or call `noise.samples(n)` before every "
+            "backward pass"
+        ),
     ),
     "summed": (
-        "ones added up over the processes, not averaged",
-        "noise.step(grad_scale=number of processes), times the loss scale if there is one",
+        "gradients that were added up over the processes, not averaged",
+        "call noise.step(grad_scale=number of processes), times the loss scale if there is one",
     ),
 }
 
@@ -64,7 +76,7 @@ class Alterations:
     """Counts steps left out because ``.grad`` was not the sum of the parts, and warns once.
 
     Attributes:
-        count: Their number, with shape ``()``.
+        count: Number of such steps, with shape ``()``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,7 +112,7 @@ class Alterations:
             self._look(self._newest, report)
 
     def _look(self, newest: Tensor, report: _Report) -> None:
-        """Reads the copy of an interval ago, and makes the next one; waits for neither."""
+        """Reads the copy of an interval ago, and starts the next one; waits for neither."""
         if self._copied is not None and self._copied[1].query():
             numbers = self._copied[0].tolist()
             if numbers[0]:
@@ -134,6 +146,6 @@ def _flagged(verdict: Verdict) -> Tensor:
     """Whether the step was altered, then elements of the parts and ``.grad``, and loss scales."""
     scales = torch.zeros_like(verdict.seen) + verdict.scales
     rows = torch.stack([verdict.seen, verdict.found, scales])
-    # Of one width, though steps look at other parameters; a scale of zero says that there is none.
+    # Padded to one width, as steps compare different parameters; a scale of zero marks padding.
     rows = nn.functional.pad(rows, (0, WIDTH - rows.shape[1]))
     return torch.cat([verdict.altered.to(rows).view(1), rows.flatten()])

@@ -48,7 +48,7 @@ def check_options(
     optimizer: Optimizer | None,
     samples: "Callable[[], int] | int | None",
 ) -> None:
-    """Checks the names that choose among kinds, before anything is hooked to the model.
+    """Checks the options of `NoiseScale` that are names, before any hook is registered.
 
     Raises:
         InputError: If one is unknown, ``layers`` is given where it means nothing, or the metric
@@ -81,11 +81,12 @@ def check_options(
 
 
 def check_finds_passes(source: str) -> None:
-    """Refuses a source that needs a context around every micro-batch."""
+    """Raises for a source that needs a context around every micro-batch."""
     if source != "microbatch":
         raise InputError(
-            f"Expected source='microbatch' where micro-batches are to be found. Found {source!r}. "
-            "Remedy: `with noise.microbatch(n)` around each backward pass."
+            "Expected source='microbatch' where NoiseScale itself detects micro-batches "
+            f"(`samples`). Found {source!r}. Remedy: `with noise.microbatch(n)` around each "
+            "backward pass."
         )
 
 
@@ -184,7 +185,7 @@ def make_source(
     taps: ExampleNorms | None,
     borders: PassBorders,
 ) -> Source:
-    """Where the meter's gradients come from.
+    """Makes the source of the meter's gradients.
 
     Args:
         source: The source's name.
@@ -211,7 +212,8 @@ def warn_of_batch_norm(model: nn.Module) -> None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             warnings.warn(
                 f"{own_name(name, model)!r} ({type(module).__name__}) normalises over the batch, "
-                "so samples of a micro-batch are not independent, and the noise scale means less.",
+                "so the samples of a micro-batch are not independent, and the noise scale is only "
+                "approximate. Remedy: LayerNorm or GroupNorm, or ignore this warning.",
                 stacklevel=3,
             )
             return

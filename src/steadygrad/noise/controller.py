@@ -1,4 +1,4 @@
-"""From noise scales to a number of micro-batches, without flutter."""
+"""Chooses the number of micro-batches from noise scales, with hysteresis."""
 
 import math
 from collections.abc import Mapping
@@ -110,7 +110,8 @@ class BatchSizeController:
         """The wanted batch size, or None while the data agree with the present one."""
         low, high = float(estimate.low) * self.factor, float(estimate.high) * self.factor
         if not bool(estimate.resolved):
-            # A negative noise has an upper end near zero: that speaks against the data.
+            # A negative noise estimate gives an upper end near zero. It is an artefact and must not
+            # shrink the batch.
             high = math.inf
         if math.isnan(low) or low <= self.batch_size <= high:
             return None

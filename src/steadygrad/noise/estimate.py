@@ -40,8 +40,8 @@ class NoiseEstimate:
         drifting: Whether the newer half of the history, or of its newest part, differs from the
             older half: a false alarm in 1 to 2 % of the cases, false where the data cannot say.
         age: Mean age of the measurements in the averages, weighted as they are, in measurements
-            (so many times ``every`` steps); 0 is the newest. NaN where there are none.
-        by_group: The same for each group of parameters.
+            (each stands for ``every`` steps); 0 is the newest. NaN where there are none.
+        by_group: Estimates for each group of parameters.
     """
 
     value: Tensor
@@ -73,7 +73,7 @@ class NoiseEstimate:
 
 
 def default_capacity(decay: float, most: int) -> int:
-    """How many measurements to keep: until the weight left out is 0.1 %, at most ``most``."""
+    """Number of measurements to keep: until the weight left out is 0.1 %, at most ``most``."""
     if decay == 1:
         return most
     # Three are the fewest that an interval can be made of.
@@ -162,7 +162,7 @@ class History:
         self.capacity = check_count("history", capacity, low=3)
         # MPS has no float64.
         self.dtype = torch.float32 if device.type == "mps" else torch.float64
-        # Of each measurement a row of signals and a row of noises.
+        # Each measurement is a row of signals and a row of noises.
         self.ring = torch.zeros(capacity, 2, len(groups), dtype=self.dtype, device=device)
         self.pushed = 0
 

@@ -145,7 +145,7 @@ class Tap:
             self._ledger.audit.expect(name, gradients.sum(0), dtype)
 
     def scratch(self, grad: Tensor, weight: Tensor) -> Tensor | None:
-        """Where the examples' gradients of a matrix may lie that is read before the next one."""
+        """Reusable buffer for the examples' gradients of a weight matrix; None if they are kept."""
         if torch.is_grad_enabled() or self._holds(self.layer.parameters["weight"]):
             return None
         return self._ledger.scratch((grad.shape[0], *weight.shape), grad)

@@ -1,4 +1,4 @@
-"""Which layers can tell their examples' gradients apart, and by which formulas."""
+"""Layers whose gradients can be found for each example, and the formulas for them."""
 
 import sys
 from collections import Counter
@@ -16,13 +16,13 @@ __all__ = ["LayerRule", "MeasuredLayer", "measured_layers"]
 
 @dataclass(frozen=True)
 class LayerRule:
-    """How one type of layer is measured; every function takes the layer first.
+    """Rule by which one type of layer is measured; every function takes the layer first.
 
     Attributes:
         features: Number of trailing dimensions of the output that are neither examples nor
             positions.
         weight: The weight's gradient of each example, from ``(layer, input, grad)``.
-        weight_sq_norms: Its squared norms without the gradients, if there is a cheaper way.
+        weight_sq_norms: Squared norms of the weight's gradients, if there is a cheaper way.
         bias: The bias's gradient of each example, from ``(layer, grad)``.
     """
 
@@ -39,9 +39,9 @@ class MeasuredLayer:
     Attributes:
         name: The layer's qualified name.
         module: The layer.
-        rule: How it is measured.
+        rule: Rule by which it is measured.
         parameters: The parameter's name in the model, by attribute (``"weight"``, ``"bias"``).
-        tied: Those of the names whose parameter belongs to another layer as well.
+        tied: Names of parameters that belong to another layer as well.
     """
 
     name: str

@@ -43,13 +43,13 @@ class LossScale:
         self._told = False
 
     def of_part(self, told: Tensor | float | None) -> Tensor | float:
-        """The scale of a part whose backward pass is over: as told, or the scaler's."""
+        """The scale of a part whose backward pass is over: as given, or the scaler's."""
         self._told = told is not None
         self._last = self._ask() if told is None else told
         return self._last
 
     def of_gradients(self, told: Tensor | float | None) -> Tensor | float:
-        """The scale that is still in ``.grad``: as told, or the scaler's, or the last part's."""
+        """The scale that is still in ``.grad``: as given, or the scaler's, or the last part's."""
         if told is not None:
             return told
         if self._carried is not None and not self._told:

@@ -68,7 +68,7 @@ class Meter:
         device = measured[0].parameter.device
         self._rows = torch.tensor([m.group for m in measured], device=device)
         self._zero = torch.zeros((), dtype=dtype, device=device)
-        # What is reduced is seen by every process that holds a copy, and must count once.
+        # A reduced gradient is seen by every process that holds a copy; it must count once.
         shares = [1 / replicas(m.parameter, world) for m in measured]
         self._shares = torch.tensor(shares, dtype=dtype, device=device)
         part_shares = self._shares if reduced else torch.ones_like(self._shares)
@@ -121,7 +121,7 @@ class Meter:
         """Closes the open part, or open examples, of which each had this weight.
 
         Args:
-            weight: Its provisional weight.
+            weight: Provisional weight of the part.
             loss_scale: Loss scale of its gradients; one for all, or for each slot.
         """
         self._parts.append((self._column(self._norms, self._held), loss_scale, weight))
@@ -188,7 +188,7 @@ class Meter:
 
 
 def _inverse(weight: Tensor | float, factor: float) -> Tensor | float:
-    """One over a weight; a part of weight zero, as of padding alone, adds nothing."""
+    """Inverse of a weight; a part of weight zero, as of padding alone, adds nothing."""
     if isinstance(weight, Tensor):
         return torch.where(weight == 0, 0.0, 1 / weight)
     return 1 / (weight * factor)

@@ -32,8 +32,8 @@ __all__ = ["NoiseScale"]
 class NoiseScale:
     r"""Measures the gradient noise scale :math:`\mathrm{tr}(\Sigma)/|G|^2` while a model trains.
 
-    Gradients of parts of a batch spread around their mean by an amount that tells the noise;
-    their mean's norm, less its share of noise, tells the signal. The parts are what training
+    The spread of the parts' gradients around their mean estimates the noise. The squared norm of
+    that mean, less its noise term, estimates the signal. The parts of a batch are what training
     makes anyway: micro-batches, ranks, or both (``source="microbatch"``), or single examples
     (``"per_example"``). Averages first, divides once, and gives an interval with every estimate.
 
@@ -47,7 +47,7 @@ class NoiseScale:
         print(noise.estimate().as_dict())
 
     Every backward pass is a micro-batch, which the parameters' hooks find by themselves; its size
-    is ``samples``, or what :meth:`samples` told before it. ``with noise.microbatch(n):`` around a
+    is ``samples``, or what :meth:`samples` announced. ``with noise.microbatch(n):`` around a
     pass does the same, and is what the other sources need.
 
     On several processes ``step()`` makes one collective call, and every process gets the same
@@ -83,9 +83,9 @@ class NoiseScale:
             parameter's own.
         history: How many measurements are kept. Default: enough for ``decay``.
         level: Probability with which intervals should cover the truth. Default: 0.95.
-        every: Measure one step in so many, for a share of the cost. The first is measured. With
-            ``"per_example"`` the other steps' forward passes are left alone, so each step's must
-            follow the ``step()`` before it.
+        every: Number of steps of which one is measured, for a share of the cost. The first is
+            measured. With ``"per_example"`` only the forward passes of measured steps are hooked,
+            so run the forward passes of a step after ``step()`` of the previous one.
         drift: Whether the noise scale may drift, as it does while weights move; then estimates
             are of the newest part of the history where a test finds that it does. False, for
             measurements at fixed weights: of the whole history, always.
@@ -150,7 +150,7 @@ class NoiseScale:
         self._begin(0)
 
     def _begin(self, steps: int) -> None:
-        """Forgets the step under way, after so many whole ones."""
+        """Forgets the step under way, after a number of whole ones."""
         self._batches.clear()
         self._meter.witness.turn(steps // self._every)
         self._count(steps)
@@ -247,7 +247,7 @@ class NoiseScale:
             # A short window at an epoch's end is no mistake, and is left out.
             wrong = None if self._whole else wrong
         try:
-            # The other processes wait in the collective: first that, then the error.
+            # The other processes wait in the collective, so this one joins it before it raises.
             if wrong is None or self.world.size > 1:
                 self._measure(self._loss_scale.of_gradients(grad_scale))
         finally:

@@ -64,11 +64,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Part:
-    """One micro-batch, as it is told before its backward pass.
+    """One micro-batch, as it is announced before its backward pass.
 
     Attributes:
-        weight: Factor between its mean loss and what ``backward`` is called on; provisional
-            while the number of micro-batches is unknown.
+        weight: Factor between the micro-batch's mean loss and what ``backward`` is called on;
+            provisional while the number of micro-batches is unknown.
         samples: Samples of this process in it.
         count: Number of equal parts it is made of: its samples, or 1.
         explicit: Whether the weight was given.
@@ -98,7 +98,7 @@ class StepParts:
         alike: Whether each process needs two parts, and all of them equal.
 
     Attributes:
-        sums: Their sums, with provisional weights.
+        sums: Sums over the parts, with provisional weights.
         broken: Whether the step cannot be measured; its measurement is then NaN.
     """
 
@@ -126,8 +126,8 @@ class StepParts:
 
         Args:
             samples: Samples of this process in it.
-            weight: Its weight; None: as ``accumulation`` says.
-            loss_scale: Its loss scale; None: the scaler's, or 1.
+            weight: Weight of the micro-batch; None: as ``accumulation`` says.
+            loss_scale: Loss scale of its backward pass; None: the scaler's, or 1.
 
         Raises:
             InputError: If the weight is not positive, or only some micro-batches have one.

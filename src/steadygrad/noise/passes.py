@@ -1,4 +1,4 @@
-"""Where one backward pass ends and the next begins, found from inside hooks of gradients."""
+"""Detects where backward passes begin and end, from inside hooks of gradients."""
 
 import sys
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Where an estimator takes gradients from while a model trains."""
+"""Sources of gradients for an estimator while a model trains."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -168,7 +168,8 @@ class ExampleSource:
     ) -> None:
         self._norms, self._measured, self._meter = norms, measured, meter
         self._recording = False
-        # Norms do not add up to a gradient: what was seen of it must be taken from it.
+        # Examples' norms do not give the gradient's elements, which the witness compares: hooks
+        # take them from the leaves.
         self._handles: list[RemovableHandle] = [
             leaves[slot].register_hook(self._hook(slot)) for slot in meter.witness.slots
         ]

@@ -167,7 +167,8 @@ class SplitBatchNoiseScale(WideBuffers):
         if loss.ndim not in (1, 2) or loss.shape[-1] < 2:
             raise InputError(
                 "Parameter `per_sample_loss` should have shape (B) or (T, B) with B >= 2. Found "
-                f"{tuple(loss.shape)}. Remedy: reduction='none', and the mean over what is left."
+                f"{tuple(loss.shape)}. Remedy: use reduction='none', then average over all "
+                "dimensions except the samples'."
             )
         if not loss.requires_grad:
             raise InputError(

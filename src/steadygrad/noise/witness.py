@@ -1,4 +1,4 @@
-"""A few elements of gradients, looked at twice: in the parts, and in `.grad` at the end."""
+"""A few elements of gradients, read twice: in the parts, and in `.grad` at the end."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -12,8 +12,9 @@ from steadygrad.sharding import World, first_shard, replicas
 
 __all__ = ["WIDTH", "Verdict", "Witness"]
 
-# Clipping, loss scales and what was left from before change every element: so many tell. What
-# changes a few parameters alone is found when it is their turn.
+# Clipping, a loss scale or leftover gradients change every element, so these numbers of parameters
+# and elements are enough to notice them. A change of a few parameters is found when it is their
+# turn.
 _PARAMETERS, _ELEMENTS = 4, 16
 # Elements of a step at most.
 WIDTH = _PARAMETERS * _ELEMENTS
@@ -25,9 +26,9 @@ class Verdict(NamedTuple):
     Attributes:
         altered: Whether ``.grad`` is anything but the parts' sum, boolean with shape ``()``.
         seen: Sums of the parts' elements, with shape ``(n)``.
-        found: The same elements of ``.grad``.
+        found: Elements of ``.grad`` at the same places.
         scales: Loss scales of the parts, of each element or all.
-        unit: Unit roundoff of the coarsest type that was met.
+        unit: See :attr:`Witness.unit`.
     """
 
     altered: Tensor
@@ -85,7 +86,7 @@ class _Turn(NamedTuple):
 
 
 class Witness:
-    """The same elements of the parts and of ``.grad``, which must be the parts' sum.
+    """Compares a few elements of ``.grad`` with the sum of the parts' elements at the same places.
 
     Args:
         parameters: The measured parameters; a slot is an index into them.
@@ -94,8 +95,8 @@ class Witness:
         reduced: Whether the parts' gradients are sharded like the parameters.
 
     Attributes:
-        slots: What is looked at sooner or later.
-        lines: What is looked at in this step, by slots.
+        slots: Slots that are compared sooner or later.
+        lines: Places that are compared in this step, by slot.
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class Witness:
         count = max(-(-len(known) // _PARAMETERS), 1)
         chosen = (self.slots[start::count] for start in range(count))
         self._turns = [_Turn.of({slot: known[slot] for slot in slots}, zero) for slots in chosen]
-        # What is lost in the sums here and in loss scales, which are float32; and by gradients on
-        # their way between processes, which may be bfloat16.
+        # Rounding of these sums and of loss scales (float32), and of gradients that processes
+        # exchange (possibly bfloat16).
         here = max(8 * torch.finfo(zero.dtype).eps, _unit(torch.float32))
         self._unit = here if world.size == 1 else _unit(torch.bfloat16)
         self.turn(0)
@@ -185,11 +186,11 @@ class Witness:
 
     @property
     def unit(self) -> float:
-        """Unit roundoff of the coarsest type that was met."""
+        """Largest unit roundoff of the compared gradients' dtypes, and of their reduction."""
         return max([self._unit, *map(_unit, self._types)])
 
     def _least(self) -> float:
-        """Smallest number of the coarsest type."""
+        """Largest of the smallest numbers of the compared gradients' dtypes."""
         limits = map(torch.finfo, self._types)
         return max((it.smallest_normal * it.eps for it in limits), default=0.0)
 

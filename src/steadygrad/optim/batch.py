@@ -30,13 +30,13 @@ class Layout:
 
     Args:
         tensors: The tensors.
-        dtype: Their type, if it must be another.
+        dtype: Type of the tensors, if it must be another.
     """
 
     def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> None:
         self._dtypes = [t.dtype if dtype is None else dtype for t in tensors]
         self._shapes = [t.shape for t in tensors]
-        # Asked for sooner than strides, and all that most tensors need.
+        # Cheaper than comparing strides, and enough for contiguous tensors.
         self._contiguous = all(map(Tensor.is_contiguous, tensors))
         self._strides = [t.stride() for t in tensors]
 
@@ -76,10 +76,10 @@ class ParamBatch:
 
     Args:
         group: The group.
-        params: Its parameters of this batch.
-        places: Their indices among all parameters of the optimizer.
-        states: Their states.
-        fields: Its optimizer's states.
+        params: The group's parameters of this batch.
+        places: Indices of the parameters among all parameters of the optimizer.
+        states: States of the parameters.
+        fields: Fields of the optimizer's states.
         passes: The backend: a module with the optimizer's passes.
         table: Table of pointers that the backend needs; None: it works by multi-tensor calls.
         single: Whether those calls are to work on one parameter at a time.
@@ -131,7 +131,7 @@ class ParamBatch:
         if views:
             for name, column in self.columns.items():
                 for state, row in zip(states, column.unbind(), strict=True):
-                    # The tensor that a user may hold stays the state.
+                    # Replace only the memory: the user may hold a reference to the state tensor.
                     state[name].data = row
         self._kept = self._state_tensors()
         self.moments = tuple([local(state[name]) for state in states] for name in large)
@@ -218,7 +218,7 @@ class ParamBatch:
         if gradient is None:
             return like.new_zeros(()).expand(like.shape)
         _check_shape(gradient, like)
-        # Left behind where a parameter's memory was cast and its gradient was not.
+        # A float64 gradient remains if the parameter was cast by `.data` but its gradient was not.
         return gradient.to(self.sum_dtype) if gradient.dtype is torch.float64 else gradient
 
     def _set_flags(self, has_grad: list[bool], in_step: list[bool]) -> None:
@@ -239,7 +239,7 @@ class ParamBatch:
         return (
             len(found) == len(self._kept)
             and all(map(is_, found, self._kept))
-            # Their memory may have been exchanged through `state.data`.
+            # The states' memory may have been exchanged through `state.data`.
             and np.array_equal(self._addresses, addresses_of(self._states))
             and all(map(eq, map(Tensor.numel, self._large), self._sizes))
         )
@@ -267,7 +267,7 @@ class ParamBatch:
 
     def finish(self) -> None:
         """Rounds masters to their parameters, tells autograd, and frees weights and gradients."""
-        # Of those that were worked on only: a graph may still need the others as they are.
+        # Only those that were worked on: a graph may still need the others as they are.
         in_step = self._flags[1] if self._flags else [True] * len(self._own)
         written = list(compress(self._own, in_step))
         if self.table is not None:

@@ -30,10 +30,10 @@ class BatchedOptimizer(TypeKeepingOptimizer):
     A subclass writes its rule once, for a stack of parameters with a leading dimension ``n``, and
     a model of hundreds of tensors takes a few kernels a step instead of hundreds. This is a way
     to compute only: state is kept for each parameter, as views of one stacked tensor, so that
-    ``state_dict``, torch.distributed.checkpoint, ``add_param_group`` and ``deepcopy`` see what they
-    see of any torch optimizer (of whose attributes ``deepcopy`` keeps none: options belong into the
-    groups). Where views no longer lie in one stack, after a load for one, they
-    are stacked once more.
+    ``state_dict``, torch.distributed.checkpoint, ``add_param_group`` and ``deepcopy`` work as with
+    any torch optimizer. ``deepcopy`` keeps no attributes of an optimizer, so put options into the
+    groups. Where views no longer lie in one stack, after a load for example, they are stacked once
+    more.
 
     .. code-block:: python
 
@@ -59,7 +59,7 @@ class BatchedOptimizer(TypeKeepingOptimizer):
     parameters share are best kept in the group, those of single parameters as state with shape
     ``[n]``.
 
-    **None gradients** count as zeros unless ``batched_params`` is told to skip them; zeros still
+    **None gradients** count as zeros unless ``batched_params`` skips them; zeros still
     decay averages and, with momentum, still move a parameter, which torch's own optimizers do not.
 
     **Sharded parameters** (DTensors) are batched by the shapes of this process's parts, and state

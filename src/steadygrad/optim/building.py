@@ -179,8 +179,8 @@ def _types_for_kernels(
 
     Args:
         parameter: The parameter.
-        gradient: Its local gradient, or None.
-        state: Its state.
+        gradient: The parameter's local gradient, or None.
+        state: The parameter's state.
         large: Names of the states with its shape, masters aside.
     """
     own, masters = local(parameter), [local(state[MASTER])] if MASTER in state else []

@@ -83,7 +83,7 @@ def check_capture(optimizer: Optimizer) -> None:
         if isinstance(group["lr"], Tensor) and group["lr"].device.type == "cpu":
             raise RuntimeError(
                 "Expected an `lr` on the device while a CUDA graph records the step. Found a "
-                "tensor on the CPU, whose value now would hold for ever. Remedy: lr.cuda()."
+                "tensor on the CPU, whose present value all replays would use. Remedy: lr.cuda()."
             )
         if not group["capturable"]:
             raise RuntimeError(
@@ -118,7 +118,8 @@ def check_parameter(parameter: Tensor, name: str = "") -> None:
     found = ""
     if dtype not in TYPES:
         kind, found = "parameters of a real floating type of 16 to 64 bits", str(dtype)
-        remedy = "parameter.float()" if dtype.is_floating_point else "leave it out: no gradient"
+        remedy = "leave it out of the optimizer; a parameter of this type has no gradient"
+        remedy = "parameter.float()" if dtype.is_floating_point else remedy
         remedy = "torch.view_as_real(p)" if dtype.is_complex else remedy
     elif parameter.layout != torch.strided:
         kind, found, remedy = "dense parameters", str(parameter.layout), "parameter.to_dense()"
@@ -150,10 +151,10 @@ def check_state_tensor(
     """Raises InputError unless a saved state can be loaded.
 
     Args:
-        name: Its name.
+        name: Name of the state.
         value: The state, a tensor or, of shape ``()``, a number.
         shape: The shape that it must have.
-        bounds: Its least and largest value.
+        bounds: Least and largest value of the state.
         parameter: The parameter that it is of.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -236,10 +237,10 @@ def check_lr(lr: Any) -> None:
         # A schedule writes into it, and an integer would be cut off to 0.
         raise InputError(
             f"Parameter `lr` should be of a floating type. Found {lr.dtype}. "
-            "Remedy: torch.tensor(1.0), with a point."
+            "Remedy: a floating-point tensor, such as torch.tensor(1.0)."
         )
     if lr.device.type == "cpu":  # elsewhere reading it would wait for the device
-        # Not `float`: a look at memory of the host is no wait.
+        # `.numpy()` reads the host's memory; `float(lr)` would count as waiting for a device.
         check_number("lr", lr.detach().to(torch.float64).numpy().item(), low=0)
 
 
@@ -256,7 +257,7 @@ def check_names(group: Mapping[str, Any], options: Collection[str]) -> None:
         if name in ("lr_mult", "wd_mult"):
             raise InputError(
                 f"Expected the options of an optimizer in a group. Found {name!r}. Remedy: "
-                "param_groups(model, ...), which multiplies."
+                "build the groups with param_groups(model, ...), which applies multipliers."
             )
         if near := get_close_matches(name, options, n=1, cutoff=0.8):
             raise InputError(

@@ -4,8 +4,8 @@ A report on a group of any optimizer has
 
 - ``group``: its name or index; ``skipped``: steps left out because a gradient was not finite;
 - ``gradient_norm``: Euclidean norm of the group's gradients;
-- ``not_finite``: names of parameters whose gradient is not finite now; ``too_large``: of those
-  whose gradient is, but not its squared norm, so that the step is left out just the same;
+- ``not_finite``: names of parameters whose gradient is not finite now; ``too_large``: names of
+  parameters whose gradient is finite but whose squared norm is not; the step is skipped as well;
 - ``unusual``: ``{name: ratio}`` of the parameters whose gradient is least like its own history; 0
   where there is no gradient. For ScaledAdam and LAMB its root mean square over the root of the mean
   second moment: a gradient that has grown. With LAMB's ``max_grad_norm`` it is that of the gradient
@@ -43,7 +43,7 @@ class Report:
     Args:
         index: The group's place.
         group: The group.
-        batches: Its parameters that are worked on.
+        batches: The group's parameters that are worked on.
         states: The optimizer's states.
         top: How many parameters to name in each list.
         grad_scale: Loss scale that is still in the gradients.
@@ -99,7 +99,7 @@ class Report:
         self.add("bad", batch, sums[1])
 
     def add_unusual(self, batch: ParamBatch, squares: Tensor, expected: Tensor) -> None:
-        """Takes a squared size of each gradient and the one that its history lets expect."""
+        """Takes each gradient's squared size, and the one expected from its history."""
         squares, expected = squares.cpu().to(torch.float64), expected.cpu()
         # Without any gradient there is nothing unusual.
         self.add("unusual", batch, torch.where(squares == 0, 0.0, (squares / expected).sqrt()))

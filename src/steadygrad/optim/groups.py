@@ -185,8 +185,8 @@ def _report_unmatched(pattern: str, named: list[_Named], strict: bool) -> None:
         hint = f"Near names: {', '.join(near)}." if near else "There are no parameters."
     message = f"Expected the pattern {pattern!r} to match a parameter. Found none. {hint}"
     if strict:
-        raise InputError(f"{message} Remedy: mend or drop the pattern, or pass strict=False.")
-    warnings.warn(f"{message} Remedy: mend or drop the pattern.", stacklevel=3)
+        raise InputError(f"{message} Remedy: fix or drop the pattern, or pass strict=False.")
+    warnings.warn(f"{message} Remedy: fix or drop the pattern.", stacklevel=3)
 
 
 def _near_names(pattern: str, names: list[str]) -> list[str]:

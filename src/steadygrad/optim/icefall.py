@@ -26,7 +26,7 @@ def unstack(
     Args:
         checkpoint: ``optimizer.state_dict()`` of icefall's ScaledAdam, of either recipe.
         groups: This optimizer's groups, with the same parameters in the same order.
-        fields: Its states.
+        fields: Fields of this optimizer's states.
 
     Returns:
         State of each parameter, in order.

@@ -34,7 +34,8 @@ class LAMB(LayerwiseOptimizer):
         lr: :math:`\eta`, a number or a tensor of one element.
         betas: :math:`\beta_1, \beta_2`, in [0, 1).
         eps: :math:`\epsilon`, positive.
-        weight_decay: :math:`\lambda`, inside the direction, so that it acts through its norm.
+        weight_decay: :math:`\lambda`. The decay term is part of the direction, which is normalised:
+            with ``adapt`` it changes the direction of a step but not its length.
         lower_bound: Least value of :math:`\phi`; None: no bound.
         upper_bound: Greatest value of :math:`\phi`; None: no bound.
         max_grad_norm: Norm over the gradients of all groups above which they are scaled down to
@@ -48,8 +49,8 @@ class LAMB(LayerwiseOptimizer):
         maximize: Whether to go up instead of down.
         capturable: Whether steps may be recorded in a CUDA graph; nothing else depends on it. A
             graph keeps to the tensors that it recorded: record it anew after ``add_param_group``,
-            ``load_state_dict``, a cast of the model or of gradients, and another mode. An old one
-            moves the weights by states that no longer are the optimizer's.
+            ``load_state_dict``, a cast of the model or of gradients, and another mode. An outdated
+            graph updates the weights from tensors that are no longer the optimizer's state.
 
     Raises:
         InputError: If an option is out of range or a parameter is complex or sparse.

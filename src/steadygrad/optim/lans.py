@@ -40,7 +40,8 @@ class LANS(LayerwiseOptimizer):
         betas: :math:`\beta_1, \beta_2`, in [0, 1).
         eps: :math:`\epsilon`, positive. Normalised gradients have elements of about one over the
             root of the block's size: 1e-6 is a hundredth of that for a block of 1e8.
-        weight_decay: :math:`\lambda`, inside both directions, so that it acts through their norms.
+        weight_decay: :math:`\lambda`. The decay term is part of both directions, each of which is
+            normalised: it changes the directions but not their lengths.
         lower_bound: Least value of :math:`\phi`; None: no bound.
         upper_bound: Greatest value of :math:`\phi`; None: no bound.
         clip_value: Bound on each element of a normalised gradient (MXNet's ``clip_gradient``).
@@ -51,8 +52,8 @@ class LANS(LayerwiseOptimizer):
         maximize: Whether to go up instead of down.
         capturable: Whether steps may be recorded in a CUDA graph; nothing else depends on it. A
             graph keeps to the tensors that it recorded: record it anew after ``add_param_group``,
-            ``load_state_dict``, a cast of the model or of gradients, and another mode. An old one
-            moves the weights by states that no longer are the optimizer's.
+            ``load_state_dict``, a cast of the model or of gradients, and another mode. An outdated
+            graph updates the weights from tensors that are no longer the optimizer's state.
 
     Raises:
         InputError: If an option is out of range or a parameter is complex or sparse.

@@ -94,7 +94,7 @@ class LayerwiseOptimizer(ShardedOptimizer):
         return ok
 
     def _diagnose(self, reports: Sequence[Report], amp: AmpState) -> list[dict[str, Any]]:
-        # Of all groups at once: a norm may be that of all gradients.
+        # All groups at once: a norm may be that of all gradients.
         owners = [(report, b) for report in reports for b in report.batches]
         batches = [b for _, b in owners]
         own = [
@@ -123,7 +123,7 @@ class LayerwiseOptimizer(ShardedOptimizer):
     def _unusual(
         self, batch: ParamBatch, norms: Tensor, by: Any, sums: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Squared size of each gradient, and the one that its history lets expect."""
+        """Squared size of each gradient, and the one expected from its history."""
         raise NotImplementedError
 
     def _add_ratios(self, batch: ParamBatch, sums: Tensor, report: Report) -> None:

@@ -2,9 +2,9 @@
 
 A master holds the digits that a 16-bit weight cannot. When other code writes to the weights (a
 checkpoint is loaded, an average is swapped in for an evaluation and out again), the masters must
-follow: an element that is no longer its master's rounding is what the weight now says, and any
-other keeps all its digits. Every step looks. The versions that torch counts would tell on the host
-whether there is anything to look for, but writes through ``parameter.data`` do not raise them.
+follow. Every step compares: where a weight no longer equals its rounded master, the master takes
+the weight's value; elsewhere it keeps all its digits. torch's version counters cannot replace the
+comparison, because writes through ``parameter.data`` do not change them.
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -39,7 +39,7 @@ def sync_masters(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> Non
 
     Args:
         parameters: Local 16-bit parameters.
-        masters: Their local masters.
+        masters: Local masters of the parameters.
     """
     for own, master in zip(parameters, masters, strict=True):
         # Bits, because the CPU compares integers much faster than 16-bit floats.

@@ -50,8 +50,8 @@ class ShardedOptimizer(BatchBuilder):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a GradScaler hands over its scale and its verdict, without a wait.
 
-        As in torch only where ``fused=True`` was asked for: trainers take it for a promise about
-        gradients that they must not clip, and about steps that they cannot see to be skipped.
+        As in torch only where ``fused=True`` was asked for: trainers conclude from this flag that
+        they must not clip the gradients, and they cannot see which steps are skipped.
         """
         return all(group["fused"] is True for group in self.param_groups)
 
@@ -88,7 +88,7 @@ class ShardedOptimizer(BatchBuilder):
             with torch.enable_grad():
                 loss = closure()
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            # States that are made in it could not be written to outside of it.
+            # State tensors that are made in inference mode could not be changed outside of it.
             with torch.inference_mode(False), torch.no_grad():
                 self._step()
         else:
@@ -134,7 +134,7 @@ class ShardedOptimizer(BatchBuilder):
                     "Remedy: no backward pass and no zero_grad() in another thread meanwhile."
                 )
             if not compiling:
-                # Replays of a graph go on writing to what it has recorded: none of it is freed.
+                # Replays of a graph keep writing to what it has recorded: none of it is freed.
                 self._recorded = [*self._recorded, *(b for b in self._built if b.recorded)]
                 self._built, self._built_for = batches, key
         return _in_step(batches, given)
@@ -180,7 +180,7 @@ class ShardedOptimizer(BatchBuilder):
 
         Args:
             batches: The batches; ``taken`` of each is set.
-            own: Their local sums, each with shape ``(k, tensors)``.
+            own: Local sums of the batches, each with shape ``(k, tensors)``.
             amp: Loss scale and verdict of a gradient scaler.
             finite: For each a function from its sums to whether each parameter's are finite, with
                 shape ``(tensors)``; None: the first row decides.
@@ -263,7 +263,7 @@ class ShardedOptimizer(BatchBuilder):
 
 
 def _finite_norms(sums: Tensor) -> Tensor:
-    # Of squares only infinity and no number are not below infinity.
+    # A sum of squares is below infinity unless it is infinite or NaN.
     return sums[0] < torch.inf
 
 

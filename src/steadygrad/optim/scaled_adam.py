@@ -31,8 +31,8 @@ class ScaledAdam(ShardedOptimizer):
 
     One packed collective a step where parameters are sharded, none elsewhere. A step with a
     non-finite gradient changes nothing and is counted in ``skipped``. A gradient of None counts as
-    zero, as in the original: the momentum goes on. A frozen parameter (``requires_grad`` is false,
-    no gradient) is left alone, which the original bounds and moves on.
+    zero, as in the original: the momentum continues. A frozen parameter (``requires_grad`` is
+    false, no gradient) is left alone; the original bounds and moves it.
 
     Args:
         params: Parameters, named parameters, or groups of either.
@@ -56,8 +56,8 @@ class ScaledAdam(ShardedOptimizer):
         maximize: Whether to go up instead of down.
         capturable: Whether steps may be recorded in a CUDA graph; nothing else depends on it. A
             graph keeps to the tensors that it recorded: record it anew after ``add_param_group``,
-            ``load_state_dict``, a cast of the model or of gradients, and another mode. An old one
-            moves the weights by states that no longer are the optimizer's.
+            ``load_state_dict``, a cast of the model or of gradients, and another mode. An outdated
+            graph updates the weights from tensors that are no longer the optimizer's state.
 
     Raises:
         InputError: If an option is out of range or a parameter is complex or sparse.
@@ -135,8 +135,9 @@ class ScaledAdam(ShardedOptimizer):
         the rate anew at each step.
 
         Args:
-            state_dict: Its ``optimizer`` entry, loaded with ``weights_only=True``. It does not say
-                which recipe wrote it: give this optimizer that of the script it is from.
+            state_dict: ``optimizer`` entry of the checkpoint, loaded with ``weights_only=True``. It
+                does not say which recipe wrote it: give this optimizer that of the script it is
+                from.
 
         Raises:
             InputError: If it is of other parameters or periods; nothing is changed then.

@@ -60,7 +60,8 @@ class ScaledAdamStep:
 
     def local_sums(self) -> Tensor:
         """This process's part of the sums."""
-        # Products of shards are of use only once they are added up: with the others, each step.
+        # A sharded parameter's products must be summed over shards first; they join the collective
+        # of every step.
         every_step = self.batch.sharded and not self.is_scalar
         needed = self.batch.in_step if every_step else self.needed
         sums: Tensor = self.batch.passes.sums(self.batch, needed)

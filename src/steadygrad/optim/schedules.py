@@ -96,7 +96,7 @@ class WarmupHoldDecay(_FactorLR):
     ``step()`` once an optimizer step. The first step is taken at a learning rate of 0 where there
     is a warm-up, as in the original.
 
-    Two things of gluon-nlp's program are mended: beyond ``total_steps`` the learning rate stays 0
+    Two things of gluon-nlp's program are fixed: beyond ``total_steps`` the learning rate stays 0
     instead of turning negative, and without a warm-up it decays all the same.
 
     Args:
@@ -106,7 +106,7 @@ class WarmupHoldDecay(_FactorLR):
         warmup: Length :math:`W` of the warm-up: an int counts steps, a float below 1
             is a share of ``total_steps``. The default is that of gluon-nlp's script.
         hold: Length :math:`H` of the constant stretch, likewise.
-        last_epoch: -1, or the number of the last step done, to go on without a state.
+        last_epoch: -1, or the number of the last step done, to continue without a state.
 
     Raises:
         InputError: If a length is out of range or warm-up and hold take more than all steps.
@@ -179,10 +179,10 @@ class Eden(_FactorLR):
             learning rates are written in place, without waiting for the device.
         lr_batches: Scale :math:`B` in batches; icefall's recipes use 5000 to 7500.
         lr_epochs: Scale :math:`E` in epochs; icefall's recipes use 3.5 to 6. Any measure of data
-            will do, hours for one, when ``step_epoch`` is told the same.
+            will do, such as hours, if ``step_epoch`` gets the same.
         warmup_batches: Batches :math:`b_w` of the linear warm-up; 0: none.
         warmup_start: Share of the learning rate that it begins at, :math:`s`.
-        last_epoch: -1, or the number of the last batch done, to go on without a state.
+        last_epoch: -1, or the number of the last batch done, to continue without a state.
 
     Attributes:
         epoch: Epochs so far.
@@ -243,7 +243,7 @@ class Eden(_FactorLR):
 
     def _count(self, batches: int) -> None:
         self.last_epoch = batches
-        # So that torch does not take the next step for one that precedes the optimizer's first.
+        # Avoids torch's warning about a scheduler step before the first optimizer step.
         self._step_count = batches + 1
 
     def step_epoch(self, epoch: float | None = None) -> None:

@@ -21,7 +21,7 @@ class AmpState:
     Attributes:
         grad_scale: Loss scale that is still in the gradients, with one element; None: none is.
         found_inf: Positive where the scaler found a gradient that is not finite; None: it did not
-            look.
+            check.
     """
 
     grad_scale: Tensor | None = None
@@ -41,7 +41,7 @@ class AmpState:
 class SkipMonitor:
     """Counts skipped steps in a row; the host does not wait for an accelerator.
 
-    On an accelerator the count of skipped steps is copied to the host now and then, and looked at
+    On an accelerator the count of skipped steps is copied to the host now and then, and read
     one interval later: the warning comes after at most twice as many steps.
 
     Args:
@@ -62,7 +62,8 @@ class SkipMonitor:
             states: The optimizer's states, with the counts of skipped steps.
             limit: Skipped steps in a row to warn after; None: never.
         """
-        # A wrapped gradient leaves a wrapped outcome, which the host cannot read; a meta one none.
+        # With gradients of a wrapper type `ok` has that type and cannot be read; on `meta` it has
+        # no value.
         readable = type(ok) is Tensor and not (torch.compiler.is_compiling() or ok.is_meta)
         on_host = readable and ok.device.type == "cpu"
         if on_host and bool(ok.numpy()):
@@ -89,7 +90,7 @@ class SkipMonitor:
         before, self._last = self._last, None
         if self._copied is not None and self._copied[1].query():
             self._last = float(self._copied[0])
-            # Without one before, of the interval before, nothing is known of this interval.
+            # Without the count of the interval before, the skips of this interval are unknown.
             if before is not None and self._last - before >= limit:
                 self._warn(limit)
         self._copied = self._copy(skipped)

@@ -86,9 +86,11 @@ class Batch:
     Attributes:
         param: The parameters, with shape ``[n, *shape]``: a copy, to be changed in place or
             assigned anew.
-        grad: Their gradients, with the same shape; zeros where a gradient is None. A copy too.
-        state: Their state, stacked likewise.
-        names: Their names; ``params.3`` for the group's fourth parameter where it has none.
+        grad: Gradients of the parameters, with the same shape; zeros where a gradient is None. A
+            copy too.
+        state: State of the parameters, stacked likewise.
+        names: Names of the parameters; ``params.3`` for the group's fourth parameter where it has
+            none.
         params: The parameters themselves.
         parts: The same, or this process's parts of DTensors.
         has_grad: Which of them have a gradient, on the host.

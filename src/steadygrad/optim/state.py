@@ -36,12 +36,12 @@ _NO_OPTIONS = {"lr", "params", "param_names"}
 
 @dataclass(frozen=True)
 class StateField:
-    """How a state is kept: one number, unless it is said to be larger.
+    """Form in which a state is kept: one number, unless it is said to be larger.
 
     Attributes:
         elementwise: Whether it has an element for each of the parameter's.
         length: The option that is its length, if it has one.
-        dtype: Its type; None: that of the averages.
+        dtype: Type of the state; None: that of the averages.
         low: Least value that can be loaded.
         high: Largest value that can be loaded.
         initial: Value before the first step.
@@ -59,7 +59,7 @@ class StateField:
     sized_only: bool = False
 
     def shape(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[int, ...]:
-        """Its shape, for a parameter in a group with some options."""
+        """Shape of the state, for a parameter in a group with some options."""
         if self.elementwise:
             return tuple(parameter.shape)
         return (group[self.length],) if self.length else ()
@@ -222,7 +222,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         super()._check_loaded(given)
 
     def _check_loaded_group(self, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-        # One that this group has as well was warned of, and left aside, when it was added.
+        # A foreign option that this group has too gave a warning when the group was added.
         if foreign := FOREIGN & {*saved} - {*self.defaults, *own}:
             raise self._not_its_own("groups", self.defaults, foreign)
         check_names(saved, self.defaults)

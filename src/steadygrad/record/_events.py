@@ -63,7 +63,7 @@ class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):
         parameters: Trainable numbers in the model.
         optimizer: Name of the optimizer's class.
         beta2: Decay of the second moment; None for optimizers without one.
-        weight_decay: Of the first parameter group; None without one.
+        weight_decay: Weight decay of the first parameter group; None without one.
 
     The other fields are those of :class:`steadygrad.tasks.Task`.
     """

@@ -26,7 +26,7 @@ def writing(path: Path, what: str = "to", remedy: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # A run that is begun goes on in its own folder.
+        # A run that is begun continues in its own folder.
         begun = any(os.path.exists(place / RECORD) for place in (path, *path.parents[:2]))
         other = "name a folder with --out that you may write to, on a disk with free space."
         remedy = remedy or f"Remedy: {'free space there, then --resume.' if begun else other}"

@@ -38,7 +38,7 @@ class RunWriter:
             self._file.close()
             raise
         self._cut()
-        # Of the last line, which is longer than that.
+        # The end of the last line, which is longer than that.
         self._file.seek(self._end - 16)
         self._crc = crc_of(self._file.read(16))
 
@@ -125,10 +125,10 @@ class RunWriter:
 def _check_empty(folder: Path) -> None:
     found = next(folder.iterdir(), None)
     if found is not None:
-        go_on = " or go on with that run by --resume" if (folder / RECORD).exists() else ""
+        more = " or continue that run with --resume" if (folder / RECORD).exists() else ""
         raise InputError(
             f"Expected an absent or empty folder. Found {str(folder)!r} with {found.name!r} in "
-            f"it. Remedy: name another folder with --out{go_on}."
+            f"it. Remedy: name another folder with --out{more}."
         )
 
 

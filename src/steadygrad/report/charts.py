@@ -84,9 +84,9 @@ def chart(name: str, description: str, paint: Painter, *, height: int = 320) -> 
 
     Args:
         name: Prefix of all ids in the drawing; one page uses each name once.
-        description: What a reader who cannot see the chart is told.
+        description: Text for a reader who cannot see the chart.
         paint: Draws into an empty figure; its second argument says whether it is the narrow one.
-        height: Of the wide drawing, where the page is 800 wide.
+        height: Height of the wide drawing, where the page is 800 wide.
     """
     wide = _svg(name + "-w", description, paint, (WIDE, height))
     narrow = _svg(name + "-n", description, paint, (NARROW, max(height * 0.9, 250)))

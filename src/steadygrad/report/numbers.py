@@ -12,7 +12,7 @@ LEAST = -0.333
 
 
 def show(value: Any, digits: int = 3) -> str:
-    """Writes a value with so many significant digits: ``1,234``, ``0.0123``, ``1.2e−5``, ``∞``.
+    """Writes a value with ``digits`` significant digits: ``1,234``, ``0.0123``, ``1.2e−5``, ``∞``.
 
     ``None`` and NaN become a dash; text stays as it is.
     """

@@ -1,6 +1,6 @@
-"""Checks that scales are taken out of gradients as they came in, by the first step's graphs.
+"""Checks on the first step's graphs that gradients are divided by the scales they carry.
 
-What is not in a graph (compiled code, reentrant checkpoints, parameters that a wrapper exchanges)
+What is not in a graph (compiled code, reentrant checkpoints, parameters that a wrapper replaces)
 stays unknown, and is trusted.
 """
 
@@ -34,9 +34,9 @@ class GraphAudit:
 
     Args:
         layers: The layers.
-        table: Their scales.
+        table: Scales of the layers.
         auto: Whether the scales follow measured exponents.
-        trackers: Of the chosen modules, by index.
+        trackers: Trackers of the chosen modules, by index.
     """
 
     def __init__(
@@ -116,7 +116,8 @@ class GraphAudit:
             "Expected what lies in a chosen module to be used by calling it, and nothing else. "
             f"Found {repr(name) if name else 'a value'} that is of {self._layers.described(owner)} "
             f"and is also used {other}, as tied weights, a penalty on weights or a value kept from "
-            f"inside are: no divisor gives its gradient back. Remedy: {remedy}."
+            "inside are: no single divisor removes the scales from its gradient. "
+            f"Remedy: {remedy}."
         )
 
     def _name_of(self, leaf: Tensor) -> str:
@@ -216,7 +217,7 @@ def _gradient_metadata(node: Any) -> Any:
 class CallTracker:
     """Records whether a module was called, and refuses to compile one that changes its arguments.
 
-    Compiled code must not change an object, and cannot look at versions of tensors. While it is
+    Compiled code must not change an object, and cannot read versions of tensors. While it is
     traced dynamo's comptime can do both, and leaves nothing in the compiled code.
 
     Args:

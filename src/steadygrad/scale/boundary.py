@@ -62,7 +62,7 @@ class _BoundaryTag(NamedTuple):
     Attributes:
         table: The scaler's table.
         origin: The tensor before the boundary.
-        versions: Of the origin and of the tensor.
+        versions: Versions of the origin and of the tensor.
         path: The node's path.
         argument: The tensor that the hook was given; ``origin`` or a tensor behind it.
     """
@@ -130,7 +130,7 @@ class ScaleHooks:
     Args:
         index: Index of the layer.
         layers: The layers.
-        table: Their scales.
+        table: Scales of the layers.
 
     Attributes:
         tracker: Records whether the module was called.
@@ -193,7 +193,7 @@ class ScaleHooks:
 
     def _cross(self, tensor: Tensor, path: _ScalePath) -> Tensor:
         table, origin, entering = self._table, tensor, path is self._enter
-        # A compiler cannot look at versions; inductor leaves out the roundings in between itself.
+        # A compiler cannot read versions; inductor leaves out the roundings in between itself.
         compiling = torch.compiler.is_compiling()
         tag = None if compiling else getattr(tensor, _TAG, None)
         if tag is not None and tag.allows_replacement(tensor, table):

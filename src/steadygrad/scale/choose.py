@@ -1,4 +1,4 @@
-"""Choice of the modules that are scaled: by patterns of names, or the model's visible parts."""
+"""Choice of the modules that are scaled: by patterns of names, or the model's child modules."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -103,11 +103,11 @@ def _unmatched(pattern: str, names: list[str]) -> InputError:
 
 
 def parts_of(model: nn.Module) -> list[str]:
-    """Names the largest parts that a model is visibly made of, for automatic scales.
+    """Names the parts of a model that get automatic scales: its child modules.
 
-    These are the model's children. A list, a dictionary, a sequence, a module without a forward
-    and the only part with parameters are replaced by their own children, and so is a module that
-    shares a parameter with what lies outside of it; one without children is left out.
+    A ``ModuleList``, a ``ModuleDict``, an ``nn.Sequential``, any module without a ``forward`` and
+    an only child with parameters are replaced by their own children, and so is a module that shares
+    a parameter with what lies outside of it; one without children is left out.
     """
     named = _named_modules(model)
     paths = [path for _, path in module_paths(model)]

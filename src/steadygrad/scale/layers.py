@@ -61,9 +61,9 @@ class Layers:
     def owners(self, parameters: Sequence[Tensor]) -> list[int | None]:
         """Finds the innermost layers around parameters; None for parameters of other models.
 
-        Wrappers exchange parameters, and Python gives the id of an old one to a new one. So each
-        call compares the model's parameters with those that the table of ids was made of. What was
-        exchanged and lives keeps its owner, as FSDP2's shards do while whole ones replace them.
+        Wrappers replace parameters, and Python may reuse the id of a deleted one. So each call
+        compares the model's parameters with those of the table. A replaced parameter that still
+        exists keeps its owner, as FSDP2's shards do while whole ones replace them.
         """
         current = all(m._parameters.get(name) is old() for m, name, old in self._slots)
         if not current or any(self._owner(parameter) is None for parameter in parameters):
@@ -101,8 +101,8 @@ class Layers:
         return InputError(
             "Expected every parameter under one scale. Found one that is both "
             f"{plain_name(first)!r}, in {self.described(one)}, and {plain_name(second)!r}, in "
-            f"{self.described(other)}: no divisor gives its gradient back. Remedy: choose neither "
-            "module, or one around both."
+            f"{self.described(other)}: no single divisor removes both scales from its gradient. "
+            "Remedy: choose neither module, or one around both."
         )
 
     def described(self, index: int) -> str:

@@ -27,7 +27,7 @@ class LayerwiseGradScaler:
         with torch.autocast("cuda", torch.float16):
             loss = loss_of(model(x), y)
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)          # optional: before gradients are clipped or looked at
+        scaler.unscale_(optimizer)          # optional: before gradients are clipped or read
         scaler.step(optimizer)
         scaler.update()
 
@@ -39,7 +39,7 @@ class LayerwiseGradScaler:
 
     A value that is not finite is counted for the layer where it arose and goes no further; the
     step is left out for all layers on all processes, and that layer's scale backs off. With
-    ``layer_scales={}`` and an ``init_scale`` this is ``torch.amp.GradScaler``, to the bit.
+    ``layer_scales={}`` and an ``init_scale`` this is ``torch.amp.GradScaler``, bit for bit.
 
     Do not call ``update`` between a forward pass and its backward pass. Nothing waits for the
     device but ``step`` with an optimizer that cannot skip a step by itself, as in torch;
@@ -137,8 +137,8 @@ class LayerwiseGradScaler:
             outputs: A tensor, or an iterable of tensors.
 
         Raises:
-            InputError: If a chosen module's weights are used without calling it, or what it kept
-                from inside is.
+            InputError: If weights of a chosen module, or tensors that it saved inside its forward
+                pass, are used outside of it.
         """
         if not self._table.enabled:
             return outputs

@@ -180,7 +180,7 @@ def _checked_row(name: str, row: Any) -> dict[str, Any]:
 
 
 def check_saved_count(name: str, count: Any, bits: int = 63) -> int:
-    """Returns a saved count if a signed integer of so many bits and one more can hold it."""
+    """Returns a saved count if a signed integer with ``bits`` bits beside its sign can hold it."""
     check_number(name, check_count(name, count, low=0), high=2**bits - 1)
     return int(count)
 

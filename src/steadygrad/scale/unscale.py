@@ -43,7 +43,7 @@ class StepUnscaler:
 
     Args:
         layers: The layers.
-        table: Their scales.
+        table: Scales of the layers.
         audit: Knows which gradients can have lost anything, and which layers were called.
         group: Processes that skip a step together, as the user gave them.
 
@@ -131,7 +131,7 @@ class StepUnscaler:
             if gradient is None or not wanted(parameter):
                 continue
             if gradient.is_sparse:
-                # Duplicates may overflow as they are added up: before it is looked at.
+                # First: adding up duplicates may overflow, and the check must see the sums.
                 parameter.grad = gradient = gradient.coalesce()
                 gradient = gradient._values()
             # The loss's scale is around the parameters of other models, too.

@@ -19,7 +19,7 @@ def group_of(
     number, and who is in fewer groups makes some of one process until it is in as many.
 
     Args:
-        ranks: Its members.
+        ranks: Members of the group.
         spanning: Groups that they all have, such that a maximum taken over one after the other
             reaches every member; None is the default group.
     """
@@ -32,5 +32,5 @@ def group_of(
     for _ in range(greatest - count):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
     made = dist.new_group(list(ranks), use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)  # Its members alone get here.
+    assert isinstance(made, dist.ProcessGroup)  # only members get here
     return made

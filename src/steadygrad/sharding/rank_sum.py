@@ -79,11 +79,11 @@ class RankSum:
 
         Returns:
             The sum, and which of ``agreed`` differ, boolean with shape ``(m,)``; both the same on
-            every process to the bit.
+            every process, bit for bit.
         """
         if self.size == 1:
             return packed, torch.zeros_like(agreed, dtype=torch.bool)
-        # Adding zero makes one number of both zeros.
+        # Adding zero turns -0.0 into 0.0, which the comparison of bits needs.
         row = torch.cat([packed, agreed + 0.0])
         rows = [torch.empty_like(row) for _ in range(self.size)]
         dist.all_gather(rows, row, group=self._own[1] if self._own else None)

@@ -52,7 +52,8 @@ class ShardSum:
     Args:
         tensors: The tensors, DTensors or plain ones; columns of plain ones are left as they are.
             Where there are some on any process, and where tensors lie on several parts of a mesh,
-            copies are asked too: what is found in one tensor must reach all copies of another.
+            the collective includes replicas as well, because a flag from one tensor must reach all
+            replicas of the others.
         flags: Number of further columns, at the end, that are added up over all these processes:
             where there are several groups, one after the other, so that what is not zero stays so.
 
@@ -84,7 +85,7 @@ class ShardSum:
         self._sizes = [len(peers[mesh]) for mesh in slots]
         last = [Slot(len(tensors) + k, 0, 1, 1.0) for k in range(flags)]
         self._slots = [[*own, *last] for own in slots.values()]
-        # Of each tensor a share in the mean over its group; the last column is of those in none.
+        # Weight of each tensor in the mean over each group; the last column is for those in none.
         self._shares = torch.zeros(len(tensors), len(slots) + 1, dtype=torch.float64, device="cpu")
         self._shares[:, -1] = 1.0
         for place, own in enumerate(slots.values()):

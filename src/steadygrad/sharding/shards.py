@@ -22,7 +22,7 @@ class FirstShard(NamedTuple):
     """The rows of a tensor that the first process of its mesh's last dimension holds.
 
     Attributes:
-        shape: Their shape; the tensor's own where it is not sharded.
+        shape: Shape of the rows; the tensor's own where it is not sharded.
         here: Whether this process holds them.
     """
 

@@ -83,7 +83,7 @@ def data_parallel_world(model: nn.Module) -> World:
     """Finds out how ``model`` is trained: alone, with DDP or with FSDP2 (HSDP included).
 
     Wrappers may lie in any order: a compiled DDP model, a DDP model inside another module.
-    Warns where there are several processes but nothing that makes them one.
+    Warns if there are several processes but the model is neither in DDP nor sharded by FSDP2.
 
     Args:
         model: The model as it is called in training, wrappers included.

@@ -1,4 +1,4 @@
-"""Device, workers and speed: the only choices of a study that look at the clock."""
+"""Device, workers and speed: the only choices of a study that depend on the clock."""
 
 import math
 import time
@@ -17,12 +17,12 @@ WARM_UP_STEPS = 4
 SECONDS = 0.3
 # Workers pay for their start, and share the memory's bandwidth.
 WORTH = 1.3
-# Several threads for one trial have to be so much faster than one: on a busy machine they wait for
-# one another.
+# Least speed-up for which a trial gets several threads: on a busy machine threads wait for one
+# another.
 WORTH_THREADS = 1.1
 LEAST_BUDGET = 60.0
 MOST_WORKERS = 16
-# As OMP_NUM_THREADS says them, before a study has set others.
+# Threads at import, for instance from OMP_NUM_THREADS, before a study changes the number.
 GIVEN_THREADS = torch.get_num_threads()
 # Memory of a worker beside its model: Python, torch and the data.
 WORKER_BYTES = 1 << 30

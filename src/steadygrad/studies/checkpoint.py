@@ -1,4 +1,4 @@
-"""States of training: copies in the host's memory, and files that no pickle can hide in."""
+"""Training states: copies in host memory, and files that are read with `weights_only=True`."""
 
 import copy
 import hashlib
@@ -24,7 +24,7 @@ __all__ = ["Checkpoints", "State", "on_host"]
 
 @dataclass
 class State:
-    """All that training goes on from: nests of tensors and plain values, on the host.
+    """All that training continues from: nests of tensors and plain values, on the host.
 
     Attributes:
         scaler: The gradient scaler's ``state_dict``; empty unless training in float16.
@@ -71,7 +71,7 @@ class Checkpoints:
 
     Args:
         folder: The run's folder.
-        run: What tells the run from others: another run's checkpoint is none of this one's.
+        run: Identifier of the run; checkpoints of other runs are ignored.
     """
 
     def __init__(self, folder: Path, run: str = "") -> None:

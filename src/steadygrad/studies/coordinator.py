@@ -17,7 +17,7 @@ from steadygrad.studies.worker import ERRORS, STOP_FILE, Worker
 
 __all__ = ["Coordinator", "Monitor", "run_serial"]
 
-# A trial whose worker died is given to another worker so many times.
+# Attempts at a trial whose workers die.
 ATTEMPTS = 3
 # Seconds that running trials get to notice that the study has to stop.
 GRACE = 10.0

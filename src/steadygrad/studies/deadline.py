@@ -83,7 +83,7 @@ class Deadline:
 class WorkerDeadline(Deadline):
     """The deadline of a worker process: a file that the coordinator writes."""
 
-    # Seconds between two looks, as a network's file system is slow to ask.
+    # Seconds between two checks, as a network's file system is slow to ask.
     INTERVAL = 0.25
 
     def __init__(self, path: Path) -> None:

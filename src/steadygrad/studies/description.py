@@ -77,10 +77,10 @@ def make_header(
 
 
 def changes(header: Header, trainer: Trainer) -> list[str]:
-    """Warnings about changes that may alter the last digits when a run goes on.
+    """Warnings about changes that may alter the last digits when a run continues.
 
     Raises:
-        InputError: If the study cannot go on to the same numbers at all.
+        InputError: If the study cannot continue to the same numbers at all.
     """
     then, now = header.task, describe_task(trainer, header.task.spec)
     for name in then.__struct_fields__:

@@ -37,9 +37,9 @@ class Pool:
     Args:
         make: Makes an executor; called again after its workers broke.
         workers: Number of workers that are there now.
-        survives: From an executor's error to whether a new executor may go on.
+        survives: Function of an executor's error: whether a new executor may continue.
         kill: Ends an executor, with its workers in mid-trial.
-        leave: Called once there will be no other executor. Default: nothing.
+        leave: Called when no further executor will be made. Default: nothing.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class Pool:
             # Dask cancels everything once its scheduler does not answer.
             gone = isinstance(error, CancelledError)
             raise WorkersLost(
-                "The workers should stay reachable, and run without an error of their own. Found "
-                f"{'no scheduler any more' if gone else reason(error)}. Remedy: --debug shows the "
-                "traceback; start a cluster that is gone again, then --resume."
+                "Expected workers that stay reachable and run without errors. Found "
+                f"{'no scheduler any more' if gone else reason(error)}. Remedy: see the traceback "
+                "with --debug; if the cluster is gone, start it again and use --resume."
             ) from error
         with suppress(Exception):
             self._kill(self._executor)
@@ -142,7 +142,7 @@ def process_pool(workers: int, devices: Sequence[str] = ()) -> Pool:
 
 def _dask_client(address: str) -> Any:
     try:
-        # Its types are not annotated.
+        # The package's types are not annotated.
         Client: Any = import_module("distributed").Client
     except ModuleNotFoundError as error:
         raise InputError(
@@ -213,7 +213,7 @@ def tails(trials: Sequence[Trial]) -> dict[Key, int]:
 
 
 def makespan(trials: Sequence[Trial], workers: int) -> int:
-    """Time until all trials are done with so many workers, in samples of work.
+    """Time until all trials are done with ``workers``, in samples of work.
 
     A free worker takes the ready trial that begins the longest chain, as the coordinator does.
     """

@@ -39,7 +39,8 @@ class RateSetter:
     """Sets an optimizer's learning rate.
 
     Args:
-        optimizer: As the task made it: a state that is loaded later has the options of its moment.
+        optimizer: The optimizer as the task made it; a state that is loaded later brings the
+            options of the time at which it was saved.
         task: The task.
         keep_half_life: Whether Adam's second moment and the weight decay keep their half-life in
             samples at every batch size.

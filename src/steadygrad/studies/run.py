@@ -187,7 +187,7 @@ def _agreed(header: Any, given: Mapping[str, Any]) -> Any:
 
 
 def _completed(recorded: Run, more_time: bool, monitor: Monitor) -> Outcome | None:
-    """The outcome of a run that is complete already; None for one that can go on.
+    """The outcome of a run that is complete already; None for one that can continue.
 
     Asked before the ranks join: a complete run needs neither its device nor the others.
     """
@@ -195,7 +195,7 @@ def _completed(recorded: Run, more_time: bool, monitor: Monitor) -> Outcome | No
         return None
     is_main = launched()[0] == 0
     if is_main and more_time:
-        left = "this run is complete: its plan has nothing left for more time to do."
+        left = "this run is complete: all planned trials are done, so more time changes nothing."
         monitor.say(f"{left} Remedy: start a new run with a longer --budget.")
     # From the record: the file may be of an older steadygrad.
     study = study_of(recorded.header)
@@ -274,8 +274,8 @@ class _Session:
         except InputError as error:
             summary = self._write("failed")
             outcome = Outcome(folder, summary, study.too_little(summary), is_main=is_main)
-            go_on = f"The results are kept: once that is mended, --resume {folder} goes on."
-            raise StudyFailed(f"{error} {go_on}", outcome) from error
+            more = f"The results are kept: fix the error, then continue with --resume {folder}."
+            raise StudyFailed(f"{error} {more}", outcome) from error
         finally:
             if self.writer is not None:
                 self.writer.close()

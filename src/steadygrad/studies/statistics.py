@@ -62,13 +62,13 @@ def quantile(values: Floats, part: float) -> float:
 
 
 def redraw(means: Floats, residuals: Floats, generator: np.random.Generator, count: int) -> Floats:
-    """Mean curves as they might have come out, shape ``(count, M)``.
+    """Random draws of the mean curves from their estimated distribution, shape ``(count, M)``.
 
     All places have one variance, which is redrawn as well: a scaled inverse chi-square.
 
     Args:
         means: Means over the repeats, shape ``(M,)``.
-        residuals: What they leave, shape ``(m, repeats)``.
+        residuals: Deviations of the repeats from the means, shape ``(m, repeats)``.
         generator: The source of randomness.
         count: Number of draws.
     """
@@ -95,7 +95,7 @@ class Variances:
     common: float
 
     def draw(self, generator: np.random.Generator, count: int, repeats: int) -> Floats:
-        """Errors of the rows' means as they might have come out, shape ``(count, K)``.
+        """Random draws of the errors of the rows' means, shape ``(count, K)``.
 
         The variances are redrawn as well: a scaled inverse chi-square.
         """

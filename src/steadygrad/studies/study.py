@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 Job = Mapping[str, Any]
-"""What a worker runs, as plain values: the event's name, its key fields, and parameters."""
+"""Work for a worker as plain values: the event's name, its key fields, and parameters."""
 
 Advance = Callable[[int, str], None]
 """Told how many samples of work are done, as they are done, and on what."""

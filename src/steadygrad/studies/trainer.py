@@ -27,7 +27,7 @@ from steadygrad.tasks import (
 
 __all__ = ["Diverged", "Rate", "Scaling", "Trainer"]
 
-# Steps between two looks at the losses where a look makes an accelerator wait.
+# Steps between two reads of the losses on an accelerator, where a read synchronises.
 LOOK_EVERY = 16
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class Trainer(TaskModel):
         context.together(self._begin)
 
     def _begin(self, state: State | None = None) -> None:
-        """Begins with a new optimizer, or goes on with that of a state."""
+        """Begins with a new optimizer, or continues with that of a state."""
         with guarded("Task.make_optimizer"):
             made = self.task.optimizer(self.model, self.task.lr)
         self.optimizer = optimizer = check_optimizer(made, self.model)
@@ -116,7 +116,7 @@ class Trainer(TaskModel):
         self._begin(state)
 
     def state(self, samples: int) -> State:
-        """A copy of the training's state in the host's memory, after so many samples."""
+        """A copy of the training's state in the host's memory, after ``samples``."""
         model, optimizer = self.context.states(self.model, self.optimizer)
         model, optimizer, scaler = map(on_host, (model, optimizer, self.scaler.state_dict()))
         return State(model, optimizer, scaler, samples, self.steps)
@@ -190,7 +190,7 @@ class Trainer(TaskModel):
             self.micro_batch_size //= 2
 
     def _fits(self, work: Callable[[], object], size: int) -> bool:
-        """Whether something with so many samples at a time fits into this rank's memory."""
+        """Whether work on ``size`` samples at a time fits into this rank's memory."""
         try:
             work()
         except TaskError as error:
@@ -211,7 +211,7 @@ class Trainer(TaskModel):
         self.steps += 1
 
     def look(self) -> None:
-        """Reads the losses since the last look, and asks whether to stop.
+        """Reads the losses since the last call, and asks whether to stop.
 
         Raises:
             Diverged: If one of them is not finite.
@@ -278,6 +278,6 @@ class Trainer(TaskModel):
         return iter(batches(self.task.train, micros, device, workers))
 
     def evaluate(self) -> float:
-        """The validation loss, after a look at the losses so far."""
+        """The validation loss, after a read of the losses so far."""
         self.look()
         return self.validation_loss()

@@ -48,7 +48,8 @@ class Worker:
             The event, and those of earlier trials that had to be repeated for it.
         """
         began, trainer = time.monotonic(), self.trainer
-        # What an earlier job ran out of memory with must not show in the numbers of this one.
+        # An earlier job may have halved the micro-batch for lack of memory; that must not change
+        # this job's results.
         trainer.micro_batch_size = self._micro_batch_size
 
         def attempt() -> tuple[Event, list[Event]]:

@@ -55,7 +55,7 @@ def from_dataloader(
     Args:
         loader: A ``torch.utils.data.DataLoader``, or any iterable of batches. Ready batches are
             nests of tensors whose leading dimension is that of the samples.
-        valid: The same for the held-out samples, or ``Samples``.
+        valid: Loader of the held-out samples, or ``Samples``.
         per_sample_loss: ``(model, batch) -> losses`` with shape ``(n,)``; the batch is as the
             loader makes it, on the model's device.
         lr: The peak learning rate, tuned for ``batch_size``.
@@ -125,7 +125,7 @@ def from_hf(
         dataset: A ``datasets.Dataset``, or a sequence of mappings from column to value. Columns
             that the model's ``forward`` does not take are left out. Streams are read once, from
             their start, and kept in memory.
-        valid: The same for the held-out samples.
+        valid: Data set of the held-out samples.
         lr: The peak learning rate, tuned for ``batch_size``.
         batch_size: The smallest batch, in samples, that a study trains at.
         make_model: Makes a freshly initialised model.

@@ -36,7 +36,7 @@ class Corpus:
     Args:
         train: Training files as pairs (posix path within the corpus, text), sorted by path.
         valid: Held-out files, the same way.
-        sha256: Of every file's path, length and bytes, in order.
+        sha256: SHA-256 of every file's path, length and bytes, in order.
         skipped: Paths of files that are not UTF-8 and were left out.
     """
 

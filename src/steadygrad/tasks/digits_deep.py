@@ -1,6 +1,6 @@
-"""A network for which no single loss scale works in float16; made for it, and saying so.
+"""A network that is constructed so that no single loss scale works in float16.
 
-A deep tanh network looks at the sixteen 2 x 2 patches of a digit, each with a mark of its place, by
+A deep tanh network reads the sixteen 2 x 2 patches of a digit, each with a mark of its place, by
 four layers, takes the mean over patches, and classifies it by two layers more. Each layer is
 ``tanh(c * linear(x))`` with a fixed power of two ``c``, and its weights are divided by ``c`` at the
 start: the function is that of a plain network, and with learning rates divided by ``c`` so is its

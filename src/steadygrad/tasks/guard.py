@@ -1,4 +1,4 @@
-"""Errors in a user's own code, told apart from the library's."""
+"""Errors in a user's own code, separated from the library's."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -163,7 +163,7 @@ class ColumnCollator:
 
     Args:
         tokenizer: Has ``pad(items, return_tensors="pt")``; None: samples must have one length.
-        objective: Of ``"causal-lm"`` samples without labels, their tokens are the labels.
+        objective: With ``"causal-lm"`` the tokens of samples without labels are the labels.
     """
 
     tokenizer: Any

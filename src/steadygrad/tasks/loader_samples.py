@@ -96,7 +96,7 @@ def read_loader(name: str, loader: Any, max_samples: int) -> ReadLoader:
             f"Parameter `{name}` should be a DataLoader or another iterable of batches. Found "
             f"{type(loader).__name__}. Remedy: torch.utils.data.DataLoader(dataset, batch_size=8)."
         )
-    # A loader without a batch sampler has batches for items.
+    # Without a batch sampler the items of the data set are taken for ready batches.
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         return _read_batches(name, loader, max_samples)
     size = getattr(loader.batch_sampler, "batch_size", None)

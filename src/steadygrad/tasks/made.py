@@ -92,8 +92,8 @@ def check_weights(model: nn.Module, before: Mapping[str, Any], after: Mapping[st
 
     Args:
         model: The model.
-        before: Its state dict before the evaluation, a copy.
-        after: That after the evaluation.
+        before: State dict of the model before the evaluation, a copy.
+        after: State dict after the evaluation.
 
     Raises:
         TaskError: If a parameter has changed.
@@ -103,5 +103,5 @@ def check_weights(model: nn.Module, before: Mapping[str, Any], after: Mapping[st
         if isinstance(then, Tensor) and isinstance(now, Tensor) and not torch.equal(then, now):
             raise TaskError(
                 f"Task.evaluate should leave the model as it is. Found changes of {name!r}. "
-                "Remedy: no training in Task.evaluate; weights that it replaces are put back."
+                "Remedy: do not train in Task.evaluate, and restore any weights that it replaces."
             )

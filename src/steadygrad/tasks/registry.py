@@ -101,7 +101,7 @@ def _split(spec: str) -> tuple[Path, str]:
             f"{spec!r}. Remedy: {spec.rstrip(':')}:make_task."
         )
     file = Path(path).expanduser().absolute()
-    # Of os.path: they are False, not an error, for names that are too long for a file system.
+    # Functions of os.path are False, not an error, for names that are too long for a file system.
     if not os.path.isfile(file):
         found = "a folder" if os.path.isdir(file) else "no such file"
         raise InputError(
@@ -139,7 +139,7 @@ def _compile(path: Path) -> CodeType:
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
         raise InputError(
             f"The file should be Python. Found {reason}{line} of {str(path)!r}. "
-            "Remedy: mend the file."
+            "Remedy: fix the file."
         ) from error
 
 

@@ -94,8 +94,8 @@ def to_device(batch: Any, model: nn.Module) -> Any:
         batch: A nest (tuples, named tuples, lists, mappings) of tensors; other leaves are kept.
             Objects with a method ``to``, such as a Hugging Face ``BatchEncoding``, move
             themselves.
-        model: Its first parameter says the device. A floating-point tensor is widened to that
-            parameter's dtype where this has more bits; a float32 target stays float32 for a
+        model: Model whose first parameter says the device. A floating-point tensor is widened to
+            that parameter's dtype where this has more bits; a float32 target stays float32 for a
             bfloat16 model. A model without parameters leaves the batch alone.
 
     Returns:

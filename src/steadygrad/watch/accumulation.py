@@ -28,7 +28,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 Accumulate = Callable[[Sequence[Any]], object]
 
 
-# Of the loss and not of the loop: other cuts say nothing more.
+# Bugs of the loss function, not of the loop: further windows would show nothing new.
 _LOSS_BUGS = ("random", "batch", "rounding")
 # Elements of a parameter whose inner products are taken at a time.
 _CHUNK = 2**20

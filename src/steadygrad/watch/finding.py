@@ -17,10 +17,11 @@ class Seen:
 
     Attributes:
         what: ``"batch"``, ``"output"``, or ``"input"`` for one that no module had given.
-        name: The module's.
+        name: Name of the module.
         batch: Index of the pass.
-        value: Whether it is finite, or a number that says so, perhaps still on a device.
-        gradient: The same of its gradient; None if it was not seen.
+        value: Whether it is finite, or a number that is finite exactly if the tensor is, possibly
+            on a device.
+        gradient: Whether its gradient is finite, likewise; None if the gradient was not seen.
         takers: Modules that were handed this very tensor, inner ones first; None if unknown.
         returned: Whether the model returned it.
         weight: The weight whose gradient stands for its own; empty for none.
@@ -69,11 +70,10 @@ class Finding:
 
     def __str__(self) -> str:
         """One paragraph: the culprit, then what is finite on either side."""
-        after = f"finite again: {self.finite_after}" if self.finite_after else "nothing after it is"
         return (
             f"Batch {self.batch}, rank {self.rank}: {self.cause}. "
             f"First not finite: {self.seen_in}. Finite before it: {self.finite_before or 'nothing'}"
-            f"; {after}."
+            f". Finite after it: {self.finite_after or 'nothing'}."
         )
 
     @property

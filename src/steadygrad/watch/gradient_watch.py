@@ -25,7 +25,7 @@ __all__ = ["GradientWatch"]
 _MOST_OPEN = 64
 # Comes after all that a pass has seen, in the order of execution.
 _UNSEEN = 2
-# Gradients with no more elements are copied together, and looked at by one call.
+# Gradients with no more elements are copied together, and checked by one call.
 _SMALL = 4096
 
 
@@ -57,7 +57,7 @@ class GradientWatch:
 
     Raises:
         InputError: If the whole model was compiled in place: nothing outside of it can be hooked;
-            or if another watch looks at it.
+            or if another watch is attached to it.
     """
 
     def __init__(self, model: nn.Module, process_group: Any = "all") -> None:
@@ -71,7 +71,7 @@ class GradientWatch:
         for name, module in model.named_modules():
             if is_watched(module):
                 raise InputError(
-                    f"Expected modules that no GradientWatch looks at. Found one at {name!r}. "
+                    f"Expected modules without a GradientWatch. Found one at {name!r}. "
                     "Remedy: close() the other watch first."
                 )
         self.model, self._group = model, process_group
@@ -104,7 +104,7 @@ class GradientWatch:
         for module, tap in self._taps.items():
             tap.attach(module, model)
         if any(is_compiled(module) for module in self._taps):
-            # Code that has run already is without hooks, and would stay so.
+            # Code that was compiled before has no hooks and would be reused without them.
             torch.compiler.reset()
         # A watch that is dropped leaves no hooks behind either.
         self._detach = weakref.finalize(self, detach, [*self._taps])
@@ -127,9 +127,10 @@ class GradientWatch:
         self.close()
 
     def report(self) -> Finding | None:
-        """The first fault of the last unbroken row of them, and forgets it; None if all was finite.
+        """Returns the first fault of the newest run of consecutive faulty batches, and clears it.
 
-        Waits for the device. Every process of the group must call it: all of them are handed the
+        None if all was finite.
+        Waits for the device. Every process of the group must call it: all of them receive the
         finding that came first in the order of execution.
         """
         self._close()
@@ -142,7 +143,8 @@ class GradientWatch:
             return mine
         found = gather_json(mine and asdict(mine), world, self.clock.ticks.device)
         faults = [Finding(**{**one, "rank": rank}) for rank, one in enumerate(found) if one]
-        # Of reduced gradients it is known elsewhere which pass broke them.
+        # A fault that is seen only in reduced gradients is dropped if another process knows the
+        # pass that caused it.
         faults = [fault for fault in faults if fault.order[0] != _UNSEEN] or faults
         latest = max((fault.last for fault in faults), default=0)
         row = [fault for fault in faults if fault.last == latest]

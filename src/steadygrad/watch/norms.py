@@ -19,7 +19,7 @@ class GradientNorms:
 
     Attributes:
         names: Parameters that have a gradient on this process.
-        groups: Their groups.
+        groups: Groups of the parameters.
         squares: Squares of their norms, float64, with shape ``(len(names),)``.
     """
 

@@ -1,8 +1,8 @@
 """A pass of one batch through the model, and the tensors that its modules took and gave.
 
-On a CPU, where a look waits for nothing, each tensor is looked at at once. On other devices the
-largest magnitude of each is left on the device, all travel to the host together, and they are
-looked at when they have arrived.
+On a CPU, where reading a value needs no synchronisation, each tensor is checked immediately. On
+other devices the largest magnitude of each is left on the device, all travel to the host together,
+and they are checked when they have arrived.
 """
 
 import math
@@ -29,12 +29,12 @@ _KNOWN = (*_NARROW, torch.float32, torch.float64)
 
 
 class Clock:
-    """Counts the modules that compiled code ran: it keeps no lists, but may change a tensor.
+    """Counts module calls in compiled code, which cannot append to lists but can update a tensor.
 
     Attributes:
-        ticks: Their number, with shape ``()``.
+        ticks: Number of calls, with shape ``()``.
         used: Whether there is compiled code.
-        deferred: Whether a look waits for a device, so that it is left until later.
+        deferred: Whether a read waits for a device, so that it is left until later.
         detailed: Whether to hook what goes into layers, and what comes out of modules around them,
             in every pass: after the first fault.
     """
@@ -49,8 +49,8 @@ class Pass:
     """Collects the observations of one batch.
 
     Args:
-        batch: Its index.
-        clock: Says how to look.
+        batch: Index of the batch.
+        clock: The watch's clock, which says whether reads are deferred.
         inputs: What the model was given.
         await_backward: Called when a gradient arrives.
 
@@ -84,7 +84,7 @@ class Pass:
         """Notes a module's inputs and outputs."""
         repeated = in_backward()
         if not repeated:
-            # Its weights' gradients would not say in which of its calls they broke.
+            # The weights' gradients would not say in which of the module's calls they broke.
             tap.hooked = tap.hooked or tap.batch == self.batch
             tap.batch = self.batch
             self.called.add(tap.name)
@@ -145,7 +145,7 @@ class Pass:
     def _await_gradient(self, one: Seen, tensor: Tensor) -> None:
         node = tensor.grad_fn
         if node is not None:
-            # Of the node and not of the tensor: that takes half the time.
+            # A hook of the node and not of the tensor: that takes half the time.
             node.register_prehook(partial(self._arrive, one, tensor.output_nr))
 
     def _arrive(self, one: Seen, number: int, gradients: tuple[Tensor | None, ...]) -> None:
@@ -210,7 +210,8 @@ class Pass:
             usual |= {(one.what, one.name) for one in bad}
             return None
         if not self.backward and is_finite(self.seen[-1].value):
-            # Evaluated with gradients enabled: what is usual is known after backward passes only.
+            # An evaluation with gradients enabled. Only passes with a backward pass show which
+            # infinities are normal.
             return None
         for one in bad:
             one.value = (one.what, one.name) in usual
@@ -263,6 +264,6 @@ def largest(tensor: Tensor) -> Any:
 def finite_now(tensor: Tensor) -> bool:
     """Whether all values are finite, on a CPU."""
     tensor = values(tensor)
-    # The fastest look; float16 would overflow by adding up what is finite.
+    # The fastest check; float16 would overflow by adding up what is finite.
     total = tensor.sum(dtype=torch.float32) if tensor.dtype in _NARROW else tensor.sum()
     return math.isfinite(total.item()) or bool(torch.isfinite(tensor).all())

@@ -21,16 +21,17 @@ _TAP = "_steadygrad_tap"
 
 
 class Tap:
-    """Stands behind one module.
+    """Observes one module.
 
-    A leaf module's weights tell whether the gradient at its output is finite: theirs are sums over
-    it. So do those of the modules within another. Other outputs are hooked.
+    The gradients of a leaf module's weights are sums over the gradient at its output, so they show
+    whether that is finite; likewise for a module that contains such leaves. Other outputs get a
+    hook.
 
     Args:
-        name: The module's.
+        name: Name of the module.
         hooked: Whether gradients at its outputs are hooked in every pass.
         watch: The watch that gets the observations; None for a copy of a watched model.
-        clock: The watch's.
+        clock: The watch's clock.
 
     Attributes:
         leaf: Whether it holds no other module and is not the model.
@@ -85,7 +86,7 @@ class Tap:
         return one
 
     def trace(self, output: Any) -> Any:
-        """The same in compiled code: numbers in tensors that are changed in place."""
+        """Observes an output in compiled code: numbers in tensors that are changed in place."""
 
         def crossed(tensor: Tensor) -> Tensor:
             self.forward.add_(largest(tensor))
@@ -114,7 +115,7 @@ def detach(modules: Iterable[nn.Module]) -> None:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether a watch that still exists looks at a module."""
+    """Whether a watch that still exists is attached to a module."""
     return _TAP in module.__dict__ and module.__dict__[_TAP].watch() is not None
 
 

@@ -16,13 +16,13 @@ class Window:
     """One way of cutting the batch, and how its gradient compares with the whole one's.
 
     Attributes:
-        name: The way.
+        name: Name of the way.
         sizes: Samples of each micro-batch.
         ratio: Norm of the accumulated gradient over that of the whole batch's.
-        cosine: Of the angle between them.
+        cosine: Cosine of the angle between them.
         layers: Ratio and cosine of each module that has weights.
-        bug: Its name; empty where both are equal.
-        words: What it is, and the remedy.
+        bug: Name of the bug; empty where both are equal.
+        words: Description of the bug, and the remedy.
     """
 
     name: str
@@ -87,11 +87,11 @@ WORDS = {
     "": "The same gradient.",
     "random": "The whole batch has another gradient each time. Remedy: turn dropout and other "
     "random numbers off for this check.",
-    "rounding": "Roundings are too large a part of this gradient to tell. Remedy: make the "
-    "check in float32, without autocast, or earlier in training.",
-    "batch": "No weights of the micro-batches' gradients give the whole batch's: a sample's loss "
-    "depends on the other samples (BatchNorm, a contrastive loss). Remedy: statistics that do not "
-    "depend on the batch, or no accumulation.",
+    "rounding": "The rounding error of this gradient is too large for a comparison. Remedy: make "
+    "the check in float32, without autocast, or earlier in training.",
+    "batch": "The whole batch's gradient is not a weighted sum of the micro-batches' gradients: a "
+    "sample's loss depends on the other samples (BatchNorm, a contrastive loss). Remedy: "
+    "statistics that do not depend on the batch, or no accumulation.",
     "lost": "Only {left} of {parts} micro-batches are in the gradient. Remedy: clear gradients "
     "once a window, not before each backward pass.",
     "sum": "The gradient is {parts} times too large: losses are added up. Remedy: divide each by "
@@ -100,12 +100,13 @@ WORDS = {
     "batches twice. Remedy: leave one of the two divisions out.",
     "short": "The loop divides by {whole} where the window has {parts} micro-batches. Remedy: "
     "divide by the number that it has.",
-    "means": "Micro-batches count alike though they hold more or less of the loss: a mean of "
-    "means. Remedy: add up the losses of all samples or tokens, and divide once by their number in "
-    "the whole window.",
+    "means": "All micro-batches have the same weight although they contribute different parts of "
+    "the loss (a mean of means). Remedy: add up the losses of all samples or tokens, and divide "
+    "once by their number in the whole window.",
     "factor": "The gradient is {ratio:.4g} times as large as it should be, in the right "
     "direction. Remedy: look for what the losses are divided by.",
-    "weights": "Micro-batches have the weights {used} where {right} would be right.",
+    "weights": "Micro-batches have the weights {used} where {right} would be right. Remedy: look "
+    "for what each micro-batch's loss is divided by.",
     "other": "The accumulated gradient is not made of the micro-batches' gradients. Remedy: look "
     "for gradients that were left from before, clipping, or another loss in the loop.",
 }

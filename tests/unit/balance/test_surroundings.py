@@ -106,7 +106,8 @@ def test_an_older_state_is_taken_and_goes_on_as_it_did(names):
 def test_names_that_are_none_are_refused(wrong):
     state = LossBalancer(WEIGHTS).state_dict()
     state["core.names_json"] = torch.tensor(wrong)
-    with pytest.raises(InputError, match=r"`names_json`. Found something that spells none.*Remedy"):
+    message = r"`names_json`. Found a tensor that does not decode to names.*Remedy"
+    with pytest.raises(InputError, match=message):
         LossBalancer(WEIGHTS).load_state_dict(state)
 
 

@@ -52,7 +52,8 @@ def test_standard_output_that_takes_nothing(case, reason, folder):
     line = f"steadygrad: Expected standard output to take what is printed. Found {reason}. Remedy: "
     assert code == 2
     assert err.splitlines()[-1].startswith(line)
-    assert ("Remedy: let its reader read to the end" in err) == (reason == "Broken pipe")
+    remedy = "Remedy: let the program at the other end of the pipe read all output"
+    assert (remedy in err) == (reason == "Broken pipe")
     assert "Traceback" not in err
     assert "Exception ignored" not in err
     # Only --json prints more than this line.
@@ -156,7 +157,8 @@ def test_a_file_in_place_of_the_checkpoints(interrupted, capsys):
     assert "Preliminary: the study failed after measuring 1 of 2 points" in " ".join(out.split())
     assert f"Report: {interrupted / 'report.html'}" in out
     assert line.startswith("steadygrad: branch between two sizes at 64, repeat 0: ")
-    assert line.endswith(f"once that is mended, --resume {interrupted} goes on.")
+    more = f"continue with --resume {interrupted}."
+    assert line.endswith(f"The results are kept: fix the error, then {more}")
     assert "Expected a folder for checkpoints at" in line
     assert "Remedy: remove what is in its place." in line
     assert (interrupted / "checkpoints").read_text() == "mine"
@@ -194,7 +196,7 @@ def test_a_second_interrupt_says_how_to_go_on(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "run"
     monkeypatch.setattr("steadygrad.studies.run.run_serial", leave)
     assert main(["advise", tiny(), *PLAIN, "--out", str(folder)]) == 130
-    said = f"steadygrad: stopped; --resume {folder} goes on."
+    said = f"steadygrad: stopped; --resume {folder} continues the run."
     assert capsys.readouterr().err.splitlines()[-1] == said
 
 

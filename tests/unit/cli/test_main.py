@@ -197,7 +197,7 @@ def test_an_edited_summary_is_refused_and_written_again_once_it_is_gone(folder, 
         (["--dtype", "float64", "--budget", "1h"], "takes dtype = 'float32' from the record"),
         (["--keep-half-life"], "leave --keep-half-life away"),
         (["char-lm"], "Found 'char-lm'. Remedy: leave TASK away"),
-        (["--out", "elsewhere"], "--resume goes on in its own folder. Found --out 'elsewhere'"),
+        (["--out", "elsewhere"], "continues a run in its own folder. Found --out 'elsewhere'"),
     ],
 )
 def test_flags_that_disagree_with_the_record(whole, refused, flags, message):

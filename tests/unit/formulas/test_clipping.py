@@ -1,4 +1,4 @@
-"""The clipping threshold is the median of recent norms, taken without a look from the host."""
+"""The clipping threshold is the median of recent norms, taken without host synchronisation."""
 
 import math
 

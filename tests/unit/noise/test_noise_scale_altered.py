@@ -87,9 +87,9 @@ def told_a_scale_that_was_taken_out(model, noise, x, y):
 ALTERATIONS = {
     clipped: "as after clipping",
     clipped_by_value: "as after clipping",
-    cleared: r"Found none\. .*Remedy: noise.step\(\) before zero_grad",
-    left_over: "ones left from before",
-    not_seen: "ones left from before, of a backward pass not seen",
+    cleared: r"Found no gradients\. .*Remedy: call noise.step\(\) before zero_grad",
+    left_over: "gradients of an earlier step",
+    not_seen: "gradients of an earlier step, of a backward pass that was not announced",
     divided_by_parts: "divided after the backward passes.*`accumulation`",
     divided_by_samples: "divided after the backward passes.*`accumulation`",
     unscaled_without_a_scaler: r"another loss scale.*NoiseScale\(model, scaler=scaler\)",

@@ -27,7 +27,8 @@ def test_a_rate_on_the_host_would_be_baked_in(entry, shape, capturing):
     give_gradients(params, 2)
     before = snapshot(optimizer, params)
     capturing[0] = True
-    with pytest.raises(RuntimeError, match=r"`lr` on the device.*hold for ever.*lr\.cuda\(\)"):
+    message = r"`lr` on the device.*present value all replays would use.*lr\.cuda\(\)"
+    with pytest.raises(RuntimeError, match=message):
         optimizer.step()
     assert_same(before, snapshot(optimizer, params))
     capturing[0] = False

@@ -78,7 +78,7 @@ def test_the_whole_page(whole_page: str):
     titles = re.findall(r"<h2>(.*?)</h2>", page)
     assert titles == [
         "Trained from scratch",
-        "The batch size that pays, over training",
+        "Critical batch size over training",
         "How it was measured",
         "Learning rate",
         "The run itself",

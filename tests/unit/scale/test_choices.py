@@ -140,8 +140,8 @@ class Parts(nn.Module):
 MODEL_ERRORS = {
     "no match": (Model, {"heads": 2.0}, "Found 'heads', which matches none .* 'head'"),
     "tied": (Tied, {"up": 2.0}, "'up.weight', in the chosen 'up', and 'down.weight', in no chosen"),
-    "tied, both": (Tied, {"up": 2.0, "down": 2.0}, "in the chosen 'down': no divisor"),
-    "shared": (Tower, {"inner": 2.0}, "no divisor gives its gradient back"),
+    "tied, both": (Tied, {"up": 2.0, "down": 2.0}, "'down': no single divisor removes both scales"),
+    "shared": (Tower, {"inner": 2.0}, "no single divisor removes both scales from its gradient"),
     "shared, chosen": (Tower, {"inner": 2.0, "shared": 4.0}, "both inside and outside"),
     "no forward": (Parts, {"layers": 2.0}, "ModuleList without a forward. Remedy: .*'layers.\\*'"),
     "parameters": (Listed, {"extra": 2.0}, "ParameterList without .* do not choose it\\.$"),

@@ -385,7 +385,7 @@ def test_a_pool_that_broke_while_nothing_ran(tmp_path, monkeypatch):
 def test_a_cluster_that_is_lost_is_the_end(tmp_path, monkeypatch, fault):
     setting = Setting(graph(), tmp_path, workers=1)
     setting.executor.faults = {2: [fault]}
-    with pytest.raises(WorkersLost, match=r"workers should stay reachable.*--resume") as found:
+    with pytest.raises(WorkersLost, match=r"workers that stay reachable.*--resume") as found:
         setting.run(monkeypatch)
     assert isinstance(found.value.__cause__, (CancelledError, OSError))
     assert "\n" not in str(found.value)

@@ -63,7 +63,7 @@ class KernelArgs(NamedTuple):
 def source_of(*fields: tuple[str, ...]) -> int:
     """A number that changes with the sources of the kernels and the names of their factors.
 
-    Numba's cache looks at a function's own file only. Kernels hold on to this number, so that they
+    Numba's cache checks a function's own file only. Kernels hold on to this number, so that they
     are compiled anew when anything else that they are made of has changed.
     """
     here = Path(__file__).parent

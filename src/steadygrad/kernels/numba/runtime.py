@@ -104,7 +104,7 @@ class Pass(NamedTuple):
 _NUMBERS = {
     torch.float32: np.float32,
     torch.float64: np.float64,
-    # Their bits, see `numbers`.
+    # The bits of 16-bit types, see `numbers`.
     torch.bfloat16: np.uint16,
     torch.float16: np.int16,
 }
@@ -145,7 +145,7 @@ def _address_of(make: Maker, types: Types) -> int:
             raise KernelError(" ".join(str(error).split())[:200]) from error
 
 
-# An address is good as long as the kernel that it is of, which is kept here.
+# A kernel's address is valid only while the kernel object lives, so it is kept here.
 @cache
 def _kernel_for(make: Maker, types: Types) -> Any:
     function = make(*(_NUMBERS[dtype] for dtype in types))
@@ -195,7 +195,7 @@ def _run(address: int, args: NDArray[np.int64], elements: int) -> None:
 
     Args:
         address: Address of the kernel.
-        args: Its arguments.
+        args: Arguments of the kernel.
         elements: Elements that it works on.
     """
     threads = min(torch.get_num_threads(), max(1, elements // _SMALL))

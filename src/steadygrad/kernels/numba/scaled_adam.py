@@ -33,13 +33,13 @@ OPTIONS = 5
 
 
 def sums(batch: KernelBatch, needed: Tensor) -> Tensor:
-    """As in :mod:`steadygrad.formulas.scaled_adam`. Masters take what was written to parameters."""
+    """Sums of :mod:`steadygrad.formulas.scaled_adam`. Masters take what was written to weights."""
     found: Tensor = SUMS(batch, [needed])
     return found
 
 
 def update(batch: KernelBatch, by: StepScales, rule: Rule) -> Tensor:
-    """As in :mod:`steadygrad.formulas.scaled_adam`. 16-bit parameters follow their masters."""
+    """Update of :mod:`steadygrad.formulas.scaled_adam`. 16-bit weights follow their masters."""
     weight = torch.zeros_like(by.gradient) if by.weight is None else by.weight
     options = (*rule.betas, rule.eps, *rule.bounds(is_scalar=by.weight is None))
     found: Tensor = UPDATE(batch, [*by[:4], weight], options)[0]

@@ -118,7 +118,7 @@ def _rounded(x: tl.tensor, dtype: tl.constexpr) -> Any:
 
 @triton.jit
 def _pointers(place: tl.tensor, here: tl.tuple) -> Any:
-    """Where the elements of a block lie."""
+    """Addresses of the elements of a block."""
     if place.dtype.element_ty == tl.bfloat16:
         start = place.to(tl.pointer_type(tl.int16)) + here[0]
     else:

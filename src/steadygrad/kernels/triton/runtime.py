@@ -183,7 +183,7 @@ def prepare(passes: Sequence[Pass], types: Types, states: int, device: torch.dev
         _prepare(one, types, states, device)
 
 
-# What a device raises and no compiler does; older versions of torch have no name for the latter.
+# Errors of the device, which no compiler raises; older versions of torch lack AcceleratorError.
 _OF_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 
 

@@ -152,7 +152,7 @@ class Branch(Event, frozen=True, tag="branch"):
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """One stretch of a batch-size schedule, from so many samples on."""
+    """One stage of a batch-size schedule, from a number of samples on."""
 
     from_samples: Count
     batch_size: Positive
@@ -165,7 +165,7 @@ class Scratch(Event, frozen=True, tag="scratch"):
     Attributes:
         purpose: ``"constant"`` for one batch size, ``"schedule"`` for a growing one.
         repeat: Number of the seed; repeat 0 of the smallest batch is the main trajectory.
-        batch_size: Of the last stage, in samples.
+        batch_size: Batch size of the last stage, in samples.
         rate: Learning rate over the one that the task's rule gives for the batch size.
         warmup_samples: Samples over which the learning rate rises from the task's own.
         samples: Samples that ``loss`` stands for.

@@ -117,11 +117,11 @@ class Part(Event, frozen=True, tag="part"):
         scales: Base-2 logarithm of each layer's scale at the end; "" is the loss.
         skipped: Steps left out because something was not finite.
         overflows: Steps in which a layer was not finite.
-        at_any_scale: Those of them in which it was not finite whatever the scale.
+        at_any_scale: Steps in which a layer was not finite whatever the scale.
         overflowed_at: Base-2 logarithm of the smallest scale at which a layer overflowed.
         activations: Exponents of the gradients at each layer's output.
         weights: Exponents of the gradients of each layer's weights.
-        plain: The same as they would be without scales, in the phase that finds scales.
+        plain: Exponents of both as they would be without scales, in the phase that finds scales.
         largest: Largest exponent without scales, by kind and layer.
         forward: Steps in which something was not finite in the forward pass, by its cause in words.
     """
@@ -159,8 +159,8 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sizes: Samples of each micro-batch.
-        ratio: Its norm over that of the whole batch's gradient.
-        cosine: Of the angle between them.
+        ratio: Norm of the accumulated gradient over that of the whole batch's gradient.
+        cosine: Cosine of the angle between them.
         bug: Name of the bug that it is; empty for none.
     """
 

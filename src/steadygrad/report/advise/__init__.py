@@ -119,7 +119,7 @@ def _what_it_cannot_tell(advice: Advice) -> dict[str, str]:
         "Other learning-rate schedules.": _decay(advice),
         "Other optimizer settings.": _optimizer(advice),
         "Other seeds.": (
-            f"The branches, and any advice on going on, rest on seed "
+            f"The branches, and any advice for continuing, rest on seed "
             f"{show(advice.header.settings.seed)} alone.{_seeds(advice)}"
         ),
         "What was not trained.": _predicted(advice),
@@ -131,7 +131,7 @@ def _what_it_cannot_tell(advice: Advice) -> dict[str, str]:
 
 
 def _seeds(advice: Advice) -> str:
-    """How many seeds the runs from scratch have, where there are any."""
+    """Number of seeds of the runs from scratch, where there are any."""
     # The main trajectory is a run from scratch with the first seed.
     count = len({0, *(run.repeat for run in advice.scratch)})
     if count > 1:

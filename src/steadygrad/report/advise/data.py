@@ -32,9 +32,9 @@ class Point:
         # Whether the smallest batch's loss fell enough for it to be known.
         self.resolved = bool(self.critical and row.get("resolved"))
         # The smallest batch size that diverged; infinite if none did.
-        told = self.critical["diverged"] if self.resolved else None
+        found = self.critical["diverged"] if self.resolved else None
         lost = [branch.batch_size for branch in own if math.isinf(branch.loss)]
-        self.diverged = min([told or math.inf, *lost])
+        self.diverged = min([found or math.inf, *lost])
 
 
 class Advice:
@@ -46,7 +46,7 @@ class Advice:
         self.task, self.base = self.header.task, self.header.plan.batch_size
         self.samples = plural(self.task.sample)
         self.tolerance = percent(self.header.settings.tolerance)
-        # Of a study that goes on the summary is older than the events.
+        # The summary of an unfinished study is older than the events.
         rows = {row["samples"]: row for row in summary.get("points", ())}
         reached = sorted(run.select(Reached), key=lambda event: event.point)
         self.points = [Point(event, run, rows.get(event.samples, {})) for event in reached]

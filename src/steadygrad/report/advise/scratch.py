@@ -24,7 +24,7 @@ CAPTION = (
 )
 FITS = (
     "No better learning rate than {lr} was found for a run of {length}: none is ahead at each of "
-    "the last five evaluations and surely saves a tenth of the samples."
+    "the last five evaluations and saves a tenth of the samples."
 )
 MISFIT = "The task's learning rate {lr} looks too {verdict} for a run of {length}."
 BOUND = "Every batch size here was measured with it and is an upper bound."

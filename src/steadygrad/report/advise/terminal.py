@@ -25,7 +25,7 @@ def table(summary: Mapping[str, Any]) -> Table | None:
     title = f"{summary['task']}: batch sizes in units of one {summary['sample']}"
     found = Table(*(Column(name, justify="right") for name in HEAD), title=title)
     for point in summary["points"]:
-        # The runs from scratch are as long as the way to the last point that tells.
+        # The runs from scratch end at one of the points.
         last = point["samples"] == summary["recommendation"]["samples"]
         found.add_row(
             f"{point['samples']:,}",
@@ -60,6 +60,6 @@ def _critical(critical: Mapping[str, Any] | None) -> tuple[str, str]:
 
 def _scratch(run: Mapping[str, Any]) -> str:
     """Extra samples of one batch size that was trained from scratch."""
-    # 3 stands for a run that diverged, or fell further behind than can be told.
+    # 3 stands for a run that diverged, or fell further behind than is measured.
     extra = f"{run['overhead']:+.0%}" if run["overhead"] < 3 else "failed"
     return f"{run['batch_size']:,}: {extra}"

@@ -19,8 +19,8 @@ SIZES = (
     'The <span class="critical">critical batch size</span> is the largest batch that costs at most '
     "{tolerance} more {samples} over the branch that follows. Block: from the largest batch size "
     "tried that stayed within to the smallest that did not. Dot: the limit by interpolation. Thin "
-    'line: its 95% interval; a triangle says that it goes on. A <span class="noise">cross</span> '
-    "marks the smallest batch size that diverged."
+    "line: its 95% interval; a triangle marks an interval that extends beyond the chart. "
+    'A <span class="noise">cross</span> marks the smallest batch size that diverged.'
 )
 BRANCHES = (
     "Validation loss at the end of branches that leave one checkpoint and see the same number of "
@@ -48,7 +48,7 @@ def over_training(advice: Advice) -> Html | None:
     said = fill(caption, tolerance=advice.tolerance, samples=advice.samples)
     drawn = figure(_sizes_chart(advice), said)
     schedule = _schedule(advice) if advice.schedule else None
-    return section("The batch size that pays, over training", drawn, schedule)
+    return section("Critical batch size over training", drawn, schedule)
 
 
 def _schedule(advice: Advice) -> Iterable[Html]:

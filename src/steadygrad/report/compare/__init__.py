@@ -23,7 +23,8 @@ VERDICTS = (
 PAIRS = (
     "Loss less AdamW's: left is better. A small dot is a seed: two runs with the same initial "
     "weights and the same data in the same order. Bar: interval of the mean. Blue: the longest "
-    "runs; grey: half as long. A cross: diverged; a triangle: it goes on."
+    "runs; grey: half as long. A cross: diverged; a triangle: the interval extends beyond "
+    "the chart."
 )
 RATES = (
     "Validation loss over the learning rate, each run with a whole schedule: light grey after a "
@@ -36,12 +37,13 @@ SAMPLES = (
     "as long, with a schedule of their own."
 )
 EFFORTS = (
-    "What so many learning rates, picked at random from those tried, give in the mean if the best "
-    "of them is kept. An infinite loss says that one of them diverges."
+    "Expected lowest loss of this many learning rates, picked at random from those tried. It is "
+    "infinite if at least as many of them diverge."
 )
 BATCHES = (
     "Samples beyond those that the smallest batch needs for the same loss, each optimizer tuned at "
-    "each batch size. The critical batch size costs a fifth more (dashed). Above 300% all is 300%."
+    "each batch size. The critical batch size costs a fifth more (dashed). Values above 300% "
+    "are drawn at 300%."
 )
 LIMITS = {
     "Other tasks and lengths.": (
@@ -54,13 +56,13 @@ LIMITS = {
         "defaults."
     ),
     "The search.": (
-        "Each learning rate was tried on one seed. The intervals know of that by the bend of the "
-        "loss around the best rate, and take no rate to be better known than to a quarter of an "
-        "octave: a difference that another choice of rates could undo is no verdict."
+        "Each learning rate was tried on one seed. The intervals include this uncertainty: they "
+        "use the curvature of the loss around the best rate and an error of at least a quarter of "
+        "an octave. A difference that another choice of rates could undo gives no verdict."
     ),
     "Several verdicts.": (
-        "At most 5% of the studies are wrong by chance about any optimizer at one length and batch "
-        "size. Of several lengths and batch sizes each adds a chance of its own."
+        "At one length and batch size, the probability that any verdict is wrong by chance is at "
+        "most 5%. Each further length or batch size adds at most another 5%."
     ),
     "One against another.": "Each optimizer was tested against AdamW only.",
     "Other optimizers.": "Not compared here: {missing}.",

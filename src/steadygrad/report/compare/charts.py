@@ -19,7 +19,7 @@ __all__ = ["differences", "over_batches", "over_rates", "over_samples"]
 
 # One for each optimizer, AdamW first; with more they begin anew.
 COLOURS, MARKERS = (INK, CRITICAL, NOISE, FOURTH, FIFTH, MUTED), "osD^vP"
-# Intervals that reach farther out than so many ordinary ones are cut.
+# Number of ordinary widths beyond which an interval is cut.
 MOST_WIDTHS = 6
 
 

@@ -51,7 +51,7 @@ def verdicts(found: Comparison, samples: int) -> Html | None:
     }
     rows = found.rows(samples)
     if rows and samples == found.longest:
-        # Of two seeds, and of the task's batch size only.
+        # Only two seeds have it, and only the task's batch size.
         known = [row for row in found.tuned if row["default_loss"] is not None]
         fixed = {"note": " untuned", "verdict": "–"}
         rows += [{**row, **fixed, "losses": {"": row["default_loss"]}} for row in known]

@@ -130,7 +130,7 @@ def _what_it_cannot_tell(found: Inspection) -> dict[str, str]:
     return {
         "Later training.": (
             f"The result holds for the first {show(found.steps)} steps. Gradients change in size "
-            'as training goes on; LayerwiseGradScaler\'s "auto" follows them.'
+            'during training; LayerwiseGradScaler\'s "auto" follows them.'
         ),
         "Other hardware.": "Kernels differ in what they add up in float16 and what in float32.",
         "Inside a layer.": (

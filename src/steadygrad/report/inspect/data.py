@@ -32,7 +32,7 @@ class Inspection:
         self.steps: int = run.header.settings.steps
         # Names in the order of the model; the loss has an empty one.
         self.layers = layers_of(parts)
-        # Of the second half of a phase, by phase, kind and layer.
+        # Histograms of the second half of a phase, by phase, kind and layer.
         self.histograms = {phase: _histograms(parts, phase) for phase in TITLES}
         # Steps and loss, by phase.
         self.losses = {

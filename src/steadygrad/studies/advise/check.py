@@ -17,7 +17,7 @@ __all__ = ["Baseline", "Checked", "baseline_of", "checked_runs", "scratch_runs"]
 
 # Power of the samples by which the loss curve is fitted: overheads concern its end.
 EMPHASIS = 4.0
-# A batch size is within the tolerance if its overhead is surely below so many tolerances.
+# Multiple of the tolerance that the 90 % upper bound of the overhead must not exceed.
 MARGIN = 1.25
 
 
@@ -41,11 +41,11 @@ class Baseline:
         return np.array([run.loss - finals[run.repeat] for run in runs if run.repeat in finals])
 
     def overheads(self, curves: Floats, differences: Floats, samples: int) -> Floats:
-        """Sample overheads of runs that end with losses so much above the smallest batch's.
+        """Sample overheads of runs whose losses end above the smallest batch's by ``differences``.
 
         Args:
             curves: Mean losses of the smallest batch at the places, shape ``(*, M)``.
-            differences: Of the mean final losses, shape ``(*)``.
+            differences: Differences of the mean final losses, shape ``(*)``.
             samples: Samples that the other runs' losses stand for.
         """
         end, fit = self.places[-1], fit_curves(self.places, curves, EMPHASIS)
@@ -63,7 +63,7 @@ class Baseline:
     def interval(
         self, differences: Floats, samples: int, common: float = 0.0
     ) -> tuple[float, float, float]:
-        """95% interval of an overhead, and its upper bound by nine to one, over seeds.
+        """95% interval of an overhead, and its upper bound at 90 % confidence, over seeds.
 
         Args:
             differences: Final losses less the smallest batch's with the same seed.
@@ -116,11 +116,11 @@ class Checked:
 
     @property
     def diverged(self) -> bool:
-        """Whether it needs as many samples as can be told, or more."""
+        """Whether the overhead is at or above ``CAP``, the largest one that is distinguished."""
         return self.overhead >= CAP
 
     def within(self, tolerance: float) -> bool:
-        """Whether its overhead is within the tolerance, and surely not far beyond."""
+        """Whether the overhead is within the tolerance, and its upper bound within the margin."""
         return self.overhead <= tolerance and self.upper <= MARGIN * tolerance
 
 

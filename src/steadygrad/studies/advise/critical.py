@@ -4,8 +4,8 @@ The smallest batch is the yardstick: a smooth curve through its losses says afte
 :math:`s` it was as low as another branch is after all its :math:`\Delta` samples. The efficiency of
 that branch is :math:`s/\Delta`. Its sample overhead is the best efficiency over its own, less one:
 a branch that leaves a noisy trajectory gets a one-time drop in loss because it averages out noise,
-which is no reason to call larger batches still free. The critical batch size is the largest one
-whose overhead is within the tolerance.
+and this drop must not make still larger batches look free. The critical batch size is the largest
+one whose overhead is within the tolerance.
 """
 
 import math
@@ -34,7 +34,7 @@ CAP = 3.0
 # How far the curve is trusted beyond the end of its branch.
 REACH = 1.5
 DRAWS = 800
-# The smallest batch must fall by so many standard errors over the branch.
+# Standard errors by which the smallest batch's loss must fall over the branch.
 LEAST_FALL = 3.0
 # A fall that is no larger a part of the loss is a rounding error.
 ROUNDING = 1e-6
@@ -77,18 +77,18 @@ class Critical:
 
     @property
     def resolved(self) -> bool:
-        """Whether the loss fell enough for any batch size to be told from another."""
+        """Whether the loss fell enough to distinguish batch sizes."""
         return not math.isnan(self.value)
 
     @property
     def falls(self) -> bool:
-        """Whether the smallest batch's loss falls at all, surely or not."""
+        """Whether the smallest batch's mean loss falls, significantly or not."""
         return not self.fall <= 0
 
     @property
     def known(self) -> bool:
         """Whether the interval is narrow enough to name a batch size."""
-        # Above the largest size tried nothing can be told.
+        # Above the largest size tried nothing is known.
         high = self.sizes[-1] if math.isinf(self.beyond) else self.high
         return self.resolved and high <= WIDE * max(1.0, self.low)
 
@@ -120,7 +120,7 @@ def find_critical(
     Args:
         branches: Branches of one point at the rule's learning rate.
         tolerance: Extra samples that are acceptable, as a fraction.
-        seed: Of the interval's draws.
+        seed: Seed of the interval's draws.
 
     Returns:
         None where fewer than two repeats have two batch sizes.
@@ -178,7 +178,7 @@ class _Table:
         if not by_size:
             return None
         base = by_size[min(by_size)]
-        # Of a study cut short the repeats that most sizes have; a size that lacks one is left out.
+        # In a study cut short: the repeats that most sizes have; a size that lacks one is left out.
         ladder = [rows for rows in by_size.values() if len(rows) >= min(2, len(base))]
         repeats = sorted(set.intersection(*map(set, ladder)))
         sizes = sorted(size for size, rows in by_size.items() if set(repeats) <= set(rows))
@@ -209,7 +209,7 @@ class _Table:
 
     @property
     def stable(self) -> int:
-        """How many sizes, from the smallest on, did not diverge."""
+        """Number of sizes, from the smallest on, that did not diverge."""
         # A size that did ends above the smallest batch's loss at a quarter of the branch, by more
         # than the noise of that loss.
         noise = math.sqrt(float(self.curve.var(1, ddof=1).mean()) / self.repeats)
@@ -261,7 +261,7 @@ class _Table:
 
 
 def _leading(good: NDArray[np.bool_]) -> int:
-    """How many are true before the first that is not."""
+    """Number of flags that are true before the first that is not."""
     return int(np.append(good, False).argmin())
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from steadygrad.record import listed, plural
 from steadygrad.studies.advise.check import Checked
 from steadygrad.studies.advise.critical import CAP, REACH
-from steadygrad.studies.advise.rates import LATE_PART, WORTH
+from steadygrad.studies.advise.rates import LATE, LATE_PART, WORTH
 from steadygrad.studies.advise.recommend import Evidence
 
 __all__ = ["explain"]
@@ -80,7 +80,8 @@ class _Words:
         batch, needs = f"Batch {run.batch_size:,}", self.needs(run)
         if run.low > self.tolerance:
             return f"{batch}, trained from scratch, {needs}."
-        return f"{batch} may be as good or not: it {needs}; its {run.seeds} runs differ too much."
+        unknown = f"Whether {batch[0].lower()}{batch[1:]} is as good is not known"
+        return f"{unknown}: it {needs}, but its {run.seeds} runs differ too much."
 
     def steps(self, steps: int, size: int) -> str:
         """Optimizer steps from scratch, beside the steps of a batch size."""
@@ -89,18 +90,18 @@ class _Words:
 
     def nothing(self) -> str:
         criticals = self.evidence.criticals
-        go_on = "" if self.status in ("failed", "complete") else " --resume goes on with it."
+        more = "" if self.status in ("failed", "complete") else " --resume continues the study."
         if not criticals:
-            return f"Nothing can be said yet: no point of training is measured.{go_on}"
+            return f"Nothing can be said yet: no point of training is measured.{more}"
         if self.evidence.measured:
             return (
-                "No batch size for a run from scratch: over the second half of the way to each "
-                "point of training, the validation loss of the smallest batch did not surely fall."
-                f"{go_on} Try a lower Task.lr, more data, or another --budget."
+                "No batch size for a run from scratch: before each point of training, over the "
+                "second half of the run so far, the validation loss of the smallest batch did not "
+                f"fall significantly.{more} Try a lower Task.lr, more data, or another --budget."
             )
         return (
             "No batch size can be recommended: the validation loss of the smallest batch "
-            f"{self.flat(list(criticals))} along its branches.{go_on} "
+            f"{self.flat(list(criticals))} along its branches.{more} "
             "Try another Task.lr, more data, or a longer --budget."
         )
 
@@ -111,7 +112,7 @@ class _Words:
         return "does not fall"
 
     def going_on(self) -> str:
-        """Going on from the last point that tells."""
+        """Advice for continuing from the last resolved point."""
         evidence = self.evidence
         if evidence.last is None:
             return ""
@@ -132,7 +133,7 @@ class _Words:
             said = f"{needs}; batch {evidence.diverged:,.0f} diverged elsewhere in this study"
         elif math.isinf(critical.beyond):
             said = f"{needs}, as do all smaller ones; no larger one was tried"
-        return f"Going on from {start}: {said}."
+        return f"Continuing from {start}: {said}."
 
     def growing(self) -> str:
         """The growing batch."""
@@ -169,7 +170,8 @@ class _Words:
         if found.verdict == "fits":
             return (
                 f"No better learning rate than {lr:.3g} was found for a run of {length}: none "
-                f"surely saves {WORTH:.0%} of the {self.samples} {tried}.{elsewhere}"
+                f"has a lower loss at each of the last {LATE} evaluations and saves {WORTH:.0%} of "
+                f"the {self.samples} {tried}.{elsewhere}"
             )
         said = f"The learning rate {lr:.3g} looks too {found.verdict} for a run of {length} {tried}"
         if found.verdict == "high" and elsewhere:
@@ -194,13 +196,13 @@ class _Words:
         return f"No verdict on the learning rate {lr:.3g}: {reasons[found.why]}."
 
     def certainty(self) -> str:
-        """How sure all that is."""
+        """The certainty of the advice."""
         evidence, points, parts = self.evidence, self.plan.points, []
         if self.status != "complete":
-            go_on = "" if self.status == "failed" else "; --resume goes on with it"
+            more = "" if self.status == "failed" else "; --resume continues it"
             parts.append(
                 f"Preliminary: the study {ENDS[self.status]} after measuring "
-                f"{len(evidence.criticals)} of {len(points)} points{go_on}."
+                f"{len(evidence.criticals)} of {len(points)} points{more}."
             )
         flat = [i for i, critical in evidence.criticals.items() if not critical.resolved]
         if flat:
@@ -213,12 +215,12 @@ class _Words:
         if evidence.checked:
             parts.append(f"The runs from scratch have {evidence.checked[0].seeds} seeds.")
         if evidence.criticals:
-            going_on = ", and the advice on going on," if evidence.last is not None else ""
-            parts.append(f"The branches{going_on} rest on one seed.")
+            advice = ", and the advice for continuing," if evidence.last is not None else ""
+            parts.append(f"The branches{advice} rest on one seed.")
         return " ".join(parts)
 
     def seen(self, samples: int) -> str:
-        """How often the data were seen, where that may be why the loss no longer falls."""
+        """Number of times the data were seen, where that may be why the loss no longer falls."""
         epochs = samples / self.evidence.task.train_size
         return f" (data seen {epochs:.0f} times by then)" if epochs >= 1.5 else ""
 

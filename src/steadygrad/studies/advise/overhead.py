@@ -33,7 +33,7 @@ class MeasuredPoint:
 
     @property
     def centre(self) -> float:
-        """Samples seen halfway through the branches, the moment that they speak of."""
+        """Samples seen halfway through the branches, to which their overheads refer."""
         return self.samples + self.branch_samples / 2
 
     def overhead(self, sizes: Floats) -> Floats:

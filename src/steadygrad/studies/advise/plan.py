@@ -34,8 +34,8 @@ MAX_POINTS = 4
 MIN_STEPS = 16
 # Most samples between two evaluations at the end of a run, as a part of the run.
 END_STEP = 0.02
-# Least number of points, then repeats of the branches, seeds and batch sizes from scratch; the best
-# first. A check needs two points to predict a candidate from.
+# Levels of a plan, best first: least number of points, repeats of each branch, seeds, and batch
+# sizes to train from scratch. A check needs two points to predict a candidate from.
 LEVELS = (
     (3, (3, 4, 3)),
     (3, (3, 4, 2)),

@@ -14,10 +14,10 @@ from steadygrad.studies.advise.plan import END_STEP
 from steadygrad.studies.advise.trials import RUN_ENDS, averaged_end
 from steadygrad.studies.journal import Journal
 
-__all__ = ["LATE_PART", "WORTH", "RateVerdict", "judge_rate"]
+__all__ = ["LATE", "LATE_PART", "WORTH", "RateVerdict", "judge_rate"]
 
 # Another rate is better if its loss is lower at each of the last evaluations, from 60 % of the run
-# on, and if it saves so large a part of the samples.
+# on, and if it saves this part of the samples.
 LATE, LATE_PART = 5, 0.4
 WORTH = 0.1
 

@@ -18,11 +18,11 @@ from steadygrad.studies.order import seed_for
 
 __all__ = ["Evidence", "candidates_up_to"]
 
-# What a rounding error may take from a batch size.
+# Factor that allows for rounding errors when batch sizes are compared.
 ALMOST = 1 - 1e-9
 # The next candidate aims a little below the tolerance, for an overhead that is uncertain.
 AIM = 0.9
-# A candidate is at most so many times the largest one that passed.
+# Largest ratio of a candidate to the largest batch size that passed.
 STRIDE = 4
 
 
@@ -96,7 +96,7 @@ class Evidence:
 
     @property
     def last(self) -> int | None:
-        """Number of the last resolved point, from which one may go on."""
+        """Number of the last resolved point, from which training may continue."""
         return max((i for i, c in self.criticals.items() if c.resolved), default=None)
 
     @cached_property
@@ -165,7 +165,7 @@ class Evidence:
 
     @property
     def known(self) -> bool:
-        """Whether the recommended batch size passed, or the next larger one surely did not."""
+        """Whether the recommended batch size passed, or the next larger one is known to fail."""
         if self.passed is not None or self.failed is None:
             return self.passed is not None
         size = self.failed.batch_size
@@ -173,9 +173,9 @@ class Evidence:
 
     @property
     def warmup_samples(self) -> int:
-        """Samples over which a raised rate is warmed up: until the first point nothing is known.
+        """Samples of the warm-up from the task's learning rate: up to the first point.
 
-        At most a quarter of the run.
+        Nothing is measured before that point. At most a quarter of the run.
         """
         if self.task.lr_rule == "constant":
             return 0

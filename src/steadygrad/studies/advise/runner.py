@@ -1,4 +1,4 @@
-"""How each trial of ``advise`` is run."""
+"""Runs the trials of ``advise``."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -64,7 +64,7 @@ class _Runner:
         marks = run_marks(stop, self.task.batch_size, start)
         curve = self._curve(steps(), start, marks, f"training to {stop:,} samples", own=True)
         state = trainer.state(stop)
-        # The others go on once the file is there.
+        # The others continue once the file is there.
         trainer.context.on_main(lambda: self.place.checkpoints.save(f"point-{point}", state))
         return Point(
             point=point,

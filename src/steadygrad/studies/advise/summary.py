@@ -23,7 +23,7 @@ def summarize(header: Header, journal: Journal, status: str) -> dict[str, Any]:
 
     Args:
         header: The record's header.
-        journal: Its events.
+        journal: The record's events.
         status: ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
 
     Returns:
@@ -115,7 +115,7 @@ def _schedule(evidence: Evidence) -> dict[str, Any] | None:
 
 
 def _going_on(evidence: Evidence) -> dict[str, Any] | None:
-    """Batch size and learning rate for going on from the last point that tells."""
+    """Batch size and learning rate for continuing from the last resolved point."""
     if evidence.last is None:
         return None
     critical, plan = evidence.criticals[evidence.last], evidence.plan

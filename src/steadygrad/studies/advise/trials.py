@@ -25,7 +25,7 @@ Decide = Callable[[Key, Journal], Job | None]
 """From the key of a trial, and what was recorded before it, to its job; None: nothing to do."""
 
 Stages = tuple[tuple[int, int], ...]
-"""Beginnings, in samples seen, and batch sizes."""
+"""Stages of a schedule: pairs of samples seen at the beginning and batch size."""
 
 # Other learning rates at which the smallest batch is tried, relative to the task's.
 RATES = (0.5, 2.0)
@@ -161,7 +161,7 @@ def scratch_job(
 
 
 def stretches(stages: Sequence[Sequence[int]], samples: int) -> list[tuple[int, int, int]]:
-    """Beginning, end and batch size of each stage of a run with so many samples."""
+    """Beginning, end and batch size of each stage of a run with ``samples``."""
     ends = [*(start for start, _ in stages[1:]), samples]
     return [(start, end, size) for (start, size), end in zip(stages, ends, strict=True)]
 
@@ -179,7 +179,7 @@ def end_marks(samples: int, size: int) -> list[int]:
 
 
 def averaged_end(curve: Curve, count: int = RUN_ENDS) -> list[tuple[int, float]]:
-    """A curve whose last losses are one: their mean, at the mean of their places."""
+    """The curve with its last ``count`` points replaced by one point, their mean."""
     places, losses = zip(*curve[-count:], strict=True)
     mean = round(sum(places) / count), math.fsum(losses) / count
     return [*curve[:-count], mean]

@@ -15,9 +15,9 @@ Found = Mapping[str, Any]
 # In the order in which they are said.
 VERDICTS = "better", "worse", "cannot tell"
 ENDS = {
-    "interrupted": "The study was stopped; --resume goes on.",
-    "budget": "The budget was over; --resume goes on.",
-    "failed": "The study failed; once its error is mended, --resume goes on.",
+    "interrupted": "The study was stopped; --resume continues it.",
+    "budget": "The budget was over; --resume continues the study.",
+    "failed": "The study failed. Fix the error, then continue with --resume.",
 }
 
 
@@ -55,7 +55,7 @@ def _at(header: Header, multiple: int) -> str:
 def _verdicts(header: Header, found: Found) -> Iterator[str]:
     """Sentences on the longest horizon that was judged, one for each optimizer and batch size.
 
-    But one for all larger batch sizes of an optimizer that are judged alike.
+    Larger batch sizes of an optimizer with the same verdict share one sentence.
     """
     rows: dict[tuple[str, int], list[Found]] = {}
     for row in found["verdicts"]:
@@ -115,10 +115,11 @@ def _verdict(title: str, place: str, row: Found, cost: Mapping[str, float] | Non
             return f"{title} is worse than AdamW over {place}: {both}."
         return f"{title} against AdamW over {place}: cannot tell, as {both}."
     if row["verdict"] == "cannot tell":
-        more = f"about {row['needed']:,} seeds would" if row["needed"] else "nor would 10,000 seeds"
+        needed = row["needed"]
+        more = f"about {needed:,} seeds would" if needed else "even 10,000 seeds would not"
         return (
             f"{title} against AdamW over {place}: cannot tell after {seeds} seeds, "
-            f"{_difference(row)}; {more}."
+            f"{_difference(row)}; {more} be enough."
         )
     own, base = (sum(row[key].values()) / seeds for key in ("losses", "baseline_losses"))
     return (

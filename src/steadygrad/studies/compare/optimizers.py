@@ -29,7 +29,7 @@ class Entry:
     """One optimizer.
 
     Attributes:
-        title: Its name in sentences.
+        title: Name of the optimizer in sentences.
         lr: Default learning rate.
         make: ``(model, lr, **knobs) -> optimizer``.
         knobs: Bounds of two options beside the learning rate; empty where none can be tuned.

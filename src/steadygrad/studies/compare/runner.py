@@ -1,4 +1,4 @@
-"""How each trial of ``compare`` is run."""
+"""Runs the trials of ``compare``."""
 
 import math
 import time

@@ -21,8 +21,9 @@ __all__ = [
 
 ALPHA = 0.05
 POWER = 0.8
-# Mean squares of octaves by which a learning rate misses the best: at least a quarter of an octave,
-# at most as if it were drawn from the two octaves beside it.
+# Mean squared errors of a chosen learning rate, in octaves squared: one that is always added, a
+# quarter of an octave; and the largest that noise can cause, as of a uniform draw from the two
+# octaves on either side of the best rate.
 LEAST_MISS, MOST_MISS = 1 / 16, 4 / 3
 # More seeds than anybody trains.
 MOST_SEEDS = 10_000
@@ -42,7 +43,7 @@ class Difference:
         low: Lower end of its interval.
         high: Upper end.
         confidence: Confidence of the interval, 0.95 or more: Holm's for several comparisons.
-        p_value: Of Student's two-sided test, for this comparison alone.
+        p_value: P-value of Student's two-sided test, for this comparison alone.
         verdict: ``"better"``, ``"worse"`` or ``"cannot tell"``.
         needed: Seeds that would tell in four of five cases, were the mean the true one; None where
             the verdict is known, or where no number of seeds would.
@@ -92,7 +93,7 @@ def compare_pairs(
     found: dict[int, Difference] = {}
     level, decided = ALPHA, True
     for index in sorted(range(len(p_values)), key=p_values.__getitem__):
-        # After the first comparison that is open, all are.
+        # Holm's rule: after the first comparison without a verdict no later one gets a verdict.
         if decided:
             level = ALPHA / (family - len(found))
             decided = p_values[index] <= level
@@ -105,11 +106,11 @@ def compare_pairs(
 def choice_variance(bend: float, noise: float) -> float:
     r"""Variance of an optimizer's loss that comes from the choice of its learning rate.
 
-    Around the best rate the loss is a parabola, :math:`b e^2 / 2` for a miss of :math:`e` octaves.
-    The least of a parabola through three runs with noise :math:`\sigma^2` misses by
-    :math:`\sigma^2 / 2 b^2` in the mean square, and by a quarter of an octave for being no
-    parabola; it cannot miss by more than the ladder's steps. The square of a normal miss has a
-    standard deviation of :math:`\sqrt 2` times its mean.
+    Around the best rate the loss is a parabola, :math:`b e^2 / 2` at an error of :math:`e` octaves.
+    The minimum of a parabola through three runs with noise :math:`\sigma^2` has a mean squared
+    error of :math:`\sigma^2 / 2 b^2`; the ladder's steps limit it. A quarter of an octave, squared,
+    is added because the loss is not exactly a parabola. The square of a normal error has a standard
+    deviation of :math:`\sqrt 2` times its mean.
 
     Args:
         bend: Second difference of the losses around the best rate, :math:`b`.
@@ -122,7 +123,7 @@ def choice_variance(bend: float, noise: float) -> float:
 
 
 def _p_value(differences: Floats, choice: float) -> float:
-    """Of Student's test; of Barnard's for more frequent divergence, where a seed diverged."""
+    """P-value of Student's test; of Barnard's for more divergence, where a seed diverged."""
     if not np.isfinite(differences).all():
         own, base = (int((differences == end).sum()) for end in (math.inf, -math.inf))
         return _more_often(own - base, len(differences)) if own > base else 1.0
@@ -133,10 +134,11 @@ def _p_value(differences: Floats, choice: float) -> float:
 
 
 def _more_often(excess: int, count: int) -> float:
-    """Largest chance that so many more seeds diverge of two optimizers which diverge alike.
+    """Largest probability that the first of two equal optimizers diverges more often by chance.
 
-    It is largest if each run diverges with probability one half; then the excess plus the number
-    of seeds is binomial.
+    Both have the same divergence rate; the first diverges on at least ``excess`` more of ``count``
+    seeds than the second. The probability is largest if each run diverges with probability one
+    half; then the excess plus the number of seeds is binomial.
     """
     return sum(math.comb(2 * count, k) for k in range(count + excess, 2 * count + 1)) / 4.0**count
 
@@ -146,7 +148,7 @@ def _error(differences: Floats, choice: float) -> float:
 
 
 def _limit(level: float, count: int) -> float:
-    """Standard errors beyond which Student's two-sided test of so many pairs rejects."""
+    """Standard errors beyond which Student's two-sided test of ``count`` pairs rejects."""
     return -float(special.stdtrit(count - 1, level / 2))
 
 
@@ -239,7 +241,7 @@ def sample_ratio(
     r"""Expresses a difference of losses in samples.
 
     The baseline's loss falls by :math:`s` with twice the samples. On a power law with exponent
-    :math:`\alpha` it changes by :math:`d = -\rho s` with so many times the samples:
+    :math:`\alpha` it changes by :math:`d = -\rho s` with :math:`r` times the samples:
 
     .. math:: r = (1 - \rho (2^\alpha - 1))^{-1 / \alpha} \to 2^\rho \quad (\alpha \to 0)
 
@@ -270,7 +272,7 @@ def sample_ratio(
         return None
     (mean, fall), covariance = both.mean(1), np.cov(both) / count
     covariance[0, 0] += choice
-    # Of (mean + rho fall)^2 = t^2 variance(rho), a quadratic equation in rho.
+    # Roots of (mean + rho fall)^2 = t^2 variance(rho), a quadratic equation in rho.
     products = np.outer((mean, fall), (mean, fall))
     (c, b), (_, a) = products - _limit(1 - confidence, count) ** 2 * covariance
     if fall <= 0 or a <= 0:
@@ -284,7 +286,7 @@ def sample_ratio(
 
 
 def _ratio(octaves: float, exponent: float, ahead: bool) -> float:
-    """Samples that change the loss by as much as so many octaves, between their bounds."""
+    """Ratio of samples that changes the loss by a number of octaves, between its bounds."""
     if exponent == 0:
         logarithm = octaves
     else:

@@ -23,18 +23,18 @@ from steadygrad.studies.statistics import Floats
 
 __all__ = ["Evidence", "summarize"]
 
-# A plateau holds the learning rates that cost at most a tenth more samples: so much of the loss's
-# next octave, on a power law with the exponent a third.
+# A plateau has the learning rates that cost at most a tenth more samples: this part of the loss's
+# fall over the next octave, on a power law with the exponent a third.
 PLATEAU = (1.1 ** (1 / 3) - 1) / (1 - 2 ** (-1 / 3))
 # Extra samples at the critical batch size, as in `advise`.
 CRITICAL = 0.2
-# Trials of which a tuning effort is said.
+# Numbers of trials for which the expected best loss is reported.
 EFFORTS = (1, 3, 9)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that a record tells."""
+    """Everything that is derived from a record."""
 
     header: Header
     journal: Journal
@@ -77,7 +77,7 @@ def summarize(header: Header, journal: Journal, status: str) -> dict[str, Any]:
 
     Args:
         header: The record's header.
-        journal: Its events.
+        journal: The record's events.
         status: ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
     """
     evidence, plan = Evidence(header, journal), header.plan
@@ -120,7 +120,8 @@ def _verdicts(
             family=len(evidence.header.plan.optimizers) - 1,
         )
         for (name, (own, seeds, differences)), verdict in zip(pairs.items(), judged, strict=True):
-            # Of all pairs or of none: so that it never contradicts the verdict.
+            # The ratio uses all pairs of the verdict or is not computed, so that the two never
+            # contradict each other.
             falls = np.array([octave.get(seed, math.nan) for seed in seeds])
             ratio = sample_ratio(
                 differences, falls, verdict.confidence, ahead=rung == 1, choice=choices[name]
@@ -193,7 +194,7 @@ def _tuned(evidence: Evidence, multiple: int, name: str) -> dict[str, Any]:
         "lr": next(bases) * 2.0**step if is_done else None,
         "step": step,
         "knobs": KNOWN[name].knobs_at(point) if name in KNOWN else {},
-        # Of the rungs that the verdicts have their rates from.
+        # Over the rungs that the verdicts have their rates from.
         "interior": all(search.is_interior(name, rung) for rung in rungs[1:]) if is_done else None,
         "tried": {str(rung): {str(s): loss for s, loss in tried[rung].items()} for rung in rungs},
         "plateau": plateau and plateau[0],

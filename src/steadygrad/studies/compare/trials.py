@@ -121,8 +121,8 @@ class Search:
     def tuned(self, optimizer: str, rung: int) -> tuple[int, float]:
         """Point of the other knobs, and step of the learning rate, of the verdict at a rung.
 
-        The step is where the parabola through the best one and its neighbours has its minimum: a
-        ladder is no better for the optimizer whose best rate it happens to hold.
+        The step is where the parabola through the best one and its neighbours has its minimum, so
+        that no optimizer profits from a ladder that happens to contain its best rate.
         """
         rung = min(rung, self.last)
         point, best = self.point(optimizer), self.best(optimizer, rung)
@@ -135,7 +135,10 @@ class Search:
         return point, best + round(2 * (below - above) / bend) / 4
 
     def bend(self, optimizer: str, rung: int) -> float:
-        """Second difference of the losses around the best rate; infinite beside a wall."""
+        """Second difference of the losses around the best rate.
+
+        Infinite if the run at the best rate or at a neighbouring rate diverged or is missing.
+        """
         below, at, above = self._near(optimizer, min(rung, self.last))
         return below - 2 * at + above if at < math.inf else math.inf
 

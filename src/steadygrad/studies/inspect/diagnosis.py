@@ -28,12 +28,12 @@ UNDERFLOW = 0.1
 HEADROOM = 4
 # The same for the loss scale, whose layers have less room.
 LOSS_HEADROOM = 2
-# An overflow within so many binades above the one loss scale limits it.
+# Binades above the one loss scale within which an overflow limits it.
 NEAR = 2
 # Weight gradients may underflow inside a layer if more than the first share of them is zero or
 # subnormal at any scale, but less than the second share of the gradients at its boundary.
 WEIGHTS_LOST, BOUNDARY_LOST = 0.9, 0.5
-# A layer gets a scale of its own if that is larger than the others' by so many binades.
+# Binades by which a layer's own scale must exceed the others' to be proposed.
 WORTH = 4
 # Exponents of all proposed scales lie within plus and minus this.
 MOST = 100
@@ -63,7 +63,8 @@ class Diagnosis:
 
     Attributes:
         underflowing: Share of the gradients lost with one loss scale, and not with one a layer.
-        limiting: Steps with an overflow, of layers that keep the loss scale too low for these.
+        limiting: Number of steps with an overflow, for layers whose overflows keep the loss scale
+            too low for the underflowing layers.
         regressed: Share of the gradients lost with the proposed scales, and not with one.
         nonfinite_at_any_scale: Steps of one training with gradients that no scale makes finite.
         overflowed_after: Steps with an overflow that a smaller scale than proposed prevents.
@@ -176,7 +177,7 @@ def _lost(shares: Shares) -> dict[Place, float]:
 
 
 def _excess(shares: Shares, other: Shares) -> dict[Place, float]:
-    """How much more of the gradients is zero or subnormal in one phase than in another."""
+    """Share of the gradients that is zero or subnormal in one phase, less that in another."""
     lost, less = _lost(shares), _lost(other)
     return {place: share - less[place] for place, share in lost.items() if place in less}
 
@@ -208,7 +209,10 @@ def _underflowing(before: Sequence[Part], search: Sequence[Part]) -> dict[str, f
 
 
 def _lost_under(search: Sequence[Part], log2_scale: float) -> dict[Place, float]:
-    """Share of the values other than zero that one loss scale takes, and a layer's own keeps."""
+    """Share of the nonzero values that are lost under one loss scale, not under a layer's own.
+
+    A lost value becomes zero or subnormal.
+    """
     settled = search[PARTS // 2 :]
     found: dict[Place, float] = {}
     for name in layers_of(settled):

@@ -26,8 +26,8 @@ def explain(
     """The findings, the most important first, then the remedies; phases are rows of the summary."""
     said = [ENDINGS[status]] if status in ENDINGS else []
     if proposal is None:
-        go_on = "" if status in ("failed", "complete") else " --resume goes on with the study."
-        return [*said, f"No layer can be judged yet.{go_on}"]
+        more = "" if status in ("failed", "complete") else " --resume continues the study."
+        return [*said, f"No layer can be judged yet.{more}"]
     before, after = phases[BEFORE], phases.get(AFTER, {})
     # Whether the remedy is one loss scale that starts higher.
     one_scale = not (proposal.layer_scales or diagnosis.limiting)

@@ -125,6 +125,6 @@ def float16_shares(histogram: Tensor) -> dict[str, float]:
 
 
 def lost_at(histogram: Tensor, log2_scale: float) -> float:
-    """How many values other than zero a scale, by its base-2 logarithm, makes zero or subnormal."""
+    """Number of nonzero values that a scale, by its base-2 logarithm, makes zero or subnormal."""
     found = shares(histogram[None], log2_scale)
     return ((found.flushed + found.subnormal) * histogram.sum()).item()

@@ -43,7 +43,7 @@ class Inspect(Study):
 
     @classmethod
     def dtype(cls, settings: Settings) -> str:
-        """It is float16 that is studied."""
+        """The studied type is float16."""
         return "float16"
 
     @classmethod

@@ -80,7 +80,7 @@ class Runner:
         finite = [loss for loss in trainer.take_losses() if math.isfinite(loss)]
         samples = last * self.plan.batch_size
         state = trainer.state(samples)
-        # The other ranks go on, and may read the file, when it is written.
+        # The other ranks continue, and may read the file, when it is written.
         trainer.context.on_main(lambda: self._keep(part, state))
         return Part(
             phase=self.phase,
@@ -101,7 +101,7 @@ class Runner:
         return Phase(phase=self.phase, valid_loss=loss if math.isfinite(loss) else None)
 
     def _enter(self, parts: int) -> None:
-        """Puts the trainer into the state after so many parts of the phase."""
+        """Puts the trainer into the state after a number of parts of the phase."""
         state, last = None, parts - 1
         if parts:
             samples = _steps(self.plan, last)[1] * self.plan.batch_size

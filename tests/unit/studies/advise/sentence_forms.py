@@ -5,7 +5,8 @@ X = r"([\d.e+-]+)"
 NEEDS = r"(diverged|needs .+? for the same loss(?: \(95% interval .+?\))?)"
 OTHER = (
     rf"(No larger batch was trained with every seed|Batch {N}, trained from scratch, {NEEDS}|"
-    rf"Batch {N} may be as good or not: it {NEEDS}; its (\d+) runs differ too much)\."
+    rf"Whether batch {N} is as good is not known: it {NEEDS}, "
+    r"but its (\d+) runs differ too much)\."
 )
 SETTINGS = (
     rf"batch {N} with learning rate {X}"
@@ -13,7 +14,7 @@ SETTINGS = (
 )
 STEPS = rf"Over the same rows it takes (\d+)% as many optimizer steps as batch {N}\."
 STAY = rf"From scratch over {N} rows: stay at the task's own batch {N}\."
-START = rf"Going on from {N} rows: "
+START = rf"Continuing from {N} rows: "
 AT_MOST = rf"needs at most (\d+)% more rows than the best batch, over the next {N} rows"
 INTERVAL = rf"95% interval {N} to ({N}|no limit)"
 STAGES = r"((?:[\d,]+ from [\d,]+(?:, )?)+) rows"
@@ -32,9 +33,10 @@ FORMS = {
     "own": rf"{STAY} No larger one was shown to need at most (\d+)% more rows from scratch\.",
     "predicted": rf"Predicted, not trained: from scratch over {N} rows, {SETTINGS} should stay "
     rf"within (\d+)% more rows than batch {N}\.( A longer --budget trains it\.)?",
-    "exhausted": r"No batch size for a run from scratch: over the second half of the way to each "
-    r"point of training, the validation loss of the smallest batch did not surely fall\.(?: "
-    r"--resume goes on with it\.)? Try a lower Task\.lr, more data, or another --budget\.",
+    "exhausted": r"No batch size for a run from scratch: before each point of training, over the "
+    r"second half of the run so far, the validation loss of the smallest batch did not fall "
+    r"significantly\.(?: --resume continues the study\.)? Try a lower Task\.lr, more data, or "
+    r"another --budget\.",
     "flat": r"No batch size can be recommended: the validation loss of the smallest batch "
     rf"{FLAT} along its branches\..*",
     "nothing": r"Nothing can be said yet: no point of training is measured\.(?: --resume .*)?",
@@ -50,8 +52,9 @@ FORMS = {
     rf"not trained from scratch\. {STEPS}",
     "growing": rf"Growing batch: {STAGES}\. Trained from scratch, it {NEEDS}\. {STEPS}",
     "growing failed": rf"A growing batch is not advised: {STAGES}, trained from scratch, {NEEDS}\.",
-    "rate fits": rf"No better learning rate than {X} was found for a run of {N} rows: none surely "
-    rf"saves (\d+)% of the rows {TRIED}\.{NOTHING}",
+    "rate fits": rf"No better learning rate than {X} was found for a run of {N} rows: none has "
+    r"a lower loss at each of the last 5 evaluations and saves (\d+)% of the rows "
+    rf"{TRIED}\.{NOTHING}",
     "rate same": rf"{NO_VERDICT}over the last (\d+)% of {N} rows from scratch the validation "
     rf"losses at (.+?) are the same as at {X}\. Check that Task\.make_optimizer uses its learning "
     r"rate\.",
@@ -67,10 +70,10 @@ FORMS = {
     "noise": rf"Gradient noise scale after {N} rows: {N} \(95% interval {N} to {N}\)\. It is no "
     r"recommendation\.",
     "certainty": r"(?P<partial>Preliminary: the study .+? after measuring (?P<done>\d+) of "
-    r"(?P<planned>\d+) points(?:; --resume goes on with it)?\.)? ?(?:Over the "
+    r"(?P<planned>\d+) points(?:; --resume continues it)?\.)? ?(?:Over the "
     r"(?P<begin>branches that begin|branch that begins) after "
     rf"(?P<where>(?:[\d,]+ rows{SEEN}(?:, | and )?)+) the validation loss {FLAT}, so no batch size "
     r"can be judged there\.)? ?(?:The "
     r"runs from scratch have (?P<count>\d+) seeds\. )?(?P<seeds>The branches(?P<going>, and the "
-    r"advice on going on,)? rest on one seed\.)?",
+    r"advice for continuing,)? rest on one seed\.)?",
 }

@@ -87,7 +87,7 @@ def checked(overhead, upper):
     return Checked(16, overhead=overhead, low=0.0, high=1.0, upper=upper, **fields)
 
 
-def test_within_the_tolerance_and_surely_not_far_beyond():
+def test_within_the_tolerance_and_its_bound_within_the_margin():
     assert checked(0.2, MARGIN * 0.2).within(0.2)
     assert not checked(0.21, 0.2).within(0.2)
     assert not checked(0.1, MARGIN * 0.2 + 0.001).within(0.2)

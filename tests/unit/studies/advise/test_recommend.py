@@ -274,11 +274,11 @@ def test_a_run_whose_loss_falls_no_more_has_no_batch_size():
     header = make_header(POINTS, task={"train_size": 100})
     words = explain(Evidence(header, Journal(events=events)), "complete")
     assert words[0] == (
-        "No batch size for a run from scratch: over the second half of the way to each point of "
-        "training, the validation loss of the smallest batch did not surely fall. Try a lower "
-        "Task.lr, more data, or another --budget."
+        "No batch size for a run from scratch: before each point of training, over the second half "
+        "of the run so far, the validation loss of the smallest batch did not fall significantly. "
+        "Try a lower Task.lr, more data, or another --budget."
     )
-    assert words[1].startswith("Going on from 4,096 rows: ")
+    assert words[1].startswith("Continuing from 4,096 rows: ")
 
 
 def test_a_schedule_is_never_above_what_was_trained_from_there_on():
@@ -355,7 +355,7 @@ def test_a_batch_that_may_be_tolerable_is_not_known(slower, known):
     assert (run.low > 0.2) == known
     assert (evidence.constant, evidence.known) == (8, known)
     first = explain(evidence, "complete")[0]
-    assert ("may be as good or not" in first) == (not known)
+    assert ("is as good is not known" in first) == (not known)
     assert ("its 3 runs differ too much" in first) == (not known)
 
 

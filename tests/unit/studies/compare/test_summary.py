@@ -366,7 +366,7 @@ def test_a_batch_size_that_diverges_is_beyond_the_critical_one():
 def test_parts_of_a_record(keep, verdicts):
     found = summary(PLAN, noisy({"lans": {128: -0.2}}), "interrupted", keep=keep)
     assert len(found["verdicts"]) == verdicts
-    assert found["words"][-1] == "The study was stopped; --resume goes on."
+    assert found["words"][-1] == "The study was stopped; --resume continues it."
     none = "No optimizer could be judged yet: a verdict needs two seeds of each."
     assert (found["words"][0] == none) == (not verdicts)
     assert "nan" not in " ".join(found["words"])

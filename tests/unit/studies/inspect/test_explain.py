@@ -33,7 +33,7 @@ def test_the_words_of_a_run_cut_short():
     said = explain("budget", {}, diagnose([]), None)
     assert said == [
         "The time budget ended before all measurements were made.",
-        "No layer can be judged yet. --resume goes on with the study.",
+        "No layer can be judged yet. --resume continues the study.",
     ]
     # What failed would fail again.
     assert explain("failed", {}, diagnose([]), None)[1] == "No layer can be judged yet."
