@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def accumulated(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """The sum that autograd leaves in `.grad`: part after part, each sum rounded to its type."""
+    """The sum in `.grad`: one part after the other, each sum rounded to its type."""
     total = parts[0].to(dtype)
     for part in parts[1:]:
         total = total + part.to(dtype)
