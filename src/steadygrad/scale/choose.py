@@ -105,9 +105,10 @@ def _unmatched(pattern: str, names: list[str]) -> InputError:
 def parts_of(model: nn.Module) -> list[str]:
     """Names the parts of a model that get automatic scales: its child modules.
 
-    A ``ModuleList``, a ``ModuleDict``, an ``nn.Sequential``, any module without a ``forward`` and
-    an only child with parameters are replaced by their own children, and so is a module that shares
-    a parameter with what lies outside of it; one without children is left out.
+    These modules are replaced by their own children: a ``ModuleList``, a ``ModuleDict``, an
+    ``nn.Sequential``, any module without a ``forward``, an only child with parameters, a module
+    that holds a ``ModuleList`` of blocks and most of the parameters, as Hugging Face's ``bert``,
+    and one that shares a parameter with modules outside of it. One without children is left out.
     """
     named = _named_modules(model)
     paths = [path for _, path in module_paths(model)]
@@ -116,13 +117,14 @@ def parts_of(model: nn.Module) -> list[str]:
     def trained(names: Iterable[str]) -> list[str]:
         return [name for name in names if any(p.numel() for p in named[name].parameters())]
 
-    while len(trained(parts)) == 1:
-        where = parts.index(trained(parts)[0])
-        inner = _children(named, paths, parts[where])
-        if not trained(inner):
-            break
-        parts = _first_names(named, [*parts[:where], *inner, *parts[where + 1 :]])
-    return parts
+    most = sum(p.numel() for p in model.parameters()) / 2
+    while True:
+        own = trained(parts)
+        hidden = (name for name in own if own == [name] or _holds_blocks(named[name], most))
+        opened = {name: _children(named, paths, name) for name in hidden}
+        if not any(trained(inner) for inner in opened.values()):
+            return parts
+        parts = _first_names(named, [n for name in parts for n in opened.get(name) or [name]])
 
 
 def _children(
@@ -139,6 +141,12 @@ def _children(
         whole = not container and not _shares_parameters(module, paths)
         parts += [full] if whole else _children(named, paths, full)
     return parts
+
+
+def _holds_blocks(module: nn.Module, most: float) -> bool:
+    """Tells whether a module hides a list of blocks, and more than ``most`` parameters."""
+    lists = (m for m in module.modules() if isinstance(m, nn.ModuleList))
+    return any(len(m) > 1 for m in lists) and sum(p.numel() for p in module.parameters()) > most
 
 
 def _first_names(named: Mapping[str, nn.Module], names: Iterable[str]) -> list[str]:

@@ -88,6 +88,14 @@ class Tail(nn.Module):
         self.lm_head.weight = self.transformer.wte.weight
 
 
+class Headed(nn.Module):
+    """As Hugging Face's classifiers: all blocks in a body, beside a small head."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.bert, self.dropout, self.head = Body(), nn.Dropout(), nn.Linear(6, head)
+
+
 class Shares(nn.Module):
     """A module that is a part, and lies in another part as well."""
 
@@ -107,6 +115,9 @@ def test_automatic_layers_are_found_behind_lists_ties_and_wrappers():
     assert parts_of(Listed()) == ["body.a", "body.b"]
     assert parts_of(RootTied()) == ["blocks.0", "blocks.1"]
     assert parts_of(Tail()) == ["transformer.h.0", "transformer.h.1"]
+    assert parts_of(Headed(2)) == ["bert.wte", "bert.h.0", "bert.h.1", "dropout", "head"]
+    # Not where the body is the smaller part.
+    assert parts_of(Headed(200)) == ["bert", "dropout", "head"]
     # A module in two places is one part, wherever it lies.
     assert parts_of(Tower()) == ["shared", "inner.0"]
     shares = ["shared", "body.wte", "body.h.0", "body.h.1"]
