@@ -10,6 +10,7 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 EXPECTED = {
+    "tutorials/accumulation.py": "(8 x 1): ratio 1, cosine 1. The same gradient",
     "tutorials/batch_size.py": "noise scale",
     "tutorials/losses.py": "share asked for",
     "tutorials/nan_in_float16.py": "attributed to patch.2",
