@@ -12,6 +12,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 EXPECTED = {
     "tutorials/accumulation.py": "(8 x 1): ratio 1, cosine 1. The same gradient",
     "tutorials/batch_size.py": "noise scale",
+    "tutorials/layer_scales.py": "under its own",
     "tutorials/losses.py": "share asked for",
     "tutorials/nan_in_float16.py": "attributed to patch.2",
     "tutorials/optimizer.py": "standard deviation between seeds",
