@@ -10,10 +10,13 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 EXPECTED = {
+    "tutorials/accumulation.py": "(8 x 1): ratio 1, cosine 1. The same gradient",
     "tutorials/batch_size.py": "noise scale",
+    "tutorials/layer_scales.py": "under its own",
     "tutorials/losses.py": "share asked for",
     "tutorials/nan_in_float16.py": "attributed to patch.2",
     "tutorials/optimizer.py": "standard deviation between seeds",
+    "tutorials/your_model.py": "longest run",
     "noise_scale_in_a_loop.py": "noise scale",
     "split_batch.py": "noise scale",
     "my_task.py": "",

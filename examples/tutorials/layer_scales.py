@@ -1,0 +1,169 @@
+"""
+One loss scale for all layers?
+==============================
+
+float16 holds 40 binades: powers of two from 2**-24 to 2**15. A loss scale moves the gradients of
+all layers by one factor, so it works only if all of them fit in at once. Mostly they do. Here is a
+network whose gradients do not, what torch's ``GradScaler`` makes of it, and what a scale for each
+layer does.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+
+from steadygrad import LayerwiseGradScaler
+from steadygrad.formulas.exponents import exponent_histograms, shares
+from steadygrad.tasks import load_task
+
+torch.set_num_threads(1)  # tensors this small only wait for each other
+STEPS, BATCH = 70, 400
+ONE, EACH, FULL = "float16, one loss scale", "float16, a scale for each layer", "float32"
+COLORS = {FULL: "0.6", ONE: "#e69f00", EACH: "#0072b2"}
+
+# %%
+# The network
+# -----------
+#
+# The built-in task ``digits-deep`` was made for this: a classifier of handwritten digits with fixed
+# small factors inside its early layers, and large ones inside its last two. In float32 they change
+# nothing. In practice branches with small gates, pooled features and weights at odd scales do the
+# like, less strongly.
+
+task = load_task("digits-deep")
+LAYERS = ["patch.0", "patch.1", "patch.2", "patch.3", "trunk.0", "trunk.1"]
+for layer in LAYERS:
+    print(f"{layer}: factor 2**{math.log2(task.make_model().get_submodule(layer).c):.0f}")
+
+# %%
+# Three runs
+# ----------
+#
+# The loop is that of torch's scaler. Only the line that makes the scaler differs.
+
+Scaler = torch.amp.GradScaler | LayerwiseGradScaler
+
+
+class Run(NamedTuple):
+    """A trained model, and the loss and the scales of each step."""
+
+    model: nn.Module
+    losses: list[float]
+    scales: list[dict[str, float]]
+
+
+def train(make_scaler: Callable[[nn.Module], Scaler]) -> Run:
+    torch.manual_seed(0)
+    model = task.make_model()
+    scaler, optimizer = make_scaler(model), task.make_optimizer(model.parameters(), task.lr)
+    run = Run(model, [], [])
+    for _ in range(STEPS):
+        batch = task.train.batch(torch.randint(len(task.train), (BATCH,)))
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16, enabled=scaler.is_enabled()):
+            loss = task.per_sample_loss(model, batch).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        layerwise = isinstance(scaler, LayerwiseGradScaler)
+        run.scales.append(scaler.get_scales() if layerwise else {"": scaler.get_scale()})
+        run.losses.append(loss.item())
+    return run
+
+
+runs = {
+    FULL: train(lambda model: torch.amp.GradScaler("cpu", enabled=False)),
+    ONE: train(lambda model: torch.amp.GradScaler("cpu")),
+    EACH: train(lambda model: LayerwiseGradScaler(model, "auto")),
+}
+figure, axis = plt.subplots(figsize=(7, 3.2), layout="constrained")
+for name, run in runs.items():
+    smooth = [sum(run.losses[i - 10 : i]) / 10 for i in range(10, STEPS + 1)]
+    axis.plot(range(10, STEPS + 1), smooth, label=name, color=COLORS[name])
+    print(f"{name:32} loss of the last 10 steps {smooth[-1]:.3f}")
+axis.set(xlabel="step", ylabel="training loss, mean of 10 steps")
+axis.legend(frameon=False)
+
+# %%
+# The scales
+# ----------
+#
+# torch's scaler begins at 2**16 and halves its scale until nothing overflows. The other one
+# measures exponents, and moves the scale of each layer to where its gradients fit; what is drawn is
+# the layer's own scale times the loss's. A line for each layer:
+
+figure, axis = plt.subplots(figsize=(7, 3.4), layout="constrained")
+for number, layer in enumerate(LAYERS):
+    carried = [math.log2(found[""] * found[layer]) for found in runs[EACH].scales]
+    axis.plot(carried, label=layer, color=plt.get_cmap("viridis")(number / len(LAYERS)))
+one = [math.log2(found[""]) for found in runs[ONE].scales]
+axis.plot(one, label="one for all", color=COLORS[ONE], linewidth=2.5)
+axis.set(xlabel="step", ylabel="scale, as a power of two")
+axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+
+# %%
+# Why one scale fails
+# -------------------
+#
+# The model that was trained in float32 has the gradients that float16 should hold. Here are their
+# exponents at the output of each layer's linear map and in its weights, but for the smallest
+# hundredth. The shaded part is what float16 holds under the one scale above.
+
+model, inside = runs[FULL].model, dict[str, torch.Tensor]()
+
+
+def keep(layer: str) -> Callable[[nn.Module, object, torch.Tensor], None]:
+    """A hook that keeps the gradient at a module's output."""
+
+    def hook(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+        output.register_hook(lambda gradient: inside.update({layer: gradient}))
+
+    return hook
+
+
+for layer in LAYERS:
+    model.get_submodule(f"{layer}.linear").register_forward_hook(keep(layer))
+model.zero_grad()
+task.per_sample_loss(model, task.train.batch(torch.arange(BATCH))).mean().backward()
+
+figure, axis = plt.subplots(figsize=(8, 3.4), layout="constrained")
+axis.axvspan(-24 - one[-1], 16 - one[-1], color="0.5", alpha=0.2, label="float16")
+last = runs[EACH].scales[-1]
+for place, layer in enumerate(LAYERS):
+    in_weights = model.get_submodule(f"{layer}.linear").weight.grad
+    kinds = ("linear map's output", "#009e73", inside[layer]), ("weights", "#cc79a7", in_weights)
+    for height, (kind, color, values) in zip((-0.2, 0.2), kinds, strict=True):
+        found = values[values != 0].abs().log2()
+        low, high = found.quantile(0.01).item(), found.max().item()
+        label = None if place else kind
+        axis.barh(place + height, high - low, 0.36, left=low, color=color, label=label)
+    counts = exponent_histograms([inside[layer]])
+    own = math.log2(last[""] * last[layer])
+    lost = [shares(counts, log2).flushed.item() for log2 in (one[-1], own)]
+    print(f"{layer}: {lost[0]:5.1%} become zero under the one scale, {lost[1]:5.1%} under its own")
+axis.set_yticks(range(len(LAYERS)), LAYERS)
+axis.invert_yaxis()
+axis.set_xlabel("gradient, as a power of two")
+axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+
+# %%
+# A larger scale would move the shaded part to the left. It would save the early layers, and the
+# weights of the last ones would overflow.
+#
+# A layer may lose something under its own scale too. ``"auto"`` judges a layer by the gradients at
+# its boundary and in its weights, and the linear map's output lies inside.
+# ``AutoScale(layers=...)`` chooses modules further inside.
+#
+# What to do with the answer
+# --------------------------
+#
+# - bfloat16 has float32's exponents and needs no scale. If your hardware has it, and eight bits of
+#   precision are enough, take it.
+# - A plain pre-norm transformer needs one scale only: a scale for each layer gains nothing there.
+# - ``steadygrad inspect`` measures this on your own task, and says whether one scale is enough.
+# - If it is not: ``LayerwiseGradScaler(model, "auto")`` in the place of torch's scaler.
+#   :doc:`/layerwise_scaler` says how layers are chosen, and what a step costs.

@@ -1,0 +1,198 @@
+"""
+Which batch size for my own model?
+==================================
+
+``steadygrad advise`` trains a model at several batch sizes, and says which of them cost more data
+than they are worth. A function of yours makes the task: a model, data loaders, one loss for each
+sample, and the learning rate at your batch size.
+
+Here the model is a perceptron of scikit-learn's handwritten digits, trained by AdamW at its
+default learning rate.
+"""
+
+import inspect
+import io
+import tempfile
+import textwrap
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from steadygrad.cli import main
+from steadygrad.record import read_run
+from steadygrad.record.schema.advise import Branch, Point, Scratch
+from steadygrad.tasks import Task
+
+
+class Classifier(nn.Module):
+    """Your model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits with shape (n, 10)."""
+        return self.head(F.gelu(self.hidden(images)))
+
+
+def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Your loss, one for each sample: not their mean."""
+    images, labels = batch
+    return F.cross_entropy(model(images), labels, reduction="none")
+
+
+def make_adamw(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, fused=True)
+
+
+def make_task() -> Task:
+    digits = load_digits()
+    images, labels = torch.tensor(digits.data).float() / 16, torch.tensor(digits.target)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    train, valid = (TensorDataset(images[i], labels[i]) for i in (order[:1400], order[1400:]))
+    return Task.from_dataloader(
+        DataLoader(train, batch_size=8, shuffle=True),
+        valid=DataLoader(valid, batch_size=8),
+        make_model=Classifier,
+        per_sample_loss=losses,
+        make_optimizer=make_adamw,
+        lr=1e-3,  # at the loader's batch size
+        lr_rule="sqrt",  # and so it follows larger ones, as suits Adam
+        name="digits",
+        sample="image",
+        samples_per_second=1_000,  # far below the real speed, for a small plan; see below
+    )
+
+
+# %%
+# Run it
+# ------
+#
+# With the code above in a file ``digits_task.py`` the command is
+#
+# .. code-block:: sh
+#
+#    steadygrad advise digits_task.py:make_task --budget 2m
+#
+# The budget and the speed decide how much is planned. Here ``samples_per_second`` says a speed far
+# below the real one, so the plan is small, and the same on every machine that is faster than that.
+# Leave that line out of your own task.
+#
+# The script calls the same command from Python, and copies its own first part into the file.
+
+with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+    file, out = Path(folder, "digits_task.py"), Path(folder, "run")
+    file.write_text(Path(inspect.getsourcefile(make_task) or "").read_text().partition("# %%")[0])
+    options = ["--budget", "2m", "--workers", "1", "--threads", "1", "--out", str(out)]
+    with redirect_stderr(io.StringIO()) as progress:
+        code = main(["advise", f"{file}:make_task", *options])
+    assert code == 0, progress.getvalue()
+    run = read_run(out)  # the folder has report.html as well
+
+for line in run.summary["words"]:
+    print(textwrap.fill(line, 96, subsequent_indent="    "))
+
+# %%
+# How to read it
+# --------------
+#
+# - *From scratch over ...*: the answer for a whole run. It rests on runs from scratch with several
+#   seeds. "Needs 10% more images" is the price of the larger batch: that much more data for the
+#   same loss. Up to 20 % is tolerated, which ``--tolerance`` changes.
+# - *The learning rate ...*: the smallest batch was trained at half and at twice the rate. If the
+#   rate looks too low, larger batches look better than they are, for they come with larger rates.
+#   Tune it first, and ask again.
+# - *Going on from ...*: the answer for a run that has come that far. It rests on branches.
+# - *A growing batch ...*, where there is such a line: a schedule, trained or only predicted.
+# - The last lines say how sure that is. The noise scale is no recommendation.
+#
+# The branches
+# ------------
+#
+# At each point of training the study stops, and trains on from there at several batch sizes over
+# the same images. A dot is the loss on unseen images at the end of one branch; repeats have other
+# orders of the data. A batch size above the dashed line needs more than the tolerated images.
+
+plan = run.header.plan
+points = [point for point in run.summary["points"] if point["critical"]]
+figure, axes = plt.subplots(
+    1, len(points), figsize=(4 * len(points), 3.2), layout="constrained", squeeze=False
+)
+for number, (axis, point) in enumerate(zip(axes[0], points, strict=True)):
+    ends = {}
+    for branch in run.select(Branch):
+        if branch.point == number:
+            ends.setdefault(branch.batch_size, []).append(branch.loss)
+    sizes = sorted(ends)
+    axis.plot(sizes, [sum(ends[size]) / len(ends[size]) for size in sizes])
+    for size in sizes:
+        axis.plot([size] * len(ends[size]), ends[size], "o", color="C0", alpha=0.5)
+    if point["resolved"]:
+        axis.axhline(point["critical"]["level"], color="0.4", linestyle="--", label="tolerated")
+        axis.legend(frameon=False)
+    axis.set(xscale="log", xlabel="batch size", ylabel="loss, unseen images")
+    axis.set_title(f"from {point['samples']:,} images on")
+    axis.set_xticks(sizes, map(str, sizes))
+    axis.minorticks_off()
+
+# %%
+# The runs from scratch
+# ---------------------
+#
+# Branches begin with weights that the small batch has made, so they are a first guess for a whole
+# run. Runs from scratch check it. On the left is how many more images each batch size needs than
+# the smallest, with its interval over seeds. On the right are runs of the smallest batch at other
+# learning rates.
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
+checked = run.summary["checked"]
+for place, found in enumerate(checked):
+    left.plot([place] * 2, [100 * found[key] for key in ("low", "high")], "_-", color="C0")
+    left.plot(place, 100 * found["overhead"], "o", color="C0")
+left.axhline(100 * run.header.settings.tolerance, color="0.4", linestyle="--", label="tolerated")
+left.set(xlabel="batch size", ylabel="more images, %", xlim=(-1, len(checked)))
+left.set_xticks(range(len(checked)), [str(found["batch_size"]) for found in checked])
+left.legend(frameon=False)
+curves = {1.0: [place for point in run.select(Point) for place in point.curve]}
+curves |= {found.rate: found.curve for found in run.select(Scratch) if found.rate != 1}
+for rate, curve in sorted(curves.items()):
+    right.plot(*zip(*curve, strict=True), label=f"learning rate {rate * run.header.task.lr:g}")
+right.set(xlabel="images", ylabel="loss, unseen images")
+right.legend(frameon=False)
+
+# %%
+# What a small budget cannot tell
+# -------------------------------
+
+print(f"longest run: {plan.length / run.header.task.train_size:.1f} passes over the training data")
+print(f"largest batch in the branches: {plan.batch_size * max(map(max, plan.multiples))} images")
+print(f"from scratch: at most {plan.candidates} larger batch sizes, {plan.seeds} seeds each")
+for point in points:
+    critical = point["critical"]
+    said = f"{critical['value']:.0f}, 95 % interval {critical['low']:.0f} to {critical['high']:.0f}"
+    print(f"critical batch size after {point['samples']:,} images: {said}")
+
+# %%
+# - Critical batch sizes grow with training. Advice from a run of this length says little about one
+#   that is ten times as long: give the study a budget for runs as long as yours.
+# - With few seeds and small unseen data an interval is wide. Where "may be as good or not" or "not
+#   known" is printed, take it at its word.
+# - Larger batch sizes than those that were trained are not judged at all.
+# - Nothing here is about time: whether half of the steps are worth the extra images depends on
+#   what your machine does with a larger batch.
+#
+# What to do with the answer
+# --------------------------
+#
+# - If the learning rate is called too low or too high, change ``lr`` and run the study again.
+# - Then train at the batch size and the rate of the first line, with its warm-up.
+# - ``steadygrad advise --budget 1h`` on a task without ``samples_per_second`` plans what that time
+#   allows. Its :doc:`page </advise>` has all that is measured, and :doc:`/tasks` other ways to make
+#   a task.
