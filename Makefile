@@ -32,6 +32,7 @@ test-integrations: $(VENV)/.integrations  ## the adapters, in the trainers thems
 	STEADYGRAD_ALL_TRAINERS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal tests/integrations
 
 $(VENV)/.integrations: $(VENV)/.installed
+	$(BIN)/python -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "the trainers need Python 3.11 or newer, found " + sys.version.split()[0] + ". Remedy: make clean, and make PYTHON=/path/to/python3.12")'
 	$(PIP) install --quiet --constraint constraints.txt --constraint constraints-integrations.txt --group integrations
 	$(PIP) install --quiet --constraint constraints.txt --constraint constraints-integrations.txt --no-deps ai2-olmo-core cached-path
 	touch $@

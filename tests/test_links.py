@@ -1,6 +1,9 @@
 """Every relative link of the front pages, and of HTML in the documentation, leads somewhere."""
 
 import re
+import runpy
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +48,35 @@ def test_a_missing_page_is_seen():
         "d.html",
     ]
     assert not exists("README.md", "docs/none.md")
+
+
+@pytest.mark.skipif(
+    "[project.urls]" in (ROOT / "pyproject.toml").read_text(), reason="these are a release's files"
+)
+def test_links_of_a_release_are_absolute(tmp_path):
+    for name in ("README.md", "pyproject.toml", "CITATION.cff"):
+        shutil.copy(ROOT / name, tmp_path)
+    home = "https://forge.example/owner/steadygrad"
+    script = runpy.run_path(str(ROOT / ".github" / "absolute_links.py"))
+    before = targets((tmp_path / "README.md").read_text())
+
+    script["main"](home, "v1.2.3", tmp_path)
+
+    readme = (tmp_path / "README.md").read_text()
+    assert len(before) > 20
+    assert targets(readme) == []
+    for target in before:
+        kind = "raw" if target.endswith((".png", ".svg")) else "blob"
+        assert f"{home}/{kind}/v1.2.3/{target}" in readme
+    assert f"git clone {home} &&" in readme
+    toml = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    urls = toml.loads((tmp_path / "pyproject.toml").read_text())["project"]["urls"]
+    assert urls == {
+        "Repository": home,
+        "Documentation": f"{home}/blob/v1.2.3/docs/index.md",
+        "Changelog": f"{home}/blob/v1.2.3/CHANGELOG.md",
+        "Issues": f"{home}/issues",
+    }
+    citation = (tmp_path / "CITATION.cff").read_text()
+    assert f"\nrepository-code: {home}\n" in citation
+    assert re.search(r"\ndate-released: \d{4}-\d\d-\d\d\n", citation)
