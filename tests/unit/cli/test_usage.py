@@ -101,9 +101,9 @@ USAGE = {
     "two runs": (["report", "a", "b"], "Unexpected argument 'b'. Remedy: steadygrad report --help"),
     "no file": (
         ["init"],
-        "FILE should name a file of Python. Found ''. Remedy: such as my",
+        "FILE should name a file of Python, in characters that can be printed. Found ''. Remedy: ",
     ),
-    "no file of Python": (["init", "notes.txt"], "FILE should name a file of Python. Found 'notes"),
+    "no file of Python": (["init", "notes.txt"], "printed. Found 'notes.txt'. Remedy: such as"),
     "no folder": (
         ["init", "no/such.py"],
         "FILE should be a new file that can be written. Found n",
