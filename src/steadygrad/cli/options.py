@@ -174,10 +174,14 @@ def chosen(study: str, values: Mapping[str, Any]) -> dict[str, Any]:
             if kind is float:
                 found[name] = parse_budget(value) if name == "budget" else float(value)
             found[name] = convert(found[name], Annotated[kind, meta], strict=False)
+            # An empty text is how a record says that an option was left away.
+            if kind is str and not value.strip():
+                raise ValueError(value)
         except ValueError:
+            remedy = f"{_flag(name)} {default}" if default != "" else f"leave {_flag(name)} away"
             raise InputError(
                 f"{_flag(name)} should be {_expected(name, kind, meta)}. Found {value!r}. "
-                f"Remedy: {_flag(name)} {default}, or see steadygrad {study} --help."
+                f"Remedy: {remedy}, or see steadygrad {study} --help."
             ) from None
     return found
 
