@@ -133,6 +133,14 @@ except SystemExit:
 """
 
 
+@pytest.mark.parametrize("module", ["record", "report", "record.schema.advise"])
+def test_a_missing_extra_is_named_with_its_remedy(module: str):
+    script = f"import sys; sys.modules['msgspec'] = None; import steadygrad.{module}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    remedy = "Expected the package 'msgspec'. Found none. Remedy: pip install \"steadygrad[cli]\"."
+    assert done.stderr.splitlines()[-1] == f"ModuleNotFoundError: {remedy}"
+
+
 @pytest.mark.parametrize(
     "code",
     ["import steadygrad", HELP, "import steadygrad.record", "import steadygrad.report"],
