@@ -70,6 +70,19 @@ def test_every_room_has_a_floor():
     assert {room_of(path) for path in FILES} == set(FLOOR_OF)
 
 
+def test_the_map_of_folders_has_every_room():
+    """In the order of the floors."""
+    text = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text()
+    rooms = [
+        [name.strip("/").removesuffix(".py") for name in re.findall(r"\w+(?:/|\.py)", line)]
+        for line in re.findall(r"^(?:\w+(?:/|\.py) +)+", text, re.M)
+    ]
+    known = [name for names in rooms for name in names]
+    assert sorted(known) == sorted({*FLOOR_OF} - {"__init__", "__main__"})
+    heights = [FLOOR_OF[name] for name in known]
+    assert heights == sorted(heights, reverse=True)
+
+
 def imports_upwards(path: Path) -> set[str]:
     room, top = room_of(path), len(FLOORS)
     return {r for r in imported_rooms(path) - {room} if FLOOR_OF.get(r, top) >= FLOOR_OF[room]}
@@ -118,6 +131,14 @@ try:
 except SystemExit:
     pass
 """
+
+
+@pytest.mark.parametrize("module", ["record", "report", "record.schema.advise"])
+def test_a_missing_extra_is_named_with_its_remedy(module: str):
+    script = f"import sys; sys.modules['msgspec'] = None; import steadygrad.{module}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    remedy = "Expected the package 'msgspec'. Found none. Remedy: pip install \"steadygrad[cli]\"."
+    assert done.stderr.splitlines()[-1] == f"ModuleNotFoundError: {remedy}"
 
 
 @pytest.mark.parametrize(

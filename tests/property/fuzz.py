@@ -30,25 +30,34 @@ def live(name: str, mode: str, *, lives: int, seed: int) -> Counter[str]:
         How often each kind of event happened.
 
     Raises:
-        AssertionError: If a step was not that of the equations; the life is told.
+        AssertionError: If a step was not that of the equations; the life is its cause, and the
+            message says how the batch is repeated.
     """
     counts: Counter[str] = Counter()
     fields = {"kind": OPTIMIZERS[name], "mode": mode, "counts": counts}
     machine = _seeded(type(f"{name}_{mode}", (OptimizerMachine,), fields), seed)
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=lives,
-            stateful_step_count=20,
-            deadline=None,
-            database=None,
-            report_multiple_bugs=False,
-            # Shrinking takes minutes, and a life is short as it is.
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    try:
+        run_state_machine_as_test(machine, settings=_settings(lives))
+    except Exception as error:
+        raise AssertionError(
+            f"Expected the steps of the equations. Found others in {name}, {mode}, seed {seed}. "
+            "Remedy: look at the life above; to repeat it: python -m tests.property.fuzz "
+            f"--only {name},{mode} --seed {seed} --lives {lives} --steps 1"
+        ) from error
     return counts
+
+
+def _settings(lives: int) -> settings:
+    return settings(
+        max_examples=lives,
+        stateful_step_count=20,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        # Shrinking takes minutes, and a life is short as it is.
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 def _seeded(machine: type, number: int) -> type:
@@ -56,27 +65,33 @@ def _seeded(machine: type, number: int) -> type:
     return found
 
 
-def _batch(job: tuple[str, str, int]) -> tuple[str, Counter[str]]:
+def _batch(job: tuple[str, str, int, int]) -> tuple[str, Counter[str]]:
     warnings.filterwarnings("ignore", "Expected parameters that fused kernels can take")
     warnings.filterwarnings("ignore", "Expected finite gradients")
-    name, mode, number = job
-    return f"{name}, {mode}", live(name, mode, lives=LIVES, seed=number)
+    name, mode, number, lives = job
+    return f"{name}, {mode}", live(name, mode, lives=lives, seed=number)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1000, help="of the first batch of lives")
+    parser.add_argument("--lives", type=int, default=LIVES, help="of a batch")
+    parser.add_argument("--only", default="", help="an optimizer, a mode, or both: lans,fused")
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     asked = parser.parse_args()
     began, total, by_pair = time.monotonic(), Counter[str](), Counter[str]()
-    pairs, number = [*itertools.product(OPTIMIZERS, MODES)], asked.seed
+    only, number = {*filter(None, asked.only.split(","))}, asked.seed
+    pairs = [pair for pair in itertools.product(OPTIMIZERS, MODES) if only <= {*pair}]
+    if not pairs:
+        known = ", ".join([*OPTIMIZERS, *MODES])
+        parser.error(f"--only should be of {known}. Found {asked.only!r}. Remedy: lans,fused")
     # Lives change the number of threads; idle ones that wait in a loop take half of the time.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Begun anew: compiled loops and their threads do not survive a fork.
     with multiprocessing.get_context("spawn").Pool(asked.processes) as pool:
         while total["steps"] < asked.steps:
-            jobs = [(*pair, seed) for seed, pair in enumerate(pairs, number)]
+            jobs = [(*pair, seed, asked.lives) for seed, pair in enumerate(pairs, number)]
             number += len(jobs)
             for pair, counts in pool.imap_unordered(_batch, jobs):
                 by_pair[pair] += counts["steps"]

@@ -73,6 +73,9 @@ class StepOracle:
         params = [group["params"] for group in optimizer.param_groups]
         self._gradients = [[_gradient(p, self._kind) for p in group] for group in params]
         self._dtypes: list[list[torch.dtype]] = []
+        # Parameters whose group's norm is too small for float32, as the original's is: its square
+        # underflows, so that the threshold is zero.
+        self.unjudged = 0
         self.skips = any(
             g is not None and not np.isfinite(g).all() for group in self._gradients for g in group
         )
@@ -90,6 +93,9 @@ class StepOracle:
         expected, moved = self._step(None), []
         for g, group in enumerate(found):
             for i, own in enumerate(group):
+                if expected[g][i].get("underflows"):
+                    self.unjudged += 1
+                    continue
                 for name, values in own.items():
                     limits = own.get("narrow") if name == "weight" else None
                     dtype, exact = self._dtypes[g][i], expected[g][i][name]
@@ -310,6 +316,7 @@ def _clip(
     at_threshold = taken > 0 and abs(ratio - 1) < 64 * torch.finfo(torch.float32).eps
     for state in states:
         state["at_threshold"] = at_threshold
+        state["underflows"] = 0 < norms[taken % len(ring)] < 1e-18
         state["model_norms"] = norms
         state["model_norm_threshold"] = np.asarray(reference.clipper.threshold)
         state["num_clipped"] = np.asarray(before + (factor < 1 and not at_threshold))

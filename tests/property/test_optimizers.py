@@ -1,4 +1,7 @@
-"""Half a minute of random lives of the optimizers; `make fuzz` goes on for as many as are asked."""
+"""Random lives of the optimizers: about two minutes of CPU time.
+
+`make fuzz` goes on for as many as are asked.
+"""
 
 import pytest
 

@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str], began: float) -> int:
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     command, *words = arguments or [""]
     if "--version" in arguments or command in HELP:
         emit(f"steadygrad {__version__}" if "--version" in arguments else overview())

@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 from steadygrad._checks import InputError
 from steadygrad._studies import STUDIES
+from steadygrad.cli.completions import FOLDERS, words_or_files
 
 __all__ = [
     "OTHERS",
@@ -32,14 +33,21 @@ OTHERS: Mapping[str, tuple[str, ...]] = {
     "tasks": ("List the built-in tasks.",),
     "init": ("Write a task to begin with.", "FILE", "File to write, such as my_task.py."),
 }
-EXAMPLES = """examples:
-  steadygrad {0} --budget 5m
-  steadygrad {0} path/to/file.py:make_task --out runs/mine
-  steadygrad {0} --resume runs/mine --budget 1h
-  steadygrad report runs/mine
-  steadygrad init my_task.py
-
-documentation: docs/{1}.md in the source repository"""
+# Examples of each command, after those of every study.
+EXAMPLES = {
+    "advise": ("steadygrad advise digits-deep --tolerance 0.5 --workers 4",),
+    "compare": ("steadygrad compare --optimizers lans,task --add file.py:make_optimizer",),
+    "inspect": ("steadygrad inspect digits-deep --steps 400 --accumulation",),
+    "report": ("steadygrad report runs/mine",),
+    "tasks": ("steadygrad tasks", "steadygrad advise digits-classifier --budget 2m"),
+    "init": ("steadygrad init my_task.py", "steadygrad advise my_task.py:make_task --budget 2m"),
+}
+EXAMPLES_OF_ALL = (
+    "steadygrad {0} --budget 5m",
+    "steadygrad {0} path/to/file.py:make_task --out runs/mine",
+    "steadygrad {0} --resume runs/mine --budget 1h",
+)
+PAGES = {"report": "reports", "init": "tasks"}
 AUTO = "auto"
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 # A bound from here on is there for the record's format and tells a user nothing.
@@ -64,14 +72,28 @@ class Options:
         self._flags: dict[str, bool] = {}
         self.add("--help", "Show this help.")
 
-    def add(self, flag: str, text: str, metavar: str | None = None) -> None:
-        """Adds an option, without a value unless it has a metavar; or the argument that is none."""
+    def add(
+        self,
+        flag: str,
+        text: str,
+        metavar: str | None = None,
+        complete: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Adds an option, without a value unless it has a metavar; or the argument that is none.
+
+        ``complete`` is what a shell offers for the value.
+        """
         kind: dict[str, Any] = {"metavar": metavar} if metavar else {"action": "store_true"}
         if flag.startswith("-"):
             self._flags[flag] = metavar is not None
         else:
             self._place, kind = flag, {"nargs": "?"}
-        self.parser.add_argument(flag, help=_escaped(text), **kind)
+        action = self.parser.add_argument(flag, help=_escaped(text), **kind)
+        if complete:
+            action.complete = complete  # type: ignore[attr-defined]
+        elif metavar and metavar.islower():
+            # Only for completions: `chosen` checks the values.
+            action.choices = metavar.split("|")
 
     def help(self) -> str:
         """The text of ``--help``."""
@@ -119,9 +141,19 @@ def near(word: str, known: Iterable[str], prefix: str = "") -> str:
     return f"{prefix}{found[0]}, or " if found else ""
 
 
+def _epilog(command: str) -> str:
+    """The end of a help text: examples, and where the documentation is."""
+    study, others = command or next(iter(STUDIES)), ("report", "init")
+    own = EXAMPLES[command] if command else [EXAMPLES[name][0] for name in others]
+    lines = [line.format(study) for line in EXAMPLES_OF_ALL if study in STUDIES]
+    page = PAGES.get(command, command or "index")
+    where = f"documentation: docs/{page}.md in the source repository"
+    return "\n  ".join(["examples:", *lines, *own]) + f"\n\n{where}"
+
+
 def overview() -> str:
     """The help of the program itself."""
-    options = Options("", DESCRIPTION, EXAMPLES.format(next(iter(STUDIES)), "index"))
+    options = Options("", DESCRIPTION, _epilog(""))
     options.add("--version", "Show the version.")
     commands = options.parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, text in {**STUDIES, **{name: text for name, (text, *_) in OTHERS.items()}}.items():
@@ -144,17 +176,21 @@ def options_of(command: str) -> Options:
     """The options of a command: a study's settings, and the options of every study."""
     if command in OTHERS:
         text, *place = OTHERS[command]
-        options = Options(command, text)
+        options = Options(command, text, _epilog(command))
         if place:
-            options.add(*place)
+            flag, about = place
+            options.add(flag, about, complete=FOLDERS if command == "report" else None)
     else:
-        options = Options(command, STUDIES[command], EXAMPLES.format(command, command))
+        options = Options(command, STUDIES[command], _epilog(command))
         for name, (kind, meta, default) in _settings(command).items():
             shown = "" if kind is bool or default == "" else f" (default: {default})"
-            options.add(_flag(name), f"{meta.description or ''}{shown}", _metavar(name, kind))
+            text = f"{meta.description or ''}{shown}"
+            complete = words_or_files(_tasks()) if name == "task" else None
+            options.add(_flag(name), text, _metavar(name, kind), complete)
         where = f"Folder of the run; absent or empty. (default: runs/{command}-DATE-TIME)"
-        options.add("--out", where, "FOLDER")
-        options.add("--resume", "Go on with the run in this folder, as it was planned.", "RUN")
+        options.add("--out", where, "FOLDER", FOLDERS)
+        again = "Go on with the run in this folder, as it was planned."
+        options.add("--resume", again, "RUN", FOLDERS)
         options.add("--json", "Print the summary as JSON, and everything else on standard error.")
     options.add("--debug", "Show the traceback of an error.")
     return options
@@ -174,10 +210,14 @@ def chosen(study: str, values: Mapping[str, Any]) -> dict[str, Any]:
             if kind is float:
                 found[name] = parse_budget(value) if name == "budget" else float(value)
             found[name] = convert(found[name], Annotated[kind, meta], strict=False)
+            # An empty text is how a record says that an option was left away.
+            if kind is str and not value.strip():
+                raise ValueError(value)
         except ValueError:
+            remedy = f"{_flag(name)} {default}" if default != "" else f"leave {_flag(name)} away"
             raise InputError(
                 f"{_flag(name)} should be {_expected(name, kind, meta)}. Found {value!r}. "
-                f"Remedy: {_flag(name)} {default}, or see steadygrad {study} --help."
+                f"Remedy: {remedy}, or see steadygrad {study} --help."
             ) from None
     return found
 
@@ -185,6 +225,12 @@ def chosen(study: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def settings_class(study: str) -> Any:
     """The dataclass of a study's settings."""
     return import_module(f"steadygrad.record.schema.{study}").Settings
+
+
+def _tasks() -> tuple[str, ...]:
+    from steadygrad.record.schema.common import TASKS
+
+    return TASKS
 
 
 def _settings(study: str) -> dict[str, tuple[Any, Any, Any]]:
@@ -215,7 +261,10 @@ def _metavar(name: str, kind: Any) -> str | None:
 
 def _expected(name: str, kind: Any, meta: Any) -> str:
     if name == "budget":
-        return "a duration such as 30s, 5m or 2h"
+        return (
+            "a duration such as 30s, 5m or 2h: more than 0 and less than 1e9 seconds, with the "
+            "unit s, m or h"
+        )
     if choices := get_args(kind):
         return f"one of {', '.join(choices)}"
     if kind is str:

@@ -1,12 +1,16 @@
 """The commands ``steadygrad tasks`` and ``steadygrad init``."""
 
+import os
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from steadygrad._checks import InputError
-from steadygrad.cli.console import emit, printable
+from steadygrad.cli.console import emit
 
 __all__ = ["run"]
 
@@ -30,20 +34,39 @@ def _tasks() -> int:
 
 def _init(name: str) -> int:
     """Writes a task that runs as it is; a file that exists is left alone."""
-    path, template = Path(name), resources.files("steadygrad.tasks") / "template.py"
-    if not name.endswith(".py") or "\0" in name:
+    path = Path(name)
+    # A name that is not printable cannot be pasted; bytes that are no UTF-8 are not printable.
+    if not name.endswith(".py") or not path.suffix or not name.isprintable():
         raise InputError(
-            f"FILE should name a file of Python. Found {name!r}. Remedy: such as my_task.py."
+            "FILE should name a file of Python, in characters that can be printed. "
+            f"Found {name!r}. Remedy: such as my_task.py."
         )
-    text = template.read_text(encoding="utf-8").replace("examples/my_task.py", path.as_posix())
     try:
-        # A file that exists is never written over.
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        _write_new(path, _template(path).encode())
     except OSError as error:
         raise InputError(
-            f"FILE should be a new file that can be written. Found {printable(name)}: "
+            f"FILE should be a new file that can be written. Found {name}: "
             f"{error.strerror}. Remedy: another name, or another folder."
         ) from None
-    emit(f"{printable(name)}: now run `steadygrad advise {printable(name)}:make_task --budget 2m`")
+    emit(f"{name}: now run `steadygrad advise {quote(f'{name}:make_task')} --budget 2m`")
     return 0
+
+
+def _template(path: Path) -> str:
+    """The text of the task. Its docstring names the file, unless that would need quotes."""
+    text = (resources.files("steadygrad.tasks") / "template.py").read_text(encoding="utf-8")
+    plain = re.fullmatch(r"[\w./-]+", path.as_posix())
+    return text.replace("examples/my_task.py", path.as_posix() if plain else "FILE")
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    """Writes a file that does not exist: beside, then renamed into place."""
+    part = path.with_name(f".steadygrad-{os.getpid()}.part")
+    try:
+        part.write_bytes(data)
+        # Takes the name, or fails where it is taken; a rename alone would write over a file.
+        path.open("x").close()
+        os.replace(part, path)
+    finally:
+        with suppress(OSError):
+            part.unlink()

@@ -6,7 +6,14 @@ returns, so a killed process leaves at most one broken line, the last, and reade
 each line holds is typed in ``schema``. This package imports no torch.
 """
 
-from msgspec import convert
+try:
+    from msgspec import convert
+except ModuleNotFoundError as error:
+    # Its modules and the reports need it too, and import this package first.
+    raise ModuleNotFoundError(
+        "Expected the package 'msgspec'. Found none. Remedy: pip install \"steadygrad[cli]\".",
+        name="msgspec",
+    ) from error
 
 from steadygrad.record._environment import environment
 from steadygrad.record._events import End, Event, Header, Key, Runtime, TaskInfo, listed, plural

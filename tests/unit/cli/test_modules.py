@@ -36,7 +36,7 @@ def loaded(*arguments):
 def test_the_overview_needs_no_extra(arguments):
     ours, extras = loaded(*arguments)
     assert extras == set()
-    assert len(ours) <= 6
+    assert len(ours) <= 7
 
 
 @pytest.mark.parametrize("command", STUDIES)

@@ -1,5 +1,12 @@
 """``steadygrad tasks`` and ``steadygrad init``."""
 
+import errno
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
 from steadygrad.cli import main
 from steadygrad.tasks import BUILT_IN, load_task
 from tests.unit.cli.quick import ROOT
@@ -28,3 +35,40 @@ def test_a_file_that_exists_is_left_alone(tmp_path, capsys):
     assert main(["init", str(path)]) == 2
     assert "File exists. Remedy: another name" in capsys.readouterr().err
     assert path.read_text() == "x = 1\n"
+
+
+AWKWARD = ["my task.py", "back\\Nslash.py", 'q"""x.py', "it's.py", "$HOME.py", "größe.py", "a:b.py"]
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_the_command_that_is_printed_can_be_pasted(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", name]) == 0
+    command = re.search("`(.+)`", capsys.readouterr().out)
+    words = shlex.split(command[1])
+    assert words == ["steadygrad", "advise", f"{name}:make_task", "--budget", "2m"]
+    assert load_task(words[2]).name == "linear-regression"
+
+
+@pytest.mark.parametrize("name", ["\udcff.py", "a\nb.py", "a\0.py", ".py", "folder/.py", "a.py/"])
+def test_a_name_that_cannot_be_used_writes_nothing(name, refused):
+    assert "FILE should name a file of Python" in refused("init", name)
+
+
+def test_a_full_disk_leaves_no_half_of_a_file(refused, tmp_path, monkeypatch):
+    write = Path.write_bytes
+
+    def full(path, data):
+        write(path, data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        assert "Found mine.py: No space left on device." in refused("init", "mine.py")
+    assert main(["init", "mine.py"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
+
+
+def test_a_link_to_nothing_is_left_alone(refused, tmp_path):
+    (tmp_path / "mine.py").symlink_to("elsewhere")
+    assert "Found mine.py: File exists." in refused("init", "mine.py")

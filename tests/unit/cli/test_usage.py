@@ -1,11 +1,18 @@
 """The command line itself: help, version, and what cannot be understood."""
 
+import re
+import shlex
+import subprocess
+
 import pytest
 
 from steadygrad import __version__
 from steadygrad.cli import main
 from steadygrad.cli.options import chosen, options_of, parse_budget, parser
 from steadygrad.record.schema import STUDIES
+from steadygrad.record.schema.common import TASKS
+from steadygrad.tasks import BUILT_IN
+from tests.unit.cli.quick import ROOT
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["advise", "--version"]])
@@ -15,6 +22,12 @@ def test_version(arguments, capsys):
 
 
 OTHERS = [["report"], ["tasks"], ["init"]]
+# Options of one study only, of which its examples show one or two.
+OWN = {
+    "advise": {"tolerance"},
+    "compare": {"optimizers", "add"},
+    "inspect": {"steps", "accumulation"},
+}
 COMMANDS = [[], *([name] for name in STUDIES), *OTHERS]
 
 
@@ -27,8 +40,24 @@ def test_help(command, flag, capsys):
     assert err == ""
     assert ("--budget TIME" in out) == (command not in ([], *OTHERS))
     # Whoever has read an option's name needs an example next.
-    assert ("examples:" in out) == (command not in OTHERS)
-    assert ("documentation: docs/" in out) == (command not in OTHERS)
+    assert f"examples:\n  {' '.join(['steadygrad', *command])}" in out
+    page = re.search("documentation: (.+) in the source", out)
+    assert (ROOT / page[1]).is_file()
+    assert main(["help", *command]) == 0
+    assert capsys.readouterr().out == out
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command])
+def test_every_example_can_be_read(command, capsys):
+    assert main([*command, "--help"]) == 0
+    examples = re.findall(r"^  steadygrad (.+)$", capsys.readouterr().out, re.M)
+    assert len(examples) >= 1
+    named = set()
+    for name, *words in map(str.split, examples):
+        values = options_of(name).read(words)
+        named |= {*values}
+        assert name not in STUDIES or chosen(name, values)
+    assert named >= OWN.get(command[0], set())
 
 
 def test_the_overview_names_every_command(capsys):
@@ -48,6 +77,32 @@ def test_the_parser_for_completions_has_every_option(command, capsys):
     own = {action.dest for action in options_of(command).parser._actions}
     assert own <= found
     assert "debug" in own
+
+
+def completions(command):
+    """What is offered for the value of each option: words, or a function of a shell."""
+    actions = options_of(command).parser._actions
+    offered = {a.dest: getattr(a, "complete", a.choices) for a in actions}
+    return {name: what for name, what in offered.items() if what}
+
+
+@pytest.mark.parametrize("command", STUDIES)
+def test_values_that_are_known_are_completed(command):
+    offered = completions(command)
+    assert offered["device"] == ["auto", "cpu", "cuda", "mps"]
+    assert offered["sharding"] == ["ddp", "fsdp2"]
+    assert ("dtype" in offered) == (command != "inspect")
+    assert {*offered} - {"dtype"} == {"TASK", "device", "sharding", "out", "resume"}
+    assert {*completions("report")} == {"RUN"}
+
+
+def test_a_task_is_completed_by_the_names_of_tasks_and_by_files(tmp_path):
+    assert [*BUILT_IN] == [*TASKS]
+    (tmp_path / "digits_of_mine.py").touch()
+    task = completions("advise")["TASK"]
+    script = f"{task['preamble']['bash']}\n{shlex.join([task['bash'], 'digits'])}"
+    out = subprocess.check_output(["bash", "-c", script], cwd=tmp_path, text=True)
+    assert out.split() == [*TASKS[1:], "digits_of_mine.py"]
 
 
 def test_the_help_of_an_option_has_its_bounds_choices_and_default(capsys):
@@ -101,9 +156,9 @@ USAGE = {
     "two runs": (["report", "a", "b"], "Unexpected argument 'b'. Remedy: steadygrad report --help"),
     "no file": (
         ["init"],
-        "FILE should name a file of Python. Found ''. Remedy: such as my",
+        "FILE should name a file of Python, in characters that can be printed. Found ''. Remedy: ",
     ),
-    "no file of Python": (["init", "notes.txt"], "FILE should name a file of Python. Found 'notes"),
+    "no file of Python": (["init", "notes.txt"], "printed. Found 'notes.txt'. Remedy: such as"),
     "no folder": (
         ["init", "no/such.py"],
         "FILE should be a new file that can be written. Found n",
@@ -126,14 +181,30 @@ USAGE = {
     "steps": (["inspect", "--steps", "15"], "--steps should be an integer of at least 16. Found"),
     "steps are words": (["inspect", "--steps", "many"], "Found 'many'. Remedy: --steps 200, or"),
     "empty task": (["advise", ""], "TASK should be a text that is not empty. Found ''. Remedy: T"),
+    "empty address": (
+        ["advise", "--dask", ""],
+        "--dask should be a text that is not empty. Found ''. Remedy: leave --dask away, or see",
+    ),
+    "empty address with =": (
+        ["inspect", "--dask="],
+        "a text that is not empty. Found ''. Remedy: ",
+    ),
+    "blank address": (["compare", "--dask", " "], "--dask should be a text that is not empty."),
+    "empty added": (["compare", "--add", ""], "Found ''. Remedy: leave --add away, or see stead"),
+    "blank optimizers": (["compare", "--optimizers", " "], "a text that is not empty. Found ' '."),
+    "empty batches": (["compare", "--batches="], "Found ''. Remedy: --batches 1, or see steadygr"),
+    "blank task": (["advise", " "], "TASK should be a text that is not empty. Found ' '. Remedy: "),
+    "empty device": (["advise", "--device="], "auto, cpu, cuda, mps. Found ''. Remedy: --device "),
     "empty out": (["advise", "--out", ""], "--out should name the folder of a run. Found ''. Rem"),
     "empty resume": (["advise", "--resume="], "--resume should name the folder of a run. Found ''"),
     "empty run": (["report", ""], "RUN should name the folder of a run. Found ''. Remedy: such as"),
     "null in a path": (["report", "a\0b"], "RUN should name the folder of a run. Found 'a\\x00b'."),
     "no time": (
         ["advise", "--budget", "0s"],
-        "30s, 5m or 2h. Found '0s'. Remedy: --budget 5m, or see",
+        "more than 0 and less than 1e9 seconds, with the unit s, m or h. Found '0s'. Remedy: --bud",
     ),
+    "days": (["advise", "--budget", "10d"], "with the unit s, m or h. Found '10d'. Remedy: --budg"),
+    "help for nothing": (["help", "advize"], "Found 'advize'. Remedy: steadygrad advise, or stead"),
     "less than none": (["advise", "--budget", "-5m"], "Found '-5m'. Remedy: --budget 5m, or"),
     "no duration": (["inspect", "--budget", "soon"], "Found 'soon'. Remedy: --budget 5m, or"),
     "for ever": (["advise", "--budget", "1e9h"], "--budget should be a duration such as 30s"),

@@ -5,10 +5,12 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-__all__ = ["FREE", "CommonSettings"]
+__all__ = ["FREE", "TASKS", "CommonSettings"]
 
 # Settings that --resume may change: they decide when a study ends, not its numbers.
 FREE = ("budget", "workers", "dask")
+# Names of the built-in tasks.
+TASKS = ("char-lm", "digits-classifier", "digits-autoencoder", "digits-deep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +21,7 @@ class CommonSettings:
         str,
         Meta(
             min_length=1,
-            description="Task to train: char-lm, digits-classifier, digits-autoencoder, "
-            "digits-deep, or path/to/file.py:make_task.",
+            description=f"Task to train: {', '.join(TASKS)}, or path/to/file.py:make_task.",
         ),
     ] = "char-lm"
     budget: Annotated[
