@@ -144,7 +144,7 @@ def near(word: str, known: Iterable[str], prefix: str = "") -> str:
 def _epilog(command: str) -> str:
     """The end of a help text: examples, and where the documentation is."""
     study, others = command or next(iter(STUDIES)), ("report", "init")
-    own = EXAMPLES[command] if command else [EXAMPLES[name][0] for name in others]
+    own = EXAMPLES.get(command, []) if command else [EXAMPLES[name][0] for name in others]
     lines = [line.format(study) for line in EXAMPLES_OF_ALL if study in STUDIES]
     page = PAGES.get(command, command or "index")
     where = f"documentation: docs/{page}.md in the source repository"
@@ -189,7 +189,7 @@ def options_of(command: str) -> Options:
             options.add(_flag(name), text, _metavar(name, kind), complete)
         where = f"Folder of the run; absent or empty. (default: runs/{command}-DATE-TIME)"
         options.add("--out", where, "FOLDER", FOLDERS)
-        again = "Go on with the run in this folder, as it was planned."
+        again = "Continue the run in this folder, as it was planned."
         options.add("--resume", again, "RUN", FOLDERS)
         options.add("--json", "Print the summary as JSON, and everything else on standard error.")
     options.add("--debug", "Show the traceback of an error.")
@@ -262,8 +262,7 @@ def _metavar(name: str, kind: Any) -> str | None:
 def _expected(name: str, kind: Any, meta: Any) -> str:
     if name == "budget":
         return (
-            "a duration such as 30s, 5m or 2h: more than 0 and less than 1e9 seconds, with the "
-            "unit s, m or h"
+            "a duration such as 30s, 5m or 2h, in s, m or h: more than 0 and less than 1e9 seconds"
         )
     if choices := get_args(kind):
         return f"one of {', '.join(choices)}"

@@ -201,9 +201,12 @@ USAGE = {
     "null in a path": (["report", "a\0b"], "RUN should name the folder of a run. Found 'a\\x00b'."),
     "no time": (
         ["advise", "--budget", "0s"],
-        "more than 0 and less than 1e9 seconds, with the unit s, m or h. Found '0s'. Remedy: --bud",
+        "in s, m or h: more than 0 and less than 1e9 seconds. Found '0s'. Remedy: --bud",
     ),
-    "days": (["advise", "--budget", "10d"], "with the unit s, m or h. Found '10d'. Remedy: --budg"),
+    "days": (
+        ["advise", "--budget", "10d"],
+        "less than 1e9 seconds. Found '10d'. Remedy: --budg",
+    ),
     "help for nothing": (["help", "advize"], "Found 'advize'. Remedy: steadygrad advise, or stead"),
     "less than none": (["advise", "--budget", "-5m"], "Found '-5m'. Remedy: --budget 5m, or"),
     "no duration": (["inspect", "--budget", "soon"], "Found 'soon'. Remedy: --budget 5m, or"),
