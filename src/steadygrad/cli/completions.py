@@ -1,4 +1,4 @@
-"""What a shell offers for a value, in the form that shtab reads."""
+"""Completions that a shell offers for values, in the form that shtab reads."""
 
 from collections.abc import Sequence
 from typing import Any
