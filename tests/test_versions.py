@@ -7,7 +7,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def version(file, pattern):
-    """What a pattern first finds in a file."""
+    """First match of a pattern in a file."""
     found = re.search(pattern, (ROOT / file).read_text(), re.M)
     assert found, f"{file} has no {pattern}"
     return found[1]

@@ -80,7 +80,7 @@ def test_the_parser_for_completions_has_every_option(command, capsys):
 
 
 def completions(command):
-    """What is offered for the value of each option: words, or a function of a shell."""
+    """Completions for the value of each option: words, or a function of a shell."""
     actions = options_of(command).parser._actions
     offered = {a.dest: getattr(a, "complete", a.choices) for a in actions}
     return {name: what for name, what in offered.items() if what}
