@@ -13,11 +13,11 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.property.machine import MODES, OPTIMIZERS, OptimizerMachine
 
-# In one batch: about ten thousand steps.
-LIVES = 200
+# In one batch: some thousand steps.
+LIVES = 100
 
 
-def live(name: str, mode: str, *, lives: int, seed: int) -> Counter[str]:
+def live(name: str, mode: str, *, lives: int, seed: int, stretch: int = 1) -> Counter[str]:
     """Random lives of one optimizer that begin in one mode.
 
     Args:
@@ -25,6 +25,7 @@ def live(name: str, mode: str, *, lives: int, seed: int) -> Counter[str]:
         mode: Of ``MODES``.
         lives: Their number, of 20 events each.
         seed: The same one gives the same lives.
+        stretch: Factor on the numbers of steps between other events.
 
     Returns:
         How often each kind of event happened.
@@ -34,7 +35,7 @@ def live(name: str, mode: str, *, lives: int, seed: int) -> Counter[str]:
             message says how the batch is repeated.
     """
     counts: Counter[str] = Counter()
-    fields = {"kind": OPTIMIZERS[name], "mode": mode, "counts": counts}
+    fields = {"kind": OPTIMIZERS[name], "mode": mode, "counts": counts, "stretch": stretch}
     machine = _seeded(type(f"{name}_{mode}", (OptimizerMachine,), fields), seed)
     try:
         run_state_machine_as_test(machine, settings=_settings(lives))
@@ -42,7 +43,7 @@ def live(name: str, mode: str, *, lives: int, seed: int) -> Counter[str]:
         raise AssertionError(
             f"Expected the steps of the equations. Found others in {name}, {mode}, seed {seed}. "
             "Remedy: look at the life above; to repeat it: python -m tests.property.fuzz "
-            f"--only {name},{mode} --seed {seed} --lives {lives} --steps 1"
+            f"--only {name},{mode} --seed {seed} --lives {lives} --stretch {stretch} --steps 1"
         ) from error
     return counts
 
@@ -65,11 +66,11 @@ def _seeded(machine: type, number: int) -> type:
     return found
 
 
-def _batch(job: tuple[str, str, int, int]) -> tuple[str, Counter[str]]:
+def _batch(job: tuple[str, str, int, int, int]) -> tuple[str, Counter[str]]:
     warnings.filterwarnings("ignore", "Expected parameters that fused kernels can take")
     warnings.filterwarnings("ignore", "Expected finite gradients")
-    name, mode, number, lives = job
-    return f"{name}, {mode}", live(name, mode, lives=lives, seed=number)
+    name, mode, number, lives, stretch = job
+    return f"{name}, {mode}", live(name, mode, lives=lives, seed=number, stretch=stretch)
 
 
 def main() -> None:
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1000, help="of the first batch of lives")
     parser.add_argument("--lives", type=int, default=LIVES, help="of a batch")
+    parser.add_argument("--stretch", type=int, default=4, help="factor on numbers of steps")
     parser.add_argument("--only", default="", help="an optimizer, a mode, or both: lans,fused")
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     asked = parser.parse_args()
@@ -91,7 +93,8 @@ def main() -> None:
     # Begun anew: compiled loops and their threads do not survive a fork.
     with multiprocessing.get_context("spawn").Pool(asked.processes) as pool:
         while total["steps"] < asked.steps:
-            jobs = [(*pair, seed, asked.lives) for seed, pair in enumerate(pairs, number)]
+            own = asked.lives, asked.stretch
+            jobs = [(*pair, seed, *own) for seed, pair in enumerate(pairs, number)]
             number += len(jobs)
             for pair, counts in pool.imap_unordered(_batch, jobs):
                 by_pair[pair] += counts["steps"]

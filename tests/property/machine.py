@@ -79,12 +79,14 @@ def options_of(kind: type) -> Any:
 class OptimizerMachine(RuleBasedStateMachine):
     """Steps, skips, groups, options, casts, layouts, freezes, loads, copies, thread counts.
 
-    A subclass names the optimizer and the mode that it begins with, and where events are counted.
+    A subclass names the optimizer and the mode that it begins with, where events are counted, and
+    a factor on the numbers of steps.
     """
 
     kind: type[Optimizer]
     mode: str
     counts: Counter[str]
+    stretch: int
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +133,7 @@ class OptimizerMachine(RuleBasedStateMachine):
         scales = [data.draw(_scales) for _ in self.params]
         missing = data.draw(st.integers(0, 7))
         strided = data.draw(st.booleans())
-        for _ in range(steps):
+        for _ in range(steps * self.stretch):
             self._give_gradients(scales, missing, strided)
             self._step()
 
