@@ -33,6 +33,20 @@ def summed_loss(model, batch, dtype=torch.bfloat16):
     return cross_entropy(flat, targets.reshape(-1), ignore_index=IGNORED, reduction="sum")
 
 
+def assert_trained_alike(found, wanted, start):
+    """Two models have moved alike from their start.
+
+    Sums of micro-batches and processes differ in their last float32 digits. Adam divides a gradient
+    by its own size, so that an element whose gradient is nearly zero may move by another part of a
+    step. Over all elements the difference stays small beside the way.
+    """
+    flat = [
+        torch.cat([p.detach().flatten().double() for p in model.parameters()])
+        for model in (found, wanted, start)
+    ]
+    assert (flat[0] - flat[1]).norm() < 1e-3 * (flat[1] - flat[2]).norm()
+
+
 def flat_gradient(parameters):
     """All gradients as one float64 vector."""
     return torch.cat([p.grad.double().flatten() for p in parameters])

@@ -11,7 +11,12 @@ from steadygrad.integrations.windows import windows
 from steadygrad.noise import BatchSizeSchedule
 from steadygrad.optim import LANS
 from tests.distributed.ranks import on_ranks
-from tests.integrations.by_hand import IGNORED, token_batches, train_by_hand
+from tests.integrations.by_hand import (
+    IGNORED,
+    assert_trained_alike,
+    token_batches,
+    train_by_hand,
+)
 from tests.integrations.pages import after, blocks, run
 
 accelerate = pytest.importorskip("accelerate", reason="group integrations")
@@ -82,15 +87,6 @@ def by_hand(batches, size=ACCUMULATION, make_optimizer=adamw):
     return noise, model
 
 
-def assert_alike(found, wanted):
-    start = make_model()
-    for row in zip(found.parameters(), wanted.parameters(), start.parameters(), strict=True):
-        new, old, first = (parameter.detach() for parameter in row)
-        # Sums of micro-batches differ in their last float32 digits; steps magnify small ones.
-        atol = 1e-4 * float((old - first).abs().max())
-        torch.testing.assert_close(new, old, rtol=1e-4, atol=atol)
-
-
 def test_the_recipe_has_at_most_eight_lines():
     added = [line for line in blocks(PAGE, "diff")[0].splitlines() if line.startswith("+")]
     assert 0 < len(added) + 1 <= 8
@@ -105,7 +101,7 @@ def test_the_recipe_measures_what_a_loop_by_hand_does(make_optimizer):
     assert int(estimate.measurements) == STEPS
     assert int(done.names["noise"].altered) == 0
     assert float(estimate.value) == pytest.approx(expected.value, rel=1e-3)
-    assert_alike(done.names["model"], model)
+    assert_trained_alike(done.names["model"], model, make_model())
 
 
 def test_a_state_resumes_to_the_bit(tmp_path):

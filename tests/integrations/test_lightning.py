@@ -13,7 +13,12 @@ from steadygrad.noise import BatchSizeSchedule
 from steadygrad.optim import LANS, ScaledAdam
 from steadygrad.scale import LayerwiseGradScaler
 from tests.distributed.ranks import on_ranks
-from tests.integrations.by_hand import IGNORED, token_batches, train_by_hand
+from tests.integrations.by_hand import (
+    IGNORED,
+    assert_trained_alike,
+    token_batches,
+    train_by_hand,
+)
 from tests.integrations.pages import after, blocks, run
 
 lightning = pytest.importorskip("lightning.pytorch", reason="group integrations")
@@ -109,16 +114,7 @@ def test_noise_scale_before_clipping_is_that_of_a_loop_by_hand(tmp_path):
     assert float(estimate.value) == pytest.approx(expected.value, rel=1e-3)
     logged = module.logged[-1]["steadygrad/noise_scale/noise_trace"]
     assert float(logged) == pytest.approx(float(estimate.noise_trace))
-    assert_alike(module.model, model)
-
-
-def assert_alike(found, wanted):
-    start = Module().model
-    for row in zip(found.parameters(), wanted.parameters(), start.parameters(), strict=True):
-        new, old, first = (parameter.detach() for parameter in row)
-        # Sums of micro-batches differ in their last float32 digits; steps magnify small ones.
-        atol = 1e-4 * float((old - first).abs().max())
-        torch.testing.assert_close(new, old, rtol=1e-4, atol=atol)
+    assert_trained_alike(module.model, model, Module().model)
 
 
 @pytest.mark.parametrize("kind", [LANS, ScaledAdam])
@@ -126,7 +122,7 @@ def test_an_optimizer_is_that_of_a_loop_by_hand(kind, tmp_path):
     batches, module = token_batches(ACCUMULATION * STEPS), Module(partial(kind, lr=1e-2))
     _, model = by_hand(module, chunks(batches))
     make_trainer(tmp_path).fit(module, loader(batches))
-    assert_alike(module.model, model)
+    assert_trained_alike(module.model, model, Module().model)
 
 
 def test_a_short_last_window_is_measured_though_lightning_divides_it_too_far(tmp_path):
