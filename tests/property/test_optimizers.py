@@ -1,6 +1,6 @@
-"""Random lives of the optimizers: about two minutes of CPU time.
+"""Random lives of the optimizers: about a minute of CPU time.
 
-`make fuzz` goes on for as many as are asked.
+`make fuzz` runs as many steps as are asked for.
 """
 
 import pytest
