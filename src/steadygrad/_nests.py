@@ -85,7 +85,7 @@ def tree_tensors(nest: Any, where: str) -> list[Tensor]:
 
 
 def attributes(leaf: Any) -> list[Any]:
-    """Attributes of a dataclass; of another object, a cache or a namespace, those that are tensors.
+    """All attributes of a dataclass; the tensors among those of another object, as of a cache.
 
     For reading only: such an object cannot be taken apart and put together again.
     """

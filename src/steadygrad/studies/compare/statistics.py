@@ -219,7 +219,7 @@ def seeds_needed(
 
 @dataclass(frozen=True)
 class SampleRatio:
-    """Samples with which the baseline would be as good, over those that were trained.
+    """Samples that the baseline needs for the same loss, over the samples of the training.
 
     Above 1 the optimizer saves samples. The value and the interval's ends lie between a quarter
     and four: beyond them the baseline's loss curve is no guide.

@@ -60,7 +60,7 @@ class Evidence:
     def by_seed(
         self, name: str, multiple: int, rung: int, point: int, step: float, seeds: int
     ) -> dict[int, float]:
-        """Losses by seed, at one setting; of those that are recorded."""
+        """Recorded losses at one setting, by seed."""
         samples = self.header.plan.horizons[rung]
         keys = ((name, multiple, samples, point, step, seed) for seed in range(1, seeds + 1))
         runs = (self.journal.get(Run, *key) for key in keys)

@@ -96,7 +96,7 @@ class Search:
         }
 
     def tried(self, optimizer: str, rung: int) -> dict[int, float]:
-        """Losses by step, of those that are recorded."""
+        """Recorded losses, by step."""
         losses = {step: self.loss(optimizer, rung, step) for step in self.ladders(rung)[optimizer]}
         return {step: loss for step, loss in losses.items() if loss is not None}
 

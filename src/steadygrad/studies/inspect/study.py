@@ -34,7 +34,7 @@ __all__ = ["Inspect"]
 
 
 class Inspect(Study):
-    """Where float16 gradients underflow or overflow, and which scales prevent it."""
+    """Study of float16 gradients: layers that underflow or overflow, and scales that prevent it."""
 
     name = "inspect"
     # A forward pass that overflows is a finding.
