@@ -13,8 +13,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.property.machine import MODES, OPTIMIZERS, OptimizerMachine
 
-# In one batch: some thousand steps.
-LIVES = 100
+# In one batch: five thousand steps or so.
+LIVES = 30
 
 
 def live(name: str, mode: str, *, lives: int, seed: int, stretch: int = 1) -> Counter[str]:
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1000, help="of the first batch of lives")
     parser.add_argument("--lives", type=int, default=LIVES, help="of a batch")
-    parser.add_argument("--stretch", type=int, default=4, help="factor on numbers of steps")
+    parser.add_argument("--stretch", type=int, default=16, help="factor on numbers of steps")
     parser.add_argument("--only", default="", help="an optimizer, a mode, or both: lans,fused")
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     asked = parser.parse_args()

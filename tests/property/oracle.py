@@ -40,6 +40,8 @@ ROUNDINGS = {torch.float32: 64, torch.float64: 1024}
 MOMENTS = {"step": "t", "exp_avg": "m", "exp_avg_sq": "v"}
 SIZES = {"delta": "delta", "exp_avg_sq": "v", "param_rms": "rms", "scale_exp_avg_sq": "q"}
 REFERENCES = {LANS: Lans, LAMB: Lamb, ScaledAdam: ReferenceScaledAdam}
+# A norm whose square float32 holds with all its digits, also where many elements share it.
+LEAST_NORM = 1e-18
 
 
 class Moves(NamedTuple):
@@ -51,6 +53,29 @@ class Moves(NamedTuple):
     @classmethod
     def of(cls, number: int) -> "Moves":
         return cls(np.random.default_rng(number), 1 if number % 2 else -1)
+
+
+class _NotesNorms:
+    """Mixed into a reference: notes a step of which a norm's square is too small for float32."""
+
+    def update(self, state: Numbers, x: np.ndarray, g: np.ndarray) -> np.ndarray:
+        self.underflows = False
+        found: np.ndarray = super().update(state, x, g)  # type: ignore[misc]
+        state["underflows"] = self.underflows
+        return found
+
+    def ratio(self, x: np.ndarray, u: np.ndarray) -> float:
+        self.underflows |= any(0 < np.linalg.norm(one) < LEAST_NORM for one in (x, u))
+        found: float = super().ratio(x, u)  # type: ignore[misc]
+        return found
+
+
+class _Lans(_NotesNorms, Lans):
+    """LANS that notes its norms."""
+
+
+class _Lamb(_NotesNorms, Lamb):
+    """LAMB that notes its norms."""
 
 
 class StepOracle:
@@ -73,8 +98,8 @@ class StepOracle:
         params = [group["params"] for group in optimizer.param_groups]
         self._gradients = [[_gradient(p, self._kind) for p in group] for group in params]
         self._dtypes: list[list[torch.dtype]] = []
-        # Parameters whose group's norm is too small for float32, as the original's is: its square
-        # underflows, so that the threshold is zero.
+        # Parameters with a norm, their group's or a direction's, that is too small for float32: its
+        # square underflows, in the originals too.
         self.unjudged = 0
         self.skips = any(
             g is not None and not np.isfinite(g).all() for group in self._gradients for g in group
@@ -239,7 +264,7 @@ def _options(options: Mapping[str, Any], eps: float, draw: Moves | None) -> Numb
 
 def _lans(groups: Sequence[Any], options: Sequence[Numbers]) -> None:
     for (states, gradients), own in zip(groups, options, strict=True):
-        _by_moments(Lans(**own), states, gradients)
+        _by_moments(_Lans(**own), states, gradients)
 
 
 def _lamb(groups: Sequence[Any], options: Sequence[Numbers]) -> None:
@@ -249,7 +274,7 @@ def _lamb(groups: Sequence[Any], options: Sequence[Numbers]) -> None:
         bound = own.pop("max_grad_norm")
         scale = 1.0 if bound is None else max(1.0, total / bound)
         scaled = [None if g is None else g / scale for g in grads]
-        _by_moments(Lamb(**own), states, scaled)
+        _by_moments(_Lamb(**own), states, scaled)
 
 
 def _by_moments(reference: Any, states: Sequence[Numbers], gradients: Sequence[Any]) -> None:
@@ -262,6 +287,7 @@ def _by_moments(reference: Any, states: Sequence[Numbers], gradients: Sequence[A
     for place, state in enumerate(states):
         for name, ours in MOMENTS.items():
             state[name] = np.asarray(reference.states[place][ours], dtype=float)
+        state["underflows"] = reference.states[place].get("underflows", False)
 
 
 def _scaled_adam(groups: Sequence[Any], options: Sequence[Numbers]) -> None:
@@ -318,7 +344,7 @@ def _clip(
     at_threshold = taken > 0 and abs(ratio - 1) < 64 * torch.finfo(torch.float32).eps
     for state in states:
         state["at_threshold"] = at_threshold
-        state["underflows"] = 0 < norms[taken % len(ring)] < 1e-18
+        state["underflows"] = 0 < norms[taken % len(ring)] < LEAST_NORM
         state["model_norms"] = norms
         state["model_norm_threshold"] = np.asarray(reference.clipper.threshold)
         state["num_clipped"] = np.asarray(before + (factor < 1 and not at_threshold))
