@@ -6,7 +6,12 @@ Triton asks for it as it is read in, which any test file may bring about: so it 
 import os
 
 import pytest
-import torch
+
+# Before torch reads it. The processes share the cores: threads that wait in a loop for others of
+# their team take the time of the other processes' tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,5 +1,6 @@
 """A gradient scaler with a scale for each chosen layer."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,9 @@ from torch.optim import Optimizer
 
 from steadygrad._checks import InputError, check_type
 from steadygrad.scale.audit import GraphAudit
-from steadygrad.scale.boundary import ScaleHooks
+from steadygrad.scale.boundary import ScaleHooks, has_boundary, remove_all
 from steadygrad.scale.choose import choose_layers
+from steadygrad.scale.layers import Layer
 from steadygrad.scale.options import AutoScale, LayerScale, check_layer_scales, check_scale
 from steadygrad.scale.table import ScaleTable, check_saved_count
 from steadygrad.scale.unscale import MeasuredExponents, StepUnscaler
@@ -68,8 +70,8 @@ class LayerwiseGradScaler:
         skipped: Number of steps skipped because a value was not finite, with shape ``()``.
 
     Raises:
-        InputError: If an argument is wrong, a pattern matches nothing, or a parameter would be
-            under two different scales.
+        InputError: If an argument is wrong, a pattern matches nothing, a parameter would be under
+            two different scales, or a chosen module is another scaler's too.
 
     References:
         | Zero-Shot Text-to-Image Generation (Ramesh et al., 2021), section 2.4: a scale for each
@@ -103,6 +105,8 @@ class LayerwiseGradScaler:
         self._table = ScaleTable(layers, rules, device)
         self._table.enabled = enabled
         chosen = range(1, len(layers.layers)) if enabled else ()
+        for index in chosen:
+            _check_no_boundary(layers.layers[index])
         self._hooks = {index: ScaleHooks(index, layers, self._table) for index in chosen}
         trackers = {index: hooks.tracker for index, hooks in self._hooks.items()}
         self._audit = GraphAudit(layers, self._table, self._auto is not None, trackers)
@@ -113,6 +117,9 @@ class LayerwiseGradScaler:
         self._begin_step()
         for hooks in self._hooks.values():
             hooks.attach()
+        # A scaler that is dropped leaves no boundaries behind.
+        self._detach = weakref.finalize(self, remove_all, [*self._hooks.values()])
+        self._detach.atexit = False
 
     def _begin_step(self) -> None:
         self._audit.end_step()
@@ -303,6 +310,14 @@ class LayerwiseGradScaler:
 
     def remove(self) -> None:
         """Takes every boundary off the model; the scaler must not be used any more."""
-        for hooks in self._hooks.values():
-            hooks.remove()
+        self._detach()
         self._table.enabled = False
+
+
+def _check_no_boundary(layer: Layer) -> None:
+    if layer.module is not None and has_boundary(layer.module):
+        raise InputError(
+            "Expected chosen modules without another LayerwiseGradScaler: their gradients would be "
+            f"scaled twice. Found its boundary around {layer.name!r}. Remedy: call remove() on the "
+            "other scaler first."
+        )

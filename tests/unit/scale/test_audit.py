@@ -171,6 +171,7 @@ def test_looks_in_the_first_step_only_and_again_at_other_parameters(monkeypatch)
     for step in range(3):
         train_step(model, optimizer, scaler, step)
     assert len(looks) == 2
+    scaler.remove()
     LayerwiseGradScaler(model, {}, init_scale=8.0).scale(model(torch.ones(2, 4)).sum())
     assert len(looks) == 2  # nothing is chosen: nothing to look for
 

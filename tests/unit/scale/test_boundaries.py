@@ -20,7 +20,7 @@ class Shrink(torch.nn.Linear):
 def shrinking(dtype, scales):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(Shrink(8, 8) for _ in range(3))).to(dtype)
-    LayerwiseGradScaler(model, scales)
+    _scaler = LayerwiseGradScaler(model, scales)
     model(torch.ones(4, 8, dtype=dtype)).float().sum().backward()
     return model
 
@@ -41,7 +41,7 @@ def test_between_neighbours_the_plain_gradient_need_not_be_representable():
 def test_a_listener_between_neighbours_hears_the_plain_gradient(listen):
     def heard(scales):
         model, _ = make()
-        LayerwiseGradScaler(model, scales)
+        _scaler = LayerwiseGradScaler(model, scales)
         kept = []
 
         def forward_hook(module, args, output):
@@ -121,7 +121,7 @@ def test_what_a_module_does_to_its_output_later_does_not_reach_the_next():
     torch.manual_seed(0)
     first, second = Keeps(4, 4), torch.nn.Linear(4, 4)
     model = torch.nn.Sequential(first, second)
-    LayerwiseGradScaler(model, {"*": 2.0})
+    _scaler = LayerwiseGradScaler(model, {"*": 2.0})
     between = first(torch.ones(2, 4))
     first.last.mul_(3)
     with torch.no_grad():
@@ -168,7 +168,7 @@ def test_scales_whose_product_no_float32_holds(scales, loss_scale):
 def test_batched_gradients_pass():
     """Numbers that stand for a batch of them cannot be read by the host."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 2))
-    LayerwiseGradScaler(model, {"0": 4.0})
+    _scaler = LayerwiseGradScaler(model, {"0": 4.0})
     x = torch.ones(3, 4, requires_grad=True)
     out = model(x).sum(0)
     (whole,) = torch.autograd.grad(out, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
@@ -226,7 +226,7 @@ def test_gradients_in_packed_sequences_are_the_plain_ones():
 def test_outputs_that_cannot_be_taken_apart_are_refused(kind):
     make_nest, remedy = HIDDEN[kind]
     model = torch.nn.Sequential(Returns(make_nest, lambda tensor: tensor))
-    LayerwiseGradScaler(model, {"0": 2.0})
+    _scaler = LayerwiseGradScaler(model, {"0": 2.0})
     with pytest.raises(ValueError, match=rf"an output of '0' to be .*{remedy}"):
         model(torch.ones(2, 4))
 
@@ -239,7 +239,7 @@ def test_a_tensor_of_a_data_class_that_is_changed_in_place_is_handed_back():
     def outcome(scales):
         torch.manual_seed(0)
         model = torch.nn.ModuleDict({"first": torch.nn.Linear(4, 4), "doubles": Doubles()})
-        LayerwiseGradScaler(model, scales)
+        _scaler = LayerwiseGradScaler(model, scales)
         record = Record(model["first"](torch.ones(2, 4)))
         model["doubles"](record)
         record.value.square().sum().backward()

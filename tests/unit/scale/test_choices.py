@@ -1,9 +1,12 @@
 """Which modules patterns choose, and what is refused."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+from steadygrad._checks import InputError
 from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler
 from steadygrad.scale.choose import parts_of
 from tests.unit.scale.topologies import Block, Tied, TiedWhole
@@ -227,8 +230,34 @@ def test_refuses_tensors_hidden_in_objects():
             return Box(super().forward(x))
 
     model = nn.Sequential(Boxed(4, 4))
-    LayerwiseGradScaler(model, {"0": 2.0})
+    _scaler = LayerwiseGradScaler(model, {"0": 2.0})
     with pytest.raises(
         ValueError, match=r"an output of '0' to be .* a Box .* Remedy: `vars\(y\)`.* torch"
     ):
         model(torch.ones(2, 4))
+
+
+def test_a_module_has_one_scaler():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    first = LayerwiseGradScaler(model, {"0": 2.0})
+    with pytest.raises(InputError, match=r"boundary around '0'. Remedy: call remove\(\)"):
+        LayerwiseGradScaler(model, {"*": 4.0})
+    # Others may have a scaler of their own.
+    second = LayerwiseGradScaler(model, {"1": 8.0})
+    model(torch.ones(2, 4)).sum().backward()
+    assert model[1].bias.grad.tolist() == [16.0] * 4
+    first.remove()
+    second.remove()
+    third = LayerwiseGradScaler(copy.deepcopy(model), {"*": 4.0})
+    assert third.get_scales() == {"": 1.0, "0": 4.0, "1": 4.0}
+
+
+def test_dropped_scaler_leaves_no_boundaries():
+    model = nn.Sequential(nn.Linear(4, 4))
+    scaler = LayerwiseGradScaler(model, {"0": 2.0})
+    copied = copy.deepcopy(model)
+    del scaler
+    assert not model[0]._forward_hooks
+    for one in (model, copied):
+        one(torch.ones(2, 4)).sum().backward()
+        assert one[0].bias.grad.tolist() == [2.0] * 4

@@ -75,7 +75,7 @@ def test_a_changed_argument_is_refused_in_compiled_code(case):
 
 def test_inside_the_gradients_are_scaled_and_outside_they_are_not():
     model, x = model_of("residual"), data_of("residual")
-    LayerwiseGradScaler(model, {"a": 16.0})
+    _scaler = LayerwiseGradScaler(model, {"a": 16.0})
     loss_of(model, x.requires_grad_()).backward()
     plain, y = model_of("residual"), data_of("residual").requires_grad_()
     loss_of(plain, y).backward()
@@ -149,7 +149,7 @@ def test_a_layer_that_took_no_part_may_have_zeros():
 
 def test_a_copy_of_the_model_is_not_scaled():
     model, x = model_of("residual"), data_of("residual")
-    LayerwiseGradScaler(model, {"a": 16.0, "b": 4.0})
+    _scaler = LayerwiseGradScaler(model, {"a": 16.0, "b": 4.0})
     twin = copy.deepcopy(model)
     found, _ = gradients_of_module(twin, x)
     expected, _ = gradients_of_module(model_of("residual"), x)
