@@ -11,7 +11,9 @@ import pytest
 # their team take the time of the other processes' tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch  # noqa: E402
+import torch
+
+from tests.quick import mark_slow
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -43,7 +45,9 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", "ignore:Expected a fused kernel for")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
+    mark_slow(items)
     skipped = pytest.mark.skip(reason="compiled loops, which need numba")
     for item in items if not NUMBA else ():
         if any(name in item.nodeid for name in COMPILED_TESTS):

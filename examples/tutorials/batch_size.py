@@ -1,10 +1,12 @@
 """
-What batch size should I train at?
-==================================
+How noisy is my gradient?
+=========================
 
-A larger batch takes fewer steps and more samples. The **gradient noise scale** says where the
-exchange stops being good: below it, twice the batch nearly halves the steps; above it, twice the
-batch mostly costs twice the samples. It can be read off gradients that training computes anyway.
+A larger batch takes fewer steps and more samples. The **gradient noise scale** says where, for one
+step of gradient descent, the exchange stops being good: below it, twice the batch nearly halves the
+steps; above it, twice the batch mostly costs twice the samples. It can be read off gradients that
+training computes anyway. It shows a trend, and is no batch size to train at: with Adam larger
+batches have helped far above it, so that question is for ``steadygrad advise``, which trains.
 
 The model here is an autoencoder of scikit-learn's handwritten digits. A step has eight
 micro-batches of eight images.
@@ -128,9 +130,9 @@ left.legend(frameon=False)
 # What to do with the answer
 # --------------------------
 #
-# - A noise scale well above your batch size: a larger batch saves time, if you have the devices for
-#   it.
-# - Well below: you pay for samples that change little.
+# - A noise scale well above your batch size: a larger batch is worth a try, if you have the devices
+#   for it.
+# - Well below: more samples change the gradient little. Adam may gain by them all the same.
 # - It is of this model at this moment, and assumes that steps are as good as they can be. Before a
 #   long run ask ``steadygrad advise``, which trains branches at growing batch sizes and checks its
 #   advice from scratch.

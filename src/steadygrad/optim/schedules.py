@@ -1,5 +1,6 @@
 """The schedules these optimizers were published with, as ordinary torch schedulers."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -261,13 +262,16 @@ class Eden(_FactorLR):
 
         icefall saves two counters only. The base learning rates are then what its optimizer has
         as ``base_lr`` in its groups, else those that this schedule was made with; the learning
-        rates are set at once.
+        rates are set at once. A state of this schedule has its own numbers, which count from then
+        on; where they differ from those that it was made with, a warning says so.
 
         Args:
             state_dict: The dictionary that ``state_dict()`` returned, here or in icefall.
         """
         if "batch" not in state_dict or "last_epoch" in state_dict:
+            made_with = self._numbers()
             super().load_state_dict(state_dict)
+            self._warn_of_others(made_with)
             return
         # Icefall counts before the optimizer's step, and saves after it: that batch is done.
         self._count(state_dict["batch"] + 1)
@@ -277,3 +281,21 @@ class Eden(_FactorLR):
             group.get("base_lr", base) for group, base in zip(groups, self.base_lrs, strict=True)
         ]
         self._write(self._get_closed_form_lr())
+
+    def _numbers(self) -> dict[str, Any]:
+        names = ("lr_batches", "lr_epochs", "warmup_batches", "warmup_start")
+        base_lrs = [float(base) for base in self.base_lrs]
+        return {"base_lrs": base_lrs, **{name: getattr(self, name) for name in names}}
+
+    def _warn_of_others(self, made_with: dict[str, Any]) -> None:
+        """Warns where a loaded state has other numbers: icefall's schedule keeps the new ones."""
+        now = self._numbers()
+        others = [name for name, value in made_with.items() if value != now[name]]
+        if others:
+            found = ", ".join(f"{name}={now[name]} instead of {made_with[name]}" for name in others)
+            warnings.warn(
+                "Expected the numbers that this Eden was made with. Found others in the state, "
+                f"which count from now on: {found}. Remedy: to keep the new ones, load "
+                "{'epoch': state['epoch'], 'batch': state['last_epoch'] - 1} instead.",
+                stacklevel=3,
+            )

@@ -9,7 +9,8 @@ from typing import Any
 __all__ = ["Finding", "Seen", "first_fault", "is_finite"]
 
 BATCH, WEIGHT, INPUT, OUTPUT = "batch", "weight", "input", "output"
-LOSS, GRADIENT, PARAMETER, LEFT = "loss", "gradient", "parameter", "left"
+LOSS, GRADIENT, PARAMETER = "loss", "gradient", "parameter"
+LEFT, UNSEEN = "left", "unseen"
 
 
 class Seen:
@@ -47,7 +48,8 @@ class Finding:
     Attributes:
         kind: ``"batch"``, ``"weight"``, ``"output"``, ``"loss"``, ``"gradient"`` or
             ``"parameter"``: the place where something first was not finite. ``"left"``: a gradient
-            that is not finite though no pass since the last report made it so.
+            that is not finite though no pass since the last report made it so. ``"unseen"``: the
+            watch has seen no forward pass.
         name: The module whose forward (``"output"``) or backward pass (``"gradient"``) made it, or
             the parameter; empty for the model's own code.
         seen_in: The tensor in which it was seen, in words.
@@ -95,6 +97,8 @@ _CAUSES = {
     GRADIENT: "the backward pass of {} made a gradient that is not finite",
     PARAMETER: "the gradient of {} is not finite, though that of its module's output is",
     LEFT: "the gradient of {} is not finite, and no pass since the last report made it so",
+    UNSEEN: "the gradient of {} is not finite, and the watch has seen no forward pass: it was made "
+    "before torch.compile, or after the forward pass",
 }
 
 

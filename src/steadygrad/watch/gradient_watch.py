@@ -14,7 +14,7 @@ from torch.autograd import Variable
 from steadygrad._checks import InputError, check_type
 from steadygrad._names import own_name
 from steadygrad.sharding import ShardSum, gather_json, process_world
-from steadygrad.watch.finding import LEFT, PARAMETER, Finding, Seen
+from steadygrad.watch.finding import LEFT, PARAMETER, UNSEEN, Finding, Seen
 from steadygrad.watch.norms import GradientNorms, gradient_norms
 from steadygrad.watch.passes import Clock, Pass, finite_now, values
 from steadygrad.watch.taps import Tap, detach, is_compiled, is_watched, witnesses
@@ -280,6 +280,7 @@ class GradientWatch:
         if name is None:
             return None
         kind = LEFT if name in self._left or not self._passes else PARAMETER
+        kind = kind if self.batches else UNSEEN
         seen, last = f"the gradient of {name!r}", self.batches - 1
         return Finding(kind, name, seen, "", "", last, last=last, order=(_UNSEEN, 0, True))
 

@@ -143,9 +143,22 @@ def test_the_state_holds_base_learning_rates_and_epoch():
     second = make_optimizer(9.0)
     other = Eden(second, lr_batches=1, lr_epochs=1)
     second.load_state_dict(first.state_dict())
-    other.load_state_dict(schedule.state_dict())
+    expected = r"base_lrs=\[0.5\] instead of \[9.0\], lr_batches=7 instead of 1, lr_epochs=2 inst"
+    with pytest.warns(UserWarning, match=expected):
+        other.load_state_dict(schedule.state_dict())
     assert (other.base_lrs, other.epoch, other.lr_batches) == ([0.5], 3, 7)
     assert advance(second, other, 5) == advance(first, schedule, 5)
+
+
+def test_the_counters_of_a_state_alone():
+    """The remedy of the warning: new learning rates from the old run's batch on."""
+    schedule = Eden(make_optimizer(0.5), lr_batches=7, lr_epochs=2)
+    advance(schedule.optimizer, schedule, 5)
+    schedule.step_epoch(3)
+    state = schedule.state_dict()
+    new = Eden(make_optimizer(0.25), lr_batches=7, lr_epochs=2)
+    new.load_state_dict({"epoch": state["epoch"], "batch": state["last_epoch"] - 1})
+    assert [2 * lr for lr in new.get_last_lr()] == schedule.get_last_lr()
 
 
 @pytest.mark.parametrize("base_lr", [None, 0.25])

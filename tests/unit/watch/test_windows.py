@@ -56,13 +56,14 @@ def test_report_within_a_window():
     assert watch.report() is None
 
 
-def test_gradients_that_nobody_cleared():
+def test_gradients_from_before_the_watch():
     model, _ = make("sequential")
     step(model)
     name, p = next(iter(model.named_parameters()))
     p.grad[0] = torch.nan
     found = GradientWatch(model).report()
-    assert (found.kind, found.name) == ("left", name)
+    assert (found.kind, found.name) == ("unseen", name)
+    assert "made before torch.compile, or after the forward pass" in str(found)
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -67,12 +67,21 @@ class _Words:
             return f"{stay} {self.failed(failed)}{other}"
         if size == self.base:
             more = f"need at most {self.tolerance:.0%} more {self.samples} from scratch"
-            return f"{stay} No larger one was shown to {more}."
-        more = "" if self.plan.candidates else " A longer --budget trains it."
+            return f"{stay} No larger one was shown to {more}.{self.unplanned()}"
         comma = "," if warmup else ""
         return (
             f"Predicted, not trained: from scratch over {length}, {settings}{comma} should stay "
-            f"within {self.tolerance:.0%} more {self.samples} than batch {self.base:,}.{more}"
+            f"within {self.tolerance:.0%} more {self.samples} than batch {self.base:,}."
+            f"{self.unplanned()}"
+        )
+
+    def unplanned(self) -> str:
+        """A sentence where the plan has no runs from scratch, which resuming does not add."""
+        if self.plan.candidates:
+            return ""
+        return (
+            " The budget was too short for a run from scratch, and --resume adds none: begin a new "
+            "study with a longer --budget."
         )
 
     def failed(self, run: Checked) -> str:

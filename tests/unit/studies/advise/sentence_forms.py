@@ -26,13 +26,18 @@ NOTHING = rf"(?: That says nothing of a run of {N} rows\.)?"
 NO_VERDICT = rf"No verdict on the learning rate {X}: "
 FLAT = r"(?P<flat>does not fall|falls by less than three standard errors)"
 SEEN = r"(?: \(data seen \d+ times by then\))?"
+UNPLANNED = (
+    r"( The budget was too short for a run from scratch, and --resume adds none: begin a new "
+    r"study with a longer --budget\.)?"
+)
 FORMS = {
     "trained": rf"From scratch over {N} rows: train at {SETTINGS}\. Trained so, it {NEEDS}\. "
     rf"{STEPS} {OTHER}",
     "stay": rf"{STAY} {OTHER}( No smaller one was tried\.)?",
-    "own": rf"{STAY} No larger one was shown to need at most (\d+)% more rows from scratch\.",
+    "own": rf"{STAY} No larger one was shown to need at most (\d+)% more rows from scratch\."
+    rf"{UNPLANNED}",
     "predicted": rf"Predicted, not trained: from scratch over {N} rows, {SETTINGS} should stay "
-    rf"within (\d+)% more rows than batch {N}\.( A longer --budget trains it\.)?",
+    rf"within (\d+)% more rows than batch {N}\.{UNPLANNED}",
     "exhausted": r"No batch size for a run from scratch: before each point of training, over the "
     r"second half of the run so far, the validation loss of the smallest batch did not fall "
     r"significantly\.(?: --resume continues the study\.)? Try a lower Task\.lr, more data, or "

@@ -142,8 +142,9 @@ class Sentences:
         assert self.advice["known"] == (sure and nearest)
         assert bool(untried) == (sure and not nearest)
 
-    def say_own(self, length, base, percent):
+    def say_own(self, length, base, percent, budget):
         self.length(length)
+        assert bool(budget) == (self.plan.candidates == 0)
         assert number(base) == self.advice["batch_size"] == 8
         assert int(percent) == 100 * self.tolerance
         assert not self.checked

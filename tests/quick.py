@@ -1,0 +1,147 @@
+"""Which cases of long tests `make test` takes; `make test-slow` takes the others.
+
+A test with many cases, most of which differ in what other tests vary too, has some of them here,
+evenly spaced. A test with none has a quick relative beside it.
+"""
+
+from collections import defaultdict
+
+import pytest
+
+__all__ = ["CASES", "mark_slow"]
+
+# Number of cases that `make test` takes, by file and test.
+CASES = {
+    "contracts/test_attacks.py": {
+        "test_states_of_other_shapes_types_and_values": 7,
+    },
+    "contracts/test_casts.py": {
+        "test_between_backward_and_step_too": 6,
+        "test_gradients_may_stay_wider_than_their_weights": 6,
+        "test_it_goes_on_as_the_equations_do": 6,
+        "test_to_other_types_and_back": 6,
+    },
+    "contracts/test_devices.py": {
+        "test_each_goes_as_it_would_alone": 12,
+    },
+    "contracts/test_groups.py": {
+        "test_every_option_is_a_groups_own": 12,
+        "test_more_elements_than_32_bits_count": 14,
+    },
+    "contracts/test_modes.py": {
+        "test_no_mode_needs_more_than_two_temporaries": 14,
+    },
+    "contracts/test_resume.py": {
+        "test_the_first_pass_is_the_same_after_a_pause": 14,
+    },
+    "contracts/test_steps.py": {
+        "test_goes_in_the_right_direction": 28,
+    },
+    "contracts/test_torch_states.py": {
+        "test_every_option_may_be_missing_in_an_older_state_dict": 7,
+    },
+    "contracts/test_torch_steps.py": {
+        "test_all_modes_agree_with_every_set_of_options": 40,
+        "test_groups_with_rates_of_their_own_and_empty_ones": 24,
+        "test_schedules_go_the_right_way_with_a_rate_in_a_tensor_too": 28,
+    },
+    "contracts/test_types.py": {
+        "test_without_a_master_a_step_is_that_in_float32_rounded_once": 21,
+    },
+    "golden/test_optim_golden.py": {
+        "test_scaled_adam": 16,
+    },
+    "unit/balance/test_combine.py": {
+        "test_a_hull_does_not_have_a_corner_at_zero": 4,
+    },
+    "unit/benchmarks/test_compiled.py": {
+        "test_every_trial_gives_the_losses_of_torch": 1,
+    },
+    "unit/benchmarks/test_truth.py": {
+        "test_replicas_find_adams_critical_batch_within_their_error": 0,
+        "test_training_the_task_has_the_expected_loss": 5,
+    },
+    "unit/cli/test_faults.py": {
+        "test_standard_output_that_takes_nothing": 2,
+    },
+    "unit/formulas/test_intervals.py": {
+        "test_hopeless_data_are_mostly_unbounded_and_still_covered": 0,
+        "test_level_is_the_coverage": 0,
+    },
+    "unit/formulas/test_summed_parts.py": {
+        "test_a_sum_with_its_roundings_is_no_alteration": 18,
+    },
+    "unit/kernels/test_processes.py": {
+        "test_without_any_folder_it_is_compiled_for_the_process": 1,
+    },
+    "unit/kernels/test_triton_golden.py": {
+        "test_golden_files_of_scaled_adam": 0,
+    },
+    "unit/kernels/test_triton_graphs.py": {
+        "test_nothing_is_kept_where_nothing_changes": 2,
+    },
+    "unit/kernels/test_triton_steps.py": {
+        "test_launches_do_not_grow_with_the_model": 1,
+        "test_one_type_without_masters": 2,
+    },
+    "unit/noise/test_split_batch_interval.py": {
+        "test_without_a_signal_nothing_is_resolved": 0,
+    },
+    "unit/report/test_advise.py": {
+        "test_every_string_is_escaped": 2,
+    },
+    "unit/report/test_advise_random.py": {
+        "test_no_page_contradicts_its_summary": 1,
+    },
+    "unit/report/test_compare.py": {
+        "test_a_partial_record_says_so": 7,
+        "test_up_to_six_optimizers_have_colours_of_their_own": 2,
+    },
+    "unit/studies/advise/test_check.py": {
+        "test_the_interval_covers_the_truth_whatever_the_spread": 1,
+    },
+    "unit/studies/compare/test_run.py": {
+        "test_a_plan_of_its_own_for_a_real_budget": 0,
+        "test_cut_at_any_event_it_goes_on_to_the_same_summary": 0,
+        "test_other_types": 1,
+    },
+    "unit/studies/compare/test_statistics.py": {
+        "test_the_promised_number_of_seeds_finds_the_difference": 1,
+    },
+    "unit/studies/compare/test_summary.py": {
+        "test_twins_are_told_apart_in_one_study_of_twenty_at_most": 0,
+    },
+    "unit/studies/inspect/test_resume.py": {
+        "test_a_lost_checkpoint_is_trained_again": 1,
+        "test_stopped_and_resumed_to_the_same_numbers": 1,
+    },
+    "unit/studies/inspect/test_run.py": {
+        "test_a_hundred_steps": 1,
+        "test_nothing_is_at_fault_in_the_language_model": 0,
+    },
+    "unit/studies/test_resume.py": {
+        "test_a_checkpoint_that_cannot_be_trusted_is_trained_anew": 3,
+    },
+    "unit/tasks/test_built_in.py": {
+        "test_it_trains": 3,
+    },
+}
+
+
+def mark_slow(items: list[pytest.Item]) -> None:
+    """Marks all cases but those that ``make test`` takes."""
+    found = defaultdict(list)
+    for item in items:
+        count = _cases_of(item)
+        if count is not None and item.get_closest_marker("slow") is None:
+            found[item.nodeid.partition("[")[0], count].append(item)
+    for (_, count), cases in found.items():
+        kept = {i * len(cases) // count for i in range(count)}
+        for i, item in enumerate(cases):
+            if i not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
+def _cases_of(item: pytest.Item) -> int | None:
+    file, _, name = item.nodeid.removeprefix("tests/").partition("::")
+    return CASES.get(file, {}).get(name.partition("[")[0])
