@@ -246,10 +246,12 @@ def test_a_module_has_one_scaler():
     second = LayerwiseGradScaler(model, {"1": 8.0})
     model(torch.ones(2, 4)).sum().backward()
     assert model[1].bias.grad.tolist() == [16.0] * 4
+    # A copy has hooks that belong to no scaler.
+    copied = LayerwiseGradScaler(copy.deepcopy(model), {"*": 4.0})
+    assert copied.get_scales() == {"": 1.0, "0": 4.0, "1": 4.0}
     first.remove()
     second.remove()
-    third = LayerwiseGradScaler(copy.deepcopy(model), {"*": 4.0})
-    assert third.get_scales() == {"": 1.0, "0": 4.0, "1": 4.0}
+    assert LayerwiseGradScaler(model, {"*": 4.0}).get_scales() == copied.get_scales()
 
 
 def test_dropped_scaler_leaves_no_boundaries():
