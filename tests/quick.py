@@ -1,14 +1,17 @@
 """Which cases of long tests `make test` takes; `make test-slow` takes the others.
 
-A test with many cases, most of which differ in what other tests vary too, has some of them here,
-evenly spaced. A test with none has a quick relative beside it.
+A test with many cases, most of which differ in what other tests vary too, has some of them here:
+first those that have the most values of parameters which no other has. A test with none has a quick
+relative beside it.
 """
 
 from collections import defaultdict
+from typing import Any
+from zlib import crc32
 
 import pytest
 
-__all__ = ["CASES", "mark_slow"]
+__all__ = ["CASES", "mark_slow", "spread"]
 
 # Number of cases that `make test` takes, by file and test.
 CASES = {
@@ -129,17 +132,33 @@ CASES = {
 
 
 def mark_slow(items: list[pytest.Item]) -> None:
-    """Marks all cases but those that ``make test`` takes."""
+    """Marks all cases but those that ``make test`` takes; of a part, if a part is collected."""
     found = defaultdict(list)
     for item in items:
         count = _cases_of(item)
         if count is not None and item.get_closest_marker("slow") is None:
             found[item.nodeid.partition("[")[0], count].append(item)
     for (_, count), cases in found.items():
-        kept = {i * len(cases) // count for i in range(count)}
-        for i, item in enumerate(cases):
-            if i not in kept:
+        kept = spread(cases, count)
+        for item in cases:
+            if item not in kept:
                 item.add_marker(pytest.mark.slow)
+
+
+def spread(cases: list[Any], count: int) -> list[Any]:
+    """Cases with as many values of parameters as so few can have; alike in all processes."""
+    left, kept, seen = sorted(cases, key=lambda item: crc32(item.nodeid.encode())), [], set()
+    for _ in range(min(count, len(cases))):
+        best = max(left, key=lambda item: len(_values(item) - seen))
+        left.remove(best)
+        kept.append(best)
+        seen |= _values(best)
+    return kept
+
+
+def _values(item: Any) -> set[tuple[str, str]]:
+    callspec = getattr(item, "callspec", None)
+    return {(name, repr(value)) for name, value in callspec.params.items()} if callspec else set()
 
 
 def _cases_of(item: pytest.Item) -> int | None:

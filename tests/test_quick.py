@@ -2,11 +2,13 @@
 
 import ast
 from collections import Counter
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.quick import CASES
+from tests.quick import CASES, spread
 
 HERE = Path(__file__).parent
 
@@ -29,3 +31,16 @@ def test_as_many_cases_are_quick(request):
     for file, tests in CASES.items():
         for name, count in tests.items():
             assert quick[f"{file}::{name}"] <= count
+
+
+def test_few_cases_have_all_values():
+    cases = [
+        SimpleNamespace(nodeid=f"test[{a}-{b}]", callspec=SimpleNamespace(params={"a": a, "b": b}))
+        for a, b in product(range(6), "xyz")
+    ]
+    kept = [one.callspec.params for one in spread(cases, 6)]
+    assert len(kept) == 6
+    assert {one["a"] for one in kept} == {*range(6)}
+    assert {one["b"] for one in kept} == {*"xyz"}
+    assert spread(cases, 0) == []
+    assert len(spread(cases, 99)) == len(cases)

@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -288,14 +289,16 @@ class Eden(_FactorLR):
         return {"base_lrs": base_lrs, **{name: getattr(self, name) for name in names}}
 
     def _warn_of_others(self, made_with: dict[str, Any]) -> None:
-        """Warns where a loaded state has other numbers: icefall's schedule keeps the new ones."""
+        """Warns where a loaded state has other numbers."""
         now = self._numbers()
-        others = [name for name, value in made_with.items() if value != now[name]]
-        if others:
-            found = ", ".join(f"{name}={now[name]} instead of {made_with[name]}" for name in others)
+        # A learning rate in a float32 tensor has fewer digits.
+        differ = [k for k, value in made_with.items() if not np.allclose(value, now[k], rtol=1e-6)]
+        if differ:
+            found = ", ".join(f"{name}={now[name]} instead of {made_with[name]}" for name in differ)
             warnings.warn(
                 "Expected the numbers that this Eden was made with. Found others in the state, "
-                f"which count from now on: {found}. Remedy: to keep the new ones, load "
-                "{'epoch': state['epoch'], 'batch': state['last_epoch'] - 1} instead.",
+                f"which count from now on: {found}. Remedy: to keep the new ones, make a new Eden "
+                "before the optimizer's state is loaded, and let it load "
+                "{'epoch': state['epoch'], 'batch': state['last_epoch'] - 1}.",
                 stacklevel=3,
             )

@@ -71,7 +71,8 @@ class LayerwiseGradScaler:
 
     Raises:
         InputError: If an argument is wrong, a pattern matches nothing, a parameter would be under
-            two different scales, or a chosen module is another scaler's too.
+            two different scales, or a chosen module is another
+            scaler's, or lies in or around one.
 
     References:
         | Zero-Shot Text-to-Image Generation (Ramesh et al., 2021), section 2.4: a scale for each
@@ -105,8 +106,7 @@ class LayerwiseGradScaler:
         self._table = ScaleTable(layers, rules, device)
         self._table.enabled = enabled
         chosen = range(1, len(layers.layers)) if enabled else ()
-        for index in chosen:
-            _check_no_boundary(layers.layers[index])
+        _check_no_boundary(model, [layers.layers[index] for index in chosen])
         self._hooks = {index: ScaleHooks(index, layers, self._table) for index in chosen}
         trackers = {index: hooks.tracker for index, hooks in self._hooks.items()}
         self._audit = GraphAudit(layers, self._table, self._auto is not None, trackers)
@@ -314,10 +314,15 @@ class LayerwiseGradScaler:
         self._table.enabled = False
 
 
-def _check_no_boundary(layer: Layer) -> None:
-    if layer.module is not None and has_boundary(layer.module):
-        raise InputError(
-            "Expected chosen modules without another LayerwiseGradScaler: their gradients would be "
-            f"scaled twice. Found its boundary around {layer.name!r}. Remedy: call remove() on the "
-            "other scaler first."
-        )
+def _check_no_boundary(model: nn.Module, chosen: Sequence[Layer]) -> None:
+    for name, module in model.named_modules():
+        if not has_boundary(module):
+            continue
+        for layer in chosen:
+            assert layer.module is not None
+            if module in {*layer.module.modules()} or layer.module in {*module.modules()}:
+                raise InputError(
+                    "Expected chosen modules without another LayerwiseGradScaler: gradients would "
+                    f"be scaled twice. Found its boundary around {name!r} beside the choice of "
+                    f"{layer.name!r}. Remedy: call remove() on the other scaler first."
+                )

@@ -72,8 +72,9 @@ class Finding:
 
     def __str__(self) -> str:
         """One paragraph: the culprit, then what is finite on either side."""
+        batch = f"Batch {self.batch}" if self.batch >= 0 else "No batch"
         return (
-            f"Batch {self.batch}, rank {self.rank}: {self.cause}. "
+            f"{batch}, rank {self.rank}: {self.cause}. "
             f"First not finite: {self.seen_in}. Finite before it: {self.finite_before or 'nothing'}"
             f". Finite after it: {self.finite_after or 'nothing'}."
         )
@@ -98,7 +99,7 @@ _CAUSES = {
     PARAMETER: "the gradient of {} is not finite, though that of its module's output is",
     LEFT: "the gradient of {} is not finite, and no pass since the last report made it so",
     UNSEEN: "the gradient of {} is not finite, and the watch has seen no forward pass: it was made "
-    "before torch.compile, or after the forward pass",
+    "before torch.compile or after the forward pass, or the loop calls another module",
 }
 
 
