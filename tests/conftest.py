@@ -1,6 +1,6 @@
-"""Where there is no CUDA device, Triton's kernels are tried by its interpreter.
+"""Settings that torch and Triton read as they are imported, and which tests `make test` takes.
 
-Triton asks for it as it is read in, which any test file may bring about: so it is said here.
+Any test file may import them, so these settings are made here.
 """
 
 import os
@@ -15,6 +15,7 @@ import torch
 
 from tests.quick import mark_slow
 
+# Without a CUDA device Triton's kernels are tried by its interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

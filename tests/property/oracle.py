@@ -55,29 +55,6 @@ class Moves(NamedTuple):
         return cls(np.random.default_rng(number), 1 if number % 2 else -1)
 
 
-class _NotesNorms:
-    """Mixed into a reference: notes a step of which a norm's square is too small for float32."""
-
-    def update(self, state: Numbers, x: np.ndarray, g: np.ndarray) -> np.ndarray:
-        self.underflows = False
-        found: np.ndarray = super().update(state, x, g)  # type: ignore[misc]
-        state["underflows"] = self.underflows
-        return found
-
-    def ratio(self, x: np.ndarray, u: np.ndarray) -> float:
-        self.underflows |= any(0 < np.linalg.norm(one) < LEAST_NORM for one in (x, u))
-        found: float = super().ratio(x, u)  # type: ignore[misc]
-        return found
-
-
-class _Lans(_NotesNorms, Lans):
-    """LANS that notes its norms."""
-
-
-class _Lamb(_NotesNorms, Lamb):
-    """LAMB that notes its norms."""
-
-
 class StepOracle:
     """Judges the next step of an optimizer; made before it.
 
@@ -118,10 +95,11 @@ class StepOracle:
         expected, moved = self._step(None), []
         for g, group in enumerate(found):
             for i, own in enumerate(group):
-                if expected[g][i].get("underflows"):
-                    self.unjudged += 1
-                    continue
+                unjudged = expected[g][i].get("unjudged", ())
+                self.unjudged += bool(unjudged)
                 for name, values in own.items():
+                    if name in unjudged:
+                        continue
                     limits = own.get("narrow") if name == "weight" else None
                     dtype, exact = self._dtypes[g][i], expected[g][i][name]
                     if name == "num_clipped" and expected[g][i].get("at_threshold"):
@@ -264,7 +242,7 @@ def _options(options: Mapping[str, Any], eps: float, draw: Moves | None) -> Numb
 
 def _lans(groups: Sequence[Any], options: Sequence[Numbers]) -> None:
     for (states, gradients), own in zip(groups, options, strict=True):
-        _by_moments(_Lans(**own), states, gradients)
+        _by_moments(Lans(**own), states, gradients)
 
 
 def _lamb(groups: Sequence[Any], options: Sequence[Numbers]) -> None:
@@ -274,20 +252,26 @@ def _lamb(groups: Sequence[Any], options: Sequence[Numbers]) -> None:
         bound = own.pop("max_grad_norm")
         scale = 1.0 if bound is None else max(1.0, total / bound)
         scaled = [None if g is None else g / scale for g in grads]
-        _by_moments(_Lamb(**own), states, scaled)
+        _by_moments(Lamb(**own), states, scaled)
 
 
 def _by_moments(reference: Any, states: Sequence[Numbers], gradients: Sequence[Any]) -> None:
-    for place, state in enumerate(states):
-        reference.states[place] = {
-            ours: state[name] if name != "step" else int(state[name])
-            for name, ours in MOMENTS.items()
-        }
-    reference.step([state["weight"] for state in states], gradients)
-    for place, state in enumerate(states):
+    ratio, norms = reference.ratio, list[float]()
+
+    def noted(x: np.ndarray, u: np.ndarray) -> float:
+        norms.extend(map(np.linalg.norm, (x, u)))
+        return float(ratio(x, u))
+
+    reference.ratio = noted
+    for state, gradient in zip(states, gradients, strict=True):
+        norms.clear()
+        known = {ours: state[name] for name, ours in MOMENTS.items() if name != "step"}
+        reference.states[0] = {**known, "t": int(state["step"])}
+        reference.step([state["weight"]], [gradient])
         for name, ours in MOMENTS.items():
-            state[name] = np.asarray(reference.states[place][ours], dtype=float)
-        state["underflows"] = reference.states[place].get("underflows", False)
+            state[name] = np.asarray(reference.states[0][ours], dtype=float)
+        # Moments do not depend on these norms.
+        state["unjudged"] = ["weight"] if any(0 < norm < LEAST_NORM for norm in norms) else []
 
 
 def _scaled_adam(groups: Sequence[Any], options: Sequence[Numbers]) -> None:
@@ -344,7 +328,7 @@ def _clip(
     at_threshold = taken > 0 and abs(ratio - 1) < 64 * torch.finfo(torch.float32).eps
     for state in states:
         state["at_threshold"] = at_threshold
-        state["underflows"] = 0 < norms[taken % len(ring)] < LEAST_NORM
+        state["unjudged"] = [*state] if 0 < norms[taken % len(ring)] < LEAST_NORM else []
         state["model_norms"] = norms
         state["model_norm_threshold"] = np.asarray(reference.clipper.threshold)
         state["num_clipped"] = np.asarray(before + (factor < 1 and not at_threshold))

@@ -1,9 +1,9 @@
 """The schedules these optimizers were published with, as ordinary torch schedulers."""
 
+import math
 import warnings
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -283,22 +283,26 @@ class Eden(_FactorLR):
         ]
         self._write(self._get_closed_form_lr())
 
-    def _numbers(self) -> dict[str, Any]:
+    def _numbers(self) -> dict[str, float]:
+        """The numbers that this schedule was made with, or that a state has brought."""
         names = ("lr_batches", "lr_epochs", "warmup_batches", "warmup_start")
-        base_lrs = [float(base) for base in self.base_lrs]
-        return {"base_lrs": base_lrs, **{name: getattr(self, name) for name in names}}
+        base_lrs = {f"base_lrs[{i}]": float(base) for i, base in enumerate(self.base_lrs)}
+        return {**base_lrs, **{name: getattr(self, name) for name in names}}
 
-    def _warn_of_others(self, made_with: dict[str, Any]) -> None:
+    def _warn_of_others(self, made_with: dict[str, float]) -> None:
         """Warns where a loaded state has other numbers."""
         now = self._numbers()
-        # A learning rate in a float32 tensor has fewer digits.
-        differ = [k for k, value in made_with.items() if not np.allclose(value, now[k], rtol=1e-6)]
+        # A learning rate in a float32 tensor has fewer digits. Other groups are refused later.
+        differ = [
+            f"{name}={now[name]} instead of {value}"
+            for name, value in made_with.items()
+            if name in now and not math.isclose(value, now[name], rel_tol=1e-6)
+        ]
         if differ:
-            found = ", ".join(f"{name}={now[name]} instead of {made_with[name]}" for name in differ)
             warnings.warn(
                 "Expected the numbers that this Eden was made with. Found others in the state, "
-                f"which count from now on: {found}. Remedy: to keep the new ones, make a new Eden "
-                "before the optimizer's state is loaded, and let it load "
+                f"which count from now on: {', '.join(differ)}. Remedy: to keep the new ones, make "
+                "a new Eden before the optimizer's state is loaded, and let it load "
                 "{'epoch': state['epoch'], 'batch': state['last_epoch'] - 1}.",
                 stacklevel=3,
             )

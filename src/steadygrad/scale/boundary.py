@@ -10,7 +10,6 @@ by :math:`s_a / s_b`: in half precision the plain gradient between the two might
 """
 
 import copyreg
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from steadygrad.scale.layers import Layers
 from steadygrad.scale.table import ScaleTable
 from steadygrad.sharding import local
 
-__all__ = ["ScaleHooks", "has_boundary", "remove_all"]
+__all__ = ["ScaleHooks", "has_boundary"]
 
 _TAG = "_steadygrad_boundary"
 
@@ -163,11 +162,6 @@ class ScaleHooks:
         for handle in self._handles:
             handle.remove()
 
-    @property
-    def is_copy(self) -> bool:
-        """Whether it came with a copy of the model, and belongs to no scaler."""
-        return self._table is None
-
     def _is_active(self) -> bool:
         return self._table is not None and self._table.enabled and torch.is_grad_enabled()
 
@@ -237,10 +231,5 @@ class ScaleHooks:
 def has_boundary(module: nn.Module) -> bool:
     """Whether a boundary of a scaler is around a module."""
     owners = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]
-    return any(isinstance(owner, ScaleHooks) and not owner.is_copy for owner in owners)
-
-
-def remove_all(boundaries: Iterable[ScaleHooks]) -> None:
-    """Removes boundaries from their modules."""
-    for hooks in boundaries:
-        hooks.remove()
+    # That of a copied model has no table, and belongs to no scaler.
+    return any(isinstance(owner, ScaleHooks) and owner._table is not None for owner in owners)

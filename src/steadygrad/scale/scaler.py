@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from steadygrad._checks import InputError, check_type
 from steadygrad.scale.audit import GraphAudit
-from steadygrad.scale.boundary import ScaleHooks, has_boundary, remove_all
+from steadygrad.scale.boundary import ScaleHooks, has_boundary
 from steadygrad.scale.choose import choose_layers
 from steadygrad.scale.layers import Layer
 from steadygrad.scale.options import AutoScale, LayerScale, check_layer_scales, check_scale
@@ -71,8 +71,7 @@ class LayerwiseGradScaler:
 
     Raises:
         InputError: If an argument is wrong, a pattern matches nothing, a parameter would be under
-            two different scales, or a chosen module is another
-            scaler's, or lies in or around one.
+            two different scales, or a chosen module is another scaler's, or lies in or around one.
 
     References:
         | Zero-Shot Text-to-Image Generation (Ramesh et al., 2021), section 2.4: a scale for each
@@ -116,10 +115,9 @@ class LayerwiseGradScaler:
         self._last_nonfinite: Tensor | None = None
         self._begin_step()
         for hooks in self._hooks.values():
+            # A scaler that is dropped leaves no boundaries behind.
+            weakref.finalize(self, hooks.remove).atexit = False
             hooks.attach()
-        # A scaler that is dropped leaves no boundaries behind.
-        self._detach = weakref.finalize(self, remove_all, [*self._hooks.values()])
-        self._detach.atexit = False
 
     def _begin_step(self) -> None:
         self._audit.end_step()
@@ -310,7 +308,8 @@ class LayerwiseGradScaler:
 
     def remove(self) -> None:
         """Takes every boundary off the model; the scaler must not be used any more."""
-        self._detach()
+        for hooks in self._hooks.values():
+            hooks.remove()
         self._table.enabled = False
 
 
@@ -323,6 +322,6 @@ def _check_no_boundary(model: nn.Module, chosen: Sequence[Layer]) -> None:
             if module in {*layer.module.modules()} or layer.module in {*module.modules()}:
                 raise InputError(
                     "Expected chosen modules without another LayerwiseGradScaler: gradients would "
-                    f"be scaled twice. Found its boundary around {name!r} beside the choice of "
-                    f"{layer.name!r}. Remedy: call remove() on the other scaler first."
+                    f"be scaled twice. Found its boundary around {name!r}, and {layer.name!r} is "
+                    "chosen. Remedy: call remove() on the other scaler first."
                 )

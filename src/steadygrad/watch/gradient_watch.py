@@ -24,7 +24,7 @@ __all__ = ["GradientWatch"]
 # Forward passes that may wait for a backward pass; an older one counts as over.
 _MOST_OPEN = 64
 # Comes after all that a pass has seen, in the order of execution.
-_UNSEEN = 2
+_AFTER_ALL = 2
 # Gradients with no more elements are copied together, and checked by one call.
 _SMALL = 4096
 
@@ -145,7 +145,7 @@ class GradientWatch:
         faults = [Finding(**{**one, "rank": rank}) for rank, one in enumerate(found) if one]
         # A fault that is seen only in reduced gradients is dropped if another process knows the
         # pass that caused it.
-        faults = [fault for fault in faults if fault.order[0] != _UNSEEN] or faults
+        faults = [fault for fault in faults if fault.order[0] != _AFTER_ALL] or faults
         latest = max((fault.last for fault in faults), default=0)
         row = [fault for fault in faults if fault.last == latest]
         return min(row, key=lambda fault: (fault.batch, *fault.order), default=None)
@@ -279,10 +279,12 @@ class GradientWatch:
         name = next(self._broken_gradients(), None)
         if name is None:
             return None
-        kind = LEFT if name in self._left or not self._passes else PARAMETER
-        kind = kind if self.batches else UNSEEN
+        if not self.batches:
+            kind = UNSEEN
+        else:
+            kind = LEFT if name in self._left or not self._passes else PARAMETER
         seen, last = f"the gradient of {name!r}", self.batches - 1
-        return Finding(kind, name, seen, "", "", last, last=last, order=(_UNSEEN, 0, True))
+        return Finding(kind, name, seen, "", "", last, last=last, order=(_AFTER_ALL, 0, True))
 
     def _broken_gradients(self) -> Iterator[str]:
         """Names of the parameters whose gradients are not finite now."""

@@ -34,16 +34,11 @@ SINKS = {
     "Broken pipe": closed_pipe,
     "No space left on device": lambda: open("/dev/full", "wb"),  # noqa: SIM115
 }
-# Each starts a process: the quick half has every output and every sink.
-CASES = [
-    pytest.param(case, reason, marks=() if (i + j) % 2 else pytest.mark.slow)
-    for i, case in enumerate(PRINTED)
-    for j, reason in enumerate(SINKS)
-]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize(("case", "reason"), CASES)
+@pytest.mark.parametrize("reason", SINKS)
+@pytest.mark.parametrize("case", PRINTED)
 def test_standard_output_that_takes_nothing(case, reason, folder):
     arguments = [str(folder) if word == RUN else word for word in PRINTED[case]]
     files = {path.name: path.read_bytes() for path in folder.iterdir()}

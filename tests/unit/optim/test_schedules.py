@@ -143,11 +143,26 @@ def test_the_state_holds_base_learning_rates_and_epoch():
     second = make_optimizer(9.0)
     other = Eden(second, lr_batches=1, lr_epochs=1)
     second.load_state_dict(first.state_dict())
-    expected = r"base_lrs=\[0.5\] instead of \[9.0\], lr_batches=7 instead of 1, lr_epochs=2 inst"
+    expected = r"base_lrs\[0\]=0.5 instead of 9.0, lr_batches=7 instead of 1, lr_epochs=2 instead"
     with pytest.warns(UserWarning, match=expected):
         other.load_state_dict(schedule.state_dict())
     assert (other.base_lrs, other.epoch, other.lr_batches) == ([0.5], 3, 7)
     assert advance(second, other, 5) == advance(first, schedule, 5)
+
+
+def test_a_rate_in_a_float32_tensor_is_no_other_rate():
+    state = Eden(make_optimizer(torch.tensor(0.045)), lr_batches=7, lr_epochs=2).state_dict()
+    schedule = Eden(make_optimizer(0.045), lr_batches=7, lr_epochs=2)
+    schedule.load_state_dict(state)  # pytest makes a warning an error
+    assert float(schedule.base_lrs[0]) == pytest.approx(0.045)
+
+
+def test_a_state_of_other_groups_is_refused_in_words():
+    state = Eden(make_optimizer(0.1, 0.2, 0.3), lr_batches=7, lr_epochs=2).state_dict()
+    schedule = Eden(make_optimizer(0.1, 0.2), lr_batches=7, lr_epochs=2)
+    schedule.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"Expected 3 parameter groups.*Found 2"):
+        schedule.step_batch()
 
 
 def test_the_counters_of_a_state_alone():

@@ -240,11 +240,11 @@ def test_refuses_tensors_hidden_in_objects():
 def test_a_module_has_one_scaler():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     first = LayerwiseGradScaler(model, {"0": 2.0})
-    expected = r"boundary around '0' beside the choice of '0'. Remedy: call remove\(\)"
+    expected = r"boundary around '0', and '0' is chosen. Remedy: call remove\(\)"
     with pytest.raises(InputError, match=expected):
         LayerwiseGradScaler(model, {"*": 4.0})
     around = nn.Sequential(nn.Sequential(model))
-    with pytest.raises(InputError, match=r"around '0.0.0' beside the choice of '0'"):
+    with pytest.raises(InputError, match=r"around '0.0.0', and '0' is chosen"):
         LayerwiseGradScaler(around, {"0": 4.0})
     # Others may have a scaler of their own.
     second = LayerwiseGradScaler(model, {"1": 8.0})
@@ -261,7 +261,7 @@ def test_a_module_has_one_scaler():
 def test_a_scaler_within_anothers_module_is_refused():
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     _scaler = LayerwiseGradScaler(model, {"0": 2.0})
-    with pytest.raises(InputError, match=r"boundary around '0' beside the choice of '0.1'"):
+    with pytest.raises(InputError, match=r"boundary around '0', and '0.1' is chosen"):
         LayerwiseGradScaler(model, {"0.1": 4.0})
 
 
