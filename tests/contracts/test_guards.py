@@ -194,3 +194,28 @@ def test_many_skipped_steps_in_a_row_are_told_once(entry):
     run(optimizer, params, [2])
     skip(5)
     assert optimizer.skipped == 14
+
+
+@covering(entry=OPTIMIZERS, dtype=[torch.float32, torch.bfloat16], how=["fused", "foreach"])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_no_loss_scale_is_too_large(entry, dtype, how, maximize):
+    """Squares of scaled gradients, and their products with weights, are past float32."""
+    scale = torch.tensor(2.0**110)
+    both = []
+    for own in (None, scale):
+        params = parameters(dtype)
+        for p in params:
+            p.data.mul_(2.0**17)
+        optimizer = entry(params, **{how: True}, maximize=maximize)
+        if own is not None:
+            optimizer.grad_scale, optimizer.found_inf = own, torch.zeros(1)
+        for step in range(9):
+            give_gradients(params, step)
+            for p in params:
+                if p.grad is not None:
+                    p.grad.mul_(1.0 if own is None else own)
+            optimizer.step()
+        assert optimizer.skipped == 0
+        both.append(snapshot(optimizer, params))
+    # A power of two scales exactly.
+    assert_same(*both)

@@ -22,6 +22,8 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SMALL = [(), (1,), (4,), (0, 3), (3, 5), (2, 3, 4), (1, 7), (33,), (40, 30), (5000,)]
 # Of several chunks, and worth several threads; seldom, because its steps take longer.
 LARGE = (300, 256)
+# Of a weight: squares of many are float32 numbers.
+LARGEST = 1e15
 # Of the norms that clipping looks back at, and with which all early thresholds are in force.
 PERIODS = [1, 2, 3, 7, 11, 12, 50, 50]
 
@@ -77,7 +79,7 @@ def options_of(kind: type) -> Any:
 
 
 class OptimizerMachine(RuleBasedStateMachine):
-    """Steps, skips, groups, options, casts, layouts, freezes, loads, copies, thread counts.
+    """Steps, skips, groups, options, casts, layouts, freezes, loads, copies, threads, loss scales.
 
     A subclass names the optimizer and the mode that it begins with, where events are counted, and
     a factor on the numbers of steps.
@@ -105,7 +107,7 @@ class OptimizerMachine(RuleBasedStateMachine):
             groups[0]["params"].append(nn.Parameter(self._numbers(LARGE, data)))
             torch.set_num_threads(2)
         self.optimizer = self.kind(groups, **MODES[self.mode])  # type: ignore[call-arg]
-        self.skipped = 0
+        self.skipped, self.exponent = 0, 0
 
     def _group(self, data: Any) -> dict[str, Any]:
         shapes = data.draw(st.lists(st.sampled_from(SMALL), min_size=1, max_size=5))
@@ -155,12 +157,19 @@ class OptimizerMachine(RuleBasedStateMachine):
             if i == missing or not p.requires_grad:
                 p.grad = None
                 continue
-            values = (torch.randn(p.shape, generator=self.draw) * scale).to(p.dtype)
+            values = torch.randn(p.shape, generator=self.draw) * scale * self._loss_scale()
+            values = values.to(p.dtype)
             if strided and p.ndim == 2:
                 values = values.t().contiguous().t()
             p.grad = values
 
+    def _loss_scale(self) -> float:
+        has_float16 = any(p.dtype is torch.float16 for p in self.params)
+        return 2.0 ** min(self.exponent, 10 if has_float16 else 80)
+
     def _step(self) -> None:
+        scale = torch.tensor(self._loss_scale()) if self.exponent else None
+        self.optimizer.grad_scale, self.optimizer.found_inf = scale, None  # type: ignore[attr-defined]
         oracle = StepOracle(self.optimizer)
         self.optimizer.step()
         oracle.check(self.optimizer)
@@ -177,11 +186,17 @@ class OptimizerMachine(RuleBasedStateMachine):
         self._mend_overflows()
 
     def _mend_overflows(self) -> None:
-        """A float16 weight without a master may overflow; no equation holds after that."""
+        """Weights may leave their type, or their squares float32; no equation holds after that."""
         for p in self.params:
-            if not p.isfinite().all():
-                p.data.nan_to_num_(0.0, 0.0, 0.0)
+            if not (p.abs() < LARGEST).all():
+                p.data.nan_to_num_(0.0).clamp_(-1, 1)
                 self.counts["overflowed weights"] += 1
+
+    @rule(exponent=st.sampled_from([0, 10, 80]))
+    def set_loss_scale(self, exponent: int) -> None:
+        """As a gradient scaler hands it over; the square of the largest is past float32."""
+        self.exponent = exponent
+        self.counts["loss scales"] += 1
 
     @rule(data=st.data())
     def edit_options(self, data: Any) -> None:

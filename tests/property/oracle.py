@@ -59,7 +59,7 @@ class StepOracle:
     """Judges the next step of an optimizer; made before it.
 
     Args:
-        optimizer: With the gradients that the step will take.
+        optimizer: With the gradients that the step will take, and the loss scale in them.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -73,7 +73,9 @@ class StepOracle:
             options["lr"] = float(options["lr"])
         self._before = read(optimizer)
         params = [group["params"] for group in optimizer.param_groups]
-        self._gradients = [[_gradient(p, self._kind) for p in group] for group in params]
+        scale = getattr(optimizer, "grad_scale", None)
+        scale = 1.0 if scale is None else float(scale)
+        self._gradients = [[_gradient(p, self._kind, scale) for p in group] for group in params]
         self._dtypes: list[list[torch.dtype]] = []
         # Parameters with a norm, their group's or a direction's, that is too small for float32: its
         # square underflows, in the originals too.
@@ -81,6 +83,8 @@ class StepOracle:
         self.skips = any(
             g is not None and not np.isfinite(g).all() for group in self._gradients for g in group
         )
+        if self._kind is ScaledAdam and not self.skips:
+            self.skips = self._sizes_overflow(optimizer)
 
     def check(self, optimizer: Optimizer) -> None:
         """Compares the optimizer after its step."""
@@ -117,6 +121,21 @@ class StepOracle:
                         f"inputs give {max(np.abs(x - exact).max() for x in others):.3g}"
                     )
 
+    def _sizes_overflow(self, optimizer: Optimizer) -> bool:
+        """Whether a size cannot be learned: its gradient's square is past the state's type."""
+        for group, states, gradients in zip(
+            optimizer.param_groups, self._before, self._gradients, strict=True
+        ):
+            for p, state, g in zip(group["params"], states, gradients, strict=True):
+                period = group["size_update_period"]
+                is_due = not state["step"] or state["step"] % period == period - 1
+                has_size = g is not None and p.numel() > 1
+                if has_size and is_due:
+                    squares = (state["weight"] * g).sum() ** 2 * period
+                    if squares >= state["most"]:
+                        return True
+        return False
+
     def _step(self, draw: Moves | None) -> Snapshot:
         """The state after the step; of moved inputs if there is a generator."""
         groups = []
@@ -148,6 +167,7 @@ def read(optimizer: Optimizer) -> Snapshot:
                 for name, value in state.items()
                 if name not in ("skipped", "master_weight")
             }
+            row["most"] = np.array(torch.finfo(state["exp_avg_sq"].dtype).max)
             row["weight"] = _exact(p, state.get("master_weight")).double().numpy().copy()
             # What its type can hold of the weight.
             if p.dtype in (torch.float16, torch.bfloat16) and "master_weight" not in state:
@@ -202,9 +222,9 @@ def _exact(p: Tensor, master: Tensor | None) -> Tensor:
     return torch.where(same, master, own.to(master.dtype))
 
 
-def _gradient(p: Tensor, kind: type) -> np.ndarray | None:
+def _gradient(p: Tensor, kind: type, loss_scale: float) -> np.ndarray | None:
     if p.grad is not None:
-        return p.grad.detach().double().numpy().copy()
+        return p.grad.detach().double().numpy() / loss_scale
     frozen = not p.requires_grad
     return np.zeros(p.shape) if kind is ScaledAdam and not frozen else None
 
@@ -219,7 +239,7 @@ def _arithmetic(optimizer: Optimizer, p: Tensor, group: Mapping[str, Any]) -> to
 def _moved(state: Numbers, dtype: torch.dtype, draw: Moves | None) -> Numbers:
     """Each element by itself, and all of a tensor together, as a rounding of its norm does."""
     eps = MOVED * torch.finfo(dtype).eps
-    counts = ("step", "narrow")
+    counts = ("step", "narrow", "most")
     return {
         name: np.array(value, copy=True)
         if draw is None or name in counts
@@ -292,7 +312,9 @@ def _scaled_adam(groups: Sequence[Any], options: Sequence[Numbers]) -> None:
                 if name in state:
                     state[name] = np.asarray(known[ours], dtype=float)
             if "scale_grads" in state:
-                state["scale_grads"] = np.array(known["ring"])
+                # The sum of squares must be a number of the state's type; others count as zero.
+                ring = np.array(known["ring"])
+                state["scale_grads"] = np.where(ring**2 * ring.size < state["most"], ring, 0.0)
 
 
 def _sizes(state: Numbers) -> Numbers:

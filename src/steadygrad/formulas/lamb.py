@@ -30,7 +30,6 @@ from steadygrad.formulas.tensors import (
     average,
     joined,
     moved_by,
-    sanitized,
     square_sums,
     sum_type,
 )
@@ -156,7 +155,7 @@ def update_moments(batch: Batch, by: Scales, rule: Rule) -> Tensor:
 def _update_moments(bucket: Bucket, by: Scales, rule: Rule) -> None:
     dtype = bucket.moments[0][0].dtype
     taken, scale = bucket.pick((by.taken, by.gradient), dtype)
-    g = sanitized(bucket.grads, taken, dtype)
+    g = bucket.sanitized(taken, dtype)
     torch._foreach_mul_(g, scale)
     average(bucket, g, (rule.beta1, rule.beta2), by.taken)
 

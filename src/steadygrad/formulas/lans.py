@@ -38,7 +38,6 @@ from steadygrad.formulas.tensors import (
     average,
     joined,
     moved_by,
-    sanitized,
     square_sums,
     sum_type,
     wide,
@@ -185,7 +184,7 @@ def trust_ratio(weight: Tensor, direction: Tensor) -> Tensor:
 def grad_sq_norms(batch: Batch) -> Tensor:
     """Squared norms of this process's gradients, with shape ``(1, tensors)``."""
     dtype = wide(batch.weights[0].dtype)
-    parts = [(b.places, square_sums(b.grads, dtype)[None]) for b in batch.buckets]
+    parts = [(b.places, square_sums(b.unscaled(dtype), dtype)[None]) for b in batch.buckets]
     return joined(batch, parts, 1)
 
 
@@ -262,7 +261,7 @@ def _normalized(bucket: Bucket, by: Normalizers | Coefficients, clip_value: floa
     """The normalised gradients, clipped elementwise."""
     dtype = bucket.moments[0][0].dtype
     taken, inverse = bucket.pick((by.taken, by.inverse_norm), dtype)
-    found = sanitized(bucket.grads, taken, dtype)
+    found = bucket.sanitized(taken, dtype)
     torch._foreach_mul_(found, inverse)
     if clip_value != torch.inf:
         torch._foreach_clamp_min_(found, -clip_value)

@@ -43,7 +43,6 @@ from steadygrad.formulas.tensors import (
     inner_products,
     joined,
     may_hold,
-    sanitized,
     square_sums,
     wide,
 )
@@ -106,22 +105,24 @@ def needs_products(step: Tensor, rule: Rule) -> Tensor:
     return (step == 0) | (step % rule.period == rule.period - 1)
 
 
-def finite(sums: Tensor, needed: Tensor, dtype: torch.dtype) -> Tensor:
+def finite(sums: Tensor, needed: Tensor, dtype: torch.dtype, period: int) -> Tensor:
     """Whether the sums can be used, with shape ``(tensors)``.
 
-    Gradients of sizes are squared, and must not overflow where the others do not; and the state
-    may have a smaller range than the weights.
+    Squares of gradients of sizes are added up over a period, and must not overflow where the others
+    do not; and the state may have a smaller range than the weights.
 
     Args:
         sums: Results of :func:`sums`, over all shards, with shape ``(3, tensors)``.
         needed: Whether products are needed, with shape ``(tensors)``.
         dtype: The state's type.
+        period: :math:`P`.
     """
     # A sum of squares is below infinity unless it is infinite or NaN.
     found = sums[0].to(dtype) < torch.inf
     if not may_hold(needed):
         return found
-    products = (sums[1].square().to(dtype) < torch.inf) & (sums[2] < torch.inf)
+    squares = (sums[1].square() * period).to(dtype)
+    products = (squares < torch.inf) & (sums[2] < torch.inf)
     return found & (products | ~needed)
 
 
@@ -130,14 +131,14 @@ class StepScales(NamedTuple):
 
     Attributes:
         taken: Whether the parameter takes the step.
-        unscale: Factor on the gradient: clipping, loss scale and direction.
+        clip: Factor on the gradient: clipping and direction.
         second_moment: :math:`1 / (1 - \beta_2^{t+1})`, or 1.
         gradient: Factor on the scaled gradient.
         weight: Factor :math:`s` on the weight; None for one-element parameters.
     """
 
     taken: Tensor
-    unscale: Tensor
+    clip: Tensor
     second_moment: Tensor
     gradient: Tensor
     weight: Tensor | None
@@ -146,7 +147,7 @@ class StepScales(NamedTuple):
 def step_scales(
     step: Tensor,
     known: tuple[Tensor, Tensor] | None,
-    unscale: Tensor,
+    clip: Tensor,
     taken: Tensor,
     rule: Rule,
 ) -> StepScales:
@@ -156,7 +157,7 @@ def step_scales(
         step: :math:`t` of each parameter, with shape ``(tensors)`` and in the widest type there is.
         known: Root mean square of each and its size step :math:`s`, both with shape ``(tensors)``;
             None for one-element parameters.
-        unscale: Factor on the gradients, with shape ``()``.
+        clip: Factor on the gradients: clipping and direction, with shape ``()``.
         taken: Whether each takes this step, with shape ``(tensors)``.
         rule: The group's numbers.
     """
@@ -165,12 +166,12 @@ def step_scales(
     # In 2022 one-element parameters were corrected without end.
     if known is not None or not rule.original:
         factor = torch.where(remaining < CORRECTED_BELOW, factor, 1.0)
-    unscale = unscale.expand(step.shape)
+    clip = clip.expand(step.shape)
     if known is None:
         lr = torch.full_like(factor, rule.scalar_lr_scale) * rule.lr
-        return StepScales(taken, unscale, factor, -lr, None)
+        return StepScales(taken, clip, factor, -lr, None)
     rms, size = known
-    return StepScales(taken, unscale, factor, -rule.lr * rms.clamp(min=rule.min_rms), size)
+    return StepScales(taken, clip, factor, -rule.lr * rms.clamp(min=rule.min_rms), size)
 
 
 def sums(batch: Batch, needed: Tensor) -> Tensor:
@@ -187,9 +188,10 @@ def sums(batch: Batch, needed: Tensor) -> Tensor:
     dtype, parts = wide(batch.weights[0].dtype), []
     read = may_hold(needed)
     for b in batch.buckets:
-        squares = square_sums(b.grads, dtype)
+        grads = b.unscaled(dtype)
+        squares = square_sums(grads, dtype)
         if read:
-            products = inner_products(b.weights, b.grads, dtype)
+            products = inner_products(b.weights, grads, dtype)
             rows = [squares, products, square_sums(b.weights, dtype)]
         else:
             rows = [squares, torch.zeros_like(squares), torch.zeros_like(squares)]
@@ -211,7 +213,8 @@ def update(batch: Batch, by: StepScales, rule: Rule) -> Tensor:
     """
     dtype, parts = wide(batch.weights[0].dtype), []
     for bucket in batch.buckets:
-        parts.append((bucket.places, inner_products(bucket.weights, bucket.grads, dtype)[None]))
+        products = inner_products(bucket.weights, bucket.unscaled(dtype), dtype)
+        parts.append((bucket.places, products[None]))
         _update(bucket, by, rule)
     return joined(batch, parts, 1)[0]
 
@@ -219,11 +222,11 @@ def update(batch: Batch, by: StepScales, rule: Rule) -> Tensor:
 def _update(bucket: Bucket, by: StepScales, rule: Rule) -> None:
     (v, delta), (beta1, beta2) = bucket.moments, rule.betas
     dtype = v[0].dtype
-    taken, unscale, unbias, factor, moves = bucket.pick((*by[:4], by.taken.to(dtype)), dtype)
+    taken, clip, unbias, factor, moves = bucket.pick((*by[:4], by.taken.to(dtype)), dtype)
     # A parameter that skips the step keeps its averages: the decay is 1, and zero is added.
     decay1, decay2 = decays_of(bucket, rule.betas, by.taken)
-    g = sanitized(bucket.grads, taken, dtype)
-    torch._foreach_mul_(g, unscale)
+    g = bucket.sanitized(taken, dtype)
+    torch._foreach_mul_(g, clip)
     torch._foreach_mul_(v, decay2)
     torch._foreach_addcmul_(v, g, g, value=1 - beta2)
     d = list(torch._foreach_mul(v, unbias))

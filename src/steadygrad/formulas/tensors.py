@@ -17,7 +17,6 @@ __all__ = [
     "joined",
     "may_hold",
     "moved_by",
-    "sanitized",
     "square_sums",
     "sum_type",
     "wide",
@@ -33,12 +32,44 @@ class Bucket:
         weights: Local weights, or the float32 masters of 16-bit ones.
         grads: Local gradients, in any floating type.
         moments: Local large states, a list for each of them, all in one type.
+        inverse_scale: Factor on every gradient that is read, with shape ``()``; None: one.
     """
 
     places: list[int]
     weights: list[Tensor]
     grads: list[Tensor]
     moments: tuple[list[Tensor], ...]
+    inverse_scale: Tensor | None = None
+
+    def unscaled(self, dtype: torch.dtype) -> list[Tensor]:
+        """Gradients without their loss scale, as they are where there is none.
+
+        Args:
+            dtype: Type to divide them in.
+        """
+        if self.inverse_scale is None:
+            return self.grads
+        grads = [g.to(dtype) for g in self.grads]
+        return list(torch._foreach_mul(grads, self.inverse_scale.to(dtype)))
+
+    def sanitized(self, taken: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Copies of gradients without their loss scale; zeros where the step is not taken.
+
+        Decided on the device: the host does not wait to learn which.
+
+        Args:
+            taken: Whether each takes the step, with shape ``()``.
+            dtype: Type of the copies.
+        """
+        found = [
+            torch.where(ok, g, 0.0)
+            if g.dtype == dtype
+            else g.to(dtype, copy=True).masked_fill_(~ok, 0.0)
+            for g, ok in zip(self.grads, taken, strict=True)
+        ]
+        if self.inverse_scale is not None:
+            torch._foreach_mul_(found, self.inverse_scale.to(dtype))
+        return found
 
     def pick(self, columns: Iterable[Tensor], dtype: torch.dtype) -> list[list[Tensor]]:
         """Picks the entries of these parameters from columns of shape ``(tensors)``, as scalars.
@@ -231,23 +262,3 @@ def moved_by(weights: list[Tensor], keep: list[Tensor], steps: list[Tensor]) -> 
         # Rounded to the weight's type once, not after each operation.
         work = torch.promote_types(weight.dtype, step.dtype)
         weight.copy_(weight.to(work).mul_(factor).sub_(step))
-
-
-def sanitized(
-    gradients: Sequence[Tensor], taken: Sequence[Tensor], dtype: torch.dtype
-) -> list[Tensor]:
-    """Copies in another type; zeros where a parameter does not take the step.
-
-    Decided on the device: the host does not wait to learn which.
-
-    Args:
-        gradients: Tensors of any floating type.
-        taken: Whether each takes the step, with shape ``()``.
-        dtype: Type of the copies.
-    """
-    return [
-        torch.where(ok, g, 0.0)
-        if g.dtype == dtype
-        else g.to(dtype, copy=True).masked_fill_(~ok, 0.0)
-        for g, ok in zip(gradients, taken, strict=True)
-    ]

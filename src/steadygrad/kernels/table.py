@@ -128,10 +128,12 @@ class KernelBatch(Protocol):
     Attributes:
         table: Addresses of their tensors, a table of the backend's own.
         sum_dtype: Type of sums over a parameter.
+        inverse_scale: Factor on every gradient that is read, with shape ``()``; None: one.
     """
 
     table: Any
     sum_dtype: torch.dtype
+    inverse_scale: Tensor | None
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> NDArray[np.int64]:

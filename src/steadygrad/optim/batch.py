@@ -54,17 +54,19 @@ class Layout:
 
 
 class Gradients(NamedTuple):
-    """Local gradients of all parameters of an optimizer, with two flags for each.
+    """Local gradients of all parameters of an optimizer, with two flags for each, and their scale.
 
     Attributes:
         grads: The gradients; None: this process has none.
         has_grad: Whether there is one on this process, or None that counts as a zero.
         in_step: Whether the parameter is worked on, because some process may have a gradient.
+        grad_scale: Loss scale that is still in the gradients, with one element; None: none is.
     """
 
     grads: list[Tensor | None]
     has_grad: list[bool]
     in_step: list[bool]
+    grad_scale: Tensor | None
 
 
 class ParamBatch:
@@ -93,6 +95,9 @@ class ParamBatch:
         columns: Small states, stacked along the first axis.
         has_grad: As in :class:`Gradients`, with shape ``(tensors)``.
         in_step: As there, with shape ``(tensors)``.
+        inverse_scale: One over the loss scale, which multiplies every gradient that is read, with
+            shape ``()``; None: there is none. Squares of scaled gradients may be past float32
+            where their scaler finds nothing.
         taken: Whether each takes the step, with shape ``(tensors)``, once that is decided.
         numel: Elements of each parameter over all shards.
         exact: The widest type of their device.
@@ -103,6 +108,7 @@ class ParamBatch:
 
     has_grad: Tensor
     in_step: Tensor
+    inverse_scale: Tensor | None
     taken: Tensor
     grads: list[Tensor | None]
     buckets: list[Bucket]
@@ -158,6 +164,11 @@ class ParamBatch:
             self.table.fill_states(self.moments)
 
     @property
+    def sign(self) -> float:
+        """Factor that gives gradients their direction: -1 to maximise."""
+        return -1.0 if self.group["maximize"] else 1.0
+
+    @property
     def lr(self) -> float | Tensor:
         """The group's learning rate: a number, or a tensor with shape ``()`` on the device."""
         lr: float | Tensor = self.group["lr"]
@@ -185,7 +196,10 @@ class ParamBatch:
             self._own = [local(p) for p in self.params] if self.sharded else self.params
             if not self._layout.matches(self._own) or not self._keeps_states():
                 return False
-        self.weights = self._masters or self._own
+        self.weights, self.inverse_scale = self._masters or self._own, None
+        if (scale := given.grad_scale) is not None:
+            # In one call: there are devices without float64.
+            self.inverse_scale = scale.to(self.device, self.exact).reshape(()).reciprocal()
         grads = [given.grads[i] for i in self.places]
         in_step = [given.in_step[i] for i in self.places]
         if self.table is None:
@@ -211,7 +225,9 @@ class ParamBatch:
                 places = [i for i, _ in pairs]
                 weights = [self.weights[i] for i in places]
                 moments = tuple([states[i] for i in places] for states in self.moments)
-                self.buckets.append(Bucket(places, weights, [g for _, g in pairs], moments))
+                own = [g for _, g in pairs]
+                found = Bucket(places, weights, own, moments, self.inverse_scale)
+                self.buckets.append(found)
 
     def _for_calls(self, gradient: Tensor | None, like: Tensor) -> Tensor:
         """A gradient no wider than its sums; a zero that takes no memory for None."""

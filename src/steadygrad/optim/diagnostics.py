@@ -46,7 +46,6 @@ class Report:
         batches: The group's parameters that are worked on.
         states: The optimizer's states.
         top: How many parameters to name in each list.
-        grad_scale: Loss scale that is still in the gradients.
     """
 
     def __init__(
@@ -56,12 +55,11 @@ class Report:
         batches: Sequence[ParamBatch],
         states: Mapping[Tensor, Any],
         top: int,
-        grad_scale: float,
     ) -> None:
         params = group["params"]
         names = group.get("param_names") or [f"group {index}, {i}" for i in range(len(params))]
         self._names = {id(p): name for p, name in zip(params, names, strict=True)}
-        self.group, self.batches, self._top, self._grad_scale = group, batches, top, grad_scale
+        self.group, self.batches, self._top = group, batches, top
         self._values: dict[str, dict[str, float]] = {}
         self._head = {
             "group": group.get("name", index),
@@ -94,8 +92,7 @@ class Report:
             batch: The parameters.
             sums: With shape ``(3, parameters)``.
         """
-        squares = sums[0].cpu().to(torch.float64) / self._grad_scale**2
-        self.add("square", batch, squares)
+        self.add("square", batch, sums[0])
         self.add("bad", batch, sums[1])
 
     def add_unusual(self, batch: ParamBatch, squares: Tensor, expected: Tensor) -> None:

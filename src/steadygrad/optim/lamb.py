@@ -12,7 +12,6 @@ from steadygrad.formulas import lamb
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import check_switch, options_of
 from steadygrad.optim.layerwise import LayerwiseOptimizer
-from steadygrad.optim.skipping import AmpState
 
 __all__ = ["LAMB"]
 
@@ -102,7 +101,6 @@ class LAMB(LayerwiseOptimizer):
         batches: Sequence[ParamBatch],
         norms: Sequence[Tensor],
         rules: Sequence[lamb.Rule],
-        amp: AmpState,
         joint: Tensor | None,
     ) -> list[lamb.Scales]:
         # Divided first: each of them may be finite and their sum not.
@@ -116,10 +114,10 @@ class LAMB(LayerwiseOptimizer):
         root = mean.sqrt() * count**0.5 if joint is None else joint[0].sqrt()
         found = []
         for b, rule in zip(batches, rules, strict=True):
-            scale, bound = amp.unscale(b), b.group["max_grad_norm"]
+            bound = b.group["max_grad_norm"]
+            scale = torch.full((), b.sign, dtype=b.exact, device=b.device)
             if bound is not None:
-                norm = root.to(b.device) * scale.abs()
-                scale = scale / (norm / bound).clamp(min=1.0)
+                scale = scale / (root.to(b.device) / bound).clamp(min=1.0)
             found.append(lamb.scales(scale, b.steps, b.taken, rule))
         return found
 

@@ -12,7 +12,6 @@ from steadygrad.formulas import lans
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import options_of
 from steadygrad.optim.layerwise import LayerwiseOptimizer
-from steadygrad.optim.skipping import AmpState
 
 __all__ = ["LANS"]
 
@@ -102,7 +101,6 @@ class LANS(LayerwiseOptimizer):
         batches: Sequence[ParamBatch],
         norms: Sequence[Tensor],
         rules: Sequence[lans.Rule],
-        amp: AmpState,
         joint: Tensor | None,
     ) -> list[lans.Normalizers]:
         # Nothing depends on the gradient's scale.

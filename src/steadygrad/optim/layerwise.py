@@ -11,7 +11,6 @@ from steadygrad.formulas.lans import trust_ratio
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.diagnostics import OWN_SUMS, Report
 from steadygrad.optim.optimizer import ShardedOptimizer
-from steadygrad.optim.skipping import AmpState
 from steadygrad.optim.state import ADAM_FIELDS
 
 __all__ = ["LayerwiseOptimizer"]
@@ -54,7 +53,6 @@ class LayerwiseOptimizer(ShardedOptimizer):
         batches: Sequence[ParamBatch],
         norms: Sequence[Tensor],
         rules: Sequence[Any],
-        amp: AmpState,
         joint: Tensor | None,
     ) -> Sequence[Any]:
         """Factors of the pass over the moments.
@@ -63,7 +61,6 @@ class LayerwiseOptimizer(ShardedOptimizer):
             batches: The batches, with this step counted where it is taken.
             norms: Sums of each over all shards, the first row of squared gradients.
             rules: Options of each that all passes need.
-            amp: Loss scale and verdict of a gradient scaler.
             joint: Joint sums of :meth:`_joint_terms` that all processes agree on, if they had to.
         """
         raise NotImplementedError
@@ -74,15 +71,15 @@ class LayerwiseOptimizer(ShardedOptimizer):
         """Local parts of a norm of several parameters; none if there is no such norm."""
         return ()
 
-    def _update(self, batches: Sequence[ParamBatch], amp: AmpState) -> Tensor:
+    def _update(self, batches: Sequence[ParamBatch]) -> Tensor:
         own = [b.passes.grad_sq_norms(b) for b in batches]
         norms, ok, joint = self._first_sums(
-            batches, own, amp, terms=lambda: self._joint_terms(batches, own)
+            batches, own, terms=lambda: self._joint_terms(batches, own)
         )
         for batch in batches:
             batch.store("step", batch.columns["step"] + batch.taken)
         rules = [self._rule(batch.group) for batch in batches]
-        by = self._scales(batches, norms, rules, amp, joint)
+        by = self._scales(batches, norms, rules, joint)
         passes = list(zip(batches, by, rules, strict=True))
         own = [b.passes.update_moments(b, x, rule) for b, x, rule in passes]
         totals = self._sums(batches, own, 1 + len(self._ratios))
@@ -93,7 +90,7 @@ class LayerwiseOptimizer(ShardedOptimizer):
             b.passes.apply(b, found, rule)
         return ok
 
-    def _diagnose(self, reports: Sequence[Report], amp: AmpState) -> list[dict[str, Any]]:
+    def _diagnose(self, reports: Sequence[Report]) -> list[dict[str, Any]]:
         # All groups at once: a norm may be that of all gradients.
         owners = [(report, b) for report in reports for b in report.batches]
         batches = [b for _, b in owners]
@@ -106,7 +103,7 @@ class LayerwiseOptimizer(ShardedOptimizer):
             report.add_gradients(batch, sums)
             batch.taken = batch.has_grad & torch.isfinite(sums[0])
         rules = [self._rule(batch.group) for batch in batches]
-        by = self._scales(batches, norms, rules, amp, None)
+        by = self._scales(batches, norms, rules, None)
         passes = list(zip(batches, by, rules, strict=True))
         more = [self._report_sums(*given) for given in passes]
         more = self._sums(batches, more, self._report_rows)

@@ -18,7 +18,7 @@ from steadygrad.optim.batch import Gradients, ParamBatch
 from steadygrad.optim.building import BatchBuilder
 from steadygrad.optim.checks import check_capture, dense_gradient
 from steadygrad.optim.diagnostics import Report
-from steadygrad.optim.skipping import AmpState, SkipMonitor
+from steadygrad.optim.skipping import SkipMonitor
 from steadygrad.sharding import PackedSum, PartialGradients
 
 __all__ = ["ShardedOptimizer"]
@@ -99,19 +99,17 @@ class ShardedOptimizer(BatchBuilder):
         batches = self._batches()
         # Where others may have work they wait for this process, too.
         if batches or self._over_shards() is not None:
-            amp = AmpState(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-            ok = self._update(batches, amp)
+            ok = self._update(batches)
             self._skips = self._skips or SkipMonitor(type(self).__name__)
             self._skips.count(ok, self.state.values(), self.warn_after_skips)
             for batch in batches:
                 batch.finish()
 
-    def _update(self, batches: Sequence[ParamBatch], amp: AmpState) -> Tensor:
+    def _update(self, batches: Sequence[ParamBatch]) -> Tensor:
         """Moves weights and states.
 
         Args:
             batches: All parameters that take part.
-            amp: Loss scale and verdict of a gradient scaler.
 
         Returns:
             Whether the step was taken, with shape ``()``.
@@ -124,7 +122,8 @@ class ShardedOptimizer(BatchBuilder):
         if not compiling:
             self._check_edited()
         self._find_params()
-        given = self._gradients()
+        # A gradient scaler sets it for a step whose gradients it has not unscaled.
+        given = self._gradients(getattr(self, "grad_scale", None))
         batches, key = self._built, None if compiling else (self._modes, len(kernels.BROKEN))
         if compiling or self._built_for != key or not _refresh(batches, given):
             batches = self._build(given.grads)
@@ -139,8 +138,12 @@ class ShardedOptimizer(BatchBuilder):
                 self._built, self._built_for = batches, key
         return _in_step(batches, given)
 
-    def _gradients(self) -> Gradients:
-        """Local gradients of all parameters."""
+    def _gradients(self, grad_scale: Tensor | None) -> Gradients:
+        """Local gradients of all parameters.
+
+        Args:
+            grad_scale: Loss scale that is still in them; None: none is.
+        """
         grads: list[Tensor | None] = [p.grad for p in self._params]
         given = [g for g in grads if g is not None]
         has_grad = [True] * len(grads)
@@ -152,7 +155,7 @@ class ShardedOptimizer(BatchBuilder):
         is_odd = {torch.strided} < {torch.strided, *map(attrgetter("layout"), given)}
         if not is_odd and not any(self._sharded):
             self._anywhere = None
-            return Gradients(grads, has_grad, has_grad)
+            return Gradients(grads, has_grad, has_grad, grad_scale)
         grads = [
             g if g is None else dense_gradient(p) for p, g in zip(self._params, grads, strict=True)
         ]
@@ -164,7 +167,7 @@ class ShardedOptimizer(BatchBuilder):
             here or (shared and p.requires_grad)
             for here, shared, p in zip(has_grad, self._sharded, self._params, strict=True)
         ]
-        return Gradients(grads, has_grad, in_step)
+        return Gradients(grads, has_grad, in_step, grad_scale)
 
     # Sums over shards, and what all processes decide from them.
 
@@ -172,7 +175,6 @@ class ShardedOptimizer(BatchBuilder):
         self,
         batches: Sequence[ParamBatch],
         own: Sequence[Tensor],
-        amp: AmpState,
         finite: Sequence[Callable[[Tensor], Tensor]] | None = None,
         terms: Callable[[], Sequence[tuple[int, Tensor]]] | None = None,
     ) -> tuple[list[Tensor], Tensor, Tensor | None]:
@@ -181,7 +183,6 @@ class ShardedOptimizer(BatchBuilder):
         Args:
             batches: The batches; ``taken`` of each is set.
             own: Local sums of the batches, each with shape ``(k, tensors)``.
-            amp: Loss scale and verdict of a gradient scaler.
             finite: For each a function from its sums to whether each parameter's are finite, with
                 shape ``(tensors)``; None: the first row decides.
             terms: Says for each the number of a joint sum of several parameters, at most one a
@@ -192,7 +193,7 @@ class ShardedOptimizer(BatchBuilder):
             the joint sums, None where every process finds the same from the sums over shards.
         """
         finite = finite or [_finite_norms] * len(batches)
-        bad, joint = _bad(own, finite, amp), None
+        bad, joint = _bad(own, finite, getattr(self, "found_inf", None)), None
         total, totals, has_grad = self._over_shards(), list(own), [b.has_grad for b in batches]
         if (found := self._anywhere) is not None:
             has_grad = [b.has_grad | found.to(b.device)[b.index] for b in batches]
@@ -205,7 +206,7 @@ class ShardedOptimizer(BatchBuilder):
             joint = means if parts else None
             has_grad = [sums[-1] > 0 for sums in totals]
             totals = [sums[:-1] for sums in totals]
-            bad = bad | _bad(totals, finite, AmpState()).to(bad.device)
+            bad = bad | _bad(totals, finite, None).to(bad.device)
         ok = ~bad
         for batch, anywhere in zip(batches, has_grad, strict=True):
             batch.taken = anywhere & ok.to(batch.device)
@@ -247,17 +248,17 @@ class ShardedOptimizer(BatchBuilder):
         check_number("grad_scale", grad_scale, low=0, low_open=True)
         with torch.inference_mode(False), torch.no_grad():
             self._find_params()
-            given = self._gradients()
+            scale = torch.tensor(grad_scale, dtype=torch.float64, device="cpu")
+            given = self._gradients(scale)
             reports = []
             for i, (group, places) in enumerate(self._grouped()):
                 batches = self._build_group(group, places, given.grads, is_report=True)
                 _refresh(batches, given)
                 own = _in_step(batches, given)
-                reports.append(Report(i, group, own, self.state, top, grad_scale))
-            scale = torch.tensor(grad_scale, dtype=torch.float64, device="cpu")
-            return self._diagnose(reports, AmpState(scale))
+                reports.append(Report(i, group, own, self.state, top))
+            return self._diagnose(reports)
 
-    def _diagnose(self, reports: Sequence[Report], amp: AmpState) -> list[dict[str, Any]]:
+    def _diagnose(self, reports: Sequence[Report]) -> list[dict[str, Any]]:
         """Reports on the batches of all groups, without a step."""
         raise NotImplementedError
 
@@ -268,12 +269,14 @@ def _finite_norms(sums: Tensor) -> Tensor:
 
 
 def _bad(
-    sums: Sequence[Tensor], finite: Sequence[Callable[[Tensor], Tensor]], amp: AmpState
+    sums: Sequence[Tensor],
+    finite: Sequence[Callable[[Tensor], Tensor]],
+    found_inf: Tensor | None,
 ) -> Tensor:
     """Whether any sum of this process is not finite, or a scaler has seen such a gradient."""
     flags = [(~look(own)).any() for look, own in zip(finite, sums, strict=True)]
-    if amp.found_inf is not None:
-        flags.append((amp.found_inf != 0).reshape(()))
+    if found_inf is not None:
+        flags.append((found_inf != 0).reshape(()))
     if len(flags) < 2:
         return flags[0] if flags else torch.zeros((), dtype=torch.bool)
     device = next((f.device for f in flags if f.device.type != "cpu"), flags[0].device)

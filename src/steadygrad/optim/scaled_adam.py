@@ -15,7 +15,6 @@ from steadygrad.optim.diagnostics import OWN_SUMS, Report
 from steadygrad.optim.icefall import unstack
 from steadygrad.optim.optimizer import ShardedOptimizer
 from steadygrad.optim.scaled_adam_step import CLIPPING, SIZES, ScaledAdamStep, clip_factors
-from steadygrad.optim.skipping import AmpState
 from steadygrad.optim.state import SKIPPED, STEP, StateField
 
 __all__ = ["ScaledAdam"]
@@ -147,8 +146,8 @@ class ScaledAdam(ShardedOptimizer):
         states = {i: own["state"][i] | state for i, state in enumerate(found)}
         self.load_state_dict({**own, "state": states})
 
-    def _update(self, batches: Sequence[ParamBatch], amp: AmpState) -> Tensor:
-        work = [ScaledAdamStep(batch, amp) for batch in batches]
+    def _update(self, batches: Sequence[ParamBatch]) -> Tensor:
+        work = [ScaledAdamStep(batch) for batch in batches]
         own = [update.local_sums() for update in work]
         places = {id(group): place for place, group in enumerate(self.param_groups)}
 
@@ -160,7 +159,7 @@ class ScaledAdam(ShardedOptimizer):
                 for u, sums in zip(work, own, strict=True)
             ]
 
-        sums, ok, joint = self._first_sums(batches, own, amp, [u.finite for u in work], terms)
+        sums, ok, joint = self._first_sums(batches, own, [u.finite for u in work], terms)
         for update, total in zip(work, sums, strict=True):
             update.sums = total
         norms = {} if joint is None else {key: joint[i].sqrt() for key, i in places.items()}
@@ -169,7 +168,7 @@ class ScaledAdam(ShardedOptimizer):
             update.apply(clips[update.key])
         return ok
 
-    def _diagnose(self, reports: Sequence[Report], amp: AmpState) -> list[dict[str, Any]]:
+    def _diagnose(self, reports: Sequence[Report]) -> list[dict[str, Any]]:
         owners = [(report, b) for report in reports for b in report.batches]
         batches = [b for _, b in owners]
         own = [
@@ -181,10 +180,10 @@ class ScaledAdam(ShardedOptimizer):
         for (report, batch), sums in zip(
             owners, self._sums(batches, own, 3 + OWN_SUMS), strict=True
         ):
-            step = ScaledAdamStep(batch, amp)
+            step = ScaledAdamStep(batch)
             step.sums = sums[:3]
             report.add_gradients(batch, sums[[0, 3, 4]])
-            report.add_unusual(batch, sums[0] * step.unscale**2, sums[4])
+            report.add_unusual(batch, sums[0], sums[4])
             report.add("dominance", batch, step.norm_terms(step.sums[0]))
             if not step.is_scalar:
                 report.add("rms", batch, batch.columns["param_rms"])

@@ -10,7 +10,6 @@ from torch import Tensor
 from steadygrad.formulas import clipping, scaled_adam, sizes
 from steadygrad.formulas.tensors import may_hold
 from steadygrad.optim.batch import ParamBatch
-from steadygrad.optim.skipping import AmpState
 from steadygrad.optim.state import StateField
 
 __all__ = ["CLIPPING", "SIZES", "ScaledAdamStep", "clip_factors"]
@@ -38,7 +37,6 @@ class ScaledAdamStep:
 
     Args:
         batch: The parameters.
-        amp: Loss scale and verdict of a gradient scaler.
 
     Attributes:
         sums: Sums over all shards, with shape ``(3, tensors)``, once they are known.
@@ -47,12 +45,11 @@ class ScaledAdamStep:
 
     sums: Tensor
 
-    def __init__(self, batch: ParamBatch, amp: AmpState) -> None:
+    def __init__(self, batch: ParamBatch) -> None:
         self.batch, self.group, self.rule = batch, batch.group, _rule(batch)
         self.key = id(batch.group), batch.device
         self.is_scalar = "param_rms" not in batch.columns
         self.step = batch.steps
-        self.unscale = amp.unscale(batch)
         # The weights of a frozen parameter are not read: its step stays zero.
         needed = scaled_adam.needs_products(self.step, self.rule) & batch.in_step
         self.needed = torch.zeros_like(needed) if self.is_scalar else needed
@@ -69,11 +66,10 @@ class ScaledAdamStep:
 
     def finite(self, sums: Tensor) -> Tensor:
         """Whether sums can be used, with shape ``(tensors)``."""
-        return scaled_adam.finite(sums, self.needed, self.batch.state_dtype)
+        return scaled_adam.finite(sums, self.needed, self.batch.state_dtype, self.rule.period)
 
     def norm_terms(self, squares: Tensor) -> Tensor:
         """Squared norms of the scaled gradients from those of the gradients, both ``(tensors)``."""
-        squares = squares * self.unscale**2
         if self.is_scalar:
             # In 2022 the norm took no account of the smaller learning rate.
             scale = 1.0 if self.rule.original else self.rule.scalar_lr_scale
@@ -101,15 +97,15 @@ class ScaledAdamStep:
         Args:
             clip: Clipping factor of the group, with shape ``()``.
         """
-        batch, rule, unscale = self.batch, self.rule, self.unscale * clip
+        batch, rule, scale = self.batch, self.rule, clip.to(self.batch.exact) * self.batch.sign
         # In 2022 the clipped gradient reached the sizes only.
-        in_update = self.unscale if rule.original else unscale
+        in_update = torch.full_like(scale, batch.sign) if rule.original else scale
         known, factors = None, None
         if not self.is_scalar:
             known = sizes.Sizes(*(batch.columns[name] for name in SIZES))
             move = torch.zeros_like(known.rms)
             if self.is_sized:
-                known, move = self._size_step(known, unscale)
+                known, move = self._size_step(known, scale)
             factors = known.rms, move
         by = scaled_adam.step_scales(self.step, factors, in_update, batch.taken, rule)
         products = batch.passes.update(batch, by, rule)
@@ -118,16 +114,16 @@ class ScaledAdamStep:
             now = self.sums[1]
             if not batch.sharded:
                 now = torch.where(self.needed, now, products)
-            now = (now * unscale).to(batch.state_dtype)
+            now = (now * scale).to(batch.state_dtype)
             ring = sizes.remembered(known.gradients, now, self.step, batch.taken)
             batch.store("scale_grads", ring)
             if self.is_sized:
                 batch.store("param_rms", known.rms)
                 batch.store("scale_exp_avg_sq", known.mean_square)
 
-    def _size_step(self, known: sizes.Sizes, unscale: Tensor) -> tuple[sizes.Sizes, Tensor]:
+    def _size_step(self, known: sizes.Sizes, scale: Tensor) -> tuple[sizes.Sizes, Tensor]:
         batch = self.batch
-        gradient = (self.sums[1] * unscale).to(batch.state_dtype)
+        gradient = (self.sums[1] * scale).to(batch.state_dtype)
         rms = (self.sums[2] / batch.numel).sqrt().to(batch.state_dtype)
         return sizes.size_step(known, gradient, rms, self.step, batch.taken, self.rule)
 

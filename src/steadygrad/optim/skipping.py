@@ -1,41 +1,15 @@
-"""A gradient scaler's share in a step, and counts of the steps that are skipped."""
+"""Counts of the steps that are skipped."""
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import is_capturing
 
-__all__ = ["AmpState", "SkipMonitor"]
-
-
-@dataclass(frozen=True)
-class AmpState:
-    """The part of a gradient scaler's work that it leaves to the optimizer.
-
-    Attributes:
-        grad_scale: Loss scale that is still in the gradients, with one element; None: none is.
-        found_inf: Positive where the scaler found a gradient that is not finite; None: it did not
-            check.
-    """
-
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
-
-    def unscale(self, batch: ParamBatch) -> Tensor:
-        """Factor that removes the loss scale and gives gradients their direction."""
-        sign = torch.full(
-            (), -1.0 if batch.group["maximize"] else 1.0, dtype=batch.exact, device=batch.device
-        )
-        if self.grad_scale is None:
-            return sign
-        # In one call: there are devices without float64.
-        return sign / self.grad_scale.to(batch.device, batch.exact).reshape(())
+__all__ = ["SkipMonitor"]
 
 
 class SkipMonitor:

@@ -63,8 +63,18 @@ def test_products_are_needed_at_the_first_step_and_at_size_steps(period):
 def test_sums_that_overflow_stop_a_step_where_they_are_used():
     rows = torch.tensor([[1.0, 1.0, torch.inf], [1e30, 1e30, 1.0], [1.0, torch.nan, 1.0]])
     needed = torch.tensor([True, False, False])
-    assert finite(rows, needed, torch.float32).tolist() == [False, True, False]
-    assert finite(rows[:, :1].double(), needed[:1], torch.float64).tolist() == [True]
+    assert finite(rows, needed, torch.float32, 4).tolist() == [False, True, False]
+    assert finite(rows[:, :1].double(), needed[:1], torch.float64, 4).tolist() == [True]
+
+
+def test_squares_that_are_finite_may_overflow_in_their_sum():
+    """Four squares of 1e19 are more than float32 holds, and two are not."""
+    rows = torch.tensor([[1.0], [1e19], [1.0]])
+    assert [finite(rows, TRUE, torch.float32, period).item() for period in (2, 4)] == [True, False]
+    kept = [remembered(torch.zeros(1, p), rows[1], steps_at(0, 1), TRUE)[0, 0] for p in (2, 4)]
+    assert kept == [1e19, 0.0]
+    ring = remembered(torch.full((1, 4), 9e18), torch.tensor([9e18]), steps_at(3, 1), TRUE)
+    assert ring.square().mean(1).isfinite()
 
 
 def test_the_last_gradients_of_sizes_are_remembered():
@@ -154,7 +164,7 @@ def test_step_scales(rule, t):
     assert tensor.second_moment.tolist() == pytest.approx([corrected] * 2, rel=1e-12)
     assert tensor.gradient.tolist() == pytest.approx([-0.05, -1e-6], rel=1e-12)
     assert torch.equal(tensor.weight, vector(0.3, 0))
-    assert tensor.unscale.tolist() == [0.5, 0.5]
+    assert tensor.clip.tolist() == [0.5, 0.5]
 
 
 def one(value):

@@ -13,7 +13,6 @@ from steadygrad.formulas.tensors import (
     inner_products,
     joined,
     moved_by,
-    sanitized,
     square_sums,
     wide,
 )
@@ -75,15 +74,32 @@ def test_sanitized_copies(dtype):
     given = [draw(3, 2, dtype=dtype), torch.zeros((), dtype=dtype).expand(2, 2)]
     given[0][1, 1] = torch.nan
     before = [g.clone() for g in given]
-    kept = sanitized(given, [torch.tensor(True)] * 2, torch.float32)
+    bucket = Bucket([0, 1], given, given, ())
+    kept = bucket.sanitized([torch.tensor(True)] * 2, torch.float32)
     for copy, g in zip(kept, given, strict=True):
         assert copy.dtype == torch.float32
         torch.testing.assert_close(copy, g.float(), rtol=0, atol=0, equal_nan=True)
         copy.fill_(7.0)
-    gone = sanitized(given, [torch.tensor(False)] * 2, torch.float32)
+    gone = bucket.sanitized([torch.tensor(False)] * 2, torch.float32)
     assert all(torch.equal(copy, torch.zeros(g.shape)) for copy, g in zip(gone, given, strict=True))
     for g, b in zip(given, before, strict=True):
         torch.testing.assert_close(g, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_gradients_without_their_loss_scale(dtype):
+    given = [draw(3, 2, dtype=dtype), draw(4, dtype=dtype)]
+    before = [g.clone() for g in given]
+    for scale in (None, torch.tensor(2.0**-20, dtype=torch.float64)):
+        bucket = Bucket([0, 1], given, given, (), scale)
+        expected = [g.float() * (1.0 if scale is None else 2.0**-20) for g in before]
+        both = (
+            bucket.unscaled(torch.float32),
+            bucket.sanitized([torch.tensor(True)] * 2, torch.float32),
+        )
+        for found in both:
+            assert all(torch.equal(a.float(), b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(g, b) for g, b in zip(given, before, strict=True))
 
 
 def bucket_of(places, dtype):

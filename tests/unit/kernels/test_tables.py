@@ -50,7 +50,9 @@ def table_of(tensors):
 
 
 def sums_of(table):
-    return lans.grad_sq_norms(SimpleNamespace(table=table, sum_dtype=torch.float64))[0]
+    return lans.grad_sq_norms(
+        SimpleNamespace(table=table, sum_dtype=torch.float64, inverse_scale=None)
+    )[0]
 
 
 def square_sums(tensors):
@@ -121,7 +123,7 @@ def test_any_number_of_large_states(states):
     table = runtime.Table(sizes, FLOATS, states, CPU)
     table.fill_states(moments)
     table.fill(weights, weights, grads)
-    runtime.Pass(make)(SimpleNamespace(table=table))
+    runtime.Pass(make)(SimpleNamespace(table=table, inverse_scale=None))
     for k, own in enumerate(moments):
         for tensor in own:
             assert torch.equal(tensor, torch.full_like(tensor, 10.0 * k + 2 * (k + 1) + 0.5))

@@ -37,12 +37,12 @@ def moments_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[
         args, table, sums, factors, options = arguments(data, SCALES, OPTIONS + 0 * source)
         beta1, beta2 = state(options[0]), state(options[1])
         rest1, rest2 = state(1 - options[0]), state(1 - options[1])
-        eps, decay = state(options[2]), state(options[3])
+        eps, decay, unscale = state(options[2]), state(options[3]), state(options[-1])
         while True:
             c, tensor, start, stop = chunk_of(args, table, sums, factors, False)
             if c < 0:
                 return
-            scale = state(factors[1, tensor])
+            clip = state(factors[1, tensor])
             unbias1, unbias2 = state(factors[2, tensor]), state(factors[3, tensor])
             for first in range(start, stop, BLOCK):
                 size = min(BLOCK, stop - first)
@@ -54,7 +54,7 @@ def moments_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[
                     sync_masters(x, p, size)
                 part_x, part_u = state(0), state(0)
                 for i in range(size):
-                    slope = state(widen(g[i])) * scale
+                    slope = state(widen(g[i])) * unscale * clip
                     m[i] = beta1 * m[i] + rest1 * slope
                     v[i] = beta2 * v[i] + rest2 * (slope * slope)
                     here = state(widen(x[i]))

@@ -35,7 +35,8 @@ def grad_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any
     source, exact, types = SOURCE, wide(weight), (grad, weight, state, param)
 
     def kernel(data: Any) -> None:
-        args, table, sums, factors, _options = arguments(data, 0, 0 * source)
+        args, table, sums, factors, options = arguments(data, 0, 0 * source)
+        unscale = exact(options[-1])
         while True:
             c, tensor, start, stop = chunk_of(args, table, sums, factors, True)
             if c < 0:
@@ -45,7 +46,7 @@ def grad_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any
                 g, _x, _p = arrays_at(args, table[tensor], first, size, types)
                 part = exact(0)
                 for i in range(size):
-                    x = exact(widen(g[i]))
+                    x = exact(widen(g[i])) * unscale
                     part += x * x
                 sums[c, 0] += np.float64(part)
 
@@ -61,6 +62,7 @@ def moments_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[
         beta1, beta2, rest1, rest2 = options[0], options[1], 1 - options[0], 1 - options[1]
         beta1, beta2, rest1, rest2 = state(beta1), state(beta2), state(rest1), state(rest2)
         eps, decay, bound = state(options[2]), state(options[3]), state(options[4])
+        unscale = state(options[-1])
         while True:
             c, tensor, start, stop = chunk_of(args, table, sums, factors, False)
             if c < 0:
@@ -77,7 +79,7 @@ def moments_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[
                     sync_masters(x, p, size)
                 part_x, part_m, part_g = state(0), state(0), state(0)
                 for i in range(size):
-                    scaled = state(widen(g[i])) * inverse
+                    scaled = state(widen(g[i])) * unscale * inverse
                     scaled = min(max(scaled, -bound), bound)
                     m[i] = beta1 * m[i] + rest1 * scaled
                     v[i] = beta2 * v[i] + rest2 * (scaled * scaled)
@@ -102,7 +104,7 @@ def apply_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[An
 
     def kernel(data: Any) -> None:
         args, table, sums, factors, options = arguments(data, COEFFICIENTS, OPTIONS + 0 * source)
-        eps, bound = state(options[2]), state(options[4])
+        eps, bound, unscale = state(options[2]), state(options[4]), state(options[-1])
         while True:
             c, tensor, start, stop = chunk_of(args, table, sums, factors, False)
             if c < 0:
@@ -117,7 +119,7 @@ def apply_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[An
                 m = state_at(row, 0, first, size, types)
                 v = state_at(row, 1, first, size, types)
                 for i in range(size):
-                    scaled = state(widen(g[i])) * inverse
+                    scaled = state(widen(g[i])) * unscale * inverse
                     scaled = min(max(scaled, -bound), bound)
                     d = math.sqrt(v[i] * unbias2) + eps
                     moved = keep * exact(widen(x[i])) - (by_g * scaled + by_m * m[i]) / d

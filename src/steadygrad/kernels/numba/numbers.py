@@ -137,13 +137,14 @@ def block_at(address: Any, first: Any, length: Any, dtype: Any) -> Any:
 def arguments(data: Any, factors: Any, options: Any) -> Any:
     """The arguments and their tables: addresses, sums, factors and options.
 
-    ``data`` is the kernel's only argument, ``factors`` and ``options`` say how many there are.
+    ``data`` is the kernel's only argument, ``factors`` and ``options`` say how many there are. One
+    over the loss scale in the gradients follows as the last option.
     """
     args = carray(data, PLACES, np.int64)
     addresses = array_at(args[ADDRESSES], (args[TENSORS], args[FIELDS]), np.int64)
     sums = array_at(args[SUMS], (args[CHUNKS], MOST_SUMS), np.float64)
     table = array_at(args[FACTORS], (factors, args[TENSORS]), np.float64)
-    return args, addresses, sums, table, array_at(args[OPTIONS], options, np.float64)
+    return args, addresses, sums, table, array_at(args[OPTIONS], options + 1, np.float64)
 
 
 @njit(inline="always")

@@ -88,7 +88,8 @@ class Pass(NamedTuple):
         """
         table: Table = batch.table
         factors = np.array([column.numpy() for column in by], np.float64)
-        numbers = np.array(options, np.float64)
+        scale = 1.0 if batch.inverse_scale is None else batch.inverse_scale.numpy()
+        numbers = np.array([*options, scale], np.float64)
         # A line of cache to itself: every thread writes to it.
         counter = np.zeros(16, np.int64)
         args = table.args._replace(

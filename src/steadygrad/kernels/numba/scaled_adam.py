@@ -52,7 +52,8 @@ def sums_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any
     exact = wide(weight)
 
     def kernel(data: Any) -> None:
-        args, table, totals, needed, _options = arguments(data, 1, 0 * source)
+        args, table, totals, needed, options = arguments(data, 1, 0 * source)
+        unscale = exact(options[-1])
         while True:
             c, tensor, start, stop = chunk_of(args, table, totals, needed, True)
             if c < 0:
@@ -64,14 +65,14 @@ def sums_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any
                 # The same loop whether products follow or not: two may add up in two orders, and a
                 # step after a resume, which takes products, would be another.
                 for i in range(size):
-                    slope = exact(widen(g[i]))
+                    slope = exact(widen(g[i])) * unscale
                     part_g += slope * slope
                 if needed[0, tensor] != 0.0:
                     if rounded:
                         sync_masters(p, out, size)
                     for i in range(size):
                         here = exact(widen(p[i]))
-                        part_pg += exact(widen(g[i])) * here
+                        part_pg += exact(widen(g[i])) * unscale * here
                         part_p += here * here
                 totals[c, 0] += np.float64(part_g)
                 totals[c, 1] += np.float64(part_pg)
@@ -90,11 +91,12 @@ def update_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[A
         beta1, beta2 = state(options[0]), state(options[1])
         rest1, rest2 = state(1 - options[0]), state(1 - options[1])
         eps, before, after = state(options[2]), exact(options[3]), exact(options[4])
+        unscale = exact(options[-1])
         while True:
             c, tensor, start, stop = chunk_of(args, table, totals, factors, False)
             if c < 0:
                 return
-            scale, unbias = state(factors[1, tensor]), state(factors[2, tensor])
+            clip, unbias = state(factors[1, tensor]), state(factors[2, tensor])
             by_g, by_p = state(factors[3, tensor]), state(factors[4, tensor])
             for first in range(start, stop, BLOCK):
                 size = min(BLOCK, stop - first)
@@ -107,8 +109,8 @@ def update_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[A
                     sync_masters(p, out, size)
                 for i in range(size):
                     here = exact(widen(p[i]))
-                    part += exact(widen(g[i])) * here
-                    slope = state(widen(g[i])) * scale
+                    part += exact(widen(g[i])) * unscale * here
+                    slope = state(widen(g[i])) * state(unscale) * clip
                     v[i] = beta2 * v[i] + rest2 * (slope * slope)
                     move = by_g * slope / (math.sqrt(v[i] * unbias) + eps)
                     # A weight that is not finite must not reach `delta` by way of zero.

@@ -25,10 +25,10 @@ def move_moments(places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tup
     """Moves a block of the moments; squares of the weight and of the direction."""
     at_g, at_x, at_m, at_v, at_p = places
     state: tl.constexpr = at_m.dtype.element_ty
-    _taken, scale, unbias1, unbias2 = cast(by, state)
-    beta1, beta2, eps, decay, _none = cast(options, state)
+    _taken, clip, unbias1, unbias2 = cast(by, state)
+    beta1, beta2, eps, decay, _none, unscale = cast(options, state)
     rest1, rest2 = (1 - options[0]).to(state), (1 - options[1]).to(state)
-    slope = read_gradient(at_g, here).to(state) * scale
+    slope = read_gradient(at_g, here).to(state) * unscale * clip
     m = beta1 * read(at_m, here) + rest1 * slope
     v = beta2 * read(at_v, here) + rest2 * (slope * slope)
     write(at_m, here, m)

@@ -4,7 +4,8 @@ The work of a pass on one block is a function of four tuples:
 
 - ``places``: pointers to a tensor's gradient, weight, large states and parameter;
 - ``by``: the tensor's factors;
-- ``options``: numbers that hold for all tensors; these and factors are of float64;
+- ``options``: numbers that hold for all tensors, the last of which is one over the loss scale in
+  the gradients; these and factors are of float64;
 - ``here``: the block, see :mod:`steadygrad.kernels.triton.memory`.
 
 It returns a tuple of blocks, one for each sum, whose elements are added up.
@@ -45,6 +46,7 @@ def pass_kernel(
     chunks: tl.tensor,
     sums: tl.tensor,
     factors: tl.tensor,
+    inverse_scale: tl.tensor,
     tensors: tl.tensor,
     fields: tl.constexpr,
     option0: tl.int64,
@@ -68,7 +70,9 @@ def pass_kernel(
     tensor, first, length = chunk_at(chunks)
     places = places_of(addresses, fields, tensor, grad, weight, state, param)
     by = factors_of(factors, tensors, tensor, columns)
-    options = (number(option0), number(option1), number(option2), number(option3), number(option4))
+    scale = tl.load(inverse_scale).to(tl.float64)
+    numbers = (number(option0), number(option1), number(option2), number(option3), number(option4))
+    options = (*numbers, scale)
     exact: tl.constexpr = tl.float64 if weight == tl.float64 else tl.float32
     totals = tl.tuple(())
     for _ in tl.static_range(rows):

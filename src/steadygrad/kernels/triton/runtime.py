@@ -50,6 +50,7 @@ class Table(PointerTable):
         device_chunks: The chunks on the device.
         device_sums: Sums of the last pass over each chunk, with shape ``(MOST_SUMS, chunks)``.
         aligned: Whether all memory starts at multiples of 16 bytes.
+        one: Factor on gradients without a loss scale.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Table(PointerTable):
         self._bounds = torch.from_numpy(ends).to(device)
         shape = MOST_SUMS, len(self.chunks)
         self.device_sums = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.one = torch.ones((), dtype=torch.float64, device=device)
         self.aligned = True
         self._sent = self.addresses.copy()
         self._own = torch.from_numpy(self._sent).to(device, copy=True)
@@ -155,7 +157,8 @@ class Pass(NamedTuple):
         table: Table = batch.table
         # A pass without factors is handed what it does not read.
         factors = torch.stack(tuple(by)).to(torch.float64) if by else table.device_sums
-        _launch(self, table, factors, options)
+        scale = table.one if batch.inverse_scale is None else batch.inverse_scale
+        _launch(self, table, factors, scale, options)
         return table.sums(self.rows, batch.sum_dtype) if self.rows else None
 
 
@@ -194,7 +197,7 @@ def _prepare(kernel: Pass, types: Types, states: int, device: torch.device) -> N
     factors = torch.zeros(max(1, kernel.columns), 1, dtype=torch.float64, device=device)
     try:
         for table.aligned in (True, False):
-            _launch(kernel, table, factors, ())
+            _launch(kernel, table, factors, table.one, ())
         table.sums(1, torch.promote_types(types[1], torch.float32))
     except _OF_DEVICE:
         raise
@@ -206,7 +209,9 @@ def _prepare(kernel: Pass, types: Types, states: int, device: torch.device) -> N
         raise KernelError(message[:200]) from error
 
 
-def _launch(kernel: Pass, table: Table, factors: Tensor, options: Sequence[float]) -> None:
+def _launch(
+    kernel: Pass, table: Table, factors: Tensor, inverse_scale: Tensor, options: Sequence[float]
+) -> None:
     numbers = np.zeros(MOST_OPTIONS)
     numbers[: len(options)] = options
     _start(
@@ -217,6 +222,7 @@ def _launch(kernel: Pass, table: Table, factors: Tensor, options: Sequence[float
         table.device_chunks,
         table.device_sums,
         factors,
+        inverse_scale,
         *table.addresses.shape,
         # Bits, which Triton hands over whole, and which are not what a kernel is compiled for.
         *numbers.view(np.int64).tolist(),
