@@ -16,26 +16,27 @@ __all__ = ["CASES", "mark_slow", "spread"]
 # Number of cases that `make test` takes, by file and test.
 CASES = {
     "contracts/test_attacks.py": {
-        "test_states_of_other_shapes_types_and_values": 7,
+        "test_states_of_other_shapes_types_and_values": 4,
     },
     "contracts/test_casts.py": {
-        "test_between_backward_and_step_too": 6,
-        "test_gradients_may_stay_wider_than_their_weights": 6,
-        "test_it_goes_on_as_the_equations_do": 6,
-        "test_to_other_types_and_back": 6,
+        "test_between_backward_and_step_too": 4,
+        "test_gradients_may_stay_wider_than_their_weights": 4,
+        "test_it_goes_on_as_the_equations_do": 4,
+        "test_to_other_types_and_back": 4,
     },
     "contracts/test_devices.py": {
-        "test_each_goes_as_it_would_alone": 12,
+        "test_each_goes_as_it_would_alone": 7,
     },
     "contracts/test_groups.py": {
-        "test_every_option_is_a_groups_own": 12,
-        "test_more_elements_than_32_bits_count": 14,
+        "test_every_option_is_a_groups_own": 7,
+        "test_more_elements_than_32_bits_count": 7,
     },
     "contracts/test_modes.py": {
-        "test_no_mode_needs_more_than_two_temporaries": 14,
+        "test_no_mode_needs_more_than_two_temporaries": 8,
+        "test_no_mode_waits_for_the_device": 14,
     },
     "contracts/test_resume.py": {
-        "test_the_first_pass_is_the_same_after_a_pause": 14,
+        "test_the_first_pass_is_the_same_after_a_pause": 7,
     },
     "contracts/test_steps.py": {
         "test_goes_in_the_right_direction": 28,
@@ -49,10 +50,15 @@ CASES = {
         "test_schedules_go_the_right_way_with_a_rate_in_a_tensor_too": 28,
     },
     "contracts/test_types.py": {
-        "test_without_a_master_a_step_is_that_in_float32_rounded_once": 21,
+        "test_a_cast_model_steps_as_one_whose_state_was_looked_at": 28,
+        "test_without_a_master_a_step_is_that_in_float32_rounded_once": 12,
     },
     "golden/test_optim_golden.py": {
-        "test_scaled_adam": 16,
+        "test_scaled_adam": 10,
+    },
+    "integrations/test_extras.py": {
+        "test_a_broken_trainer_fails_where_all_are_installed": 0,
+        "test_a_missing_package_is_named": 0,
     },
     "unit/balance/test_combine.py": {
         "test_a_hull_does_not_have_a_corner_at_zero": 4,
@@ -64,8 +70,12 @@ CASES = {
         "test_replicas_find_adams_critical_batch_within_their_error": 0,
         "test_training_the_task_has_the_expected_loss": 5,
     },
+    "unit/cli/test_compare.py": {
+        "test_it_prints_verdicts_and_goes_on": 0,
+    },
     "unit/cli/test_faults.py": {
-        "test_standard_output_that_takes_nothing": 2,
+        "test_a_page_that_cannot_be_written_costs_no_result": 1,
+        "test_standard_output_that_takes_nothing": 1,
     },
     "unit/formulas/test_intervals.py": {
         "test_hopeless_data_are_mostly_unbounded_and_still_covered": 0,
@@ -75,6 +85,8 @@ CASES = {
         "test_a_sum_with_its_roundings_is_no_alteration": 18,
     },
     "unit/kernels/test_processes.py": {
+        "test_a_lack_of_memory_in_the_compiler_is_passed_on": 1,
+        "test_several_python_threads_step_at_once": 1,
         "test_without_any_folder_it_is_compiled_for_the_process": 1,
     },
     "unit/kernels/test_triton_golden.py": {
@@ -84,32 +96,65 @@ CASES = {
         "test_nothing_is_kept_where_nothing_changes": 2,
     },
     "unit/kernels/test_triton_steps.py": {
+        "test_a_bad_step_changes_nothing": 1,
+        "test_a_large_gradient_is_clipped": 1,
+        "test_finite_gradients_of_any_size_leave_all_finite": 1,
         "test_launches_do_not_grow_with_the_model": 1,
-        "test_one_type_without_masters": 2,
+        "test_no_wait_for_a_tensor_that_is_read": 1,
+        "test_one_type_without_masters": 1,
+        "test_tensors_that_move_are_found": 1,
+    },
+    "unit/noise/test_split_batch.py": {
+        "test_finds_a_known_noise_scale_with_odd_batches": 1,
     },
     "unit/noise/test_split_batch_interval.py": {
         "test_without_a_signal_nothing_is_resolved": 0,
     },
+    "unit/optim/test_bad_inputs.py": {
+        "test_data_exchanged_for_another_type": 9,
+    },
+    "unit/optim/test_lamb.py": {
+        "test_equals_the_reference": 11,
+    },
+    "unit/optim/test_lans.py": {
+        "test_equals_the_reference": 10,
+    },
+    "unit/optim/test_scaled_adam.py": {
+        "test_equals_the_reference": 8,
+    },
     "unit/report/test_advise.py": {
-        "test_every_string_is_escaped": 2,
+        "test_any_kind_of_event_may_be_missing": 1,
+        "test_every_string_is_escaped": 1,
     },
     "unit/report/test_advise_random.py": {
         "test_no_page_contradicts_its_summary": 1,
+    },
+    "unit/report/test_browser.py": {
+        "test_partial_page": 1,
     },
     "unit/report/test_compare.py": {
         "test_a_partial_record_says_so": 7,
         "test_up_to_six_optimizers_have_colours_of_their_own": 2,
     },
-    "unit/studies/advise/test_explain.py": {
-        "test_no_sentence_contradicts_a_number": 1,
+    "unit/report/test_inspect.py": {
+        "test_on_a_phone_and_on_a_desk": 1,
     },
     "unit/studies/advise/test_check.py": {
         "test_the_interval_covers_the_truth_whatever_the_spread": 1,
     },
+    "unit/studies/advise/test_decisions.py": {
+        "test_a_study_with_all_results_there_decides_as_it_did_before_them": 2,
+    },
+    "unit/studies/advise/test_explain.py": {
+        "test_no_sentence_contradicts_a_number": 1,
+    },
+    "unit/studies/advise/test_plan.py": {
+        "test_a_plan_fits_its_budget_and_its_own_rules": 12,
+    },
     "unit/studies/compare/test_run.py": {
         "test_a_plan_of_its_own_for_a_real_budget": 0,
         "test_cut_at_any_event_it_goes_on_to_the_same_summary": 0,
-        "test_other_types": 1,
+        "test_other_types": 0,
     },
     "unit/studies/compare/test_statistics.py": {
         "test_the_promised_number_of_seeds_finds_the_difference": 1,
@@ -117,19 +162,33 @@ CASES = {
     "unit/studies/compare/test_summary.py": {
         "test_twins_are_told_apart_in_one_study_of_twenty_at_most": 0,
     },
+    "unit/studies/inspect/test_forward.py": {
+        "test_accumulation": 1,
+    },
     "unit/studies/inspect/test_resume.py": {
         "test_a_lost_checkpoint_is_trained_again": 1,
+        "test_only_checkpoints_that_may_be_needed_are_kept": 1,
         "test_stopped_and_resumed_to_the_same_numbers": 1,
     },
     "unit/studies/inspect/test_run.py": {
-        "test_a_hundred_steps": 1,
+        "test_a_hundred_steps": 0,
+        "test_an_overflow_is_attributed_to_its_layer": 1,
         "test_nothing_is_at_fault_in_the_language_model": 0,
+        "test_who_overflows_because_it_is_large_is_not_broken": 0,
+    },
+    "unit/studies/test_description.py": {
+        "test_a_task_without_betas_and_weight_decay": 0,
     },
     "unit/studies/test_resume.py": {
-        "test_a_checkpoint_that_cannot_be_trusted_is_trained_anew": 3,
+        "test_a_checkpoint_that_cannot_be_trusted_is_trained_anew": 1,
+        "test_stopped_and_resumed_to_the_same_numbers": 1,
+    },
+    "unit/studies/test_trainer.py": {
+        "test_a_study_that_runs_out_of_memory_ends_with_an_answer": 0,
+        "test_numpy_in_a_task_does_not_change_a_resumed_run": 0,
     },
     "unit/tasks/test_built_in.py": {
-        "test_it_trains": 3,
+        "test_it_trains": 1,
     },
 }
 
