@@ -9,7 +9,8 @@ from tests.distributed.ranks import on_ranks
 pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+# Four processes take three times as long as two.
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def results(request, tmp_path_factory):
     world = request.param
     return on_ranks(world, agreement, tmp_path_factory.mktemp(f"agreement-{world}"))

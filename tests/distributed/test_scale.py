@@ -153,7 +153,7 @@ def everything(rank, world):
     }
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_processes_do_the_same(world, tmp_path):
     results = on_ranks(world, everything, tmp_path)
     for result in results:
@@ -164,7 +164,7 @@ def test_all_processes_do_the_same(world, tmp_path):
     assert results[0]["auto"][1] == world * (20 + 5 + 30 + 30 + 12)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_processes_with_other_layers_skip_together(world, tmp_path):
     results = on_ranks(world, check_other_layers, tmp_path)
     last = str(world)
