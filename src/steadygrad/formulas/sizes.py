@@ -83,8 +83,8 @@ def size_step(
 def remembered(ring: Tensor, size_gradient: Tensor, step: Tensor, taken: Tensor) -> Tensor:
     """The last gradients of the log sizes, with this step's.
 
-    A gradient of which a sum of as many squares would overflow counts as zero: it came with weights
-    that have grown since the last size step, which did not need it.
+    A gradient whose square times the period overflows counts as zero: it came with weights that
+    have grown since the last size step, which did not need it.
 
     Args:
         ring: The last ones, with shape ``(tensors, period)``; step ``t`` at ``t mod period``.

@@ -42,10 +42,10 @@ class Bucket:
     inverse_scale: Tensor | None = None
 
     def unscaled(self, dtype: torch.dtype) -> list[Tensor]:
-        """Gradients without their loss scale, as they are where there is none.
+        """Gradients without their loss scale; the gradients themselves if there is none.
 
         Args:
-            dtype: Type to divide them in.
+            dtype: Type of the products with one over the scale.
         """
         if self.inverse_scale is None:
             return self.grads

@@ -70,9 +70,14 @@ def pass_kernel(
     tensor, first, length = chunk_at(chunks)
     places = places_of(addresses, fields, tensor, grad, weight, state, param)
     by = factors_of(factors, tensors, tensor, columns)
-    scale = tl.load(inverse_scale).to(tl.float64)
-    numbers = (number(option0), number(option1), number(option2), number(option3), number(option4))
-    options = (*numbers, scale)
+    options = (
+        number(option0),
+        number(option1),
+        number(option2),
+        number(option3),
+        number(option4),
+        tl.load(inverse_scale).to(tl.float64),
+    )
     exact: tl.constexpr = tl.float64 if weight == tl.float64 else tl.float32
     totals = tl.tuple(())
     for _ in tl.static_range(rows):
