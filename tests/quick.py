@@ -31,26 +31,36 @@ CASES = {
         "test_every_option_is_a_groups_own": 7,
         "test_more_elements_than_32_bits_count": 7,
     },
+    "contracts/test_guards.py": {
+        "test_finite_gradients_of_any_size_leave_all_finite": 49,
+    },
     "contracts/test_modes.py": {
+        "test_a_tensor_learning_rate_is_the_same": 28,
+        "test_foreach_equals_one_parameter_at_a_time": 14,
+        "test_fused_equals_foreach_but_for_rounding": 14,
         "test_no_mode_needs_more_than_two_temporaries": 8,
         "test_no_mode_waits_for_the_device": 14,
     },
     "contracts/test_resume.py": {
+        "test_resumes_to_the_bit_from_a_file": 28,
         "test_the_first_pass_is_the_same_after_a_pause": 7,
     },
     "contracts/test_steps.py": {
-        "test_goes_in_the_right_direction": 28,
+        "test_a_gradient_that_is_not_finite_changes_nothing": 28,
+        "test_goes_in_the_right_direction": 14,
     },
     "contracts/test_torch_states.py": {
         "test_every_option_may_be_missing_in_an_older_state_dict": 7,
     },
     "contracts/test_torch_steps.py": {
-        "test_all_modes_agree_with_every_set_of_options": 40,
-        "test_groups_with_rates_of_their_own_and_empty_ones": 24,
-        "test_schedules_go_the_right_way_with_a_rate_in_a_tensor_too": 28,
+        "test_a_scaler_with_autocast_and_a_schedule": 14,
+        "test_all_modes_agree_with_every_set_of_options": 24,
+        "test_groups_with_rates_of_their_own_and_empty_ones": 14,
+        "test_schedules_go_the_right_way_with_a_rate_in_a_tensor_too": 14,
     },
     "contracts/test_types.py": {
         "test_a_cast_model_steps_as_one_whose_state_was_looked_at": 28,
+        "test_fp16_without_a_master_takes_every_finite_gradient": 12,
         "test_without_a_master_a_step_is_that_in_float32_rounded_once": 12,
     },
     "golden/test_optim_golden.py": {
@@ -61,19 +71,20 @@ CASES = {
         "test_a_missing_package_is_named": 0,
     },
     "unit/balance/test_combine.py": {
-        "test_a_hull_does_not_have_a_corner_at_zero": 4,
+        "test_a_hull_does_not_have_a_corner_at_zero": 2,
     },
     "unit/benchmarks/test_compiled.py": {
-        "test_every_trial_gives_the_losses_of_torch": 1,
+        "test_every_trial_gives_the_losses_of_torch": 0,
     },
     "unit/benchmarks/test_truth.py": {
         "test_replicas_find_adams_critical_batch_within_their_error": 0,
-        "test_training_the_task_has_the_expected_loss": 5,
+        "test_training_the_task_has_the_expected_loss": 2,
     },
     "unit/cli/test_compare.py": {
         "test_it_prints_verdicts_and_goes_on": 0,
     },
     "unit/cli/test_faults.py": {
+        "test_a_file_in_place_of_the_checkpoints": 0,
         "test_a_page_that_cannot_be_written_costs_no_result": 1,
         "test_standard_output_that_takes_nothing": 1,
     },
@@ -82,7 +93,7 @@ CASES = {
         "test_level_is_the_coverage": 0,
     },
     "unit/formulas/test_summed_parts.py": {
-        "test_a_sum_with_its_roundings_is_no_alteration": 18,
+        "test_a_sum_with_its_roundings_is_no_alteration": 9,
     },
     "unit/kernels/test_processes.py": {
         "test_a_lack_of_memory_in_the_compiler_is_passed_on": 1,
@@ -90,6 +101,7 @@ CASES = {
         "test_without_any_folder_it_is_compiled_for_the_process": 1,
     },
     "unit/kernels/test_triton_golden.py": {
+        "test_a_golden_file_of_lans": 0,
         "test_golden_files_of_scaled_adam": 0,
     },
     "unit/kernels/test_triton_graphs.py": {
@@ -104,6 +116,9 @@ CASES = {
         "test_one_type_without_masters": 1,
         "test_tensors_that_move_are_found": 1,
     },
+    "unit/noise/test_noise_scale_history.py": {
+        "test_finds_a_known_noise_scale": 1,
+    },
     "unit/noise/test_split_batch.py": {
         "test_finds_a_known_noise_scale_with_odd_batches": 1,
     },
@@ -112,6 +127,12 @@ CASES = {
     },
     "unit/optim/test_bad_inputs.py": {
         "test_data_exchanged_for_another_type": 9,
+    },
+    "unit/optim/test_checkpoint.py": {
+        "test_a_refused_state_leaves_everything_as_it_was": 14,
+    },
+    "unit/optim/test_fused_memory.py": {
+        "test_memory_of_states_in_another_type_or_order": 36,
     },
     "unit/optim/test_lamb.py": {
         "test_equals_the_reference": 11,
@@ -127,13 +148,14 @@ CASES = {
         "test_every_string_is_escaped": 1,
     },
     "unit/report/test_advise_random.py": {
-        "test_no_page_contradicts_its_summary": 1,
+        "test_no_page_contradicts_its_summary": 0,
     },
     "unit/report/test_browser.py": {
         "test_partial_page": 1,
     },
     "unit/report/test_compare.py": {
         "test_a_partial_record_says_so": 7,
+        "test_hostile_names_run_nothing_and_do_not_widen_the_page": 0,
         "test_up_to_six_optimizers_have_colours_of_their_own": 2,
     },
     "unit/report/test_inspect.py": {
@@ -151,9 +173,14 @@ CASES = {
     "unit/studies/advise/test_plan.py": {
         "test_a_plan_fits_its_budget_and_its_own_rules": 12,
     },
+    "unit/studies/compare/test_explain.py": {
+        "test_no_sentence_contradicts_a_number": 30,
+    },
     "unit/studies/compare/test_run.py": {
         "test_a_plan_of_its_own_for_a_real_budget": 0,
+        "test_a_task_with_an_evaluation_of_its_own": 0,
         "test_cut_at_any_event_it_goes_on_to_the_same_summary": 0,
+        "test_losses_fall_and_adamw_learns": 0,
         "test_other_types": 0,
     },
     "unit/studies/compare/test_statistics.py": {
@@ -162,15 +189,19 @@ CASES = {
     "unit/studies/compare/test_summary.py": {
         "test_twins_are_told_apart_in_one_study_of_twenty_at_most": 0,
     },
+    "unit/studies/compare/test_trials.py": {
+        "test_decisions_are_the_same_whatever_else_is_recorded": 12,
+    },
     "unit/studies/inspect/test_forward.py": {
         "test_accumulation": 1,
     },
     "unit/studies/inspect/test_resume.py": {
-        "test_a_lost_checkpoint_is_trained_again": 1,
+        "test_a_lost_checkpoint_is_trained_again": 0,
         "test_only_checkpoints_that_may_be_needed_are_kept": 1,
         "test_stopped_and_resumed_to_the_same_numbers": 1,
     },
     "unit/studies/inspect/test_run.py": {
+        "test_a_budget_that_is_over_too_early": 0,
         "test_a_hundred_steps": 0,
         "test_an_overflow_is_attributed_to_its_layer": 1,
         "test_nothing_is_at_fault_in_the_language_model": 0,
@@ -178,9 +209,12 @@ CASES = {
     },
     "unit/studies/test_description.py": {
         "test_a_task_without_betas_and_weight_decay": 0,
+        "test_ranks_keep_the_threads_that_their_launcher_gave_them": 0,
     },
     "unit/studies/test_resume.py": {
         "test_a_checkpoint_that_cannot_be_trusted_is_trained_anew": 1,
+        "test_an_end_says_the_budget_that_it_had": 0,
+        "test_another_run_of_the_same_seed_has_the_same_record": 0,
         "test_stopped_and_resumed_to_the_same_numbers": 1,
     },
     "unit/studies/test_trainer.py": {
@@ -189,6 +223,15 @@ CASES = {
     },
     "unit/tasks/test_built_in.py": {
         "test_it_trains": 1,
+    },
+    "unit/tasks/test_corpus.py": {
+        "test_the_standard_library_reads_the_same_in_another_process": 0,
+    },
+    "unit/tasks/test_neighbours.py": {
+        "test_a_data_folder_hides_no_package": 0,
+    },
+    "unit/test_tool_pairs.py": {
+        "test_a_pair_of_tools_does_what_it_does_without_loss_scales": 10,
     },
 }
 
