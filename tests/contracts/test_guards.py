@@ -196,16 +196,24 @@ def test_many_skipped_steps_in_a_row_are_told_once(entry):
     assert optimizer.skipped == 14
 
 
-@covering(entry=OPTIMIZERS, dtype=[torch.float32, torch.bfloat16], how=["fused", "foreach"])
+# As large as leaves the gradients numbers of their type.
+LARGE_SCALES = {
+    "float32": (torch.float32, 2.0**124),
+    "bfloat16": (torch.bfloat16, 2.0**124),
+    "float64": (torch.float64, 2.0**140),
+}
+
+
+@covering(entry=OPTIMIZERS, types=LARGE_SCALES, how=["fused", "foreach"])
 @pytest.mark.parametrize("maximize", [False, True])
-def test_no_loss_scale_is_too_large(entry, dtype, how, maximize):
-    """Squares of scaled gradients, and their products with weights, are past float32."""
-    scale = torch.tensor(2.0**110)
+def test_no_loss_scale_is_too_large(entry, types, how, maximize):
+    """Squares of gradients with it, and their products with weights, are past float32."""
+    dtype, scale = types
     both = []
-    for own in (None, scale):
+    for own in (None, torch.tensor(scale, dtype=torch.float64)):
         params = parameters(dtype)
         for p in params:
-            p.data.mul_(2.0**17)
+            p.data.mul_(30)
         optimizer = entry(params, **{how: True}, maximize=maximize)
         if own is not None:
             optimizer.grad_scale, optimizer.found_inf = own, torch.zeros(1)
@@ -219,3 +227,37 @@ def test_no_loss_scale_is_too_large(entry, dtype, how, maximize):
         both.append(snapshot(optimizer, params))
     # A power of two scales exactly.
     assert_same(*both)
+
+
+@covering(entry=OPTIMIZERS, scale=[0.0, 2.0**-149, torch.nan, torch.inf], how=["fused", "foreach"])
+def test_a_step_that_is_skipped_changes_nothing_whatever_the_loss_scale(entry, scale, how):
+    """A scaler that meets one bad step after the other halves its scale to zero."""
+    params = parameters()
+    optimizer = entry(params, **{how: True})
+    run(optimizer, params, range(2))
+    before = snapshot(optimizer, params)
+    give_gradients(params, 2)
+    params[0].grad[0, 0] = torch.nan
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.ones(1)
+    optimizer.step()
+    assert_same(before, snapshot(optimizer, params))
+    assert optimizer.skipped == 1
+
+
+@every_optimizer
+def test_a_loss_scale_meets_no_small_factor_first(entry):
+    """Where numbers below the least normal one are zeros, their products would be."""
+    assert torch.set_flush_denormal(True)
+    try:
+        both = []
+        for scale in (1.0, 2.0**110):
+            p = torch.ones(5000, requires_grad=True)
+            optimizer = entry([p])
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.zeros(1)
+            for _ in range(3):
+                p.grad = torch.full((5000,), 1e3 * scale)
+                optimizer.step()
+            both.append(snapshot(optimizer, [p]))
+        assert_same(*both)
+    finally:
+        torch.set_flush_denormal(False)

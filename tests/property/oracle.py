@@ -131,7 +131,7 @@ class StepOracle:
                 is_due = not state["step"] or state["step"] % period == period - 1
                 has_size = g is not None and p.numel() > 1
                 if has_size and is_due:
-                    squares = (state["weight"] * g).sum() ** 2 * period
+                    squares = (state["weight"] * g).sum() ** 2 * 2 * period
                     if squares >= state["most"]:
                         return True
         return False
@@ -314,7 +314,7 @@ def _scaled_adam(groups: Sequence[Any], options: Sequence[Numbers]) -> None:
             if "scale_grads" in state:
                 # The sum of squares must be a number of the state's type; others count as zero.
                 ring = np.array(known["ring"])
-                state["scale_grads"] = np.where(ring**2 * ring.size < state["most"], ring, 0.0)
+                state["scale_grads"] = np.where(ring**2 * 2 * ring.size < state["most"], ring, 0.0)
 
 
 def _sizes(state: Numbers) -> Numbers:

@@ -184,7 +184,7 @@ def trust_ratio(weight: Tensor, direction: Tensor) -> Tensor:
 def grad_sq_norms(batch: Batch) -> Tensor:
     """Squared norms of this process's gradients, with shape ``(1, tensors)``."""
     dtype = wide(batch.weights[0].dtype)
-    parts = [(b.places, square_sums(b.unscaled(dtype), dtype)[None]) for b in batch.buckets]
+    parts = [(b.places, square_sums(b.unscaled(), dtype)[None]) for b in batch.buckets]
     return joined(batch, parts, 1)
 
 

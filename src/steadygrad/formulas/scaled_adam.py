@@ -121,7 +121,8 @@ def finite(sums: Tensor, needed: Tensor, dtype: torch.dtype, period: int) -> Ten
     found = sums[0].to(dtype) < torch.inf
     if not may_hold(needed):
         return found
-    squares = (sums[1].square() * period).to(dtype)
+    # Twice the sum: that of a period is rounded.
+    squares = (sums[1].square() * (2 * period)).to(dtype)
     products = (squares < torch.inf) & (sums[2] < torch.inf)
     return found & (products | ~needed)
 
@@ -188,7 +189,7 @@ def sums(batch: Batch, needed: Tensor) -> Tensor:
     dtype, parts = wide(batch.weights[0].dtype), []
     read = may_hold(needed)
     for b in batch.buckets:
-        grads = b.unscaled(dtype)
+        grads = b.unscaled()
         squares = square_sums(grads, dtype)
         if read:
             products = inner_products(b.weights, grads, dtype)
@@ -213,7 +214,7 @@ def update(batch: Batch, by: StepScales, rule: Rule) -> Tensor:
     """
     dtype, parts = wide(batch.weights[0].dtype), []
     for bucket in batch.buckets:
-        products = inner_products(bucket.weights, bucket.unscaled(dtype), dtype)
+        products = inner_products(bucket.weights, bucket.unscaled(), dtype)
         parts.append((bucket.places, products[None]))
         _update(bucket, by, rule)
     return joined(batch, parts, 1)[0]

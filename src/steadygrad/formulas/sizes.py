@@ -83,8 +83,8 @@ def size_step(
 def remembered(ring: Tensor, size_gradient: Tensor, step: Tensor, taken: Tensor) -> Tensor:
     """The last gradients of the log sizes, with this step's.
 
-    A gradient whose square times the period overflows counts as zero: it came with weights that
-    have grown since the last size step, which did not need it.
+    A gradient whose square times twice the period overflows counts as zero: it came with weights
+    that have grown since the last size step, which did not need it.
 
     Args:
         ring: The last ones, with shape ``(tensors, period)``; step ``t`` at ``t mod period``.
@@ -94,7 +94,7 @@ def remembered(ring: Tensor, size_gradient: Tensor, step: Tensor, taken: Tensor)
     """
     period = ring.shape[1]
     place = torch.arange(period, device=step.device) == (step % period)[:, None]
-    usable = torch.where(size_gradient.square() * period < torch.inf, size_gradient, 0.0)
+    usable = torch.where(size_gradient.square() * (2 * period) < torch.inf, size_gradient, 0.0)
     return torch.where(place & taken[:, None], usable[:, None], ring)
 
 

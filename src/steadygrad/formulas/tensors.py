@@ -41,16 +41,15 @@ class Bucket:
     moments: tuple[list[Tensor], ...]
     inverse_scale: Tensor | None = None
 
-    def unscaled(self, dtype: torch.dtype) -> list[Tensor]:
-        """Gradients without their loss scale; the gradients themselves if there is none.
-
-        Args:
-            dtype: Type of the products with one over the scale.
-        """
+    def unscaled(self) -> list[Tensor]:
+        """Gradients without their loss scale, in float32 at least; as they are if there is none."""
         if self.inverse_scale is None:
             return self.grads
-        grads = [g.to(dtype) for g in self.grads]
-        return list(torch._foreach_mul(grads, self.inverse_scale.to(dtype)))
+        types = [wide(g.dtype) for g in self.grads]
+        return [
+            g.to(dtype) * self.inverse_scale.to(dtype)
+            for g, dtype in zip(self.grads, types, strict=True)
+        ]
 
     def sanitized(self, taken: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Copies of gradients without their loss scale; zeros where the step is not taken.
@@ -61,15 +60,15 @@ class Bucket:
             taken: Whether each takes the step, with shape ``()``.
             dtype: Type of the copies.
         """
-        found = [
+        pairs = zip(self.unscaled(), taken, strict=True)
+        if self.inverse_scale is not None:
+            return [g.masked_fill_(~ok, 0.0).to(dtype) for g, ok in pairs]
+        return [
             torch.where(ok, g, 0.0)
             if g.dtype == dtype
             else g.to(dtype, copy=True).masked_fill_(~ok, 0.0)
-            for g, ok in zip(self.grads, taken, strict=True)
+            for g, ok in pairs
         ]
-        if self.inverse_scale is not None:
-            torch._foreach_mul_(found, self.inverse_scale.to(dtype))
-        return found
 
     def pick(self, columns: Iterable[Tensor], dtype: torch.dtype) -> list[list[Tensor]]:
         """Picks the entries of these parameters from columns of shape ``(tensors)``, as scalars.

@@ -96,8 +96,8 @@ class ParamBatch:
         has_grad: As in :class:`Gradients`, with shape ``(tensors)``.
         in_step: As there, with shape ``(tensors)``.
         inverse_scale: One over the loss scale, which multiplies every gradient that is read, with
-            shape ``()``; None: there is none. Squares of scaled gradients may be past float32
-            where their scaler finds nothing.
+            shape ``()``; None: there is none. Squares of gradients with a loss scale may be past
+            float32 where the scaler finds nothing.
         taken: Whether each takes the step, with shape ``(tensors)``, once that is decided.
         numel: Elements of each parameter over all shards.
         exact: The widest type of their device.
@@ -225,9 +225,8 @@ class ParamBatch:
                 places = [i for i, _ in pairs]
                 weights = [self.weights[i] for i in places]
                 moments = tuple([states[i] for i in places] for states in self.moments)
-                own = [g for _, g in pairs]
-                found = Bucket(places, weights, own, moments, self.inverse_scale)
-                self.buckets.append(found)
+                present = [g for _, g in pairs]
+                self.buckets.append(Bucket(places, weights, present, moments, self.inverse_scale))
 
     def _for_calls(self, gradient: Tensor | None, like: Tensor) -> Tensor:
         """A gradient no wider than its sums; a zero that takes no memory for None."""

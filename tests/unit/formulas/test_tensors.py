@@ -94,7 +94,7 @@ def test_gradients_without_their_loss_scale(dtype):
         bucket = Bucket([0, 1], given, given, (), scale)
         expected = [g.float() * (1.0 if scale is None else 2.0**-20) for g in before]
         both = (
-            bucket.unscaled(torch.float32),
+            bucket.unscaled(),
             bucket.sanitized([torch.tensor(True)] * 2, torch.float32),
         )
         for found in both:

@@ -17,7 +17,7 @@ from steadygrad.kernels.triton.memory import read, read_gradient, write
 from steadygrad.kernels.triton.passes import MOST_OPTIONS, pass_kernel
 
 KINDS = dict.fromkeys(("addresses", "chunks", "bounds"), "*i64")
-KINDS |= dict.fromkeys(("sums", "factors", "found"), "*fp64")
+KINDS |= dict.fromkeys(("sums", "factors", "inverse_scale", "found"), "*fp64")
 
 def assembled(kernel, **constants):
     # Options are of 64 bits whatever they are: they say so themselves.
@@ -48,7 +48,7 @@ for kind in types:
 # Another number of large states than two.
 @triton.jit
 def add(places, by, options, here):
-    write(places[2], here, read(places[-2], here) + read_gradient(places[0], here))
+    write(places[2], here, read(places[-2], here) + read_gradient(places[0], here, options[5]))
     return ()
 
 for fields in (4, 6):

@@ -143,7 +143,7 @@ def test_any_number_of_large_states(runtime, states, monkeypatch):
     @triton.jit
     def add(places, by, options, here):
         """The gradient to the first state and to the last."""
-        g, first, last = memory.read_gradient(places[0], here), places[2], places[-2]
+        g, first, last = memory.read_gradient(places[0], here, options[5]), places[2], places[-2]
         memory.write(first, here, memory.read(first, here) + g)
         memory.write(last, here, memory.read(last, here) + g)
         return ()

@@ -17,6 +17,7 @@ from steadygrad.kernels.numba.numbers import (
     source_of,
     state_at,
     sync_masters,
+    unscaled,
     wide,
     widen,
 )
@@ -32,12 +33,14 @@ SCALES, COEFFICIENTS, OPTIONS = len(Scales._fields), len(Coefficients._fields), 
 def moments_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
     """Moves the moments; squared norms of weights and directions."""
     source, types, rounded = SOURCE, (grad, weight, state, param), param is not weight
+    number, largest = wide(grad), np.finfo(wide(grad)).max
 
     def kernel(data: Any) -> None:
         args, table, sums, factors, options = arguments(data, SCALES, OPTIONS + 0 * source)
         beta1, beta2 = state(options[0]), state(options[1])
         rest1, rest2 = state(1 - options[0]), state(1 - options[1])
-        eps, decay, unscale = state(options[2]), state(options[3]), state(options[-1])
+        eps, decay = state(options[2]), state(options[3])
+        inverse_scale = number(options[-1])
         while True:
             c, tensor, start, stop = chunk_of(args, table, sums, factors, False)
             if c < 0:
@@ -54,7 +57,7 @@ def moments_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[
                     sync_masters(x, p, size)
                 part_x, part_u = state(0), state(0)
                 for i in range(size):
-                    slope = state(widen(g[i])) * unscale * clip
+                    slope = state(unscaled(widen(g[i]), inverse_scale, largest)) * clip
                     m[i] = beta1 * m[i] + rest1 * slope
                     v[i] = beta2 * v[i] + rest2 * (slope * slope)
                     here = state(widen(x[i]))

@@ -16,6 +16,7 @@ from steadygrad.kernels.numba.numbers import (
     source_of,
     state_at,
     sync_masters,
+    unscaled,
     wide,
     widen,
 )
@@ -33,10 +34,11 @@ NORMALIZERS, COEFFICIENTS, OPTIONS = map(
 def grad_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
     """Squared norms of gradients."""
     source, exact, types = SOURCE, wide(weight), (grad, weight, state, param)
+    number = wide(grad)
 
     def kernel(data: Any) -> None:
         args, table, sums, factors, options = arguments(data, 0, 0 * source)
-        unscale = exact(options[-1])
+        inverse_scale = number(options[-1])
         while True:
             c, tensor, start, stop = chunk_of(args, table, sums, factors, True)
             if c < 0:
@@ -46,7 +48,7 @@ def grad_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any
                 g, _x, _p = arrays_at(args, table[tensor], first, size, types)
                 part = exact(0)
                 for i in range(size):
-                    x = exact(widen(g[i])) * unscale
+                    x = exact(widen(g[i]) * inverse_scale)
                     part += x * x
                 sums[c, 0] += np.float64(part)
 
@@ -56,13 +58,14 @@ def grad_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any
 def moments_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
     """Moves the moments; squared norms of weights and both directions."""
     source, types, rounded = SOURCE, (grad, weight, state, param), param is not weight
+    number, largest = wide(grad), np.finfo(wide(grad)).max
 
     def kernel(data: Any) -> None:
         args, table, sums, factors, options = arguments(data, NORMALIZERS, OPTIONS + 0 * source)
         beta1, beta2, rest1, rest2 = options[0], options[1], 1 - options[0], 1 - options[1]
         beta1, beta2, rest1, rest2 = state(beta1), state(beta2), state(rest1), state(rest2)
         eps, decay, bound = state(options[2]), state(options[3]), state(options[4])
-        unscale = state(options[-1])
+        inverse_scale = number(options[-1])
         while True:
             c, tensor, start, stop = chunk_of(args, table, sums, factors, False)
             if c < 0:
@@ -79,7 +82,7 @@ def moments_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[
                     sync_masters(x, p, size)
                 part_x, part_m, part_g = state(0), state(0), state(0)
                 for i in range(size):
-                    scaled = state(widen(g[i])) * unscale * inverse
+                    scaled = state(unscaled(widen(g[i]), inverse_scale, largest)) * inverse
                     scaled = min(max(scaled, -bound), bound)
                     m[i] = beta1 * m[i] + rest1 * scaled
                     v[i] = beta2 * v[i] + rest2 * (scaled * scaled)
@@ -101,10 +104,11 @@ def apply_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[An
     """Moves the weights, and the parameters that are their roundings."""
     source, types, rounded = SOURCE, (grad, weight, state, param), param is not weight
     exact = wide(weight)
+    number, largest = wide(grad), np.finfo(wide(grad)).max
 
     def kernel(data: Any) -> None:
         args, table, sums, factors, options = arguments(data, COEFFICIENTS, OPTIONS + 0 * source)
-        eps, bound, unscale = state(options[2]), state(options[4]), state(options[-1])
+        eps, bound, inverse_scale = state(options[2]), state(options[4]), number(options[-1])
         while True:
             c, tensor, start, stop = chunk_of(args, table, sums, factors, False)
             if c < 0:
@@ -119,7 +123,7 @@ def apply_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[An
                 m = state_at(row, 0, first, size, types)
                 v = state_at(row, 1, first, size, types)
                 for i in range(size):
-                    scaled = state(widen(g[i])) * unscale * inverse
+                    scaled = state(unscaled(widen(g[i]), inverse_scale, largest)) * inverse
                     scaled = min(max(scaled, -bound), bound)
                     d = math.sqrt(v[i] * unbias2) + eps
                     moved = keep * exact(widen(x[i])) - (by_g * scaled + by_m * m[i]) / d

@@ -184,6 +184,16 @@ def state_at(row: Any, number: Any, first: Any, size: Any, types: Any) -> Any:
     return block_at(row[STATES + number], first, size, types[2])
 
 
+@njit(inline="always")
+def unscaled(gradient: Any, inverse_scale: Any, largest: Any) -> Any:
+    """A finite gradient without its loss scale.
+
+    The bounds, the largest number of its type, change nothing. They keep the compiler from taking
+    the product of two small factors first, which may be too small for float32.
+    """
+    return min(max(gradient * inverse_scale, -largest), largest)
+
+
 def _int(value: int) -> Any:
     return ir.Constant(INT32, value)
 

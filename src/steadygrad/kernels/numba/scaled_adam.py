@@ -18,6 +18,7 @@ from steadygrad.kernels.numba.numbers import (
     source_of,
     state_at,
     sync_masters,
+    unscaled,
     wide,
     widen,
 )
@@ -50,10 +51,11 @@ def sums_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any
     """Squared norms of gradients; where asked for, products with weights and their norms too."""
     source, types, rounded = SOURCE, (grad, weight, state, param), param is not weight
     exact = wide(weight)
+    number, largest = wide(grad), np.finfo(wide(grad)).max
 
     def kernel(data: Any) -> None:
         args, table, totals, needed, options = arguments(data, 1, 0 * source)
-        unscale = exact(options[-1])
+        inverse_scale = number(options[-1])
         while True:
             c, tensor, start, stop = chunk_of(args, table, totals, needed, True)
             if c < 0:
@@ -65,14 +67,14 @@ def sums_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any
                 # The same loop whether products follow or not: two may add up in two orders, and a
                 # step after a resume, which takes products, would be another.
                 for i in range(size):
-                    slope = exact(widen(g[i])) * unscale
+                    slope = exact(widen(g[i]) * inverse_scale)
                     part_g += slope * slope
                 if needed[0, tensor] != 0.0:
                     if rounded:
                         sync_masters(p, out, size)
                     for i in range(size):
                         here = exact(widen(p[i]))
-                        part_pg += exact(widen(g[i])) * unscale * here
+                        part_pg += exact(unscaled(widen(g[i]), inverse_scale, largest)) * here
                         part_p += here * here
                 totals[c, 0] += np.float64(part_g)
                 totals[c, 1] += np.float64(part_pg)
@@ -85,13 +87,14 @@ def update_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[A
     """Moves ``v``, ``delta`` and weights; products of gradients with the weights as they were."""
     source, types, rounded = SOURCE, (grad, weight, state, param), param is not weight
     exact = wide(weight)
+    number, largest = wide(grad), np.finfo(wide(grad)).max
 
     def kernel(data: Any) -> None:
         args, table, totals, factors, options = arguments(data, FACTORS, OPTIONS + 0 * source)
         beta1, beta2 = state(options[0]), state(options[1])
         rest1, rest2 = state(1 - options[0]), state(1 - options[1])
         eps, before, after = state(options[2]), exact(options[3]), exact(options[4])
-        unscale = exact(options[-1])
+        inverse_scale = number(options[-1])
         while True:
             c, tensor, start, stop = chunk_of(args, table, totals, factors, False)
             if c < 0:
@@ -109,8 +112,9 @@ def update_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[A
                     sync_masters(p, out, size)
                 for i in range(size):
                     here = exact(widen(p[i]))
-                    part += exact(widen(g[i])) * unscale * here
-                    slope = state(widen(g[i])) * state(unscale) * clip
+                    gradient = unscaled(widen(g[i]), inverse_scale, largest)
+                    part += exact(gradient) * here
+                    slope = state(gradient) * clip
                     v[i] = beta2 * v[i] + rest2 * (slope * slope)
                     move = by_g * slope / (math.sqrt(v[i] * unbias) + eps)
                     # A weight that is not finite must not reach `delta` by way of zero.

@@ -26,9 +26,9 @@ def move_moments(places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tup
     at_g, at_x, at_m, at_v, at_p = places
     state: tl.constexpr = at_m.dtype.element_ty
     _taken, clip, unbias1, unbias2 = cast(by, state)
-    beta1, beta2, eps, decay, _none, unscale = cast(options, state)
+    beta1, beta2, eps, decay, _none, _scale = cast(options, state)
     rest1, rest2 = (1 - options[0]).to(state), (1 - options[1]).to(state)
-    slope = read_gradient(at_g, here).to(state) * unscale * clip
+    slope = read_gradient(at_g, here, options[5]).to(state) * clip
     m = beta1 * read(at_m, here) + rest1 * slope
     v = beta2 * read(at_v, here) + rest2 * (slope * slope)
     write(at_m, here, m)

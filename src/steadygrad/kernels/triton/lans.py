@@ -25,7 +25,7 @@ def square_gradients(places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl
     """Squares of a block's gradients."""
     at_g, at_x, _m, _v, _p = places
     exact: tl.constexpr = tl.float64 if at_x.dtype.element_ty == tl.float64 else tl.float32
-    g = read_gradient(at_g, here).to(exact) * options[5].to(exact)
+    g = read_gradient(at_g, here, options[5]).to(exact)
     return (g * g,)
 
 
@@ -35,9 +35,9 @@ def move_moments(places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tup
     at_g, at_x, at_m, at_v, at_p = places
     state: tl.constexpr = at_m.dtype.element_ty
     _taken, inverse, unbias1, unbias2 = cast(by, state)
-    beta1, beta2, eps, decay, bound, unscale = cast(options, state)
+    beta1, beta2, eps, decay, bound, _scale = cast(options, state)
     rest1, rest2 = (1 - options[0]).to(state), (1 - options[1]).to(state)
-    scaled = bounded(read_gradient(at_g, here).to(state) * unscale * inverse, bound)
+    scaled = bounded(read_gradient(at_g, here, options[5]).to(state) * inverse, bound)
     m = beta1 * read(at_m, here) + rest1 * scaled
     v = beta2 * read(at_v, here) + rest2 * (scaled * scaled)
     write(at_m, here, m)
@@ -56,8 +56,8 @@ def move_weights(places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tup
     at_g, at_x, at_m, at_v, at_p = places
     state: tl.constexpr = at_m.dtype.element_ty
     _taken, inverse, unbias2, by_m, by_g, _keep = cast(by, state)
-    _beta1, _beta2, eps, _decay, bound, unscale = cast(options, state)
-    scaled = bounded(read_gradient(at_g, here).to(state) * unscale * inverse, bound)
+    _beta1, _beta2, eps, _decay, bound, _scale = cast(options, state)
+    scaled = bounded(read_gradient(at_g, here, options[5]).to(state) * inverse, bound)
     m, v, x = read(at_m, here), read(at_v, here), read(at_x, here)
     d, keep = tl.sqrt(v * unbias2) + eps, by[5].to(x.dtype)
     write_weight(at_x, at_p, here, keep * x - (by_g * scaled + by_m * m) / d)

@@ -145,12 +145,13 @@ def read(place: tl.tensor, here: tl.tuple) -> Any:
 
 
 @triton.jit
-def read_gradient(place: tl.tensor, here: tl.tuple) -> Any:
-    """A block of a gradient; zeros for one without an address."""
+def read_gradient(place: tl.tensor, here: tl.tuple, inverse_scale: tl.tensor) -> Any:
+    """A block of a gradient without its loss scale; zeros for one without an address."""
     known = place.to(tl.int64) != 0
     there = here[1] < tl.where(known, here[2], 0) if here[4] else known
     found = tl.load(_pointers(place, here), mask=there, other=0)
-    return _widened(found, place.dtype.element_ty)
+    wide = _widened(found, place.dtype.element_ty)
+    return wide * inverse_scale.to(wide.dtype)
 
 
 @triton.jit

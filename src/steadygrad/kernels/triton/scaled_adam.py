@@ -42,7 +42,7 @@ def square_sums(places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tupl
     """A block's squares of gradients; if needed, products with weights and squares of these."""
     at_g, at_p, _v, _d, at_out = places
     exact: tl.constexpr = tl.float64 if at_p.dtype.element_ty == tl.float64 else tl.float32
-    g = read_gradient(at_g, here).to(exact) * options[5].to(exact)
+    g = read_gradient(at_g, here, options[5]).to(exact)
     p = tl.zeros_like(g)
     if by[0] != 0:
         p = read_weight(at_p, at_out, here)
@@ -55,10 +55,10 @@ def move_all(places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tuple) 
     at_g, at_p, at_v, at_d, at_out = places
     state: tl.constexpr = at_v.dtype.element_ty
     _taken, clip, unbias, by_g, by_p = cast(by, state)
-    beta1, beta2, eps, _before, _after, unscale = cast(options, state)
+    beta1, beta2, eps, _before, _after, _scale = cast(options, state)
     rest1, rest2 = (1 - options[0]).to(state), (1 - options[1]).to(state)
-    g = read_gradient(at_g, here)
-    slope = g.to(state) * unscale * clip
+    g = read_gradient(at_g, here, options[5])
+    slope = g.to(state) * clip
     v = beta2 * read(at_v, here) + rest2 * (slope * slope)
     write(at_v, here, v)
     p = read_weight(at_p, at_out, here)
@@ -68,7 +68,7 @@ def move_all(places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tuple) 
     write(at_d, here, delta)
     before, after = options[3].to(p.dtype), options[4].to(p.dtype)
     write_weight(at_p, at_out, here, bounded(bounded(p, before) + delta.to(p.dtype), after))
-    return (g.to(p.dtype) * options[5].to(p.dtype) * p,)
+    return (g.to(p.dtype) * p,)
 
 
 SUMS = Pass(square_sums, 1, rows=3, of_gradients=True)
