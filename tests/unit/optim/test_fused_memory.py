@@ -252,12 +252,12 @@ def test_a_norm_near_the_end_of_the_range_is_no_warning():
     p = torch.ones(100).requires_grad_()
     optimizer = ScaledAdam([p], clipping_scale=2.0, clipping_update_period=4, fused=True)
     # Of both signs, so that inner products with the weights stay small.
-    large = torch.tensor([1e18, -1e18]).repeat(50)
+    large = torch.tensor([3e17, -3e17]).repeat(50)
     for number in range(12):
         p.grad = torch.zeros(100) if number == 11 else large
         optimizer.step()
     # Its threshold over the least norm there can be is past float32's range.
-    assert optimizer.state[p]["model_norm_threshold"].item() > 1e19
+    assert optimizer.state[p]["model_norm_threshold"].item() > 4e18
     assert optimizer.skipped.item() == 0
     assert p.isfinite().all()
 
