@@ -176,7 +176,7 @@ class OptimizerMachine(RuleBasedStateMachine):
         self.skipped += oracle.skips
         self.counts["steps"] += 1
         self.counts["skipped steps"] += oracle.skips
-        self.counts["parameters not judged, for norms below float32's range"] += oracle.unjudged
+        self.counts["parameters not judged, for norms out of float32's range"] += oracle.unjudged
         if torch.get_num_threads() > 1 and any(p.shape == LARGE for p in self.params):
             self.counts["steps that several threads may share"] += 1
         assert int(self.optimizer.skipped) == self.skipped  # type: ignore[attr-defined]

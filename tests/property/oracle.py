@@ -42,6 +42,8 @@ SIZES = {"delta": "delta", "exp_avg_sq": "v", "param_rms": "rms", "scale_exp_avg
 REFERENCES = {LANS: Lans, LAMB: Lamb, ScaledAdam: ReferenceScaledAdam}
 # A norm whose square float32 holds with all its digits, also where many elements share it.
 LEAST_NORM = 1e-18
+# The square of a larger one is past float32. Clipping does not remember it, and steps by zero.
+MOST_NORM = 1e19
 
 
 class Moves(NamedTuple):
@@ -77,8 +79,8 @@ class StepOracle:
         scale = 1.0 if scale is None else float(scale)
         self._gradients = [[_gradient(p, self._kind, scale) for p in group] for group in params]
         self._dtypes: list[list[torch.dtype]] = []
-        # Parameters with a norm, their group's or a direction's, that is too small for float32: its
-        # square underflows, in the originals too.
+        # Parameters with a norm, their group's or a direction's, whose square is no float32 number,
+        # in the originals too.
         self.unjudged = 0
         self.skips = any(
             g is not None and not np.isfinite(g).all() for group in self._gradients for g in group
@@ -346,11 +348,13 @@ def _clip(
     is_due = taken % len(ring) == 0 or taken in early
     before = 0.0 if is_due else float(first["num_clipped"])
     # A threshold may be this very norm: then roundings decide whether the step is clipped.
-    ratio = reference.clipper.threshold / (norms[taken % len(ring)] + 1e-20)
+    norm = norms[taken % len(ring)]
+    ratio = reference.clipper.threshold / (norm + 1e-20)
     at_threshold = taken > 0 and abs(ratio - 1) < 64 * torch.finfo(torch.float32).eps
+    is_usual = norm == 0 or LEAST_NORM <= norm <= MOST_NORM
     for state in states:
         state["at_threshold"] = at_threshold
-        state["unjudged"] = [*state] if 0 < norms[taken % len(ring)] < LEAST_NORM else []
+        state["unjudged"] = [] if is_usual else [*state]
         state["model_norms"] = norms
         state["model_norm_threshold"] = np.asarray(reference.clipper.threshold)
         state["num_clipped"] = np.asarray(before + (factor < 1 and not at_threshold))
