@@ -3,6 +3,7 @@
 Any test file may import them, so these settings are made here.
 """
 
+import gc
 import os
 
 import pytest
@@ -14,6 +15,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 from tests.quick import mark_slow
+
+# A million objects stay until the end: modules, cases and their parameters. The garbage collector
+# would look through them again and again, here and in each test.
+gc.disable()
 
 # Without a CUDA device Triton's kernels are tried by its interpreter.
 if not torch.cuda.is_available():
@@ -44,6 +49,13 @@ collect_ignore = [] if NUMBA else [*COMPILED_FILES]
 def pytest_configure(config):
     if not NUMBA:
         config.addinivalue_line("filterwarnings", "ignore:Expected a fused kernel for")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
