@@ -5,31 +5,17 @@ Any test file may import them, so these settings are made here.
 
 import gc
 import os
+from importlib.util import find_spec
 
 import pytest
+
+from tests.quick import mark_slow
 
 # Before torch reads it. The processes share the cores: threads that wait in a loop for others of
 # their team take the time of the other processes' tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch
-
-from tests.quick import mark_slow
-
-# A million objects stay until the end: modules, cases and their parameters. The garbage collector
-# would look through them again and again, here and in each test.
-gc.disable()
-
-# Without a CUDA device Triton's kernels are tried by its interpreter.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-try:
-    import numba  # noqa: F401
-except ImportError:
-    NUMBA = False
-else:
-    NUMBA = True
+NUMBA = find_spec("numba") is not None
 
 # Tests of the compiled loops themselves. Without Numba `fused=True` warns on a CPU and takes
 # multi-tensor calls, which all other tests then hold to the same numbers.
@@ -51,8 +37,22 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", "ignore:Expected a fused kernel for")
 
 
+def pytest_collection():
+    """Before tests are collected; the process that only shares them out is spared torch."""
+    # A million objects stay until the end: modules, cases and their parameters. The garbage
+    # collector would look through them again and again, here and in each test.
+    gc.disable()
+
+    import torch
+
+    # Without a CUDA device Triton's kernels are tried by its interpreter.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish():
+    """Leaves all objects that are there by now to themselves."""
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -79,7 +79,7 @@ CASES = {
     },
     "unit/benchmarks/test_truth.py": {
         "test_replicas_find_adams_critical_batch_within_their_error": 0,
-        "test_training_the_task_has_the_expected_loss": 2,
+        "test_training_the_task_has_the_expected_loss": 1,
     },
     "unit/cli/test_compare.py": {
         "test_it_prints_verdicts_and_goes_on": 0,
@@ -97,7 +97,7 @@ CASES = {
         "test_a_sum_with_its_roundings_is_no_alteration": 9,
     },
     "unit/kernels/test_processes.py": {
-        "test_a_lack_of_memory_in_the_compiler_is_passed_on": 1,
+        "test_a_lack_of_memory_in_the_compiler_is_passed_on": 0,
         "test_several_python_threads_step_at_once": 1,
         "test_without_any_folder_it_is_compiled_for_the_process": 1,
     },
@@ -211,6 +211,7 @@ CASES = {
     "unit/studies/test_description.py": {
         "test_a_task_without_betas_and_weight_decay": 0,
         "test_ranks_keep_the_threads_that_their_launcher_gave_them": 0,
+        "test_the_header_says_what_was_run": 0,
     },
     "unit/studies/test_resume.py": {
         "test_a_checkpoint_that_cannot_be_trusted_is_trained_anew": 1,
