@@ -16,11 +16,11 @@ __all__ = ["CASES", "mark_slow", "spread"]
 # Number of cases that `make test` takes, by file and test.
 CASES = {
     "contracts/test_attacks.py": {
-        "test_states_of_other_shapes_types_and_values": 2,
+        "test_states_of_other_shapes_types_and_values": 0,
     },
     "contracts/test_casts.py": {
-        "test_between_backward_and_step_too": 2,
-        "test_gradients_may_stay_wider_than_their_weights": 2,
+        "test_between_backward_and_step_too": 1,
+        "test_gradients_may_stay_wider_than_their_weights": 1,
         "test_it_goes_on_as_the_equations_do": 2,
         "test_to_other_types_and_back": 4,
     },
@@ -183,6 +183,7 @@ CASES = {
         "test_cut_at_any_event_it_goes_on_to_the_same_summary": 0,
         "test_losses_fall_and_adamw_learns": 0,
         "test_other_types": 0,
+        "test_stopped_at_three_moments_and_resumed": 0,
     },
     "unit/studies/compare/test_statistics.py": {
         "test_the_promised_number_of_seeds_finds_the_difference": 1,
