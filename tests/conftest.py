@@ -38,7 +38,7 @@ def pytest_configure(config):
 
 
 def pytest_collection():
-    """Before tests are collected; the process that only shares them out is spared torch."""
+    """Runs where tests are collected: the process that only distributes them needs no torch."""
     # A million objects stay until the end: modules, cases and their parameters. The garbage
     # collector would look through them again and again, here and in each test.
     gc.disable()
@@ -52,7 +52,7 @@ def pytest_collection():
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish():
-    """Leaves all objects that are there by now to themselves."""
+    """Exempts all objects made so far from garbage collection."""
     gc.collect()
     gc.freeze()
     gc.enable()

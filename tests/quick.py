@@ -183,7 +183,6 @@ CASES = {
         "test_cut_at_any_event_it_goes_on_to_the_same_summary": 0,
         "test_losses_fall_and_adamw_learns": 0,
         "test_other_types": 0,
-        "test_stopped_at_three_moments_and_resumed": 0,
     },
     "unit/studies/compare/test_statistics.py": {
         "test_the_promised_number_of_seeds_finds_the_difference": 1,

@@ -42,7 +42,8 @@ SIZES = {"delta": "delta", "exp_avg_sq": "v", "param_rms": "rms", "scale_exp_avg
 REFERENCES = {LANS: Lans, LAMB: Lamb, ScaledAdam: ReferenceScaledAdam}
 # A norm whose square float32 holds with all its digits, also where many elements share it.
 LEAST_NORM = 1e-18
-# The square of a larger one is past float32. Clipping does not remember it, and steps by zero.
+# The square of a larger one may be past float32. Clipping then does not remember it, and its factor
+# is zero: `tests/unit/optim/test_clipping_overflow.py` holds that.
 MOST_NORM = 1e19
 
 
