@@ -89,6 +89,28 @@ def test_rank_and_culprit(kind, tmp_path):
     assert on_ranks(2, faults, tmp_path, kind) == [expected, expected]
 
 
+def rows(rank, world, kind):
+    """A bad row of rank 1's batch, with a loss whose gradient is finite all the same."""
+    model = wrap(build(kind), kind)
+    watch = GradientWatch(model)
+    said = []
+    for batch in range(3):
+        model.zero_grad()
+        x, y = data(rank + 2 * batch)
+        if batch and rank == 1:
+            x[batch - 1, 0, 0] = torch.nan
+        torch.nn.functional.l1_loss(model(x), y).backward()
+        found = watch.report()
+        said.append(found and [found.kind, found.rank, found.batch, found.row])
+    return said
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_rank_and_row_of_a_bad_batch(kind, tmp_path):
+    expected = [None, ["batch", 1, 1, 0], ["batch", 1, 2, 1]]
+    assert on_ranks(2, rows, tmp_path, kind) == [expected, expected]
+
+
 def norms(rank, world):
     """Norms of sharded gradients, those of one process, and how many collectives they take."""
     model, _ = make("residual")

@@ -1,6 +1,7 @@
 """Names the module that first made something non-finite, in any training loop."""
 
 import math
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,20 +12,30 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from steadygrad._checks import InputError, check_type
+from steadygrad._checks import InputError, check_count, check_type
 from steadygrad._names import own_name
 from steadygrad.sharding import ShardSum, gather_json, process_world
-from steadygrad.watch.finding import LEFT, PARAMETER, UNSEEN, Finding, Seen
+from steadygrad.watch.finding import (
+    GRADIENT,
+    LEFT,
+    PARAMETER,
+    UNKNOWN,
+    UNSEEN,
+    WEIGHT,
+    Finding,
+    Habits,
+    Seen,
+)
 from steadygrad.watch.norms import GradientNorms, gradient_norms
-from steadygrad.watch.passes import Clock, Pass, finite_now, values
+from steadygrad.watch.passes import Clock, Pass, finite_now, has_values, in_fake_mode, values
 from steadygrad.watch.taps import Tap, detach, is_compiled, is_watched, witnesses
 
 __all__ = ["GradientWatch"]
 
 # Forward passes that may wait for a backward pass; an older one counts as over.
 _MOST_OPEN = 64
-# Comes after all that a pass has seen, in the order of execution.
-_AFTER_ALL = 2
+# Findings that say nothing of the pass.
+_OF_PARAMETERS = (PARAMETER, LEFT, UNSEEN, UNKNOWN)
 # Gradients with no more elements are copied together, and checked by one call.
 _SMALL = 4096
 
@@ -57,11 +68,15 @@ class GradientWatch:
 
     Raises:
         InputError: If the whole model was compiled in place: nothing outside of it can be hooked;
-            or if another watch is attached to it.
+            if another watch is attached to it; or if a part of it is a ScriptModule.
     """
 
-    def __init__(self, model: nn.Module, process_group: Any = "all") -> None:
+    def __init__(
+        self, model: nn.Module, process_group: Any = "all", *, stop_after: int | None = None
+    ) -> None:
         check_type("model", model, nn.Module, "the module that the loop calls")
+        if stop_after is not None:
+            check_count("stop_after", stop_after)
         if model._compiled_call_impl is not None:
             raise InputError(
                 "Expected a model that is compiled by torch.compile(model), or not as a whole. "
@@ -69,6 +84,11 @@ class GradientWatch:
                 "GradientWatch(compiled)."
             )
         for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise InputError(
+                    f"Expected modules of Python code. Found a ScriptModule at {name!r}, whose "
+                    "hooks see no gradients. Remedy: watch the model before torch.jit."
+                )
             if is_watched(module):
                 raise InputError(
                     f"Expected modules without a GradientWatch. Found one at {name!r}. "
@@ -88,7 +108,10 @@ class GradientWatch:
         self._passes, self._left = 0, set[str]()
         # Whether gradients may be left that were not finite before a pass.
         self._stale = False
-        self._usual: set[tuple[str, str]] = set()
+        self._habits = Habits()
+        self._last: Pass | None = None
+        self._stop_after, self._bad_steps, self._bad = stop_after, 0, False
+        self._mark: Any = None
         self._sum: ShardSum | None = None
         # Reduced gradients are those of all processes, and do not say which of them is at fault.
         weights = witnesses(model) if process_world(process_group).size == 1 else {}
@@ -142,10 +165,14 @@ class GradientWatch:
         if world.size == 1:
             return mine
         found = gather_json(mine and asdict(mine), world, self.clock.ticks.device)
-        faults = [Finding(**{**one, "rank": rank}) for rank, one in enumerate(found) if one]
+        faults = [
+            Finding(**{**one, "rank": rank, "rows": tuple(one["rows"])})
+            for rank, one in enumerate(found)
+            if one
+        ]
         # A fault that is seen only in reduced gradients is dropped if another process knows the
         # pass that caused it.
-        faults = [fault for fault in faults if fault.order[0] != _AFTER_ALL] or faults
+        faults = [fault for fault in faults if fault.kind not in _OF_PARAMETERS] or faults
         latest = max((fault.last for fault in faults), default=0)
         row = [fault for fault in faults if fault.last == latest]
         return min(row, key=lambda fault: (fault.batch, *fault.order), default=None)
@@ -159,12 +186,24 @@ class GradientWatch:
         return gradient_norms(self.model, group_of, self._sum)
 
     def begin(self, inputs: Any) -> None:
-        """Begins a pass: the model is called."""
-        if not torch.is_grad_enabled():
+        """Begins a pass: the model is called.
+
+        Raises:
+            RuntimeError: If ``stop_after`` steps in a row were not finite.
+        """
+        if not torch.is_grad_enabled() or in_fake_mode():
             self.current = None
             return
+        self._judge(wait=False)
+        if self._stop_after is not None and self._bad_steps + self._bad >= self._stop_after:
+            raise RuntimeError(
+                f"Expected finite gradients. Found {self._bad_steps + self._bad} steps in a row "
+                f"with some that are not: {self._finding or self._parameter_fault()} "
+                "Remedy: mend the cause, or a larger `stop_after`."
+            )
         if self._open:
             self._open[-1].settle()
+        self._last = None
         self.current = Pass(self.batches, self.clock, inputs, self._await_backward)
         self.batches += 1
         self._awaited = False
@@ -172,85 +211,108 @@ class GradientWatch:
         if len(self._open) > _MOST_OPEN:
             self._finish(self._open.popleft())
 
-    def _spoiled(self) -> set[Tap]:
-        """Layers whose gradient is not finite before the pass: it says nothing of the pass."""
-        spoiled = set()
-        for holder, name, tap in (*self._small, *self._large):
-            gradient = getattr(holder[name], "grad", None)
-            if gradient is not None and not torch.isfinite(values(gradient)).all():
-                spoiled.add(tap)
-        return spoiled
-
-    def _await_backward(self) -> None:
+    def _await_backward(self, one: Pass) -> None:
         """Begins a backward pass: asks the engine to close the open passes when it is over."""
+        if one not in self._open:
+            # The graph was kept: the same forward pass again.
+            if one in self._closed:
+                self._closed.remove(one)
+            self._open.append(one)
         if self._awaited:
             return
         self._awaited = True
         self._passes += 1
         # Here and not in the forward pass, because a loop may clear gradients between the two.
-        if self._left:
-            self._left &= {*self._broken_gradients()}
-        if self._stale:
-            spoiled = self._spoiled()
-            for one in self._open:
-                one.spoiled = spoiled
-        Variable._execution_engine.queue_callback(self._close)
+        broken = {*self._broken_gradients()} if self._left or self._stale else set[str]()
+        self._left &= broken
+        fresh = self._gradient_mark() != self._mark
+        for other in self._open:
+            other.left, other.fresh = broken, fresh
+        engine = Variable._execution_engine
+        # Twice, and so after callbacks by which FSDP and DDP put gradients in their places.
+        engine.queue_callback(lambda: engine.queue_callback(self._close))
+
+    def _gradient_mark(self) -> Any:
+        """Which gradient it is that the first parameter with one has; changes if it is cleared."""
+        if self._stop_after is None:
+            return None
+        named = ((name, p.grad) for name, p in self.model.named_parameters())
+        return next(((name, id(g), g._version) for name, g in named if g is not None), None)
 
     def _close(self) -> None:
         if self._open:
             last = self._open[-1]
             if self.clock.used:
-                last.seen += [tap.take(last.batch) for tap in self._taps.values()]
-                last.called |= {one.name for one in last.seen}
+                last.add(tap.take(last.batch) for tap in self._taps.values())
             if last.backward or self.clock.used:
                 self._ask_witnesses(last)
+            # From now on each of several forward passes has its own hooks.
+            several = sum(one.backward for one in self._open) > 1
+            self.clock.detailed = self.clock.detailed or several
         self.current, self._awaited = None, False
+        self._mark = self._gradient_mark()
         while self._open:
             self._finish(self._open.popleft())
         self._judge(wait=False)
 
     def _finish(self, over: Pass) -> None:
+        self._passes += over.twice
         # On a CPU, where a fault has to be explained and weights are still those of the pass.
-        if self.clock.deferred or (over.broken and self._recovered):
-            named = {
-                own_name(name, self.model): p
-                for name, p in self.model.named_parameters()
-                if p.is_floating_point() or p.is_complex()
-            }
-            looks = self._look([*named.values()])
-            over.weights = [
-                Seen("weight", name, over.batch, look)
-                for name, look in zip(named, looks, strict=True)
-            ]
+        every = self.clock.deferred
+        if every or (over.broken and self._recovered):
+            over.weights = self._seen_of(over, WEIGHT, lambda p: p)
+        every = every or self._stop_after is not None or over.strange(self._habits)
+        if over.backward and every:
+            over.gradients = self._seen_of(over, GRADIENT, lambda p: p.grad)
         over.close()
         self._closed.append(over)
 
+    def _seen_of(self, over: Pass, what: str, of: Callable[[Tensor], Any]) -> list[Seen]:
+        """Looks at something of all parameters."""
+        every = {own_name(name, self.model): of(p) for name, p in self.model.named_parameters()}
+        some = {
+            name: x
+            for name, x in every.items()
+            if has_values(x) and (x.is_floating_point() or x.is_complex())
+        }
+        looks = self._look([*some.values()])
+        return [Seen(what, name, over.batch, look) for name, look in zip(some, looks, strict=True)]
+
     def _ask_witnesses(self, last: Pass) -> None:
         """Notes gradients of weights in the place of gradients at their modules' outputs."""
+        field = "second" if last.twice else "gradient"
         found = self._gradients(last, self._small)
         if found and not self.clock.deferred:
             total = torch.cat([gradient for _, gradient in found]).sum()
             if math.isfinite(total.item()):
                 for one, _ in found:
-                    one.gradient = True
+                    setattr(one, field, True)
                 found = []
         found += self._gradients(last, self._large)
         looks = self._look([gradient for _, gradient in found])
-        for (one, _), one.gradient in zip(found, looks, strict=True):
-            last.broken = last.broken or one.gradient is False
+        for (one, _), found_now in zip(found, looks, strict=True):
+            setattr(one, field, found_now)
+            last.broken = last.broken or found_now is False
 
     def _gradients(self, last: Pass, some: Any) -> list[tuple[Seen, Tensor]]:
         found = []
         for holder, name, tap in some:
-            one, gradient = tap.output, holder[name].grad
-            # Weights of a module that was not called itself have a gradient all the same. What the
-            # model returns is hooked.
-            if gradient is None or tap.batch != last.batch or tap.hooked or one.returned:
+            one, weight = tap.output, holder.get(name)
+            if weight is None and not tap.hooked:
+                # Its bias was set to None, or pruning put another weight there.
+                tap.hooked = True
+                warnings.warn(
+                    f"{tap.prefix}{name} is no parameter any longer. GradientWatch does not see "
+                    f"the gradient at the output of {tap.name!r} in this pass.",
+                    stacklevel=2,
+                )
+            # Weights of a module that was not called itself have a gradient all the same.
+            if tap.batch != last.batch or tap.hooked or one.gradient is not None:
                 continue
-            if tap in last.spoiled:
+            if not has_values(weight.grad) or tap.prefix + name in last.left:
                 continue
             one.weight = tap.prefix + name
-            found.append((one, gradient))
+            found.append((one, weight.grad))
         return found
 
     def _look(self, tensors: list[Tensor]) -> list[Any]:
@@ -263,34 +325,36 @@ class GradientWatch:
     def _judge(self, *, wait: bool) -> None:
         """Looks at passes that have arrived on the host."""
         while self._closed and self._closed[0].arrived(wait=wait):
-            over = self._closed.popleft()
-            fault = over.fault(self._usual)
+            self._last = over = self._closed.popleft()
+            fault = over.fault(self._habits)
             if fault is None:
                 self._recovered = True
             elif self._finding is None or self._recovered:
                 self._finding, self._recovered = replace(fault, last=over.batch), False
             else:
                 self._finding = replace(self._finding, last=over.batch)
-            self._stale = fault is not None or bool(over.spoiled)
+            if over.fresh:
+                self._bad_steps, self._bad = self._bad_steps + 1 if self._bad else 0, False
+            self._bad = self._bad or fault is not None
+            self._stale = fault is not None or bool(over.left)
             self.clock.detailed = self.clock.detailed or self._stale
 
     def _parameter_fault(self) -> Finding | None:
-        """A gradient that is not finite though all that modules gave, and its gradient, is."""
+        """A gradient that is not finite though no pass shows why."""
         name = next(self._broken_gradients(), None)
         if name is None:
             return None
-        if not self.batches:
-            kind = UNSEEN
-        else:
-            kind = LEFT if name in self._left or not self._passes else PARAMETER
-        seen, last = f"the gradient of {name!r}", self.batches - 1
-        return Finding(kind, name, seen, "", "", last, last=last, order=(_AFTER_ALL, 0, True))
+        last = self.batches - 1
+        if self._last is not None and self._passes and name not in self._left:
+            found = self._last.explain(self._habits, [name])
+            return found and replace(found, last=last)
+        kind = LEFT if self.batches else UNSEEN
+        return Finding(kind, name, f"the gradient of {name!r}", "", "", last, last=last)
 
     def _broken_gradients(self) -> Iterator[str]:
         """Names of the parameters whose gradients are not finite now."""
         for name, p in self.model.named_parameters():
-            gradient = None if p.grad is None else values(p.grad)
-            if gradient is not None and not torch.isfinite(gradient).all():
+            if has_values(p.grad) and not torch.isfinite(values(p.grad)).all():
                 yield own_name(name, self.model)
 
 

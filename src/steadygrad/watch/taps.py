@@ -34,7 +34,7 @@ class Tap:
         clock: The watch's clock.
 
     Attributes:
-        leaf: Whether it holds no other module and is not the model.
+        plain: Whether it is one of torch's layers, which never changes its input.
         root: Whether it is the model.
         prefix: How names of modules within it begin.
         batch: Index of the last pass in which it was called.
@@ -49,7 +49,7 @@ class Tap:
         self, name: str, hooked: bool, watch: "GradientWatch | None", clock: Clock
     ) -> None:
         self.name, self.hooked = name, hooked
-        self.leaf = self.root = False
+        self.plain = self.root = False
         self.prefix = f"{name}." if name else ""
         self.batch, self.input, self.output = -1, None, None
         self.watch: Callable[[], GradientWatch | None] = weakref.ref(watch) if watch else _nobody
@@ -64,12 +64,17 @@ class Tap:
     def attach(self, module: nn.Module, model: nn.Module) -> None:
         """Puts the tap and its hooks behind a module."""
         self.root = module is model
-        self.leaf = not (self.root or any(True for _ in module.children()))
+        # Its inputs are looked at after it, which saves a hook.
+        self.plain = (
+            type(module).__module__.startswith("torch.nn.modules")
+            and not (self.root or any(True for _ in module.children()))
+            and not getattr(module, "inplace", False)
+        )
         # A copy of a watched model has hooks already.
         detach([module])
         module.__dict__[_TAP] = self
         module.register_forward_hook(_after_forward, with_kwargs=True)
-        if self.root:
+        if not self.plain:
             module.register_forward_pre_hook(_before_forward, with_kwargs=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -144,10 +149,17 @@ def _nobody() -> None:
 
 
 def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not torch.compiler.is_compiling():
-        watch = module.__dict__[_TAP].watch()
-        if watch is not None and not in_backward():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return
+    tap = module.__dict__[_TAP]
+    watch = tap.watch()
+    if watch is None:
+        return
+    if tap.root:
+        if not in_backward():
             watch.begin((args, kwargs))
+    elif watch.current is not None:
+        watch.current.enter(tap, args, kwargs)
 
 
 def _after_forward(
@@ -158,9 +170,11 @@ def _after_forward(
     if torch.compiler.is_compiling():
         return tap.trace(output) if torch.is_grad_enabled() else output
     watch = tap.watch()
-    if watch is not None and watch.current is not None:
-        watch.current.see(tap, args, kwargs, output)
-    return output
+    if watch is None or watch.current is None or torch._C._are_functorch_transforms_active():
+        return output
+    if tap.plain:
+        watch.current.enter(tap, args, kwargs)
+    return watch.current.see(tap, output)
 
 
 class _Largest(torch.autograd.Function):
