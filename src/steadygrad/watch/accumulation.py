@@ -152,8 +152,8 @@ class _Judge:
             for layer in dict.fromkeys(self._layers)
         }
         right, got = _weights(total, _WHOLE), _weights(total, _USED)
-        square = squares[_WHOLE] + right.square() @ squares[_PARTS:]
-        rounding = float((square / total[_WHOLE, _WHOLE]).sqrt())
+        own, parts = squares[_WHOLE], right.square() @ squares[_PARTS:]
+        rounding = (torch.stack([own, own + parts]) / total[_WHOLE, _WHOLE]).sqrt().tolist()
         bug = _bug(total, self._floor, rounding, len(sizes), self._whole)
         if squares[_USED]:
             bug = "steps"
@@ -246,17 +246,17 @@ def _gram(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(products).sum(0)
 
 
-def _bug(products: Tensor, floor: float, rounding: float, parts: int, whole: int) -> str:
+def _bug(products: Tensor, floor: float, rounding: list[float], parts: int, whole: int) -> str:
     """Name of the fault.
 
     Args:
         products: Inner products of the gradients, in the order of the constants.
         floor: Least relative difference that counts.
-        rounding: Relative roundings that were measured.
+        rounding: Relative roundings of the whole batch's gradient, and with its parts' as well.
         parts: Micro-batches of this window.
         whole: Micro-batches of a whole window.
     """
-    tolerance = max(floor, 3 * rounding)
+    tolerance = max(floor, 3 * rounding[1])
     near = partial(math.isclose, rel_tol=tolerance)
     ratio, cosine = _compared(products)
     if not 0 < float(products[_WHOLE, _WHOLE] + products[_AGAIN, _AGAIN]) < math.inf:
@@ -265,7 +265,7 @@ def _bug(products: Tensor, floor: float, rounding: float, parts: int, whole: int
         return "lost"
     one = torch.tensor([1.0])
     # Random numbers look like large roundings, but come with the same factor too.
-    if _misfit(products, _WHOLE, one, [_AGAIN]) > max(floor, rounding / 4):
+    if _misfit(products, _WHOLE, one, [_AGAIN]) > max(floor, rounding[0] / 4):
         return "random"
     # Half of the smallest bug: one micro-batch too few.
     if tolerance > 0.5 / whole:
