@@ -161,8 +161,8 @@ class _Judge:
             raise not_samples(f"another gradient in another order, in {name}", 2 * self._whole)
         if bug == "unknown" or (bug == "batch" and not lengths.isfinite().all()):
             raise InputError(
-                "Expected finite gradients of the batch and its parts, not all of them zero. Found "
-                f"others, in {name}. Remedy: GradientWatch(model) names the layer."
+                "Expected finite gradients, not all of them zero. Found others, in the window of "
+                f"{name}. Remedy: GradientWatch(model) names the layer."
             )
         words = WORDS[bug].format(
             parts=len(sizes),
