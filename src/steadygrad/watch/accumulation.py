@@ -9,24 +9,24 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
-from steadygrad._checks import InputError, check_count
+from steadygrad._checks import InputError, check_count, shown
 from steadygrad._names import plain_name
+from steadygrad._nests import take_rows
 from steadygrad.formulas.tensors import exact
 from steadygrad.sharding import ShardSum, local
-from steadygrad.watch.windows import WORDS, AccumulationCheck, Window, cut, ragged, samples
+from steadygrad.watch import windows as cuts
+from steadygrad.watch.windows import WORDS, AccumulationCheck, Window, not_samples
 
 __all__ = ["check_accumulation"]
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Accumulate = Callable[[Sequence[Any]], object]
-
+Part = Callable[[Tensor], Any]
 
 # Bugs of the loss function, not of the loop: further windows would show nothing new.
 _LOSS_BUGS = ("random", "batch", "rounding")
@@ -34,6 +34,9 @@ _LOSS_BUGS = ("random", "batch", "rounding")
 _CHUNK = 2**20
 # A factor that no binary type holds exactly.
 _OTHER_SCALE = 0.7
+# The vectors before those of the micro-batches: the gradients of the whole batch, the loop, the
+# whole batch again, and of its samples in another order.
+_WHOLE, _USED, _AGAIN, _MIXED, _PARTS = range(5)
 
 
 def check_accumulation(
@@ -43,54 +46,74 @@ def check_accumulation(
     *,
     accumulate: Accumulate | None = None,
     micro_batches: int = 4,
+    split: Callable[[Any, Tensor], Any] | None = None,
+    samples: int | None = None,
 ) -> AccumulationCheck:
     """Compares one batch's gradient with the accumulated one, for four ways of cutting the batch.
 
     The cuts: equal micro-batches, one sample at a time (of the first ``2 * micro_batches``), ragged
     ones, and a short last window with one micro-batch less. Weights, ``.grad``, buffers and random
-    numbers are afterwards as they were. Dropout modules are off. The memory is that of
-    ``2 * micro_batches + 10`` gradients.
+    numbers are afterwards as they were. Where a gradient is random, as with dropout, the model is
+    in evaluation mode meanwhile, but for modules that keep statistics, as BatchNorm does. The
+    memory is that of ``2 * micro_batches + 12`` gradients.
 
     Args:
         model: The model.
         loss_fn: ``(model, batch) -> loss``, the loss of a batch as it should be, shape ``()``.
-        batch: A nest of tensors whose leading dimension is that of the samples; others are kept.
+        batch: A nest of tensors, arrays and lists with a row for each sample, or anything that
+            ``split`` cuts. Numbers, texts and tensors without dimensions are kept.
         accumulate: The loop's own window: is given the micro-batches, and calls ``backward`` on
             each. Default: ``(loss_fn(model, micro) / len(micros)).backward()``.
         micro_batches: Micro-batches of a whole window, as the loop is set.
+        split: ``(batch, indices) -> micro_batch``, which has the samples ``indices``, int64 with
+            shape ``(n,)``. Default: rows, where everything in the batch has as many.
+        samples: Samples in the batch. Default: its rows; with ``split`` ``2 * micro_batches``.
 
     Returns:
         A window for each cut; none after one that shows that the loss cannot be cut.
 
     Raises:
-        InputError: If the batch has fewer than ``2 * micro_batches`` samples, or a gradient is not
-            finite.
+        InputError: If the batch has fewer than ``2 * micro_batches`` samples, or its rows are not
+            samples: their numbers differ, or the gradient depends on their order. If no weight
+            requires a gradient, or the gradient is zero or not finite.
     """
-    check_count("micro_batches", micro_batches, low=2)
-    count = samples(batch)
-    if count < 2 * micro_batches:
+    least = 2 * check_count("micro_batches", micro_batches, low=2)
+    if not any(p.requires_grad for p in model.parameters()):
         raise InputError(
-            f"Parameter `batch` should hold at least {2 * micro_batches} samples, two for each "
-            f"micro-batch. Found {count}. Remedy: a larger batch, or fewer micro-batches."
+            "Parameter `model` should have weights that require a gradient. Found none. "
+            "Remedy: requires_grad_() on those that are trained."
         )
+    if samples is not None:
+        check_count("samples", samples, low=least, remedy="fewer micro-batches")
+    count = (samples or least) if split else cuts.samples(batch, least, samples)
+    part = partial(split, batch) if split else partial(take_rows, batch, count)
 
     def by_mean(micros: Sequence[Any]) -> None:
         for micro in micros:
             (loss_fn(model, micro) / len(micros)).backward()
 
+    def whole() -> None:
+        torch.autograd.backward(loss_fn(model, part(torch.arange(count, device="cpu"))))
+
     equal = [count // micro_batches] * micro_batches
-    cuts = {
+    ways = {
         "equal micro-batches": equal,
-        "one sample at a time": [1] * (2 * micro_batches),
-        "ragged micro-batches": ragged(count, micro_batches),
+        "one sample at a time": [1] * least,
+        "ragged micro-batches": cuts.ragged(count, micro_batches),
         "short last window": equal[:-1],
     }
-    with _as_it_was(model):
-        judge = _Judge(model, loss_fn, accumulate or by_mean, micro_batches)
+    with _as_it_was(model) as put_back:
+        whole()
+        changed = put_back()
+        judge = _Judge(model, loss_fn, accumulate or by_mean, micro_batches, put_back)
         windows: list[Window] = []
-        for name, sizes in cuts.items():
-            windows.append(judge(name, batch, sizes))
-            if windows[-1].bug in _LOSS_BUGS:
+        for name, sizes in ways.items():
+            window = judge(name, part, sizes, is_split=split is not None)
+            if window.bug == "random" and not windows:
+                _settle(model, whole, changed)
+                window = judge(name, part, sizes, is_split=split is not None)
+            windows.append(window)
+            if window.bug in _LOSS_BUGS:
                 break
         return AccumulationCheck(windows)
 
@@ -99,43 +122,48 @@ class _Judge:
     """Takes the gradients of one window, and names their fault."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: Loss, accumulate: Accumulate, micro_batches: int
+        self,
+        model: nn.Module,
+        loss_fn: Loss,
+        accumulate: Accumulate,
+        micro_batches: int,
+        put_back: Callable[[], list[Tensor]],
     ) -> None:
         named = [(plain_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
         self._layers = [name.rpartition(".")[0] for name, _ in named]
         self._parameters = [p for _, p in named]
-        self._model, self._loss, self._loop = model, loss_fn, accumulate
+        self._model, self._loss, self._loop, self._put_back = model, loss_fn, accumulate, put_back
         self._whole, self._sum = micro_batches, ShardSum(self._parameters)
         # Far below any bug, and far above the roundings of sums in another order and of adding up
         # ``.grad`` in its own type.
         adding = max(torch.finfo(p.dtype).eps for p in self._parameters)
         self._floor = max(math.sqrt(torch.finfo(torch.float32).eps), 4 * adding)
 
-    def __call__(self, name: str, batch: Any, sizes: Sequence[int]) -> Window:
-        ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-        micros = [cut(batch, start, end) for start, end in pairwise(ends)]
-        window = cut(batch, 0, ends[-1])
-        again, used = self._gradient(self._backward, window), self._gradient(self._loop, micros)
-        measured = [self._measured(batch) for batch in (window, *micros)]
-        whole, *parts = (gradient for gradient, _ in measured)
-        products, noise = self._products([whole, used, again, *parts], [n for _, n in measured])
-        total = products.sum(-1)
-        if not total.isfinite().all():
-            raise InputError(
-                f"Expected finite gradients of the batch. Found some that are not, in {name}. "
-                "Remedy: GradientWatch(model) names the layer."
-            )
+    def __call__(self, name: str, part: Part, sizes: Sequence[int], *, is_split: bool) -> Window:
+        products, squares = self._products(*self._gradients(name, part, sizes, is_split))
+        total, lengths = products.sum(-1), products.sum(-1).diagonal()
+        # A micro-batch without a gradient, as one without labels, says nothing of its weight.
+        least = 1e-12 * float(lengths[_PARTS:].nan_to_num(0, 0, 0).max())
+        seen = [i for i, x in enumerate(lengths) if i < _PARTS or least < float(x) < math.inf]
+        total, squares = total[seen][:, seen], squares.sum(-1)[seen]
         ratio, cosine = _compared(total)
         layers = {
-            layer: _compared(
-                products[..., torch.tensor([n == layer for n in self._layers])].sum(-1)
-            )
+            layer: _compared(products[..., [n == layer for n in self._layers]].sum(-1))
             for layer in dict.fromkeys(self._layers)
         }
-        right, got = _weights(total, 0), _weights(total, 1)
-        square = noise.sum(-1)[0] + (right.square() * noise.sum(-1)[1:]).sum()
-        rounding = float((square / total[0, 0].clamp(min=1e-300)).sqrt())
+        right, got = _weights(total, _WHOLE), _weights(total, _USED)
+        own, parts = squares[_WHOLE], right.square() @ squares[_PARTS:]
+        rounding = (torch.stack([own, own + parts]) / total[_WHOLE, _WHOLE]).sqrt().tolist()
         bug = _bug(total, self._floor, rounding, len(sizes), self._whole)
+        if squares[_USED]:
+            bug = "steps"
+        if bug == "order":
+            raise not_samples(f"another gradient in another order, in {name}", 2 * self._whole)
+        if bug == "unknown" or (bug == "batch" and not lengths.isfinite().all()):
+            raise InputError(
+                "Expected finite gradients, not all of them zero. Found others, in the window of "
+                f"{name}. Remedy: GradientWatch(model) names the layer."
+            )
         words = WORDS[bug].format(
             parts=len(sizes),
             whole=self._whole,
@@ -146,11 +174,31 @@ class _Judge:
         )
         return Window(name, tuple(sizes), ratio, cosine, layers, bug, words)
 
+    def _gradients(
+        self, name: str, part: Part, sizes: Sequence[int], is_split: bool
+    ) -> tuple[list[list[Tensor]], list[Tensor]]:
+        """Gradients in the order of the constants, and squares: roundings, and the loop's steps."""
+        rows = torch.arange(sum(sizes), device="cpu")
+        micros = rows.split([*sizes])
+        try:
+            again = self._gradient(self._backward, part(rows))
+            mixed = again if is_split else self._gradient(self._backward, part(_moved(rows)))
+            measured = [self._measured(part, own) for own in (rows, *micros)]
+        except Exception as error:
+            if is_split:
+                raise
+            raise not_samples(f"{shown(error)}, in {name}", 2 * self._whole) from error
+        (whole, *parts), (noise, *noises) = zip(*measured, strict=True)
+        used = self._gradient(self._loop, [part(own) for own in micros])
+        steps = torch.zeros_like(noise)
+        steps += any(isinstance(changed, nn.Parameter) for changed in self._put_back())
+        return [whole, used, again, mixed, *parts], [noise, steps, noise, noise, *noises]
+
     def _backward(self, batch: Any) -> None:
         torch.autograd.backward(self._loss(self._model, batch))
 
-    def _measured(self, batch: Any) -> tuple[list[Tensor], Tensor]:
-        """Gradient of a batch, and squares of its roundings, with shape ``(parameters)``.
+    def _measured(self, part: Part, rows: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Gradient of samples, and squares of its roundings, with shape ``(parameters)``.
 
         Another factor of the loss, which no type holds exactly, makes other roundings all the way
         back.
@@ -159,19 +207,21 @@ class _Judge:
         def scaled(batch: Any) -> None:
             torch.autograd.backward(_OTHER_SCALE * self._loss(self._model, batch))
 
-        gradient, other = self._gradient(self._backward, batch), self._gradient(scaled, batch)
+        gradient = self._gradient(self._backward, part(rows))
+        other = self._gradient(scaled, part(rows))
         products = [_gram(pair) for pair in zip(gradient, other, strict=True)]
         weights = torch.tensor([1.0, -1 / _OTHER_SCALE]).to(products[0])
         squares = [weights @ product.view(2, 2) @ weights for product in products]
         return gradient, torch.stack(squares).clamp(min=0)
 
     def _gradient(self, work: Callable[[Any], object], batches: Any) -> list[Tensor]:
-        """Copies of this process's parts of the gradients that some work leaves."""
+        """Copies of this process's parts of the gradients that some work leaves, all real."""
         for p in self._parameters:
-            p.grad = None
+            p.requires_grad_().grad = None
         work(batches)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        return [local(grad.detach()).clone() for grad in grads]
+        found = [local(grad.detach()).to_dense().clone() for grad in grads]
+        return [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in found]
 
     def _products(
         self, vectors: Sequence[Sequence[Tensor]], squares: Sequence[Tensor]
@@ -196,32 +246,40 @@ def _gram(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(products).sum(0)
 
 
-def _bug(products: Tensor, floor: float, rounding: float, parts: int, whole: int) -> str:
+def _bug(products: Tensor, floor: float, rounding: list[float], parts: int, whole: int) -> str:
     """Name of the fault.
 
     Args:
-        products: Inner products of the gradients of the whole batch, the loop, the whole batch
-            again and each micro-batch.
+        products: Inner products of the gradients, in the order of the constants.
         floor: Least relative difference that counts.
-        rounding: Relative roundings that were measured.
+        rounding: Relative roundings of the whole batch's gradient, and with its parts' as well.
         parts: Micro-batches of this window.
         whole: Micro-batches of a whole window.
     """
-    tolerance = max(floor, 3 * rounding)
+    tolerance = max(floor, 3 * rounding[1])
     near = partial(math.isclose, rel_tol=tolerance)
     ratio, cosine = _compared(products)
+    if not 0 < float(products[_WHOLE, _WHOLE] + products[_AGAIN, _AGAIN]) < math.inf:
+        return "unknown"
+    if ratio == 0:
+        return "lost"
+    one = torch.tensor([1.0])
     # Random numbers look like large roundings, but come with the same factor too.
-    if _misfit(products, 0, torch.tensor([1.0]), [2]) > max(floor, rounding / 4):
+    if _misfit(products, _WHOLE, one, [_AGAIN]) > max(floor, rounding[0] / 4):
         return "random"
     # Half of the smallest bug: one micro-batch too few.
     if tolerance > 0.5 / whole:
         return "rounding"
+    if not _misfit(products, _WHOLE, one, [_MIXED]) <= tolerance:
+        return "order"
+    if not math.isfinite(ratio):
+        return "overflow"
     if near(ratio, 1) and near(cosine, 1):
         return ""
-    right, used = _weights(products, 0), _weights(products, 1)
-    if _misfit(products, 0, right) > tolerance:
+    right, used = _weights(products, _WHOLE), _weights(products, _USED)
+    if _misfit(products, _WHOLE, right) > tolerance:
         return "batch"
-    if _misfit(products, 1, used) > tolerance:
+    if _misfit(products, _USED, used) > tolerance:
         return "other"
     if int((used.abs() < tolerance * used.abs().max()).sum()):
         return "lost"
@@ -242,47 +300,100 @@ def _compared(products: Tensor) -> tuple[float, float]:
 
 def _weights(products: Tensor, vector: int) -> Tensor:
     """Least-squares weights of the micro-batches' gradients in a vector."""
-    found = torch.linalg.lstsq(products[3:, 3:], products[3:, vector, None], driver="gelsd")
+    inner, with_it = products[_PARTS:, _PARTS:], products[_PARTS:, vector, None].nan_to_num(0, 0, 0)
+    found = torch.linalg.lstsq(inner, with_it, driver="gelsd")
     weights: Tensor = found.solution[:, 0]
     return weights
 
 
 def _misfit(
-    products: Tensor, vector: int, weights: Tensor, of: Sequence[int] | slice = slice(3, None)
+    products: Tensor, vector: int, weights: Tensor, of: Sequence[int] | slice = slice(_PARTS, None)
 ) -> float:
     """Norm of a vector less a weighted sum of others, over the vector's norm."""
     weights = weights.to(products)
     fitted = 2 * weights @ products[of, vector] - weights @ products[of][:, of] @ weights
     square = products[vector, vector]
-    return math.sqrt(max(0.0, float((square - fitted) / square.clamp(min=1e-300))))
+    return float(((square - fitted) / square.clamp(min=1e-300)).clamp(min=0).sqrt())
 
 
 def _shown(weights: Tensor) -> str:
     return "(" + ", ".join(f"{weight:.3g}" for weight in weights.tolist()) + ")"
 
 
+def _moved(rows: Tensor) -> Tensor:
+    """The rows in another order, each at another place than before."""
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0), device="cpu")
+    return rows[order.roll(1)[order.argsort()]]
+
+
 @contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Puts gradients, buffers, random numbers and dropout back afterwards."""
-    grads = [(p, p.grad) for p in model.parameters()]
+def _as_it_was(model: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
+    """Puts everything back afterwards; weights and buffers also when the function is called.
+
+    It returns those that had changed.
+    """
+    grads = [(p, p.grad, p.requires_grad) for p in model.parameters()]
+    kept: list[tuple[Any, str, Tensor, Tensor]]
+    kept = [({"": p}, "", p, p.detach().clone()) for p, *_ in grads]
     # By their names: a forward pass may put another tensor in a buffer's place.
-    buffers = [
-        (module._buffers, name, buffer, buffer.clone())
+    kept += [
+        (module._buffers, name, buffer, buffer.detach().clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    dropouts = [m for m in model.modules() if isinstance(m, _DropoutNd) and m.training]
-    for module in dropouts:
-        module.training = False
+    settings = [(m, m.training, getattr(m, "dropout", 0.0)) for m in model.modules()]
+
+    @torch.no_grad()
+    def put_back() -> list[Tensor]:
+        changed = []
+        for holder, name, tensor, was in kept:
+            # Written only where they differ: graphs that hold them stay valid.
+            alike = torch.equal(local(tensor.detach()), local(was))
+            if not alike or holder[name] is not tensor:
+                holder[name] = tensor.copy_(was)
+                changed.append(tensor)
+        return changed
+
+    def stay(mode: bool = True) -> nn.Module:
+        return model
+
+    # The loop's own ``model.train()`` changes nothing.
+    model.__dict__.setdefault("train", stay)
     try:
         with torch.random.fork_rng():
-            yield
+            for p, *_ in grads:
+                p.grad = None
+            yield put_back
     finally:
-        for p, grad in grads:
-            p.grad = grad
-        for module in dropouts:
-            module.training = True
-        with torch.no_grad():
-            for holder, name, buffer, kept in buffers:
-                holder[name] = buffer.copy_(kept)
+        put_back()
+        for p, grad, is_trained in grads:
+            p.requires_grad_(is_trained).grad = grad
+        if model.__dict__["train"] is stay:
+            del model.__dict__["train"]
+        for module, training, dropout in settings:
+            module.training = training
+            if isinstance(module, nn.RNNBase):
+                module.dropout = dropout
+
+
+def _settle(model: nn.Module, work: Callable[[], object], changed: list[Tensor]) -> None:
+    """Turns dropout off: evaluation mode, but for modules with tensors that a pass changed.
+
+    These keep statistics, as BatchNorm does. If the loss fails in evaluation mode, only innermost
+    modules are in it.
+    """
+    statistics, others = {*map(id, changed)}, []
+    for module in model.modules():
+        own = [*module._buffers.values(), *module._parameters.values()]
+        if isinstance(module, nn.RNNBase):
+            # In training mode, because cuDNN has no backward pass out of it.
+            module.dropout = 0.0
+        elif module.training and statistics.isdisjoint(map(id, own)):
+            others.append(module)
+            module.training = False
+    try:
+        work()
+    except Exception:
+        for module in others:
+            module.training = bool(module._modules)

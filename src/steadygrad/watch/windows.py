@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from torch import Tensor
-from torch.utils import _pytree
+import torch
 
-__all__ = ["WORDS", "AccumulationCheck", "Window", "cut", "ragged", "samples"]
+from steadygrad._checks import InputError
+from steadygrad._nests import row_counts, take_rows
+
+__all__ = ["WORDS", "AccumulationCheck", "Window", "not_samples", "ragged", "samples"]
 
 
 @dataclass(frozen=True)
@@ -54,21 +56,32 @@ class AccumulationCheck:
         )
 
 
-def samples(batch: Any) -> int:
-    """The leading dimension of a nest of tensors; 0 if there is none."""
-    sizes = [x.shape[0] for x in _pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim]
-    return sizes[0] if sizes else 0
+def samples(batch: Any, least: int, given: int | None) -> int:
+    """The number of a nest's samples: a length that all that it holds has.
+
+    Raises:
+        InputError: If there is none of at least ``least``.
+    """
+    lengths = row_counts(batch) if given is None else [given]
+    found = str(lengths[0]) if lengths else type(batch).__name__
+    for count in dict.fromkeys(length for length in lengths if length >= least):
+        try:
+            take_rows(batch, count, torch.arange(0, device="cpu"))
+        # Sparse and nested tensors of some kinds cannot be cut.
+        except (LookupError, RuntimeError) as error:
+            found = f"{str(error).splitlines()[0]} beside {count} samples"
+        else:
+            return count
+    raise not_samples(found, least)
 
 
-def cut(batch: Any, start: int, stop: int) -> Any:
-    """Some samples of a nest; tensors without a sample dimension are kept."""
-    count = samples(batch)
-
-    def part(leaf: Any) -> Any:
-        whole = not (isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == count)
-        return leaf if whole else leaf[start:stop]
-
-    return _pytree.tree_map(part, batch)
+def not_samples(found: str, least: int) -> InputError:
+    """The refusal of a batch that cannot be cut."""
+    return InputError(
+        f"Parameter `batch` should hold at least {least} samples, one in each row of all its "
+        f"tensors, arrays and lists, in any order. Found {found}. Remedy: a larger batch; or "
+        "`split=`, a function from the batch and indices to a micro-batch of these samples."
+    )
 
 
 def ragged(count: int, parts: int) -> list[int]:
@@ -85,15 +98,19 @@ def _cut_in_words(sizes: Sequence[int]) -> str:
 
 WORDS = {
     "": "The same gradient.",
-    "random": "The whole batch has another gradient each time. Remedy: turn dropout and other "
-    "random numbers off for this check.",
+    "random": "The whole batch has another gradient each time. Remedy: for this check, turn off "
+    "random numbers, and modules that each pass changes (spectral norm).",
     "rounding": "The rounding error of this gradient is too large for a comparison. Remedy: make "
     "the check in float32, without autocast, or earlier in training.",
     "batch": "The whole batch's gradient is not a weighted sum of the micro-batches' gradients: a "
-    "sample's loss depends on the other samples (BatchNorm, a contrastive loss). Remedy: "
-    "statistics that do not depend on the batch, or no accumulation.",
-    "lost": "Only {left} of {parts} micro-batches are in the gradient. Remedy: clear gradients "
-    "once a window, not before each backward pass.",
+    "sample's loss depends on the other samples (BatchNorm, a contrastive loss), or what was cut "
+    "is no sample. Remedy: statistics that do not depend on the batch, or no accumulation.",
+    "steps": "The loop changes the weights, which were put back; an optimizer's state was not. "
+    "Remedy: leave the step out of `accumulate`.",
+    "lost": "Only {left} of {parts} micro-batches are in the gradient. Remedy: a backward pass for "
+    "each, and gradients cleared once a window, before the first.",
+    "overflow": "The accumulated gradient is not finite, and the whole batch's is. Remedy: look "
+    "for a division by zero, as for a micro-batch without labels.",
     "sum": "The gradient is {parts} times too large: losses are added up. Remedy: divide each by "
     "the number of micro-batches.",
     "twice": "The gradient is {parts} times too small: it is divided by the number of micro-"

@@ -1,12 +1,17 @@
 """Accumulation bugs that large projects had, made again in small; each is named."""
 
 import copy
+from collections import UserDict
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from steadygrad._checks import InputError
 from steadygrad.watch import check_accumulation
 
 WINDOWS = 4  # micro-batches, as the loops below are set
@@ -102,6 +107,34 @@ def clipped(model, micros):
             p.grad.clamp_(-1e-3, 1e-3)
 
 
+def without_backward(model, micros):
+    for micro in micros:
+        sequence_mean(model, micro)
+
+
+def cleared_at_its_end(model, micros):
+    short_window(model, micros)
+    model.zero_grad()
+
+
+def stepping(model, micros):
+    """The loop as it stands in the training script."""
+    short_window(model, micros)
+    torch.optim.AdamW(model.parameters(), 0.1).step()
+    model.zero_grad()
+
+
+def writing(model, micros):
+    short_window(model, micros)
+    for p in model.parameters():
+        p.data = p.data.clamp(-0.1, 0.1)
+
+
+def divided_by_zero(model, micros):
+    for micro in micros:
+        (sequence_mean(model, micro) / 0).backward()
+
+
 EQUAL, SINGLE, RAGGED, SHORT = range(4)
 # The loss as it should be, and the bug in each window.
 LOOPS = {
@@ -113,6 +146,11 @@ LOOPS = {
     cleared: (sequence_mean, ["lost"] * 4),
     by_own_items: (token_mean, ["factor"] * 4),
     clipped: (sequence_mean, ["other"] * 4),
+    without_backward: (sequence_mean, ["lost"] * 4),
+    cleared_at_its_end: (sequence_mean, ["lost"] * 4),
+    stepping: (sequence_mean, ["steps"] * 4),
+    writing: (sequence_mean, ["steps"] * 4),
+    divided_by_zero: (sequence_mean, ["overflow"] * 4),
 }
 
 
@@ -120,10 +158,13 @@ LOOPS = {
 def test_bug_is_named(loop):
     loss, expected = LOOPS[loop]
     model = model_of()
+    twin = copy.deepcopy(model)
     found = check_accumulation(
         model, loss, tokens(), accumulate=lambda micros: loop(model, micros), micro_batches=WINDOWS
     )
     assert [window.bug for window in found.windows] == expected
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    assert all(torch.equal(a, b) and a.grad is None for a, b in pairs)
 
 
 def test_short_window_says_the_numbers():
@@ -277,3 +318,349 @@ def test_buffer_that_forward_replaces_is_put_back():
     check_accumulation(model, sequence_mean, tokens())
     assert model[2].seen is buffer
     assert buffer == 0
+
+
+# Layouts of batches: sixteen samples, each with five numbers, and a class or some boxes.
+
+
+class Tokenized(UserDict):
+    """As a tokenizer's: items are attributes too."""
+
+    def __getattr__(self, name):
+        return self.__dict__["data"][name]
+
+
+@dataclass(frozen=True)
+class Record:
+    x: Any
+    y: Any
+    name: str = "train"
+
+
+class Named(NamedTuple):
+    x: Any
+    y: Any
+
+
+SAMPLES = 16
+DRAW = torch.Generator().manual_seed(4)
+X, Y = torch.randn(SAMPLES, 5, generator=DRAW), torch.randint(3, (SAMPLES,), generator=DRAW)
+BOXES = [torch.randn(1 + i % 3, 3, generator=DRAW) for i in range(SAMPLES)]
+
+
+def classes(model, batch):
+    x, y = batch["x"], batch["y"]
+    labels = torch.tensor([int(label) for label in y])
+    return F.cross_entropy(model(x), labels)
+
+
+def of_record(model, batch):
+    return classes(model, {"x": batch.x, "y": batch.y})
+
+
+def box_mean(model, batch):
+    pairs = zip(batch["x"], batch["boxes"], strict=True)
+    return torch.stack([(model(x) - boxes).abs().mean() for x, boxes in pairs]).mean()
+
+
+def sample_mean(model, batch):
+    return torch.stack(
+        [box_mean(model, {"x": [s["x"]], "boxes": [s["boxes"]]}) for s in batch]
+    ).mean()
+
+
+def popping(model, batch):
+    return classes(model, {"y": batch.pop("y"), "x": batch["x"].mul_(2)})
+
+
+CUT = {
+    "array": (classes, {"x": X, "y": Y.numpy(), "temperature": 2.0}),
+    "list": (classes, {"x": X, "y": Y.tolist()}),
+    "texts": (classes, {"x": X, "y": [str(y) for y in Y.tolist()]}),
+    "mapping": (of_record, Tokenized(x=X, y=Y)),
+    "dataclass": (of_record, Record(X, Y)),
+    "named tuple": (of_record, Named(X, Y)),
+    "boxes": (box_mean, {"x": X, "boxes": BOXES}),
+    "boxes first": (box_mean, {"boxes": tuple(BOXES), "x": X}),
+    "list of samples": (sample_mean, [{"x": x, "boxes": b} for x, b in zip(X, BOXES, strict=True)]),
+    "changed by the loss": (popping, {"x": X, "y": Y}),
+}
+
+
+@pytest.mark.parametrize("layout", CUT)
+def test_layout_that_is_cut(layout):
+    loss, batch = CUT[layout]
+    before = X.clone()
+    found = check_accumulation(nn.Linear(5, 3), loss, batch)
+    assert [window.bug for window in found.windows] == ["", "", "means", ""]
+    assert sum(found.windows[RAGGED].sizes) == SAMPLES
+    assert torch.equal(X, before)
+
+
+ENDS = [0, *torch.arange(1, SAMPLES + 1).remainder(4).add(1).cumsum(0).tolist()]
+PACKED = {"x": torch.randn(ENDS[-1], 5, generator=DRAW), "ends": torch.tensor(ENDS)}
+FRAMES = torch.randn(11, SAMPLES, 5, generator=DRAW)
+
+
+def packed(model, batch):
+    """The mean over sequences of each one's mean."""
+    error, ends = model(batch["x"]).square().mean(1), batch["ends"].tolist()
+    return torch.stack([error[i:j].mean() for i, j in pairwise(ends)]).mean()
+
+
+def weighted(model, batch):
+    weight = batch["weight"].float()
+    return F.cross_entropy(model(batch["x"]).repeat(1, 6)[:, :SAMPLES], batch["y"], weight)
+
+
+def running(model, batch):
+    """Time first: each frame with all before it."""
+    return model(batch["x"].cumsum(0)).square().mean()
+
+
+def last_frame(model, batch):
+    return F.cross_entropy(model(batch["x"].cumsum(0)[-1]), batch["y"])
+
+
+def neighbours(model, batch):
+    """A graph, whose samples are nodes that point at one another."""
+    return (model(batch["x"]) * model(batch["x"][batch["next"]])).mean()
+
+
+def pairs(model, batch):
+    return (model(batch["x"])[::2] * model(batch["x"])[1::2]).mean()
+
+
+class Opaque:
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+
+REFUSED = {
+    "packed": (packed, PACKED),
+    "packed, list": (packed, {"x": PACKED["x"], "ends": ENDS}),
+    "packed, alike": (packed, {"x": PACKED["x"][:40], "ends": torch.arange(0, 41, 5)}),
+    "time first": (last_frame, {"x": FRAMES, "y": Y}),
+    "time alone": (running, {"x": FRAMES}),
+    "time as long": (last_frame, {"x": FRAMES.repeat(2, 1, 1)[:SAMPLES], "y": Y}),
+    "class weights": (weighted, {"x": X, "y": Y, "weight": torch.arange(SAMPLES)}),
+    "class weights, alike": (weighted, {"x": X, "y": Y, "weight": torch.ones(SAMPLES)}),
+    "class weights, fewer": (weighted, {"x": X, "y": Y, "weight": torch.ones(3)}),
+    "graph": (neighbours, {"x": X, "next": torch.randint(SAMPLES, (SAMPLES,), generator=DRAW)}),
+    "order": (pairs, {"x": X}),
+    "object": (of_record, Opaque(X, Y)),
+    "object beside": (of_record, Named(X, Opaque(X, Y))),
+    "mapping": (classes, type("Attributes", (dict,), {})(x=X, y=Y)),
+    "nothing": (lambda model, batch: model(X).square().mean(), {"x": 1.0}),
+}
+
+
+@pytest.mark.parametrize("layout", REFUSED)
+def test_layout_that_is_refused(layout):
+    loss, batch = REFUSED[layout]
+    with pytest.raises(InputError, match=r"`batch`.*`split=`") as refused:
+        check_accumulation(nn.Linear(5, 3), loss, batch)
+    assert "\n" not in str(refused.value)
+
+
+def cut_packed(batch, indices):
+    ends = batch["ends"]
+    parts = [batch["x"][ends[i] : ends[i + 1]] for i in indices]
+    return {"x": torch.cat(parts), "ends": torch.tensor([0, *map(len, parts)]).cumsum(0)}
+
+
+@pytest.mark.parametrize(("samples", "used"), [(None, 8), (SAMPLES, SAMPLES)])
+def test_split(samples, used):
+    found = check_accumulation(nn.Linear(5, 3), packed, PACKED, split=cut_packed, samples=samples)
+    assert [window.bug for window in found.windows] == ["", "", "means", ""]
+    assert sum(found.windows[EQUAL].sizes) == used
+
+
+def test_split_is_believed():
+    """A loss of pairs is one that depends on the other samples, if these are the samples."""
+    cut = lambda batch, indices: {"x": batch["x"][indices]}  # noqa: E731
+    loss = lambda model, batch: (model(batch["x"]) * model(batch["x"]).roll(1, 0)).mean()  # noqa: E731
+    assert check_accumulation(nn.Linear(5, 3), loss, {"x": X}, split=cut).bugs == ["batch"]
+
+
+@pytest.mark.parametrize("samples", [7, "16"])
+def test_number_of_samples(samples):
+    with pytest.raises(InputError, match="`samples`"):
+        check_accumulation(nn.Linear(5, 3), packed, PACKED, split=cut_packed, samples=samples)
+
+
+def test_complex_weights():
+    """A bug of the imaginary part alone, where the real one is small."""
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, dtype=torch.cfloat))
+
+        def forward(self, x):
+            x = x.to(torch.cfloat)
+            return 1e-3 * (x @ (1j * self.weight)).imag + (x @ self.weight).imag
+
+    def tripled(micros):
+        for micro in micros:
+            (loss(model, micro) * len(micro) / sum(map(len, micros))).backward()
+        model.weight.grad.imag.mul_(3)
+
+    torch.manual_seed(0)
+    model, loss = Both(), lambda model, x: model(x).square().mean()
+    assert check_accumulation(model, loss, X).windows[EQUAL].bug == ""
+    found = check_accumulation(model, loss, X, accumulate=tripled).windows[EQUAL]
+    assert (found.ratio, found.bug) == (pytest.approx(3, rel=1e-3), "other")
+
+
+def test_sparse_gradients():
+    model = nn.Sequential(nn.Embedding(3, 4, sparse=True), nn.Linear(4, 1))
+    found = check_accumulation(model, lambda model, y: model(y).square().mean(), Y)
+    assert found.windows[EQUAL].bug == ""
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.rnn = kind(16, 16, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x):
+        return self.rnn(x)[0]
+
+
+class Attention(nn.Module):
+    """Dropout of torch's own attention, and of a task's."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, dropout=0.5, batch_first=True)
+        self.register_buffer("mask", torch.ones(6, 6).tril().bool())
+
+    def forward(self, x):
+        x = x + self.attention(x, x, x)[0]
+        rate = 0.5 if self.training else 0.0
+        x = F.scaled_dot_product_attention(x, x, x, self.mask, rate)
+        return F.dropout(x, 0.5, self.training)
+
+
+class Statistics(nn.Module):
+    """A task's own BatchNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x):
+        if self.training:
+            self.mean = (0.9 * self.mean + 0.1 * x.mean((0, 1))).detach()
+        return (x - (x.mean((0, 1)) if self.training else self.mean)).tanh()
+
+
+RANDOM = {
+    "lstm": ([Recurrent(nn.LSTM)], ""),
+    "gru": ([Recurrent(nn.GRU)], ""),
+    "attention": ([Attention()], ""),
+    "batch norm": ([Attention(), nn.BatchNorm1d(6)], "batch"),
+    "own batch norm": ([nn.Dropout(), Statistics()], "batch"),
+    "frozen batch norm": ([nn.Dropout(), nn.BatchNorm1d(6).eval()], ""),
+}
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_dropout_is_turned_off(kind):
+    """Also where the loop says ``model.train()``."""
+    layers, bug = RANDOM[kind]
+    model = model_of(*layers)
+    before = [(m.training, getattr(m, "dropout", None)) for m in model.modules()]
+
+    def loop(micros):
+        model.train()
+        for micro in micros:
+            (sequence_mean(model, micro) / len(micros)).backward()
+
+    found = check_accumulation(model, sequence_mean, tokens(), accumulate=loop)
+    assert found.windows[EQUAL].bug == bug
+    assert [(m.training, getattr(m, "dropout", None)) for m in model.modules()] == before
+    model.train()
+    assert all(module.training for module in model.modules())
+
+
+def test_loss_of_the_training_mode_alone():
+    class Auxiliary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = model_of(nn.Dropout()), nn.Linear(3, 1)
+
+        def forward(self, x):
+            y = self.body(x)
+            return {"logits": y, "more": self.head(y)} if self.training else y
+
+    def loss(model, batch):
+        more = model(batch["x"])["more"].square().mean()
+        return sequence_mean(lambda x: model(x)["logits"], batch) + more
+
+    assert check_accumulation(Auxiliary(), loss, tokens()).windows[EQUAL].bug == ""
+
+
+@pytest.mark.parametrize(("reduction", "bug"), [("mean", ""), ("sum", "sum")])
+def test_samples_without_a_gradient(reduction, bug):
+    """A hinge loss, which is zero for some: these say nothing of their weights."""
+
+    def loop(micros):
+        for micro in micros:
+            share = len(micro) / sum(map(len, micros)) if reduction == "mean" else 1
+            (loss(model, micro) * share).backward()
+
+    torch.manual_seed(0)
+    model, loss = nn.Linear(5, 3), lambda model, x: (model(x).sum(1)).relu().mean()
+    assert (model(X[:8]).sum(1) < 0).any()
+    assert check_accumulation(model, loss, X, accumulate=loop).windows[SINGLE].bug == bug
+
+
+@pytest.mark.parametrize(
+    ("divisor", "bug"),
+    [
+        (lambda micros, micro: sum(map(count, micros)), ""),
+        (lambda micros, micro: sum(map(count, micros)) * len(micros), "twice"),
+        (lambda micros, micro: count(micro) * len(micros), "overflow"),
+    ],
+    ids=["right", "twice", "means"],
+)
+def test_sample_without_labels(divisor, bug):
+    """Its own mean is 0 / 0, and the window's is not."""
+    batch, model = tokens(), model_of()
+    batch["labels"][2] = IGNORED
+
+    def masked(batch):
+        error = model(batch["x"]).square().sum(-1)
+        return (error * (batch["labels"] != IGNORED)).sum()
+
+    def loop(micros):
+        for micro in micros:
+            (masked(micro) / divisor(micros, micro)).backward()
+
+    loss = lambda model, batch: masked(batch) / count(batch)  # noqa: E731
+    found = check_accumulation(model, loss, batch, accumulate=loop)
+    assert found.windows[SINGLE].bug == bug
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_no_gradient(value):
+    model = model_of().requires_grad_(value == 0)
+    loss = lambda model, batch: value * sequence_mean(model, batch)  # noqa: E731
+    with pytest.raises(InputError, match="`model`" if value else "not all of them zero"):
+        check_accumulation(model, loss, tokens())
+
+
+def test_loop_that_freezes_weights():
+    model = model_of()
+
+    def loop(micros):
+        model[0].requires_grad_(False)
+        by_samples = sum(len(micro["x"]) for micro in micros)
+        for micro in micros:
+            (sequence_mean(model, micro) * len(micro["x"]) / by_samples).backward()
+
+    found = check_accumulation(model, sequence_mean, tokens(), accumulate=loop)
+    assert [window.bug for window in found.windows] == ["other"] * 4
+    assert all(p.requires_grad for p in model.parameters())
