@@ -37,7 +37,7 @@ class ZeroSum:
 
         It tells the optimizer nothing of itself, so the calls under way are looked at.
         """
-        kind = getattr(sys.modules.get(_MODULE), "ZeroRedundancyOptimizer", None)
+        kind: Any = getattr(sys.modules.get(_MODULE), "ZeroRedundancyOptimizer", None)
         frame = None if kind is None else sys._getframe(1)
         while frame is not None:
             owner = frame.f_locals.get("self")
