@@ -30,7 +30,15 @@ VALUES = {
     "one nan": lambda t: torch.cat([t.new_full((1,), torch.nan), t.reshape(-1)[1:]]).view(t.shape),
     "minus inf": lambda t: torch.full_like(t, -torch.inf),
 }
-NEGATIVE = {"step", "exp_avg_sq", "skipped", "param_rms", "scale_exp_avg_sq", "model_norms"}
+NEGATIVE = {
+    "step",
+    "exp_avg_sq",
+    "skipped",
+    "param_rms",
+    "scale_exp_avg_sq",
+    "model_norms",
+    "clipping_step",
+}
 OPTIONS = [
     {"lr": float("nan")},
     {"lr": -1.0},

@@ -69,6 +69,20 @@ def test_each_goes_as_it_would_alone(case, first, mode):
 
 
 @every_optimizer
+def test_numbers_come_back_from_the_host(entry):
+    """Where torch's ZeroRedundancyOptimizer puts those that it loads."""
+    far = on_meta()
+    optimizer = entry(far)
+    for p in far:
+        state = optimizer.state[p]
+        counts = {name: torch.ones(()) for name, value in state.items() if not value.ndim}
+        optimizer.state[p] = {**state, **counts}
+        p.grad = torch.empty_like(p)
+    optimizer.step()
+    assert all(t.is_meta for p in far for t in optimizer.state[p].values())
+
+
+@every_optimizer
 @pytest.mark.parametrize("mode", [{}, {"foreach": True}], ids=str)
 def test_a_bad_gradient_on_the_host_stops_it_there(entry, mode):
     far, here = on_meta(), parameters()

@@ -162,6 +162,40 @@ def test_a_grad_scaler_skips_what_overflows_and_goes_on(entry, dtype):
     assert not hasattr(ours, "grad_scale")
 
 
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, *OPTIMIZERS.values()], ids=["torch", *OPTIMIZERS]
+)
+@pytest.mark.parametrize("unscaled", [True, False])
+def test_a_grad_scaler_may_meet_no_gradient_at_all(make, unscaled):
+    used, idle = parameters(), parameters()
+    one, two = make(used, fused=True), make(idle, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    before = [p.detach().clone() for p in idle]
+    for step in range(2):
+        give_gradients(used, step, none=False)
+        if unscaled:
+            scaler.unscale_(two)
+        scaler.step(one)
+        scaler.step(two)
+        scaler.update()
+    assert_same(idle, before)
+    assert not {"grad_scale", "found_inf"} & {*vars(two)}
+
+
+@every_optimizer
+def test_an_error_leaves_nothing_of_a_scaler_behind(entry):
+    """The next step would take the product of both scales."""
+    params = parameters()
+    optimizer, scaler = entry(params, fused=True), torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    give_gradients(params, 0, none=False)
+    optimizer.param_groups[0]["eps"] = -1.0
+    with pytest.raises(InputError, match="`eps`"):
+        scaler.step(optimizer)
+    assert not {"grad_scale", "found_inf"} & {*vars(optimizer)}
+
+
 def test_only_fused_steps_take_what_a_scaler_leaves():
     """Lightning clips no gradients, and Accelerate sees no skipped step, where they do."""
     for entry in OPTIMIZERS.values():

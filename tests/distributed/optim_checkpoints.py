@@ -78,7 +78,7 @@ def _load(model, optimizer, state, options):
 
 def _tied(optimizer):
     """How many different tensors each group's shared state is."""
-    names = {"skipped", "model_norms", "model_norm_threshold", "num_clipped"}
+    names = {"skipped", "model_norms", "model_norm_threshold", "num_clipped", "clipping_step"}
     return [
         len({id(optimizer.state[p][name]) for p in group["params"]})
         for group in optimizer.param_groups

@@ -126,10 +126,6 @@ class OptimizerMachine(RuleBasedStateMachine):
     def params(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    @property
-    def has_clipping(self) -> bool:
-        return any(g.get("clipping_scale") is not None for g in self.optimizer.param_groups)
-
     def take_steps(self, data: Any, steps: int) -> None:
         """Some steps; each parameter keeps the scale of its gradients."""
         scales = [data.draw(_scales) for _ in self.params]
@@ -204,7 +200,6 @@ class OptimizerMachine(RuleBasedStateMachine):
         fixed = ("size_update_period", "clipping_update_period", "recipe")
         options = data.draw(options_of(self.kind))
         group.update({k: v for k, v in options.items() if k not in fixed})
-        self._thaw()
         self.counts["edited options"] += 1
 
     @precondition(lambda self: len(self.optimizer.param_groups) < 4)
@@ -213,21 +208,13 @@ class OptimizerMachine(RuleBasedStateMachine):
         known = everything(self.optimizer)
         self.optimizer.add_param_group(self._group(data))
         assert_kept(everything(self.optimizer)[: len(known)], known)
-        self._thaw()
         self.counts["added groups"] += 1
 
-    @precondition(lambda self: not self.has_clipping)
     @rule(place=st.integers(0, 99))
     def freeze_or_thaw(self, place: int) -> None:
-        """Not with clipping: the oracle's group takes the same steps everywhere."""
         p = self.params[place % len(self.params)]
         p.requires_grad_(not p.requires_grad)
         self.counts["freezes"] += 1
-
-    def _thaw(self) -> None:
-        if self.has_clipping:
-            for p in self.params:
-                p.requires_grad_(True)
 
     @rule(data=st.data(), one=st.booleans(), place=st.integers(0, 99))
     def cast(self, data: Any, one: bool, place: int) -> None:

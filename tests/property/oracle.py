@@ -242,7 +242,7 @@ def _arithmetic(optimizer: Optimizer, p: Tensor, group: Mapping[str, Any]) -> to
 def _moved(state: Numbers, dtype: torch.dtype, draw: Moves | None) -> Numbers:
     """Each element by itself, and all of a tensor together, as a rounding of its norm does."""
     eps = MOVED * torch.finfo(dtype).eps
-    counts = ("step", "narrow", "most")
+    counts = ("step", "clipping_step", "narrow", "most")
     return {
         name: np.array(value, copy=True)
         if draw is None or name in counts
@@ -334,16 +334,24 @@ def _sizes(state: Numbers) -> Numbers:
 def _clip(
     reference: ReferenceScaledAdam, states: Sequence[Numbers], gradients: Sequence[Any]
 ) -> float:
-    """The factor of a group whose parameters have all taken the same steps."""
-    if reference.clipping_scale is None or not states:
+    """The factor of a group, whose clipping counts its own steps."""
+    # Nobody works on a group that is frozen, or whose parameters have no elements.
+    pairs = zip(states, gradients, strict=True)
+    if reference.clipping_scale is None or all(g is None or not s["weight"].size for s, g in pairs):
         return 1.0
-    first, taken = states[0], max(int(state["step"]) for state in states)
+    first, taken = states[0], int(states[0]["clipping_step"])
     ring, threshold = first["model_norms"], first["model_norm_threshold"]
     reference.clipper = Clipper(
         reference.clipping_scale, len(ring), reference.recipe,
         {i: float(norm) for i, norm in enumerate(ring)}, float(threshold), taken,
     )  # fmt: skip
-    factor = reference.clip([state["weight"] for state in states], gradients)
+    # Sizes as they were last measured: none of a parameter that takes its first step.
+    sizes, reference.states = reference.states, {
+        place: {"rms": float(state.get("param_rms", 0.0))} for place, state in enumerate(states)
+    }  # fmt: skip
+    weights = [state["weight"] for state in states]
+    given = [np.zeros(1) if g is None else g for g in gradients]
+    factor, reference.states = reference.clip(weights, given), sizes
     norms = np.array([reference.clipper.norms[i] for i in range(len(ring))])
     early = [n for n in (10, 20, 40) if n < len(ring) and reference.recipe == "zipformer"]
     is_due = taken % len(ring) == 0 or taken in early
@@ -356,6 +364,7 @@ def _clip(
     for state in states:
         state["at_threshold"] = at_threshold
         state["unjudged"] = [] if is_usual else [*state]
+        state["clipping_step"] = np.asarray(taken + 1)
         state["model_norms"] = norms
         state["model_norm_threshold"] = np.asarray(reference.clipper.threshold)
         state["num_clipped"] = np.asarray(before + (factor < 1 and not at_threshold))

@@ -36,7 +36,7 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Types that a state can be loaded from.
 _REAL = (*TYPES, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # States that count steps.
-COUNTS = ("step", "skipped")
+COUNTS = ("step", "skipped", "clipping_step")
 LARGEST = torch.finfo(torch.float64).max
 
 # Options of other optimizers, which do nothing here.

@@ -61,9 +61,10 @@ class Report:
         self._names = {id(p): name for p, name in zip(params, names, strict=True)}
         self.group, self.batches, self._top = group, batches, top
         self._values: dict[str, dict[str, float]] = {}
+        self._shared = states[params[0]] if params else {}
         self._head = {
             "group": group.get("name", index),
-            "skipped": int(states[params[0]]["skipped"]) if params else 0,
+            "skipped": int(self._shared.get("skipped", 0)),
         }
 
     @staticmethod
@@ -117,10 +118,9 @@ class Report:
         total = sum(terms.values())
         shares = {name: term / total if total else 0.0 for name, term in terms.items()}
         report = {**self.finish(), "dominance": self._largest(shares)}
-        if self.group["clipping_scale"] is None or not self.batches:
+        if self.group["clipping_scale"] is None or not self._shared:
             return report
-        state = self.batches[0].states[0]
-        step = max(int(batch.columns["step"].max()) for batch in self.batches)
+        state, step = self._shared, int(self._shared["clipping_step"])
         period = len(state["model_norms"])
         early = () if self.group["recipe"] == "stateless7" else EARLY
         since = _since_threshold(step - 1, period, early)

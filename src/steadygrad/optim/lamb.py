@@ -91,7 +91,7 @@ class LAMB(LayerwiseOptimizer):
 
     def _joint_terms(
         self, batches: Sequence[ParamBatch], own: Sequence[Tensor]
-    ) -> list[tuple[int, Tensor]]:
+    ) -> list[tuple[int | slice, Tensor]]:
         if all(group["max_grad_norm"] is None for group in self.param_groups):
             return []
         return [(0, sums[0].to(b.exact)) for b, sums in zip(batches, own, strict=True)]

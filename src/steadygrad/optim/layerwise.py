@@ -67,7 +67,7 @@ class LayerwiseOptimizer(ShardedOptimizer):
 
     def _joint_terms(
         self, batches: Sequence[ParamBatch], own: Sequence[Tensor]
-    ) -> Sequence[tuple[int, Tensor]]:
+    ) -> Sequence[tuple[int | slice, Tensor]]:
         """Local parts of a norm of several parameters; none if there is no such norm."""
         return ()
 

@@ -11,6 +11,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from steadygrad import kernels
 from steadygrad._checks import check_count, check_number
@@ -19,7 +20,7 @@ from steadygrad.optim.building import BatchBuilder
 from steadygrad.optim.checks import check_capture, dense_gradient
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.skipping import SkipMonitor
-from steadygrad.sharding import PackedSum, PartialGradients
+from steadygrad.sharding import PackedSum, PartialGradients, ZeroSum
 
 __all__ = ["ShardedOptimizer"]
 
@@ -45,6 +46,12 @@ class ShardedOptimizer(BatchBuilder):
     _anywhere: Tensor | None = None
     _packed_sum: PackedSum | None = None
     _skips: SkipMonitor | None = None
+    # Where ZeroRedundancyOptimizer gave it some of the parameters only.
+    _zero_sum: ZeroSum | None = None
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        self._zero_sum = ZeroSum.of_caller()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -87,12 +94,18 @@ class ShardedOptimizer(BatchBuilder):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        if torch.compiler.is_compiling():
+            self._step()
+            return loss
+        try:
             # State tensors that are made in inference mode could not be changed outside of it.
             with torch.inference_mode(False), torch.no_grad():
                 self._step()
-        else:
-            self._step()
+        except BaseException:
+            # A gradient scaler takes these back after a step, and not after an error.
+            self.__dict__.pop("grad_scale", None)
+            self.__dict__.pop("found_inf", None)
+            raise
         return loss
 
     def _step(self) -> None:
@@ -176,7 +189,7 @@ class ShardedOptimizer(BatchBuilder):
         batches: Sequence[ParamBatch],
         own: Sequence[Tensor],
         finite: Sequence[Callable[[Tensor], Tensor]] | None = None,
-        terms: Callable[[], Sequence[tuple[int, Tensor]]] | None = None,
+        terms: Callable[[], Sequence[tuple[int | slice, Tensor]]] = tuple,
     ) -> tuple[list[Tensor], Tensor, Tensor | None]:
         """Adds up a step's first sums, and decides whether the step is taken.
 
@@ -185,8 +198,8 @@ class ShardedOptimizer(BatchBuilder):
             own: Local sums of the batches, each with shape ``(k, tensors)``.
             finite: For each a function from its sums to whether each parameter's are finite, with
                 shape ``(tensors)``; None: the first row decides.
-            terms: Says for each the number of a joint sum of several parameters, at most one a
-                group, and each parameter's local part of it with shape ``(tensors)``.
+            terms: Says for each the numbers of joint sums of several parameters, at most two a
+                group, and each parameter's local parts of them, the last axis by tensor.
 
         Returns:
             The sums over all shards; whether any parameter takes the step, with shape ``()``; and
@@ -200,10 +213,10 @@ class ShardedOptimizer(BatchBuilder):
         if total is not None:
             # A plain tensor's infinity, and who has a gradient, travel with the sums.
             rows = [torch.cat([c, a.to(c)[None]]) for a, c in zip(has_grad, own, strict=True)]
-            parts = terms() if terms is not None and not total.is_uniform else ()
-            index, count = [b.index for b in batches], len(self.param_groups)
+            parts = () if total.is_uniform else terms()
+            index, count = [b.index for b in batches], 2 * len(self.param_groups)
             totals, bad, means = total(index, rows, self._first_rows + 1, bad, parts, count)
-            joint = means if parts else None
+            joint = None if total.is_uniform else means
             has_grad = [sums[-1] > 0 for sums in totals]
             totals = [sums[:-1] for sums in totals]
             bad = bad | _bad(totals, finite, None).to(bad.device)
@@ -222,10 +235,10 @@ class ShardedOptimizer(BatchBuilder):
         total = self._over_shards()
         return list(own) if total is None else total([b.index for b in batches], own, rows)[0]
 
-    def _over_shards(self) -> PackedSum | None:
+    def _over_shards(self) -> PackedSum | ZeroSum | None:
         """Adds up columns of all parameters over shards; None: nothing is sharded."""
         if not any(self._sharded):
-            return None
+            return self._zero_sum
         if self._packed_sum is None:
             self._packed_sum = PackedSum(self._params)
         return self._packed_sum if self._packed_sum.collectives else None
@@ -275,7 +288,8 @@ def _bad(
 ) -> Tensor:
     """Whether any sum of this process is not finite, or a scaler has seen such a gradient."""
     flags = [(~look(own)).any() for look, own in zip(finite, sums, strict=True)]
-    if found_inf is not None:
+    # A number where the scaler has seen no gradient at all.
+    if isinstance(found_inf, Tensor):
         flags.append((found_inf != 0).reshape(()))
     if len(flags) < 2:
         return flags[0] if flags else torch.zeros((), dtype=torch.bool)

@@ -14,7 +14,13 @@ from steadygrad.optim.checks import options_of
 from steadygrad.optim.diagnostics import OWN_SUMS, Report
 from steadygrad.optim.icefall import unstack
 from steadygrad.optim.optimizer import ShardedOptimizer
-from steadygrad.optim.scaled_adam_step import CLIPPING, SIZES, ScaledAdamStep, clip_factors
+from steadygrad.optim.scaled_adam_step import (
+    CLIPPING,
+    CLOCK,
+    SIZES,
+    ScaledAdamStep,
+    clip_factors,
+)
 from steadygrad.optim.state import SKIPPED, STEP, StateField
 
 __all__ = ["ScaledAdam"]
@@ -80,6 +86,7 @@ class ScaledAdam(ShardedOptimizer):
         **SIZES,
         "skipped": SKIPPED,
         **CLIPPING,
+        CLOCK: StateField(dtype=torch.float32, low=0.0, shared=True, optional=True),
     }
 
     def __init__(
@@ -144,28 +151,52 @@ class ScaledAdam(ShardedOptimizer):
         own = self.state_dict()
         found = unstack(state_dict, self.param_groups, self._fields)
         states = {i: own["state"][i] | state for i, state in enumerate(found)}
+        for state in states.values():
+            del state[CLOCK]
         self.load_state_dict({**own, "state": states})
+
+    def _check_loaded(self, given: Mapping[str, Any]) -> None:
+        super()._check_loaded(given)
+        for group in given["param_groups"]:
+            states = [given["state"][key] for key in group["params"]]
+            without = [state for state in states if CLOCK not in state]
+            if 0 < len(without) < len(states):
+                raise self._not_its_own("a state", self._fields, without[0])
+
+    def _finish_load(self) -> None:
+        for group in self.param_groups:
+            states = [self.state[p] for p in group["params"]]
+            for own in states[:1]:
+                norms, is_old = own["model_norms"], CLOCK not in own
+                newest = torch.stack([s["step"].to(norms.device) for s in states]).max()
+                # The first step leaves no norm; later ones without any were not clipped.
+                clock = own.get(CLOCK, newest.clamp(max=1))
+                # Older checkpoints, and icefall's, have none; loaded in part, it is still zero.
+                known = norms.any() | (own["model_norm_threshold"] < torch.inf)
+                own[CLOCK] = torch.where(known & (is_old | (clock == 0)), newest, clock)
+        super()._finish_load()
 
     def _update(self, batches: Sequence[ParamBatch]) -> Tensor:
         work = [ScaledAdamStep(batch) for batch in batches]
         own = [update.local_sums() for update in work]
         places = {id(group): place for place, group in enumerate(self.param_groups)}
+        clips = any(group["clipping_scale"] is not None for group in self.param_groups)
 
-        def terms() -> list[tuple[int, Tensor]]:
-            if all(group["clipping_scale"] is None for group in self.param_groups):
-                return []
-            return [
-                (places[id(u.group)], u.norm_terms(sums[0].to(u.batch.exact)))
-                for u, sums in zip(work, own, strict=True)
-            ]
+        def terms() -> list[tuple[slice, Tensor]]:
+            found = []
+            for u, sums in zip(work if clips else (), own, strict=False):
+                parts = u.norm_terms(sums[0].to(u.batch.exact))
+                first = 2 * places[id(u.group)]
+                rows = torch.stack([parts, u.batch.in_step.to(parts)])
+                found.append((slice(first, first + 2), rows))
+            return found
 
         sums, ok, joint = self._first_sums(batches, own, [u.finite for u in work], terms)
         for update, total in zip(work, sums, strict=True):
             update.sums = total
-        norms = {} if joint is None else {key: joint[i].sqrt() for key, i in places.items()}
-        clips = clip_factors(work, ok, norms)
+        factors = clip_factors(work, self.param_groups, self.state, ok, joint)
         for update in work:
-            update.apply(clips[update.key])
+            update.apply(factors.get(id(update.group)))
         return ok
 
     def _diagnose(self, reports: Sequence[Report]) -> list[dict[str, Any]]:

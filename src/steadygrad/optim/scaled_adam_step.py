@@ -12,7 +12,7 @@ from steadygrad.formulas.tensors import may_hold
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.state import StateField
 
-__all__ = ["CLIPPING", "SIZES", "ScaledAdamStep", "clip_factors"]
+__all__ = ["CLIPPING", "CLOCK", "SIZES", "ScaledAdamStep", "clip_factors"]
 
 # Small states that parameters of more than one element have.
 SIZES = {
@@ -30,6 +30,8 @@ CLIPPING = {
     ),
     "num_clipped": StateField(dtype=torch.float32, low=0.0, shared=True),
 }
+# Steps that a group's clipping has seen: those of a parameter stand still where it is frozen.
+CLOCK = "clipping_step"
 
 
 class ScaledAdamStep:
@@ -47,7 +49,6 @@ class ScaledAdamStep:
 
     def __init__(self, batch: ParamBatch) -> None:
         self.batch, self.group, self.rule = batch, batch.group, _rule(batch)
-        self.key = id(batch.group), batch.device
         self.is_scalar = "param_rms" not in batch.columns
         self.step = batch.steps
         # The weights of a frozen parameter are not read: its step stays zero.
@@ -76,28 +77,16 @@ class ScaledAdamStep:
             return squares * scale**2
         return squares * self.batch.columns["param_rms"].to(squares) ** 2
 
-    def clip(self, norm: Tensor, step: Tensor, ok: Tensor) -> Tensor:
-        """Remembers the group's norm on this device and returns the factor."""
-        state, device = self.batch.states[0], self.batch.device
-        known, factor = clipping.clip(
-            clipping.Clipping(*(state[name] for name in CLIPPING)),
-            norm.to(device),
-            step.to(device),
-            ok.to(device),
-            scale=self.group["clipping_scale"],
-            original=self.rule.original,
-        )
-        for name, value in zip(CLIPPING, vars(known).values(), strict=True):
-            state[name].copy_(value)
-        return factor
-
-    def apply(self, clip: Tensor) -> None:
+    def apply(self, clip: Tensor | None) -> None:
         """Moves states and weights.
 
         Args:
-            clip: Clipping factor of the group, with shape ``()``.
+            clip: Clipping factor of the group, with shape ``()``; None: it is not clipped.
         """
-        batch, rule, scale = self.batch, self.rule, clip.to(self.batch.exact) * self.batch.sign
+        batch, rule = self.batch, self.rule
+        scale = torch.full((), batch.sign, dtype=batch.exact, device=batch.device)
+        if clip is not None:
+            scale = clip.to(batch.device, batch.exact) * batch.sign
         # In 2022 the clipped gradient reached the sizes only.
         in_update = torch.full_like(scale, batch.sign) if rule.original else scale
         known, factors = None, None
@@ -129,33 +118,69 @@ class ScaledAdamStep:
 
 
 def clip_factors(
-    work: Sequence[ScaledAdamStep], ok: Tensor, norms: Mapping[int, Tensor]
-) -> dict[Any, Tensor]:
-    """Clipping factor of each group on each of its devices, with shape ``()``.
+    work: Sequence[ScaledAdamStep],
+    groups: Sequence[Mapping[str, Any]],
+    states: Mapping[Tensor, Any],
+    ok: Tensor,
+    joint: Tensor | None,
+) -> dict[int, Tensor]:
+    """Clipping factors of groups, with shape ``()``, by the identity of the group.
 
     Args:
         work: The steps of all batches.
+        groups: All groups.
+        states: The optimizer's states.
         ok: Whether the step is taken, with shape ``()``.
-        norms: Norms by identity of the group, where all processes had to agree on them.
+        joint: Each group's squared norm and the number of its parameters that are worked on, with
+            shape ``(2 * groups)``, where all processes had to agree on them.
     """
-    groups: dict[int, list[ScaledAdamStep]] = defaultdict(list)
+    members: dict[int, list[ScaledAdamStep]] = defaultdict(list)
     for update in work:
-        groups[id(update.group)].append(update)
-    factors: dict[Any, Tensor] = {}
-    for key, members in groups.items():
-        if members[0].group["clipping_scale"] is None:
-            factors |= {u.key: torch.ones((), device=u.batch.device) for u in members}
+        members[id(update.group)].append(update)
+    factors: dict[int, Tensor] = {}
+    for place, group in enumerate(groups):
+        own = members[id(group)]
+        if group["clipping_scale"] is None or not group["params"]:
             continue
-        norm, step = _norm_and_step(members)
-        norm = norms[key].to(norm) if key in norms else norm
-        for update in members:
-            if update.key not in factors:
-                factors[update.key] = update.clip(norm, step, ok)
+        if joint is not None:
+            # Also where this process works on none of them: the memory is the whole group's.
+            square, count = joint[2 * place : 2 * place + 2]
+            norm, seen = square.sqrt(), ok & (count > 0).to(ok.device)
+        elif own:
+            norm, seen = _norm(own), ok
+        else:
+            continue
+        # The first parameter's copy is what counts; one on a device without work falls behind.
+        copies = [states[group["params"][0]], *(u.batch.states[0] for u in own)]
+        factors[id(group)] = _clip(group, copies, norm, seen)
     return factors
 
 
-def _norm_and_step(members: Sequence[ScaledAdamStep]) -> tuple[Tensor, Tensor]:
-    """Norm of a group's scaled gradients and the steps it has taken, both with shape ``()``."""
+def _clip(
+    group: Mapping[str, Any], copies: Sequence[Mapping[str, Tensor]], norm: Tensor, ok: Tensor
+) -> Tensor:
+    """Remembers a group's norm in all copies of its memory and returns the factor."""
+    own = copies[0]
+    device = own[CLOCK].device
+    known, factor = clipping.clip(
+        clipping.Clipping(*(own[name] for name in CLIPPING)),
+        norm.to(own["model_norms"]),
+        own[CLOCK],
+        ok.to(device),
+        scale=group["clipping_scale"],
+        original=group["recipe"] == "stateless7",
+    )
+    values = dict(zip(CLIPPING, vars(known).values(), strict=True))
+    values[CLOCK] = own[CLOCK] + ok.to(device)
+    # One on each device.
+    for state in {copy[CLOCK].device: copy for copy in reversed(copies)}.values():
+        for name, value in values.items():
+            state[name].copy_(value)
+    return factor
+
+
+def _norm(members: Sequence[ScaledAdamStep]) -> Tensor:
+    """Norm of a group's scaled gradients, with shape ``()``."""
     device = members[0].batch.device
     terms = torch.cat([update.norm_terms(update.sums[0]).to(device) for update in members])
     params = [p for update in members for p in update.batch.params]
@@ -167,9 +192,7 @@ def _norm_and_step(members: Sequence[ScaledAdamStep]) -> tuple[Tensor, Tensor]:
         params = [params[i] for i in sorted(range(len(params)), key=on_host.__getitem__)]
     # Asked for in float64 only, and slow to gather.
     shapes = [(str(p.dtype), *p.shape) for p in params] if terms.dtype is torch.float64 else []
-    # A parameter that was frozen for a time is behind its group.
-    step = torch.cat([update.step.to(device) for update in members]).max()
-    return clipping.total_norm(terms, shapes), step
+    return clipping.total_norm(terms, shapes)
 
 
 def _rule(batch: ParamBatch) -> scaled_adam.Rule:

@@ -56,8 +56,8 @@ class SkipMonitor:
         else:
             self._steps += 1
             if self._steps % limit == 1 % limit:
-                own = (count for count in counts.values() if count.device == ok.device)
-                self._look(next(own), limit)
+                for own in [c for c in counts.values() if c.device == ok.device][:1]:
+                    self._look(own, limit)
 
     def _look(self, skipped: Tensor, limit: int) -> None:
         """Compares the count of an interval ago with the one before it, and copies this one."""

@@ -47,6 +47,7 @@ class StateField:
         initial: Value before the first step.
         shared: Whether it exists once a group and device, and is seen from every parameter of it.
         sized_only: Whether only parameters of more than one element have it.
+        optional: Whether a state without it can be loaded.
     """
 
     elementwise: bool = False
@@ -57,6 +58,7 @@ class StateField:
     initial: float = 0.0
     shared: bool = False
     sized_only: bool = False
+    optional: bool = False
 
     def shape(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[int, ...]:
         """Shape of the state, for a parameter in a group with some options."""
@@ -151,17 +153,18 @@ class StatefulOptimizer(TypeKeepingOptimizer):
 
         And masters where the model was cast since.
         """
-        is_new = False
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
                 if not state:
-                    is_new = True
                     exact(p.device)  # Found out now, because a compiler would trace the attempt.
                     state.update(self._new_state(p, group, shared=False))
                 ensure_master(p, state, group)
-        if is_new:
-            self._tie_shared()
+                for name, value in state.items():
+                    # ZeroRedundancyOptimizer puts what it loads on the host.
+                    if value.device != p.device and not value.ndim:
+                        state[name] = value.to(p.device)
+        self._tie_shared()
         known = {p for group in self.param_groups for p in group["params"]}
         if len(self.state) > len(known):
             for p in [p for p in self.state if p not in known]:
@@ -174,12 +177,13 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             found: dict[torch.device, dict[str, Any]] = {}
             for p in group["params"]:
                 state = self.state[p]
-                if p.device not in found and all(name in state for name in names):
-                    found[p.device] = {name: state[name] for name in names}
+                if not found.get(p.device):
+                    found[p.device] = {name: state[name] for name in names if name in state}
             for p in group["params"]:
-                if p.device not in found:
-                    found[p.device] = self._new_state(p, group, shared=True)
-                self.state[p].update(found[p.device])
+                own = found[p.device]
+                if len(own) < len(names):
+                    own.update({**self._new_state(p, group, shared=True), **own})
+                self.state[p].update(own)
 
     def _check_lengths(self) -> None:
         """Refuses options that were lengths of states and were changed since."""
@@ -207,7 +211,6 @@ class StatefulOptimizer(TypeKeepingOptimizer):
 
     def _finish_load(self) -> None:
         self._fill_state()
-        self._tie_shared()
 
     def _place(
         self, parameter: Tensor, group: Mapping[str, Any], name: str, value: Tensor
@@ -232,9 +235,9 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         self, parameter: Tensor, saved: Mapping[str, Any], state: Mapping[str, Any]
     ) -> None:
         expected = set(self.state[parameter]) - {MASTER}
-        if not expected <= set(state):
+        if not {name for name in expected if not self._field(name).optional} <= set(state):
             raise self._not_its_own("a state", expected, state)
-        for name in expected | ({MASTER} & set(state)):
+        for name in (expected | {MASTER}) & set(state):
             field = self._field(name)
             group = {**self.defaults, **saved}
             shape = field.shape(parameter, group)

@@ -30,6 +30,7 @@ from steadygrad.sharding.worlds import (
     process_world,
     replicas,
 )
+from steadygrad.sharding.zero_sum import ZeroSum
 
 __all__ = [
     "PackedSum",
@@ -37,6 +38,7 @@ __all__ = [
     "RankSum",
     "ShardSum",
     "World",
+    "ZeroSum",
     "aligned",
     "data_parallel_world",
     "first_shard",

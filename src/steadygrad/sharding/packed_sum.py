@@ -41,7 +41,7 @@ class PackedSum:
         columns: Sequence[Tensor],
         rows: int,
         flag: Tensor | None = None,
-        terms: Sequence[tuple[int, Tensor]] = (),
+        terms: Sequence[tuple[int | slice, Tensor]] = (),
         count: int = 0,
     ) -> tuple[list[Tensor], Tensor, Tensor]:
         """Adds up over shards.
@@ -52,8 +52,8 @@ class PackedSum:
                 this process works on nothing and others may.
             rows: Number of rows, the same on all processes.
             flag: What every process must know, with shape ``()``; None: nothing.
-            terms: For each index the number of a joint sum, and each parameter's part of it with
-                shape ``(len(index))``.
+            terms: For each index the numbers of joint sums, and each parameter's parts of them,
+                the last axis as long as the index.
             count: Number of joint sums.
 
         Returns:

@@ -9,6 +9,7 @@ import torch
 
 from steadygrad._checks import InputError
 from steadygrad.record import SCHEMA, Header, Runtime, TaskInfo, environment
+from steadygrad.studies.decays import second_moment_places
 from steadygrad.studies.study import Study
 from steadygrad.studies.trainer import Trainer
 
@@ -18,7 +19,7 @@ __all__ = ["accelerator", "changes", "describe_task", "make_header"]
 def describe_task(trainer: Trainer, spec: str) -> TaskInfo:
     """Describes a trainer's task, its model and its optimizer; ``spec`` names the task."""
     task, group = trainer.task, trainer.optimizer.param_groups[0]
-    betas = group.get("betas")
+    place = second_moment_places(trainer.optimizer)[0]
     common = {field.name for field in fields(task)} & {*TaskInfo.__struct_fields__}
     values = {name: getattr(task, name) for name in common}
     return TaskInfo(
@@ -28,7 +29,7 @@ def describe_task(trainer: Trainer, spec: str) -> TaskInfo:
         train_size=len(task.train),
         valid_size=len(task.valid),
         optimizer=type(trainer.optimizer).__name__,
-        beta2=float(betas[1]) if isinstance(betas, (tuple, list)) and len(betas) > 1 else None,
+        beta2=None if place is None else float(group["betas"][place]),
         weight_decay=float(group["weight_decay"]) if "weight_decay" in group else None,
     )
 

@@ -7,7 +7,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from steadygrad._checks import InputError
 from steadygrad.formulas.batch_size import learning_rate
+from steadygrad.studies.decays import second_moment_places
 from steadygrad.tasks import Task
 
 __all__ = ["Rate", "RateSetter"]
@@ -44,6 +46,9 @@ class RateSetter:
         task: The task.
         keep_half_life: Whether Adam's second moment and the weight decay keep their half-life in
             samples at every batch size.
+
+    Raises:
+        InputError: If they are to, and it cannot be told which of the betas is the second moment's.
     """
 
     def __init__(self, optimizer: Optimizer, task: Task, keep_half_life: bool) -> None:
@@ -52,6 +57,14 @@ class RateSetter:
             {name: copy.deepcopy(group[name]) for name in OPTIONS if name in group}
             for group in optimizer.param_groups
         ]
+        self._places = second_moment_places(optimizer) if keep_half_life else []
+        for place, options in zip(self._places, self._options, strict=False):
+            if place is None and "betas" in options:
+                raise InputError(
+                    "Option `--keep-half-life` needs an optimizer one of whose betas is seen to be "
+                    f"its second moment's. Found {type(optimizer).__name__} with betas "
+                    f"{options['betas']}, none or several of which could be. Remedy: leave it out."
+                )
 
     def __call__(self, rate: Rate, seen: float = 0) -> None:
         """Sets a learning rate, after ``seen`` samples of the run."""
@@ -61,30 +74,37 @@ class RateSetter:
         if seen < rate.warmup_samples:
             factor = 1.0 + (factor - 1.0) * seen / rate.warmup_samples
         course = task.lr_factor(seen, rate.total or ENDLESS)
-        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+        for i, (group, options) in enumerate(
+            zip(self._optimizer.param_groups, self._options, strict=True)
+        ):
             lr = options["lr"] * factor * course
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
             if self._keep_half_life and size != task.batch_size:
-                _keep_half_life(group, options, size / task.batch_size, factor)
+                _keep_half_life(group, options, self._places[i], size / task.batch_size, factor)
 
 
 def _keep_half_life(
-    group: dict[str, Any], options: dict[str, Any], multiple: float, factor: float
+    group: dict[str, Any],
+    options: dict[str, Any],
+    place: int | None,
+    multiple: float,
+    factor: float,
 ) -> None:
     r"""Keeps the half-life of Adam's second moment and of the weight decay in samples.
 
     A step of ``multiple`` times the batch forgets as much as ``multiple`` steps:
-    :math:`\beta_2^k`, and :math:`(1 - \eta\lambda)^k \approx 1 - (f\eta)(\lambda k / f)`.
+    :math:`\beta_2^k`, and :math:`(1 - \eta\lambda)^k \approx 1 - (f\eta)(\lambda k / f)`. The place
+    is that of :math:`\beta_2` among the betas.
 
     References:
         | Small Batch Size Training for Language Models (Marek et al., 2025)
         | https://arxiv.org/abs/2507.07101
     """
-    if "betas" in options:
-        beta1, beta2 = options["betas"]
-        group["betas"] = (beta1, beta2**multiple)
+    if place is not None:
+        betas = tuple(options["betas"])
+        group["betas"] = (*betas[:place], betas[place] ** multiple, *betas[place + 1 :])
     if "weight_decay" in options and factor > 0:
         group["weight_decay"] = options["weight_decay"] * multiple / factor

@@ -48,6 +48,7 @@ def test_every_part_of_the_stacks_arrives(recipe):
         assert torch.equal(optimizer.state[p]["model_norms"], clipping["model_norms"])
         assert optimizer.state[p]["model_norm_threshold"] == clipping["model_norm_threshold"]
         assert optimizer.state[p]["num_clipped"] == clipping["num_clipped"]
+        assert optimizer.state[p]["clipping_step"] == 24
     fresh = ScaledAdam(
         [p.detach().clone().requires_grad_() for p in parameters.values()],
         **golden.config["kwargs"],
@@ -87,6 +88,8 @@ def test_a_checkpoint_without_clipping_keeps_the_own_record():
     state = optimizer.state[parameters["w1"]]
     assert state["model_norm_threshold"] == torch.inf
     assert state["model_norms"].shape == (100,)
+    # It begins now: early thresholds are still to come.
+    assert state["clipping_step"] == 1
     assert len(golden.names) == 7
 
 
