@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
+from steadygrad._checks import InputError
 from steadygrad._nests import tree_map_tensors, tree_tensors
 from steadygrad.formulas.exponents import exponent_histograms
 from steadygrad.scale.audit import CallTracker, is_narrow
 from steadygrad.scale.layers import Layers
+from steadygrad.scale.passes import OwnPasses
 from steadygrad.scale.table import ScaleTable
 from steadygrad.sharding import local
 
@@ -83,7 +84,10 @@ class _BoundaryTag(NamedTuple):
 
 
 class _ScaleGrad(torch.autograd.Function):
-    """Scales gradients; detected overflows become the gradient of leaves of the table."""
+    """Scales gradients; detected overflows become the gradient of leaves of the table.
+
+    In a pass of another's loss it scales alone: the other has to see what is not finite.
+    """
 
     @staticmethod
     def forward(
@@ -91,37 +95,69 @@ class _ScaleGrad(torch.autograd.Function):
         x: Tensor,
         own: Tensor,
         inverse: Tensor,
+        gate: Tensor,
+        passes: OwnPasses,
         path: _ScalePath,
         nonfinite_leaf: Tensor,
         into_counts: Tensor | None,
         out_of_counts: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(own, inverse)
-        ctx.times, ctx.over, ctx.measured = path.times, path.over, into_counts is not None
+        ctx.save_for_backward(own, inverse, gate)
+        ctx.passes, ctx.times, ctx.over = passes, path.times, path.over
+        ctx.measured = into_counts is not None
         # The audit reads it.
         ctx.into_layer = path.into
         # A view would not do: autograd forbids to change it in place.
         return x.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        own, inverse = ctx.saved_tensors
-        # In float32 at least: a scale of 2**16 is infinite in half precision. One after the other:
-        # the product of the factors may be out of float32's range although its result is not.
-        scaled = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        for index in ctx.times:
-            scaled = scaled * own[index].to(gradient.device)
-        for index in ctx.over:
-            scaled = scaled * inverse[index].to(gradient.device)
-        # The sum is finite exactly when every element is, unless the sum itself overflows.
-        nonfinite = torch.isfinite(local(scaled).sum()).logical_not().to(own)
-        into_counts = out_of_counts = None
-        if ctx.measured:
-            counts = exponent_histograms([local(scaled), local(gradient)])
-            into_counts, out_of_counts = counts.unbind()
-        result = torch.nan_to_num(scaled, 0.0, 0.0, 0.0).to(gradient.dtype)
-        return result, None, None, None, nonfinite, into_counts, out_of_counts
+        compiling = torch.compiler.is_compiling()
+        with torch.no_grad():
+            result, *seen = _scaled(ctx, gradient, compiling)
+        if torch.is_grad_enabled() and not compiling:
+            leaf = torch.zeros((), requires_grad=True)  # or the gradient of a mean has no graph
+            result = _OnceOnly.apply(result, gradient, leaf)  # type: ignore[no-untyped-call]
+        return result, None, None, None, None, None, *seen
+
+
+def _scaled(ctx: Any, gradient: Tensor, compiling: bool) -> tuple[Tensor | None, ...]:
+    """Scales a gradient; returns what it saw as well, a flag and two rows of counts."""
+    own, inverse, gate = ctx.saved_tensors
+    # In float32 at least: a scale of 2**16 is infinite in half precision. One after the other:
+    # the product of the factors may be out of float32's range although its result is not.
+    scaled = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    for index in ctx.times:
+        scaled = scaled * own[index].to(gradient.device)
+    for index in ctx.over:
+        scaled = scaled * inverse[index].to(gradient.device)
+    if not compiling and not ctx.passes.running:
+        return scaled.to(gradient.dtype), None, None, None
+    # The sum is finite exactly when every element is, unless the sum itself overflows.
+    seen = [torch.isfinite(local(scaled).sum()).logical_not().to(own), None, None]
+    if ctx.measured:
+        seen[1:] = exponent_histograms([local(scaled), local(gradient)]).unbind()
+    result = torch.nan_to_num(scaled, 0.0, 0.0, 0.0)
+    if compiling:
+        result = torch.where(gate.to(gradient.device), result, scaled)
+        seen = [None if rows is None else rows * gate for rows in seen]
+    return result.to(gradient.dtype), *seen
+
+
+class _OnceOnly(torch.autograd.Function):
+    """Ends a graph of gradients: what is behind it must not be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *_: Tensor) -> Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise InputError(
+            "Expected first derivatives of what a LayerwiseGradScaler's chosen modules return. "
+            "Found a second one, as of a gradient penalty: no single divisor removes the scales "
+            "from it. Remedy: leave these modules out of layer_scales, or {} with an init_scale."
+        )
 
 
 class ScaleHooks:
@@ -204,6 +240,8 @@ class ScaleHooks:
             origin,
             table.own,
             table.inverse,
+            table.passes.gate,
+            table.passes,
             path,
             table.nonfinite_leaves[path.out_of],
             counts[path.into] if counts else None,

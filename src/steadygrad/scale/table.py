@@ -17,6 +17,7 @@ from steadygrad.formulas.loss_scaling import (
 )
 from steadygrad.scale.layers import Layers
 from steadygrad.scale.options import AutoScale, LayerScale, check_scale
+from steadygrad.scale.passes import OwnPasses
 
 __all__ = ["ScaleTable", "check_saved_count"]
 
@@ -47,6 +48,7 @@ class ScaleTable:
         nonfinite_leaves: A leaf for each row, whose gradient is that row of ``nonfinite``.
         count_leaves: A leaf for each row, whose gradient is that row of ``counts``.
         measuring: Whether backward passes count exponents.
+        passes: Tells which passes count; others leave no trace here.
         merged: Indices of layers that count as part of the layer around them.
     """
 
@@ -70,6 +72,7 @@ class ScaleTable:
         leaves = [_leaf(row) for row in self._rows]
         self.nonfinite_leaves, self.count_leaves = leaves[:count], leaves[count:]
         self.enabled, self.measuring = True, False
+        self.passes = OwnPasses(self.clear, device)
         self.merged: set[int] = set()
         self._merged_into = torch.arange(count, device=device)
         self.set_scales(self.own)
@@ -110,6 +113,7 @@ class ScaleTable:
 
     def clear(self) -> None:
         """Forgets the overflows of this step's backward passes."""
+        self.passes.end()
         self.collect()
         self.nonfinite.zero_()
         self.counts.zero_()
