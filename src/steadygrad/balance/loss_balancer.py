@@ -134,7 +134,10 @@ class LossBalancer(BalancerBase):
         of_heads = core.head_gradients(partial.heads, balanced.result) or [None] * len(heads)
         of_outputs = self._filled(balanced.gradients, outputs, outputs[0].device)
         pairs = zip([*outputs, *heads], [*of_outputs, *of_heads], strict=True)
-        tensors, gradients = zip(*((t, g) for t, g in pairs if g is not None), strict=True)
+        given = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
+        if context.scaled is not None and context.scaled.requires_grad:
+            given.append((context.scaled, torch.zeros_like(context.scaled)))
+        tensors, gradients = zip(*given, strict=True)
         torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
         self._commit(balanced)
         return effective_loss(present, core.names, balanced.result, context)

@@ -22,7 +22,6 @@ from steadygrad._nests import tree_map_tensors, tree_tensors
 from steadygrad.formulas.exponents import exponent_histograms
 from steadygrad.scale.audit import CallTracker, is_narrow
 from steadygrad.scale.layers import Layers
-from steadygrad.scale.passes import OwnPasses
 from steadygrad.scale.table import ScaleTable
 from steadygrad.sharding import local
 
@@ -93,18 +92,15 @@ class _ScaleGrad(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        own: Tensor,
-        inverse: Tensor,
-        gate: Tensor,
-        passes: OwnPasses,
+        table: ScaleTable,
         path: _ScalePath,
         nonfinite_leaf: Tensor,
         into_counts: Tensor | None,
         out_of_counts: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(own, inverse, gate)
-        ctx.passes, ctx.times, ctx.over = passes, path.times, path.over
-        ctx.measured = into_counts is not None
+        ctx.save_for_backward(table.own, table.inverse, table.gate)
+        ctx.table, ctx.measured = table, into_counts is not None
+        ctx.times, ctx.over = path.times, path.over
         # The audit reads it.
         ctx.into_layer = path.into
         # A view would not do: autograd forbids to change it in place.
@@ -112,17 +108,16 @@ class _ScaleGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        compiling = torch.compiler.is_compiling()
         with torch.no_grad():
-            result, *seen = _scaled(ctx, gradient, compiling)
-        if torch.is_grad_enabled() and not compiling:
-            leaf = torch.zeros((), requires_grad=True)  # or the gradient of a mean has no graph
-            result = _OnceOnly.apply(result, gradient, leaf)  # type: ignore[no-untyped-call]
-        return result, None, None, None, None, None, *seen
+            result, *seen = _scaled(gradient, ctx)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            zero = torch.zeros((), requires_grad=True)  # the gradient of a mean has no graph
+            result = _OnceOnly.apply(result, gradient, zero)  # type: ignore[no-untyped-call]
+        return result, None, None, *seen
 
 
-def _scaled(ctx: Any, gradient: Tensor, compiling: bool) -> tuple[Tensor | None, ...]:
-    """Scales a gradient; returns what it saw as well, a flag and two rows of counts."""
+def _scaled(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
+    """Scales a gradient; returns what was seen in it too, a flag and two rows of counts."""
     own, inverse, gate = ctx.saved_tensors
     # In float32 at least: a scale of 2**16 is infinite in half precision. One after the other:
     # the product of the factors may be out of float32's range although its result is not.
@@ -131,7 +126,8 @@ def _scaled(ctx: Any, gradient: Tensor, compiling: bool) -> tuple[Tensor | None,
         scaled = scaled * own[index].to(gradient.device)
     for index in ctx.over:
         scaled = scaled * inverse[index].to(gradient.device)
-    if not compiling and not ctx.passes.running:
+    compiling = torch.compiler.is_compiling()
+    if not (compiling or ctx.table.in_own_pass):
         return scaled.to(gradient.dtype), None, None, None
     # The sum is finite exactly when every element is, unless the sum itself overflows.
     seen = [torch.isfinite(local(scaled).sum()).logical_not().to(own), None, None]
@@ -145,18 +141,18 @@ def _scaled(ctx: Any, gradient: Tensor, compiling: bool) -> tuple[Tensor | None,
 
 
 class _OnceOnly(torch.autograd.Function):
-    """Ends a graph of gradients: what is behind it must not be differentiated again."""
+    """Refuses to differentiate gradients again that crossed a boundary."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *_: Tensor) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, *behind: Tensor) -> Tensor:
         return gradient.clone()
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> None:
+    def backward(ctx: Any, gradient: Tensor) -> None:
         raise InputError(
-            "Expected first derivatives of what a LayerwiseGradScaler's chosen modules return. "
-            "Found a second one, as of a gradient penalty: no single divisor removes the scales "
-            "from it. Remedy: leave these modules out of layer_scales, or {} with an init_scale."
+            "Expected first derivatives through the modules chosen in `layer_scales`. Found a "
+            "second one, as of a gradient penalty: no single divisor removes the scales from it. "
+            "Remedy: do not choose these modules, or layer_scales={} with an init_scale."
         )
 
 
@@ -238,10 +234,7 @@ class ScaleHooks:
         counts = table.count_leaves if table.measuring and is_narrow(tensor.dtype) else None
         crossed: Tensor = _ScaleGrad.apply(  # type: ignore[no-untyped-call]
             origin,
-            table.own,
-            table.inverse,
-            table.passes.gate,
-            table.passes,
+            table,
             path,
             table.nonfinite_leaves[path.out_of],
             counts[path.into] if counts else None,

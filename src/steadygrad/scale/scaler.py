@@ -149,10 +149,10 @@ class LayerwiseGradScaler:
             return outputs
         if isinstance(outputs, Tensor):
             self._audit.inspect(outputs)
-            scaled = outputs * self._table.own[0].to(outputs.device, non_blocking=True)
-            if scaled.requires_grad and not torch.compiler.is_compiling():
-                self._table.passes.mark(scaled)
-            return scaled
+            loss = outputs * self._table.own[0].to(outputs.device, non_blocking=True)
+            if loss.requires_grad and not torch.compiler.is_compiling():
+                self._table.mark(loss)
+            return loss
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
             scaled = (self.scale(output) for output in outputs)
             return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled

@@ -1,10 +1,12 @@
 """The table of scales: one row for each layer, as tensors on one device."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from steadygrad._checks import InputError, check_count, check_number, shown
 from steadygrad.formulas.exponents import BINS
@@ -17,7 +19,6 @@ from steadygrad.formulas.loss_scaling import (
 )
 from steadygrad.scale.layers import Layers
 from steadygrad.scale.options import AutoScale, LayerScale, check_scale
-from steadygrad.scale.passes import OwnPasses
 
 __all__ = ["ScaleTable", "check_saved_count"]
 
@@ -31,7 +32,8 @@ class ScaleTable:
     The tensors are made once and changed in place: a compiled step and a CUDA graph keep seeing
     them. What a backward pass detects arrives as the gradient of leaf tensors that take part in
     each boundary. So it needs no side effect, adds up over micro-batches, and happens once under
-    activation checkpointing.
+    activation checkpointing. Passes of others' losses, as of an actor's through its critic, leave
+    no trace. Until a loss is scaled in this process, as on a pipeline's earlier stages, all count.
 
     Args:
         layers: The layers.
@@ -48,9 +50,11 @@ class ScaleTable:
         nonfinite_leaves: A leaf for each row, whose gradient is that row of ``nonfinite``.
         count_leaves: A leaf for each row, whose gradient is that row of ``counts``.
         measuring: Whether backward passes count exponents.
-        passes: Tells which passes count; others leave no trace here.
+        in_own_pass: Whether an own loss's pass is running; compiled code reads it in ``gate``.
         merged: Indices of layers that count as part of the layer around them.
     """
+
+    _without_loss: ClassVar["WeakSet[ScaleTable]"] = WeakSet()
 
     def __init__(self, layers: Layers, rules: Sequence[LayerScale], device: torch.device) -> None:
         count, rows = len(rules), range(len(rules))
@@ -72,7 +76,8 @@ class ScaleTable:
         leaves = [_leaf(row) for row in self._rows]
         self.nonfinite_leaves, self.count_leaves = leaves[:count], leaves[count:]
         self.enabled, self.measuring = True, False
-        self.passes = OwnPasses(self.clear, device)
+        self.in_own_pass, self.gate = True, torch.ones((), dtype=torch.bool, device=device)
+        self._without_loss.add(self)
         self.merged: set[int] = set()
         self._merged_into = torch.arange(count, device=device)
         self.set_scales(self.own)
@@ -100,6 +105,23 @@ class ScaleTable:
             return rows
         return torch.zeros_like(rows).index_add_(0, self._merged_into, rows)
 
+    def mark(self, loss: Tensor) -> None:
+        """Makes the passes of a scaled loss the scaler's own."""
+        tables = list(self._without_loss)
+        self._without_loss.clear()
+        for table in tables:
+            table.clear()
+        loss.register_hook(self._begin_pass)
+
+    def _begin_pass(self, gradient: Tensor) -> None:
+        self._set_own_pass(True)
+        Variable._execution_engine.queue_callback(self._set_own_pass)
+
+    def _set_own_pass(self, running: bool = False) -> None:
+        self.in_own_pass = running or self in self._without_loss
+        # `data` has no version: compiled code saves the gate before the pass begins.
+        self.gate.data.fill_(self.in_own_pass)
+
     def collect(self) -> None:
         """Copies the leaves' gradients to their rows, where they are not the rows themselves."""
         leaves = (*self.nonfinite_leaves, *self.count_leaves)
@@ -113,7 +135,7 @@ class ScaleTable:
 
     def clear(self) -> None:
         """Forgets the overflows of this step's backward passes."""
-        self.passes.end()
+        self._set_own_pass()  # a pass that raised an error did not end
         self.collect()
         self.nonfinite.zero_()
         self.counts.zero_()
