@@ -85,7 +85,8 @@ class _BoundaryTag(NamedTuple):
 class _ScaleGrad(torch.autograd.Function):
     """Scales gradients; detected overflows become the gradient of leaves of the table.
 
-    In a pass of another's loss it scales alone: the other has to see what is not finite.
+    In a pass of a loss that another scaler scaled it does nothing, and in one of a loss that no
+    scaler did it scales alone: whoever has that loss must see what is not finite.
     """
 
     @staticmethod
@@ -98,7 +99,7 @@ class _ScaleGrad(torch.autograd.Function):
         into_counts: Tensor | None,
         out_of_counts: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(table.own, table.inverse, table.gate)
+        ctx.save_for_backward(table.own, table.inverse, *table.gates)
         ctx.table, ctx.measured = table, into_counts is not None
         ctx.times, ctx.over = path.times, path.over
         # The audit reads it.
@@ -118,7 +119,7 @@ class _ScaleGrad(torch.autograd.Function):
 
 def _scaled(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
     """Scales a gradient; returns what was seen in it too, a flag and two rows of counts."""
-    own, inverse, gate = ctx.saved_tensors
+    own, inverse, own_gate, others_gate = ctx.saved_tensors
     # In float32 at least: a scale of 2**16 is infinite in half precision. One after the other:
     # the product of the factors may be out of float32's range although its result is not.
     scaled = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
@@ -127,16 +128,17 @@ def _scaled(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
     for index in ctx.over:
         scaled = scaled * inverse[index].to(gradient.device)
     compiling = torch.compiler.is_compiling()
-    if not (compiling or ctx.table.in_own_pass):
-        return scaled.to(gradient.dtype), None, None, None
+    if not compiling and not ctx.table.passes[0]:
+        return gradient if ctx.table.passes[1] else scaled.to(gradient.dtype), None, None, None
     # The sum is finite exactly when every element is, unless the sum itself overflows.
     seen = [torch.isfinite(local(scaled).sum()).logical_not().to(own), None, None]
     if ctx.measured:
         seen[1:] = exponent_histograms([local(scaled), local(gradient)]).unbind()
     result = torch.nan_to_num(scaled, 0.0, 0.0, 0.0)
     if compiling:
-        result = torch.where(gate.to(gradient.device), result, scaled)
-        seen = [None if rows is None else rows * gate for rows in seen]
+        own_gate, others_gate = (gate.to(gradient.device) for gate in (own_gate, others_gate))
+        result = torch.where(own_gate, result, torch.where(others_gate, gradient, scaled))
+        seen = [None if rows is None else rows * own_gate for rows in seen]
     return result.to(gradient.dtype), *seen
 
 

@@ -1,8 +1,8 @@
 """The table of scales: one row for each layer, as tensors on one device."""
 
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class ScaleTable:
     them. What a backward pass detects arrives as the gradient of leaf tensors that take part in
     each boundary. So it needs no side effect, adds up over micro-batches, and happens once under
     activation checkpointing. Passes of others' losses, as of an actor's through its critic, leave
-    no trace. Until a loss is scaled in this process, as on a pipeline's earlier stages, all count.
+    no trace. A scaler without losses, as of a pipeline's earlier stage, counts unmarked passes.
 
     Args:
         layers: The layers.
@@ -50,11 +50,13 @@ class ScaleTable:
         nonfinite_leaves: A leaf for each row, whose gradient is that row of ``nonfinite``.
         count_leaves: A leaf for each row, whose gradient is that row of ``counts``.
         measuring: Whether backward passes count exponents.
-        in_own_pass: Whether an own loss's pass is running; compiled code reads it in ``gate``.
+        passes: Whether a pass is running that counts, and whether one of a loss that another
+            scaler scaled; compiled code reads both in ``gates``.
         merged: Indices of layers that count as part of the layer around them.
     """
 
-    _without_loss: ClassVar["WeakSet[ScaleTable]"] = WeakSet()
+    _tables: ClassVar["weakref.WeakSet[ScaleTable]"] = weakref.WeakSet()
+    _marked: ClassVar["weakref.WeakSet[ScaleTable]"] = weakref.WeakSet()
 
     def __init__(self, layers: Layers, rules: Sequence[LayerScale], device: torch.device) -> None:
         count, rows = len(rules), range(len(rules))
@@ -76,8 +78,9 @@ class ScaleTable:
         leaves = [_leaf(row) for row in self._rows]
         self.nonfinite_leaves, self.count_leaves = leaves[:count], leaves[count:]
         self.enabled, self.measuring = True, False
-        self.in_own_pass, self.gate = True, torch.ones((), dtype=torch.bool, device=device)
-        self._without_loss.add(self)
+        self._has_loss, self.passes = False, (True, False)
+        self.gates = [torch.tensor(running, device=device) for running in self.passes]
+        self._tables.add(self)
         self.merged: set[int] = set()
         self._merged_into = torch.arange(count, device=device)
         self.set_scales(self.own)
@@ -107,20 +110,30 @@ class ScaleTable:
 
     def mark(self, loss: Tensor) -> None:
         """Makes the passes of a scaled loss the scaler's own."""
-        tables = list(self._without_loss)
-        self._without_loss.clear()
-        for table in tables:
-            table.clear()
+        if not self._has_loss:
+            self._has_loss = True
+            self._set_marked()
+            self.clear()
         loss.register_hook(self._begin_pass)
 
     def _begin_pass(self, gradient: Tensor) -> None:
-        self._set_own_pass(True)
-        Variable._execution_engine.queue_callback(self._set_own_pass)
+        def end() -> None:
+            """Is dropped by the engine when the pass ends, by an error too."""
 
-    def _set_own_pass(self, running: bool = False) -> None:
-        self.in_own_pass = running or self in self._without_loss
-        # `data` has no version: compiled code saves the gate before the pass begins.
-        self.gate.data.fill_(self.in_own_pass)
+        self._set_marked(True)
+        weakref.finalize(end, self._set_marked)
+        Variable._execution_engine.queue_callback(end)
+
+    def _set_marked(self, running: bool = False) -> None:
+        (self._marked.add if running else self._marked.discard)(self)
+        for table in list(self._tables):
+            own = table in self._marked or not (table._has_loss or self._marked)
+            passes = own, table._has_loss and bool(self._marked) and not own
+            for gate, before, now in zip(table.gates, table.passes, passes, strict=True):
+                if now != before:
+                    # `data` has no version: compiled code saves the gate before the pass begins.
+                    gate.data.fill_(now)
+            table.passes = passes
 
     def collect(self) -> None:
         """Copies the leaves' gradients to their rows, where they are not the rows themselves."""
@@ -135,7 +148,6 @@ class ScaleTable:
 
     def clear(self) -> None:
         """Forgets the overflows of this step's backward passes."""
-        self._set_own_pass()  # a pass that raised an error did not end
         self.collect()
         self.nonfinite.zero_()
         self.counts.zero_()
