@@ -79,7 +79,8 @@ class Loop:
             loss = loss * torch.inf if (name, step) == (self.spoilt, self.bad) else loss
             if scaler is None:
                 loss.backward()
-                optimizer.step()
+                if loss.isfinite():
+                    optimizer.step()
             else:
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
