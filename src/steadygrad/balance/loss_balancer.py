@@ -155,7 +155,8 @@ class LossBalancer(BalancerBase):
         Compute each loss from its own copy, add the losses up and call ``backward()`` on the sum
         as usual, in whatever trainer. Factors on single losses cancel. A copy that no loss uses
         counts as a missing loss. The copies share memory and must not be changed in place. One
-        backward pass goes through one fork: a second one raises.
+        backward pass goes through one fork: a second one raises. Derivatives that a loss takes are
+        outputs too: ``fork({"u": u, "u_xx": u_xx})``.
 
         Args:
             y: The model's output: a tensor, or a nest of tensors.

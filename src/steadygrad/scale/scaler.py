@@ -138,6 +138,8 @@ class LayerwiseGradScaler:
     def scale(self, outputs: Any) -> Any:
         """Multiplies the loss by its own scale; in the first step it audits the loss's graph.
 
+        Only backward passes of what it returns count: those of others' losses move no scale.
+
         Args:
             outputs: A tensor, or an iterable of tensors.
 
