@@ -3,7 +3,7 @@
 The losses of a generator and of an actor go through the critic, and so through another scaler's
 boundaries. Small networks on made-up data, under autocast to float16; a skipped step is not taken.
 
-Run: python benchmarks/two_scalers.py [--seeds 200] [--steps 60] [--save]
+Run: python benchmarks/two_scalers.py [--seeds 200] [--steps 40] [--save]
 """
 
 import argparse
@@ -189,7 +189,7 @@ def row(name: str, scaler: str, seeds: int, steps: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--seeds", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -50,6 +50,7 @@ class ScaleTable:
         nonfinite_leaves: A leaf for each row, whose gradient is that row of ``nonfinite``.
         count_leaves: A leaf for each row, whose gradient is that row of ``counts``.
         measuring: Whether backward passes count exponents.
+        has_loss: Whether a loss was scaled.
         passes: Whether a pass is running that counts, and whether one of a loss that another
             scaler scaled; compiled code reads both in ``gates``.
         merged: Indices of layers that count as part of the layer around them.
@@ -78,7 +79,7 @@ class ScaleTable:
         leaves = [_leaf(row) for row in self._rows]
         self.nonfinite_leaves, self.count_leaves = leaves[:count], leaves[count:]
         self.enabled, self.measuring = True, False
-        self._has_loss, self.passes = False, (True, False)
+        self.has_loss, self.passes = False, (True, False)
         self.gates = [torch.tensor(running, device=device) for running in self.passes]
         self._tables.add(self)
         self.merged: set[int] = set()
@@ -110,8 +111,8 @@ class ScaleTable:
 
     def mark(self, loss: Tensor) -> None:
         """Makes the passes of a scaled loss the scaler's own."""
-        if not self._has_loss:
-            self._has_loss = True
+        if not self.has_loss:
+            self.has_loss = True
             self._set_marked()
             self.clear()
         loss.register_hook(self._begin_pass)
@@ -127,8 +128,8 @@ class ScaleTable:
     def _set_marked(self, running: bool = False) -> None:
         (self._marked.add if running else self._marked.discard)(self)
         for table in list(self._tables):
-            own = table in self._marked or not (table._has_loss or self._marked)
-            passes = own, table._has_loss and bool(self._marked) and not own
+            own = table in self._marked or not (table.has_loss or self._marked)
+            passes = own, table.has_loss and bool(self._marked) and not own
             for gate, before, now in zip(table.gates, table.passes, passes, strict=True):
                 if now != before:
                     # `data` has no version: compiled code saves the gate before the pass begins.
