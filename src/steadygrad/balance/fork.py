@@ -46,10 +46,11 @@ class Fork(torch.autograd.Function):
             g is not None and g.requires_grad for g in gradients
         )
         if ctx.joined or derivative:
-            found = "the derivative of a copy" if derivative else "another one"
+            sees = "another one, which would see some of the losses alone"
+            found = "a copy's derivative, which would be balanced" if derivative else sees
             raise InputError(
-                f"Expected one backward pass through one `fork`. Found {found}, which would see "
-                "some of the losses alone and count as a step. Remedy: add the losses up and call "
+                f"Expected one backward pass through one `fork`. Found {found} and count as a "
+                "step. Remedy: add the losses up and call "
                 "`backward()` on the sum; take derivatives before the fork, as in "
                 '`fork({"u": u, "u_xx": u_xx})`; for a pass of its own, call `fork(y)` again.'
             )

@@ -142,6 +142,8 @@ def test_a_gradient_that_is_handed_on_by_hand_is_unscaled_rightly():
 def test_without_losses_of_its_own_as_on_a_pipelines_first_stage_all_passes_count():
     model, optimizer = make()
     scaler = LayerwiseGradScaler(model, SCALES)
+    # And another scaler's passes are over.
+    LayerwiseGradScaler(make()[0], {}).scale(torch.ones((), requires_grad=True)).backward()
     before = weights_of(model)
     out = model(torch.ones(3, 4))
     out.backward(torch.full_like(out, INF))
