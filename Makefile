@@ -72,6 +72,7 @@ bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/result
 	$(BIN)/python benchmarks/watch_overhead.py --compiled --save
 	$(BIN)/python benchmarks/watch_rows.py --save
 	$(BIN)/python benchmarks/scaler_trains.py --save
+	$(BIN)/python benchmarks/two_scalers.py --save
 	$(BIN)/python benchmarks/optimizers_train.py --save
 	$(BIN)/python benchmarks/advise_vs_sweep.py --task digits-classifier --budget 1m --save
 	$(BIN)/python benchmarks/advise_vs_sweep.py --save

@@ -115,6 +115,27 @@ def check_refused(rank, world):
         scaler.scale(wrapped(TOKENS).sum())
 
 
+def check_two_scalers(rank, world):
+    """The generator's loss overflows on one process: all skip its step, and no critic's."""
+    torch.manual_seed(0)
+    nets = [torch.nn.Linear(3, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())]
+    scalers = [
+        LayerwiseGradScaler(net, scales) for net, scales in zip(nets, ({}, {"0": 8.0}), strict=True)
+    ]
+    wrapped = [DistributedDataParallel(net) for net in nets]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    for step in range(3):
+        for i in (0, 1):
+            made = wrapped[0](torch.full((2, 3), 1.0 + rank))
+            loss = wrapped[1](made.detach() if i else made).mean()
+            bad = (step, rank, i) == (1, world - 1, 0)
+            optimizers[i].zero_grad()
+            scalers[i].scale(loss * torch.inf if bad else loss).backward()
+            scalers[i].step(optimizers[i])
+            scalers[i].update()
+    return [int(scaler.skipped) for scaler in scalers], [p.tolist() for p in nets[1].parameters()]
+
+
 def check_other_layers(rank, world):
     """One layer more on each process than on the one before, as in the stages of a pipeline."""
     torch.manual_seed(0)
@@ -150,6 +171,7 @@ def everything(rank, world):
         "states": states,
         "auto": check_automatic(rank, world),
         "alone": check_alone(rank, world),
+        "two": check_two_scalers(rank, world),
     }
 
 
@@ -159,7 +181,9 @@ def test_all_processes_do_the_same(world, tmp_path):
     for result in results:
         assert result["states"] == results[0]["states"]
         assert result["auto"] == results[0]["auto"]
+        assert result["two"] == results[0]["two"]
     assert [result["alone"] for result in results] == [["b"], *[[]] * (world - 1)]
+    assert results[0]["two"][0] == [1, 0]
     # Every process's gradients are counted.
     assert results[0]["auto"][1] == world * (20 + 5 + 30 + 30 + 12)
 

@@ -39,15 +39,26 @@ class Fork(torch.autograd.Function):
         return tuple(tensor.view_as(tensor) for _ in range(branches) for tensor in tensors)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """Joins the gradients of all branches, once."""
-        if ctx.joined:
+        # Constant, and to be differentiated: the derivative of a copy, and of no loss.
+        derivative = torch.is_grad_enabled() and not any(
+            g is not None and g.requires_grad for g in gradients
+        )
+        if ctx.joined or derivative:
+            sees = "another one, which would see some of the losses alone"
+            found = "a copy's derivative, which would be balanced" if derivative else sees
             raise InputError(
-                "Expected one backward pass through one `fork`. Found another one, which would see "
-                "some of the losses alone and count as a step. Remedy: add the losses up and call "
-                "`backward()` on the sum; for a pass of its own, call `fork(y)` again."
+                f"Expected one backward pass through one `fork`. Found {found} and count as a "
+                "step. Remedy: add the losses up and call "
+                "`backward()` on the sum; take derivatives before the fork, as in "
+                '`fork({"u": u, "u_xx": u_xx})`; for a pass of its own, call `fork(y)` again.'
             )
+        return Fork._join(ctx, *gradients)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def _join(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         width = len(gradients) // ctx.branches
         rows = [list(gradients[i * width : (i + 1) * width]) for i in range(ctx.branches)]
         present: GradientRows = [row if any(g is not None for g in row) else None for row in rows]

@@ -134,7 +134,10 @@ class LossBalancer(BalancerBase):
         of_heads = core.head_gradients(partial.heads, balanced.result) or [None] * len(heads)
         of_outputs = self._filled(balanced.gradients, outputs, outputs[0].device)
         pairs = zip([*outputs, *heads], [*of_outputs, *of_heads], strict=True)
-        tensors, gradients = zip(*((t, g) for t, g in pairs if g is not None), strict=True)
+        given = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
+        if context.scaled is not None and context.scaled.requires_grad:
+            given.append((context.scaled, torch.zeros_like(context.scaled)))
+        tensors, gradients = zip(*given, strict=True)
         torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
         self._commit(balanced)
         return effective_loss(present, core.names, balanced.result, context)
@@ -152,7 +155,8 @@ class LossBalancer(BalancerBase):
         Compute each loss from its own copy, add the losses up and call ``backward()`` on the sum
         as usual, in whatever trainer. Factors on single losses cancel. A copy that no loss uses
         counts as a missing loss. The copies share memory and must not be changed in place. One
-        backward pass goes through one fork: a second one raises.
+        backward pass goes through one fork: a second one raises. Derivatives that a loss takes are
+        outputs too: ``fork({"u": u, "u_xx": u_xx})``.
 
         Args:
             y: The model's output: a tensor, or a nest of tensors.

@@ -67,11 +67,13 @@ class LossContext(NamedTuple):
             loss is left out as not finite.
         accumulation_steps: Number of micro-batches that the losses were divided by.
         skips: Whether the loss scale is a scaler's, which skips a step on a non-finite gradient.
+        scaled: A number that the scaler scaled: a pass that it takes part in is the scaler's.
     """
 
     grad_scale: Tensor | float | None
     accumulation_steps: int
     skips: bool
+    scaled: Tensor | None = None
 
     @property
     def unscaling(self) -> Tensor | float:
@@ -93,8 +95,8 @@ class LossContext(NamedTuple):
         if not getattr(source, "is_enabled", lambda: True)():
             return cls(None, accumulation_steps, False)
         # The public method gives the scale without waiting for the device.
-        scale = source.scale(torch.ones((), device=device)).detach().double()
-        return cls(scale, accumulation_steps, True)
+        scaled = source.scale(torch.ones((), device=device, requires_grad=True))
+        return cls(scaled.detach().double(), accumulation_steps, True, scaled)
 
 
 def check_scale(name: str, source: GradScale) -> GradScale:

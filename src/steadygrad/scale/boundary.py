@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
+from steadygrad._checks import InputError
 from steadygrad._nests import tree_map_tensors, tree_tensors
 from steadygrad.formulas.exponents import exponent_histograms
 from steadygrad.scale.audit import CallTracker, is_narrow
@@ -83,45 +83,79 @@ class _BoundaryTag(NamedTuple):
 
 
 class _ScaleGrad(torch.autograd.Function):
-    """Scales gradients; detected overflows become the gradient of leaves of the table."""
+    """Scales gradients; detected overflows become the gradient of leaves of the table.
+
+    In a pass of a loss that another scaler scaled it does nothing, and in one of a loss that no
+    scaler did it scales alone: whoever has that loss must see what is not finite.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        own: Tensor,
-        inverse: Tensor,
+        table: ScaleTable,
         path: _ScalePath,
         nonfinite_leaf: Tensor,
         into_counts: Tensor | None,
         out_of_counts: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(own, inverse)
-        ctx.times, ctx.over, ctx.measured = path.times, path.over, into_counts is not None
+        ctx.save_for_backward(table.own, table.inverse, *table.gates)
+        ctx.table, ctx.measured = table, into_counts is not None
+        ctx.times, ctx.over = path.times, path.over
         # The audit reads it.
         ctx.into_layer = path.into
         # A view would not do: autograd forbids to change it in place.
         return x.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        own, inverse = ctx.saved_tensors
-        # In float32 at least: a scale of 2**16 is infinite in half precision. One after the other:
-        # the product of the factors may be out of float32's range although its result is not.
-        scaled = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        for index in ctx.times:
-            scaled = scaled * own[index].to(gradient.device)
-        for index in ctx.over:
-            scaled = scaled * inverse[index].to(gradient.device)
-        # The sum is finite exactly when every element is, unless the sum itself overflows.
-        nonfinite = torch.isfinite(local(scaled).sum()).logical_not().to(own)
-        into_counts = out_of_counts = None
-        if ctx.measured:
-            counts = exponent_histograms([local(scaled), local(gradient)])
-            into_counts, out_of_counts = counts.unbind()
-        result = torch.nan_to_num(scaled, 0.0, 0.0, 0.0).to(gradient.dtype)
-        return result, None, None, None, nonfinite, into_counts, out_of_counts
+        with torch.no_grad():
+            result, *seen = _scaled(gradient, ctx)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            zero = torch.zeros((), requires_grad=True)  # the gradient of a mean has no graph
+            result = _OnceOnly.apply(result, gradient, zero)  # type: ignore[no-untyped-call]
+        return result, None, None, *seen
+
+
+def _scaled(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
+    """Scales a gradient; returns what was seen in it too, a flag and two rows of counts."""
+    own, inverse, own_gate, others_gate = ctx.saved_tensors
+    # In float32 at least: a scale of 2**16 is infinite in half precision. One after the other:
+    # the product of the factors may be out of float32's range although its result is not.
+    scaled = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    for index in ctx.times:
+        scaled = scaled * own[index].to(gradient.device)
+    for index in ctx.over:
+        scaled = scaled * inverse[index].to(gradient.device)
+    compiling = torch.compiler.is_compiling()
+    if not compiling and not ctx.table.passes[0]:
+        return gradient if ctx.table.passes[1] else scaled.to(gradient.dtype), None, None, None
+    # The sum is finite exactly when every element is, unless the sum itself overflows.
+    seen = [torch.isfinite(local(scaled).sum()).logical_not().to(own), None, None]
+    if ctx.measured:
+        seen[1:] = exponent_histograms([local(scaled), local(gradient)]).unbind()
+    result = torch.nan_to_num(scaled, 0.0, 0.0, 0.0)
+    if compiling:
+        own_gate, others_gate = (gate.to(gradient.device) for gate in (own_gate, others_gate))
+        result = torch.where(own_gate, result, torch.where(others_gate, gradient, scaled))
+        seen = [None if rows is None else rows * own_gate for rows in seen]
+    return result.to(gradient.dtype), *seen
+
+
+class _OnceOnly(torch.autograd.Function):
+    """Refuses to differentiate gradients again that crossed a boundary."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *behind: Tensor) -> Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        raise InputError(
+            "Expected first derivatives through the modules chosen in `layer_scales`. Found a "
+            "second one, as of a gradient penalty: no single divisor removes the scales from it. "
+            "Remedy: do not choose these modules, or layer_scales={} with an init_scale."
+        )
 
 
 class ScaleHooks:
@@ -202,8 +236,7 @@ class ScaleHooks:
         counts = table.count_leaves if table.measuring and is_narrow(tensor.dtype) else None
         crossed: Tensor = _ScaleGrad.apply(  # type: ignore[no-untyped-call]
             origin,
-            table.own,
-            table.inverse,
+            table,
             path,
             table.nonfinite_leaves[path.out_of],
             counts[path.into] if counts else None,

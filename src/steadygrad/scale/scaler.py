@@ -138,6 +138,8 @@ class LayerwiseGradScaler:
     def scale(self, outputs: Any) -> Any:
         """Multiplies the loss by its own scale; in the first step it audits the loss's graph.
 
+        Only backward passes of what it returns count: those of others' losses move no scale.
+
         Args:
             outputs: A tensor, or an iterable of tensors.
 
@@ -149,7 +151,10 @@ class LayerwiseGradScaler:
             return outputs
         if isinstance(outputs, Tensor):
             self._audit.inspect(outputs)
-            return outputs * self._table.own[0].to(outputs.device, non_blocking=True)
+            loss = outputs * self._table.own[0].to(outputs.device, non_blocking=True)
+            if loss.requires_grad and not torch.compiler.is_compiling():
+                self._table.mark(loss)
+            return loss
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
             scaled = (self.scale(output) for output in outputs)
             return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled

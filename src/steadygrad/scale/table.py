@@ -1,10 +1,12 @@
 """The table of scales: one row for each layer, as tensors on one device."""
 
+import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from steadygrad._checks import InputError, check_count, check_number, shown
 from steadygrad.formulas.exponents import BINS
@@ -30,7 +32,8 @@ class ScaleTable:
     The tensors are made once and changed in place: a compiled step and a CUDA graph keep seeing
     them. What a backward pass detects arrives as the gradient of leaf tensors that take part in
     each boundary. So it needs no side effect, adds up over micro-batches, and happens once under
-    activation checkpointing.
+    activation checkpointing. Passes of others' losses, as of an actor's through its critic, leave
+    no trace. A scaler without losses, as of a pipeline's earlier stage, counts unmarked passes.
 
     Args:
         layers: The layers.
@@ -47,8 +50,14 @@ class ScaleTable:
         nonfinite_leaves: A leaf for each row, whose gradient is that row of ``nonfinite``.
         count_leaves: A leaf for each row, whose gradient is that row of ``counts``.
         measuring: Whether backward passes count exponents.
+        has_loss: Whether a loss was scaled.
+        passes: Whether a pass is running that counts, and whether one of a loss that another
+            scaler scaled; compiled code reads both in ``gates``.
         merged: Indices of layers that count as part of the layer around them.
     """
+
+    _tables: ClassVar["weakref.WeakSet[ScaleTable]"] = weakref.WeakSet()
+    _marked: ClassVar["weakref.WeakSet[ScaleTable]"] = weakref.WeakSet()
 
     def __init__(self, layers: Layers, rules: Sequence[LayerScale], device: torch.device) -> None:
         count, rows = len(rules), range(len(rules))
@@ -70,6 +79,9 @@ class ScaleTable:
         leaves = [_leaf(row) for row in self._rows]
         self.nonfinite_leaves, self.count_leaves = leaves[:count], leaves[count:]
         self.enabled, self.measuring = True, False
+        self.has_loss, self.passes = False, (True, False)
+        self.gates = [torch.tensor(running, device=device) for running in self.passes]
+        self._tables.add(self)
         self.merged: set[int] = set()
         self._merged_into = torch.arange(count, device=device)
         self.set_scales(self.own)
@@ -96,6 +108,33 @@ class ScaleTable:
         if not self.merged:
             return rows
         return torch.zeros_like(rows).index_add_(0, self._merged_into, rows)
+
+    def mark(self, loss: Tensor) -> None:
+        """Makes the passes of a scaled loss the scaler's own."""
+        if not self.has_loss:
+            self.has_loss = True
+            self._set_marked()
+            self.clear()
+        loss.register_hook(self._begin_pass)
+
+    def _begin_pass(self, gradient: Tensor) -> None:
+        def end() -> None:
+            """Is dropped by the engine when the pass ends, by an error too."""
+
+        self._set_marked(True)
+        weakref.finalize(end, self._set_marked)
+        Variable._execution_engine.queue_callback(end)
+
+    def _set_marked(self, running: bool = False) -> None:
+        (self._marked.add if running else self._marked.discard)(self)
+        for table in list(self._tables):
+            own = table in self._marked or not (table.has_loss or self._marked)
+            passes = own, table.has_loss and bool(self._marked) and not own
+            for gate, before, now in zip(table.gates, table.passes, passes, strict=True):
+                if now != before:
+                    # `data` has no version: compiled code saves the gate before the pass begins.
+                    gate.data.fill_(now)
+            table.passes = passes
 
     def collect(self) -> None:
         """Copies the leaves' gradients to their rows, where they are not the rows themselves."""

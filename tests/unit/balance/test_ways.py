@@ -244,6 +244,41 @@ def test_a_second_derivative_through_a_fork_is_refused():
         got.square().sum().backward()
 
 
+def derivative(u, x):
+    return torch.autograd.grad(u.sum(), x, create_graph=True)[0]
+
+
+def test_losses_of_derivatives_are_balanced_where_these_are_forked():
+    """As in a physics-informed loss: to the bit what `backward` does with both as the output."""
+    net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    x = draw(5, 1).requires_grad_()
+
+    def gradients(call):
+        net.zero_grad()
+        y = {"u": net(x)}
+        y["u_xx"] = derivative(derivative(y["u"], x), x)
+        if call == "backward":
+            y = {name: tensor * 1 for name, tensor in y.items()}
+        balancer = LossBalancer({"pde": 1, "edge": 2})
+        ys = balancer.fork(y) if call == "fork" else dict.fromkeys(balancer.weights, y)
+        pde = (ys["pde"]["u"] + ys["pde"]["u_xx"]).square().mean()
+        losses = {"pde": pde, "edge": ys["edge"]["u"][0].square().sum()}
+        sum(losses.values()).backward() if call == "fork" else balancer.backward(losses, y)
+        return [p.grad for p in net.parameters() if p.grad is not None]
+
+    for found, expected in zip(gradients("fork"), gradients("backward"), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_derivative_of_a_forks_copy_is_refused_before_anything_is_counted():
+    x = draw(5, 1).requires_grad_()
+    balancer = LossBalancer(WEIGHTS)
+    ys = balancer.fork(x.sin())
+    with pytest.raises(InputError, match=r"derivatives before the fork"):
+        derivative(ys["l1"], x)
+    assert not balancer.metrics
+
+
 def test_a_frozen_parameter_in_a_head_is_left_alone():
     head = nn.Sequential(nn.Linear(7, 3), nn.Linear(3, 1)).double()
     head[0].requires_grad_(False)

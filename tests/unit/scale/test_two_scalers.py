@@ -1,0 +1,231 @@
+"""A scaler for each network: a pass of another's loss is none of a scaler's business."""
+
+import importlib
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from steadygrad.balance import LossBalancer
+from steadygrad.scale import LayerwiseGradScaler
+from tests.unit.scale.training import SCALES, Poison, assert_equal, loss_on, make, weights_of
+
+INF = float("inf")
+SHAPES = {"GAN": "generator", "SAC": "actor", "TD3": "actor", "DDPG": "actor"}
+
+
+@pytest.fixture
+def loops(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    return importlib.import_module("two_scalers")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_as_many_steps_as_torchs(loops, shape):
+    def taken(scaler):
+        torch.manual_seed(0)
+        return loops.LOOPS[shape](scaler).run(20).taken
+
+    torchs, auto = taken("torch"), taken("auto")
+    # An actor's scale is searched for when its gradients appear, and overshoots at first.
+    assert all(auto[name] >= torchs[name] - 3 for name in torchs)
+
+
+@pytest.mark.parametrize("spoilt", ["nothing", "critic", "policy"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weights_are_those_without_scaling_and_only_an_overflows_own_network_skips(
+    loops, shape, spoilt
+):
+    spoilt = SHAPES[shape] if spoilt == "policy" else spoilt
+
+    def trained(scaler):
+        torch.manual_seed(0)
+        return loops.LOOPS[shape](scaler, half=False, spoilt=spoilt, bad=2).run(6)
+
+    plain, scaled = trained("none"), trained("by hand")
+    assert scaled.taken == plain.taken
+    skipped = {name: int(scaler.skipped) for name, scaler in scaled.scalers.items()}
+    assert skipped == {name: int(name == spoilt) for name in skipped}
+    for name, net in plain.nets.items():
+        # To the bit: powers of two scale float32 without rounding.
+        assert_equal(weights_of(scaled.nets[name]), weights_of(net))
+
+
+CALLS = {
+    "eager": lambda model: model,
+    "checkpoint": lambda model: partial(checkpoint, model, use_reentrant=False),
+    "reentrant": lambda model: partial(checkpoint, model, use_reentrant=True),
+    "compiled": lambda model: torch.compile(model, fullgraph=True, backend="aot_eager"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated")
+@pytest.mark.parametrize("whose", ["another scaler's", "unscaled"])
+@pytest.mark.parametrize(
+    "how", [*list(CALLS)[:3], pytest.param("compiled", marks=pytest.mark.slow)]
+)
+def test_another_pass_is_neither_counted_nor_cleaned(how, whose):
+    torch.compiler.reset()
+    model, optimizer = make()
+    scaler, poison = LayerwiseGradScaler(model, SCALES, growth_interval=1), Poison(model.b[0])
+    other = LayerwiseGradScaler(nn.Linear(1, 1), {}, init_scale=4.0)
+    scale = other.scale if whose == "another scaler's" else lambda loss: loss
+    call, poison.active = CALLS[how](model), False
+
+    def passed(called, scale, factor=1.0):
+        x = torch.ones(3, 4, requires_grad=True)
+        scale(called(x).square().mean() * factor).backward()
+        return x.grad
+
+    def step():
+        optimizer.zero_grad()
+        passed(call, scaler.scale)
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    before = scaler.get_scales()
+    twin, _ = make()
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(passed(call, scale), passed(twin, scale))
+    assert not passed(call, scale, INF).isfinite().any()
+    step()
+    assert scaler.skipped == 0
+    assert scaler.get_scales() == {name: 2 * s if name else s for name, s in before.items()}
+    # And its own passes are.
+    if how != "compiled":
+        poison.active = True
+        step()
+        assert scaler.culprits() == ["b"]
+    optimizer.zero_grad()
+    assert passed(call, scaler.scale, INF).isfinite().all()
+    scaler.step(optimizer)
+    scaler.update()
+    assert "" in scaler.culprits()
+
+
+def test_another_scaler_s_loss_is_not_scaled_on_the_way():
+    """Where the scales of both would be too much for the type."""
+    model, _ = make(torch.float16)
+    scaler = LayerwiseGradScaler(model, {"a": 2.0**20, "b": 2.0**20}, init_scale=1.0)
+    other = LayerwiseGradScaler(nn.Linear(1, 1), {}, init_scale=2.0**10)
+    scaler.scale(model(torch.ones(3, 4).half()).float().mean() * 2.0**-20).backward()
+    x = torch.ones(3, 4, requires_grad=True, dtype=torch.float16)
+    other.scale(model(x).float().mean()).backward()
+    plain, y = make(torch.float16)[0], torch.ones(3, 4, requires_grad=True, dtype=torch.float16)
+    (2.0**10 * plain(y).float().mean()).backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+def unscaled_gradients(model, optimizer, scaler):
+    scaler.unscale_(optimizer)
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_a_gradient_that_is_handed_on_by_hand_is_unscaled_rightly():
+    """The model's pass begins at its output: nothing in it tells of the scaled loss."""
+    model, optimizer = make()
+    scaler = LayerwiseGradScaler(model, SCALES, init_scale=8.0)
+    out = model(torch.ones(3, 4))
+    cut = out.detach().requires_grad_()
+    scaler.scale(cut.square().mean()).backward()
+    out.backward(cut.grad)
+    plain, _ = make()
+    plain(torch.ones(3, 4)).square().mean().backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    assert_equal(unscaled_gradients(model, optimizer, scaler), expected)
+
+
+def test_without_losses_of_its_own_as_on_a_pipelines_first_stage_all_passes_count():
+    model, optimizer = make()
+    scaler = LayerwiseGradScaler(model, SCALES)
+    # And another scaler's passes are over.
+    LayerwiseGradScaler(make()[0], {}).scale(torch.ones((), requires_grad=True)).backward()
+    before = weights_of(model)
+    out = model(torch.ones(3, 4))
+    out.backward(torch.full_like(out, INF))
+    assert all(p.grad.isfinite().all() for p in model.a.parameters())
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.culprits() == [""]
+    assert_equal(weights_of(model), before)
+
+
+def test_what_came_before_its_first_loss_is_forgotten():
+    model, optimizer = make()
+    scaler = LayerwiseGradScaler(model, SCALES)
+    (loss_on(model, 0) * INF).backward()
+    optimizer.zero_grad()
+    scaler.scale(loss_on(model, 0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert (scaler.culprits(), int(scaler.skipped)) == ([], 0)
+
+
+def test_a_pass_that_raised_an_error_is_over():
+    (model, _), (other, _) = make(), make()
+    scaler, theirs = LayerwiseGradScaler(model, SCALES), LayerwiseGradScaler(other, SCALES)
+
+    def unscaled():
+        model.zero_grad()
+        loss_on(model, 0).backward()
+        return model.a.weight.grad
+
+    scaler.scale(loss_on(model, 0)).backward()
+    expected = unscaled()
+    x = torch.ones(3, 4, requires_grad=True)
+    x.register_hook(lambda gradient: [][0])
+    with pytest.raises(IndexError):
+        theirs.scale(other(x).mean()).backward()
+    assert torch.equal(unscaled(), expected)
+    with pytest.raises(IndexError):
+        scaler.scale(model(x).mean()).backward()
+    (loss_on(model, 0) * INF).backward()
+    assert not scaler._table.nonfinite.any()
+
+
+@pytest.mark.parametrize("passes", ["sum", "retained", "accumulated"])
+def test_every_pass_of_an_own_loss_counts(passes):
+    model, optimizer = make()
+    scaler = LayerwiseGradScaler(model, SCALES)
+    good, bad = scaler.scale([loss_on(model, 0), loss_on(model, 1) * INF])
+    if passes == "sum":
+        (good + bad).backward()
+    elif passes == "retained":
+        bad.backward(retain_graph=True)
+        bad.backward()
+    else:
+        bad.backward()
+        good.backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert (scaler.culprits(), int(scaler.skipped)) == ([""], 1)
+
+
+def test_a_balanced_pass_is_the_scalers_own():
+    """Its second part begins at the output, behind the scaled losses."""
+    model, optimizer = make()
+    scaler = LayerwiseGradScaler(model, SCALES, init_scale=8.0)
+    balancer = LossBalancer({"square": 1, "absolute": 2}, grad_scale=scaler)
+    Poison(model.b[0])
+    out = model(torch.ones(3, 4))
+    losses = {"square": out.square().mean(), "absolute": out.abs().mean()}
+    balancer.backward({name: scaler.scale(loss) for name, loss in losses.items()}, out)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.culprits() == ["b"]
+
+
+@pytest.mark.parametrize("head", [torch.sum, lambda y: y.square().sum()])
+@pytest.mark.parametrize("inputs", [None, "a.weight"])
+def test_a_second_derivative_is_refused(head, inputs):
+    model, _ = make()
+    scaler = LayerwiseGradScaler(model, SCALES)
+    x = torch.ones(3, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(head(model(x)), x, create_graph=True)
+    penalty = scaler.scale((gradient.norm() - 1).square())
+    with pytest.raises(ValueError, match="layer_scales"):
+        penalty.backward(inputs=inputs and [model.get_parameter(inputs)])
