@@ -8,6 +8,7 @@ from steadygrad.noise.loss_scale import LossScale
 from steadygrad.noise.meters import Meter
 from steadygrad.noise.parts import Part, StepParts
 from steadygrad.noise.passes import PassBorders
+from steadygrad.noise.repeats import Repeats
 
 __all__ = ["MicroBatches"]
 
@@ -20,6 +21,7 @@ class MicroBatches:
         meter: Measures their gradients.
         loss_scale: Knows the scale that they carry.
         samples: Samples of a pass that was not announced; None: such a pass is not measured.
+        repeats: Tells passes over the samples of an earlier part.
 
     Attributes:
         borders: Finds the backward passes outside of contexts.
@@ -31,9 +33,10 @@ class MicroBatches:
         meter: Meter,
         loss_scale: LossScale,
         samples: Callable[[], int] | int | None,
+        repeats: Repeats,
     ) -> None:
         self._parts, self._meter, self._loss_scale = parts, meter, loss_scale
-        self._samples = samples
+        self._samples, self._repeats = samples, repeats
         self.borders = PassBorders(self._begin, self._end, self._spoil)
         self._told: Part | None = None
         self._open: Part | None = None
@@ -62,6 +65,7 @@ class MicroBatches:
             yield
             return
         self._told, self._open = None, part
+        self._repeats.begin(several=True)
         try:
             with recording:
                 yield
@@ -82,10 +86,16 @@ class MicroBatches:
     def _end(self) -> None:
         part, self._open = self._open, None
         assert part is not None
-        self._meter.end_part(part.each, self._loss_scale.of_part(part.loss_scale))
+        self._parts.repeated |= self._repeats.end()
+        if not part.samples:
+            self._meter.drop_part()
+            self._parts.idle = True
+            return
+        self._meter.end_part(part, self._loss_scale.of_part(part.loss_scale))
         self._parts.add(part)
 
     def _spoil(self) -> None:
         # What this backward pass has added to .grad is unknown: the step cannot be measured.
         self._open, self._parts.broken = None, True
+        self._repeats.begin()
         self._meter.drop_part()

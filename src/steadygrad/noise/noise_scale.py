@@ -24,6 +24,7 @@ from steadygrad.noise.estimate import History, NoiseEstimate
 from steadygrad.noise.loss_scale import LossScale, Scaler
 from steadygrad.noise.micro_batches import MicroBatches
 from steadygrad.noise.per_example import ExampleNorms
+from steadygrad.noise.repeats import Repeats
 from steadygrad.sharding import data_parallel_world
 
 __all__ = ["NoiseScale"]
@@ -127,6 +128,7 @@ class NoiseScale:
         device = measured[0].parameter.device
         self._loss_scale = LossScale(scaler, [m.parameter for m in measured], device)
         self._meter = make_meter(metric, optimizer, source, measured, len(group_names), self.world)
+        self._likeness = self._meter.witness.likeness
         self._history = History(
             group_names,
             decay=decay,
@@ -138,14 +140,16 @@ class NoiseScale:
         )
         self._alterations = Alterations(device)
         self._parts = make_parts(source, metric, accumulation, self.world)
-        self._batches = MicroBatches(self._parts, self._meter, self._loss_scale, samples)
+        repeats = Repeats(model, [m.parameter for m in measured])
+        self._batches = MicroBatches(self._parts, self._meter, self._loss_scale, samples, repeats)
         borders = self._batches.borders
         self._source_name = source
         # Whether a step has had parts enough.
         self._whole = False
         self._source = make_source(source, model, measured, self._meter, taps, borders)
         # One that is dropped leaves no hooks behind either.
-        self._remove = weakref.finalize(self, self._source.remove)
+        hooked = (self._source, repeats)
+        self._remove = weakref.finalize(self, lambda: [each.remove() for each in hooked])
         self._remove.atexit = False
         self._begin(0)
 
@@ -277,11 +281,12 @@ class NoiseScale:
         Returns:
             Tensors; nothing waits for the device until one is read.
         """
-        return self._history.estimate()
+        return self._history.estimate(altered=self.altered.clone(), unlike=self._likeness.differ)
 
     def reset(self) -> None:
         """Forgets every measurement, as after a change of the learning rate."""
         self._history.reset()
+        self._likeness.state.zero_()
         self._begin(0)
 
     def remove(self) -> None:
@@ -291,7 +296,9 @@ class NoiseScale:
     def state_dict(self) -> dict[str, Any]:
         """The measurements, the same on every process; to be saved between steps."""
         altered = self.altered.clone()
-        return {**self._history.state_dict(), "steps": self._steps, "altered": altered}
+        likeness = self._likeness.state.clone()
+        history = self._history.state_dict()
+        return {**history, "steps": self._steps, "altered": altered, "likeness": likeness}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts saved measurements back; a step that had begun is forgotten.
@@ -301,4 +308,5 @@ class NoiseScale:
         """
         self._history.load_state_dict(state)
         self.altered.copy_(torch.as_tensor(state.get("altered", 0)))
+        self._likeness.state.copy_(torch.as_tensor(state.get("likeness", 0)))
         self._begin(int(state.get("steps", 0)))

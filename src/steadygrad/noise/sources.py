@@ -9,9 +9,10 @@ from torch.utils.hooks import RemovableHandle
 
 from steadygrad._checks import InputError
 from steadygrad.noise.meters import Measured, Meter
+from steadygrad.noise.norms import values_of
 from steadygrad.noise.passes import PassBorders
 from steadygrad.noise.per_example import ExampleNorms
-from steadygrad.sharding import World, fsdp_modules, is_sharded, local
+from steadygrad.sharding import World, fsdp_modules, is_sharded
 
 __all__ = [
     "AccumulatedSource",
@@ -178,7 +179,7 @@ class ExampleSource:
         def hook(gradient: Tensor) -> None:
             witness = self._meter.witness
             if self._recording and slot in witness.lines:
-                witness.see(slot, local(gradient.detach()))
+                witness.see(slot, values_of(gradient.detach()))
 
         return hook
 

@@ -156,7 +156,7 @@ class SplitBatchNoiseScale(WideBuffers):
         Returns:
             Tensors; nothing waits for the device until one is read.
         """
-        return self.kept.estimate(1 - self.signal.update_rate, self.level)
+        return self.kept.estimate(1 - self.signal.update_rate, self.level, self.skipped)
 
     def _check(self, loss: Tensor, tensors: Any, fill_grad: bool) -> list[Tensor]:
         if not isinstance(loss, Tensor):
