@@ -16,7 +16,7 @@ from steadygrad.formulas.noise_scale import SignalNoise
 
 __all__ = ["History", "KeptBatches", "NoiseEstimate"]
 
-_NONE = torch.zeros(())
+_NONE = torch.zeros((), dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -79,27 +79,15 @@ class NoiseEstimate:
         if not _moved(self.selected, self.effective):
             return None
         return (
-            f"{float(self.selected):.0%} of the steps were left out as gradients were clipped or "
-            "not finite, and the others are no fair sample. Remedy: noise.step() before clipping."
+            f"{float(self.selected):.0%} of the steps were left out for what their gradients were, "
+            "altered or not finite, and the others are no fair sample. Remedy: a smaller loss "
+            "scale, and noise.step() before clipping."
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, for logs and records; waits for the device."""
-        return {
-            "value": float(self.value),
-            "low": float(self.low),
-            "high": float(self.high),
-            "grad_sq_norm": float(self.grad_sq_norm),
-            "noise_trace": float(self.noise_trace),
-            "resolved": bool(self.resolved),
-            "measurements": int(self.measurements),
-            "effective": float(self.effective),
-            "drifting": bool(self.drifting),
-            "age": float(self.age),
-            "skipped": int(self.skipped),
-            "altered": int(self.altered),
-            "reason": self.reason,
-        }
+        numbers = {name: x.item() for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return {**numbers, "reason": self.reason}
 
 
 def default_capacity(decay: float, most: int) -> int:
@@ -143,16 +131,18 @@ def _moved(selected: Tensor, effective: Tensor) -> Tensor:
     z = torch.special.ndtri(selected)
     shift = torch.exp(-z * z / 2) / (2 * math.pi) ** 0.5 / (1 - selected)
     # Not a number where all are left out.
-    return ~(shift * effective.nan_to_num().sqrt() <= 1)
+    moved: Tensor = ~(shift * effective.nan_to_num().sqrt() <= 1)
+    return moved
 
 
 def _estimate(
     present: PresentRatio,
+    facts: Mapping[str, Tensor],
     power: int = 1,
     by_group: Mapping[str, NoiseEstimate] | None = None,
-    **facts: Tensor,
 ) -> NoiseEstimate:
-    ratio, unlike = present.ratio, facts.get("unlike", present.age < 0)
+    facts = {"unlike": present.age < 0, **facts}
+    ratio, unlike = present.ratio, facts["unlike"]
     doubtful = unlike | _moved(facts["selected"], ratio.effective)
     return NoiseEstimate(
         value=torch.where(unlike, torch.nan, ratio.value**power),
@@ -237,9 +227,9 @@ class History:
         present = present_of(signal, noise, finite, self.decay, self.level, self.drift)
         rows_of = [RatioInterval(*row) for row in zip(*present.ratio, strict=True)]
         each = [PresentRatio(*row) for row in zip(rows_of, *present[1:], strict=True)]
-        groups = [_estimate(row, self.power, **facts) for row in each[1:]]
+        groups = [_estimate(row, facts, self.power) for row in each[1:]]
         by_group = dict(zip(self.groups, groups, strict=True))
-        return _estimate(each[0], self.power, by_group, **facts)
+        return _estimate(each[0], facts, self.power, by_group)
 
     def reset(self) -> None:
         """Forgets every measurement."""
@@ -313,8 +303,9 @@ class KeptBatches(WideBuffers):
         rows, finite, _ = newest_first(self.ring, self.pushed)
         signal, noise = rows[..., 0].unbind(1)
         present = present_of(signal, noise, finite, decay, level)
-        selected = (skipped / (skipped + self.pushed)).nan_to_num()
-        return _estimate(present, skipped=skipped, selected=selected)
+        # A batch too small to be split is left out too, and then all are.
+        selected = skipped / (skipped + self.pushed).clamp(min=1) * (self.pushed > 0)
+        return _estimate(present, {"skipped": skipped, "selected": selected})
 
 
 def _fit_ring(module: KeptBatches, state: dict[str, Any], prefix: str, *_: object) -> None:
@@ -323,7 +314,7 @@ def _fit_ring(module: KeptBatches, state: dict[str, Any], prefix: str, *_: objec
     if name not in state or count not in state:
         state[name], state[count] = empty, torch.zeros_like(module.pushed)
     elif len(state[name]) != len(empty):
-        newest, finite, _ = newest_first(state[name], state[count])
+        newest, finite = newest_first(state[name], state[count])[:2]
         kept = int(finite.sum().clamp(max=len(empty)))
         empty[:kept] = newest[:kept].flip(0).to(empty)
         state[name], state[count] = empty, torch.full_like(state[count], kept)

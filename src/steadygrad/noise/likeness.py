@@ -47,4 +47,5 @@ class Likeness:
     def differ(self) -> Tensor:
         """Whether first and last parts differ systematically, boolean with shape ``()``."""
         count, total, squares = self.state[-1, :3]
-        return (total > _SCORE * squares.sqrt()) & (total > _COSINE * count)
+        found: Tensor = (total > _SCORE * squares.sqrt()) & (total > _COSINE * count)
+        return found

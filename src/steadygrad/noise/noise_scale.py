@@ -16,13 +16,13 @@ from steadygrad.noise.build import (
     check_options,
     choose_parameters,
     make_meter,
-    make_parts,
     make_source,
     warn_of_batch_norm,
 )
 from steadygrad.noise.estimate import History, NoiseEstimate
 from steadygrad.noise.loss_scale import LossScale, Scaler
 from steadygrad.noise.micro_batches import MicroBatches
+from steadygrad.noise.parts import StepParts
 from steadygrad.noise.per_example import ExampleNorms
 from steadygrad.noise.repeats import Repeats
 from steadygrad.sharding import data_parallel_world
@@ -139,7 +139,13 @@ class NoiseScale:
             drift=check_type("drift", drift, bool, "True or False"),
         )
         self._alterations = Alterations(device)
-        self._parts = make_parts(source, metric, accumulation, self.world)
+        self._parts = StepParts(
+            accumulation,
+            self.world.size,
+            shared=source == "accumulated",
+            by_example=source == "per_example",
+            alike=metric == "l1",
+        )
         repeats = Repeats(model, [m.parameter for m in measured])
         self._batches = MicroBatches(self._parts, self._meter, self._loss_scale, samples, repeats)
         borders = self._batches.borders
@@ -268,12 +274,9 @@ class NoiseScale:
         self._begin(self._steps)
 
     def _measure(self, scale: Tensor | float) -> None:
-        step, sums = self._parts.step(), self._parts.sums
-        measured, verdict = self._meter.measure(step, scale)
+        measured, verdict = self._meter.measure(self._parts.step(), scale)
         self._history.push(measured)
-        self._alterations.note(
-            verdict, parts=sums.parts, samples=sums.samples, processes=self.world.size
-        )
+        self._alterations.note(verdict, self._parts.sums, self.world.size)
 
     def estimate(self) -> NoiseEstimate:
         """The noise scale from the measurements so far, whole and by group.

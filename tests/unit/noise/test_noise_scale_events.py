@@ -45,7 +45,12 @@ def test_an_overflowed_step_is_left_out_and_counted():
     bad[0, 0] = torch.inf
     measure(noise, model, bad, y)
     # All but one step older.
-    assert noise.estimate().as_dict() == {**before, "age": 1.0, "skipped": 1}
+    assert noise.estimate().as_dict() == {
+        **before,
+        "age": 1.0,
+        "skipped": 1,
+        "selected": pytest.approx(1 / 1.99),
+    }
     assert noise.skipped.item() == 1
     assert before["measurements"] == 1
 
