@@ -169,8 +169,8 @@ class StepParts:
                 "NoiseScale(source='accumulated') with one `with noise.microbatch(n)` around all "
                 "passes of the same samples."
             )
-        own = 2 if self._shared or self._alike else 1
-        needed = max(own, 2 if self._processes == 1 else 1 - self.idle)
+        several = self._processes == 1 or self._shared or self._alike
+        needed = 2 if several else 1 - self.idle
         if self.sums.parts < needed:
             return InputError(
                 f"Expected at least {needed} parts a step. Found {self.sums.parts}. Remedy: split "
