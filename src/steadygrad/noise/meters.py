@@ -132,10 +132,11 @@ class Meter:
         slots = sorted(gradients)
         parameters = [self.measured[slot].parameter for slot in slots]
         taken = self.norms(parameters, [gradients[slot] for slot in slots]) if slots else []
-        found = {**norms, **dict(zip(slots, taken, strict=True))}
-        column = [found.get(slot, self._zero) for slot in range(len(self.measured))]
+        if len(taken) < len(self.measured):
+            found = {**norms, **dict(zip(slots, taken, strict=True))}
+            taken = [found.get(slot, self._zero) for slot in range(len(self.measured))]
         there = self._zero.device
-        return torch.stack([n if n.device == there else n.to(there) for n in column]).to(self._zero)
+        return torch.stack([n if n.device == there else n.to(there) for n in taken]).to(self._zero)
 
     def measure(self, step: Step, scale: Tensor | float) -> tuple[SignalNoise, Verdict]:
         """Signal and noise of every group, each with shape ``(groups,)``; one collective.

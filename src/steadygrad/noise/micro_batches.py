@@ -21,11 +21,13 @@ class MicroBatches:
         meter: Measures their gradients.
         loss_scale: Knows the scale that they carry.
         samples: Samples of a pass that was not announced; None: such a pass is not measured.
-        repeats: Tells passes over the samples of an earlier part.
 
     Attributes:
+        repeats: Tells passes over the samples of an earlier part.
         borders: Finds the backward passes outside of contexts.
     """
+
+    repeats: Repeats
 
     def __init__(
         self,
@@ -33,10 +35,9 @@ class MicroBatches:
         meter: Meter,
         loss_scale: LossScale,
         samples: Callable[[], int] | int | None,
-        repeats: Repeats,
     ) -> None:
         self._parts, self._meter, self._loss_scale = parts, meter, loss_scale
-        self._samples, self._repeats = samples, repeats
+        self._samples = samples
         self.borders = PassBorders(self._begin, self._end, self._spoil)
         self._told: Part | None = None
         self._open: Part | None = None
@@ -65,7 +66,7 @@ class MicroBatches:
             yield
             return
         self._told, self._open = None, part
-        self._repeats.begin(several=True)
+        self.repeats.begin(several=True)
         try:
             with recording:
                 yield
@@ -86,7 +87,7 @@ class MicroBatches:
     def _end(self) -> None:
         part, self._open = self._open, None
         assert part is not None
-        self._parts.repeated |= self._repeats.end()
+        self._parts.repeated |= self.repeats.end()
         if not part.samples:
             self._meter.drop_part()
             self._parts.idle = True
@@ -97,5 +98,5 @@ class MicroBatches:
     def _spoil(self) -> None:
         # What this backward pass has added to .grad is unknown: the step cannot be measured.
         self._open, self._parts.broken = None, True
-        self._repeats.begin()
+        self.repeats.begin()
         self._meter.drop_part()

@@ -146,15 +146,15 @@ class NoiseScale:
             by_example=source == "per_example",
             alike=metric == "l1",
         )
-        repeats = Repeats(model, [m.parameter for m in measured])
-        self._batches = MicroBatches(self._parts, self._meter, self._loss_scale, samples, repeats)
+        self._batches = MicroBatches(self._parts, self._meter, self._loss_scale, samples)
         borders = self._batches.borders
         self._source_name = source
         # Whether a step has had parts enough.
         self._whole = False
         self._source = make_source(source, model, measured, self._meter, taps, borders)
+        self._batches.repeats = Repeats(model, [m.parameter for m in measured])
         # One that is dropped leaves no hooks behind either.
-        hooked = (self._source, repeats)
+        hooked = (self._source, self._batches.repeats)
         self._remove = weakref.finalize(self, lambda: [each.remove() for each in hooked])
         self._remove.atexit = False
         self._begin(0)
@@ -193,12 +193,12 @@ class NoiseScale:
         """Tells of the next backward pass; for where ``samples`` was not given, or is not enough.
 
         Args:
-            num_samples: Samples in this process's micro-batch.
+            num_samples: Samples in this process's micro-batch. 0, where all are masked: no part.
             weight: As in :meth:`microbatch`.
             loss_scale: As in :meth:`microbatch`.
 
         Raises:
-            InputError: If the source is not ``"microbatch"``, a count or weight is not positive, or
+            InputError: If the source is not ``"microbatch"``, a count or weight is negative, or
                 only some weights are given.
         """
         check_finds_passes(self._source_name)
@@ -216,14 +216,14 @@ class NoiseScale:
 
         Args:
             num_samples: Samples in this process's micro-batch; with ``"accumulated"`` on several
-                processes, the same on each.
+                processes, the same on each. 0, where all are masked: no part.
             weight: Factor between the micro-batch's mean loss and what ``backward`` is called
                 on, loss scale aside; a tensor stays on its device. Default: as ``accumulation``
                 says.
             loss_scale: Loss scale of this backward pass. Default: the scaler's, or 1.
 
         Raises:
-            InputError: If a count or weight is not positive, or only some weights are given.
+            InputError: If a count or weight is negative, or only some weights are given.
         """
         part = self._parts.part(num_samples, weight, loss_scale)
         recording = self._source.recording(num_samples) if self._measures_now else None
@@ -242,8 +242,9 @@ class NoiseScale:
                 of the last micro-batch; ``LayerwiseGradScaler`` knows it.
 
         Raises:
-            InputError: If the step has fewer than two parts, or unequal ones for ``"l1"``; once a
-                step had what it needs, such a step is left out and counted in ``skipped``.
+            InputError: If the step has fewer than two parts, unequal ones for ``"l1"``, or two that
+                are passes over one forward pass; once a step had what it needs, such a step is
+                left out and counted in ``skipped``.
         """
         if not self._measures_now:
             self._count(self._steps + 1)

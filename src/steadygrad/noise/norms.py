@@ -12,6 +12,8 @@ from steadygrad.sharding import local
 
 __all__ = ["Moments", "Norms", "euclidean_norms", "preconditioned_norms", "values_of"]
 
+_STRIDED = torch.strided
+
 Norms = Callable[[Sequence[nn.Parameter], Sequence[Tensor]], Sequence[Tensor]]
 
 
@@ -128,8 +130,8 @@ class Moments:
 
 def values_of(gradient: Tensor) -> Tensor:
     """This process's part of a gradient; dense, as every row counts and none is waited for."""
-    here = local(gradient)
-    return here if here.layout is torch.strided else here.to_dense()
+    here = gradient if type(gradient) is Tensor else local(gradient)
+    return here.to_dense() if here.layout is not _STRIDED else here
 
 
 def _wide(gradient: Tensor) -> torch.dtype:

@@ -45,7 +45,8 @@ class Repeats:
         """Marks a call; not a checkpoint's second one, which is inside a backward pass."""
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
             return
-        nodes = [x.grad_fn for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn]
+        found = [output] if isinstance(output, Tensor) else tree_leaves(output)
+        nodes = [x.grad_fn for x in found if isinstance(x, Tensor) and x.grad_fn]
         if nodes and not torch._C._are_functorch_transforms_active():
             call = _Call(module, set())
             nodes[0].register_prehook(lambda _: self._pass(call))
