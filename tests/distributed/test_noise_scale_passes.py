@@ -220,3 +220,73 @@ LONG = ("fsdp, checkpointed", "fsdp, bf16", "fsdp, bf16 sums")
 @pytest.mark.slow
 def test_no_false_alarm_in_a_thousand_steps(tmp_path):
     assert on_ranks(2, many_steps, tmp_path) == [[[0, 0]] * 4] * 2
+
+
+def wrapped(kind):
+    if kind is None:
+        return make_model()
+    if kind == "ddp":
+        return DistributedDataParallel(make_model())
+    return fsdp(set())[0]
+
+
+def one_rank_is_empty(kind, rank):
+    """The second rank's samples are all masked; its passes run all the same."""
+    model = wrapped(kind)
+    noise = NoiseScale(model)
+    for step in range(STEPS):
+        for micro in range(2):
+            x, y = sample(step, micro, rank)
+            noise.samples(0 if rank else MICRO)
+            (loss_of(model, x, y) * (rank == 0) / 2).backward()
+        noise.step()
+        model.zero_grad()
+    return noise.state_dict()["ring"][:STEPS].tolist()
+
+
+def one_rank_repeats(kind, rank):
+    """The first rank goes through one forward pass twice, from the second step on."""
+    model = wrapped(kind)
+    noise = NoiseScale(model, samples=MICRO)
+    for step in range(STEPS):
+        for micro in range(2):
+            loss = loss_of(model, *sample(step, micro, rank)) / 2
+            if step and not rank:
+                torch.autograd.backward(loss / 2, retain_graph=True)
+                loss = loss / 2
+            loss.backward()
+        noise.step()
+        model.zero_grad()
+    return noise.skipped.item()
+
+
+def parts_of_one_loss(kind, rank):
+    """Two losses, one after the other; whether each rank says so, and to the bit."""
+    model = wrapped(kind)
+    noise = NoiseScale(model, samples=MICRO)
+    for step in range(40):
+        for micro in range(2):
+            loss = loss_of(model, *sample(step, micro, rank))
+            (loss if micro else loss.sqrt()).backward()
+        noise.step()
+        model.zero_grad()
+    return noise.estimate().unlike.item(), noise._likeness.state.tolist()
+
+
+def unusual(rank, world):
+    return {
+        "empty": [one_rank_is_empty(kind, rank) for kind in ("ddp", "fsdp")],
+        "repeats": one_rank_repeats("ddp", rank),
+        "unlike": [parts_of_one_loss(kind, rank) for kind in ("ddp", "fsdp")],
+    }
+
+
+def test_what_one_rank_notices_all_of_them_say(tmp_path):
+    ranks = on_ranks(2, unusual, tmp_path)
+    assert ranks[0] == ranks[1]
+    alone = torch.tensor(one_rank_is_empty(None, 0))
+    for ring in ranks[0]["empty"]:
+        # 1e-9: other sums of the same float64 numbers.
+        assert torch.allclose(torch.tensor(ring), alone, rtol=1e-9)
+    assert ranks[0]["repeats"] == STEPS - 1
+    assert [unlike for unlike, _ in ranks[0]["unlike"]] == [True, True]

@@ -9,20 +9,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-__all__ = ["is_altered", "likely_cause", "running_squares"]
+__all__ = ["ROUNDINGS", "is_altered", "likely_cause"]
 
 # Errors of single additions are below u|s_j|, and as good as independent. For up to 16 parts the
 # bound holds in the worst case too; then all errors point the same way.
-_ROUNDINGS = 4.0
-
-
-def running_squares(parts: Tensor) -> Tensor:
-    r"""Squares of the running sums, :math:`\sum_j |s_j|^2`, with shape ``()``.
-
-    Args:
-        parts: The parts' elements in the order in which they were added, with shape ``(m, n)``.
-    """
-    return parts.cumsum(0).square().sum()
+ROUNDINGS = 4.0
 
 
 def is_altered(
@@ -36,7 +27,7 @@ def is_altered(
     Args:
         seen: Sum of the parts' elements, with shape ``(n)``.
         found: The gradient's elements at the same places, with shape ``(n)``.
-        squares: :func:`running_squares`, added up over processes.
+        squares: Squares of the running sums, :math:`\sum_j |s_j|^2`, added up over processes.
         unit: Largest unit roundoff of the types that the sum passed through.
         processes: Number of processes whose gradients were added up.
 
@@ -46,7 +37,7 @@ def is_altered(
     distance = (seen - found).square().sum()
     if processes > 1:
         squares = squares + processes * (seen.square().sum() + squares)
-    return distance > (_ROUNDINGS * unit) ** 2 * squares
+    return distance > (ROUNDINGS * unit) ** 2 * squares
 
 
 def likely_cause(

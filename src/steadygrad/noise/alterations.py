@@ -2,12 +2,13 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from steadygrad.formulas.summed_parts import likely_cause
+from steadygrad.noise.parts import PartSums
 from steadygrad.noise.witness import WIDTH, Verdict
 
 __all__ = ["Alterations"]
@@ -23,53 +24,26 @@ _CAUSES = {
     ),
     "loss scale": (
         "gradients that carry another loss scale",
-        (
-            "make NoiseScale(model, scaler=scaler), and call noise.step(grad_scale=1.0) after "
-            "scaler.unscale_()"
-        ),
+        "make NoiseScale(model, scaler=scaler); noise.step(grad_scale=1.0) after unscale_()",
     ),
     "accumulation": (
-        (
-            "gradients that were divided after the backward passes, by the number of "
-            "micro-batches or samples"
-        ),
+        "gradients that were divided after the backward passes, by their number or the samples'",
         "call noise.step() before the division, with the `accumulation` of the undivided losses",
     ),
     "leftover": (
-        (
-            "gradients of an earlier step, of a backward pass that was not announced, or of fewer "
-            "passes than were measured (a step was dropped)"
-        ),
-        (
-            "call zero_grad() before the first micro-batch, announce every backward pass to "
-            "NoiseScale, and call noise.drop_step() where a step is dropped"
-        ),
+        "gradients of an earlier step, of a backward pass that was not announced, or of too few",
+        "call zero_grad() before the first, announce all, and call noise.drop_step() if dropped",
     ),
-    "cleared": (
-        "no gradients",
-        "call noise.step() before zero_grad()",
-    ),
+    "cleared": ("no gradients", "call noise.step() before zero_grad()"),
     "unseen": (
         "gradients of backward passes that were not announced",
-        (
-            "make NoiseScale(model, samples=...), or call `noise.samples(n)` before every "
-            "backward pass"
-        ),
+        "make NoiseScale(model, samples=...), or call `noise.samples(n)` before every pass",
     ),
     "summed": (
         "gradients that were added up over the processes, not averaged",
         "call noise.step(grad_scale=number of processes), times the loss scale if there is one",
     ),
 }
-
-
-class _Report(NamedTuple):
-    """Facts of a step that the host knows; see :func:`likely_cause`."""
-
-    parts: int
-    samples: int
-    processes: int
-    unit: float
 
 
 class Alterations:
@@ -86,19 +60,17 @@ class Alterations:
         self._copied: tuple[Tensor, Any] | None = None
         self._steps, self._warned = 0, False
 
-    def note(self, verdict: Verdict, *, parts: int, samples: int, processes: int) -> None:
-        """Counts a step if it was altered.
-
-        Args:
-            verdict: What a step's gradients say.
-            parts: Number of parts on this process.
-            samples: Number of samples on this process.
-            processes: Number of processes.
-        """
+    def note(self, verdict: Verdict, sums: PartSums, processes: int) -> None:
+        """Counts a step if it was altered."""
         self.count.add_(verdict.altered)
         if self._warned:
             return
-        report = _Report(parts, samples, processes, verdict.unit)
+        report = {
+            "parts": sums.parts,
+            "samples": sums.samples,
+            "processes": processes,
+            "unit": verdict.unit,
+        }
         if self._on_host:
             if verdict.altered:
                 self._warn(_flagged(verdict).tolist(), report)
@@ -111,7 +83,7 @@ class Alterations:
         if self._steps % _INTERVAL == 1:
             self._look(self._newest, report)
 
-    def _look(self, newest: Tensor, report: _Report) -> None:
+    def _look(self, newest: Tensor, report: dict[str, Any]) -> None:
         """Reads the copy of an interval ago, and starts the next one; waits for neither."""
         if self._copied is not None and self._copied[1].query():
             numbers = self._copied[0].tolist()
@@ -129,10 +101,10 @@ class Alterations:
         event.record()
         return here, event
 
-    def _warn(self, flagged: Sequence[float], report: _Report) -> None:
+    def _warn(self, flagged: Sequence[float], report: dict[str, Any]) -> None:
         rows = [flagged[1 + i : 1 + i + WIDTH] for i in range(0, 3 * WIDTH, WIDTH)]
         seen, found, scales = zip(*(row for row in zip(*rows, strict=True) if row[2]), strict=True)
-        what, remedy = _CAUSES[likely_cause(seen, found, scales, **report._asdict())]
+        what, remedy = _CAUSES[likely_cause(seen, found, scales, **report)]
         self._warned = True
         warnings.warn(
             "Expected `.grad` to be the sum of the micro-batches' gradients at noise.step(). "

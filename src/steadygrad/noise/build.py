@@ -11,7 +11,6 @@ from steadygrad._checks import InputError, check_choice, check_count
 from steadygrad._names import own_name
 from steadygrad.noise.meters import Measured, Meter
 from steadygrad.noise.norms import euclidean_norms, preconditioned_norms
-from steadygrad.noise.parts import StepParts
 from steadygrad.noise.passes import PassBorders
 from steadygrad.noise.per_example import ExampleNorms
 from steadygrad.noise.sign_meter import SignMeter
@@ -30,7 +29,6 @@ __all__ = [
     "choose_parameters",
     "first_part",
     "make_meter",
-    "make_parts",
     "make_source",
     "warn_of_batch_norm",
 ]
@@ -166,17 +164,6 @@ def make_meter(
     return Meter(measured, groups, world, preconditioned_norms(optimizer), dtype, reduced)
 
 
-def make_parts(source: str, metric: str, accumulation: str, world: World) -> StepParts:
-    """The definition of a part, and of a step made of parts."""
-    return StepParts(
-        accumulation,
-        world.size,
-        shared=source == "accumulated",
-        by_example=source == "per_example",
-        alike=metric == "l1",
-    )
-
-
 def make_source(
     source: str,
     model: nn.Module,
@@ -185,19 +172,7 @@ def make_source(
     taps: ExampleNorms | None,
     borders: PassBorders,
 ) -> Source:
-    """Makes the source of the meter's gradients.
-
-    Args:
-        source: The source's name.
-        model: The model as it is called in training.
-        measured: The parameters to watch.
-        meter: Measures their gradients.
-        taps: The layers' taps, for ``"per_example"``.
-        borders: Finds backward passes outside of recordings, for ``"microbatch"``.
-
-    Raises:
-        InputError: If the source cannot work with this model.
-    """
+    """The source of the meter's gradients; raises if it cannot work with this model."""
     if source == "accumulated":
         return AccumulatedSource(measured, meter, meter.world)
     leaves = leaves_of(model, measured, meter.world)

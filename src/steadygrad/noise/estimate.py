@@ -16,6 +16,8 @@ from steadygrad.formulas.noise_scale import SignalNoise
 
 __all__ = ["History", "KeptBatches", "NoiseEstimate"]
 
+_NONE = torch.zeros((), dtype=torch.int64)
+
 
 @dataclass(frozen=True)
 class NoiseEstimate:
@@ -27,14 +29,14 @@ class NoiseEstimate:
 
     Attributes:
         value: Noise scale :math:`\mathrm{tr}(\Sigma)/|G|^2`, in samples. NaN where the averaged
-            signal is not positive, or the noise is negative (``.grad`` held more than the step).
+            signal is not positive, the noise is negative, or ``unlike`` is true.
         low: Lower end of the interval, in samples; meaningful even when nothing else is.
         high: Upper end; infinite when the data do not bound the noise scale.
         grad_sq_norm: Averaged signal :math:`|G|^2`; for ``"l1"`` the squared descent.
         noise_trace: Averaged noise :math:`\mathrm{tr}(\Sigma)` of one sample's gradient; for
             ``"l1"`` :math:`\|\sigma\|_1^2`.
         resolved: Whether the interval is bounded. Where it is false, the truth may be anything
-            above ``low``.
+            above ``low``; :attr:`reason` says why, if more measurements would not help.
         measurements: Number of measurements in the averages, the newest ones there are.
         effective: Number of independent measurements they are worth.
         drifting: Whether the newer half of the history, or of its newest part, differs from the
@@ -42,6 +44,11 @@ class NoiseEstimate:
         age: Mean age of the measurements in the averages, weighted as they are, in measurements
             (each stands for ``every`` steps); 0 is the newest. NaN where there are none.
         by_group: Estimates for each group of parameters.
+        skipped: Number of steps in the history that were left out.
+        altered: Number of steps left out as ``.grad`` was not the parts' sum.
+        selected: Share of steps left out for what their gradients were, altered or not finite.
+            Nothing is resolved where it can move the averages by their standard errors.
+        unlike: Whether the first parts of steps differ systematically from the last ones.
     """
 
     value: Tensor
@@ -55,21 +62,32 @@ class NoiseEstimate:
     drifting: Tensor
     age: Tensor
     by_group: Mapping[str, "NoiseEstimate"] = field(default_factory=dict)
+    skipped: Tensor = _NONE
+    altered: Tensor = _NONE
+    selected: Tensor = _NONE
+    unlike: Tensor = _NONE
+
+    @property
+    def reason(self) -> str | None:
+        """The reason why nothing is resolved, if more measurements would not help; waits."""
+        if self.unlike:
+            return (
+                "The first backward passes of steps differ systematically from the last ones, as "
+                "losses do, or samples in a fixed order. Remedy: source='accumulated' with one "
+                "`with noise.microbatch(n)` around all passes of a sample, or shuffling."
+            )
+        if not _moved(self.selected, self.effective):
+            return None
+        return (
+            f"{float(self.selected):.0%} of the steps were left out for what their gradients were, "
+            "altered or not finite, and the others are no fair sample. Remedy: a smaller loss "
+            "scale, and noise.step() before clipping."
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, for logs and records; waits for the device."""
-        return {
-            "value": float(self.value),
-            "low": float(self.low),
-            "high": float(self.high),
-            "grad_sq_norm": float(self.grad_sq_norm),
-            "noise_trace": float(self.noise_trace),
-            "resolved": bool(self.resolved),
-            "measurements": int(self.measurements),
-            "effective": float(self.effective),
-            "drifting": bool(self.drifting),
-            "age": float(self.age),
-        }
+        numbers = {name: x.item() for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return {**numbers, "reason": self.reason}
 
 
 def default_capacity(decay: float, most: int) -> int:
@@ -80,13 +98,15 @@ def default_capacity(decay: float, most: int) -> int:
     return max(3, min(most, math.ceil(math.log(1e-3, decay)) + 1)) if decay > 0 else 3
 
 
-def newest_first(ring: Tensor, pushed: Tensor | int) -> tuple[Tensor, Tensor]:
-    """A ring's rows by age, with which of them hold a finite measurement; zeros elsewhere."""
+def newest_first(ring: Tensor, pushed: Tensor | int) -> tuple[Tensor, Tensor, Tensor]:
+    """A ring's rows by age, zeros if not finite; which of them are finite, and which NaN."""
     age = torch.arange(len(ring), device=ring.device)
     rows = ring[(pushed - 1 - age) % len(ring)]
-    finite = (age < pushed) & torch.isfinite(rows).flatten(1).all(1)
+    there = age < pushed
+    finite = there & torch.isfinite(rows).flatten(1).all(1)
+    lost = there & torch.isnan(rows).flatten(1).any(1)
     # Zero, not NaN, where the weight is zero: their product must vanish.
-    return torch.where(finite.view(-1, 1, 1), rows, 0.0), finite
+    return torch.where(finite.view(-1, 1, 1), rows, 0.0), finite, lost
 
 
 def present_of(
@@ -103,24 +123,40 @@ def present_of(
     return PresentRatio(ratio, each < 0, finite.sum().expand_as(each), mean_age)
 
 
+def _moved(selected: Tensor, effective: Tensor) -> Tensor:
+    """Whether an average moves by its standard error if this share, the largest, is left out.
+
+    That is so for 4 steps of 60, 7 of 200, 23 of 4,096, were the measurements normal.
+    """
+    z = torch.special.ndtri(selected)
+    shift = torch.exp(-z * z / 2) / (2 * math.pi) ** 0.5 / (1 - selected)
+    # Not a number where all are left out.
+    moved: Tensor = ~(shift * effective.nan_to_num().sqrt() <= 1)
+    return moved
+
+
 def _estimate(
     present: PresentRatio,
+    facts: Mapping[str, Tensor],
     power: int = 1,
     by_group: Mapping[str, NoiseEstimate] | None = None,
 ) -> NoiseEstimate:
-    ratio = present.ratio
+    facts = {"unlike": present.age < 0, **facts}
+    ratio, unlike = present.ratio, facts["unlike"]
+    doubtful = unlike | _moved(facts["selected"], ratio.effective)
     return NoiseEstimate(
-        value=ratio.value**power,
-        low=ratio.low**power,
-        high=ratio.high**power,
+        value=torch.where(unlike, torch.nan, ratio.value**power),
+        low=torch.where(doubtful, 0.0, ratio.low**power),
+        high=torch.where(doubtful, torch.inf, ratio.high**power),
         grad_sq_norm=ratio.denominator**power,
         noise_trace=ratio.numerator**power,
-        resolved=ratio.resolved,
+        resolved=ratio.resolved & ~doubtful,
         measurements=present.measurements,
         effective=ratio.effective,
         drifting=present.drifting,
         age=present.age,
         by_group=by_group or {},
+        **facts,
     )
 
 
@@ -129,7 +165,8 @@ class History:
 
     Measurements are weighted by ``decay`` to the power of their age. Keeping them, not only their
     averages, is what makes an interval and its autocorrelation possible. Nothing here waits for
-    the device: a measurement that is not finite takes its place, and is left out by arithmetic.
+    the device: a measurement that is not finite takes its place, and is left out by arithmetic. It
+    is NaN if left out for what its gradients were, else infinite.
 
     Args:
         groups: Names of the groups.
@@ -176,18 +213,23 @@ class History:
         """Number of kept measurements that are not finite, with shape ``()``."""
         return min(self.pushed, self.capacity) - newest_first(self.ring, self.pushed)[1].sum()
 
-    def estimate(self) -> NoiseEstimate:
-        """The noise scale of the whole, with that of each group."""
-        kept, finite = newest_first(self.ring, self.pushed)
+    def estimate(self, **facts: Tensor) -> NoiseEstimate:
+        """The noise scale of the whole, with that of each group; ``facts`` are fields of both."""
+        kept, finite, lost = newest_first(self.ring, self.pushed)
+        weights = self.decay ** torch.arange(len(kept), dtype=kept.dtype, device=kept.device)
+        selected = (
+            weights @ lost.to(weights) / (weights @ (finite | lost).to(weights))
+        ).nan_to_num()
+        facts |= {"skipped": self.skipped, "selected": selected}
         rows = kept.permute(1, 2, 0)
         # Signal and noise both add up over groups, so the whole is their sum.
         signal, noise = torch.cat([rows.sum(1, keepdim=True), rows], 1)
         present = present_of(signal, noise, finite, self.decay, self.level, self.drift)
         rows_of = [RatioInterval(*row) for row in zip(*present.ratio, strict=True)]
         each = [PresentRatio(*row) for row in zip(rows_of, *present[1:], strict=True)]
-        groups = [_estimate(row, self.power) for row in each[1:]]
+        groups = [_estimate(row, facts, self.power) for row in each[1:]]
         by_group = dict(zip(self.groups, groups, strict=True))
-        return _estimate(each[0], self.power, by_group)
+        return _estimate(each[0], facts, self.power, by_group)
 
     def reset(self) -> None:
         """Forgets every measurement."""
@@ -256,11 +298,14 @@ class KeptBatches(WideBuffers):
         self.ring.index_copy_(0, slot, torch.where(where, row, self.ring.index_select(0, slot)))
         self.pushed += where
 
-    def estimate(self, decay: float, level: float) -> NoiseEstimate:
+    def estimate(self, decay: float, level: float, skipped: Tensor) -> NoiseEstimate:
         """The noise scale from measurements weighted by ``decay`` to the power of their age."""
-        rows, finite = newest_first(self.ring, self.pushed)
+        rows, finite, _ = newest_first(self.ring, self.pushed)
         signal, noise = rows[..., 0].unbind(1)
-        return _estimate(present_of(signal, noise, finite, decay, level))
+        present = present_of(signal, noise, finite, decay, level)
+        # A batch too small to be split is left out too, and then all are.
+        selected = skipped / (skipped + self.pushed).clamp(min=1) * (self.pushed > 0)
+        return _estimate(present, {"skipped": skipped, "selected": selected})
 
 
 def _fit_ring(module: KeptBatches, state: dict[str, Any], prefix: str, *_: object) -> None:
@@ -269,7 +314,7 @@ def _fit_ring(module: KeptBatches, state: dict[str, Any], prefix: str, *_: objec
     if name not in state or count not in state:
         state[name], state[count] = empty, torch.zeros_like(module.pushed)
     elif len(state[name]) != len(empty):
-        newest, finite = newest_first(state[name], state[count])
+        newest, finite = newest_first(state[name], state[count])[:2]
         kept = int(finite.sum().clamp(max=len(empty)))
         empty[:kept] = newest[:kept].flip(0).to(empty)
         state[name], state[count] = empty, torch.full_like(state[count], kept)

@@ -14,7 +14,7 @@ from steadygrad.formulas.example_norms import linear_bias_gradients, linear_weig
 from steadygrad.noise.example_ledger import Ledger, sum_of_squares
 from steadygrad.noise.layer_rules import MeasuredLayer
 
-__all__ = ["Tap"]
+__all__ = ["Tap", "no_tap"]
 
 # A linear layer can form its examples' gradients anyway (and read them back for the norm), or
 # compute two Gram matrices more. One element written and read costs about as much as this many
@@ -44,7 +44,7 @@ class Tap:
 
     def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
         # A copied or saved model is not measured.
-        return _no_tap, ()
+        return no_tap, ()
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -261,7 +261,8 @@ def _leave_alone(*_: object) -> None:
     """The hook that a copied model carries in a tap's place."""
 
 
-def _no_tap() -> Callable[..., None]:
+def no_tap() -> Callable[..., None]:
+    """A hook that does nothing."""
     return _leave_alone
 
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from steadygrad._checks import InputError
 from steadygrad.formulas.noise_scale import SignalNoise, from_part_sums
-from steadygrad.noise.norms import Norms
-from steadygrad.noise.parts import Step
+from steadygrad.noise.norms import Norms, values_of
+from steadygrad.noise.parts import Part, Step
 from steadygrad.noise.witness import Verdict, Witness
-from steadygrad.sharding import World, local, replicas
+from steadygrad.sharding import World, replicas
 
 __all__ = ["Measured", "Meter"]
 
@@ -78,14 +78,11 @@ class Meter:
 
     def clear(self) -> None:
         """Starts a new step."""
-        self._parts: list[tuple[list[Tensor], Tensor | float, Tensor | float]] = []
+        # Folded as parts come, so that passes without a step hold no memory.
+        self._squares = torch.zeros_like(self._shares)
+        self.is_empty = True
         self.witness.clear()
         self.drop_part()
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no part of the step has been seen."""
-        return not self._parts
 
     def drop_part(self) -> None:
         """Forgets the open part."""
@@ -95,7 +92,7 @@ class Meter:
 
     def see(self, slot: int, gradient: Tensor) -> None:
         """Takes the gradient that the open part adds to a parameter."""
-        gradient = local(gradient)
+        gradient = values_of(gradient)
         if slot in self.witness.lines:
             self.witness.see(slot, gradient)
         if gradient.numel() < _SMALL:
@@ -117,26 +114,29 @@ class Meter:
                 "NoiseScale(source='accumulated'), or checkpoint(..., use_reentrant=False)."
             )
 
-    def end_part(self, weight: Tensor | float, loss_scale: Tensor | float) -> None:
-        """Closes the open part, or open examples, of which each had this weight.
+    def end_part(self, part: Part, loss_scale: Tensor | float) -> None:
+        """Closes the open part, or open examples.
 
         Args:
-            weight: Provisional weight of the part.
+            part: The part's facts; its weight is provisional.
             loss_scale: Loss scale of its gradients; one for all, or for each slot.
         """
-        self._parts.append((self._column(self._norms, self._held), loss_scale, weight))
-        self.witness.end_part(loss_scale)
+        scaled = _over(self._column(self._norms, self._held), loss_scale)
+        self._squares.addcmul_(scaled, scaled * _inverse(part.each))
+        self.is_empty = False
+        self.witness.end_part(part, loss_scale)
         self.drop_part()
 
-    def _column(self, norms: Mapping[int, Tensor], gradients: Mapping[int, Tensor]) -> list[Tensor]:
+    def _column(self, norms: Mapping[int, Tensor], gradients: Mapping[int, Tensor]) -> Tensor:
         """Norms by slot, given as such or to be taken of gradients; zero for the others."""
         slots = sorted(gradients)
         parameters = [self.measured[slot].parameter for slot in slots]
         taken = self.norms(parameters, [gradients[slot] for slot in slots]) if slots else []
-        if len(taken) == len(self.measured):
-            return list(taken)
-        found = {**norms, **dict(zip(slots, taken, strict=True))}
-        return [found.get(slot, self._zero) for slot in range(len(self.measured))]
+        if len(taken) < len(self.measured):
+            found = {**norms, **dict(zip(slots, taken, strict=True))}
+            taken = [found.get(slot, self._zero) for slot in range(len(self.measured))]
+        there = self._zero.device
+        return torch.stack([n if n.device == there else n.to(there) for n in taken]).to(self._zero)
 
     def measure(self, step: Step, scale: Tensor | float) -> tuple[SignalNoise, Verdict]:
         """Signal and noise of every group, each with shape ``(groups,)``; one collective.
@@ -146,10 +146,11 @@ class Meter:
             scale: Loss scale that is still in ``.grad``; one for all, or for each slot.
 
         Returns:
-            The measurement, NaN where ``.grad`` is not the sum of the parts; and whether it is.
+            The measurement, and whether ``.grad`` is the sum of the parts. It is NaN where that
+            is not so or a gradient is not finite, and infinite where some process had no step.
         """
         gradients = {
-            slot: local(m.parameter.grad)
+            slot: values_of(m.parameter.grad)
             for slot, m in enumerate(self.measured)
             if m.parameter.grad is not None
         }
@@ -158,25 +159,23 @@ class Meter:
         packed = self.world.sum(torch.cat([own, seen]))
         own, seen = packed.split([len(own), len(seen)])
         verdict = self.witness.judge(seen)
+        finite = torch.isfinite(own).all()
         # A step that is left out anyway, as after an overflow, says nothing of its gradients.
-        verdict = verdict._replace(altered=verdict.altered & torch.isfinite(own).all())
-        measured = (torch.where(verdict.altered, torch.nan, x) for x in self.solve(own))
-        return SignalNoise(*measured), verdict
+        verdict = verdict._replace(altered=verdict.altered & finite)
+        kept = finite & ~verdict.altered
+        self.witness.compare(seen, kept)
+        left_out = torch.where(torch.isfinite(own[0]), torch.nan, torch.inf)
+        return SignalNoise(*(torch.where(kept, x, left_out) for x in self.solve(own))), verdict
 
     def sums(self, gradients: Mapping[int, Tensor], step: Step, scale: Tensor | float) -> Tensor:
-        """This process's ``A``, ``C``, ``D``, every group's ``B`` and squared norm of the whole."""
+        """This process's ``A``, ``C``, ``D``, every group's ``B`` and squared norm of the whole.
+
+        The first is NaN if, and only if, the step is broken.
+        """
         sums = step.sums.scaled(step.factor)
         numbers = [self._zero + x * step.share for x in (sums.a, sums.c, sums.d)]
-        columns = [*(norms for norms, _, _ in self._parts), self._column({}, gradients)]
-        there = self._zero.device
-        norms = [n if n.device == there else n.to(there) for column in columns for n in column]
-        *parts, whole = torch.stack(norms).to(self._zero).view(len(columns), -1)
-        total = torch.zeros_like(whole)
-        for part, (_, loss_scale, weight) in zip(parts, self._parts, strict=True):
-            scaled = _over(part, loss_scale)
-            total.addcmul_(scaled, scaled * _inverse(weight, step.factor))
-        whole = _over(whole, scale, step.multiple)
-        rows = torch.stack([total, whole * whole]) * self._both_shares
+        whole = _over(self._column({}, gradients), scale, step.multiple)
+        rows = torch.stack([self._squares / step.factor, whole * whole]) * self._both_shares
         by_group = rows.new_zeros(2, self.groups).index_add_(1, self._rows, rows)
         return torch.cat([torch.stack(numbers), by_group.flatten()])
 
@@ -187,11 +186,11 @@ class Meter:
         return from_part_sums(parts / a, whole / (a * a), c / a, d / (a * a))
 
 
-def _inverse(weight: Tensor | float, factor: float) -> Tensor | float:
+def _inverse(weight: Tensor | float) -> Tensor | float:
     """Inverse of a weight; a part of weight zero, as of padding alone, adds nothing."""
     if isinstance(weight, Tensor):
         return torch.where(weight == 0, 0.0, 1 / weight)
-    return 1 / (weight * factor)
+    return 1 / weight
 
 
 def _over(values: Tensor, scale: Tensor | float, multiple: float = 1.0) -> Tensor:

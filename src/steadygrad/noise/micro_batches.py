@@ -8,6 +8,7 @@ from steadygrad.noise.loss_scale import LossScale
 from steadygrad.noise.meters import Meter
 from steadygrad.noise.parts import Part, StepParts
 from steadygrad.noise.passes import PassBorders
+from steadygrad.noise.repeats import Repeats
 
 __all__ = ["MicroBatches"]
 
@@ -22,8 +23,11 @@ class MicroBatches:
         samples: Samples of a pass that was not announced; None: such a pass is not measured.
 
     Attributes:
+        repeats: Tells passes over the samples of an earlier part.
         borders: Finds the backward passes outside of contexts.
     """
+
+    repeats: Repeats
 
     def __init__(
         self,
@@ -62,6 +66,7 @@ class MicroBatches:
             yield
             return
         self._told, self._open = None, part
+        self.repeats.begin(several=True)
         try:
             with recording:
                 yield
@@ -82,10 +87,16 @@ class MicroBatches:
     def _end(self) -> None:
         part, self._open = self._open, None
         assert part is not None
-        self._meter.end_part(part.each, self._loss_scale.of_part(part.loss_scale))
+        self._parts.repeated |= self.repeats.end()
+        if not part.samples:
+            self._meter.drop_part()
+            self._parts.idle = True
+            return
+        self._meter.end_part(part, self._loss_scale.of_part(part.loss_scale))
         self._parts.add(part)
 
     def _spoil(self) -> None:
         # What this backward pass has added to .grad is unknown: the step cannot be measured.
         self._open, self._parts.broken = None, True
+        self.repeats.begin()
         self._meter.drop_part()

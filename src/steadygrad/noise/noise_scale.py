@@ -16,14 +16,15 @@ from steadygrad.noise.build import (
     check_options,
     choose_parameters,
     make_meter,
-    make_parts,
     make_source,
     warn_of_batch_norm,
 )
 from steadygrad.noise.estimate import History, NoiseEstimate
 from steadygrad.noise.loss_scale import LossScale, Scaler
 from steadygrad.noise.micro_batches import MicroBatches
+from steadygrad.noise.parts import StepParts
 from steadygrad.noise.per_example import ExampleNorms
+from steadygrad.noise.repeats import Repeats
 from steadygrad.sharding import data_parallel_world
 
 __all__ = ["NoiseScale"]
@@ -127,6 +128,7 @@ class NoiseScale:
         device = measured[0].parameter.device
         self._loss_scale = LossScale(scaler, [m.parameter for m in measured], device)
         self._meter = make_meter(metric, optimizer, source, measured, len(group_names), self.world)
+        self._likeness = self._meter.witness.likeness
         self._history = History(
             group_names,
             decay=decay,
@@ -137,15 +139,23 @@ class NoiseScale:
             drift=check_type("drift", drift, bool, "True or False"),
         )
         self._alterations = Alterations(device)
-        self._parts = make_parts(source, metric, accumulation, self.world)
+        self._parts = StepParts(
+            accumulation,
+            self.world.size,
+            shared=source == "accumulated",
+            by_example=source == "per_example",
+            alike=metric == "l1",
+        )
         self._batches = MicroBatches(self._parts, self._meter, self._loss_scale, samples)
         borders = self._batches.borders
         self._source_name = source
         # Whether a step has had parts enough.
         self._whole = False
         self._source = make_source(source, model, measured, self._meter, taps, borders)
+        self._batches.repeats = Repeats(model, [m.parameter for m in measured])
         # One that is dropped leaves no hooks behind either.
-        self._remove = weakref.finalize(self, self._source.remove)
+        hooked = (self._source, self._batches.repeats)
+        self._remove = weakref.finalize(self, lambda: [each.remove() for each in hooked])
         self._remove.atexit = False
         self._begin(0)
 
@@ -183,12 +193,12 @@ class NoiseScale:
         """Tells of the next backward pass; for where ``samples`` was not given, or is not enough.
 
         Args:
-            num_samples: Samples in this process's micro-batch.
+            num_samples: Samples in this process's micro-batch. 0, where all are masked: no part.
             weight: As in :meth:`microbatch`.
             loss_scale: As in :meth:`microbatch`.
 
         Raises:
-            InputError: If the source is not ``"microbatch"``, a count or weight is not positive, or
+            InputError: If the source is not ``"microbatch"``, a count or weight is negative, or
                 only some weights are given.
         """
         check_finds_passes(self._source_name)
@@ -206,14 +216,14 @@ class NoiseScale:
 
         Args:
             num_samples: Samples in this process's micro-batch; with ``"accumulated"`` on several
-                processes, the same on each.
+                processes, the same on each. 0, where all are masked: no part.
             weight: Factor between the micro-batch's mean loss and what ``backward`` is called
                 on, loss scale aside; a tensor stays on its device. Default: as ``accumulation``
                 says.
             loss_scale: Loss scale of this backward pass. Default: the scaler's, or 1.
 
         Raises:
-            InputError: If a count or weight is not positive, or only some weights are given.
+            InputError: If a count or weight is negative, or only some weights are given.
         """
         part = self._parts.part(num_samples, weight, loss_scale)
         recording = self._source.recording(num_samples) if self._measures_now else None
@@ -232,8 +242,9 @@ class NoiseScale:
                 of the last micro-batch; ``LayerwiseGradScaler`` knows it.
 
         Raises:
-            InputError: If the step has fewer than two parts, or unequal ones for ``"l1"``; once a
-                step had what it needs, such a step is left out and counted in ``skipped``.
+            InputError: If the step has fewer than two parts, unequal ones for ``"l1"``, or two that
+                are passes over one forward pass; once a step had what it needs, such a step is
+                left out and counted in ``skipped``.
         """
         if not self._measures_now:
             self._count(self._steps + 1)
@@ -264,12 +275,9 @@ class NoiseScale:
         self._begin(self._steps)
 
     def _measure(self, scale: Tensor | float) -> None:
-        step, sums = self._parts.step(), self._parts.sums
-        measured, verdict = self._meter.measure(step, scale)
+        measured, verdict = self._meter.measure(self._parts.step(), scale)
         self._history.push(measured)
-        self._alterations.note(
-            verdict, parts=sums.parts, samples=sums.samples, processes=self.world.size
-        )
+        self._alterations.note(verdict, self._parts.sums, self.world.size)
 
     def estimate(self) -> NoiseEstimate:
         """The noise scale from the measurements so far, whole and by group.
@@ -277,11 +285,12 @@ class NoiseScale:
         Returns:
             Tensors; nothing waits for the device until one is read.
         """
-        return self._history.estimate()
+        return self._history.estimate(altered=self.altered.clone(), unlike=self._likeness.differ)
 
     def reset(self) -> None:
         """Forgets every measurement, as after a change of the learning rate."""
         self._history.reset()
+        self._likeness.state.zero_()
         self._begin(0)
 
     def remove(self) -> None:
@@ -291,7 +300,9 @@ class NoiseScale:
     def state_dict(self) -> dict[str, Any]:
         """The measurements, the same on every process; to be saved between steps."""
         altered = self.altered.clone()
-        return {**self._history.state_dict(), "steps": self._steps, "altered": altered}
+        likeness = self._likeness.state.clone()
+        history = self._history.state_dict()
+        return {**history, "steps": self._steps, "altered": altered, "likeness": likeness}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts saved measurements back; a step that had begun is forgotten.
@@ -301,4 +312,5 @@ class NoiseScale:
         """
         self._history.load_state_dict(state)
         self.altered.copy_(torch.as_tensor(state.get("altered", 0)))
+        self._likeness.state.copy_(torch.as_tensor(state.get("likeness", 0)))
         self._begin(int(state.get("steps", 0)))

@@ -10,7 +10,9 @@ from torch.optim import Optimizer
 from steadygrad._checks import InputError
 from steadygrad.sharding import local
 
-__all__ = ["Moments", "Norms", "euclidean_norms", "preconditioned_norms"]
+__all__ = ["Moments", "Norms", "euclidean_norms", "preconditioned_norms", "values_of"]
+
+_STRIDED = torch.strided
 
 Norms = Callable[[Sequence[nn.Parameter], Sequence[Tensor]], Sequence[Tensor]]
 
@@ -45,15 +47,24 @@ def preconditioned_norms(optimizer: Optimizer) -> Norms:
         | https://arxiv.org/abs/1812.06162
     """
     options = {p: group for group in optimizer.param_groups for p in group["params"]}
-    moments = Moments(optimizer, ("exp_avg_sq", "square_avg"))
+    for group in optimizer.param_groups:
+        if len(group.get("betas", (0, 0))) != 2:
+            raise _unknown_moment(optimizer, f"with {len(group['betas'])} betas")
+    # AMSGrad divides by the largest.
+    moments = Moments(optimizer, ("max_exp_avg_sq", "exp_avg_sq", "square_avg"))
 
     def norm(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
         found = moments.of(parameter)
         if found is None:
             return gradient.new_full((), torch.nan, dtype=_wide(gradient))
         second, state = found.to(_wide(gradient)), optimizer.state[parameter]
+        if second.shape != gradient.shape:
+            raise _unknown_moment(optimizer, f"whose second moment has shape {tuple(second.shape)}")
         if "exp_avg_sq" in state and "betas" in options[parameter]:
-            second = second / _bias_correction(state["step"], options[parameter]["betas"][1])
+            step = state.get("step", options[parameter].get("step"))
+            if step is None:
+                raise _unknown_moment(optimizer, "without `step` in its state")
+            second = second / _bias_correction(step, options[parameter]["betas"][1])
         inverse = torch.rsqrt(second.sqrt() + options[parameter].get("eps", 1e-8))
         weighted: Tensor = torch.linalg.vector_norm(gradient.to(inverse) * inverse)
         return weighted
@@ -61,6 +72,14 @@ def preconditioned_norms(optimizer: Optimizer) -> Norms:
     return lambda parameters, gradients: [
         norm(p, g) for p, g in zip(parameters, gradients, strict=True)
     ]
+
+
+def _unknown_moment(optimizer: Optimizer, found: str) -> InputError:
+    return InputError(
+        "Expected `optimizer` with two betas, and a second moment of each element, for "
+        f"metric='preconditioned'. Found {type(optimizer).__name__} {found}. "
+        "Remedy: metric='l1' or 'euclidean'."
+    )
 
 
 def _bias_correction(step: Tensor | float, beta: float) -> Tensor | float:
@@ -107,6 +126,12 @@ class Moments:
     def _kept(self) -> bool:
         states = self._optimizer.state.values()
         return any(state.get(name) is not None for state in states for name in self._names)
+
+
+def values_of(gradient: Tensor) -> Tensor:
+    """This process's part of a gradient; dense, as every row counts and none is waited for."""
+    here = gradient if type(gradient) is Tensor else local(gradient)
+    return here.to_dense() if here.layout is not _STRIDED else here
 
 
 def _wide(gradient: Tensor) -> torch.dtype:

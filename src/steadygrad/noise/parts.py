@@ -99,7 +99,9 @@ class StepParts:
 
     Attributes:
         sums: Sums over the parts, with provisional weights.
-        broken: Whether the step cannot be measured; its measurement is then NaN.
+        broken: Whether the step cannot be measured.
+        idle: Whether a micro-batch without samples was run.
+        repeated: Whether two parts are backward passes over the same forward pass.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class StepParts:
     def clear(self) -> None:
         """Starts a new step."""
         self.sums = PartSums()
-        self.broken = False
+        self.broken = self.idle = self.repeated = False
         self._explicit: bool | None = None
         self._kinds: set[tuple[float | None, int]] = set()
 
@@ -125,14 +127,15 @@ class StepParts:
         """The next micro-batch, which counts once it is added.
 
         Args:
-            samples: Samples of this process in it.
+            samples: Samples of this process in it; one without any will not count.
             weight: Weight of the micro-batch; None: as ``accumulation`` says.
             loss_scale: Loss scale of its backward pass; None: the scaler's, or 1.
 
         Raises:
             InputError: If the weight is not positive, or only some micro-batches have one.
         """
-        check_count("num_samples", samples)
+        if check_count("num_samples", samples, low=0) == 0:
+            return Part(0.0, 0, 1, False)
         explicit = weight is not None
         if self._explicit not in (None, explicit):
             raise InputError(
@@ -159,8 +162,15 @@ class StepParts:
         """The reason why the whole step cannot be measured, if there is one."""
         if self.broken:
             return None
-        own = 2 if self._shared or self._alike else 1
-        needed = max(own, 2 if self._processes == 1 else 1)
+        if self.repeated:
+            return InputError(
+                "Expected one backward pass over each forward pass. Found a second one, as of two "
+                "losses of the same samples. Remedy: add the losses up before backward(), or make "
+                "NoiseScale(source='accumulated') with one `with noise.microbatch(n)` around all "
+                "passes of the same samples."
+            )
+        several = self._processes == 1 or self._shared or self._alike
+        needed = 2 if several else 1 - self.idle
         if self.sums.parts < needed:
             return InputError(
                 f"Expected at least {needed} parts a step. Found {self.sums.parts}. Remedy: split "
@@ -182,9 +192,9 @@ class StepParts:
             return Step(PartSums(math.nan, math.nan, math.nan, parts=2, samples=2), 1.0, 1.0, 1.0)
         factor = 1.0
         if not self._explicit and self._accumulation == "mean":
-            factor = 1 / sums.a  # type: ignore[assignment]  # only a given weight is a tensor
+            factor = 1 / (sums.a or 1.0)  # type: ignore[assignment]  # only a given weight is a tensor
         elif not self._explicit and self._accumulation == "samples":
-            factor = (self._processes if self._shared else 1) / sums.samples
+            factor = (self._processes if self._shared else 1) / (sums.samples or 1)
         if self._shared:
             return Step(sums, factor, share=1 / self._processes, multiple=1.0)
         return Step(sums, factor, share=1.0, multiple=float(self._processes))

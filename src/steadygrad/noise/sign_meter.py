@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 
 from steadygrad.formulas.noise_scale import SignalNoise, unbias_deviation
 from steadygrad.noise.meters import Measured, Meter
-from steadygrad.noise.norms import Moments, euclidean_norms
-from steadygrad.noise.parts import Step
+from steadygrad.noise.norms import Moments, euclidean_norms, values_of
+from steadygrad.noise.parts import Part, Step
 from steadygrad.sharding import World, local
 
 __all__ = ["SignMeter"]
@@ -72,7 +72,7 @@ class SignMeter(Meter):
     def see(self, slot: int, gradient: Tensor) -> None:
         """Takes the gradient that the open part adds to a parameter."""
         self.see_norm(slot, self._zero)
-        gradient = local(gradient)
+        gradient = values_of(gradient)
         if slot in self.witness.lines:
             self.witness.see(slot, gradient)
         # Added up at once, so that no part's gradient has to be kept.
@@ -80,13 +80,13 @@ class SignMeter(Meter):
         self._first[slot].add_(wide)
         self._second[slot].addcmul_(wide, wide)
 
-    def end_part(self, weight: Tensor | float, loss_scale: Tensor | float) -> None:
+    def end_part(self, part: Part, loss_scale: Tensor | float) -> None:
         """Closes the open part; all parts of a step weigh the same and share the loss scale."""
-        super().end_part(weight, loss_scale)
+        super().end_part(part, loss_scale)
         self._loss_scale = loss_scale
 
     def sums(self, gradients: Mapping[int, Tensor], step: Step, scale: Tensor | float) -> Tensor:
-        """This process's deviation and descent of every group, and the weight of its parts."""
+        """The weight of this process's parts, and deviation and descent of every group."""
         m = step.sums.parts
         # h_j = a g_j with a = A/m, for each of the m equal parts of n/m samples.
         weight = step.sums.a * step.factor
@@ -102,12 +102,12 @@ class SignMeter(Meter):
         columns = torch.stack([unscaled, torch.stack(descent) * step.multiple / scale])
         columns = columns * self._shares
         rows = columns.new_zeros(2, self.groups).index_add_(1, self._rows, columns)
-        return torch.cat([rows.flatten(), (self._zero + weight * step.share)[None]])
+        return torch.cat([(self._zero + weight * step.share)[None], rows.flatten()])
 
     def solve(self, sums: Tensor) -> SignalNoise:
         """Deviation and descent of every group, whose ratio's square is the noise scale."""
-        deviation, descent = sums[:-1].view(2, self.groups)
-        return SignalNoise(descent / sums[-1], deviation)
+        deviation, descent = sums[1:].view(2, self.groups)
+        return SignalNoise(descent / sums[0], deviation)
 
     def _descent(self, parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
         if gradient is None:

@@ -1,17 +1,18 @@
 """Sources of gradients for an estimator while a model trains."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from steadygrad._checks import InputError
 from steadygrad.noise.meters import Measured, Meter
+from steadygrad.noise.norms import values_of
 from steadygrad.noise.passes import PassBorders
 from steadygrad.noise.per_example import ExampleNorms
-from steadygrad.sharding import World, fsdp_modules, is_sharded, local
+from steadygrad.sharding import World, fsdp_modules, is_sharded
 
 __all__ = [
     "AccumulatedSource",
@@ -22,20 +23,21 @@ __all__ = [
 ]
 
 
-class Source(Protocol):
+class Source(ABC):
     """Feeds a meter the gradient that each part adds to ``.grad``."""
 
+    @abstractmethod
     def recording(self, samples: int) -> AbstractContextManager[None]:
         """A context around one part's backward pass."""
 
-    def enable(self, active: bool) -> None:
+    def enable(self, active: bool) -> None:  # noqa: B027  # without hooks there is nothing to do
         """Says whether the passes to come are measured, before their forward passes."""
 
-    def remove(self) -> None:
+    def remove(self) -> None:  # noqa: B027
         """Takes every hook off the model."""
 
 
-class BackwardSource:
+class BackwardSource(Source):
     """Sees each gradient before it is accumulated: exact in any precision, without a copy.
 
     A hook on a leaf runs once a backward pass with the summed gradient of all the leaf's uses,
@@ -103,7 +105,7 @@ def _unsharded(model: nn.Module) -> dict[str, nn.Parameter]:
     return leaves
 
 
-class AccumulatedSource:
+class AccumulatedSource(Source):
     """Takes the difference that each part makes to ``.grad``; costs one copy of the gradients.
 
     Works for any number of backward passes a part, and for FSDP2's reduced shards, where one part
@@ -142,14 +144,8 @@ class AccumulatedSource:
             self._meter.see(slot, parameter.grad if before is None else parameter.grad - before)
             self._before[slot] = parameter.grad.clone()
 
-    def enable(self, active: bool) -> None:
-        """Changes nothing: there are no hooks."""
 
-    def remove(self) -> None:
-        """Nothing was hooked."""
-
-
-class ExampleSource:
+class ExampleSource(Source):
     """Sees every example's own gradient norm, so that each example is a part.
 
     Args:
@@ -178,7 +174,7 @@ class ExampleSource:
         def hook(gradient: Tensor) -> None:
             witness = self._meter.witness
             if self._recording and slot in witness.lines:
-                witness.see(slot, local(gradient.detach()))
+                witness.see(slot, values_of(gradient.detach()))
 
         return hook
 

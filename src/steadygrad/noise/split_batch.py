@@ -156,7 +156,7 @@ class SplitBatchNoiseScale(WideBuffers):
         Returns:
             Tensors; nothing waits for the device until one is read.
         """
-        return self.kept.estimate(1 - self.signal.update_rate, self.level)
+        return self.kept.estimate(1 - self.signal.update_rate, self.level, self.skipped)
 
     def _check(self, loss: Tensor, tensors: Any, fill_grad: bool) -> list[Tensor]:
         if not isinstance(loss, Tensor):
@@ -257,7 +257,8 @@ class SplitBatchNoiseScale(WideBuffers):
 
 def _gradients(loss: Tensor, leaves: list[Tensor], *, keep_graph: bool) -> list[Tensor]:
     found = torch.autograd.grad(loss, leaves, retain_graph=keep_graph, allow_unused=True)
-    return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
+    dense = (g.to_dense() if g is not None and g.is_sparse else g for g in found)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, dense, strict=True)]
 
 
 def _inner(first: list[Tensor], second: list[Tensor]) -> Tensor:

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from steadygrad.formulas.summed_parts import is_altered, running_squares
-from steadygrad.noise.parts import Step
+from steadygrad.formulas.summed_parts import ROUNDINGS, is_altered
+from steadygrad.noise.likeness import Likeness
+from steadygrad.noise.parts import Part, Step
 from steadygrad.sharding import World, first_shard, replicas
 
 __all__ = ["WIDTH", "Verdict", "Witness"]
@@ -95,6 +96,7 @@ class Witness:
         reduced: Whether the parts' gradients are sharded like the parameters.
 
     Attributes:
+        likeness: Compares the first part of each step with the last one.
         slots: Slots that are compared sooner or later.
         lines: Places that are compared in this step, by slot.
     """
@@ -109,6 +111,7 @@ class Witness:
         count = max(-(-len(known) // _PARAMETERS), 1)
         chosen = (self.slots[start::count] for start in range(count))
         self._turns = [_Turn.of({slot: known[slot] for slot in slots}, zero) for slots in chosen]
+        self.likeness = Likeness(count, WIDTH, zero)
         # Rounding of these sums and of loss scales (float32), and of gradients that processes
         # exchange (possibly bfloat16).
         here = max(8 * torch.finfo(zero.dtype).eps, _unit(torch.float32))
@@ -118,11 +121,14 @@ class Witness:
 
     def turn(self, step: int) -> None:
         """Looks at the parameters whose turn it is, on all processes the same."""
-        self.lines, self._slots, self._shares = self._turns[step % len(self._turns)]
+        self._turn = step % len(self._turns)
+        self.lines, self._slots, self._shares = self._turns[self._turn]
 
     def clear(self) -> None:
         """Starts a new step."""
-        self._parts: list[Tensor] = []
+        self._seen, self._squares = self._zero, self._zero
+        self._count = 0
+        self._first: tuple[Tensor, Part] | None = None
         self._scales: Tensor | float = 1.0
         self._types: set[torch.dtype] = set()
         self.drop_part()
@@ -141,18 +147,23 @@ class Witness:
         before = self._open.get(slot)
         self._open[slot] = elements if before is None else before + elements
 
-    def end_part(self, loss_scale: Tensor | float) -> None:
+    def end_part(self, part: Part, loss_scale: Tensor | float) -> None:
         """Closes the open part."""
         if self.lines:
             row, scales = self._row(self._open), self._spread(loss_scale)
             row = row * self._shares if self._reduced else row
             # Without a scale nothing is done: small calls are what all this costs.
-            self._parts.append(row / scales if isinstance(scales, Tensor) or scales != 1 else row)
-            self._scales = scales
+            row = row / scales if isinstance(scales, Tensor) or scales != 1 else row
+            self._seen = self._seen + row
+            self._squares = self._squares + self._seen.square().sum()
+            self._first = self._first or (row, part)
+            if part.samples == self._first[1].samples:
+                self._last = row, part
+            self._count, self._scales = self._count + 1, scales
         self.drop_part()
 
     def column(self, gradients: Mapping[int, Tensor], step: Step, scale: Tensor | float) -> Tensor:
-        """This process's sums, to be added up over all processes, with shape ``(2 n + 1)``.
+        """This process's sums, to be added up over all processes, with shape ``(3 n + 1)``.
 
         Args:
             gradients: This process's parts of ``.grad``, by slots.
@@ -169,20 +180,36 @@ class Witness:
         }
         taken_out = self._spread(scale)
         held = self._row(found) * self._shares * (step.multiple / taken_out)
-        parts = torch.stack(self._parts) if self._parts else torch.zeros_like(held)[None]
         # Where a type has no smaller numbers, a rounding is not relative to the sum.
         least = self._least() / self.unit / taken_out
-        coarse = least * least * len(parts)
+        coarse = least * least * max(self._count, 1)
         coarse = coarse.expand_as(held).sum() if isinstance(coarse, Tensor) else coarse * len(held)
-        squares = running_squares(parts) + coarse
-        return torch.cat([parts.sum(0), held, squares.view(1)])
+        seen, squares = self._seen.expand_as(held), (self._squares + coarse).view(1)
+        return torch.cat([seen, held, self._difference(held), squares])
+
+    def _difference(self, like: Tensor) -> Tensor:
+        """First mean gradient less the last one of as many samples, times both weights.
+
+        Only such ones are alike in more than their means. Zeros where they differ by rounding.
+        """
+        if self._first is None:
+            return torch.zeros_like(like)
+        (first, a), (last, b) = self._first, self._last
+        first, last = first * b.weight, last * a.weight
+        distance, size = (first - last).norm(), first.norm() + last.norm()
+        return torch.where(distance > ROUNDINGS * self.unit * size, first - last, 0.0)
 
     def judge(self, sums: Tensor) -> Verdict:
         """Compares the sums over all processes."""
         count = len(self._slots)
-        seen, found = sums[:count], sums[count:-1]
+        seen, found = sums[:count], sums[count : 2 * count]
         altered = is_altered(seen, found, sums[-1], self.unit, self._world.size)
         return Verdict(altered, seen, found, self._scales, self.unit)
+
+    def compare(self, sums: Tensor, kept: Tensor) -> None:
+        """Compares first and last parts in the sums over all processes, if the step was kept."""
+        difference = sums[2 * len(self._slots) : -1]
+        self.likeness.note(self._turn, torch.where(kept, difference, 0.0))
 
     @property
     def unit(self) -> float:

@@ -54,6 +54,48 @@ def test_rmsprop_is_a_preconditioner_too():
     )
 
 
+class Preconditioned(torch.optim.SGD):
+    """An optimizer that keeps a second moment in a way of its own."""
+
+    def __init__(self, model, *, betas=(0.9, 0.999), **state):
+        super().__init__(model.parameters(), lr=0.0)
+        self.param_groups[0]["betas"] = betas
+        for p in model.parameters():
+            self.state[p] = {"exp_avg_sq": torch.ones_like(p), **state}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"betas": (0.9, 0.99, 0.999), "step": 1},
+        {},
+        {"step": 1, "exp_avg_sq": torch.ones(2, 2)},
+    ],
+    ids=["three betas", "no step", "another shape"],
+)
+def test_a_second_moment_of_another_kind_is_refused(how):
+    model, x, y = make()
+    optimizer = Preconditioned(model, **how)
+    with pytest.raises(InputError, match=r"Expected `optimizer` with two betas.*Remedy"):
+        measure(NoiseScale(model, metric="preconditioned", optimizer=optimizer), model, x, y)
+
+
+def test_amsgrad_divides_by_the_largest_second_moment():
+    model, x, y = make()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, amsgrad=True)
+    warmed_up(model, x * 10, y, optimizer)
+    warmed_up(model, x / 10, y / 10, optimizer)
+    noise = NoiseScale(model, metric="preconditioned", optimizer=optimizer)
+    measure(noise, model, x, y)
+    for p in model.parameters():
+        optimizer.state[p]["exp_avg_sq"] = optimizer.state[p]["max_exp_avg_sq"]
+    rows = per_sample(model, x, y) / preconditioner(model, optimizer).sqrt()
+    # 1e-7: as above.
+    assert last(noise) == pytest.approx(
+        reference.signal_and_noise(rows, COUNTS, [1.0] * 3), rel=1e-7
+    )
+
+
 @pytest.mark.parametrize("metric", ["preconditioned", "l1"])
 def test_nothing_is_measured_before_the_optimizer_has_state(metric):
     model, x, y = make()

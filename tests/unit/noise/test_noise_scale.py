@@ -89,7 +89,7 @@ def nested(noise):
     ("act", "message"),
     [
         (lambda n: n.step(), "at least 2 parts a step. Found 0. Remedy: split"),
-        (lambda n: n.microbatch(0).__enter__(), "`num_samples`.*integer of at least 1"),
+        (lambda n: n.microbatch(-1).__enter__(), "`num_samples`.*integer of at least 0"),
         (lambda n: n.microbatch(1, weight=-1.0).__enter__(), "`weight`"),
         (lambda n: nested(n), "one micro-batch at a time"),
         (lambda n: n.load_state_dict({}), "Expected a state_dict of this estimator"),

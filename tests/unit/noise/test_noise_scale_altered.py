@@ -115,8 +115,14 @@ def test_it_is_noticed_left_out_counted_and_named(alter, dtype):
             model.zero_grad()
     assert (noise.altered.item(), noise.skipped.item()) == (3, 3)
     # All but three steps older; 1e-12: their weights are other powers of the decay.
-    expected = {**good, "age": good["age"] + 3}
-    assert noise.estimate().as_dict() == pytest.approx(expected, rel=1e-12, nan_ok=True)
+    found = noise.estimate().as_dict()
+    assert found.pop("reason")
+    doubted = {"resolved": False, "low": 0.0, "high": math.inf, "skipped": 3, "altered": 3}
+    # The older half of the weights' sum is of three steps that are kept.
+    doubted["selected"] = 1 / (1 + 0.99**3)
+    del good["reason"]
+    expected = {**good, "age": good["age"] + 3, **doubted}
+    assert found == pytest.approx(expected, rel=1e-12, nan_ok=True)
     (warning,) = caught
     assert warning.filename == __file__
     assert re.search(ALTERATIONS[alter], str(warning.message))
@@ -248,6 +254,30 @@ def test_on_an_accelerator_the_warning_comes_when_its_numbers_have_arrived(monke
     assert noise.altered.item() == 8
 
 
+@pytest.mark.filterwarnings("ignore:Expected `.grad`")
+@pytest.mark.parametrize("how", ["clipped", "overflown", "short window", "whole"])
+def test_steps_left_out_for_their_gradients_leave_no_fair_sample(how):
+    """Seven of sixty; a short window is left out for its number of parts."""
+    model, sample = synthetic(4.0)
+    noise = NoiseScale(model, decay=1.0, samples=8)
+    for step in range(60):
+        model.zero_grad()
+        left_out = how if step % 9 == 1 else None
+        for micro in range(1 if left_out == "short window" else 4):
+            loss = model(sample(8)).mean() / 4
+            (loss * torch.inf if left_out == "overflown" and micro else loss).backward()
+        if left_out == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        noise.step()
+    got, fair = noise.estimate(), how in ("short window", "whole")
+    assert got.resolved.item() is got.high.isfinite().item() is fair
+    assert (got.reason is None) is fair
+    assert got.value.item() == pytest.approx(4.0, rel=0.3)  # four standard errors
+    numbers = got.as_dict()
+    assert numbers["skipped"] == noise.skipped.item() == (0 if how == "whole" else 7)
+    assert numbers["altered"] == noise.altered.item() == (7 if how == "clipped" else 0)
+
+
 def test_a_clipped_history_keeps_the_true_value():
     """The estimate from clipped gradients would be far above the truth, which is 4."""
     model, sample = synthetic(4.0)
@@ -305,3 +335,4 @@ def test_not_one_false_alarm_in_ten_thousand_steps(dtype):
         optimizer.zero_grad()
     assert (noise.altered.item(), noise.skipped.item()) == (0, 0)
     assert math.isfinite(last(noise)[1])
+    assert noise.estimate().reason is None

@@ -44,7 +44,13 @@ def test_an_overflowed_step_is_left_out_and_counted():
     bad = x.clone()
     bad[0, 0] = torch.inf
     measure(noise, model, bad, y)
-    assert noise.estimate().as_dict() == {**before, "age": 1.0}  # all but one step older
+    # All but one step older.
+    assert noise.estimate().as_dict() == {
+        **before,
+        "age": 1.0,
+        "skipped": 1,
+        "selected": pytest.approx(1 / 1.99),
+    }
     assert noise.skipped.item() == 1
     assert before["measurements"] == 1
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 
 import pytest
 import torch
@@ -338,6 +339,214 @@ def test_a_dropped_step_leaves_nothing_behind():
         results.append(found(noise))
         noise.remove()
     assert torch.equal(*results)
+
+
+class Heads(nn.Module):
+    """A body and two heads, of the same samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        self.heads = nn.ModuleList([nn.Linear(8, 2), nn.Linear(8, 2)])
+
+    def forward(self, x):
+        h = self.body(x)
+        return [head(h) for head in self.heads]
+
+
+def apart(a, b):
+    a.backward(retain_graph=True)
+    b.backward()
+
+
+def kept_apart(a, b):
+    for loss in (a, b):
+        loss.backward(retain_graph=True)
+
+
+def summed(a, b):
+    (a + b).backward()
+
+
+def repeated(backward, around="no context", source="microbatch", steps=1):
+    """Steps of two micro-batches, each with two losses of one forward pass."""
+    torch.manual_seed(0)
+    model = Heads().double()
+    noise = NoiseScale(model, source=source, samples=4 if around == "no context" else None)
+    for x in torch.randn(steps, 2, 4, 3, dtype=torch.float64):
+        model.zero_grad()
+        for half in x:
+            a, b = (out.square().mean() / 2 for out in model(half))
+            if around == "both":
+                with noise.microbatch(4):
+                    backward(a, b)
+            elif around == "each":
+                with noise.microbatch(4):
+                    a.backward(retain_graph=True)
+                with noise.microbatch(4):
+                    b.backward()
+            else:
+                backward(a, b)
+        noise.step()
+    return noise
+
+
+@pytest.mark.parametrize("backward", [apart, kept_apart])
+@pytest.mark.parametrize(
+    ("around", "source"),
+    [("no context", "microbatch"), ("each", "microbatch"), ("each", "accumulated")],
+)
+def test_two_backward_passes_over_one_forward_pass_are_refused(backward, around, source):
+    with pytest.raises(InputError, match="one backward pass over each forward pass"):
+        repeated(backward, around, source)
+
+
+def test_or_added_up_in_one_context():
+    """By the difference that both make to `.grad`; 1e-12: it is a difference."""
+    together = repeated(summed, steps=3)
+    for backward in (apart, kept_apart):
+        added = repeated(backward, "both", "accumulated", steps=3)
+        assert torch.allclose(found(added), found(together), rtol=1e-12)
+
+
+def test_a_graph_that_is_kept_for_nothing_changes_nothing():
+    """Nor one that is asked for gradients, nor one whose beginning all micro-batches share."""
+    torch.manual_seed(0)
+    shared, body = nn.Linear(3, 3).double(), nn.Linear(3, 2).double()
+    model, x = nn.ModuleList([shared, body]), torch.randn(3, 4, 3, dtype=torch.float64)
+    results = []
+    for way in ("plain", "kept", "asked", "all first"):
+        noise = NoiseScale(model, samples=4)
+        for _ in range(2):
+            model.zero_grad()
+            weight = shared(torch.eye(3, dtype=torch.float64))
+            losses = [body(part @ weight).square().mean() / 3 for part in x]
+            if way == "asked":
+                [
+                    torch.autograd.grad(loss, [*body.parameters()], retain_graph=True)
+                    for loss in losses
+                ]
+            if way == "all first":
+                [
+                    torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+                    for loss in losses
+                ]
+            for number, loss in enumerate(losses):
+                loss.backward(retain_graph=way == "kept" or number < 2)
+            noise.step()
+        assert noise.skipped.item() == 0
+        results.append(found(noise))
+        noise.remove()
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_a_measured_model_is_copied_and_saved_like_any_other():
+    model, x, y = make()
+    noise = NoiseScale(model, samples=5)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        apart(losses(other, x, y).mean(), losses(other, x, y).mean())
+    assert noise._parts.sums.parts == 0
+
+
+def test_passes_without_a_step_hold_no_memory():
+    model, x, y = make()
+    noise = NoiseScale(model, samples=5)
+
+    def held():
+        for _ in range(40):
+            losses(model, x, y).mean().backward()
+        gc.collect()
+        return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+    held()
+    before = held()
+    assert held() == before
+    assert noise._parts.sums.parts == 120
+
+
+@pytest.mark.parametrize("run", [with_contexts, told_before, alone])
+@pytest.mark.parametrize("metric", ["euclidean", "l1"])
+def test_a_micro_batch_without_samples_is_no_part(run, metric):
+    model, x, y = make(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    losses(model, x, y).mean().backward()
+    optimizer.step()
+    results = []
+    for sizes in ([5, 5], [0, 5, 5], [5, 0, 5, 0]):
+        counts = iter(sizes)
+        noise = NoiseScale(
+            model,
+            samples=(lambda c=counts: next(c)) if run is alone else None,
+            metric=metric,
+            optimizer=optimizer,
+        )
+        model.zero_grad()
+        halves = iter(zip(x.split(5), y.split(5), strict=True))
+        pairs = [next(halves) if size else (x, y) for size in sizes]
+        backwards = [
+            lambda a=a, b=b, n=n: (losses(model, a, b).mean() * (n > 0) / 2).backward()
+            for (a, b), n in zip(pairs, sizes, strict=True)
+        ]
+        run(noise, backwards, sizes)
+        assert (noise.skipped.item(), noise.altered.item()) == (0, 0)
+        results.append(found(noise))
+        noise.remove()
+    assert torch.equal(results[1], results[0])
+    assert torch.equal(results[2], results[0])
+
+
+def test_what_a_micro_batch_without_samples_adds_all_the_same_is_noticed():
+    model, x, y = make(seed=0)
+    noise = NoiseScale(model)
+    with pytest.warns(UserWarning, match="gradients of an earlier step"):
+        told_before(noise, [losses(model, x, y).mean().backward for _ in range(3)], [5, 0, 5])
+    assert (noise.skipped.item(), noise.altered.item()) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "metric"),
+    [
+        (nn.Embedding, "microbatch", "euclidean"),
+        (nn.Embedding, "microbatch", "preconditioned"),
+        (nn.EmbeddingBag, "microbatch", "l1"),
+        (nn.EmbeddingBag, "accumulated", "euclidean"),
+        (nn.Embedding, "accumulated", "l1"),
+        (nn.Embedding, "per_example", "euclidean"),
+    ],
+)
+def test_sparse_gradients_are_measured_like_dense_ones(kind, source, metric):
+    rows, x = [], torch.randint(9, (3, 2, 4, 5))
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        table = kind(9, 4, sparse=sparse)
+        model = nn.ModuleList([table, nn.Linear(4, 1)]).double()
+        optimizer = Moved(model)
+        noise = NoiseScale(model, source=source, metric=metric, optimizer=optimizer)
+        for step in x:
+            model.zero_grad()
+            for part in step:
+                with noise.microbatch(4):
+                    h = table(part)
+                    (model[1](h if h.dim() == 2 else h.mean(1)).square().mean() / 2).backward()
+            assert model[0].weight.grad.is_sparse is sparse
+            noise.step()
+        assert (noise.skipped.item(), noise.altered.item()) == (0, 0)
+        rows.append(found(noise))
+    # 1e-12: rows are added up in another order.
+    assert torch.allclose(*rows, rtol=1e-12)
+    assert rows[0].abs().sum() > 0
+
+
+class Moved(torch.optim.SGD):
+    """An optimizer whose moments are there from the beginning."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=0.0)
+        for p in model.parameters():
+            self.state[p] = {"exp_avg": torch.ones_like(p), "square_avg": torch.ones_like(p)}
 
 
 def test_a_short_last_window_is_left_out():
