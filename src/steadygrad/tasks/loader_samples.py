@@ -14,9 +14,11 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    default_collate,
 )
 
 from steadygrad._checks import InputError
+from steadygrad.tasks.guard import reason
 from steadygrad.tasks.samples import Samples
 
 __all__ = ["CollatedSamples", "in_memory", "read_loader"]
@@ -46,8 +48,19 @@ class CollatedSamples:
         """Collates the samples ``indices``, with shape ``(n,)``."""
         keys = [self.keys[i] for i in indices.tolist()]
         if hasattr(self.dataset, "__getitems__"):
-            return self.collate(self.dataset.__getitems__(keys))
-        return self.collate([self.dataset[key] for key in keys])
+            rows = self.dataset.__getitems__(keys)
+        else:
+            rows = [self.dataset[key] for key in keys]
+        try:
+            return self.collate(rows)
+        except (RuntimeError, ValueError, TypeError) as error:
+            if self.collate is not default_collate or len(rows) == 1:
+                raise
+            raise InputError(
+                "Samples should have one shape where no collate_fn pads them. Found "
+                f"{reason(error)}. Remedy: DataLoader(..., collate_fn=), which makes one batch of "
+                "unequal samples."
+            ) from error
 
 
 class NestSamples:

@@ -3,7 +3,8 @@
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from types import CodeType, FunctionType, MappingProxyType, ModuleType
@@ -66,7 +67,7 @@ def load_task(spec: str) -> Task:
         return BUILT_IN[spec]()
     path, factory = _split(spec)
     code = _compile(path)
-    with importable(path.parent):
+    with importable(path.parent), _own_arguments(path):
         module = _execute(path, code, spec)
         task = _call(_find_factory(module, factory, path), spec)
     if not isinstance(task, Task):
@@ -86,8 +87,19 @@ def load_function(spec: str) -> Callable[..., Any]:
     """
     path, name = _split(spec)
     code = _compile(path)
-    with importable(path.parent):
+    with importable(path.parent), _own_arguments(path):
         return _find_factory(_execute(path, code, spec), name, path)
+
+
+@contextmanager
+def _own_arguments(path: Path) -> Iterator[None]:
+    """A script's arguments as without any: it parses those of its own command line."""
+    given = sys.argv
+    sys.argv = [str(path)]
+    try:
+        yield
+    finally:
+        sys.argv = given
 
 
 def _split(spec: str) -> tuple[Path, str]:

@@ -61,10 +61,16 @@ def explain(
 
 def _forward(diagnosis: Diagnosis, before: Mapping[str, Any]) -> Iterable[str]:
     for cause, count in sorted(diagnosis.forward.items(), key=lambda pair: -pair[1]):
+        place, remedy = "before the model", "Look for NaN in inputs and labels."
+        if "NaN" not in cause:
+            place = "in the forward pass"
+            remedy = (
+                "Train this part in bfloat16 or float32, or look for what makes its values so "
+                "large."
+            )
         yield (
-            f"In {count} of {_steps(before['steps'])}, {cause}. That is in the forward pass, where "
-            "no loss scale helps, and such steps are not counted below. Train this part in "
-            "bfloat16 or float32, or look for what makes its values so large."
+            f"In {count} of {_steps(before['steps'])}, {cause}. That is {place}, where no loss "
+            f"scale helps, and such steps are not counted below. {remedy}"
         )
 
 
