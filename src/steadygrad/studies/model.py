@@ -1,13 +1,12 @@
 """A task's model while its weights stand still: losses, gradients, evaluation, noise."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from steadygrad._checks import InputError
 from steadygrad.studies.distributed import DistributedContext
@@ -136,20 +135,6 @@ class TaskModel:
             shared, rest = torch.arange(count).split([count - count % world, count % world])
             (total,) = self.context.sum([self._summed(self.context.share(shared))])
             return (total + self._summed(rest)) / count
-
-    def nan_in_data(self, indices: Tensor) -> bool:
-        """Whether a batch holds NaN, and its losses are NaN without autocast too; on any rank."""
-        with generators_kept(self.context.device):
-            batch = self._batch(self.context.share(indices))
-            leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-            numbers = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
-            if not any(self.context.gather(any(bool(x.isnan().any()) for x in numbers))):
-                return False
-            found: Any = None
-            # Models that need autocast raise: it cannot be told then.
-            with suppress(Exception), torch.no_grad(), evaluating(self.model):
-                found = bool(self.task.per_sample_loss(self.model, batch).isnan().any())
-        return any(self.context.gather(found))
 
     def _summed(self, indices: Tensor) -> float:
         """The sum of the losses of some validation samples."""

@@ -19,15 +19,16 @@ from steadygrad.tasks import (
     Task,
     TaskError,
     batches,
-    changed,
-    check_gradients,
     check_losses,
     check_optimizer,
-    check_seeds,
-    depend_on_company,
-    fingerprints,
     guarded,
     is_out_of_memory,
+)
+from steadygrad.tasks.losses import depend_on_company
+from steadygrad.tasks.made import (
+    check_gradients,
+    check_seeds,
+    fingerprints,
     make_anew,
     make_optimizer,
 )
@@ -126,7 +127,8 @@ class Trainer(TaskModel):
 
     def _make_anew(self, repeat: int) -> nn.Module:
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        trained = {name for name, p in self.model.named_parameters() if id(p) in held}
+        named = self.model.named_parameters()
+        trained = {name for name, p in named if p.requires_grad and id(p) in held}
         self.seed_everything("init", repeat)
         return make_anew(self._make_model, self.model, trained | self._moving)
 
@@ -160,7 +162,7 @@ class Trainer(TaskModel):
         self.by_halves(lambda: self.step(torch.arange(self.task.batch_size)))
         self.look()
         together(lambda: self.load(self.state(0).reread()))
-        self._moving = changed(before, fingerprints(self.model))
+        self._moving = {name for name, _ in before.items() - fingerprints(self.model).items()}
         together(lambda: check_seeds(self._make_anew))
         self.restart()
 
@@ -171,10 +173,11 @@ class Trainer(TaskModel):
                 f"The evaluation of the untrained model should be finite. Found {value}. "
                 "Remedy: look for NaN in the validation data."
             )
-        moved = changed(before, fingerprints(self.model))
-        for name in moved.intersection(dict(self.model.named_parameters())):
+        after = fingerprints(self.model)
+        moved = [n for n, _ in self.model.named_parameters() if before.get(n) != after.get(n)]
+        if moved:
             raise TaskError(
-                f"Task.evaluate should leave the model as it is. Found changes of {name!r}. "
+                f"Task.evaluate should leave the model as it is. Found changes of {moved[0]!r}. "
                 "Remedy: do not train in Task.evaluate, and restore any weights that it replaces."
             )
 
@@ -193,6 +196,8 @@ class Trainer(TaskModel):
     def _check_company(self, count: int) -> None:
         """Finds out whether the losses of a batch's samples depend on one another."""
         total, found = len(self.task.train), list[bool]()
+        types = {self.dtype, *(p.dtype for p in self.model.parameters() if p.is_floating_point())}
+        eps = max(torch.finfo(dtype).eps for dtype in types)
 
         def losses(indices: Tensor, seed: int) -> Tensor:
             self.seed_everything("company", seed)
@@ -200,11 +205,11 @@ class Trainer(TaskModel):
 
         def compare() -> None:
             size = min(max(2, count), total)
-            found.append(depend_on_company(losses, self.model, size, total, self.dtype))
+            found.append(depend_on_company(losses, self.model, size, total, eps))
 
         # Where two do not fit it is not known.
         self.context.together(lambda: self._fits(compare, 2))
-        self.dependent = any(any(each) for each in self.context.gather(found))
+        self.dependent = any(map(any, self.context.gather(found)))
 
     def _check_whole(self, share: int) -> None:
         if self.dependent and self.micro_batch_size < share:
@@ -227,11 +232,12 @@ class Trainer(TaskModel):
             size, exchange = self.micro_batch_size, context.sharding == "fsdp2"
             indices = torch.arange(size * context.size) % len(self.task.train)
             # Without an exchange: a rank without memory would leave the others waiting.
-            return self._fits(lambda: work(indices, exchange=exchange), size)
 
-        def work(indices: Tensor, *, exchange: bool) -> None:
-            self.backward(indices, exchange=exchange)
-            check_gradients(self.optimizer, self.model, "Task.make_optimizer")
+            def work() -> None:
+                self.backward(indices, exchange=exchange)
+                check_gradients(self.optimizer, self.model, "Task.make_optimizer")
+
+            return self._fits(work, size)
 
         share = -(-largest // context.size)
         self.micro_batch_size = min(self.task.micro_batch_size or largest, share)

@@ -2,18 +2,8 @@
 
 from steadygrad.tasks.guard import TaskError, guarded
 from steadygrad.tasks.loading import batches
-from steadygrad.tasks.losses import check_losses, depend_on_company, evaluating, mean_loss
-from steadygrad.tasks.made import (
-    changed,
-    check_evaluation,
-    check_gradients,
-    check_model,
-    check_optimizer,
-    check_seeds,
-    fingerprints,
-    make_anew,
-    make_optimizer,
-)
+from steadygrad.tasks.losses import check_losses, evaluating, mean_loss
+from steadygrad.tasks.made import check_evaluation, check_model, check_optimizer
 from steadygrad.tasks.memory import is_out_of_memory
 from steadygrad.tasks.registry import BUILT_IN, TaskFactoryError, load_function, load_task
 from steadygrad.tasks.samples import Samples, TensorSamples, to_device
@@ -27,22 +17,15 @@ __all__ = [
     "TaskFactoryError",
     "TensorSamples",
     "batches",
-    "changed",
     "check_evaluation",
-    "check_gradients",
     "check_losses",
     "check_model",
     "check_optimizer",
-    "check_seeds",
-    "depend_on_company",
     "evaluating",
-    "fingerprints",
     "guarded",
     "is_out_of_memory",
     "load_function",
     "load_task",
-    "make_anew",
-    "make_optimizer",
     "mean_loss",
     "to_device",
 ]

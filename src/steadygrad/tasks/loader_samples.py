@@ -47,19 +47,16 @@ class CollatedSamples:
     def batch(self, indices: Tensor) -> Any:
         """Collates the samples ``indices``, with shape ``(n,)``."""
         keys = [self.keys[i] for i in indices.tolist()]
-        if hasattr(self.dataset, "__getitems__"):
-            rows = self.dataset.__getitems__(keys)
-        else:
-            rows = [self.dataset[key] for key in keys]
+        many = getattr(self.dataset, "__getitems__", None)
+        rows = many(keys) if many else [self.dataset[key] for key in keys]
         try:
             return self.collate(rows)
-        except (RuntimeError, ValueError, TypeError) as error:
-            if self.collate is not default_collate or len(rows) == 1:
+        except (RuntimeError, ValueError) as error:
+            if self.collate is not default_collate:
                 raise
             raise InputError(
                 "Samples should have one shape where no collate_fn pads them. Found "
-                f"{reason(error)}. Remedy: DataLoader(..., collate_fn=), which makes one batch of "
-                "unequal samples."
+                f"{reason(error)}. Remedy: a DataLoader with a collate_fn."
             ) from error
 
 

@@ -1,7 +1,7 @@
 """Per-sample losses: the result of a task's loss function, and their mean over a data set."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,19 +75,13 @@ def check_losses(losses: Any, batch_size: int, *, finite: bool = True) -> Tensor
 def _wrong_shape(losses: Tensor) -> str:
     found = f"Found shape {tuple(losses.shape)}"
     if losses.numel() == 1:
-        return (
-            f"{found}: a loss that is already a mean. Remedy: reduction='none'; in place of a "
-            "Hugging Face model's own loss, Task.from_hf."
-        )
+        mean = f"{found}: a loss that is already a mean. Remedy: reduction='none'"
+        return f"{mean}; in place of a Hugging Face model's own loss, Task.from_hf."
     return f"{found}. Remedy: average over every dimension but the first."
 
 
 def depend_on_company(
-    losses: Callable[[Tensor, int], Tensor],
-    model: nn.Module,
-    count: int,
-    total: int,
-    dtype: torch.dtype,
+    losses: Callable[[Tensor, int], Tensor], model: nn.Module, count: int, total: int, eps: float
 ) -> bool:
     """Whether the loss of a sample depends on the others of its batch, by more than rounding.
 
@@ -99,7 +93,7 @@ def depend_on_company(
         model: The model.
         count: Samples of the batch.
         total: Samples of the data.
-        dtype: Type that the losses are computed in.
+        eps: Rounding of the type that the losses are computed in.
     """
     mine, near = torch.arange(count // 2), torch.arange(count)
     far = torch.cat([mine, torch.arange(total - count + len(mine), total)])
@@ -113,15 +107,12 @@ def depend_on_company(
         first, other, again = losses(near, 0), losses(far, 0), losses(near, 0)
         if differ(first, other) and not differ(first, again):
             return True
-        with evaluating(model):
-            first, again = losses(near, 0), losses(near, 1)
+        # Half of a batch may be none.
+        with evaluating(model), suppress(TaskError):
+            first, again, alone = losses(near, 0), losses(near, 1), losses(mine, 0)
             # Other shapes are rounded otherwise.
-            types = {dtype, *(p.dtype for p in model.parameters() if p.is_floating_point())}
-            part = max(ALIKE, *(torch.finfo(kind).eps ** 0.5 for kind in types))
-            try:
-                return differ(first, losses(mine, 0), part) and not differ(first, again)
-            except TaskError:  # half of a batch is none
-                return False
+            return differ(first, alone, max(ALIKE, eps**0.5)) and not differ(first, again)
+    return False
 
 
 def mean_loss(

@@ -2,7 +2,8 @@
 
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from steadygrad.sharding.shards import local
+from steadygrad._checks import InputError
+from steadygrad.sharding import local
 from steadygrad.tasks.guard import TaskError, guarded
 
 __all__ = [
-    "changed",
     "check_evaluation",
     "check_gradients",
     "check_model",
@@ -63,55 +64,53 @@ def check_model(model: Any) -> nn.Module:
 def make_anew(
     make: Callable[[], nn.Module], last: nn.Module, trained: Collection[str]
 ) -> nn.Module:
-    """Makes a model in which nothing is left of what training has changed in the last one.
+    """Makes a model, and checks that none of the last one's trained tensors is in it.
 
-    Meanwhile one number in each of the last model's trained tensors is NaN: a tensor that has it
-    too is shared or copied. Frozen parts may be shared, and a model that is initialised again.
-
-    Args:
-        make: Makes a model.
-        last: The model that it made before; unchanged afterwards.
-        trained: Names of its tensors that training changes.
+    One number of each of these is NaN meanwhile: a tensor that has it is shared, or copied from
+    it. What is frozen may be shared, and a model that is initialised again is new.
 
     Raises:
-        TaskError: If a trained tensor of the last model is in the new one.
+        TaskError: If one of them is, by its name.
     """
-    firsts = {name: number for name, number in _firsts(last) if name in trained}
-    kept = {name: number.clone() for name, number in firsts.items()}
+    firsts = {name: x for name, x in _firsts(last).items() if name in trained and not x.isnan()}
+    kept = [first.clone() for first in firsts.values()]
     try:
-        for number in firsts.values():
-            number.fill_(math.nan)
+        for first in firsts.values():
+            first.fill_(math.nan)
         fresh = make()
-        old = [name for name, number in _firsts(fresh, finite=False) if name in firsts]
+        found = [name for name, x in _firsts(fresh).items() if name in firsts and x.isnan()]
     finally:
-        for name, number in firsts.items():
-            number.copy_(kept[name])
-    if old:
+        for first, value in zip(firsts.values(), kept, strict=True):
+            first.copy_(value)
+    if found:
         raise TaskError(
-            f"Task.make_model should make a new model at each call. Found {old[0]!r} of the last "
+            f"Task.make_model should make a new model at each call. Found {found[0]!r} of the last "
             "one in it, as training leaves it. Remedy: make the model, or a copy.deepcopy of one, "
             "inside the function; of a part that is shared, requires_grad_(False)."
         )
     return fresh
 
 
-def _firsts(model: nn.Module, *, finite: bool = True) -> Iterable[tuple[str, Tensor]]:
-    """Views of the first number of each floating-point tensor of a model; those that are NaN."""
-    for name, value in model.state_dict().items():
-        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-            continue
-        part = local(value)
-        if part.numel() and bool(part[(0,) * part.ndim].isnan()) != finite:
-            yield name, part[(0,) * part.ndim]
+def _parts(model: nn.Module) -> dict[str, Tensor]:
+    """This process's parts of a model's state, where they are plain tensors."""
+    state = {name: local(x) for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+    plain = (torch.strided, Tensor)
+    return {name: x for name, x in state.items() if (x.layout, type(x)) == plain and x.numel()}
+
+
+def _firsts(model: nn.Module) -> dict[str, Tensor]:
+    """Views of the first number of each of them that can be NaN."""
+    can = {n: x for n, x in _parts(model).items() if x.is_floating_point() or x.is_complex()}
+    return {name: x[(0,) * x.ndim] for name, x in can.items()}
 
 
 class RandomDraws(TorchDispatchMode):
-    """Torch's random numbers, whatever seed and generator they are asked of, drawn from another."""
+    """Random numbers that no seed and no generator of the code within decides."""
 
     draws = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation, with another seed if it is random."""
+        """Seeds a random operation by the number of those before it."""
         kwargs = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws += 1
@@ -123,102 +122,86 @@ class RandomDraws(TorchDispatchMode):
 
 
 def fingerprints(model: nn.Module) -> dict[str, int]:
-    """Checksums of the values in this process's part of a model's state, by name."""
+    """Checksums of this process's part of a model's state, by name."""
     return {
-        name: zlib.crc32(local(value).cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        for name, value in model.state_dict().items()
-        if isinstance(value, Tensor) and value.layout is torch.strided
+        name: zlib.crc32(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        for name, part in _parts(model).items()
     }
 
 
-def changed(before: dict[str, int], after: dict[str, int]) -> set[str]:
-    """Names of the tensors that differ between two :func:`fingerprints`."""
-    return {name for name in before if after.get(name) != before[name]}
-
-
 def check_seeds(make: Callable[[int], nn.Module]) -> None:
-    """Checks that the study's seed decides over initial weights that are drawn at all.
+    """Checks that the seeds with which models are made decide over weights that are drawn.
 
-    Pretrained and constant weights are the same under all seeds, and also where other random
-    numbers are drawn.
-
-    Args:
-        make: Makes a model with a seed of that number.
+    Pretrained and constant weights are alike with other random numbers as well.
 
     Raises:
-        TaskError: If the weights are drawn, and the same under two seeds.
+        TaskError: If the weights are drawn, and the same with seeds 0 and 1.
     """
-    first = fingerprints(make(0))
-    if changed(first, fingerprints(make(1))):
-        return
-    try:
-        with RandomDraws():
-            other = fingerprints(make(0))
-    except TaskError:  # it cannot be told
-        return
-    drawn = changed(first, other)
-    if drawn:
-        raise TaskError(
-            "Task.make_model should draw its weights anew for each seed of the study. Found the "
-            f"same {min(drawn)!r} under two seeds. Remedy: no torch.manual_seed, and no generator "
-            "with a seed of its own, in the function."
-        )
+    first, other = (fingerprints(make(seed)) for seed in (0, 1))
+    # Where a model cannot be made so, it is not known.
+    with suppress(TaskError), RandomDraws():
+        drawn = first.items() - fingerprints(make(0)).items() if first == other else ()
+        for name, _ in sorted(drawn)[:1]:
+            raise InputError(
+                "Task.make_model should draw its weights anew for each seed of the study. Found "
+                f"the same {name!r} under two seeds. Remedy: no torch.manual_seed, and no "
+                "generator with a seed of its own, in the function."
+            )
 
 
 def make_optimizer(
     make: Callable[[float], Any], model: nn.Module, lr: float, what: str, *, varied: bool = False
 ) -> Optimizer:
-    """Makes an optimizer, and another one to see that it is new and has the learning rate.
+    """Makes an optimizer, and a second one to see what the function does with its learning rate.
 
     Args:
-        make: From a learning rate to an optimizer of the model.
+        make: From a learning rate, which some groups may multiply or leave aside, to an optimizer.
         model: The model.
-        lr: The learning rate; of some groups it may be multiplied or fixed.
+        lr: The learning rate.
         what: The function's name.
-        varied: Whether it is used with other rates too, and with others on the same model.
+        varied: Whether other rates, and other optimizers of the same model, will be made.
 
     Raises:
-        TaskError: If it is no optimizer of the model, is returned twice, has the same learning
-            rates whatever it is asked for, or the model has changed.
+        TaskError: If it is no optimizer of the model, not a new one, does not have the rate, or
+            the model has changed.
     """
     # The objects are kept: one that is freed may give its identity to another.
     before, _kept = _traits(model, varied)
     with guarded(what):
-        found = [make(lr), make(2 * lr)]
-    rates = [
-        [float(group.get("lr", math.nan)) for group in check_optimizer(o, model, what).param_groups]
-        for o in found
-    ]
+        first = check_optimizer(make(lr), model, what)
+        after, _ = _traits(model, varied)
+        other = check_optimizer(make(2 * lr), model, what)
+    expected, (rates, others) = (
+        f"{what} should",
+        ([float(group.get("lr", math.nan)) for group in o.param_groups] for o in (first, other)),
+    )
     # What is trained next, and states that are loaded, would not be of this model.
-    after, _ = _traits(model, varied)
     if after != before:
         raise TaskError(
-            f"{what} should be made without a change to the model. Found parameters of another "
+            f"{expected} be made without a change to the model. Found parameters of another "
             "type, shape or `requires_grad`, with other values, exchanged or with other hooks. "
             "Remedy: make the model like that in Task.make_model."
         )
-    first, other = ({id(o), id(o.state), *map(id, o.param_groups)} for o in found)
-    if first & other:
+    if first is other or first.state is other.state:
         raise TaskError(
-            f"{what} should be a new optimizer at each call. Found the one that was returned "
-            "before. Remedy: make it inside the function."
+            f"{expected} be a new optimizer at each call. Found the one that was returned before. "
+            "Remedy: make it inside the function."
         )
-    asked = not varied and any(math.isclose(rate, lr, rel_tol=1e-6) for rate in rates[0])
-    if math.isnan(sum(rates[0])) or (rates[0] == rates[1] and not asked):
+    asked = not varied and any(math.isclose(rate, lr, rel_tol=1e-6) for rate in rates)
+    if math.isnan(sum(rates)) or (rates == others and not asked):
         raise TaskError(
-            f"{what} should have the learning rate that its function is handed. Found "
-            f"{' and '.join(f'{rate:g}' for rate in rates[0])} for {lr:g} and for {2 * lr:g}. "
+            f"{expected} have the learning rate that its function is handed. Found "
+            f"{' and '.join(f'{rate:g}' for rate in rates)} for {lr:g} and for {2 * lr:g}. "
             "Remedy: pass lr on to it."
         )
-    return found[0]
+    return first
 
 
 def _traits(model: nn.Module, layout: bool) -> tuple[list[Any], list[Any]]:
     """What an optimizer's maker must leave as it is, and the objects themselves."""
-    values = fingerprints(model)
-    parameters = list(model.parameters())
-    held = [*model.modules(), *parameters]
-    kinds = [(p.dtype, p.shape, p.requires_grad, [*(p._backward_hooks or ())]) for p in parameters]
+    values, ps = fingerprints(model), list(model.parameters())
+    kinds = [(p.dtype, p.shape, p.requires_grad, [*(p._backward_hooks or ())]) for p in ps]
+    held = [*model.modules(), *ps]
     return [values, [*map(id, held)], kinds if layout else []], held
 
 
@@ -248,16 +231,10 @@ def check_optimizer(optimizer: Any, model: nn.Module, what: str) -> Optimizer:
 
 
 def check_gradients(optimizer: Optimizer, model: nn.Module, what: str) -> None:
-    """Checks, after a backward pass, that the optimizer trains the model and nothing else.
-
-    Args:
-        optimizer: The optimizer.
-        model: The model.
-        what: Name of the function that made the optimizer.
+    """Checks, after a backward pass, that an optimizer trains the model and nothing else.
 
     Raises:
-        TaskError: If no parameter of the model that the optimizer holds has a gradient, or one has
-            that is not the model's.
+        TaskError: If none of its parameters has a gradient, or one that is not the model's.
     """
     own = set(map(id, model.parameters()))
     held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -270,9 +247,8 @@ def check_gradients(optimizer: Optimizer, model: nn.Module, what: str) -> None:
         )
     if not held:
         raise TaskError(
-            "Task.per_sample_loss should depend on the parameters that the optimizer trains. Found "
-            f"no gradient in those of {what}. Remedy: call the model that per_sample_loss is "
-            "handed, not another one."
+            f"Task.per_sample_loss should depend on the parameters that {what} is given. Found no "
+            "gradient in them. Remedy: call the model that per_sample_loss is handed, not another."
         )
 
 

@@ -3,12 +3,12 @@
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from steadygrad._checks import InputError, shown
 from steadygrad.tasks.char_lm import char_lm
@@ -67,7 +67,8 @@ def load_task(spec: str) -> Task:
         return BUILT_IN[spec]()
     path, factory = _split(spec)
     code = _compile(path)
-    with importable(path.parent), _own_arguments(path):
+    # A script that parses its arguments has none.
+    with importable(path.parent), patch.object(sys, "argv", [str(path)]):
         module = _execute(path, code, spec)
         task = _call(_find_factory(module, factory, path), spec)
     if not isinstance(task, Task):
@@ -87,19 +88,8 @@ def load_function(spec: str) -> Callable[..., Any]:
     """
     path, name = _split(spec)
     code = _compile(path)
-    with importable(path.parent), _own_arguments(path):
+    with importable(path.parent), patch.object(sys, "argv", [str(path)]):
         return _find_factory(_execute(path, code, spec), name, path)
-
-
-@contextmanager
-def _own_arguments(path: Path) -> Iterator[None]:
-    """A script's arguments as without any: it parses those of its own command line."""
-    given = sys.argv
-    sys.argv = [str(path)]
-    try:
-        yield
-    finally:
-        sys.argv = given
 
 
 def _split(spec: str) -> tuple[Path, str]:

@@ -144,7 +144,7 @@ class Task:
             else:
                 raise
             raise InputError(
-                f"Task.make_optimizer should run with optimizer_takes = {self.optimizer_takes!r}. "
+                f"Task.make_optimizer should run with optimizer_takes={self.optimizer_takes!r}. "
                 f"Found {reason(error)}. Remedy: optimizer_takes={takes!r}, with which it runs."
             ) from error
 

@@ -62,6 +62,16 @@ def without_dropout() -> Task:
     )
 
 
+def dependent() -> Task:
+    """A sample's loss depends on the others of its batch."""
+
+    def centered(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        predicted = model(batch[0])
+        return (predicted - predicted.mean(0) - batch[1]).square().mean(1)
+
+    return make_task(per_sample_loss=centered)
+
+
 def slow() -> Task:
     """Takes about a hundredth of a second a step, so that there is time to interrupt it."""
 

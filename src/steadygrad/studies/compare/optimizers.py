@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from steadygrad._checks import InputError
 from steadygrad.optim import LAMB, LANS, ScaledAdam
 from steadygrad.record.schema.compare import BASELINE, Settings
-from steadygrad.tasks import Task, load_function, make_optimizer
+from steadygrad.tasks import Task, load_function
+from steadygrad.tasks.made import make_optimizer
 
 __all__ = ["KNOWN", "OWN", "Entry", "entries_of", "made"]
 

@@ -15,7 +15,8 @@ from steadygrad.studies.compare.trials import MARKS, TURNS
 from steadygrad.studies.order import main_order
 from steadygrad.studies.study import Workplace
 from steadygrad.studies.trainer import Diverged, Rate, Trainer
-from steadygrad.tasks import check_gradients, guarded
+from steadygrad.tasks import guarded
+from steadygrad.tasks.made import check_gradients
 
 __all__ = ["Runner", "slowdown"]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from steadygrad.record import Key
 from steadygrad.record.schema.inspect import AFTER, BEFORE, PARTS, PHASES, SEARCH, Part, Phase, Plan
@@ -22,7 +23,7 @@ from steadygrad.studies.inspect.diagnosis import propose
 from steadygrad.studies.inspect.histogram import ExponentHistograms
 from steadygrad.studies.inspect.nonfinite import nonfinite_at_any_scale
 from steadygrad.studies.journal import Journal
-from steadygrad.studies.order import generators, main_order
+from steadygrad.studies.order import generators, generators_kept, main_order
 from steadygrad.studies.study import Job, Trial, Workplace, evaluation_cost
 from steadygrad.studies.trainer import Trainer
 from steadygrad.watch import GradientWatch
@@ -159,11 +160,15 @@ class Runner:
 
 
 def _forward_fault(watch: GradientWatch, trainer: Trainer, indices: Tensor) -> str | None:
-    """The cause of a step that was not finite, if it lies in the data or the forward pass."""
-    found = watch.report()
-    if trainer.nan_in_data(indices):
-        return "the batch holds NaN, and the loss is not finite in any type"
+    """The cause of a step that was not finite, if it lies before the backward pass."""
+    found, context = watch.report(), trainer.context
     if found is not None and found.in_forward:
         return found.cause
-    (loss,) = trainer.context.sum([trainer.last_loss()])
-    return None if math.isfinite(loss) else "the loss is not finite, and the model's outputs are"
+    if all(map(math.isfinite, context.sum([trainer.last_loss()]))):
+        return None
+    with generators_kept(context.device):
+        batch = trainer.task.train.batch(context.share(indices))
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    nan = any(isinstance(x, Tensor) and bool(x.isnan().any()) for x in leaves)
+    more = ", and NaN is in the batch" if any(context.gather(nan)) else ""
+    return f"the loss is not finite, though the model's outputs are{more}"
