@@ -214,7 +214,7 @@ def _completed(recorded: Run, more_time: bool, monitor: Monitor) -> Outcome | No
 
 def _summary(study: Study, journal: Journal, status: str) -> dict[str, Any]:
     common = {"schema": SCHEMA, "study": study.name, "status": status}
-    found = common | study.summarize(journal, status)
+    found: dict[str, Any] = common | study.summarize(journal, status)
     return found | {"words": [*found["words"], DEPENDENT]} if study.header.task.dependent else found
 
 

@@ -124,7 +124,7 @@ class RandomDraws(TorchDispatchMode):
 def fingerprints(model: nn.Module) -> dict[str, int]:
     """Checksums of this process's part of a model's state, by name."""
     return {
-        name: zlib.crc32(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        name: zlib.crc32(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         for name, part in _parts(model).items()
     }
 
@@ -139,7 +139,7 @@ def check_seeds(make: Callable[[int], nn.Module]) -> None:
     """
     first, other = (fingerprints(make(seed)) for seed in (0, 1))
     # Where a model cannot be made so, it is not known.
-    with suppress(TaskError), RandomDraws():
+    with suppress(TaskError), RandomDraws():  # type: ignore[no-untyped-call]
         drawn = first.items() - fingerprints(make(0)).items() if first == other else ()
         for name, _ in sorted(drawn)[:1]:
             raise InputError(
