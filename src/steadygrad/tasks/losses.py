@@ -108,7 +108,7 @@ def depend_on_company(
         if differ(first, other) and not differ(first, again):
             return True
         # Half of a batch may be none.
-        with evaluating(model), suppress(TaskError):
+        with evaluating(model), suppress(InputError):
             first, again, alone = losses(near, 0), losses(near, 1), losses(mine, 0)
             # Other shapes are rounded otherwise.
             return differ(first, alone, max(ALIKE, eps**0.5)) and not differ(first, again)

@@ -137,7 +137,7 @@ class Task:
         try:
             return self._optimizer(model, lr, self.optimizer_takes)
         except Exception as error:
-            for takes in {*OPTIMIZER_TAKES} - {self.optimizer_takes}:
+            for takes in [kind for kind in OPTIMIZER_TAKES if kind != self.optimizer_takes]:
                 with suppress(Exception):
                     if isinstance(self._optimizer(model, lr, takes), Optimizer):
                         break

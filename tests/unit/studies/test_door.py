@@ -222,6 +222,10 @@ def exchanges(model, lr):
             {"make_optimizer": lambda named, lr: SGD([p for _, p in named], lr=lr)},
             "optimizer_takes='named_parameters'",
         ),
+        (
+            {"make_optimizer": lambda p, lr: SGD([*p], lr=lr), "optimizer_takes": "model"},
+            "optimizer_takes='parameters'",
+        ),
     ],
 )
 def test_optimizers_that_are_not_new_or_not_as_asked(changes, found):
