@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steadygrad._checks import InputError
-from steadygrad.sharding import local
 from steadygrad.tasks.guard import TaskError, guarded
 
 __all__ = [
@@ -93,6 +92,9 @@ def make_anew(
 
 def _parts(model: nn.Module) -> dict[str, Tensor]:
     """This process's parts of a model's state, where they are plain tensors."""
+    # Not above: it loads torch.distributed, and modules that a file beside a task may replace.
+    from steadygrad.sharding import local
+
     state = {name: local(x) for name, x in model.state_dict().items() if isinstance(x, Tensor)}
     plain = (torch.strided, Tensor)
     return {name: x for name, x in state.items() if (x.layout, type(x)) == plain and x.numel()}
