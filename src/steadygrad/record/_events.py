@@ -64,6 +64,7 @@ class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):
         optimizer: Name of the optimizer's class.
         beta2: Decay of the second moment; None for optimizers without one.
         weight_decay: Weight decay of the first parameter group; None without one.
+        dependent: Whether a sample's loss depends on the other samples of its batch.
 
     The other fields are those of :class:`steadygrad.tasks.Task`.
     """
@@ -84,6 +85,7 @@ class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):
     warmup_samples: Count = 0
     lr_decay: str = "none"
     provenance: dict[str, str] = {}
+    dependent: bool = False
 
 
 class Runtime(msgspec.Struct, frozen=True, kw_only=True):

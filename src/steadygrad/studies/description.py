@@ -25,6 +25,7 @@ def describe_task(trainer: Trainer, spec: str) -> TaskInfo:
     return TaskInfo(
         **{**values, "provenance": dict(task.provenance)},
         spec=spec,
+        dependent=trainer.dependent,
         parameters=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
         train_size=len(task.train),
         valid_size=len(task.valid),

@@ -38,6 +38,11 @@ from steadygrad.tasks import load_task
 
 __all__ = ["Outcome", "StudyFailed", "resume", "start"]
 
+DEPENDENT = (
+    "A sample's loss depends on the other samples of its batch. The batch size is part of what is "
+    "trained: no batch was cut into micro-batches, and no noise scale was measured."
+)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -145,6 +150,7 @@ def resume(
         study = study_of(header)
         task = context.together(lambda: load_recorded_task(header))
         trainer = study.make_trainer(task, settings, context, runtime.micro_batch_size)
+        trainer.dependent = header.task.dependent
         for warning in changes(header, trainer):
             monitor.say(warning)
         # Read on every rank before one of them writes.
@@ -208,7 +214,8 @@ def _completed(recorded: Run, more_time: bool, monitor: Monitor) -> Outcome | No
 
 def _summary(study: Study, journal: Journal, status: str) -> dict[str, Any]:
     common = {"schema": SCHEMA, "study": study.name, "status": status}
-    return common | study.summarize(journal, status)
+    found: dict[str, Any] = common | study.summarize(journal, status)
+    return found | {"words": [*found["words"], DEPENDENT]} if study.header.task.dependent else found
 
 
 def _cluster(stack: ExitStack, settings: Any, context: DistributedContext) -> Pool | None:

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,9 +21,16 @@ from steadygrad.tasks import (
     batches,
     check_losses,
     check_optimizer,
-    check_weights,
     guarded,
     is_out_of_memory,
+)
+from steadygrad.tasks.losses import depend_on_company
+from steadygrad.tasks.made import (
+    check_gradients,
+    check_seeds,
+    fingerprints,
+    make_anew,
+    make_optimizer,
 )
 
 __all__ = ["Diverged", "Rate", "Scaling", "Trainer"]
@@ -55,6 +63,7 @@ class Trainer(TaskModel):
             Default: torch's, in float16 only.
 
     Attributes:
+        dependent: Whether a sample's loss depends on the rest of its batch; no batch is cut then.
         set_rate: Sets the optimizer's learning rate.
         steps: Optimizer steps taken.
 
@@ -77,13 +86,20 @@ class Trainer(TaskModel):
         super().__init__(task, seed, dtype, context, micro_batch_size)
         self.scaling, self._keep_half_life, self._finite = scaling, keep_half_life, finite
         self._look_every = 1 if context.device.type == "cpu" else LOOK_EVERY
+        self.dependent = False
+        # Names of the model's tensors that training changes beside those of the optimizer.
+        self._moving: set[str] = set()
         context.together(self._begin)
 
-    def _begin(self, state: State | None = None) -> None:
+    def _begin(self, state: State | None = None, *, first: bool = False) -> None:
         """Begins with a new optimizer, or continues with that of a state."""
-        with guarded("Task.make_optimizer"):
-            made = self.task.optimizer(self.model, self.task.lr)
-        self.optimizer = optimizer = check_optimizer(made, self.model)
+        make, what = partial(self.task.optimizer, self.model), "Task.make_optimizer"
+        if first:
+            optimizer = make_optimizer(make, self.model, self.task.lr, what)
+        else:
+            with guarded(what):
+                optimizer = check_optimizer(make(self.task.lr), self.model, what)
+        self.optimizer = optimizer
         if hasattr(self.scaler, "remove"):
             self.scaler.remove()  # its hooks would scale for the next one too
         if self.scaling is not None:
@@ -104,11 +120,17 @@ class Trainer(TaskModel):
 
     def restart(self, repeat: int = 0) -> None:
         """Goes back to a freshly initialised model; each repeat has weights of its own."""
-        self.seed_everything("init", repeat)
-        fresh = self.context.together(self._make_model)
+        fresh = self.context.together(lambda: self._make_anew(repeat))
         self.context.load_model(self.model, on_host(fresh.state_dict()))
         del fresh
         self._begin()
+
+    def _make_anew(self, repeat: int) -> nn.Module:
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        named = self.model.named_parameters()
+        trained = {name for name, p in named if p.requires_grad and id(p) in held}
+        self.seed_everything("init", repeat)
+        return make_anew(self._make_model, self.model, trained | self._moving)
 
     def load(self, state: State) -> None:
         """Goes on from a state, at the task's own learning rate."""
@@ -126,28 +148,41 @@ class Trainer(TaskModel):
 
         Raises:
             InputError: If the losses are not one finite number for each sample, the evaluation
-                changes the weights, or the optimizer's state cannot be saved and loaded.
+                changes the weights, the optimizer's state cannot be saved and loaded, or models
+                are not made anew.
         """
-        together = self.context.together
-        together(self._check_losses)
+        together, before = self.context.together, fingerprints(self.model)
+        # Two others are made, and some optimizers begin with large states.
+        del self.optimizer, self.set_rate
+        together(lambda: self._begin(first=True))
+        count = together(self._check_losses)
+        self._check_company(count)
         together(self._check_evaluation)
         self.fit_micro_batch(self.task.batch_size)
         self.by_halves(lambda: self.step(torch.arange(self.task.batch_size)))
         self.look()
         together(lambda: self.load(self.state(0).reread()))
+        self._moving = {name for name, _ in before.items() - fingerprints(self.model).items()}
+        together(lambda: check_seeds(self._make_anew))
         self.restart()
 
     def _check_evaluation(self) -> None:
-        before, value = self.state(0).model, self.evaluate()
+        before, value = fingerprints(self.model), self.evaluate()
         if self._finite and not math.isfinite(value):
             raise Diverged(
                 f"The evaluation of the untrained model should be finite. Found {value}. "
                 "Remedy: look for NaN in the validation data."
             )
-        check_weights(self.model, before, self.state(0).model)
+        after = fingerprints(self.model)
+        moved = [n for n, _ in self.model.named_parameters() if before.get(n) != after.get(n)]
+        if moved:
+            raise TaskError(
+                f"Task.evaluate should leave the model as it is. Found changes of {moved[0]!r}. "
+                "Remedy: do not train in Task.evaluate, and restore any weights that it replaces."
+            )
 
-    def _check_losses(self) -> None:
-        """Checks the losses of as many samples of a batch as fit into memory."""
+    def _check_losses(self) -> int:
+        """Checks the losses of as many samples of a batch as fit into memory; says how many."""
         count = min(self.task.batch_size // self.context.size, self.micro_batch_size)
 
         def check() -> None:
@@ -156,6 +191,34 @@ class Trainer(TaskModel):
 
         while not self._fits(check, count):
             count //= 2
+        return count
+
+    def _check_company(self, count: int) -> None:
+        """Finds out whether the losses of a batch's samples depend on one another."""
+        total, found = len(self.task.train), list[bool]()
+        types = {self.dtype, *(p.dtype for p in self.model.parameters() if p.is_floating_point())}
+        eps = max(torch.finfo(dtype).eps for dtype in types)
+
+        def losses(indices: Tensor, seed: int) -> Tensor:
+            self.seed_everything("company", seed)
+            return self.losses(self._batch(indices), len(indices))
+
+        def compare() -> None:
+            size = min(max(2, count), total)
+            found.append(depend_on_company(losses, self.model, size, total, eps))
+
+        # Where two do not fit it is not known.
+        self.context.together(lambda: self._fits(compare, 2))
+        self.dependent = any(map(any, self.context.gather(found)))
+
+    def _check_whole(self, share: int) -> None:
+        if self.dependent and self.micro_batch_size < share:
+            raise InputError(
+                f"Batches of {share} samples should not be cut into micro-batches: a sample's loss "
+                "depends on the others, and smaller batches would train another objective. Found "
+                f"micro_batch_size = {self.micro_batch_size}. Remedy: no Task.micro_batch_size; a "
+                "smaller --budget or more memory where they do not fit."
+            )
 
     def fit_micro_batch(self, largest: int) -> None:
         """Finds micro-batches that fit into memory, by halves; the model's buffers may change.
@@ -169,13 +232,20 @@ class Trainer(TaskModel):
             size, exchange = self.micro_batch_size, context.sharding == "fsdp2"
             indices = torch.arange(size * context.size) % len(self.task.train)
             # Without an exchange: a rank without memory would leave the others waiting.
-            return self._fits(lambda: self.backward(indices, exchange=exchange), size)
 
-        most = self.task.micro_batch_size or largest
-        self.micro_batch_size = min(most, -(-largest // context.size))
+            def work() -> None:
+                self.backward(indices, exchange=exchange)
+                check_gradients(self.optimizer, self.model, "Task.make_optimizer")
+
+            return self._fits(work, size)
+
+        share = -(-largest // context.size)
+        self.micro_batch_size = min(self.task.micro_batch_size or largest, share)
+        self._check_whole(share)
         # All ranks take the size that fits on each of them.
         while not all(context.gather(context.together(fits))):
             self.micro_batch_size //= 2
+            self._check_whole(share)
 
     def by_halves(self, work: Callable[[], T]) -> T:
         """Does something; a single rank halves its micro-batch where memory runs out."""
@@ -183,8 +253,8 @@ class Trainer(TaskModel):
             try:
                 return work()
             except TaskError as error:
-                smallest = self.context.size > 1 or self.micro_batch_size == 1
-                if smallest or not is_out_of_memory(error):
+                whole = self.context.size > 1 or self.micro_batch_size == 1 or self.dependent
+                if whole or not is_out_of_memory(error):
                     raise
             self.free_memory()
             self.micro_batch_size //= 2
@@ -227,6 +297,10 @@ class Trainer(TaskModel):
                     "the data."
                 )
             self._looked_at.append(value)
+
+    def last_loss(self) -> float:
+        """The mean training loss of the last step."""
+        return float(self._losses[-1]) if self._losses else self._looked_at[-1]
 
     def take_losses(self) -> list[float]:
         """The training losses of the steps since the last call."""

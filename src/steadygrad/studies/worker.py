@@ -126,4 +126,5 @@ def _worker(folder: str, first_line: bytes) -> Worker:
     context = DistributedContext(WorkerDeadline(path / STOP_FILE), device=runtime.device)
     task = load_recorded_task(header)
     trainer = study.make_trainer(task, header.settings, context, runtime.micro_batch_size)
+    trainer.dependent = header.task.dependent
     return Worker(study, path, trainer)

@@ -3,7 +3,7 @@
 from steadygrad.tasks.guard import TaskError, guarded
 from steadygrad.tasks.loading import batches
 from steadygrad.tasks.losses import check_losses, evaluating, mean_loss
-from steadygrad.tasks.made import check_evaluation, check_model, check_optimizer, check_weights
+from steadygrad.tasks.made import check_evaluation, check_model, check_optimizer
 from steadygrad.tasks.memory import is_out_of_memory
 from steadygrad.tasks.registry import BUILT_IN, TaskFactoryError, load_function, load_task
 from steadygrad.tasks.samples import Samples, TensorSamples, to_device
@@ -21,7 +21,6 @@ __all__ = [
     "check_losses",
     "check_model",
     "check_optimizer",
-    "check_weights",
     "evaluating",
     "guarded",
     "is_out_of_memory",

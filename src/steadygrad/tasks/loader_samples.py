@@ -14,9 +14,11 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    default_collate,
 )
 
 from steadygrad._checks import InputError
+from steadygrad.tasks.guard import reason
 from steadygrad.tasks.samples import Samples
 
 __all__ = ["CollatedSamples", "in_memory", "read_loader"]
@@ -45,9 +47,17 @@ class CollatedSamples:
     def batch(self, indices: Tensor) -> Any:
         """Collates the samples ``indices``, with shape ``(n,)``."""
         keys = [self.keys[i] for i in indices.tolist()]
-        if hasattr(self.dataset, "__getitems__"):
-            return self.collate(self.dataset.__getitems__(keys))
-        return self.collate([self.dataset[key] for key in keys])
+        many = getattr(self.dataset, "__getitems__", None)
+        rows = many(keys) if many else [self.dataset[key] for key in keys]
+        try:
+            return self.collate(rows)
+        except (RuntimeError, ValueError) as error:
+            if self.collate is not default_collate:
+                raise
+            raise InputError(
+                "Samples should have one shape where no collate_fn pads them. Found "
+                f"{reason(error)}. Remedy: a DataLoader with a collate_fn."
+            ) from error
 
 
 class NestSamples:

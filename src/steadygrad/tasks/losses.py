@@ -1,7 +1,7 @@
 """Per-sample losses: the result of a task's loss function, and their mean over a data set."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +15,11 @@ from steadygrad.tasks.samples import Samples, to_device
 if TYPE_CHECKING:
     from steadygrad.tasks.task import Task
 
-__all__ = ["check_losses", "evaluating", "mean_loss"]
+__all__ = ["check_losses", "depend_on_company", "evaluating", "mean_loss"]
 
 EVALUATION_SIZE = 128
+# Differences of losses, over their mean, that are rounding, with products in TF32 too.
+ALIKE = 2.0**-8
 
 
 def check_losses(losses: Any, batch_size: int, *, finite: bool = True) -> Tensor:
@@ -42,7 +44,7 @@ def check_losses(losses: Any, batch_size: int, *, finite: bool = True) -> Tensor
     if not isinstance(losses, Tensor):
         raise InputError(
             f"{expected}, a tensor with shape ({batch_size},). Found {type(losses).__name__}. "
-            "Remedy: return the tensor of losses itself."
+            "Remedy: return the tensor of losses itself; of a Hugging Face model, Task.from_hf."
         )
     if losses.shape != (batch_size,):
         raise InputError(f"{expected}, with shape ({batch_size},). {_wrong_shape(losses)}")
@@ -73,8 +75,44 @@ def check_losses(losses: Any, batch_size: int, *, finite: bool = True) -> Tensor
 def _wrong_shape(losses: Tensor) -> str:
     found = f"Found shape {tuple(losses.shape)}"
     if losses.numel() == 1:
-        return f"{found}: a loss that is already a mean. Remedy: reduction='none'."
+        mean = f"{found}: a loss that is already a mean. Remedy: reduction='none'"
+        return f"{mean}; in place of a Hugging Face model's own loss, Task.from_hf."
     return f"{found}. Remedy: average over every dimension but the first."
+
+
+def depend_on_company(
+    losses: Callable[[Tensor, int], Tensor], model: nn.Module, count: int, total: int, eps: float
+) -> bool:
+    """Whether the loss of a sample depends on the others of its batch, by more than rounding.
+
+    The first half of a batch is compared with itself in other company, with the same random
+    numbers, and alone, in evaluation mode. Losses that differ without a reason tell nothing.
+
+    Args:
+        losses: ``(sample numbers, seed) -> losses``, both with shape ``(n,)``.
+        model: The model.
+        count: Samples of the batch.
+        total: Samples of the data.
+        eps: Rounding of the type that the losses are computed in.
+    """
+    mine, near = torch.arange(count // 2), torch.arange(count)
+    far = torch.cat([mine, torch.arange(total - count + len(mine), total)])
+
+    def differ(one: Tensor, other: Tensor, part: float = ALIKE) -> bool:
+        one, other = (found[: len(mine)].cpu().double() for found in (one, other))
+        size = float(one.nan_to_num(0, 0, 0).abs().mean())
+        return not torch.allclose(one, other, rtol=0, atol=part * size, equal_nan=True)
+
+    with torch.no_grad():
+        first, other, again = losses(near, 0), losses(far, 0), losses(near, 0)
+        if differ(first, other) and not differ(first, again):
+            return True
+        # Half of a batch may be none.
+        with evaluating(model), suppress(InputError):
+            first, again, alone = losses(near, 0), losses(near, 1), losses(mine, 0)
+            # Other shapes are rounded otherwise.
+            return differ(first, alone, max(ALIKE, eps**0.5)) and not differ(first, again)
+    return False
 
 
 def mean_loss(

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from steadygrad._checks import InputError, shown
 from steadygrad.tasks.char_lm import char_lm
@@ -66,7 +67,8 @@ def load_task(spec: str) -> Task:
         return BUILT_IN[spec]()
     path, factory = _split(spec)
     code = _compile(path)
-    with importable(path.parent):
+    # A script that parses its arguments has none.
+    with importable(path.parent), patch.object(sys, "argv", [str(path)]):
         module = _execute(path, code, spec)
         task = _call(_find_factory(module, factory, path), spec)
     if not isinstance(task, Task):
@@ -86,7 +88,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     """
     path, name = _split(spec)
     code = _compile(path)
-    with importable(path.parent):
+    with importable(path.parent), patch.object(sys, "argv", [str(path)]):
         return _find_factory(_execute(path, code, spec), name, path)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from steadygrad._checks import InputError, check_choice, check_count, check_number, shown
 from steadygrad.formulas.batch_size import PLAIN_LR_RULES
+from steadygrad.tasks.guard import reason
 from steadygrad.tasks.samples import Samples
 
 __all__ = ["Task"]
@@ -132,10 +134,25 @@ class Task:
         Returns:
             What ``make_optimizer`` returns for the argument that ``optimizer_takes`` names.
         """
-        if self.optimizer_takes == "model":
+        try:
+            return self._optimizer(model, lr, self.optimizer_takes)
+        except Exception as error:
+            for takes in [kind for kind in OPTIMIZER_TAKES if kind != self.optimizer_takes]:
+                with suppress(Exception):
+                    if isinstance(self._optimizer(model, lr, takes), Optimizer):
+                        break
+            else:
+                raise
+            raise InputError(
+                f"Task.make_optimizer should run with optimizer_takes={self.optimizer_takes!r}. "
+                f"Found {reason(error)}. Remedy: optimizer_takes={takes!r}, with which it runs."
+            ) from error
+
+    def _optimizer(self, model: nn.Module, lr: float, takes: str) -> Optimizer:
+        if takes == "model":
             return self.make_optimizer(model, lr)
         # Lists: a factory may go through them once for each of its groups.
-        return self.make_optimizer(list(getattr(model, self.optimizer_takes)()), lr)
+        return self.make_optimizer(list(getattr(model, takes)()), lr)
 
     def lr_factor(self, samples_seen: float, total: int) -> float:
         r"""Computes the fraction of the peak learning rate at one point of a run.

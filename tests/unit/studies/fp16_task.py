@@ -121,6 +121,22 @@ def plain() -> Task:
     return make_task(make_model=wide_net)
 
 
+def unlabelled() -> Task:
+    """Some labels are NaN."""
+    x, y = plain().train.batch(torch.arange(4096))
+    y[::7] = math.nan
+    return replace(plain(), train=TensorSamples((x, y)))
+
+
+def lossless() -> Task:
+    """The loss is not finite for some samples, whose data are."""
+
+    def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (model(batch[0]) - batch[1]).square().mean(1) / (batch[0][:, 0] < HOT)
+
+    return replace(plain(), per_sample_loss=losses)
+
+
 def compiled() -> Task:
     """The same by the compiler, which gives up after a number of other hooks."""
     return make_task(make_model=lambda: torch.compile(wide_net(), backend="eager", fullgraph=True))

@@ -62,6 +62,16 @@ def without_dropout() -> Task:
     )
 
 
+def dependent() -> Task:
+    """A sample's loss depends on the others of its batch."""
+
+    def centered(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        predicted = model(batch[0])
+        return (predicted - predicted.mean(0) - batch[1]).square().mean(1)
+
+    return make_task(per_sample_loss=centered)
+
+
 def slow() -> Task:
     """Takes about a hundredth of a second a step, so that there is time to interrupt it."""
 
@@ -90,7 +100,7 @@ def not_finite() -> Task:
 
 def diverging() -> Task:
     """Finite at first: the record has begun when training goes wrong."""
-    return make_task(make_optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=1e6))
+    return make_task(make_optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=1e9 * lr))
 
 
 def diverging_branches() -> Task:
@@ -226,10 +236,10 @@ def load_raises() -> Task:
 
 
 def state_raises_later() -> Task:
-    """Not in the three of the trial before the study, nor in that of the first point."""
+    """Not in that of the trial before the study, nor in that of the first point."""
 
     class Odd(torch.optim.SGD):
-        state_dict = call_after(4, torch.optim.SGD.state_dict, boom)
+        state_dict = call_after(2, torch.optim.SGD.state_dict, boom)
 
     return make_task(make_optimizer=lambda parameters, lr: Odd(parameters, lr=lr))
 

@@ -85,6 +85,14 @@ def test_a_map_style_data_set_is_collated_in_any_order_and_size():
     assert task.train.batch(torch.tensor([0])).tolist() == [[0]]
 
 
+@pytest.mark.parametrize("rows", [Words(), [{"x": Words()[i]} for i in range(6)], [[1], [1, 2]]])
+def test_unequal_rows_without_a_collate_fn(rows):
+    task = made(DataLoader(rows, batch_size=2), valid=TensorSamples(X))
+    with pytest.raises(InputError, match=r"one shape.*Remedy: .*collate_fn") as error:
+        task.train.batch(torch.arange(2))
+    assert "\n" not in str(error.value)
+
+
 def test_a_data_set_that_fetches_many_rows_at_once_does():
     task = made(DataLoader(AtOnce(), batch_size=2, collate_fn=pad))
     assert task.train.batch(torch.tensor([1, 0])).tolist() == [[100, 101], [100, -1]]

@@ -34,6 +34,8 @@ def test_good_losses_come_back_themselves():
         (losses(1.0), r"shape \(1,\): a loss that is already a mean"),
         (losses(1.0, 2.0)[:, None], r"shape \(2, 1\)\. Remedy: average over every dimension"),
         (losses(1.0, 2.0, 3.0), r"with shape \(2,\)\. Found shape \(3,\)"),
+        (losses(1.0, 2.0).mean(), "Task.from_hf"),
+        ({"loss": losses(1.0).mean()}, "Found dict.*Task.from_hf"),
         (1.5, "Found float"),
         (torch.tensor([1, 2]), "Found torch.int64"),
         (torch.ones(2), "without a gradient.*detach.*requires_grad=False"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from steadygrad._checks import InputError
-from steadygrad.tasks import TaskFactoryError, load_task
+from steadygrad.tasks import TaskFactoryError, load_function, load_task
 
 GOOD = """
 import torch
@@ -174,6 +174,16 @@ def test_a_file_that_raises_while_imported(write, line, found):
     assert not [
         name for name in sys.modules if getattr(sys.modules[name], "__file__", 0) == str(path)
     ]
+
+
+def test_a_script_that_parses_its_arguments_sees_none_of_ours(write, monkeypatch):
+    own = "\nimport argparse\nLR = argparse.ArgumentParser().parse_args()\n"
+    inner = "\ndef parsing():\n    argparse.ArgumentParser().parse_args()\n    return make_task()\n"
+    monkeypatch.setattr(sys, "argv", given := ["steadygrad", "advise", "--budget", "20s"])
+    path = write(GOOD + own + inner)
+    assert load_task(f"{path}:parsing").name == "tiny"
+    assert load_function(f"{path}:losses").__name__ == "losses"
+    assert sys.argv is given
 
 
 def test_a_factory_that_wants_arguments(write):

@@ -116,6 +116,9 @@ class _Words:
 
     def flat(self, points: Sequence[int]) -> str:
         """Sentence on the smallest batch's loss along the branches of unresolved points."""
+        zero = {point.point for point in self.evidence.points if not point.valid_loss}
+        if zero.issuperset(points):
+            return "is exactly 0"
         if any(self.evidence.criticals[i].falls for i in points):
             return "falls by less than three standard errors"
         return "does not fall"
@@ -198,6 +201,8 @@ class _Words:
         reasons = {
             "same": f"{place} the validation losses at {others} are the same as at {lr:.3g}. "
             "Check that Task.make_optimizer uses its learning rate",
+            "zero": f"{place} the validation loss is exactly 0 at all three, so that none is "
+            "better. Try a harder task, or a smaller --budget",
             "rising": f"{place} the validation loss is above that of the evaluations before. "
             "Another rate would look better by overfitting less. Try more data or a smaller "
             "--budget",

@@ -29,7 +29,8 @@ class RateVerdict:
     Attributes:
         verdict: ``"low"``, ``"high"``, ``"fits"``, or ``""`` where there is none.
         why: Why other rates were trained and there is no verdict: ``"same"``, their losses equal
-            those at the task's own; ``"rising"``, the validation loss rises. Otherwise empty.
+            those at the task's own; ``"zero"``, so they are, and zero; ``"rising"``, the validation
+            loss rises. Otherwise empty.
         samples: Length of the run; 0 where no other rate was trained.
         losses: Mean losses over the last 40 % from scratch, by rate relative to the task's own.
         overheads: Extra samples that each rate needs by a fit through the task's own losses, as a
@@ -80,7 +81,8 @@ def judge_rate(plan: Plan, journal: Journal, samples: int, *, decays: bool = Fal
     losses = dict(sorted({1.0: float(values[-LATE:].mean()), **losses}.items()))
     late = {rate: end - values[-LATE:] for rate, end in ends.items()}
     if all(np.allclose(behind, 0, atol=ROUNDING * abs(values[-1])) for behind in late.values()):
-        return RateVerdict(why="same", samples=samples, losses=losses)
+        why = "same" if values[-LATE:].any() else "zero"
+        return RateVerdict(why=why, samples=samples, losses=losses)
     if values[-LATE:].min() > values[:-LATE].max():
         # The data have ended: a rate that trains less looks better.
         return RateVerdict(why="rising", samples=samples, losses=losses)

@@ -43,6 +43,7 @@ class Advise(Study):
                 valid_size=valid,
                 decide=lambda key, journal: None,
                 decays=task.lr_decay != "none",
+                noise=not trainer.dependent,
             ),
         )
         if task.warmup_samples > plan.length:
@@ -61,8 +62,9 @@ class Advise(Study):
     def trials(self) -> Sequence[Trial]:
         """Trials in the order of training, then the runs from scratch."""
         task = self.header.task
-        decays = task.lr_decay != "none"
-        return make_trials(self.plan, task.valid_size, Chooser(self.header), decays=decays)
+        decays, noise = task.lr_decay != "none", not task.dependent
+        chooser = Chooser(self.header)
+        return make_trials(self.plan, task.valid_size, chooser, decays=decays, noise=noise)
 
     def run(self, job: Job, place: Workplace) -> Event:
         """Runs one trial."""

@@ -41,7 +41,7 @@ RUN_ENDS = 5
 
 
 def make_trials(
-    plan: Plan, valid_size: int, decide: Decide, *, decays: bool = False
+    plan: Plan, valid_size: int, decide: Decide, *, decays: bool = False, noise: bool = True
 ) -> list[Trial]:
     """All trials of a plan.
 
@@ -52,9 +52,11 @@ def make_trials(
         decays: Whether the task's learning rate decays. The main trajectory and the branches
             leave the decay out, so that none of the runs from scratch is the main trajectory, and
             other rates are compared with a run of the length that the branches suggest.
+        noise: Whether to measure the noise scale.
     """
     maker = _Maker(plan, evaluation_cost(valid_size), decide)
-    return [*maker.points(), *maker.runs(decays=decays)]
+    found = [*maker.points(), *maker.runs(decays=decays)]
+    return [trial for trial in found if noise or trial.key[0] != "noise"]
 
 
 class _Maker:

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from steadygrad._checks import InputError
 from steadygrad.optim import LAMB, LANS, ScaledAdam
 from steadygrad.record.schema.compare import BASELINE, Settings
-from steadygrad.tasks import Task, check_optimizer, guarded, load_function
+from steadygrad.tasks import Task, load_function
+from steadygrad.tasks.made import make_optimizer
 
 __all__ = ["KNOWN", "OWN", "Entry", "entries_of", "made"]
 
@@ -188,30 +189,7 @@ def made(name: str, entry: Entry, model: nn.Module) -> Optimizer:
     """The optimizer of an entry at its default rate, checked.
 
     Raises:
-        InputError: If it cannot be made, changes the model, or its learning rate cannot be set.
+        InputError: If it is not made anew, changes the model, or its rate cannot be set.
     """
-    what, before = f"The optimizer {name}", _layout(model)
-    with guarded(what):
-        optimizer, other = (entry.make(model, lr) for lr in (entry.lr, 2 * entry.lr))
-    check_optimizer(optimizer, model, what)
-    # All optimizers train this model in turn: the others would train a changed one.
-    if _layout(model) != before:
-        raise InputError(
-            f"{what} should be made without a change to the model. Found parameters of another "
-            "type, shape or `requires_grad`, or with other hooks. Remedy: make the model like that "
-            "in the task."
-        )
-    rates, others = ([g.get("lr") for g in o.param_groups] for o in (optimizer, other))
-    if None in rates or rates == others:
-        raise InputError(
-            f"{what} should have the learning rate that its function is handed. Found "
-            f"{' and '.join(map(str, rates))} for {entry.lr:g}. Remedy: pass lr on to it."
-        )
-    return optimizer
-
-
-def _layout(model: nn.Module) -> list[tuple[object, ...]]:
-    return [
-        (name, p.dtype, p.shape, p.requires_grad, [*(p._backward_hooks or ())])
-        for name, p in model.named_parameters()
-    ]
+    make = partial(entry.make, model)
+    return make_optimizer(make, model, entry.lr, f"The optimizer {name}", varied=True)

@@ -16,6 +16,7 @@ from steadygrad.studies.order import main_order
 from steadygrad.studies.study import Workplace
 from steadygrad.studies.trainer import Diverged, Rate, Trainer
 from steadygrad.tasks import guarded
+from steadygrad.tasks.made import check_gradients
 
 __all__ = ["Runner", "slowdown"]
 
@@ -115,6 +116,7 @@ def _seconds(trainer: Trainer, optimizers: Mapping[str, Optimizer], turns: int) 
             began = _clock(trainer)
             trainer.backward(torch.arange(trainer.task.batch_size))
             backward.append(_clock(trainer) - began)
+            check_gradients(optimizer, trainer.model, f"The optimizer {name}")
             began = _clock(trainer)
             with guarded(f"A step of the optimizer {name}"):
                 optimizer.step()

@@ -43,6 +43,8 @@ def explain(
         "each of them."
         for name, count in diagnosis.nonfinite_at_any_scale.items()
     ]
+    if before.get("loss") == 0:
+        return [*said, "The training loss is exactly 0 at the end, and so are its gradients."]
     if diagnosis.underflowing:
         said += _underflow(scale, diagnosis, proposal, larger)
     elif not diagnosis.fault:
@@ -61,10 +63,13 @@ def explain(
 
 def _forward(diagnosis: Diagnosis, before: Mapping[str, Any]) -> Iterable[str]:
     for cause, count in sorted(diagnosis.forward.items(), key=lambda pair: -pair[1]):
+        remedy = "Look for NaN in inputs and labels"
+        if "NaN" not in cause:
+            what = "look for what makes its values so large"
+            remedy = f"Train this part in bfloat16 or float32, or {what}"
         yield (
             f"In {count} of {_steps(before['steps'])}, {cause}. That is in the forward pass, where "
-            "no loss scale helps, and such steps are not counted below. Train this part in "
-            "bfloat16 or float32, or look for what makes its values so large."
+            f"no loss scale helps, and such steps are not counted below. {remedy}."
         )
 
 

@@ -12,6 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from steadygrad.record import Key
 from steadygrad.record.schema.inspect import AFTER, BEFORE, PARTS, PHASES, SEARCH, Part, Phase, Plan
@@ -21,8 +23,9 @@ from steadygrad.studies.inspect.diagnosis import propose
 from steadygrad.studies.inspect.histogram import ExponentHistograms
 from steadygrad.studies.inspect.nonfinite import nonfinite_at_any_scale
 from steadygrad.studies.journal import Journal
-from steadygrad.studies.order import generators, main_order
+from steadygrad.studies.order import generators, generators_kept, main_order
 from steadygrad.studies.study import Job, Trial, Workplace, evaluation_cost
+from steadygrad.studies.trainer import Trainer
 from steadygrad.watch import GradientWatch
 
 __all__ = ["TITLES", "Runner", "make_trials"]
@@ -136,13 +139,13 @@ class Runner:
         for end in trainer.run(order, first * size, last * size, size):
             scaler, nonfinite = trainer.scaler, list[str]()
             culprits, measured = scaler.culprits(), scaler.measured
-            forward = _forward_fault(watch) if culprits else None
+            indices = order.take(end - size, size)
+            forward = _forward_fault(watch, trainer, indices) if culprits else None
             if forward is not None:
                 # No scale would have prevented it, so none moves.
                 scaler.load_state_dict(before)
                 histograms.add_forward(forward)
             elif culprits and not searching:
-                indices = order.take(end - size, size)
                 found = nonfinite_at_any_scale(trainer, indices, restore_rng)
                 nonfinite = [name for name in culprits if name in found]
                 own = self.proposal.get("layer_scales", {})
@@ -156,7 +159,16 @@ class Runner:
         return histograms
 
 
-def _forward_fault(watch: GradientWatch) -> str | None:
-    """The cause of a step that was not finite, if it lies in the forward pass."""
-    found = watch.report()
-    return found.cause if found is not None and found.in_forward else None
+def _forward_fault(watch: GradientWatch, trainer: Trainer, indices: Tensor) -> str | None:
+    """The cause of a step that was not finite, if it lies before the backward pass."""
+    found, context = watch.report(), trainer.context
+    if found is not None and found.in_forward:
+        return found.cause
+    if all(map(math.isfinite, context.sum([trainer.last_loss()]))):
+        return None
+    with generators_kept(context.device):
+        batch = trainer.task.train.batch(context.share(indices))
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    nan = any(isinstance(x, Tensor) and bool(x.isnan().any()) for x in leaves)
+    more = ", and NaN is in the batch" if any(context.gather(nan)) else ""
+    return f"the loss is not finite, though the model's outputs are{more}"

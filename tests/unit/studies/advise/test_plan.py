@@ -165,7 +165,7 @@ def test_data_too_few_for_three_batch_sizes():
 def test_a_warm_up_ends_within_the_run():
     def plan(warmup):
         trainer = SimpleNamespace(task=make_task(warmup_samples=warmup))
-        trainer.context = SimpleNamespace(size=1)
+        trainer.context, trainer.dependent = SimpleNamespace(size=1), False
         return Advise.make_plan(Settings(budget=60), trainer, speed=1000.0, workers=1)
 
     length = plan(0).length

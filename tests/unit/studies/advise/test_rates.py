@@ -129,20 +129,23 @@ def test_a_validation_loss_that_rises_has_no_verdict():
     assert found.losses[0.5] < found.losses[1.0]
 
 
-def test_losses_that_do_not_depend_on_the_rate_give_no_verdict():
-    """An optimizer that leaves its rate aside."""
+@pytest.mark.parametrize(("loss", "why"), [(9.0, "same"), (0.0, "zero")])
+def test_losses_that_do_not_depend_on_the_rate_give_no_verdict(loss, why):
+    """An optimizer that leaves its rate aside, and a margin that every rate reaches."""
 
     def still(samples):
-        return 9.0
+        return loss
 
     runs = [scratch(8, 0, LENGTH, rate=rate) for rate in (0.5, 2.0)]
     runs = [
-        msgspec.structs.replace(run, curve=tuple((place, 9.0) for place, _ in run.curve), loss=9.0)
+        msgspec.structs.replace(
+            run, curve=tuple((place, loss) for place, _ in run.curve), loss=loss
+        )
         for run in runs
     ]
     events = [point(0, 1024, losses=still), point(1, LENGTH, losses=still), *runs]
     found = judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events), LENGTH)
-    assert (found.verdict, found.overheads, found.why) == ("", {}, "same")
+    assert (found.verdict, found.overheads, found.why) == ("", {}, why)
 
 
 def test_the_losses_are_those_that_are_compared():

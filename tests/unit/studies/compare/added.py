@@ -45,6 +45,25 @@ def deaf(model, lr):
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+def turns(model, lr):
+    with torch.no_grad():
+        model[0].weight.neg_()
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def exchanges(model, lr):
+    model[0] = torch.nn.Linear(8, 16)
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+_MADE = []
+
+
+def same(model, lr):
+    _MADE.append(torch.optim.AdamW(model.parameters(), lr=lr))
+    return _MADE[0]
+
+
 class _NoStep(torch.optim.SGD):
     def step(self, closure=None):
         raise RuntimeError("no step")

@@ -58,6 +58,15 @@ def test_what_vanishes_inside_of_a_layer_is_not_called_well(zero, lost):
     assert ("GradScaler is enough" in said) is not lost
 
 
+def test_gradients_of_a_loss_that_is_zero_are_no_fault_of_float16():
+    both = parts("before", UNDERFLOWING[0].weights, LARGEST) + UNDERFLOWING[8:]
+    diagnosis = diagnose(both)
+    assert diagnosis.underflowing
+    phases = {"before": {"steps": 50, "skipped": 0, "loss": 0.0, "loss_scale": 2.0**9}}
+    (said,) = explain("complete", phases, diagnosis, Proposal(2.0**9, {}))
+    assert "exactly 0" in said
+
+
 @pytest.mark.parametrize(
     ("names", "said"),
     [

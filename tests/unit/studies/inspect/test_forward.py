@@ -53,6 +53,17 @@ def test_no_step_is_finite(tmp_path):
     assert "no loss scale" in render(run)
 
 
+@pytest.mark.parametrize(("factory", "nan"), [("unlabelled", True), ("lossless", False)])
+def test_a_loss_that_is_not_finite_is_no_fault_of_a_layer(factory, nan, tmp_path):
+    look(tmp_path / "run", spec(factory), steps=64)
+    run = read_run(tmp_path / "run")
+    ((cause, count),) = run.summary["diagnosis"]["forward"].items()
+    assert 0 < count < 64
+    assert ("NaN is in the batch" in cause) == nan
+    assert ("Look for NaN" in run.summary["words"][0]) == nan
+    assert run.summary["diagnosis"]["nonfinite_at_any_scale"] == {}
+
+
 @pytest.mark.parametrize(("factory", "bug"), [("healthy", ""), ("batch_norm", "batch")])
 def test_accumulation(factory, bug, tmp_path):
     look(tmp_path / "run", spec(factory), accumulation=True)
