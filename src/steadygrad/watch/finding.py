@@ -11,7 +11,7 @@ from torch import Tensor
 
 __all__ = ["Finding", "Habits", "Seen", "first_fault", "is_finite"]
 
-BATCH, WEIGHT, INPUT, OUTPUT, RETURNED = "batch", "weight", "input", "output", "returned"
+BATCH, WEIGHT, INPUT, OUTPUT = "batch", "weight", "input", "output"
 LOSS, GRADIENT, PARAMETER = "loss", "gradient", "parameter"
 LEFT, UNSEEN, UNKNOWN = "left", "unseen", "unknown"
 # Comes after all that a pass has seen, in the order of execution.
@@ -23,12 +23,11 @@ _MOST_ROWS = 16
 class Seen:
     """A tensor that a module took or gave, in the order of the forward pass.
 
-    ``value``, ``gradient`` and ``second`` are True for one that is finite, None for one that was
+    ``value`` and the gradients are True for one that is finite, None for one that was
     not seen, and else numbers, one a row or one in all, that are finite exactly where it is.
 
     Attributes:
-        what: ``"batch"``, ``"output"``, ``"input"`` for one that no module had given, or
-            ``"returned"`` for the place where the loss takes an output that modules took as well.
+        what: ``"batch"``, ``"output"``, or ``"input"`` for one that no module had given.
         name: Name of the module.
         batch: Index of the pass.
         value: Its values.
@@ -36,19 +35,21 @@ class Seen:
         second: Its gradient in a later backward pass, if the loss contains its first one.
         takers: Modules that were handed this very tensor; None if unknown.
         returned: Whether the model returned it, so that its gradient is the loss's as well.
+        within: The part of its gradient that comes from within the model, if it was returned.
         weight: The weight whose gradient stands for its own; empty for none.
         time: Number of the call in compiled code.
     """
 
     __slots__ = (
         "batch", "gradient", "name", "returned", "second", "takers", "time", "value", "weight",
-        "what",
+        "what", "within",
     )  # fmt: skip
 
     def __init__(self, what: str, name: str, batch: int, value: Any = True) -> None:
         self.what, self.name, self.batch, self.value = what, name, batch, value
         self.gradient: Any = None
         self.second: Any = None
+        self.within: Any = None
         self.takers: list[str] | None = [name] if what == INPUT else []
         self.returned, self.weight = False, ""
         self.time: Any = None
@@ -268,8 +269,7 @@ def _in_backward(seen: Sequence[Seen], called: Collection[str], batch: int) -> F
         return None
     if kind == LOSS:
         # What came before is the forward pass.
-        last = next(one for one in reversed(seen) if one.what != RETURNED)
-        bracket = "the gradient at the output of the model", _words(last), bracket[2]
+        bracket = "the gradient at the output of the model", _words(seen[-1]), bracket[2]
     return Finding(kind, name, *bracket, batch, order=(1, at, True), rows=rows)
 
 
@@ -278,10 +278,8 @@ def _backward_culprit(
 ) -> tuple[str, str]:
     """Kind and name of the place between the last finite gradient and the first non-finite one."""
     one = signals[at]
-    if one.what == RETURNED or not at or (one.returned and not one.takers):
+    if not at or (one.returned and is_finite(one.within)):
         return LOSS, ""
-    if one.returned:
-        return UNKNOWN, ""
     if one.weight and finite[at + 1 :] and all(finite[at + 1 :]):
         # Had the gradient at the output been at fault, it would have gone on.
         return PARAMETER, one.weight
@@ -323,8 +321,7 @@ def _bracket(
 def _words(one: Seen) -> str:
     if one.what == BATCH:
         return "the batch"
-    what = OUTPUT if one.what == RETURNED else one.what
-    return f"the {what} of {repr(one.name) if one.name else 'the model'}"
+    return f"the {one.what} of {repr(one.name) if one.name else 'the model'}"
 
 
 def _habit(one: Seen) -> tuple[str, str, str]:

@@ -16,15 +16,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
 
-from steadygrad._checks import InputError
-from steadygrad._nests import attributes, tree_map_tensors
+from steadygrad._nests import attributes
 from steadygrad.formulas.tensors import exact
 from steadygrad.sharding import local
 from steadygrad.watch.finding import (
     BATCH,
     INPUT,
     OUTPUT,
-    RETURNED,
     Finding,
     Habits,
     Seen,
@@ -139,8 +137,8 @@ class Pass:
         found, version, one = self._notes.get(id(tensor), (_nothing, 0, None))
         return one if found() is tensor and version == _version(tensor) else None
 
-    def see(self, tap: "Tap", output: Any) -> Any:
-        """Notes what a module gave, and returns it; of the model, with hooks for the loss."""
+    def see(self, tap: "Tap", output: Any) -> None:
+        """Notes what a module gave."""
         repeated = in_backward()
         if not repeated:
             # The weights' gradients would not say in which of the module's calls they broke.
@@ -151,38 +149,38 @@ class Pass:
         for tensor in outputs:
             if self._known(tensor) in (None, self.seen[0]):
                 self._note(tap, OUTPUT, tensor)
-        return self._return(outputs, output) if tap.root and not repeated else output
+        if tap.root and not repeated:
+            self._await_loss(outputs)
 
-    def _return(self, outputs: Any, output: Any) -> Any:
-        """Hooks the gradients that come from the loss.
+    def _await_loss(self, outputs: Any) -> None:
+        """Hooks the gradients at what the model returned.
 
-        That of a tensor that modules took too is their sum with others, so the loss gets a view.
+        That of a tensor that modules took as well is a sum: the parts that come from within the
+        model are hooked one by one, where they leave the operations that took it.
         """
-        views: dict[int, Tensor] = {}
+        taken: dict[tuple[Any, int], Seen] = {}
         for tensor in outputs:
             one = self._known(tensor)
-            if one is None or tensor.grad_fn is None or id(tensor) in views:
+            if one is None or one.returned or tensor.grad_fn is None:
                 continue
+            one.returned = True
+            self._await_gradient(one, tensor)
             if one.takers:
-                views[id(tensor)] = tensor.view_as(tensor)
-            else:
-                one.returned = True
-                self._await_gradient(one, tensor)
-        if not views:
-            return output
-        try:
-            output = tree_map_tensors(lambda x: views.get(id(x), x), output, "the output")
-        except InputError:
-            # An object that cannot be put together again: the loss and the takers look alike.
-            for tensor in outputs:
-                one = self._known(tensor)
-                if one is not None and one.takers:
-                    one.returned = True
-            return output
-        for view in views.values():
-            self.seen.append(Seen(RETURNED, "", self.batch))
-            self._await_gradient(self.seen[-1], view)
-        return output
+                taken[tensor.grad_fn, tensor.output_nr] = one
+        nodes, known = [tensor.grad_fn for tensor in outputs] if taken else [], {None}
+        while nodes:
+            node = nodes.pop()
+            if node in known:
+                continue
+            known.add(node)
+            for i, edge in enumerate(node.next_functions):
+                if edge in taken:
+                    node.register_hook(partial(self._hand_on, taken[edge], i))
+                nodes.append(edge[0])
+
+    def _hand_on(self, one: Seen, number: int, gradients: Any, _: Any) -> None:
+        if has_values(gradients[number]):
+            self._set(one, "within", gradients[number])
 
     def _note(self, tap: "Tap", what: str, tensor: Tensor) -> None:
         if tensor.dtype not in _KNOWN or not has_values(tensor):
@@ -340,11 +338,10 @@ class Pass:
             else:
                 setattr(one, name, True if fine else part.view(number.shape))
         self._copied = None
-        # What the loss takes of the outputs comes after all that modules gave.
         self.seen.sort(key=lambda one: -1 if one.what == BATCH else one.time or 0)
 
     def _on_device(self) -> list[tuple[Seen, str, Tensor]]:
-        names = ("value", "gradient", "second", "time")
+        names = ("value", "gradient", "second", "within", "time")
         every = [(one, name) for one in self.seen for name in names]
         every += [(one, "value") for one in (*self.weights, *self.gradients)]
         found = [(one, name, getattr(one, name)) for one, name in every]

@@ -174,7 +174,8 @@ def _after_forward(
         return output
     if tap.plain:
         watch.current.enter(tap, args, kwargs)
-    return watch.current.see(tap, output)
+    watch.current.see(tap, output)
+    return output
 
 
 class _Largest(torch.autograd.Function):

@@ -137,17 +137,25 @@ def test_hidden_states(wrap, part, passes):
     assert culprit(watch) == (("loss", "") if part == torch.inf else ("gradient", "place"))
 
 
-def test_hidden_states_that_cannot_be_told():
-    """An object that is not taken apart: the loss and the next layer look alike."""
+def test_returned_tensors_are_those_of_the_model():
+    """Gradients with respect to a hidden state, and one that is returned in an unknown object."""
 
     class Odd:
         def __init__(self, y, hidden):
-            self.y, self.one, self.all = y, hidden[1], [*hidden]
+            self.y, self.h = y, hidden[1]
 
-    model = Hidden(Module(lambda x: root_of_zero(x) + x), Odd)
+    model = Hidden(nn.Tanh(), Odd)
+    watch = GradientWatch(model)
+    output = model(data()[0])
+    (gradient,) = torch.autograd.grad(output.y.sum(), output.h, retain_graph=True)
+    assert gradient.abs().sum() > 0
+    output.y.sum().backward()
+    assert watch.report() is None
+    model.place = Module(lambda x: root_of_zero(x) + x)
+    watch.close()
     watch = GradientWatch(model)
     model(data()[0]).y.sum().backward()
-    assert culprit(watch) == ("unknown", "")
+    assert culprit(watch) == ("gradient", "place")
 
 
 def test_one_of_two_heads():
