@@ -7,7 +7,7 @@ from steadygrad.record.schema.inspect import Accumulation
 from steadygrad.report import render
 from tests.unit.studies.inspect.runs import look, parts_of, spec
 
-CAUSE = "the forward pass of 'blocks.1' overflowed or divided by zero: what it was given is finite"
+CAUSE = "the forward pass of 'blocks.1' made the first values that are not finite"
 
 
 @pytest.fixture(scope="module")
