@@ -1,7 +1,10 @@
 """Batches in a given order, made by this process or by others ahead of it."""
 
 import pickle
+import signal
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +45,18 @@ def batches(
     if workers == 0:
         yield from (samples.batch(indices) for indices in index_batches)
         return
-    for batch in _from_workers(samples, index_batches, device, workers):
+    made = _from_workers(samples, index_batches, device, workers)
+    while True:
+        try:
+            batch = next(made)
+        except StopIteration:
+            return
+        # torch's own, of a worker that was killed or ran out of shared memory or of files.
+        except (RuntimeError, OSError, EOFError) as error:
+            raise TaskError(
+                "The worker processes of Task.loader_workers should live as long as the training. "
+                f"Found {reason(error)}. Remedy: fewer loader_workers if memory is short, or 0."
+            ) from error
         if isinstance(batch, _Failure):
             raise TaskError(
                 "Samples.batch should run without an error in a worker process. "
@@ -67,13 +81,33 @@ def _from_workers(
         generator=generator,
     )
     try:
-        return iter(loader)
+        with _asked_only():
+            return iter(loader)
     # What the several kinds of objects raise that cannot be pickled.
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise InputError(
             "Samples for worker processes should be picklable: classes and functions of a module, "
             f"no lambdas and open files. Found {reason(error)}. Remedy: loader_workers = 0."
         ) from error
+
+
+@contextmanager
+def _asked_only() -> Iterator[None]:
+    """Keeps torch from raising the error of a dead worker wherever the program is at the time.
+
+    Without its handler of signals the next batch raises it, within seconds.
+    """
+    # Windows has none, and a thread sets none.
+    number = getattr(signal, "SIGCHLD", None)
+    if number is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(number)
+    try:
+        yield
+    finally:
+        own = str(getattr(before, "__module__", "")).startswith("torch.")
+        signal.signal(number, signal.SIG_DFL if own or before is None else before)
 
 
 @dataclass
