@@ -1,10 +1,11 @@
 """A run record becomes one HTML page: self-contained, without scripts and without the network."""
 
+import warnings
 from importlib import import_module
 from pathlib import Path
 
 from steadygrad._checks import InputError
-from steadygrad.record import Run, read_run, write_report
+from steadygrad.record import RecordError, Run, read_run, write_report
 
 __all__ = ["render", "write"]
 
@@ -22,7 +23,7 @@ def render(run: Run) -> str:
         The whole HTML page.
 
     Raises:
-        InputError: If Matplotlib is not installed.
+        InputError: If Matplotlib is not installed, or the record makes no sense.
     """
     try:
         page: str = import_module(f"steadygrad.report.{run.header.study}").page(run)
@@ -32,6 +33,14 @@ def render(run: Run) -> str:
         raise InputError(
             "A report needs matplotlib, which is not installed. "
             'Remedy: pip install "steadygrad[cli]"'
+        ) from error
+    # Every line is of the right types, and together they may still make no sense.
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        raise RecordError(
+            f"Expected a record that can be drawn in {str(run.folder)!r}. Found numbers or names "
+            f"that no study writes ({reason}). Remedy: --debug shows where; restore the record "
+            "from a copy, or report the error if a study wrote it."
         ) from error
     return page
 
@@ -45,4 +54,9 @@ def write(folder: Path) -> Path:
     Raises:
         InputError: If the record cannot be read or drawn, or the page cannot be written.
     """
-    return write_report(folder, render(read_run(Path(folder))))
+    run = read_run(Path(folder))
+    with warnings.catch_warnings():
+        # Of odd numbers in the record: many lines, about lines of Matplotlib's code.
+        warnings.simplefilter("ignore")
+        page = render(run)
+    return write_report(folder, page)

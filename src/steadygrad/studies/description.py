@@ -1,5 +1,6 @@
 """Facts for a record's header that only torch knows, and their comparison with a record's."""
 
+import math
 import os
 from dataclasses import fields
 from datetime import datetime, timezone
@@ -9,6 +10,7 @@ import torch
 
 from steadygrad._checks import InputError
 from steadygrad.record import SCHEMA, Header, Runtime, TaskInfo, environment
+from steadygrad.studies.files import digests, located
 from steadygrad.studies.study import Study
 from steadygrad.studies.trainer import Trainer
 
@@ -68,12 +70,23 @@ def make_header(
             workers=workers,
         ),
         environment=environment(accelerator(context.device)),
+        files=digests(located(settings, os.getcwd(), {})),
+        first_losses=_first_losses(trainer),
         time={
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "folder": os.getcwd(),
         },
     )
     return header
+
+
+def _first_losses(trainer: Trainer) -> dict[str, float]:
+    """The losses before training, if they repeat with a model that is made anew."""
+    found = trainer.first_losses()
+    trainer.restart()
+    again = trainer.first_losses()
+    trainer.restart()
+    return found if found == again else {}
 
 
 def changes(header: Header, trainer: Trainer) -> list[str]:
@@ -87,12 +100,20 @@ def changes(header: Header, trainer: Trainer) -> list[str]:
         _check_same(name, getattr(then, name), getattr(now, name), "the task as it was")
     world = header.runtime.world_size, trainer.context.size
     _check_same("world_size", *world, "torchrun --nproc-per-node as before")
-    before, after = header.environment, environment()
+    before, after = header.environment, environment(accelerator(trainer.context.device))
     facts = {
         "torch": (before.get("torch"), after["torch"]),
         "the number of threads": (header.runtime.threads, torch.get_num_threads()),
         "the processor": (before.get("cpu"), after["cpu"]),
+        "the GPU": (before.get("gpu"), after.get("gpu")),
     }
+    # On another machine the last digits differ, and no more is known.
+    if header.first_losses and all(old == new for old, new in facts.values()):
+        now = trainer.first_losses()
+        for name, loss in header.first_losses.items():
+            if not math.isclose(loss, now.get(name, loss), rel_tol=1e-5, abs_tol=1e-9):
+                what = f"the loss before training ({name})"
+                _check_same(what, loss, now[name], "the task and its data as they were")
     return [
         f"{what} was {old} and is {new}: the numbers may differ in the last digits."
         for what, (old, new) in facts.items()

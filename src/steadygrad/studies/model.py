@@ -136,6 +136,24 @@ class TaskModel:
             (total,) = self.context.sum([self._summed(self.context.share(shared))])
             return (total + self._summed(rest)) / count
 
+    def first_losses(self) -> dict[str, float]:
+        """Mean losses of some samples at the present weights, the same on every rank.
+
+        A task whose data, model or loss has changed shows in them. Buffers may change.
+        """
+        task, valid = self.task, len(self.task.valid)
+        count = min(task.batch_size // self.context.size, self.micro_batch_size)
+        with generators_kept(self.context.device):
+            self.seed_everything("first")
+            batch = self._batch(torch.arange(count) * len(task.train) // count)
+            found = {"train": float(self.losses(batch, count).detach().mean())}
+            if task.evaluate is None:
+                some = min(valid, EVALUATION_SIZE)
+                with self._autocast():
+                    total = self._summed(torch.arange(some) * valid // some)
+                found["valid"] = total / some
+        return self.context.gather(found)[0]
+
     def _summed(self, indices: Tensor) -> float:
         """The sum of the losses of some validation samples."""
         if not len(indices):

@@ -1,5 +1,6 @@
 """A study from its first check to its summary, however it ends."""
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +23,7 @@ from steadygrad.record import (
     dumps,
     environment,
     read_run,
+    remember_run,
 )
 from steadygrad.record.schema.common import FREE
 from steadygrad.studies.calibration import calibrate, resolve_device
@@ -30,10 +32,11 @@ from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
 from steadygrad.studies.description import changes, make_header
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.executor import Pool, cuda_devices, dask_pool, process_pool
+from steadygrad.studies.files import agree, check_trust, load_recorded_task, located
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.study import Study, study_class, study_of
 from steadygrad.studies.trainer import Trainer
-from steadygrad.studies.worker import Worker, load_recorded_task
+from steadygrad.studies.worker import Worker
 from steadygrad.tasks import load_task
 
 __all__ = ["Outcome", "StudyFailed", "resume", "start"]
@@ -98,7 +101,10 @@ def start(
         header = make_header(kind, settings, trainer, workers, plan)
         writer = context.on_main(lambda: RunWriter.create(folder, header))
         deadline.limit(settings.budget)
-        session = _Session(folder, kind(header), trainer, settings.budget, writer, monitor)
+        context.on_main(lambda: remember_run(folder))
+        study = kind(header)
+        study.files = located(settings, os.getcwd(), {})
+        session = _Session(folder, study, trainer, settings.budget, writer, monitor)
         return session.run(cluster or _local_pool(workers, header), deadline)
 
 
@@ -143,7 +149,10 @@ def resume(
     joined = DistributedContext.joined(deadline, device, settings.sharding)
     with joined as context, ExitStack() as stack:
         study = study_of(header)
-        task = context.together(lambda: load_recorded_task(header))
+        context.on_main(lambda: check_trust(recorded, given))
+        folder_then = str(header.time.get("folder", ""))
+        study.files = files = located(header.settings, folder_then, given)
+        task = context.together(lambda: load_recorded_task(header, files))
         trainer = study.make_trainer(task, settings, context, runtime.micro_batch_size)
         for warning in changes(header, trainer):
             monitor.say(warning)
@@ -176,7 +185,7 @@ def _agreed(header: Any, given: Mapping[str, Any]) -> Any:
     for name, value in given.items():
         recorded = getattr(header.settings, name)
         same = value == recorded or (name == "device" and value == header.runtime.device)
-        if not same and name not in FREE:
+        if not (same or name in FREE or agree(name, recorded, value)):
             flag = "TASK" if name == "task" else f"--{name.replace('_', '-')}"
             raise InputError(
                 f"--resume takes {name} = {recorded!r} from the record. Found {value!r}. "
