@@ -19,8 +19,7 @@ from steadygrad.record._environment import environment
 from steadygrad.record._events import End, Event, Header, Key, Runtime, TaskInfo, listed, plural
 from steadygrad.record._files import RecordError, open_file, read_file, replace_file, write_report
 from steadygrad.record._json import dumps, loads
-from steadygrad.record._own import is_own_run, remember_run
-from steadygrad.record._read import SCHEMA, Run, checked_line, parse_line, read_run
+from steadygrad.record._read import SCHEMA, Run, checked_line, parse_line, read_run, understanding
 from steadygrad.record._write import RunWriter
 
 __all__ = [
@@ -38,7 +37,6 @@ __all__ = [
     "convert",
     "dumps",
     "environment",
-    "is_own_run",
     "listed",
     "loads",
     "open_file",
@@ -46,7 +44,7 @@ __all__ = [
     "plural",
     "read_file",
     "read_run",
-    "remember_run",
     "replace_file",
+    "understanding",
     "write_report",
 ]

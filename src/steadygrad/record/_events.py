@@ -23,7 +23,7 @@ __all__ = [
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Positive = Annotated[int, Meta(ge=1, lt=1 << 62)]
-Few = Annotated[int, Meta(ge=0, le=1000)]
+Few = Annotated[int, Meta(ge=0, le=64)]
 """A number of things that are gone through one by one."""
 PositiveFloat = Annotated[float, Meta(gt=0, lt=1e300)]
 Key = tuple[str | int, ...]
@@ -102,7 +102,7 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True):
         workers: Trials at a time that the plan reckons with.
     """
 
-    device: str
+    device: Annotated[str, Meta(pattern="^(cpu|cuda|mps)$")]
     dtype: str
     world_size: Positive
     sharding: str
@@ -128,7 +128,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
     runtime: Runtime
     environment: dict[str, Any]
     files: dict[str, dict[str, str]] = {}
-    first_losses: dict[str, float] = {}
+    first_losses: tuple[float, ...] = ()
     time: dict[str, Any] = {}
 
 

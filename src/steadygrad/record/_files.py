@@ -77,12 +77,10 @@ def write_report(folder: Path, html: str) -> Path:
 
 
 def open_file(path: Path, mode: str = "rb", buffering: int = -1) -> IO[Any]:
-    """Opens a file that exists, and no pipe or device; one that is written is no link either.
-
-    Raises:
-        OSError: If it cannot be opened, or is something else. Nothing is waited for.
-    """
-    safe = getattr(os, "O_NONBLOCK", 0) | ("+" in mode and getattr(os, "O_NOFOLLOW", 0))
+    """Opens a file, and neither a pipe nor a device, nor a link to write to; ``OSError`` if so."""
+    # Windows has neither.
+    names = ("O_NONBLOCK", "O_NOFOLLOW") if "+" in mode else ("O_NONBLOCK",)
+    safe = sum(getattr(os, name, 0) for name in names)
     opener = lambda name, flags: os.open(name, flags | safe)  # noqa: E731
     file = open(path, mode, buffering, opener=opener)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -92,11 +90,7 @@ def open_file(path: Path, mode: str = "rb", buffering: int = -1) -> IO[Any]:
 
 
 def read_file(path: Path, most: int = MOST) -> bytes:
-    """The content of a file.
-
-    Raises:
-        OSError: If it cannot be read, is no file, or has more than ``most`` bytes.
-    """
+    """The content of a file of at most ``most`` bytes; ``OSError`` if it is anything else."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         # Files such as those of /proc have no size.

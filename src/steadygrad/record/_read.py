@@ -3,13 +3,15 @@
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from steadygrad._checks import InputError
 from steadygrad.record._events import Event, Header
 from steadygrad.record._files import RECORD, SUMMARY, RecordError, read_file
 from steadygrad.record._json import dumps, loads
@@ -24,6 +26,7 @@ __all__ = [
     "parse_line",
     "read_record",
     "read_run",
+    "understanding",
 ]
 
 SCHEMA = 2
@@ -92,6 +95,21 @@ def read_run(folder: Path) -> Run:
     folder = Path(folder)
     header, events, whole, size = read_record(folder)
     return Run(folder, header, events, _read_summary(folder), truncated=whole < size)
+
+
+@contextmanager
+def understanding(folder: Path) -> Iterator[None]:
+    """Turns any error over a record whose lines are of the right types into a ``RecordError``."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        raise RecordError(
+            f"Expected a record that makes sense in {str(folder)!r}. Found numbers or names that "
+            f"no study writes ({reason}). Remedy: restore it from a copy, or see --debug."
+        ) from error
 
 
 def read_record(folder: Path) -> tuple[Header, list[Event], int, int]:

@@ -83,6 +83,12 @@ class RunWriter:
         """
         folder = Path(folder)
         read_record(folder)
+        for path in folder.iterdir():
+            if path.is_symlink() and (path.name == RECORD or path.is_dir()):
+                raise RecordError(
+                    f"Expected the files and folders of a run in {str(folder)!r}. Found "
+                    f"{path.name!r}, a link. Remedy: put in its place what it leads to."
+                )
         with writing(folder):
             return cls(folder)
 

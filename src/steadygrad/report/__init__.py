@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 
 from steadygrad._checks import InputError
-from steadygrad.record import RecordError, Run, read_run, write_report
+from steadygrad.record import Run, read_run, understanding, write_report
 
 __all__ = ["render", "write"]
 
@@ -26,7 +26,7 @@ def render(run: Run) -> str:
         InputError: If Matplotlib is not installed, or the record makes no sense.
     """
     try:
-        page: str = import_module(f"steadygrad.report.{run.header.study}").page(run)
+        draw = import_module(f"steadygrad.report.{run.header.study}").page
     except ImportError as error:
         if str(error.name).partition(".")[0] != "matplotlib":
             raise
@@ -34,14 +34,8 @@ def render(run: Run) -> str:
             "A report needs matplotlib, which is not installed. "
             'Remedy: pip install "steadygrad[cli]"'
         ) from error
-    # Every line is of the right types, and together they may still make no sense.
-    except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-        raise RecordError(
-            f"Expected a record that can be drawn in {str(run.folder)!r}. Found numbers or names "
-            f"that no study writes ({reason}). Remedy: --debug shows where; restore the record "
-            "from a copy, or report the error if a study wrote it."
-        ) from error
+    with understanding(run.folder):
+        page: str = draw(run)
     return page
 
 

@@ -4,6 +4,7 @@ import math
 import os
 from dataclasses import fields
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def make_header(
             workers=workers,
         ),
         environment=environment(accelerator(context.device)),
-        files=digests(located(settings, os.getcwd(), {})),
+        files=digests(located(settings)),
         first_losses=_first_losses(trainer),
         time={
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -80,13 +81,13 @@ def make_header(
     return header
 
 
-def _first_losses(trainer: Trainer) -> dict[str, float]:
-    """The losses before training, if they repeat with a model that is made anew."""
-    found = trainer.first_losses()
-    trainer.restart()
-    again = trainer.first_losses()
-    trainer.restart()
-    return found if found == again else {}
+def _first_losses(trainer: Trainer) -> tuple[float, ...]:
+    """The losses before training, if a model that is made anew has them again."""
+    found = []
+    for _ in range(2):
+        found.append(trainer.first_losses())
+        trainer.restart()
+    return found[0] if found[0] == found[1] else ()
 
 
 def changes(header: Header, trainer: Trainer) -> list[str]:
@@ -109,11 +110,9 @@ def changes(header: Header, trainer: Trainer) -> list[str]:
     }
     # On another machine the last digits differ, and no more is known.
     if header.first_losses and all(old == new for old, new in facts.values()):
-        now = trainer.first_losses()
-        for name, loss in header.first_losses.items():
-            if not math.isclose(loss, now.get(name, loss), rel_tol=1e-5, abs_tol=1e-9):
-                what = f"the loss before training ({name})"
-                _check_same(what, loss, now[name], "the task and its data as they were")
+        losses = header.first_losses, trainer.first_losses()
+        if not all(map(partial(math.isclose, rel_tol=1e-5, abs_tol=1e-9), *losses)):
+            _check_same("losses before training", *losses, "the task and its data as they were")
     return [
         f"{what} was {old} and is {new}: the numbers may differ in the last digits."
         for what, (old, new) in facts.items()

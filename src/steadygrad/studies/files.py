@@ -1,112 +1,105 @@
-"""The user's files that a study runs: where they are, and whether they are those recorded.
+"""The user's files that a study runs: a task and the optimizers of ``--add`` are Python functions.
 
-A task and the optimizers of ``--add`` are functions in Python files. A study that goes on half-way
-with other ones would give one verdict on two things.
+A record may be a stranger's, and name any file: only what this user's own run recorded is taken at
+its word. That this user began a run is remembered in an empty file outside of the run's folder.
 """
 
 import hashlib
+import os
 from collections.abc import Mapping
-from os.path import expanduser
-from pathlib import Path, PurePath
+from contextlib import suppress
+from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from steadygrad._checks import InputError
-from steadygrad.record import Run, is_own_run, read_file
+from steadygrad.record import Run, open_file, read_file, replace_file
 from steadygrad.tasks import BUILT_IN, Task, load_task, sources
 
-__all__ = ["agree", "check_trust", "digests", "load_recorded_task", "located"]
-
-# Settings that name functions in files.
-NAMING = ("task", "add")
+__all__ = ["digests", "load_recorded_task", "located", "remember", "trusted"]
 
 
-def _specs(settings: Any, name: str) -> list[str]:
-    """The functions in files that a setting names."""
-    text = str(
-        settings.get(name, "") if isinstance(settings, Mapping) else getattr(settings, name, "")
-    )
-    parts = [text] if name == "task" else [part.strip() for part in text.split(",")]
-    return [part for part in parts if part and part not in BUILT_IN]
+def located(settings: Any, folder: str = "", typed: Any = ()) -> dict[str, str]:
+    """Absolute places of the functions in files that settings name.
 
-
-def agree(name: str, then: Any, now: Any) -> bool:
-    """Whether a setting names the same functions, maybe in another folder: digests decide then."""
-    names = [[PurePath(spec).name for spec in _specs({name: text}, name)] for text in (then, now)]
-    return name in NAMING and names[0] == names[1] != []
-
-
-def located(settings: Any, folder: str, given: Mapping[str, Any]) -> dict[str, str]:
-    """Absolute places of the functions that settings name.
-
-    Args:
-        settings: The settings, as recorded.
-        folder: Folder in which the run was started.
-        given: Settings that a user names now; their places count from the present folder.
+    They count from ``folder``, and those of settings in ``typed`` from the present folder.
     """
-    found = {}
-    for name in NAMING:
-        now, start = (given, "") if name in given else (settings, folder)
-        for spec, named in zip(_specs(settings, name), _specs(now, name), strict=True):
-            found[spec] = str(Path(start, expanduser(named)).absolute())
-    return found
+    add = getattr(settings, "add", "").split(",")
+    named = {"task": [settings.task], "add": [spec.strip() for spec in add]}
+    return {
+        spec: str(Path("" if name in typed else folder, os.path.expanduser(spec)).absolute())
+        for name, specs in named.items()
+        for spec in specs
+        if spec and spec not in BUILT_IN
+    }
 
 
-def check_trust(run: Run, given: Mapping[str, Any]) -> None:
-    """Refuses to run files that only the record names, unless this user's own run recorded them.
+def trusted(run: Run, given: Mapping[str, Any]) -> dict[str, str]:
+    """Places of the functions that a run goes on with.
 
     Raises:
-        InputError: With the command that names them.
+        InputError: If only the record of another user or machine names them; with the command.
     """
-    named = {name: ",".join(_specs(run.header.settings, name)) for name in NAMING}
-    strange = [text for name, text in named.items() if text and name not in given]
-    if strange and not is_own_run(run.folder):
-        task = run.header.settings.task
-        add = f" --add {quote(named['add'])}" if named["add"] else ""
+    settings, study = run.header.settings, run.header.study
+    add = getattr(settings, "add", "")
+    unsaid = ("task" not in given and settings.task not in BUILT_IN) or ("add" not in given and add)
+    with suppress(OSError, RuntimeError):
+        unsaid = unsaid and not _mark(run.folder).is_file()
+    if unsaid:
+        words = [settings.task, *(["--add", add] if add else []), "--resume", str(run.folder)]
         raise InputError(
-            "Expected a run that was begun by you on this machine: a record names Python files, "
-            f"and --resume would run them. Found {', '.join(strange)} in the record of "
-            f"{str(run.folder)!r}. Remedy: read them; if they are yours, name them: "
-            f"steadygrad {run.header.study} {quote(task)}{add} --resume {quote(str(run.folder))}"
+            "Expected a run that you began here: the record names Python files, and --resume runs "
+            f"them. Found no trace of it. Remedy: read {', '.join(located(settings))}; if you "
+            f"trust them: steadygrad {study} {' '.join(map(quote, words))}"
         )
+    return located(settings, str(run.header.time.get("folder", "")), given)
+
+
+def remember(folder: Path) -> None:
+    """Remembers that this user began a run; where that fails, a resume has to name its files."""
+    with suppress(OSError, RuntimeError, InputError):
+        mark = _mark(folder)
+        mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(mark, b"")
+
+
+def _mark(folder: Path) -> Path:
+    with open_file(folder / "record.jsonl") as file:
+        header = hashlib.sha256(file.readline()).hexdigest()
+    given = os.environ.get("XDG_STATE_HOME", "")
+    # A relative one would lie in whatever folder is the present one.
+    home = Path(given) if os.path.isabs(given) else Path.home().absolute() / ".local/state"
+    return home / "steadygrad/runs" / header
 
 
 def load_recorded_task(header: Any, files: Mapping[str, str]) -> Task:
-    """The task of a record, whose files are still those recorded.
-
-    Args:
-        header: The record's header.
-        files: Places of its functions.
+    """The task of a record, if the functions' ``files`` are still those recorded.
 
     Raises:
-        InputError: If one of the files has changed.
+        InputError: If one of them has changed.
     """
     for spec, place in files.items():
         for name, digest in header.files.get(spec, {}).items():
             path = Path(place).parent / name
             if _digest(path) != digest:
                 raise InputError(
-                    f"Expected {str(path)!r} as it was when the run began. Found it changed "
-                    "or gone. Remedy: restore it, or start a new run with --out."
+                    f"Expected {str(path)!r} as it was when the run began. Found it changed or "
+                    "gone. Remedy: restore it, or start a new run with --out."
                 )
-    # Not of the task's description: only the settings were looked at before.
-    task = header.settings.task
-    return load_task(files.get(task, task))
+    # Not `header.task.spec`: only the settings were looked at before.
+    return load_task(files.get(header.settings.task, header.settings.task))
 
 
 def digests(files: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """SHA-256 of each function's file, and of the files beside it that it imported so far."""
+    """SHA-256 of each function's file, and of the files beside it that were imported so far."""
+    found = {spec: (Path(place).parent, sources(place)) for spec, place in files.items()}
     return {
-        spec: {
-            path.relative_to(Path(place).parent).as_posix(): _digest(path)
-            for path in sources(place)
-        }
-        for spec, place in files.items()
+        spec: {path.relative_to(folder).as_posix(): _digest(path) for path in paths}
+        for spec, (folder, paths) in found.items()
     }
 
 
 def _digest(path: Path) -> str:
-    try:
+    with suppress(OSError):
         return hashlib.sha256(read_file(path)).hexdigest()
-    except OSError:
-        return ""
+    return ""

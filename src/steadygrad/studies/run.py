@@ -1,6 +1,5 @@
 """A study from its first check to its summary, however it ends."""
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +22,7 @@ from steadygrad.record import (
     dumps,
     environment,
     read_run,
-    remember_run,
+    understanding,
 )
 from steadygrad.record.schema.common import FREE
 from steadygrad.studies.calibration import calibrate, resolve_device
@@ -32,7 +31,7 @@ from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
 from steadygrad.studies.description import changes, make_header
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.executor import Pool, cuda_devices, dask_pool, process_pool
-from steadygrad.studies.files import agree, check_trust, load_recorded_task, located
+from steadygrad.studies.files import load_recorded_task, located, remember, trusted
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.study import Study, study_class, study_of
 from steadygrad.studies.trainer import Trainer
@@ -101,9 +100,9 @@ def start(
         header = make_header(kind, settings, trainer, workers, plan)
         writer = context.on_main(lambda: RunWriter.create(folder, header))
         deadline.limit(settings.budget)
-        context.on_main(lambda: remember_run(folder))
+        context.on_main(lambda: remember(folder))
         study = kind(header)
-        study.files = located(settings, os.getcwd(), {})
+        study.files = located(settings)
         session = _Session(folder, study, trainer, settings.budget, writer, monitor)
         return session.run(cluster or _local_pool(workers, header), deadline)
 
@@ -140,7 +139,8 @@ def resume(
             f"{header.study}` in {str(folder)!r}. Remedy: steadygrad {header.study} --resume."
         )
     settings = _agreed(header, given)
-    done = _completed(recorded, "budget" in given, monitor)
+    with understanding(folder):
+        done = _completed(recorded, "budget" in given, monitor)
     if done is not None:
         return done
     deadline, runtime = deadline or Deadline(), header.runtime
@@ -149,9 +149,9 @@ def resume(
     joined = DistributedContext.joined(deadline, device, settings.sharding)
     with joined as context, ExitStack() as stack:
         study = study_of(header)
-        context.on_main(lambda: check_trust(recorded, given))
-        folder_then = str(header.time.get("folder", ""))
-        study.files = files = located(header.settings, folder_then, given)
+        # Only rank 0's machine knows which runs were begun there.
+        found = context.gather(context.on_main(lambda: trusted(recorded, given)))[0]
+        study.files = files = found or {}
         task = context.together(lambda: load_recorded_task(header, files))
         trainer = study.make_trainer(task, settings, context, runtime.micro_batch_size)
         for warning in changes(header, trainer):
@@ -185,7 +185,7 @@ def _agreed(header: Any, given: Mapping[str, Any]) -> Any:
     for name, value in given.items():
         recorded = getattr(header.settings, name)
         same = value == recorded or (name == "device" and value == header.runtime.device)
-        if not (same or name in FREE or agree(name, recorded, value)):
+        if not same and name not in FREE:
             flag = "TASK" if name == "task" else f"--{name.replace('_', '-')}"
             raise InputError(
                 f"--resume takes {name} = {recorded!r} from the record. Found {value!r}. "
@@ -264,7 +264,8 @@ class _Session:
         kinds, is_main = study.schema().events, self.trainer.context.is_main
         journal = self.journal = Journal(self.writer, self.events, folder / "pending", kinds)
         worker = Worker(study, folder, self.trainer)
-        self._begin()
+        with understanding(folder):
+            self._begin()
         status, reason = "complete", 0
         try:
             try:

@@ -109,21 +109,18 @@ def check_own_loss(task: Task, model: nn.Module, objective: str) -> None:
 def sequence_length(rows: Any) -> int | None:
     """Length of the samples' ``input_ids``, if eight samples spread over all have one length."""
     count = min(8, len(rows))
-    some = [rows[i * len(rows) // count] for i in range(count)]
-    check_rows(some)
+    some = (_columns(rows[i * len(rows) // count]) for i in range(count))
     lengths = {len(row.get("input_ids", ())) for row in some}
     return (lengths.pop() or None) if len(lengths) == 1 else None
 
 
-def check_rows(rows: list[Any]) -> None:
-    """Refuses samples that are no mappings from a column to its value."""
-    for row in rows:
-        if not isinstance(row, Mapping):
-            raise InputError(
-                "A sample of the data set should be a mapping from column to value. Found "
-                f"{type(row).__name__}. Remedy: a datasets.Dataset or a list of dicts; "
-                "Task.from_dataloader takes other samples."
-            )
+def _columns(row: Any) -> Mapping[str, Any]:
+    if isinstance(row, Mapping):
+        return row
+    raise InputError(
+        "A sample of the data set should be a mapping from column to value. Found "
+        f"{type(row).__name__}. Remedy: a list of dicts, or Task.from_dataloader."
+    )
 
 
 def _labels(batch: Mapping[str, Any]) -> Tensor:
@@ -158,9 +155,12 @@ class ModelColumns:
 
     def __call__(self, items: list[Mapping[str, Any]]) -> Any:
         """Collates ``n`` samples."""
-        check_rows(items)
         kept = [
-            {key: value for key, value in item.items() if not self.columns or key in self.columns}
+            {
+                key: value
+                for key, value in _columns(item).items()
+                if not self.columns or key in self.columns
+            }
             for item in items
         ]
         if not all(kept):

@@ -93,9 +93,9 @@ def load_function(spec: str) -> Callable[..., Any]:
 def sources(spec: str) -> list[Path]:
     """The file of a function that was loaded, and all files beside it that were imported so far."""
     path, _ = _split(spec)
-    modules = [module for module in sys.modules.values() if isinstance(module, ModuleType)]
-    loaders = [getattr(vars(module).get("__spec__"), "loader", None) for module in modules]
-    beside = {Path(each.path) for each in loaders if isinstance(each, UncachedLoader)}
+    specs = [vars(m).get("__spec__") for m in sys.modules.values() if isinstance(m, ModuleType)]
+    loaders = [getattr(spec, "loader", None) for spec in specs]
+    beside = {Path(loader.path) for loader in loaders if isinstance(loader, UncachedLoader)}
     return [path, *sorted(other for other in beside if path.parent in other.parents)]
 
 

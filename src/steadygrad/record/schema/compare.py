@@ -110,7 +110,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     horizons: tuple[Positive, Positive, Positive]
     points: Few
     full: bool
-    seeds: Few
+    seeds: Annotated[int, Meta(ge=1, le=1000)]
     samples_per_second: PositiveFloat
     work: Positive
     span: Positive
