@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import textwrap
+import warnings
 
 import pytest
 
@@ -308,6 +309,12 @@ def unequal(lines):
         line["curve"] = line["curve"][1:]
 
 
+def equal(lines):
+    for line in lines:
+        if line["event"] == "training":
+            line.update(loss=1e300, curve=[[at, 1e300] for at, _ in line["curve"]])
+
+
 def huge(lines):
     for line in lines:
         if "curve" in line:
@@ -320,6 +327,7 @@ HOSTILE = {
     "surrogate in a choice": ("compare", lambda x: x[0]["settings"].update(sharding="\ud800")),
     "surrogate in the device": ("advise", lambda x: x[0]["runtime"].update(device="\udc80")),
     "losses of 1e308": ("advise", huge),
+    "losses of 1e300": ("compare", equal),
     "curves of other lengths": ("compare", unequal),
     "ten million seeds": ("compare", lambda x: x[0]["plan"].update(seeds=10**7)),
     "a billion points": ("compare", lambda x: x[0]["plan"].update(points=10**9)),
@@ -345,8 +353,11 @@ def test_a_hostile_record_is_a_page_or_one_line(case, tmp_path, capsys):
     lines = [json.loads(line) for line in (folder / "record.jsonl").read_bytes().splitlines()]
     change(lines)
     (folder / "record.jsonl").write_bytes(b"".join(with_checksums(lines)))
-    code = main(["report", str(folder)])
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        code = main(["report", str(folder)])
     out, err = capsys.readouterr()
+    assert heard == []
     if code == 0:
         assert (err, (folder / "report.html").is_file()) == ("", True)
     else:
