@@ -50,6 +50,14 @@ def pytest_collection():
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def state_home(tmp_path_factory):
+    """A folder in place of the home's, where studies remember which runs are this user's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish():
     """Exempts all objects made so far from garbage collection."""

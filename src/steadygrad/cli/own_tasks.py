@@ -1,9 +1,7 @@
 """The commands ``steadygrad tasks`` and ``steadygrad init``."""
 
-import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from shlex import quote
@@ -60,13 +58,11 @@ def _template(path: Path) -> str:
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    """Writes a file that does not exist: beside, then renamed into place."""
-    part = path.with_name(f".steadygrad-{os.getpid()}.part")
-    try:
-        part.write_bytes(data)
-        # Takes the name, or fails where it is taken; a rename alone would write over a file.
-        path.open("x").close()
-        os.replace(part, path)
-    finally:
-        with suppress(OSError):
-            part.unlink()
+    """Writes a file that does not exist, or leaves none behind."""
+    with path.open("xb") as file:
+        try:
+            file.write(data)
+            file.flush()
+        except BaseException:
+            path.unlink()
+            raise

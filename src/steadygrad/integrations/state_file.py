@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from steadygrad._checks import InputError
-from steadygrad.record import replace_file
+from steadygrad.record import open_file, replace_file
 
 __all__ = ["load_states", "save_states"]
 
@@ -27,7 +27,8 @@ def load_states(path: Path) -> dict[str, Any]:
         InputError: If it cannot be read.
     """
     try:
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
+        with open_file(path) as file:
+            return dict(torch.load(file, map_location="cpu", weights_only=True))
     except Exception as error:
         reason = " ".join(str(error).split())[:80]
         raise InputError(

@@ -17,9 +17,9 @@ except ModuleNotFoundError as error:
 
 from steadygrad.record._environment import environment
 from steadygrad.record._events import End, Event, Header, Key, Runtime, TaskInfo, listed, plural
-from steadygrad.record._files import RecordError, replace_file, write_report
+from steadygrad.record._files import RecordError, open_file, read_file, replace_file, write_report
 from steadygrad.record._json import dumps, loads
-from steadygrad.record._read import SCHEMA, Run, checked_line, parse_line, read_run
+from steadygrad.record._read import SCHEMA, Run, checked_line, parse_line, read_run, understanding
 from steadygrad.record._write import RunWriter
 
 __all__ = [
@@ -39,9 +39,12 @@ __all__ = [
     "environment",
     "listed",
     "loads",
+    "open_file",
     "parse_line",
     "plural",
+    "read_file",
     "read_run",
     "replace_file",
+    "understanding",
     "write_report",
 ]

@@ -10,6 +10,7 @@ __all__ = [
     "Count",
     "End",
     "Event",
+    "Few",
     "Header",
     "Key",
     "Positive",
@@ -22,6 +23,8 @@ __all__ = [
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Positive = Annotated[int, Meta(ge=1, lt=1 << 62)]
+Few = Annotated[int, Meta(ge=0, le=64)]
+"""A number of things that are gone through one by one."""
 PositiveFloat = Annotated[float, Meta(gt=0, lt=1e300)]
 Key = tuple[str | int, ...]
 """The name of an event's kind, and the values that tell it from others of its kind."""
@@ -101,13 +104,13 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True):
         workers: Trials at a time that the plan reckons with.
     """
 
-    device: str
+    device: Annotated[str, Meta(pattern="^(cpu|cuda|mps)$")]
     dtype: str
     world_size: Positive
     sharding: str
-    threads: Positive
+    threads: Annotated[int, Meta(ge=1, le=4096)]
     micro_batch_size: Positive
-    workers: Positive
+    workers: Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="run"):
@@ -116,6 +119,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
     Attributes:
         schema: Version of the record's format.
         environment: Versions and hardware, of :func:`steadygrad.record.environment`.
+        files: SHA-256 of the user's files, by the function that comes from them.
+        first_losses: Mean losses before training; empty where they do not repeat.
         time: When and where the run was created.
     """
 
@@ -124,6 +129,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
     task: TaskInfo
     runtime: Runtime
     environment: dict[str, Any]
+    files: dict[str, dict[str, str]] = {}
+    first_losses: tuple[float, ...] = ()
     time: dict[str, Any] = {}
 
 

@@ -1,15 +1,33 @@
-"""The files of a run, and how they come into being: beside, then renamed into place."""
+"""The files of a run, and how they come into being: beside, then renamed into place.
 
+A run may come from a stranger: no name in its folder is trusted to be a file, nor to be small.
+"""
+
+import errno
 import os
+import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 from steadygrad._checks import InputError
 
-__all__ = ["RECORD", "SUMMARY", "RecordError", "replace_file", "write_report", "writing"]
+__all__ = [
+    "RECORD",
+    "SUMMARY",
+    "RecordError",
+    "open_file",
+    "read_file",
+    "replace_file",
+    "write_report",
+    "writing",
+]
 
 RECORD, SUMMARY = "record.jsonl", "summary.json"
+# Bytes of a file of a run; a record with ten thousand layers has half as many.
+MOST = 1 << 28
 
 
 class RecordError(InputError):
@@ -58,15 +76,41 @@ def write_report(folder: Path, html: str) -> Path:
     return path
 
 
+def open_file(path: Path, mode: str = "rb", buffering: int = -1) -> IO[Any]:
+    """Opens a file, and neither a pipe nor a device, nor a link to write to; ``OSError`` if so."""
+    # Windows has neither.
+    names = ("O_NONBLOCK", "O_NOFOLLOW") if "+" in mode else ("O_NONBLOCK",)
+    safe = sum(getattr(os, name, 0) for name in names)
+    opener = lambda name, flags: os.open(name, flags | safe)  # noqa: E731
+    file = open(path, mode, buffering, opener=opener)  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "It is no regular file", str(path))
+    return file
+
+
+def read_file(path: Path, most: int = MOST) -> bytes:
+    """The content of a file of at most ``most`` bytes; ``OSError`` if it is anything else."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        # Files such as those of /proc have no size.
+        data: bytes = b"" if size > most else file.read((size or most) + 1) or b""
+    if max(size, len(data)) > most:
+        raise OSError(errno.EFBIG, f"It is larger than {most:,} bytes", str(path))
+    return data
+
+
 def _write_beside(path: Path, data: bytes) -> None:
-    part = path.with_name(f".{path.name}.part")
+    # A name that nobody can guess, made anew: it is no link that came with the folder, and no
+    # other process writes it. The rename replaces a link at `path`, and does not follow it.
+    part = path.with_name(f".{secrets.token_hex(8)}.part")
     try:
-        with open(part, "wb") as file:
+        with open(part, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
-    except OSError:
+    except BaseException:
         with suppress(OSError):
             part.unlink()
         raise

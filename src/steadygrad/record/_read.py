@@ -3,15 +3,17 @@
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from steadygrad._checks import InputError
 from steadygrad.record._events import Event, Header
-from steadygrad.record._files import RECORD, SUMMARY, RecordError
+from steadygrad.record._files import RECORD, SUMMARY, RecordError, read_file
 from steadygrad.record._json import dumps, loads
 from steadygrad.record.schema import Schema, schema_of
 
@@ -24,6 +26,7 @@ __all__ = [
     "parse_line",
     "read_record",
     "read_run",
+    "understanding",
 ]
 
 SCHEMA = 2
@@ -94,11 +97,26 @@ def read_run(folder: Path) -> Run:
     return Run(folder, header, events, _read_summary(folder), truncated=whole < size)
 
 
+@contextmanager
+def understanding(folder: Path) -> Iterator[None]:
+    """Turns any error over a record whose lines are of the right types into a ``RecordError``."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        raise RecordError(
+            f"Expected a record that makes sense in {str(folder)!r}. Found numbers or names that "
+            f"no study writes ({reason}). Remedy: restore it from a copy, or see --debug."
+        ) from error
+
+
 def read_record(folder: Path) -> tuple[Header, list[Event], int, int]:
     """The header, the events, and the bytes: those of whole lines, and all."""
     path = folder / RECORD
     try:
-        data = path.read_bytes()
+        data = read_file(path)
     except (FileNotFoundError, NotADirectoryError):
         raise RecordError(
             f"Expected the folder of a run, with a {RECORD} in it. Found none in {str(folder)!r}. "
@@ -189,6 +207,9 @@ def _event(path: Path, number: int, entry: Any, header: Header, schema: Schema) 
 def _typed(path: Path, number: int, entry: Any, kind: Any) -> Any:
     try:
         return msgspec.convert(entry, kind)
+    # Half of a surrogate pair, where one of a few words should stand.
+    except UnicodeError:
+        raise _wrong(path, number, "text", "half of a surrogate pair") from None
     except msgspec.ValidationError as error:
         text, _, place = str(error).partition(" - at `$")
         place = place.rstrip("`").lstrip(".")
@@ -231,7 +252,7 @@ class _Summary(msgspec.Struct):
 def _read_summary(folder: Path) -> dict[str, Any] | None:
     path = folder / SUMMARY
     try:
-        summary: dict[str, Any] = loads(path.read_bytes())
+        summary: dict[str, Any] = loads(read_file(path))
         version = msgspec.convert(summary, _Summary).schema
         whole = summary.pop("crc", "") == checksum(summary)
     except FileNotFoundError:

@@ -11,7 +11,7 @@ import msgspec
 
 from steadygrad._checks import InputError
 from steadygrad.record._events import Event, Header
-from steadygrad.record._files import RECORD, SUMMARY, RecordError, replace_file, writing
+from steadygrad.record._files import RECORD, SUMMARY, RecordError, open_file, replace_file, writing
 from steadygrad.record._json import dumps
 from steadygrad.record._read import checked_line, checksum, crc_of, read_record
 
@@ -29,7 +29,7 @@ class RunWriter:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._file = open(folder / RECORD, "r+b", buffering=0)  # noqa: SIM115
+        self._file = open_file(folder / RECORD, "r+b", 0)
         try:
             _lock(self._file, folder)
             # Only now: the process that wrote it before has finished.
@@ -83,6 +83,12 @@ class RunWriter:
         """
         folder = Path(folder)
         read_record(folder)
+        for path in folder.iterdir():
+            if path.is_symlink() and (path.name == RECORD or path.is_dir()):
+                raise RecordError(
+                    f"Expected the files and folders of a run in {str(folder)!r}. Found "
+                    f"{path.name!r}, a link. Remedy: put in its place what it leads to."
+                )
         with writing(folder):
             return cls(folder)
 

@@ -1,10 +1,11 @@
 """A run record becomes one HTML page: self-contained, without scripts and without the network."""
 
+import warnings
 from importlib import import_module
 from pathlib import Path
 
 from steadygrad._checks import InputError
-from steadygrad.record import Run, read_run, write_report
+from steadygrad.record import Run, read_run, understanding, write_report
 
 __all__ = ["render", "write"]
 
@@ -22,10 +23,10 @@ def render(run: Run) -> str:
         The whole HTML page.
 
     Raises:
-        InputError: If Matplotlib is not installed.
+        InputError: If Matplotlib is not installed, or the record makes no sense.
     """
     try:
-        page: str = import_module(f"steadygrad.report.{run.header.study}").page(run)
+        draw = import_module(f"steadygrad.report.{run.header.study}").page
     except ImportError as error:
         if str(error.name).partition(".")[0] != "matplotlib":
             raise
@@ -33,6 +34,8 @@ def render(run: Run) -> str:
             "A report needs matplotlib, which is not installed. "
             'Remedy: pip install "steadygrad[cli]"'
         ) from error
+    with understanding(run.folder):
+        page: str = draw(run)
     return page
 
 
@@ -45,4 +48,9 @@ def write(folder: Path) -> Path:
     Raises:
         InputError: If the record cannot be read or drawn, or the page cannot be written.
     """
-    return write_report(folder, render(read_run(Path(folder))))
+    run = read_run(Path(folder))
+    with warnings.catch_warnings():
+        # Of odd numbers in the record: many lines, about lines of Matplotlib's code.
+        warnings.simplefilter("ignore")
+        page = render(run)
+    return write_report(folder, page)

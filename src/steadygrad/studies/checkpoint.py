@@ -3,23 +3,24 @@
 import copy
 import hashlib
 import io
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError
-from steadygrad.record import replace_file
+from steadygrad.record import environment, read_file, replace_file
 from steadygrad.tasks.guard import reason
 
 __all__ = ["Checkpoints", "State", "on_host"]
+
+# Bytes of a checkpoint: reading one takes twice as much memory.
+LARGEST = int(environment()["memory_bytes"] or 1 << 40) // 2
 
 
 @dataclass
@@ -86,25 +87,19 @@ class Checkpoints:
         """
         self._last = name, state
         path = self._path(name)
-        # Two workers that miss the same checkpoint may write it at the same time.
-        part = path.with_name(f"{name}-{uuid4().hex}")
         with _nothing_in_place("a folder for checkpoints", self._folder):
             self._folder.mkdir(exist_ok=True)
-        replace_file(part, _pack(state, f"{name} {self._run}"))
-        try:
-            with _nothing_in_place("a checkpoint", path):
-                if path.is_dir():
-                    rmtree(path)
-                os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        with _nothing_in_place("a checkpoint", path):
+            if path.is_dir() and not path.is_symlink():
+                rmtree(path)
+        replace_file(path, _pack(state, f"{name} {self._run}"))
 
     def load(self, name: str, samples: int) -> State | None:
         """Reads a checkpoint; None if it is missing, damaged, another run's or at other samples."""
         if self._last is not None and self._last[0] == name:
             return self._last[1]
         try:
-            found, state = _unpack(self._path(name).read_bytes())
+            found, state = _unpack(read_file(self._path(name), LARGEST))
         except Exception:  # whatever a damaged file makes torch raise
             return None
         if found != f"{name} {self._run}" or state.samples != samples:

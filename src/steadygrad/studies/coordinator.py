@@ -165,7 +165,9 @@ class Coordinator:
                 self._start(_Running(trial, job, key))
 
     def _start(self, entry: _Running) -> None:
-        future = self.pool.submit(str(self.folder.resolve()), dumps(entry.job))
+        future = self.pool.submit(
+            str(self.folder.resolve()), dumps({**entry.job, "files": self.study.files})
+        )
         self.running[future] = entry
 
     def _collect(self) -> None:

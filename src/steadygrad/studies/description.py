@@ -1,8 +1,10 @@
 """Facts for a record's header that only torch knows, and their comparison with a record's."""
 
+import math
 import os
 from dataclasses import fields
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ import torch
 from steadygrad._checks import InputError
 from steadygrad.record import SCHEMA, Header, Runtime, TaskInfo, environment
 from steadygrad.studies.decays import second_moment_places
+from steadygrad.studies.files import digests, located
 from steadygrad.studies.study import Study
 from steadygrad.studies.trainer import Trainer
 
@@ -70,12 +73,23 @@ def make_header(
             workers=workers,
         ),
         environment=environment(accelerator(context.device)),
+        files=digests(located(settings)),
+        first_losses=_first_losses(trainer),
         time={
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "folder": os.getcwd(),
         },
     )
     return header
+
+
+def _first_losses(trainer: Trainer) -> tuple[float, ...]:
+    """The losses before training, if a model that is made anew has them again."""
+    found = []
+    for _ in range(2):
+        found.append(trainer.first_losses())
+        trainer.restart()
+    return found[0] if found[0] == found[1] else ()
 
 
 def changes(header: Header, trainer: Trainer) -> list[str]:
@@ -89,12 +103,18 @@ def changes(header: Header, trainer: Trainer) -> list[str]:
         _check_same(name, getattr(then, name), getattr(now, name), "the task as it was")
     world = header.runtime.world_size, trainer.context.size
     _check_same("world_size", *world, "torchrun --nproc-per-node as before")
-    before, after = header.environment, environment()
+    before, after = header.environment, environment(accelerator(trainer.context.device))
     facts = {
         "torch": (before.get("torch"), after["torch"]),
         "the number of threads": (header.runtime.threads, torch.get_num_threads()),
         "the processor": (before.get("cpu"), after["cpu"]),
+        "the GPU": (before.get("gpu"), after.get("gpu")),
     }
+    # On another machine the last digits differ, and no more is known.
+    if header.first_losses and all(old == new for old, new in facts.values()):
+        losses = header.first_losses, trainer.first_losses()
+        if not all(map(partial(math.isclose, rel_tol=1e-5, abs_tol=1e-9), *losses)):
+            _check_same("losses before training", *losses, "the task and its data as they were")
     return [
         f"{what} was {old} and is {new}: the numbers may differ in the last digits."
         for what, (old, new) in facts.items()

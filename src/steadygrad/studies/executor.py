@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
+from heapq import heappop, heappush
 from importlib import import_module
 from typing import Any
 
@@ -219,14 +220,23 @@ def makespan(trials: Sequence[Trial], workers: int) -> int:
     """
     chains = tails(trials)
     waiting = sorted(trials, key=lambda trial: -chains[trial.key])
-    done: set[Key] = set()
-    ends: dict[Key, int] = {}  # of running trials
+    place = {trial.key: number for number, trial in enumerate(waiting)}
+    missing = [len({*trial.needs}) for trial in waiting]
+    after: list[list[int]] = [[] for _ in waiting]
+    for number, trial in enumerate(waiting):
+        for key in {*trial.needs}:
+            after[place[key]].append(number)
+    ready = [number for number, count in enumerate(missing) if not count]
+    ends: list[tuple[int, int]] = []  # of running trials
     now = 0
-    while waiting or ends:
-        ready = [trial for trial in waiting if done.issuperset(trial.needs)]
-        ends |= {trial.key: now + trial.cost for trial in ready[: workers - len(ends)]}
-        waiting = [trial for trial in waiting if trial.key not in ends]
-        now = min(ends.values())
-        done |= {key for key, end in ends.items() if end == now}
-        ends = {key: end for key, end in ends.items() if end > now}
+    while ready or ends:
+        while ready and len(ends) < workers:
+            number = heappop(ready)
+            heappush(ends, (now + waiting[number].cost, number))
+        now = ends[0][0]
+        while ends and ends[0][0] == now:
+            for number in after[heappop(ends)[1]]:
+                missing[number] -= 1
+                if not missing[number]:
+                    heappush(ready, number)
     return now

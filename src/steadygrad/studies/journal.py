@@ -19,6 +19,7 @@ from steadygrad.record import (
     checked_line,
     convert,
     parse_line,
+    read_file,
     replace_file,
 )
 
@@ -56,7 +57,7 @@ class Journal:
         self.differing = 0
         for path in sorted(waiting.glob("*.json")) if waiting else ():
             with suppress(ValueError, OSError, RecursionError):
-                event = convert(parse_line(path.read_bytes()[:-1]), kinds)
+                event = convert(parse_line(read_file(path)[:-1]), kinds)
                 self._waiting[event.key] = event
 
     def __contains__(self, key: Key) -> bool:

@@ -136,6 +136,19 @@ class TaskModel:
             (total,) = self.context.sum([self._summed(self.context.share(shared))])
             return (total + self._summed(rest)) / count
 
+    def first_losses(self) -> tuple[float, ...]:
+        """Mean losses of some samples at the present weights: they show a task that has changed."""
+        task, size = self.task, self.micro_batch_size
+        counts = min(task.batch_size // self.context.size, size), min(size, EVALUATION_SIZE)
+        lengths = len(task.train), len(task.valid)
+        places = [torch.arange(n) * m // n for n, m in zip(counts, lengths, strict=True)]
+        with generators_kept(self.context.device), self._autocast():
+            self.seed_everything("first")
+            found = [self.losses(self._batch(places[0]), counts[0]).detach().mean().item()]
+            if task.evaluate is None:
+                found.append(self._summed(places[1]) / counts[1])
+        return tuple(self.context.gather(found)[0])
+
     def _summed(self, indices: Tensor) -> float:
         """The sum of the losses of some validation samples."""
         if not len(indices):

@@ -22,6 +22,7 @@ from steadygrad.record import (
     dumps,
     environment,
     read_run,
+    understanding,
 )
 from steadygrad.record.schema.common import FREE
 from steadygrad.studies.calibration import calibrate, resolve_device
@@ -30,10 +31,11 @@ from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
 from steadygrad.studies.description import changes, make_header
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.executor import Pool, cuda_devices, dask_pool, process_pool
+from steadygrad.studies.files import load_recorded_task, located, remember, trusted
 from steadygrad.studies.journal import Journal
 from steadygrad.studies.study import Study, study_class, study_of
 from steadygrad.studies.trainer import Trainer
-from steadygrad.studies.worker import Worker, load_recorded_task
+from steadygrad.studies.worker import Worker
 from steadygrad.tasks import load_task
 
 __all__ = ["Outcome", "StudyFailed", "resume", "start"]
@@ -103,7 +105,10 @@ def start(
         header = make_header(kind, settings, trainer, workers, plan)
         writer = context.on_main(lambda: RunWriter.create(folder, header))
         deadline.limit(settings.budget)
-        session = _Session(folder, kind(header), trainer, settings.budget, writer, monitor)
+        context.on_main(lambda: remember(folder))
+        study = kind(header)
+        study.files = located(settings)
+        session = _Session(folder, study, trainer, settings.budget, writer, monitor)
         return session.run(cluster or _local_pool(workers, header), deadline)
 
 
@@ -139,7 +144,8 @@ def resume(
             f"{header.study}` in {str(folder)!r}. Remedy: steadygrad {header.study} --resume."
         )
     settings = _agreed(header, given)
-    done = _completed(recorded, "budget" in given, monitor)
+    with understanding(folder):
+        done = _completed(recorded, "budget" in given, monitor)
     if done is not None:
         return done
     deadline, runtime = deadline or Deadline(), header.runtime
@@ -148,7 +154,10 @@ def resume(
     joined = DistributedContext.joined(deadline, device, settings.sharding)
     with joined as context, ExitStack() as stack:
         study = study_of(header)
-        task = context.together(lambda: load_recorded_task(header))
+        # Only rank 0's machine knows which runs were begun there.
+        found = context.gather(context.on_main(lambda: trusted(recorded, given)))[0]
+        study.files = files = found or {}
+        task = context.together(lambda: load_recorded_task(header, files))
         trainer = study.make_trainer(task, settings, context, runtime.micro_batch_size)
         trainer.dependent = header.task.dependent
         for warning in changes(header, trainer):
@@ -262,7 +271,8 @@ class _Session:
         kinds, is_main = study.schema().events, self.trainer.context.is_main
         journal = self.journal = Journal(self.writer, self.events, folder / "pending", kinds)
         worker = Worker(study, folder, self.trainer)
-        self._begin()
+        with understanding(folder):
+            self._begin()
         status, reason = "complete", 0
         try:
             try:

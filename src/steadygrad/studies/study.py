@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from steadygrad._checks import InputError
@@ -112,6 +113,8 @@ class Study(ABC):
     name: ClassVar[str]
     # Whether a loss that is not finite ends it.
     finite: ClassVar[bool] = True
+    # Places of the functions in files that the settings name.
+    files: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, header: Any) -> None:
         self.header = header

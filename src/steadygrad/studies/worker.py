@@ -17,15 +17,16 @@ import msgspec
 import torch
 
 from steadygrad._checks import InputError
-from steadygrad.record import Event, Header, dumps, loads, read_run
+from steadygrad.record import Event, dumps, loads, open_file, read_run
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.deadline import StudyInterrupted, WorkerDeadline
 from steadygrad.studies.distributed import DistributedContext
+from steadygrad.studies.files import load_recorded_task
 from steadygrad.studies.study import Advance, Job, Study, Workplace, study_of
 from steadygrad.studies.trainer import Diverged, Trainer
-from steadygrad.tasks import Task, TaskError, load_task
+from steadygrad.tasks import TaskError
 
-__all__ = ["ERRORS", "STOP_FILE", "Worker", "begin_worker", "load_recorded_task", "run_job"]
+__all__ = ["ERRORS", "STOP_FILE", "Worker", "begin_worker", "run_job"]
 
 # The coordinator writes it when its workers have to stop.
 STOP_FILE = "stop"
@@ -61,14 +62,6 @@ class Worker:
         return msgspec.structs.replace(event, time=event.time | seconds), repeated
 
 
-def load_recorded_task(header: Header) -> Task:
-    """The task of a record; its file is looked for where the run was started, too."""
-    spec = header.task.spec
-    if ".py:" in spec and not Path(spec.rpartition(":")[0]).exists():
-        spec = str(Path(str(header.time.get("folder", "."))) / spec)
-    return load_task(spec)
-
-
 def begin_worker(parent: int, devices: Any = None) -> None:
     """Prepares a worker process: it leaves signals to its coordinator, and ends with it.
 
@@ -98,15 +91,17 @@ _lock = threading.Lock()
 def run_job(folder: str, text: str) -> str:
     """Does one job in a worker process that shares the run's folder.
 
-    The job is JSON; so is the result, with ``event`` and ``repeated`` or with ``error``,
-    ``kind`` and ``traceback``.
+    The job is JSON, with the places of the user's ``files``; so is the result, with ``event`` and
+    ``repeated`` or with ``error``, ``kind`` and ``traceback``.
     """
+    job = loads(text)
+    files = dumps(job.pop("files", {}))
     try:
         with _lock:  # a cluster's worker may have several threads, and torch's seed is global
             # A cluster's workers outlive a run, and another one may be in its folder.
-            with open(Path(folder) / "record.jsonl", "rb") as file:
-                worker = _worker(folder, file.readline())
-            event, repeated = worker.run(loads(text), lambda samples, what: None)
+            with open_file(Path(folder) / "record.jsonl") as file:
+                worker = _worker(folder, file.readline(), files)
+            event, repeated = worker.run(job, lambda samples, what: None)
     except StudyInterrupted:
         return dumps({"kind": "interrupted", "error": "stopped"})
     except InputError as error:
@@ -116,15 +111,16 @@ def run_job(folder: str, text: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def _worker(folder: str, first_line: bytes) -> Worker:
+def _worker(folder: str, first_line: bytes, files: str) -> Worker:
     """This process's worker for a run, made once."""
     path = Path(folder)
     header = read_run(path).header
     runtime = header.runtime
     torch.set_num_threads(runtime.threads)
     study = study_of(header)
+    study.files = loads(files)
     context = DistributedContext(WorkerDeadline(path / STOP_FILE), device=runtime.device)
-    task = load_recorded_task(header)
+    task = load_recorded_task(header, study.files)
     trainer = study.make_trainer(task, header.settings, context, runtime.micro_batch_size)
     trainer.dependent = header.task.dependent
     return Worker(study, path, trainer)

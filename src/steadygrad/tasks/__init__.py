@@ -5,7 +5,7 @@ from steadygrad.tasks.loading import batches
 from steadygrad.tasks.losses import check_losses, evaluating, mean_loss
 from steadygrad.tasks.made import check_evaluation, check_model, check_optimizer
 from steadygrad.tasks.memory import is_out_of_memory
-from steadygrad.tasks.registry import BUILT_IN, TaskFactoryError, load_function, load_task
+from steadygrad.tasks.registry import BUILT_IN, TaskFactoryError, load_function, load_task, sources
 from steadygrad.tasks.samples import Samples, TensorSamples, to_device
 from steadygrad.tasks.task import Task
 
@@ -27,5 +27,6 @@ __all__ = [
     "load_function",
     "load_task",
     "mean_loss",
+    "sources",
     "to_device",
 ]

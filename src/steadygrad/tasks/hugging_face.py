@@ -109,8 +109,18 @@ def check_own_loss(task: Task, model: nn.Module, objective: str) -> None:
 def sequence_length(rows: Any) -> int | None:
     """Length of the samples' ``input_ids``, if eight samples spread over all have one length."""
     count = min(8, len(rows))
-    lengths = {len(rows[i * len(rows) // count].get("input_ids", ())) for i in range(count)}
+    some = (_columns(rows[i * len(rows) // count]) for i in range(count))
+    lengths = {len(row.get("input_ids", ())) for row in some}
     return (lengths.pop() or None) if len(lengths) == 1 else None
+
+
+def _columns(row: Any) -> Mapping[str, Any]:
+    if isinstance(row, Mapping):
+        return row
+    raise InputError(
+        "A sample of the data set should be a mapping from column to value. Found "
+        f"{type(row).__name__}. Remedy: a list of dicts, or Task.from_dataloader."
+    )
 
 
 def _labels(batch: Mapping[str, Any]) -> Tensor:
@@ -146,7 +156,11 @@ class ModelColumns:
     def __call__(self, items: list[Mapping[str, Any]]) -> Any:
         """Collates ``n`` samples."""
         kept = [
-            {key: value for key, value in item.items() if not self.columns or key in self.columns}
+            {
+                key: value
+                for key, value in _columns(item).items()
+                if not self.columns or key in self.columns
+            }
             for item in items
         ]
         if not all(kept):

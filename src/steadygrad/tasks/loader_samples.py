@@ -142,7 +142,7 @@ def _drawn(loader: DataLoader[Any], max_samples: int) -> list[Any] | None:
     # One fixed seed: every process and every resumed run has the same samples.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        drawn = chain.from_iterable(batches) if sampler is None else sampler
+        drawn = chain.from_iterable(islice(batches, most)) if sampler is None else sampler
         return list(islice(drawn, most))
 
 
@@ -150,7 +150,8 @@ def _read_batches(name: str, loader: Iterable[Any], max_samples: int) -> ReadLoa
     columns: list[list[Tensor]] = []
     sizes: list[int] = []
     spec = None
-    for batch in loader:
+    # Each holds a sample, or the stream might go on for ever without any.
+    for batch in islice(loader, max_samples):
         leaves, found = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
         if spec is None:
             spec, columns = found, [[] for _ in leaves]

@@ -1,6 +1,8 @@
 """Batches in a given order, made by this process or by others ahead of it."""
 
 import pickle
+import signal
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -42,13 +44,20 @@ def batches(
     if workers == 0:
         yield from (samples.batch(indices) for indices in index_batches)
         return
-    for batch in _from_workers(samples, index_batches, device, workers):
-        if isinstance(batch, _Failure):
-            raise TaskError(
-                "Samples.batch should run without an error in a worker process. "
-                f"Found {batch.reason}. Remedy: loader_workers = 0 shows its traceback."
-            )
-        yield batch
+    try:
+        for batch in _from_workers(samples, index_batches, device, workers):
+            if isinstance(batch, _Failure):
+                raise TaskError(
+                    "Samples.batch should run without an error in a worker process. "
+                    f"Found {batch.reason}. Remedy: loader_workers = 0 shows its traceback."
+                )
+            yield batch
+    # torch's own, of a worker that was killed or ran out of shared memory or of files.
+    except (RuntimeError, OSError, EOFError) as error:
+        raise TaskError(
+            "The worker processes of Task.loader_workers should live as long as the training. "
+            f"Found {reason(error)}. Remedy: fewer loader_workers if memory is short, or 0."
+        ) from error
 
 
 def _from_workers(
@@ -66,6 +75,10 @@ def _from_workers(
         pin_memory=device.type == "cuda",
         generator=generator,
     )
+    # Windows has no such signal, and only the main thread handles any.
+    main = threading.current_thread() is threading.main_thread()
+    number = getattr(signal, "SIGCHLD", None) if main else None
+    before = number and signal.getsignal(number)
     try:
         return iter(loader)
     # What the several kinds of objects raise that cannot be pickled.
@@ -74,6 +87,12 @@ def _from_workers(
             "Samples for worker processes should be picklable: classes and functions of a module, "
             f"no lambdas and open files. Found {reason(error)}. Remedy: loader_workers = 0."
         ) from error
+    finally:
+        # torch's handler raises the death of a worker wherever the program is; without it the next
+        # batch does.
+        if number is not None:
+            own = getattr(before, "__module__", "").startswith("torch.")
+            signal.signal(number, signal.SIG_DFL if own else before)
 
 
 @dataclass

@@ -15,10 +15,10 @@ from steadygrad.tasks.char_lm import char_lm
 from steadygrad.tasks.digits import digits_autoencoder, digits_classifier
 from steadygrad.tasks.digits_deep import digits_deep
 from steadygrad.tasks.guard import TaskError, first_line, reason
-from steadygrad.tasks.neighbours import importable
+from steadygrad.tasks.neighbours import UncachedLoader, importable
 from steadygrad.tasks.task import Task
 
-__all__ = ["BUILT_IN", "DEFAULT", "TaskFactoryError", "load_function", "load_task"]
+__all__ = ["BUILT_IN", "DEFAULT", "TaskFactoryError", "load_function", "load_task", "sources"]
 
 BUILT_IN: Mapping[str, Callable[[], Task]] = MappingProxyType(
     {
@@ -92,6 +92,15 @@ def load_function(spec: str) -> Callable[..., Any]:
         return _find_factory(_execute(path, code, spec), name, path)
 
 
+def sources(spec: str) -> list[Path]:
+    """The file of a function that was loaded, and all files beside it that were imported so far."""
+    path, _ = _split(spec)
+    specs = [vars(m).get("__spec__") for m in sys.modules.values() if isinstance(m, ModuleType)]
+    loaders = [getattr(spec, "loader", None) for spec in specs]
+    beside = {Path(loader.path) for loader in loaders if isinstance(loader, UncachedLoader)}
+    return [path, *sorted(other for other in beside if path.parent in other.parents)]
+
+
 def _split(spec: str) -> tuple[Path, str]:
     """Splits at the last colon: a Windows path has one after its drive letter."""
     path, colon, factory = spec.rpartition(":")
@@ -102,7 +111,7 @@ def _split(spec: str) -> tuple[Path, str]:
             f"A task file should be named with its factory, as path/file.py:make_task. Found "
             f"{spec!r}. Remedy: {spec.rstrip(':')}:make_task."
         )
-    file = Path(path).expanduser().absolute()
+    file = Path(os.path.expanduser(path)).absolute()
     # Functions of os.path are False, not an error, for names that are too long for a file system.
     if not os.path.isfile(file):
         found = "a folder" if os.path.isdir(file) else "no such file"
@@ -146,7 +155,7 @@ def _compile(path: Path) -> CodeType:
 
 
 def _execute(path: Path, code: CodeType, spec: str) -> ModuleType:
-    name = "_steadygrad_task_" + hashlib.sha256(str(path).encode()).hexdigest()[:12]
+    name = "_steadygrad_task_" + hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
     module = ModuleType(name)
     module.__file__ = str(path)
     # Dataclasses and pickles look their module up while the file is still being executed.

@@ -56,14 +56,27 @@ def test_a_name_that_cannot_be_used_writes_nothing(name, refused):
 
 
 def test_a_full_disk_leaves_no_half_of_a_file(refused, tmp_path, monkeypatch):
-    write = Path.write_bytes
+    begin = Path.open
 
-    def full(path, data):
-        write(path, data[:10])
-        raise OSError(errno.ENOSPC, "No space left on device")
+    class Full:
+        def __init__(self, path, mode):
+            self.file = begin(path, mode)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.file.close()
+
+        def write(self, data):
+            self.file.write(data[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full)
+        full = {"xb": Full}
+        patch.setattr(
+            Path, "open", lambda path, mode, **how: full.get(mode, begin)(path, mode, **how)
+        )
         assert "Found mine.py: No space left on device." in refused("init", "mine.py")
     assert main(["init", "mine.py"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]

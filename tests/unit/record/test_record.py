@@ -5,6 +5,8 @@ import math
 import os
 import random
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,14 +14,16 @@ import pytest
 from steadygrad import record
 from steadygrad.record import (
     RecordError,
+    RunWriter,
     dumps,
     environment,
     loads,
     plural,
+    read_run,
     replace_file,
     write_report,
 )
-from tests.unit.record.helpers import assert_one_line, no_space
+from tests.unit.record.helpers import assert_one_line, no_space, write
 
 
 class TestJson:
@@ -112,3 +116,68 @@ def test_every_public_name_exists():
 )
 def test_plural(one: str, many: str):
     assert plural(one) == many
+
+
+class TestFolderOfAStranger:
+    """No name in it is trusted: neither to be free, nor to be a file, nor to be small."""
+
+    @pytest.mark.parametrize("name", [".report.html.part", ".taken.part", "report.html"])
+    def test_a_link_that_came_with_it_is_not_followed(self, tmp_path: Path, name: str, monkeypatch):
+        victim, folder = tmp_path / "victim", tmp_path / "run"
+        victim.write_text("precious")
+        folder.mkdir()
+        (folder / name).symlink_to(victim)
+        # As if the name had been guessed.
+        monkeypatch.setattr("secrets.token_hex", lambda _: "taken")
+        with suppress(RecordError):
+            write_report(folder, "page")
+        assert victim.read_text() == "precious"
+        assert name != "report.html" or not (folder / name).is_symlink()
+
+    def test_a_failure_leaves_nothing_beside_the_file(self, tmp_path: Path, monkeypatch):
+        def stop(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(os, "replace", stop)
+        with pytest.raises(KeyboardInterrupt):
+            replace_file(tmp_path / "x", b"x")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_two_writers_of_one_page(self, tmp_path: Path):
+        def write(number: int) -> None:
+            for _ in range(25):
+                write_report(tmp_path, f"{number}" * 200_000)
+                assert len({*(tmp_path / "report.html").read_text()}) == 1
+
+        with ThreadPoolExecutor(3) as writers:
+            list(writers.map(write, range(3)))
+        assert (tmp_path / "report.html").stat().st_size == 200_000
+
+    @pytest.mark.parametrize("kind", ["pipe", "device", "large"])
+    @pytest.mark.parametrize("name", ["record.jsonl", "summary.json"])
+    def test_what_is_no_small_file_is_not_read(self, tmp_path: Path, name: str, kind: str):
+        write(tmp_path, 1.0)
+        path = tmp_path / name
+        path.unlink(missing_ok=True)
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "device":
+            path.symlink_to("/dev/zero")
+        else:
+            path.touch()
+            os.truncate(path, 1 << 40)
+        with pytest.raises(RecordError) as error:
+            read_run(tmp_path)
+        assert_one_line(error, str(path), "Remedy")
+
+    @pytest.mark.parametrize("name", ["record.jsonl", "checkpoints", "pending"])
+    def test_links_are_not_written_through(self, tmp_path: Path, name: str):
+        write(tmp_path / "run", 1.0)
+        path = tmp_path / "run" / name
+        (tmp_path / "elsewhere").mkdir()
+        if path.exists():
+            path.rename(tmp_path / "elsewhere" / name)
+        path.symlink_to(tmp_path / "elsewhere" / (name if name == "record.jsonl" else ""))
+        with pytest.raises(RecordError) as error:
+            RunWriter.resume(tmp_path / "run")
+        assert_one_line(error, name, "Remedy")

@@ -94,10 +94,12 @@ def test_a_field_of_another_type_is_named_with_its_line(folder: Path, number: in
         assert where[1] == re.sub(r"\.\[", "[", ".".join(f"[{p}]" if p == 0 else p for p in path))
 
 
+# Records of an earlier day lack them.
+LATER = ("time", "files", "first_losses")
 REQUIRED = [
     case
     for case in ALL
-    if len(case.values[1]) == 1 and case.values[1][0] not in ("event", "time", "study", "schema")
+    if len(case.values[1]) == 1 and case.values[1][0] not in ("event", "study", "schema", *LATER)
 ]
 
 

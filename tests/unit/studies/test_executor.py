@@ -42,6 +42,14 @@ def test_a_worker_waits_where_nothing_is_ready():
     assert makespan(trials, 2) == 18
 
 
+def test_a_thousand_seeds_are_planned_at_once():
+    """Not in minutes: the time of a plan is asked for some hundred times."""
+    trials = [trial(0), *(trial(n, 0, cost=1 + n % 7) for n in range(1, 20_000))]
+    work = sum(each.cost for each in trials[1:])
+    assert makespan(trials, 1) == trials[0].cost + work
+    assert makespan(trials, 20_000) == trials[0].cost + 7
+
+
 def test_trials_without_cost_take_no_time():
     assert makespan([trial(0, cost=0), trial(1, 0, cost=3), trial(2, 1, cost=0)], 2) == 3
     assert makespan([], 2) == 0

@@ -225,7 +225,7 @@ def change_header(folder, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda h: h["task"].update(spec=tiny("other_data")), "sha256 = '0000"),
+        (lambda h: h["settings"].update(task=tiny("other_data")), "sha256 = '0000"),
         (lambda h: h["task"].update(batch_size=8), "batch_size = 8 as in the record. Found 4"),
         (lambda h: h["task"].update(parameters=7), "parameters = 7 as in the record"),
         (lambda h: h["task"].update(optimizer="SGD"), "optimizer = 'SGD'"),
@@ -238,14 +238,14 @@ def test_what_must_not_change(cut, tmp_path, change, message):
     change_header(folder, change)
     before = (folder / "record.jsonl").read_bytes()
     with pytest.raises(InputError, match=message):
-        go_on(folder)
+        go_on(folder, task=read_run(folder).header.settings.task)
     assert (folder / "record.jsonl").read_bytes() == before
 
 
 def test_what_may_change_is_told(cut, tmp_path):
     folder = copy(cut, tmp_path / "run")
     change_header(folder, lambda h: h["environment"].update(torch="1.0"))
-    _, watcher = part(folder, 1)
+    _, watcher = part(folder, 1, task=tiny())
     assert [line.split(" and is ")[0] for line in watcher.lines] == ["torch was 1.0"]
 
 

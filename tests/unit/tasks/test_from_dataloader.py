@@ -261,3 +261,28 @@ def test_it_trains():
         optimizer.zero_grad()
     # A linear layer that is to put out zeros: AdamW goes 0.1 a step from weights below 0.6.
     assert mean_loss(task, model) < 0.2 * before
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_an_endless_stream_of_empty_batches_ends(first):
+    def stream():
+        yield from [(X[:first], torch.arange(first))] * bool(first)
+        while True:
+            yield X[:0], torch.arange(0)
+
+    if first:
+        assert len(made(stream(), batch_size=1, max_samples=50).train) == first
+    else:
+        with pytest.raises(InputError, match="`train`"):
+            made(stream(), batch_size=1, max_samples=50)
+
+
+def test_an_endless_sampler_of_empty_batches_ends():
+    class Empty(BatchSampler):
+        def __iter__(self):
+            while True:
+                yield []
+
+    loader = DataLoader(DATA, batch_sampler=Empty(SequentialSampler(DATA), 2, False))
+    with pytest.raises(InputError, match="`train`"):
+        made(loader, max_samples=50)

@@ -255,3 +255,13 @@ def test_it_trains():
         optimizer.zero_grad()
     # Every word but one has a few followers: far below what it begins at.
     assert mean_loss(task, model) < 0.5 * before
+
+
+@pytest.mark.parametrize("row", [[1, 2, 3], (1, 2), torch.arange(3), "text", 7], ids=repr)
+@pytest.mark.parametrize("place", [0, 1, slice(None)], ids=str)
+def test_rows_that_are_no_mappings_are_named(row, place):
+    rows = [dict(each) for each in EVEN]
+    rows[place] = [row] * len(rows) if isinstance(place, slice) else row
+    for kind in (TinyLMHeadModel(), TinyForSequenceClassification()):
+        with pytest.raises(InputError, match=rf"mapping.*Found {type(row).__name__}\. Remedy"):
+            made(kind, rows)

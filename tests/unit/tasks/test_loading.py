@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import signal
+import time
 
 import numpy
 import pytest
@@ -118,3 +120,31 @@ def test_samples_that_cannot_be_sent_are_refused():
 def test_workers_are_checked():
     with pytest.raises(InputError, match=r"`workers`.*Remedy"):
         next(batches(TensorSamples(ROWS), ORDER, CPU, -1))
+
+
+class Dying(Processes):
+    """Its worker is killed, as when memory runs out."""
+
+    def batch(self, indices):
+        if 7 in indices:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return indices
+
+
+@pytest.mark.slow  # torch looks after its workers every five seconds
+def test_a_killed_worker_is_one_line_where_the_next_batch_is_asked_for():
+    # A loader of the task's own has left torch's handler of signals.
+    list(torch.utils.data.DataLoader(ROWS, num_workers=1))
+    made = batches(Dying(), ORDER, CPU, 1)
+    next(made)
+    time.sleep(1)
+    with pytest.raises(TaskError, match=r"loader_workers.*Remedy") as caught:
+        list(made)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_handler_of_a_killed_worker_stays():
+    """It would raise wherever the program is at the time, between two halves of a line as well."""
+    list(batches(TensorSamples(ROWS), ORDER, CPU, 1))
+    handler = signal.getsignal(signal.SIGCHLD)
+    assert not str(getattr(handler, "__module__", "")).startswith("torch.")

@@ -1,5 +1,6 @@
 """From what a user types to a task; every mistake is one line with a remedy."""
 
+import os
 import pickle
 import sys
 import traceback
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from steadygrad._checks import InputError
-from steadygrad.tasks import TaskFactoryError, load_function, load_task
+from steadygrad.tasks import TaskFactoryError, load_function, load_task, sources
 
 GOOD = """
 import torch
@@ -267,3 +268,19 @@ def test_two_files_of_one_name_do_not_meet(write, tmp_path):
     tasks = [load_task(f"{path}:make_task") for path in (first, second)]
     assert [task.name for task in tasks] == ["tiny", "other"]
     assert tasks[0].per_sample_loss.__module__ != tasks[1].per_sample_loss.__module__
+
+
+def test_a_folder_whose_name_is_not_utf8(tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    (folder / "my_task.py").write_text(GOOD)
+    assert load_task(f"{folder}/my_task.py:make_task").name == "tiny"
+
+
+def test_the_sources_of_a_task_are_its_file_and_what_it_imported_beside(tmp_path):
+    (tmp_path / "nets_of_mine.py").write_text("size = 3\n")
+    (tmp_path / "not_imported.py").write_text("")
+    (tmp_path / "my_task.py").write_text(f"import nets_of_mine\n{GOOD}")
+    spec = f"{tmp_path}/my_task.py:make_task"
+    load_task(spec)
+    assert sources(spec) == [tmp_path / "my_task.py", tmp_path / "nets_of_mine.py"]

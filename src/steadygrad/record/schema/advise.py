@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from steadygrad.record._events import Count, End, Event, Positive, PositiveFloat
+from steadygrad.record._events import Count, End, Event, Few, Positive, PositiveFloat
 from steadygrad.record._events import Header as CommonHeader
 from steadygrad.record.schema.common import CommonSettings
 
@@ -69,14 +69,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     batch_size: Positive
-    points: tuple[Positive, ...]
+    points: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=64)]
     branch_samples: tuple[Positive, ...]
-    multiples: tuple[tuple[Positive, ...], ...]
+    multiples: tuple[Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=64)], ...]
     noise_steps: tuple[Positive, ...]
-    repeats: Positive
+    repeats: Few
     rates: bool
-    seeds: Count
-    candidates: Count
+    seeds: Few
+    candidates: Few
     samples_per_second: PositiveFloat
     work: Positive
     span: Positive

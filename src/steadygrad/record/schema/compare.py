@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from steadygrad.record._events import Count, End, Event, Positive, PositiveFloat
+from steadygrad.record._events import Count, End, Event, Few, Positive, PositiveFloat
 from steadygrad.record._events import Header as CommonHeader
 from steadygrad.record.schema.common import CommonSettings
 
@@ -105,12 +105,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     batch_size: Positive
-    optimizers: Annotated[tuple[str, ...], Meta(min_length=2)]
-    multiples: Annotated[tuple[Positive, ...], Meta(min_length=1)]
+    optimizers: Annotated[tuple[str, ...], Meta(min_length=2, max_length=64)]
+    multiples: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=64)]
     horizons: tuple[Positive, Positive, Positive]
-    points: Positive
+    points: Few
     full: bool
-    seeds: Positive
+    seeds: Annotated[int, Meta(ge=1, le=1000)]
     samples_per_second: PositiveFloat
     work: Positive
     span: Positive

@@ -48,7 +48,8 @@ class Advice:
         self.tolerance = percent(self.header.settings.tolerance)
         # The summary of an unfinished study is older than the events.
         rows = {row["samples"]: row for row in summary.get("points", ())}
-        reached = sorted(run.select(Reached), key=lambda event: event.point)
+        once = {event.point: event for event in run.select(Reached)}
+        reached = sorted(once.values(), key=lambda event: event.point)
         self.points = [Point(event, run, rows.get(event.samples, {})) for event in reached]
         self.scratch = sorted(
             run.select(Scratch), key=lambda r: (r.purpose, r.batch_size, r.rate, r.repeat)

@@ -1,5 +1,6 @@
 """The table of optimizers that ``compare`` knows: names, default learning rates and knobs."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -136,13 +137,15 @@ KNOWN: Mapping[str, Entry] = MappingProxyType(
 )
 
 
-def entries_of(settings: Settings, task: Task, folder: str = ".") -> dict[str, Entry]:
+def entries_of(
+    settings: Settings, task: Task, files: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Entry]:
     """The optimizers that a study compares, AdamW first, by name.
 
     Args:
         settings: The study's settings.
         task: The task.
-        folder: Folder in which the study was started.
+        files: Places of the functions of ``--add``. Default: as they are named.
 
     Raises:
         InputError: If there is no such optimizer, or one is named twice.
@@ -165,7 +168,7 @@ def entries_of(settings: Settings, task: Task, folder: str = ".") -> dict[str, E
                 f"--add should name functions by names of their own. Found {name!r} for two "
                 "optimizers. Remedy: another name for the function."
             )
-        found[name] = Entry(name, task.lr, _added(spec, folder))
+        found[name] = Entry(name, task.lr, _added(files.get(spec, spec)))
     if len(found) == 1:
         raise InputError(
             "Expected an optimizer to compare with AdamW. Found none. Remedy: --optimizers lans."
@@ -173,16 +176,16 @@ def entries_of(settings: Settings, task: Task, folder: str = ".") -> dict[str, E
     return found
 
 
-def _added(spec: str, folder: str) -> Callable[..., Optimizer]:
+def _added(spec: str) -> Callable[..., Optimizer]:
     path, colon, name = spec.rpartition(":")
-    files = [file for file in (Path(path).expanduser(), Path(folder, path)) if file.is_file()]
-    if not files or not name.isidentifier():
-        wrong = "" if files else ": no such file" if colon else ", without a function"
+    there = os.path.isfile(os.path.expanduser(path))
+    if not there or not name.isidentifier():
+        wrong = "" if there else ": no such file" if colon else ", without a function"
         raise InputError(
             "--add should name a function in a file, as path/file.py:make_optimizer. Found "
             f"{spec!r}{wrong}. Remedy: check the path, relative to {Path.cwd()}."
         )
-    return load_function(f"{files[0]}:{name}")
+    return load_function(spec)
 
 
 def made(name: str, entry: Entry, model: nn.Module) -> Optimizer:

@@ -57,8 +57,8 @@ class Compare(Study):
 
     def run(self, job: Job, place: Workplace) -> Event:
         """Runs one trial."""
-        folder, task = str(self.header.time.get("folder", ".")), place.trainer.task
-        self._entries = self._entries or entries_of(self.header.settings, task, folder)
+        task = place.trainer.task
+        self._entries = self._entries or entries_of(self.header.settings, task, self.files)
         fields = {name: value for name, value in job.items() if name != "event"}
         runner = Runner(self.plan, self._entries, place)
         event: Event = getattr(runner, str(job["event"]))(**fields)

@@ -1,0 +1,105 @@
+"""The user's files that a study runs: a task and the optimizers of ``--add`` are Python functions.
+
+A record may be a stranger's, and name any file: only what this user's own run recorded is taken at
+its word. That this user began a run is remembered in an empty file outside of the run's folder.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from steadygrad._checks import InputError
+from steadygrad.record import Run, open_file, read_file, replace_file
+from steadygrad.tasks import BUILT_IN, Task, load_task, sources
+
+__all__ = ["digests", "load_recorded_task", "located", "remember", "trusted"]
+
+
+def located(settings: Any, folder: str = "", typed: Any = ()) -> dict[str, str]:
+    """Absolute places of the functions in files that settings name.
+
+    They count from ``folder``, and those of settings in ``typed`` from the present folder.
+    """
+    add = getattr(settings, "add", "").split(",")
+    named = {"task": [settings.task], "add": [spec.strip() for spec in add]}
+    return {
+        spec: str(Path("" if name in typed else folder, os.path.expanduser(spec)).absolute())
+        for name, specs in named.items()
+        for spec in specs
+        if spec and spec not in BUILT_IN
+    }
+
+
+def trusted(run: Run, given: Mapping[str, Any]) -> dict[str, str]:
+    """Places of the functions that a run goes on with.
+
+    Raises:
+        InputError: If only the record of another user or machine names them; with the command.
+    """
+    settings, study = run.header.settings, run.header.study
+    add = getattr(settings, "add", "")
+    unsaid = ("task" not in given and settings.task not in BUILT_IN) or ("add" not in given and add)
+    with suppress(OSError, RuntimeError):
+        unsaid = unsaid and not _mark(run.folder).is_file()
+    if unsaid:
+        words = [settings.task, *(["--add", add] if add else []), "--resume", str(run.folder)]
+        raise InputError(
+            "Expected a run that you began here: the record names Python files, and --resume runs "
+            f"them. Found no trace of it. Remedy: read {', '.join(located(settings))}; if you "
+            f"trust them: steadygrad {study} {' '.join(map(quote, words))}"
+        )
+    return located(settings, str(run.header.time.get("folder", "")), given)
+
+
+def remember(folder: Path) -> None:
+    """Remembers that this user began a run; where that fails, a resume has to name its files."""
+    with suppress(OSError, RuntimeError, InputError):
+        mark = _mark(folder)
+        mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(mark, b"")
+
+
+def _mark(folder: Path) -> Path:
+    with open_file(folder / "record.jsonl") as file:
+        header = hashlib.sha256(file.readline()).hexdigest()
+    given = os.environ.get("XDG_STATE_HOME", "")
+    # A relative one would lie in whatever folder is the present one.
+    home = Path(given) if os.path.isabs(given) else Path.home().absolute() / ".local/state"
+    return home / "steadygrad/runs" / header
+
+
+def load_recorded_task(header: Any, files: Mapping[str, str]) -> Task:
+    """The task of a record, if the functions' ``files`` are still those recorded.
+
+    Raises:
+        InputError: If one of them has changed.
+    """
+    for spec, place in files.items():
+        for name, digest in header.files.get(spec, {}).items():
+            path = Path(place).parent / name
+            if _digest(path) != digest:
+                raise InputError(
+                    f"Expected {str(path)!r} as it was when the run began. Found it changed or "
+                    "gone. Remedy: restore it, or start a new run with --out."
+                )
+    # Not `header.task.spec`: only the settings were looked at before.
+    return load_task(files.get(header.settings.task, header.settings.task))
+
+
+def digests(files: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """SHA-256 of each function's file, and of the files beside it that were imported so far."""
+    found = {spec: (Path(place).parent, sources(place)) for spec, place in files.items()}
+    return {
+        spec: {path.relative_to(folder).as_posix(): _digest(path) for path in paths}
+        for spec, (folder, paths) in found.items()
+    }
+
+
+def _digest(path: Path) -> str:
+    with suppress(OSError):
+        return hashlib.sha256(read_file(path)).hexdigest()
+    return ""

@@ -1,0 +1,206 @@
+"""Files of a task and of optimizers: found where the run began, unchanged, on one's own word."""
+
+import json
+import os
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from steadygrad._checks import InputError
+from steadygrad.record import RunWriter, dumps, loads, read_run
+from steadygrad.record.schema.compare import Settings
+from steadygrad.studies.files import digests, load_recorded_task, located
+from steadygrad.studies.worker import run_job
+from steadygrad.tasks.neighbours import NeighbourFinder
+from tests.unit.record.helpers import rewrite
+from tests.unit.studies import framework
+from tests.unit.studies.framework import begin, copy, go_on, lines, part
+
+TASK = """
+from pathlib import Path
+import torch
+import scale_of_mine
+from steadygrad.tasks import TensorSamples
+from tests.unit.studies import tiny_task
+
+def make_task(**fields):
+    seed = int((Path(__file__).parent / "data.txt").read_text())
+    return tiny_task.make_task(train=tiny_task.make_data(4096, seed), **fields)
+
+def other(**fields):
+    return make_task(**fields)
+"""
+SPEC = "mine.py:make_task"
+
+
+def write(folder, seed=0):
+    folder.mkdir()
+    (folder / "mine.py").write_text(TASK)
+    (folder / "scale_of_mine.py").write_text("scale = 1\n")
+    (folder / "data.txt").write_text(f"{seed}")
+    return folder
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A folder with a task, whose run was stopped half-way, and the present one."""
+    monkeypatch.setattr(framework, "tiny", lambda factory: SPEC)
+    monkeypatch.chdir(write(tmp_path / "home"))
+    # Of another test's folder.
+    monkeypatch.delitem(sys.modules, "scale_of_mine", raising=False)
+    finders = [each for each in sys.meta_path if not isinstance(each, NeighbourFinder)]
+    monkeypatch.setattr(sys, "meta_path", finders)
+    begin(tmp_path / "run", at=1000)
+    return tmp_path / "home"
+
+
+def test_the_record_has_their_digests(home, tmp_path):
+    header = read_run(tmp_path / "run").header
+    assert {*header.files[SPEC]} == {"mine.py", "scale_of_mine.py"}
+    assert len(header.first_losses) == 2
+
+
+def test_a_run_goes_on_with_its_own_file_wherever_it_is_resumed(home, tmp_path, monkeypatch):
+    whole = copy(tmp_path / "run", tmp_path / "whole")
+    go_on(whole)
+    monkeypatch.chdir(write(tmp_path / "elsewhere", seed=1))
+    (tmp_path / "elsewhere" / "mine.py").write_text("raise SystemExit('another file')")
+    go_on(tmp_path / "run")
+    assert lines(tmp_path / "run") == lines(whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("mine.py", TASK + "\n", "mine.py' as it was"),
+        ("scale_of_mine.py", "scale = 2\n", "scale_of_mine.py' as it was"),
+        ("mine.py", None, "mine.py' as it was"),
+        ("data.txt", "1", "losses before training"),
+    ],
+    ids=["task", "neighbour", "gone", "data"],
+)
+def test_what_has_changed_is_refused(home, tmp_path, name, text, message):
+    before = (tmp_path / "run" / "record.jsonl").read_bytes()
+    (home / name).unlink()
+    if text is not None:
+        (home / name).write_text(text)
+    for given in ({}, {"task": SPEC}):
+        with pytest.raises(InputError, match=message):
+            go_on(tmp_path / "run", **given)
+    assert (tmp_path / "run" / "record.jsonl").read_bytes() == before
+
+
+def test_workers_run_the_file_that_they_are_told_and_check_it(home, tmp_path, monkeypatch):
+    monkeypatch.chdir(write(tmp_path / "elsewhere", seed=1))
+    folder, job = str(tmp_path / "run"), {"event": "point", "point": 0}
+    first = {"files": {SPEC: f"{home}/{SPEC}"}}
+    assert "event" in loads(run_job(folder, dumps(job | first)))
+    (tmp_path / "elsewhere" / "mine.py").write_text("raise SystemExit('not checked')")
+    other = {"files": {SPEC: f"{tmp_path}/elsewhere/{SPEC}"}}
+    assert "mine.py' as it was" in loads(run_job(folder, dumps(job | other)))["error"]
+
+
+# Strangers
+
+
+def stranger(run, spec, place, **fields):
+    """A record that came from another user, with a file that says that it was run."""
+    (run / "ran.py").write_text("import pathlib; pathlib.Path('RAN').touch()\n")
+    shutil.copy(run / "ran.py", run / ".x.py")
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+
+    def change(header):
+        header["settings"].update({"task": spec, **fields})
+        header["task"].update(spec=place)
+        header["time"]["folder"] = str(run)
+
+    rewrite(run, 0, change)
+
+
+@pytest.mark.parametrize(
+    ("spec", "place"),
+    [
+        (".x.py:make_task", ".x.py:make_task"),
+        ("ran.py:make_task", "char-lm"),
+        # Only one of them is looked at.
+        ("digits-classifier", ".x.py:make_task"),
+    ],
+)
+def test_a_file_that_only_a_stranger_names_is_not_run(home, tmp_path, spec, place):
+    run = tmp_path / "run"
+    stranger(run, spec, place)
+    (home / "ran.py").write_text("import pathlib; pathlib.Path('RAN').touch()\n")
+    with pytest.raises(InputError) as error:
+        part(run, 1)
+    assert "\n" not in str(error.value)
+    command = f"steadygrad advise {spec} --resume {run}"
+    assert (command in str(error.value)) == (spec != "digits-classifier")
+    assert not (home / "RAN").exists()
+    assert not (run / "RAN").exists()
+
+
+@pytest.mark.parametrize("where", ["no state", "relative", "of another header"])
+def test_a_run_is_ones_own_by_what_lies_outside_of_its_folder(home, tmp_path, monkeypatch, where):
+    run = copy(tmp_path / "run", tmp_path / "copy")
+    if where == "no state":
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "empty"))
+    elif where == "relative":
+        shutil.copytree(os.environ["XDG_STATE_HOME"], home / "state")
+        monkeypatch.setenv("XDG_STATE_HOME", "state")
+        monkeypatch.setenv("HOME", str(tmp_path))
+    else:
+        rewrite(run, 0, lambda header: header["time"].update(created="later"))
+    with pytest.raises(InputError, match="that you began here"):
+        part(run, 1)
+    # Named on the command line it runs, from the present folder.
+    part(run, 1, task=SPEC)
+
+
+def test_a_command_that_can_be_pasted_runs_nothing_else(home, tmp_path):
+    stranger(tmp_path / "run", "x; touch RAN #.py:make_task", "char-lm")
+    with pytest.raises(InputError, match=r"steadygrad advise 'x; touch RAN #\.py:make_task' "):
+        part(tmp_path / "run", 1)
+
+
+# Optimizers
+
+
+def test_files_of_optimizers_count_from_the_same_folders(tmp_path, monkeypatch):
+    write(tmp_path / "home")
+    (tmp_path / "home" / "o.py").write_text("def mine(model, lr): ...\n")
+    settings = Settings(task=SPEC, add="o.py:mine, /abs/p.py:other")
+    found = located(settings, str(tmp_path / "home"), {"task": SPEC})
+    assert found == {
+        SPEC: str(tmp_path.cwd() / SPEC),
+        "o.py:mine": f"{tmp_path}/home/o.py:mine",
+        "/abs/p.py:other": "/abs/p.py:other",
+    }
+    assert located(Settings(task="char-lm")) == {}
+
+
+@pytest.mark.parametrize("change", ["changed", "pipe"])
+def test_an_optimizers_file_that_changed_is_refused(tmp_path, change):
+    path = tmp_path / "o.py"
+    path.write_text("def mine(model, lr): ...\n")
+    files = {"o.py:mine": f"{path}:mine"}
+    header = SimpleNamespace(files=digests(files), settings=Settings(task="digits-classifier"))
+    assert load_recorded_task(header, files).name == "digits-classifier"
+    path.unlink()
+    os.mkfifo(path) if change == "pipe" else path.write_text("def mine(model, lr): pass\n")
+    with pytest.raises(InputError, match=r"o\.py' as it was"):
+        load_recorded_task(header, files)
+
+
+def test_a_record_without_digests_goes_on_if_it_is_named(home, tmp_path):
+    rewrite(tmp_path / "run", 0, lambda header: [header.pop("files"), header.pop("first_losses")])
+    part(tmp_path / "run", 1, task=SPEC)
+
+
+def test_a_home_that_cannot_be_written_costs_no_study(home, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    begin(tmp_path / "second", at=0)
+    assert json.loads((tmp_path / "second" / "summary.json").read_text())["status"] == "budget"
+    with RunWriter.resume(tmp_path / "second"), pytest.raises(InputError, match="you began here"):
+        go_on(tmp_path / "second")
