@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import steadygrad
-from steadygrad.record import read_run
-from steadygrad.report import render
+from steadygrad.studies.folder import read_run
+from steadygrad.studies.page import render
 
 project = "steadygrad"
 author = "the steadygrad authors"

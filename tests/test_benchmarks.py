@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from steadygrad.record import dumps
+from steadygrad.studies.strict_json import dumps
 from tests.unit.studies.compare.runs import planned
 from tests.unit.studies.compare.test_summary import by_batch, summary
 

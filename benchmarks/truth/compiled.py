@@ -14,13 +14,13 @@ from benchmarks.truth.worlds import BETAS, EPS, World
 from numba import njit
 
 from steadygrad.formulas.batch_size import learning_rate
-from steadygrad.record import SCHEMA, Runtime, TaskInfo
-from steadygrad.record.schema.advise import Header, Plan, Settings
 from steadygrad.studies.advise.decisions import Chooser
 from steadygrad.studies.advise.runner import run_job
+from steadygrad.studies.advise.schema import Header, Plan, Settings
 from steadygrad.studies.advise.trials import make_trials
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.folder import SCHEMA, Results
 from steadygrad.studies.order import Order, seed_for
+from steadygrad.studies.schema import Runtime, TaskInfo
 from steadygrad.studies.study import Workplace
 from steadygrad.studies.trainer import Rate
 
@@ -165,11 +165,11 @@ def run_study(header: Header, trainer: Any) -> tuple[Journal, dict[str, Any]]:
     Returns:
         The results, and the states of training at the points.
     """
-    journal, states = Journal(), _States()
+    journal, states = Results(), _States()
     place = Workplace(trainer, states, lambda samples, what: None)  # type: ignore[arg-type]
     for trial in make_trials(header.plan, 1, Chooser(header)):
         job = trial.job(journal)
-        if job is not None and job["event"] != "noise":
+        if job is not None and job["kind"] != "noise":
             journal.add(run_job(job, header.plan, place))
     return journal, states
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from steadygrad._checks import InputError
-from steadygrad.record import read_run
-from steadygrad.record.schema.advise import Branch, Noise, Point, Scratch
+from steadygrad.studies.advise.schema import Branch, Noise, Point, Scratch
 from steadygrad.studies.deadline import Deadline
+from steadygrad.studies.folder import read_run
 from steadygrad.studies.run import resume
 from tests.distributed import ranks
 from tests.unit.studies.framework import PLAN, Watcher, begin, copy, lines, part, recorded, wait_for

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from steadygrad._checks import InputError
-from steadygrad.record import read_run
-from steadygrad.record.schema.compare import Run, Settings, Speed
+from steadygrad.studies.compare.schema import Run, Settings, Speed
+from steadygrad.studies.folder import read_run
 from steadygrad.studies.run import start as begin_study
 from tests.distributed.test_advise import on_ranks, resumed
 from tests.unit.studies.compare.runs import ADDED, ALL, begin, planned

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from steadygrad.record import read_run
+from steadygrad.studies.folder import read_run
 from tests.unit.studies.framework import lines
 from tests.unit.studies.inspect.runs import parts_of
 

@@ -105,9 +105,7 @@ def _report(values: Mapping[str, Any]) -> int:
             "Expected the folder of a run. Found none. Remedy: steadygrad report runs/mine."
         )
     folder = folder_of("RUN", values["run"])
-    if folder.name == "record.jsonl" and folder.is_file():
-        folder = folder.parent
-    from steadygrad.report import write
+    from steadygrad.studies.page import write
 
     emit(printable(str(write(folder))))
     return 0

@@ -198,7 +198,7 @@ def options_of(command: str) -> Options:
 
 def chosen(study: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a study that a command line names, converted and checked."""
-    from steadygrad.record import convert
+    from msgspec import convert
 
     settings = _settings(study)
     found = {name: values[name] for name in settings if name in values}
@@ -224,11 +224,11 @@ def chosen(study: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def settings_class(study: str) -> Any:
     """The dataclass of a study's settings."""
-    return import_module(f"steadygrad.record.schema.{study}").Settings
+    return import_module(f"steadygrad.studies.{study}.schema").Settings
 
 
 def _tasks() -> tuple[str, ...]:
-    from steadygrad.record.schema.common import TASKS
+    from steadygrad.studies.schema import TASKS
 
     return TASKS
 

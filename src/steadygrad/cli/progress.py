@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from steadygrad.cli.console import PLAIN, note, printable
-from steadygrad.record import listed
+from steadygrad.studies.text import listed
 
 __all__ = ["BarMonitor", "LineMonitor", "Monitor", "duration", "make_monitor"]
 

@@ -28,8 +28,8 @@ def run(name: str, values: Mapping[str, Any], began: float) -> int:
     folders = {key: folder_of(f"--{key}", values[key]) for key in ("out", "resume") & values.keys()}
 
     from steadygrad.cli.progress import make_monitor
-    from steadygrad.report import write
     from steadygrad.studies.deadline import Deadline, StudyInterrupted
+    from steadygrad.studies.page import write
     from steadygrad.studies.run import StudyFailed
 
     (study, folder), deadline = _study(name, given, folders), Deadline(began)
@@ -46,7 +46,7 @@ def run(name: str, values: Mapping[str, Any], began: float) -> int:
             # Before the record was begun: there is nothing to report.
             return 128 + stopped.reason
         except KeyboardInterrupt:
-            if (folder / "record.jsonl").exists():
+            if (folder / "header.json").exists():
                 complain(f"stopped; --resume {folder} continues the run.")
             raise
         if outcome.is_main:
@@ -83,7 +83,7 @@ def _study(
 
 def _report(name: str, outcome: "Outcome", write: Callable[[Path], Path], *, json: bool) -> None:
     """Writes the page, and prints the words and the table."""
-    from steadygrad.record import dumps
+    from steadygrad.studies.strict_json import dumps
 
     page, failed = "", None
     try:
@@ -97,7 +97,7 @@ def _report(name: str, outcome: "Outcome", write: Callable[[Path], Path], *, jso
             "Remedy: continue with --resume RUN --budget TIME."
         )
     summary = cleaned(outcome.summary)
-    table = import_module(f"steadygrad.report.{name}.terminal").table(summary)
+    table = import_module(f"steadygrad.studies.{name}.report.terminal").table(summary)
     parts = [*summary["words"], table] if table else summary["words"]
     text = rendered(*parts, stream=sys.stderr if json else sys.stdout) + page
     if json:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from steadygrad._checks import InputError
-from steadygrad.record import open_file, replace_file
+from steadygrad.studies.folder import open_file, replace_file
 
 __all__ = ["load_states", "save_states"]
 

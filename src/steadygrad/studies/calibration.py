@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from steadygrad._checks import InputError
-from steadygrad.record import environment
+from steadygrad.studies.environment import environment
 from steadygrad.studies.order import Order
 from steadygrad.studies.trainer import Trainer
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError
-from steadygrad.record import environment, read_file, replace_file
+from steadygrad.studies.environment import environment
+from steadygrad.studies.folder import read_file, replace_file
 from steadygrad.tasks.guard import reason
 
 __all__ = ["Checkpoints", "State", "on_host"]

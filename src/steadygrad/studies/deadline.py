@@ -20,7 +20,7 @@ class StudyInterrupted(Exception):
     """Ends the trial in hand; ``reason`` is ``BUDGET``, or the signal's number."""
 
     def __init__(self, reason: int) -> None:
-        super().__init__(f"stopped: {reason}")
+        super().__init__(reason)
         self.reason = reason
 
 

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from steadygrad._checks import InputError
-from steadygrad.record import SCHEMA, Header, Runtime, TaskInfo, environment
 from steadygrad.studies.decays import second_moment_places
+from steadygrad.studies.environment import environment
 from steadygrad.studies.files import digests, located
+from steadygrad.studies.folder import SCHEMA
+from steadygrad.studies.schema import Header, Runtime, TaskInfo
 from steadygrad.studies.study import Study
 from steadygrad.studies.trainer import Trainer
 

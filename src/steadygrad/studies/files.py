@@ -13,7 +13,7 @@ from shlex import quote
 from typing import Any
 
 from steadygrad._checks import InputError
-from steadygrad.record import Run, open_file, read_file, replace_file
+from steadygrad.studies.folder import HEADER, Run, read_file, replace_file
 from steadygrad.tasks import BUILT_IN, Task, load_task, sources
 
 __all__ = ["digests", "load_recorded_task", "located", "remember", "trusted"]
@@ -64,8 +64,7 @@ def remember(folder: Path) -> None:
 
 
 def _mark(folder: Path) -> Path:
-    with open_file(folder / "record.jsonl") as file:
-        header = hashlib.sha256(file.readline()).hexdigest()
+    header = hashlib.sha256(read_file(folder / HEADER)).hexdigest()
     given = os.environ.get("XDG_STATE_HOME", "")
     # A relative one would lie in whatever folder is the present one.
     home = Path(given) if os.path.isabs(given) else Path.home().absolute() / ".local/state"

@@ -1,6 +1,6 @@
 """A study from its first check to its summary, however it ends."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
@@ -11,31 +11,34 @@ import msgspec
 import torch
 
 from steadygrad._checks import InputError, launched
-from steadygrad.record import (
-    SCHEMA,
-    Event,
-    Header,
-    RecordError,
-    Run,
-    RunWriter,
-    convert,
-    dumps,
-    environment,
-    read_run,
-    understanding,
-)
-from steadygrad.record.schema.common import FREE
 from steadygrad.studies.calibration import calibrate, resolve_device
-from steadygrad.studies.coordinator import Coordinator, Monitor, run_serial
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
 from steadygrad.studies.description import changes, make_header
 from steadygrad.studies.distributed import DistributedContext
-from steadygrad.studies.executor import Pool, cuda_devices, dask_pool, process_pool
+from steadygrad.studies.environment import environment
+from steadygrad.studies.executors import (
+    Workers,
+    cuda_devices,
+    dask_workers,
+    made_workers,
+    process_workers,
+)
 from steadygrad.studies.files import load_recorded_task, located, remember, trusted
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.folder import (
+    SCHEMA,
+    Results,
+    Run,
+    RunError,
+    create,
+    read_run,
+    understanding,
+    write_result,
+    write_summary,
+)
+from steadygrad.studies.schema import FREE, Header, Result
 from steadygrad.studies.study import Study, study_class, study_of
 from steadygrad.studies.trainer import Trainer
-from steadygrad.studies.worker import Worker
+from steadygrad.studies.work import Coordinator, Monitor, Worker, run_serial
 from steadygrad.tasks import load_task
 
 __all__ = ["Outcome", "StudyFailed", "resume", "start"]
@@ -54,7 +57,7 @@ class Outcome:
         summary: Content of ``summary.json``.
         too_little: What is missing where the study says nothing at all; None otherwise.
         stopped_by: The signal that ended it; 0 otherwise.
-        is_main: Whether this process wrote the record.
+        is_main: Whether this process wrote the files.
     """
 
     folder: Path
@@ -65,7 +68,7 @@ class Outcome:
 
 
 class StudyFailed(InputError):
-    """A trial failed after the record was begun: ``outcome`` has the results until then."""
+    """A trial failed after the run was begun: ``outcome`` has the results until then."""
 
     def __init__(self, message: str, outcome: Outcome) -> None:
         super().__init__(message)
@@ -85,7 +88,7 @@ def start(
         monitor: Watches.
 
     Raises:
-        InputError: For anything that cannot be used; the record is not begun.
+        InputError: For anything that cannot be used; nothing is written then.
         StudyFailed: If training diverges, or the task's code raises, later on.
     """
     kind = study_class(name)
@@ -103,13 +106,13 @@ def start(
         trainer.fit_micro_batch(kind.largest_batch(plan, task))
         trainer.restart()
         header = make_header(kind, settings, trainer, workers, plan)
-        writer = context.on_main(lambda: RunWriter.create(folder, header))
+        context.on_main(lambda: create(folder, header))
         deadline.limit(settings.budget)
         context.on_main(lambda: remember(folder))
         study = kind(header)
         study.files = located(settings)
-        session = _Session(folder, study, trainer, settings.budget, writer, monitor)
-        return session.run(cluster or _local_pool(workers, header), deadline)
+        session = _Session(folder, study, trainer, Results(), monitor)
+        return session.run(cluster or _local_workers(workers, header), deadline)
 
 
 def resume(
@@ -136,16 +139,16 @@ def resume(
             of processes have changed.
         StudyFailed: If training diverges, or the task's code raises, later on.
     """
-    recorded = read_run(folder)
-    header, given = recorded.header, dict(given or {})
+    run = read_run(folder)
+    header, given = run.header, dict(given or {})
     if name and header.study != name:
         raise InputError(
-            f"Expected a record of `steadygrad {name}`. Found one of `steadygrad "
-            f"{header.study}` in {str(folder)!r}. Remedy: steadygrad {header.study} --resume."
+            f"Expected a run of `steadygrad {name}`. Found one of `steadygrad {header.study}` in "
+            f"{str(folder)!r}. Remedy: steadygrad {header.study} --resume."
         )
     settings = _agreed(header, given)
     with understanding(folder):
-        done = _completed(recorded, "budget" in given, monitor)
+        done = _completed(run, "budget" in given, monitor)
     if done is not None:
         return done
     deadline, runtime = deadline or Deadline(), header.runtime
@@ -155,21 +158,21 @@ def resume(
     with joined as context, ExitStack() as stack:
         study = study_of(header)
         # Only rank 0's machine knows which runs were begun there.
-        found = context.gather(context.on_main(lambda: trusted(recorded, given)))[0]
+        found = context.gather(context.on_main(lambda: trusted(run, given)))[0]
         study.files = files = found or {}
         task = context.together(lambda: load_recorded_task(header, files))
         trainer = study.make_trainer(task, settings, context, runtime.micro_batch_size)
         trainer.dependent = header.task.dependent
         for warning in changes(header, trainer):
             monitor.say(warning)
+        for file in run.unreadable:
+            monitor.say(f"results/{file} cannot be read: its trial is run again.")
         # Read on every rank before one of them writes.
         context.gather(None)
         cluster = _cluster(stack, settings, context)
-        writer = context.on_main(lambda: RunWriter.resume(folder))
         deadline.limit(settings.budget)
-        seconds, events = settings.budget, recorded.events
-        session = _Session(folder, study, trainer, seconds, writer, monitor, events)
-        return session.run(cluster or _local_pool(settings.workers, header), deadline)
+        session = _Session(folder, study, trainer, run.results, monitor)
+        return session.run(cluster or _local_workers(settings.workers, header), deadline)
 
 
 def _checked(kind: type[Study], settings: Any) -> Any:
@@ -181,7 +184,7 @@ def _checked(kind: type[Study], settings: Any) -> Any:
             f"Remedy: the settings of {kind.name}."
         )
     try:
-        return convert(asdict(settings), schema)
+        return msgspec.convert(asdict(settings), schema)
     except msgspec.ValidationError as error:
         raise InputError(f"{error}. Found {settings}. Remedy: another value.") from None
 
@@ -197,51 +200,57 @@ def _agreed(header: Any, given: Mapping[str, Any]) -> Any:
                 f"--resume takes {name} = {recorded!r} from the record. Found {value!r}. "
                 f"Remedy: leave {flag} away, or start a new run with --out."
             )
-    free = {"dask": "", **{name: value for name, value in given.items() if name in FREE}}
+    free = {
+        "dask": "",
+        "executor": "",
+        **{name: value for name, value in given.items() if name in FREE},
+    }
     return replace(header.settings, **free)
 
 
-def _completed(recorded: Run, more_time: bool, monitor: Monitor) -> Outcome | None:
+def _completed(run: Run, more_time: bool, monitor: Monitor) -> Outcome | None:
     """The outcome of a run that is complete already; None for one that can continue.
 
     Asked before the ranks join: a complete run needs neither its device nor the others.
     """
-    if recorded.summary is None or recorded.summary.get("status") != "complete":
+    study = study_of(run.header)
+    if len(study.finished(run.results)) < len(study.trials()):
         return None
     is_main = launched()[0] == 0
     if is_main and more_time:
         left = "this run is complete: all planned trials are done, so more time changes nothing."
         monitor.say(f"{left} Remedy: start a new run with a longer --budget.")
-    # From the record: the file may be of an older steadygrad.
-    study = study_of(recorded.header)
-    summary = _summary(study, Journal(events=recorded.events), "complete")
-    if is_main and dumps(summary) != dumps(recorded.summary):
-        with RunWriter.resume(recorded.folder) as writer:
-            writer.write_summary(summary)
-    return Outcome(recorded.folder, summary, is_main=is_main)
+    summary = _summary(study, run.results, "complete")
+    if is_main and summary != run.summary:
+        write_summary(run.folder, summary)
+    return Outcome(run.folder, summary, is_main=is_main)
 
 
-def _summary(study: Study, journal: Journal, status: str) -> dict[str, Any]:
+def _summary(study: Study, results: Results, status: str) -> dict[str, Any]:
     common = {"schema": SCHEMA, "study": study.name, "status": status}
-    found: dict[str, Any] = common | study.summarize(journal, status)
+    found: dict[str, Any] = common | study.summarize(results, status)
     return found | {"words": [*found["words"], DEPENDENT]} if study.header.task.dependent else found
 
 
-def _cluster(stack: ExitStack, settings: Any, context: DistributedContext) -> Pool | None:
-    """The cluster that the settings name; None where they name none."""
-    if not settings.dask:
+def _cluster(stack: ExitStack, settings: Any, context: DistributedContext) -> Workers | None:
+    """The workers that the settings name; None where they name none."""
+    named = [f"--{name}" for name in ("dask", "executor") if getattr(settings, name)]
+    if not named:
         return None
-    if context.size > 1:
+    if context.size > 1 or len(named) > 1:
         raise InputError(
-            f"--dask runs each trial in one process. Found {context.size} processes. "
-            "Remedy: no torchrun, or no --dask."
+            f"{' and '.join(named)}: expected one way to run trials, each in one process. Found "
+            f"{len(named)}, in {context.size} processes. Remedy: one of them, without torchrun."
         )
-    pool = dask_pool(settings.dask)
+    if settings.dask:
+        pool = dask_workers(settings.dask)
+    else:
+        pool = made_workers(settings.executor, settings.workers)
     stack.callback(pool.close)
     return pool
 
 
-def _local_pool(workers: int, header: Header) -> Pool | None:
+def _local_workers(workers: int, header: Header) -> Workers | None:
     """Worker processes of this machine; None where trials run in this process."""
     runtime = header.runtime
     if not workers:
@@ -250,72 +259,67 @@ def _local_pool(workers: int, header: Header) -> Pool | None:
         workers = min(runtime.workers, enough) if runtime.device == "cpu" else runtime.workers
     if workers < 2 or launched()[1] > 1:
         return None
-    return process_pool(workers, cuda_devices() if runtime.device == "cuda" else ())
+    return process_workers(workers, cuda_devices() if runtime.device == "cuda" else ())
 
 
 @dataclass
 class _Session:
-    """A study while it runs; ``writer`` is None on the ranks that do not write."""
+    """A study while it runs."""
 
     folder: Path
     study: Study
     trainer: Trainer
-    budget: float
-    writer: RunWriter | None
+    results: Results
     monitor: Monitor
-    events: Sequence[Event] = ()
 
-    def run(self, pool: Pool | None, deadline: Deadline) -> Outcome:
+    def run(self, pool: Workers | None, deadline: Deadline) -> Outcome:
         """Runs all trials, and writes the summary however that ends."""
-        study, folder, monitor = self.study, self.folder, self.monitor
-        kinds, is_main = study.schema().events, self.trainer.context.is_main
-        journal = self.journal = Journal(self.writer, self.events, folder / "pending", kinds)
-        worker = Worker(study, folder, self.trainer)
+        study, folder, results, monitor = self.study, self.folder, self.results, self.monitor
+        is_main, worker = self.trainer.context.is_main, Worker(study, folder, self.trainer)
         with understanding(folder):
             self._begin()
         status, reason = "complete", 0
         try:
             try:
                 if pool is None:
-                    run_serial(study, journal, worker, monitor)
+                    run_serial(study, results, self._keep, worker, monitor)
                 else:
-                    Coordinator(study, journal, pool, folder, deadline, monitor).run()
+                    Coordinator(study, results, self._keep, pool, folder, deadline, monitor).run()
             except StudyInterrupted as stopped:
                 reason = stopped.reason
                 status = "budget" if reason == BUDGET else "interrupted"
-            summary = self._write(status)
+            summary = self._end(status)
             if status == "complete":
                 worker.checkpoints.remove()
-        except RecordError:
+        except RunError:
             raise
         except InputError as error:
-            summary = self._write("failed")
+            summary = self._end("failed")
             outcome = Outcome(folder, summary, study.too_little(summary), is_main=is_main)
             more = f"The results are kept: fix the error, then continue with --resume {folder}."
             raise StudyFailed(f"{error} {more}", outcome) from error
-        finally:
-            if self.writer is not None:
-                self.writer.close()
         too_little = study.too_little(summary) if status == "budget" else None
         return Outcome(folder, summary, too_little, reason, is_main)
 
     def _begin(self) -> None:
         costs = {trial.key: trial.cost for trial in self.study.trials()}
         ends = dict(zip(costs, accumulate(costs.values()), strict=True))
-        done = sum(costs[key] for key in self.study.finished(self.journal))
+        done = sum(costs[key] for key in self.study.finished(self.results))
         milestones = {name: ends[key] for name, key in self.study.milestones().items()}
         self.monitor.begin(sum(costs.values()), done, milestones)
 
-    def _write(self, status: str) -> dict[str, Any]:
-        summary = _summary(self.study, self.journal, status)
-        if self.writer is None:
-            return summary
-        if self.journal.differing:
-            self.monitor.say(
-                f"{self.journal.differing} numbers differ from those recorded: the machine or its "
-                "libraries are not the same."
-            )
-        # In this order: a summary that says "complete" is the last thing that can be missing.
-        self.journal.end(status, budget_seconds=self.budget)
-        self.writer.write_summary(summary)
+    def _keep(self, result: Result) -> None:
+        """Takes a new result; one that is known is only compared."""
+        if self.results.add(result) and self.trainer.context.is_main:
+            write_result(self.folder, result)
+
+    def _end(self, status: str) -> dict[str, Any]:
+        summary = _summary(self.study, self.results, status)
+        if self.trainer.context.is_main:
+            if self.results.differing:
+                self.monitor.say(
+                    f"{self.results.differing} numbers differ from those recorded: the machine or "
+                    "its libraries are not the same."
+                )
+            write_summary(self.folder, summary)
         return summary

@@ -4,7 +4,6 @@ A trial is a pure function of the task, the seed and the state at its point of t
 trials can run in any order, in any process, and again after a crash.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,54 +12,18 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from steadygrad._checks import InputError
-from steadygrad.record import Event, Header, Key
-from steadygrad.record.schema import STUDIES, Schema, schema_of
 from steadygrad.studies.checkpoint import Checkpoints, State
 from steadygrad.studies.distributed import DistributedContext
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.folder import Results
+from steadygrad.studies.schema import STUDIES, Header, Key, Result, Schema, schema_of
 from steadygrad.studies.trainer import Scaling, Trainer
+from steadygrad.studies.trials import Job, Trial, evaluation_cost
 from steadygrad.tasks import Task
 
-__all__ = [
-    "Advance",
-    "Job",
-    "Study",
-    "Trial",
-    "Workplace",
-    "evaluation_cost",
-    "study_class",
-    "study_of",
-]
-
-Job = Mapping[str, Any]
-"""Work for a worker as plain values: the event's name, its key fields, and parameters."""
+__all__ = ["Advance", "Study", "Workplace", "study_class", "study_of"]
 
 Advance = Callable[[int, str], None]
 """Told how many samples of work are done, as they are done, and on what."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One piece of work.
-
-    Attributes:
-        key: Unique in its study.
-        cost: Samples of work that the plan reckons with.
-        job: From the journal to what is to be done; None where nothing is. It may read only what
-            the trials in ``needs`` have recorded.
-        what: What progress calls it.
-        needs: Keys of the trials that must be done before.
-    """
-
-    key: Key
-    cost: int
-    job: Callable[[Journal], Job | None]
-    what: str = ""
-    needs: tuple[Key, ...] = ()
-
-    def called(self, job: Job) -> str:
-        """The name of a job in messages."""
-        return self.what + (f", repeat {job['repeat']}" if "repeat" in job else "")
 
 
 @dataclass
@@ -68,15 +31,15 @@ class Workplace:
     """The surroundings of a job: device, workers and folders.
 
     Attributes:
-        repeated: Events of trials that were run again because a checkpoint was lost.
+        repeated: Results of trials that were run again because a checkpoint was lost.
     """
 
     trainer: Trainer
     checkpoints: Checkpoints
     advance: Advance
-    repeated: list[Event] = field(default_factory=list)
+    repeated: list[Result] = field(default_factory=list)
 
-    def state(self, name: str, samples: int, again: Callable[[], Event]) -> State:
+    def state(self, name: str, samples: int, again: Callable[[], Result]) -> State:
         """A state of training: read, or trained again by the trial that leaves it.
 
         Args:
@@ -98,16 +61,11 @@ class Workplace:
         return loss
 
 
-def evaluation_cost(samples: int) -> int:
-    """Samples of work in an evaluation: a forward pass is about a third of training."""
-    return math.ceil(samples / 3)
-
-
 class Study(ABC):
     """An experiment behind a command, whose name is ``name``.
 
     Args:
-        header: First line of the record, with the study's own settings and plan.
+        header: The run's, with the study's own settings and plan.
     """
 
     name: ClassVar[str]
@@ -122,7 +80,7 @@ class Study(ABC):
 
     @classmethod
     def schema(cls) -> Schema:
-        """The types of the study's record."""
+        """The types of the study."""
         found = schema_of(cls.name)
         assert found is not None
         return found
@@ -179,10 +137,10 @@ class Study(ABC):
 
     @abstractmethod
     def trials(self) -> Sequence[Trial]:
-        """All trials, in the order in which their results are recorded."""
+        """All trials, in the order of the plan."""
 
     @abstractmethod
-    def run(self, job: Job, place: Workplace) -> Event:
+    def run(self, job: Job, place: Workplace) -> Result:
         """Does one job.
 
         Raises:
@@ -195,8 +153,8 @@ class Study(ABC):
         """Names of the study's milestones, and the last trial of each."""
 
     @abstractmethod
-    def summarize(self, journal: Journal, status: str) -> dict[str, Any]:
-        """The content of ``summary.json``: a pure function of the events and the status.
+    def summarize(self, results: Results, status: str) -> dict[str, Any]:
+        """The content of ``summary.json``: a pure function of the results and the status.
 
         The status is ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
         """
@@ -206,17 +164,17 @@ class Study(ABC):
         return None
 
     def key_of(self, job: Job) -> Key:
-        """The key of the event that a job gives."""
-        names = self.schema().kinds[job["event"]].key_fields
-        return (job["event"], *(job[name] for name in names))
+        """The key of the result that a job gives."""
+        names = self.schema().kinds[job["kind"]].key_fields
+        return (job["kind"], *(job[name] for name in names))
 
-    def finished(self, journal: Journal) -> set[Key]:
+    def finished(self, results: Results) -> set[Key]:
         """Keys of the trials whose results are there, or that have nothing to do."""
         done: set[Key] = set()
         for trial in self.trials():
             if done.issuperset(trial.needs):
-                job = trial.job(journal)
-                if job is None or self.key_of(job) in journal:
+                job = trial.job(results)
+                if job is None or self.key_of(job) in results:
                     done.add(trial.key)
         return done
 
@@ -231,7 +189,7 @@ def study_class(name: str) -> type[Study]:
         raise InputError(
             f"Expected a study: {', '.join(STUDIES)}. Found {name!r}. Remedy: one of these."
         )
-    found: type[Study] = import_module(f"steadygrad.studies.{name}").STUDY
+    found: type[Study] = import_module(f"steadygrad.studies.{name}.study").STUDY
     return found
 
 

@@ -6,8 +6,8 @@ import pytest
 from benchmarks.truth.compiled import CompiledTrainer, header_of, run_study
 from benchmarks.truth.worlds import WORLDS
 
-from steadygrad.record.schema.advise import Branch, Point, Scratch
 from steadygrad.studies.advise.plan import plan_of_length
+from steadygrad.studies.advise.schema import Branch, Point, Scratch
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.trainer import Trainer

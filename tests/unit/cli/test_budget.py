@@ -3,9 +3,9 @@
 import pytest
 
 from steadygrad.cli import main
-from steadygrad.record import read_run
-from steadygrad.record.schema.advise import Noise
+from steadygrad.studies.advise.schema import Noise
 from steadygrad.studies.deadline import Deadline
+from steadygrad.studies.folder import read_run
 from tests.unit.cli.conftest import PLAIN
 from tests.unit.cli.quick import tiny
 
@@ -17,7 +17,7 @@ def over_after(tmp_path, monkeypatch):
 
     def end(kind):
         def left(deadline):
-            late = record.exists() and f'"event": "{kind}"'.encode() in record.read_bytes()
+            late = record.exists() and f'"kind": "{kind}"'.encode() in record.read_bytes()
             return 0.0 if late else 100.0
 
         monkeypatch.setattr(Deadline, "left", left)

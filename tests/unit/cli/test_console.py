@@ -8,7 +8,7 @@ from rich.table import Table
 
 from steadygrad.cli.console import cleaned, complain, emit, note, printable, rendered
 from steadygrad.cli.progress import BarMonitor, LineMonitor, Monitor, make_monitor
-from steadygrad.report.advise.terminal import table
+from steadygrad.studies.advise.report.terminal import table
 
 CRITICAL = {"within": 32, "beyond": 64.0, "value": 40.2, "low": 30.0, "high": 70.0}
 NOISE = {"value": 120.4, "low": 80.0, "high": 200.0, "resolved": True}

@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 from steadygrad.cli import main
-from steadygrad.record import read_run
+from steadygrad.studies.folder import read_run
 from tests.unit.cli.conftest import PLAIN
 from tests.unit.cli.quick import ROOT, run_program, tiny
 from tests.unit.record.helpers import with_checksums
@@ -133,7 +133,7 @@ def interrupted(tmp_path, monkeypatch):
     folder, record = tmp_path / "run", tmp_path / "run" / "record.jsonl"
 
     def left(deadline):
-        enough = record.exists() and record.read_bytes().count(b'"event": "branch"') >= 6
+        enough = record.exists() and record.read_bytes().count(b'"kind": "branch"') >= 6
         return 0.0 if enough else 100.0
 
     with monkeypatch.context() as clock:
@@ -304,14 +304,14 @@ def test_a_task_s_names_cannot_rewrite_the_terminal(tasks, tmp_path, capsys):
 
 def unequal(lines):
     """A curve of another seed that is shorter."""
-    runs = [line for line in lines if line["event"] == "training" and line["repeat"] == 2]
+    runs = [line for line in lines if line["kind"] == "training" and line["repeat"] == 2]
     for line in runs:
         line["curve"] = line["curve"][1:]
 
 
 def equal(lines):
     for line in lines:
-        if line["event"] == "training":
+        if line["kind"] == "training":
             line.update(loss=1e300, curve=[[at, 1e300] for at, _ in line["curve"]])
 
 

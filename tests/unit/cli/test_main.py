@@ -9,8 +9,9 @@ import steadygrad.cli
 from steadygrad._checks import InputError
 from steadygrad.cli import main
 from steadygrad.cli.options import chosen
-from steadygrad.record import End, read_run
-from steadygrad.record.schema.advise import Branch
+from steadygrad.studies.advise.schema import Branch
+from steadygrad.studies.folder import read_run
+from steadygrad.studies.schema import End
 from tests.unit.cli.conftest import PLAIN
 from tests.unit.cli.quick import run_program, tiny
 
@@ -64,9 +65,9 @@ def test_a_folder_that_cannot_be_made(tmp_path, refused):
 
 
 HEADERS = {
-    '{"event": "run", "sch': "Expected the header of a run",
-    '{"event": "run", "schema": 99}\n': "written by a newer steadygrad",
-    '{"event": "run", "schema": 1, "study": "advise"}\n': "written by an older steadygrad",
+    '{"kind": "run", "sch': "Expected the header of a run",
+    '{"kind": "run", "schema": 99}\n': "written by a newer steadygrad",
+    '{"kind": "run", "schema": 1, "study": "advise"}\n': "written by an older steadygrad",
 }
 
 
@@ -282,7 +283,7 @@ def test_a_run_that_its_budget_cut_short_gets_more_time(whole, tmp_path):
 
     def left(deadline):
         # Over after the branches of the first point, however fast this machine is.
-        enough = record.exists() and record.read_bytes().count(b'"event": "branch"') >= 6
+        enough = record.exists() and record.read_bytes().count(b'"kind": "branch"') >= 6
         return 0.0 if enough else 100.0
 
     with pytest.MonkeyPatch.context() as clock:

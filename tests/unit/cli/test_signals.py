@@ -6,7 +6,9 @@ import time
 
 import pytest
 
-from steadygrad.record import End, dumps, read_run
+from steadygrad.studies.folder import read_run
+from steadygrad.studies.schema import End
+from steadygrad.studies.strict_json import dumps
 from tests.unit.cli.conftest import PLAIN
 from tests.unit.cli.quick import program, tiny
 from tests.unit.record.helpers import strip_times
@@ -25,7 +27,7 @@ def wait_for_lines(process, folder, count):
 
 def contents(folder):
     events = (event.as_dict() for event in read_run(folder).events)
-    return [dumps(strip_times(event)) for event in events if event["event"] != "end"]
+    return [dumps(strip_times(event)) for event in events if event["kind"] != "end"]
 
 
 @pytest.mark.slow

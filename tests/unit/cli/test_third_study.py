@@ -13,10 +13,10 @@ from msgspec import Meta
 from rich.table import Table
 
 from steadygrad.cli import main
-from steadygrad.record import End, Event, Header, read_run
-from steadygrad.record.schema import STUDIES, schema_of
-from steadygrad.record.schema.common import CommonSettings
-from steadygrad.studies.study import Study, Trial
+from steadygrad.studies.folder import read_run
+from steadygrad.studies.schema import STUDIES, CommonSettings, End, Header, schema_of
+from steadygrad.studies.study import Study
+from steadygrad.studies.trials import Trial
 from tests.unit.cli.conftest import PLAIN
 from tests.unit.cli.quick import tiny
 
@@ -99,7 +99,7 @@ def tally(monkeypatch):
         monkeypatch.setitem(sys.modules, name, found)
 
     module(
-        "steadygrad.record.schema.tally",
+        "steadygrad.studies.schema.tally",
         Header=TallyHeader,
         EVENTS=Round | End,
         Settings=TallySettings,

@@ -9,8 +9,7 @@ import pytest
 from steadygrad import __version__
 from steadygrad.cli import main
 from steadygrad.cli.options import chosen, options_of, parse_budget, parser
-from steadygrad.record.schema import STUDIES
-from steadygrad.record.schema.common import TASKS
+from steadygrad.studies.schema import STUDIES, TASKS
 from steadygrad.tasks import BUILT_IN
 from tests.unit.cli.quick import ROOT
 

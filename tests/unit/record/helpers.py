@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from steadygrad._checks import InputError
-from steadygrad.record import SCHEMA, Header, Runtime, RunWriter, TaskInfo
-from steadygrad.record.schema import advise
-from steadygrad.record.schema.advise import Branch, Noise, Plan, Point, Scratch, Settings, Stage
+from steadygrad.studies.advise import schema as advise
+from steadygrad.studies.advise.schema import Branch, Noise, Plan, Point, Scratch, Settings, Stage
+from steadygrad.studies.folder import SCHEMA, RunWriter
+from steadygrad.studies.schema import Header, Runtime, TaskInfo
 
 TASK = TaskInfo(
     spec="tiny_task.py:make_task",

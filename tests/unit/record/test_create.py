@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from steadygrad._checks import InputError
-from steadygrad.record import RunWriter, read_run
+from steadygrad.studies.folder import RunWriter, read_run
 from tests.unit.record.helpers import assert_one_line, make_header, no_space, write
 
 
@@ -15,7 +15,7 @@ class TestCreate:
     def test_the_header_comes_first_and_is_read_as_it_was(self, tmp_path: Path):
         data = write(tmp_path / "deep" / "run", 1.0)
         first = json.loads(data.splitlines()[0])
-        assert (first["event"], first["schema"], first["study"]) == ("run", 2, "advise")
+        assert (first["kind"], first["schema"], first["study"]) == ("run", 2, "advise")
         assert first["settings"]["tolerance"] == 0.2
         assert first["plan"]["points"] == [128, 512]
         assert read_run(tmp_path / "deep" / "run").header == make_header()

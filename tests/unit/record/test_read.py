@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from steadygrad.record import RecordError, RunWriter, read_run
-from steadygrad.record.schema.advise import Branch, Noise
+from steadygrad.studies.advise.schema import Branch, Noise
+from steadygrad.studies.folder import RunError, RunWriter, read_run
 from tests.unit.record.helpers import (
     assert_one_line,
     make_branch,
@@ -27,7 +27,7 @@ def refused(folder: Path, *parts: str) -> None:
     """Neither reading nor going on takes the record, and both leave it as it is."""
     before = (folder / "record.jsonl").read_bytes()
     for use in (read_run, RunWriter.resume):
-        with pytest.raises(RecordError) as error:
+        with pytest.raises(RunError) as error:
             use(folder)
         assert_one_line(error, *parts)
     assert (folder / "record.jsonl").read_bytes() == before
@@ -86,7 +86,7 @@ class TestRead:
             refused(tmp_path / "a", f"Line {number}", "does not follow the line before")
 
     @pytest.mark.parametrize(
-        "content", [b"", b'{"event": "run", "sch', b"[1]\n", b'{"event":"x"}\n', b"[" * 10**5]
+        "content", [b"", b'{"kind": "run", "sch', b"[1]\n", b'{"event":"x"}\n', b"[" * 10**5]
     )
     def test_truncated_or_foreign_header(self, tmp_path: Path, content: bytes):
         (tmp_path / "record.jsonl").write_bytes(content)
@@ -96,13 +96,13 @@ class TestRead:
         file = tmp_path / "file"
         file.write_text("x")
         for folder in (tmp_path, tmp_path / "absent", file):
-            with pytest.raises(RecordError) as error:
+            with pytest.raises(RunError) as error:
                 read_run(folder)
             assert_one_line(error, "record.jsonl", str(folder), "Remedy")
 
     def test_record_that_cannot_be_read(self, tmp_path: Path):
         (tmp_path / "record.jsonl").mkdir()
-        with pytest.raises(RecordError) as error:
+        with pytest.raises(RunError) as error:
             read_run(tmp_path)
         assert_one_line(error, "Cannot read", "Remedy")
 
@@ -145,8 +145,8 @@ class TestChecksum:
 
 class TestVersions:
     def test_an_older_schema_has_a_remedy(self, tmp_path: Path):
-        old = b'{"event": "run", "schema": 1, "study": "advise", "settings": {"seed": 0}}\n'
-        (tmp_path / "record.jsonl").write_bytes(old + b'{"event": "point", "point": 0}\n')
+        old = b'{"kind": "run", "schema": 1, "study": "advise", "settings": {"seed": 0}}\n'
+        (tmp_path / "record.jsonl").write_bytes(old + b'{"kind": "point", "point": 0}\n')
         found = "was written by an older steadygrad: schema 1, this one reads 2. Remedy: run the"
         refused(tmp_path, found)
 
@@ -198,7 +198,7 @@ class TestSummary:
     def test_foreign_summary(self, tmp_path: Path, content: str):
         write(tmp_path, 1.0)
         (tmp_path / "summary.json").write_text(content, errors="surrogateescape")
-        with pytest.raises(RecordError) as error:
+        with pytest.raises(RunError) as error:
             read_run(tmp_path)
         assert_one_line(error, "summary.json", "Remedy: delete it; nothing is lost: --resume")
 
@@ -208,7 +208,7 @@ class TestSummary:
             writer.write_summary({"schema": 2, "recommendation": {"batch_size": 8, "known": True}})
         path = tmp_path / "summary.json"
         path.write_text(path.read_text().replace(old, new, 1))
-        with pytest.raises(RecordError) as error:
+        with pytest.raises(RunError) as error:
             read_run(tmp_path)
         assert_one_line(error, "summary.json", "Remedy: delete it; nothing is lost: --resume")
 
@@ -216,6 +216,6 @@ class TestSummary:
     def test_summary_of_another_schema(self, tmp_path: Path, schema: int, age: str):
         write(tmp_path, 1.0)
         (tmp_path / "summary.json").write_text(f'{{"schema": {schema}}}')
-        with pytest.raises(RecordError) as error:
+        with pytest.raises(RunError) as error:
             read_run(tmp_path)
         assert_one_line(error, "summary.json", f"written by {age} steadygrad", "Remedy")

@@ -12,17 +12,10 @@ from pathlib import Path
 import pytest
 
 from steadygrad import record
-from steadygrad.record import (
-    RecordError,
-    RunWriter,
-    dumps,
-    environment,
-    loads,
-    plural,
-    read_run,
-    replace_file,
-    write_report,
-)
+from steadygrad.studies.environment import environment
+from steadygrad.studies.folder import RunError, RunWriter, read_run, replace_file, write_page
+from steadygrad.studies.strict_json import dumps, loads
+from steadygrad.studies.text import plural
 from tests.unit.record.helpers import assert_one_line, no_space, write
 
 
@@ -63,7 +56,7 @@ def test_replace_file_shows_the_old_or_the_new(tmp_path: Path, monkeypatch: pyte
     replace_file(path, b"old")
     with monkeypatch.context() as full:
         full.setattr(os, "fsync", no_space)
-        with pytest.raises(RecordError) as error:
+        with pytest.raises(RunError) as error:
             replace_file(path, b"new")
     assert_one_line(error, "report.html", "No space left")
     assert path.read_bytes() == b"old"
@@ -71,14 +64,14 @@ def test_replace_file_shows_the_old_or_the_new(tmp_path: Path, monkeypatch: pyte
 
 
 def test_report_is_written_as_utf8(tmp_path: Path):
-    assert write_report(tmp_path, "größer \udc80") == tmp_path / "report.html"
+    assert write_page(tmp_path, "größer \udc80") == tmp_path / "report.html"
     assert (tmp_path / "report.html").read_bytes() == "größer ?".encode()
 
 
 def test_a_page_that_cannot_be_written_says_how_to_draw_it_again(tmp_path: Path):
     (tmp_path / "report.html").mkdir()
-    with pytest.raises(RecordError) as error:
-        write_report(tmp_path, "page")
+    with pytest.raises(RunError) as error:
+        write_page(tmp_path, "page")
     assert_one_line(error, "The results are kept. Remedy: ", f"`steadygrad report {tmp_path}`.")
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
@@ -129,8 +122,8 @@ class TestFolderOfAStranger:
         (folder / name).symlink_to(victim)
         # As if the name had been guessed.
         monkeypatch.setattr("secrets.token_hex", lambda _: "taken")
-        with suppress(RecordError):
-            write_report(folder, "page")
+        with suppress(RunError):
+            write_page(folder, "page")
         assert victim.read_text() == "precious"
         assert name != "report.html" or not (folder / name).is_symlink()
 
@@ -146,7 +139,7 @@ class TestFolderOfAStranger:
     def test_two_writers_of_one_page(self, tmp_path: Path):
         def write(number: int) -> None:
             for _ in range(25):
-                write_report(tmp_path, f"{number}" * 200_000)
+                write_page(tmp_path, f"{number}" * 200_000)
                 assert len({*(tmp_path / "report.html").read_text()}) == 1
 
         with ThreadPoolExecutor(3) as writers:
@@ -166,7 +159,7 @@ class TestFolderOfAStranger:
         else:
             path.touch()
             os.truncate(path, 1 << 40)
-        with pytest.raises(RecordError) as error:
+        with pytest.raises(RunError) as error:
             read_run(tmp_path)
         assert_one_line(error, str(path), "Remedy")
 
@@ -178,6 +171,6 @@ class TestFolderOfAStranger:
         if path.exists():
             path.rename(tmp_path / "elsewhere" / name)
         path.symlink_to(tmp_path / "elsewhere" / (name if name == "record.jsonl" else ""))
-        with pytest.raises(RecordError) as error:
+        with pytest.raises(RunError) as error:
             RunWriter.resume(tmp_path / "run")
         assert_one_line(error, name, "Remedy")

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from steadygrad.record import End, RecordError, RunWriter, read_run
-from steadygrad.record.schema.advise import Branch
+from steadygrad.studies.advise.schema import Branch
+from steadygrad.studies.folder import RunError, RunWriter, read_run
+from steadygrad.studies.schema import End
 from tests.unit.record.helpers import assert_one_line, make_branch, make_header, no_space, write
 
 
@@ -30,7 +31,7 @@ class TestResume:
             writer.append(make_branch(2.0))
             with monkeypatch.context() as full:
                 full.setattr(os, "fsync", no_space)
-                with pytest.raises(RecordError) as error:
+                with pytest.raises(RunError) as error:
                     writer.append(make_branch(1.5))
             assert_one_line(error, "No space left", "Remedy: free space there, then --resume.")
             assert len(read_run(tmp_path).events) == 1
@@ -45,7 +46,7 @@ class TestResume:
 CHILD = """
 import sys, time
 from pathlib import Path
-from steadygrad.record import RunWriter
+from steadygrad.studies.folder import RunWriter
 from tests.unit.record.helpers import make_branch, make_header
 
 class Slow:
@@ -106,7 +107,7 @@ def test_a_run_in_progress_is_left_alone(tmp_path):
     with RunWriter.create(tmp_path / "run", make_header()) as writer:
         writer.append(make_branch(2.0))
         before = (tmp_path / "run" / "record.jsonl").read_bytes()
-        with pytest.raises(RecordError, match=r"in progress in another process. Remedy: wait"):
+        with pytest.raises(RunError, match=r"in progress in another process. Remedy: wait"):
             RunWriter.resume(tmp_path / "run")
         assert (tmp_path / "run" / "record.jsonl").read_bytes() == before
     with RunWriter.resume(tmp_path / "run") as again:

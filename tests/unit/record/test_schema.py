@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from steadygrad.record import End, RecordError, RunWriter, read_run
-from steadygrad.record.schema import STUDIES, schema_of
+from steadygrad.studies.folder import RunError, RunWriter, read_run
+from steadygrad.studies.schema import STUDIES, End, schema_of
 from tests.unit.record.helpers import (
     assert_one_line,
     make_branch,
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def complaint(folder: Path) -> str:
-    with pytest.raises(RecordError) as error:
+    with pytest.raises(RunError) as error:
         read_run(folder)
     assert_one_line(error, "Expected ", "Found ", "Remedy: ")
     return str(error.value)
@@ -132,7 +132,7 @@ def test_a_whole_line_that_is_no_event(folder: Path, value: Any):
         lines = (folder / "record.jsonl").read_text().splitlines(keepends=True)
         lines[2] = json.dumps(value) + "\n"
         (folder / "record.jsonl").write_text("".join(lines))
-        with pytest.raises(RecordError, match=r"Line 3 of .* is damaged"):
+        with pytest.raises(RunError, match=r"Line 3 of .* is damaged"):
             read_run(folder)
 
 

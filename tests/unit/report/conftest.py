@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from steadygrad.record import SCHEMA, End, Event, Run, Runtime, RunWriter, TaskInfo, read_run
-from steadygrad.record._read import checked_line, crc_of
-from steadygrad.record.schema.advise import (
+from steadygrad.studies import charts, render
+from steadygrad.studies.advise.schema import (
     Branch,
     Header,
     Noise,
@@ -23,11 +22,19 @@ from steadygrad.record.schema.advise import (
     Settings,
     Stage,
 )
-from steadygrad.report import charts, render
-from steadygrad.report.page import Html
 from steadygrad.studies.advise.summary import summarize
 from steadygrad.studies.advise.trials import end_marks, run_marks
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.folder import (
+    SCHEMA,
+    Results,
+    Run,
+    RunWriter,
+    checked_line,
+    crc_of,
+    read_run,
+)
+from steadygrad.studies.html import Html
+from steadygrad.studies.schema import End, Runtime, TaskInfo
 
 POINTS = (384, 1_536, 6_144, 24_576)
 LENGTHS = (1_024, 1_024, 3_072, 12_288)
@@ -234,7 +241,7 @@ def write_run(
         shutil.rmtree(folder)
     with RunWriter.create(folder, header) as writer:
         if status is not None:
-            total = summarize(header, Journal(events=found), status)
+            total = summarize(header, Results(found), status)
             total |= {"schema": SCHEMA, "study": "advise", "status": status}
             if summary is not None:
                 summary(total)

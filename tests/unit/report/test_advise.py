@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 from msgspec.structs import replace
 
 from steadygrad._checks import InputError
-from steadygrad.record import Event, Run, read_run
-from steadygrad.record.schema.advise import Branch, Noise, Point, Scratch
-from steadygrad.report import render, write
-from steadygrad.report.advise import training
-from steadygrad.report.advise.data import Advice
+from steadygrad.studies.advise.report import training
+from steadygrad.studies.advise.report.data import Advice
+from steadygrad.studies.advise.schema import Branch, Noise, Point, Scratch
+from steadygrad.studies.folder import Run, read_run
+from steadygrad.studies.page import render, write
 from tests.unit.report.conftest import POINTS, loss_at
 
 NASTY = "<script>document.title='x'</script><img src=x onerror=alert(1)>\x00$a_b$"
@@ -414,7 +414,7 @@ def test_a_partial_run_says_once_what_is_missing(make_run: Any, status: str, wor
 def test_a_broken_last_line_is_said(make_run: Any):
     run = make_run()
     with open(run.folder / "record.jsonl", "a") as file:
-        file.write('{"event": "po')
+        file.write('{"kind": "po')
     assert "A broken last line of the record was left out." in render(read_run(run.folder))
 
 
@@ -442,9 +442,9 @@ def test_unresolved_noise_is_said_in_words(make_run: Any):
 def test_missing_matplotlib_names_the_extra(
     whole_run: Run, monkeypatch: pytest.MonkeyPatch, study: str
 ):
-    loaded = ("matplotlib", "steadygrad.report.advise", "steadygrad.report.inspect")
+    loaded = ("matplotlib", "steadygrad.studies.advise.report", "steadygrad.studies.inspect.report")
     for name in [*sys.modules]:
-        if name.startswith((*loaded, "steadygrad.report.charts")):
+        if name.startswith((*loaded, "steadygrad.studies.charts")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     run = dataclasses.replace(whole_run, header=replace(whole_run.header, study=study))
@@ -456,7 +456,7 @@ def test_missing_matplotlib_names_the_extra(
 def test_another_module_that_is_missing_is_not_called_matplotlib(
     whole_run: Run, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(sys.modules, "steadygrad.report.advise", None)
+    monkeypatch.setitem(sys.modules, "steadygrad.studies.advise.report", None)
     with pytest.raises(ImportError, match=r"steadygrad\.report\.advise"):
         render(whole_run)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from steadygrad.record import Run
-from steadygrad.report import render
+from steadygrad.studies.folder import Run
+from steadygrad.studies.page import render
 from tests.unit.studies.advise.random_records import random_record
 
 RECORDS, AT_ONCE = 120, 40

@@ -8,10 +8,10 @@ import pytest
 from matplotlib.figure import Figure
 
 from steadygrad.noise import BatchSizeSchedule
-from steadygrad.record import Run
-from steadygrad.report import render
-from steadygrad.report.advise import training
-from steadygrad.report.advise.data import Advice
+from steadygrad.studies.advise.report import training
+from steadygrad.studies.advise.report.data import Advice
+from steadygrad.studies.folder import Run
+from steadygrad.studies.page import render
 from tests.unit.report.conftest import STAGES
 
 pytestmark = pytest.mark.usefixtures("no_charts")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from steadygrad.report import render
+from steadygrad.studies.page import render
 
 CHROMIUM = shutil.which("chromium")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")

@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib as mpl
 import pytest
 
-from steadygrad.report.charts import (
+from steadygrad.studies.charts import (
     CRITICAL,
     INK,
     VARIABLES,

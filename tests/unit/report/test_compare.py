@@ -14,19 +14,18 @@ from matplotlib.figure import Figure
 from msgspec.structs import replace
 from rich.console import Console
 
-from steadygrad.record import SCHEMA, End, Runtime, RunWriter, TaskInfo, read_run
-from steadygrad.record._read import checked_line, crc_of
-from steadygrad.record.schema.compare import OPTIMIZERS, Header, Plan, Run, Settings, Speed
-from steadygrad.report import charts as common
-from steadygrad.report import render
-from steadygrad.report.compare import charts
-from steadygrad.report.compare.data import Comparison
-from steadygrad.report.compare.terminal import table
-from steadygrad.report.numbers import loss, show
+from steadygrad.studies import charts as common
 from steadygrad.studies.compare import summary
 from steadygrad.studies.compare.optimizers import KNOWN
+from steadygrad.studies.compare.report import charts
+from steadygrad.studies.compare.report.data import Comparison
+from steadygrad.studies.compare.report.terminal import table
+from steadygrad.studies.compare.schema import OPTIMIZERS, Header, Plan, Run, Settings, Speed
 from steadygrad.studies.compare.trials import make_trials
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.folder import SCHEMA, Results, RunWriter, checked_line, crc_of, read_run
+from steadygrad.studies.page import render
+from steadygrad.studies.schema import End, Runtime, TaskInfo
+from steadygrad.studies.text import loss, show
 from tests.unit.report.test_browser import DARK, Look, assert_well_shown, luminance, needs_chromium
 
 ALL = ("adamw", "scaledadam", "lans", "lamb", "sgd", "muon")
@@ -98,7 +97,7 @@ def simulated(plan, effects, diverging):
     """The events of a whole study."""
     times = {name: 0.001 * (1 + place / 10) for place, name in enumerate(plan.optimizers)}
     held = {name: 8.0 + place for place, name in enumerate(plan.optimizers)}
-    journal = Journal(events=[Speed(state_bytes=held, time=times)])
+    journal = Results([Speed(state_bytes=held, time=times)])
     for trial in make_trials(plan, 64)[1:]:
         job = trial.job(journal)
         if job is not None:
@@ -121,7 +120,7 @@ def make_run(tmp_path):
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         with RunWriter.create(tmp_path / "run", header) as writer:
             if status is not None:
-                total = summary.summarize(header, Journal(events=found), status)
+                total = summary.summarize(header, Results(found), status)
                 total |= {"schema": SCHEMA, "study": "compare", "status": status}
                 edit(total)
                 found = [*found, End(status=status)]

@@ -13,14 +13,15 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from steadygrad.formulas.exponents import limits
-from steadygrad.record import SCHEMA, End, Run, Runtime, RunWriter, TaskInfo, read_run
-from steadygrad.record.schema import inspect as schema
-from steadygrad.record.schema.inspect import AFTER, BEFORE, OUTSIDE, Part
-from steadygrad.report import charts as common
-from steadygrad.report import render
-from steadygrad.report.inspect import charts
-from steadygrad.report.inspect.data import TITLES, Histogram, Inspection
-from steadygrad.report.inspect.terminal import table
+from steadygrad.studies import charts as common
+from steadygrad.studies.folder import SCHEMA, Run, RunWriter, read_run
+from steadygrad.studies.inspect import schema as schema
+from steadygrad.studies.inspect.report import charts
+from steadygrad.studies.inspect.report.data import TITLES, Histogram, Inspection
+from steadygrad.studies.inspect.report.terminal import table
+from steadygrad.studies.inspect.schema import AFTER, BEFORE, OUTSIDE, Part
+from steadygrad.studies.page import render
+from steadygrad.studies.schema import End, Runtime, TaskInfo
 from tests.unit.report.test_browser import (
     DARK,
     Look,
@@ -176,7 +177,7 @@ def test_what_is_drawn_is_what_was_counted(make_run):
 
 
 def test_each_cell_stands_at_its_exponent(make_run):
-    from steadygrad.report.inspect.charts import LEAST, NOT_FINITE, OVER, ZERO, _cells
+    from steadygrad.studies.inspect.report.charts import LEAST, NOT_FINITE, OVER, ZERO, _cells
 
     found = Inspection(make_run())
     cells = _cells(found.histograms[BEFORE]["weights"]["early"])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from steadygrad.report.numbers import (
+from steadygrad.studies.text import (
     interval,
     loss,
     percent,

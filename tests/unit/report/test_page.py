@@ -2,7 +2,7 @@
 
 import pytest
 
-from steadygrad.report.page import Html, clean, document, el, escape, fill, table
+from steadygrad.studies.html import Html, clean, document, el, escape, fill, table
 
 NASTY = "<script>alert('x')</script> & \"quotes\""
 

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from steadygrad.record import dumps, read_run
-from steadygrad.record.schema.advise import Plan, Settings
+from steadygrad.studies.advise.schema import Plan, Settings
 from steadygrad.studies.advise.study import Advise
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
+from steadygrad.studies.folder import read_run
 from steadygrad.studies.run import resume, start
+from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.trainer import Trainer
 from tests.unit.record.helpers import strip_times
 from tests.unit.studies import tiny_task
@@ -115,7 +116,7 @@ def copy(folder, to):
 def lines(folder):
     """A record's events without times and ends, as text, because a NaN is not equal to itself."""
     events = (event.as_dict() for event in read_run(folder).events)
-    return [dumps(strip_times(event)) for event in events if event["event"] != "end"]
+    return [dumps(strip_times(event)) for event in events if event["kind"] != "end"]
 
 
 def summary(folder):

@@ -5,17 +5,17 @@ from concurrent.futures import CancelledError, Executor, Future
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
+from steadygrad.studies.coordinator import Coordinator, run_serial
 
 from steadygrad._checks import InputError
-from steadygrad.record import dumps, loads
-from steadygrad.record.schema.advise import Point
 from steadygrad.studies import coordinator
-from steadygrad.studies.coordinator import Coordinator, run_serial
+from steadygrad.studies.advise.schema import Point
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
-from steadygrad.studies.executor import Pool, WorkersLost
-from steadygrad.studies.journal import Journal
-from steadygrad.studies.study import Study, Trial
+from steadygrad.studies.executors import Pool, WorkersLost
+from steadygrad.studies.strict_json import dumps, loads
+from steadygrad.studies.study import Study
 from steadygrad.studies.trainer import Diverged
+from steadygrad.studies.trials import Trial
 from tests.unit.studies.framework import Watcher
 
 
@@ -25,7 +25,7 @@ def event(number, loss):
 
 def job(number, loss=None):
     loss = float(number) if loss is None else loss
-    return {"event": "point", "point": number, "loss": loss}
+    return {"kind": "point", "point": number, "loss": loss}
 
 
 def trial(number, *needs, cost=10):
@@ -294,7 +294,7 @@ def test_waiting_results_exist_in_these_interruptions(tmp_path, monkeypatch):
     assert found > 3
 
 
-@pytest.mark.parametrize("damage", [b"", b'{"event": "point"', b"[1]", b'{"event": "point"}'])
+@pytest.mark.parametrize("damage", [b"", b'{"kind": "point"', b"[1]", b'{"kind": "point"}'])
 def test_a_damaged_waiting_result_is_run_again(tmp_path, monkeypatch, damage):
     kept = journal(tmp_path)
     kept.keep(event(6, 6.0))

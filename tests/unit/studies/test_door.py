@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from steadygrad._checks import InputError
-from steadygrad.record import read_run
-from steadygrad.record.schema.advise import Noise
+from steadygrad.studies.advise.schema import Noise
+from steadygrad.studies.folder import read_run
 from tests.unit.studies.framework import PLAN, begin, go_on, lines, make_trainer
 from tests.unit.studies.tiny_task import losses, make_model, make_task
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from steadygrad._checks import InputError
-from steadygrad.studies.executor import cuda_devices, dask_pool, makespan, tails
+from steadygrad.studies.executors import cuda_devices, dask_pool, makespan, tails
 from tests.unit.studies.test_coordinator import trial
 
 

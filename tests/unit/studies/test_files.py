@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from steadygrad._checks import InputError
-from steadygrad.record import RunWriter, dumps, loads, read_run
-from steadygrad.record.schema.compare import Settings
+from steadygrad.studies.compare.schema import Settings
 from steadygrad.studies.files import digests, load_recorded_task, located
-from steadygrad.studies.worker import run_job
+from steadygrad.studies.folder import RunWriter, read_run
+from steadygrad.studies.strict_json import dumps, loads
+from steadygrad.studies.work import run_job
 from steadygrad.tasks.neighbours import NeighbourFinder
 from tests.unit.record.helpers import rewrite
 from tests.unit.studies import framework
@@ -94,7 +95,7 @@ def test_what_has_changed_is_refused(home, tmp_path, name, text, message):
 
 def test_workers_run_the_file_that_they_are_told_and_check_it(home, tmp_path, monkeypatch):
     monkeypatch.chdir(write(tmp_path / "elsewhere", seed=1))
-    folder, job = str(tmp_path / "run"), {"event": "point", "point": 0}
+    folder, job = str(tmp_path / "run"), {"kind": "point", "point": 0}
     first = {"files": {SPEC: f"{home}/{SPEC}"}}
     assert "event" in loads(run_job(folder, dumps(job | first)))
     (tmp_path / "elsewhere" / "mine.py").write_text("raise SystemExit('not checked')")

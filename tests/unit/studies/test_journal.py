@@ -2,9 +2,8 @@
 
 import math
 
-from steadygrad.record import RunWriter, read_run
-from steadygrad.record.schema.advise import Branch, Point
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.advise.schema import Branch, Point
+from steadygrad.studies.folder import Results, RunWriter, read_run
 from tests.unit.studies.framework import begin, copy
 
 
@@ -37,7 +36,7 @@ def test_a_resumed_study_appends_only_what_is_new(tmp_path):
 
 
 def test_other_numbers_are_noticed_and_the_recorded_ones_kept():
-    journal = Journal(events=[point(0, 1.0)])
+    journal = Results([point(0, 1.0)])
     journal.add(point(0, 1.25))
     assert journal.get(Point, 0).valid_loss == 1.0
     assert journal.differing == 1

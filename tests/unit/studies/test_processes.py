@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from steadygrad.record import read_run
+from steadygrad.studies.folder import read_run
 from steadygrad.studies.run import StudyFailed, resume
 from tests.unit.studies.framework import (
     Watcher,

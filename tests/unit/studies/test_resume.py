@@ -7,10 +7,12 @@ import msgspec
 import pytest
 
 from steadygrad._checks import InputError
-from steadygrad.record import End, RunWriter, dumps, loads, read_run
-from steadygrad.record.schema.advise import Branch
+from steadygrad.studies.advise.schema import Branch
+from steadygrad.studies.folder import RunWriter, read_run
 from steadygrad.studies.run import resume
-from steadygrad.studies.worker import run_job
+from steadygrad.studies.schema import End
+from steadygrad.studies.strict_json import dumps, loads
+from steadygrad.studies.work import run_job
 from tests.unit.record.helpers import rewrite
 from tests.unit.studies.framework import (
     PLAN,
@@ -250,7 +252,7 @@ def test_what_may_change_is_told(cut, tmp_path):
 
 
 def test_a_record_in_use_is_left_alone(cut, tmp_path):
-    from steadygrad.record import RunWriter
+    from steadygrad.studies.folder import RunWriter
 
     folder = copy(cut, tmp_path / "run")
     with RunWriter.resume(folder), pytest.raises(InputError, match="in progress in another"):
@@ -259,11 +261,11 @@ def test_a_record_in_use_is_left_alone(cut, tmp_path):
 
 def test_a_worker_notices_that_another_run_is_in_the_folder(base, tmp_path):
     """A cluster's workers outlive a run, and folders are used again."""
-    folder, job = copy(base, tmp_path / "run"), {"event": "point", "point": 0}
-    first = loads(run_job(str(folder), dumps(job)))["event"]
+    folder, job = copy(base, tmp_path / "run"), {"kind": "point", "point": 0}
+    first = loads(run_job(str(folder), dumps(job)))["kind"]
     shutil.rmtree(folder)
     begin(folder, seed=1)
-    second = loads(run_job(str(folder), dumps(job)))["event"]
+    second = loads(run_job(str(folder), dumps(job)))["kind"]
     assert first["valid_loss"] != second["valid_loss"]
     header = msgspec.structs.asdict(read_run(folder).header)
     assert header["settings"].seed == 1

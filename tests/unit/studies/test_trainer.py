@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.record import read_run
-from steadygrad.record.schema.advise import Branch, Noise, Point, Scratch, Settings
+from steadygrad.studies.advise.schema import Branch, Noise, Point, Scratch, Settings
 from steadygrad.studies.calibration import calibrate
 from steadygrad.studies.checkpoint import Checkpoints
+from steadygrad.studies.folder import read_run
 from steadygrad.studies.order import Order, main_order
 from steadygrad.studies.run import start
 from steadygrad.studies.trainer import Rate, Trainer
-from steadygrad.studies.worker import Worker
+from steadygrad.studies.work import Worker
 from steadygrad.tasks import TensorSamples
 from tests.unit.studies import tiny_task
 from tests.unit.studies.framework import (

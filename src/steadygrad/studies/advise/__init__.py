@@ -5,9 +5,3 @@ of work, and how each is run), ``critical`` (what branches tell at one point), `
 first guess for a whole run), ``check`` (runs from scratch), ``rates`` (the learning rate),
 ``recommend`` (the next trial, and the recommendation), ``summary`` and ``explain`` (words).
 """
-
-from steadygrad.studies.advise.study import Advise
-
-__all__ = ["STUDY", "Advise"]
-
-STUDY = Advise

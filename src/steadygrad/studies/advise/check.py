@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from steadygrad.record.schema.advise import Plan, Point, Scratch, Stage
 from steadygrad.studies.advise.critical import CAP, DRAWS, REACH
 from steadygrad.studies.advise.loss_curve import fit_curves
+from steadygrad.studies.advise.schema import Plan, Point, Scratch, Stage
 from steadygrad.studies.advise.trials import Curve, averaged_end
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.folder import Results
 from steadygrad.studies.statistics import Floats, quantile, redraw
 
 __all__ = ["Baseline", "Checked", "baseline_of", "checked_runs", "scratch_runs"]
@@ -124,26 +124,26 @@ class Checked:
         return self.overhead <= tolerance and self.upper <= MARGIN * tolerance
 
 
-def scratch_runs(journal: Journal, purpose: str) -> dict[int, list[Scratch]]:
+def scratch_runs(results: Results, purpose: str) -> dict[int, list[Scratch]]:
     """Runs from scratch at the rule's learning rate by batch size, ascending."""
     found: dict[int, list[Scratch]] = {}
-    for run in sorted(journal.select(Scratch), key=lambda run: run.batch_size):
+    for run in sorted(results.select(Scratch), key=lambda run: run.batch_size):
         if run.purpose == purpose and run.rate == 1:
             found.setdefault(run.batch_size, []).append(run)
     return found
 
 
-def baseline_of(plan: Plan, journal: Journal, point: int) -> Baseline | None:
+def baseline_of(plan: Plan, results: Results, point: int) -> Baseline | None:
     """The smallest batch's runs from scratch; None where fewer than two are there.
 
     Args:
         plan: The plan.
-        journal: The events.
+        results: The events.
         point: Point of training at which the runs end.
     """
-    own = scratch_runs(journal, "constant").get(plan.batch_size, [])
+    own = scratch_runs(results, "constant").get(plan.batch_size, [])
     curves: dict[int, Curve] = {run.repeat: run.curve for run in own}
-    main = journal.get(Point, point)
+    main = results.get(Point, point)
     if main is not None:
         curves.setdefault(0, averaged_end(main.curve))
     if len(curves) < 2:
@@ -153,9 +153,9 @@ def baseline_of(plan: Plan, journal: Journal, point: int) -> Baseline | None:
     return Baseline(seeds, table[0, :, 0], table[..., 1].T)
 
 
-def checked_runs(base: Baseline, journal: Journal, plan: Plan, purpose: str) -> list[Checked]:
+def checked_runs(base: Baseline, results: Results, plan: Plan, purpose: str) -> list[Checked]:
     """All other batch sizes that were trained from scratch with every seed, ascending."""
-    found = scratch_runs(journal, purpose)
+    found = scratch_runs(results, purpose)
     if purpose == "constant":
         found.pop(plan.batch_size, None)
     whole = [runs for runs in found.values() if len(runs) == plan.seeds]

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from steadygrad.record.schema.advise import Branch
 from steadygrad.studies.advise.loss_curve import LossCurve, fit_curves
+from steadygrad.studies.advise.schema import Branch
 from steadygrad.studies.statistics import (
     Floats,
     Variances,

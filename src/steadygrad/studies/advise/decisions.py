@@ -2,12 +2,12 @@
 
 import math
 
-from steadygrad.record import Event, Key
-from steadygrad.record.schema.advise import Branch, Header, Scratch
 from steadygrad.studies.advise.recommend import Evidence
+from steadygrad.studies.advise.schema import Branch, Header, Scratch
 from steadygrad.studies.advise.trials import Stages, scratch_job
-from steadygrad.studies.journal import Journal
-from steadygrad.studies.study import Job
+from steadygrad.studies.folder import Results
+from steadygrad.studies.schema import Key, Result
+from steadygrad.studies.trials import Job
 
 __all__ = ["Chooser"]
 
@@ -26,59 +26,59 @@ class Chooser:
         self.header, self.plan = header, header.plan
         self._jobs: dict[Key, Job | None] = {}
 
-    def __call__(self, key: Key, journal: Journal) -> Job | None:
+    def __call__(self, key: Key, results: Results) -> Job | None:
         """The job of a trial; None where there is nothing to do."""
         name, repeat = key[:-1], key[-1]
         if name not in self._jobs:
-            self._jobs[name] = getattr(self, f"_{name[0]}")(journal, *name[1:])
+            self._jobs[name] = getattr(self, f"_{name[0]}")(results, *name[1:])
         found = self._jobs[name]
         return None if found is None else {**found, "repeat": repeat}
 
-    def _middle(self, journal: Journal, point: int) -> Job | None:
+    def _middle(self, results: Results, point: int) -> Job | None:
         """A branch in the middle between the largest tolerable size and the next one."""
         ladder = {multiple * self.plan.batch_size for multiple in self.plan.multiples[point]}
-        kept = [b for b in journal.select(Branch) if b.batch_size in ladder]
-        found = Evidence(self.header, Journal(events=kept)).critical(point)
+        kept = [b for b in results.select(Branch) if b.batch_size in ladder]
+        found = Evidence(self.header, Results(kept)).critical(point)
         if found is None or not found.resolved or math.isinf(found.beyond):
             return None
         size, odd = divmod(found.within + int(found.beyond), 2)
         if odd or size % self.header.runtime.world_size or found.beyond != 2 * found.within:
             return None
-        return {"event": "branch", "point": point, "batch_size": size}
+        return {"kind": "branch", "point": point, "batch_size": size}
 
-    def _baseline(self, journal: Journal) -> Job | None:
+    def _baseline(self, results: Results) -> Job | None:
         """The smallest batch, over the run's length."""
-        length = Evidence(self.header, journal).length
+        length = Evidence(self.header, results).length
         return scratch_job(((0, self.plan.batch_size),), length) if length else None
 
-    def _rate(self, journal: Journal, rate: str) -> Job | None:
+    def _rate(self, results: Results, rate: str) -> Job | None:
         """The smallest batch at another learning rate, where there is a run to compare it with."""
-        job = self._baseline(journal)
+        job = self._baseline(results)
         return job and {**job, "rate": float(rate)}
 
-    def _candidate(self, journal: Journal, number: int) -> Job | None:
+    def _candidate(self, results: Results, number: int) -> Job | None:
         """The next batch size that the evidence suggests."""
-        evidence = self._before(journal, number)
+        evidence = self._before(results, number)
         size = evidence.next_candidate()
         return None if size is None else _warmed_up(evidence, ((0, size),))
 
-    def _schedule(self, journal: Journal) -> Job | None:
+    def _schedule(self, results: Results) -> Job | None:
         """The growing batch, where it takes fewer steps than the recommended one."""
-        evidence = self._before(journal, self.plan.candidates)
+        evidence = self._before(results, self.plan.candidates)
         stages = evidence.schedule
         return _warmed_up(evidence, stages) if stages and evidence.baseline else None
 
-    def _before(self, journal: Journal, candidates: int) -> Evidence:
+    def _before(self, results: Results, candidates: int) -> Evidence:
         """The evidence without runs from scratch that later trials have recorded."""
         jobs = (self._jobs.get(("candidate", number)) for number in range(candidates))
         sizes = {self.plan.batch_size, *(int(job["batch_size"]) for job in jobs if job)}
 
-        def early(event: Event) -> bool:
+        def early(event: Result) -> bool:
             if not isinstance(event, Scratch):
                 return True
             return event.purpose == "constant" and event.batch_size in sizes
 
-        return Evidence(self.header, Journal(events=filter(early, journal.events())))
+        return Evidence(self.header, Results(filter(early, results)))
 
 
 def _warmed_up(evidence: Evidence, stages: Stages) -> Job:

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 
-from steadygrad.record import listed, plural
 from steadygrad.studies.advise.check import Checked
 from steadygrad.studies.advise.critical import CAP, REACH
 from steadygrad.studies.advise.rates import LATE, LATE_PART, WORTH
 from steadygrad.studies.advise.recommend import Evidence
+from steadygrad.studies.text import listed, plural
 
 __all__ = ["explain"]
 

@@ -11,9 +11,8 @@ from functools import partial
 import msgspec
 
 from steadygrad._checks import InputError
-from steadygrad.record.schema.advise import Plan
-from steadygrad.studies.executor import makespan
-from steadygrad.studies.study import Trial
+from steadygrad.studies.advise.schema import Plan
+from steadygrad.studies.trials import Trial, makespan
 
 __all__ = [
     "END_STEP",

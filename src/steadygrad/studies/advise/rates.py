@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from steadygrad.record.schema.advise import Plan, Point, Scratch
 from steadygrad.studies.advise.check import Baseline
 from steadygrad.studies.advise.critical import ROUNDING
 from steadygrad.studies.advise.plan import END_STEP
+from steadygrad.studies.advise.schema import Plan, Point, Scratch
 from steadygrad.studies.advise.trials import RUN_ENDS, averaged_end
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.folder import Results
 
 __all__ = ["LATE", "LATE_PART", "WORTH", "RateVerdict", "judge_rate"]
 
@@ -49,7 +49,7 @@ class RateVerdict:
         return {"verdict": self.verdict, "why": self.why, "samples": self.samples, "losses": losses}
 
 
-def judge_rate(plan: Plan, journal: Journal, samples: int, *, decays: bool = False) -> RateVerdict:
+def judge_rate(plan: Plan, results: Results, samples: int, *, decays: bool = False) -> RateVerdict:
     """Judges the task's learning rate for runs of one length.
 
     The runs are compared over their last 40 %: at its end alone, the noise of two single runs hides
@@ -57,7 +57,7 @@ def judge_rate(plan: Plan, journal: Journal, samples: int, *, decays: bool = Fal
 
     Args:
         plan: The plan.
-        journal: The events.
+        results: The events.
         samples: Length of the runs.
         decays: Whether the task's rate decays; the main trajectory then cannot be compared.
     """
@@ -65,11 +65,11 @@ def judge_rate(plan: Plan, journal: Journal, samples: int, *, decays: bool = Fal
     lengths = range(math.floor((1 - RUN_ENDS * END_STEP) * samples), samples + 1)
     runs = {
         run.rate: run
-        for run in journal.select(Scratch)
+        for run in results.select(Scratch)
         if (run.purpose, run.batch_size, run.repeat) == ("constant", plan.batch_size, 0)
         and run.samples in lengths
     }
-    first, main = runs.pop(1.0, None), journal.get(Point, len(plan.points) - 1)
+    first, main = runs.pop(1.0, None), results.get(Point, len(plan.points) - 1)
     own = first and first.curve if decays else main and averaged_end(main.curve)
     if not runs or own is None:
         return RateVerdict()

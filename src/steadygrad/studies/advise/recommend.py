@@ -1,4 +1,4 @@
-"""From results to the next trial and to the recommendation: pure functions of the journal."""
+"""From results to the next trial and to the recommendation: pure functions of the results."""
 
 import math
 from functools import cached_property
@@ -7,13 +7,13 @@ from itertools import accumulate
 import numpy as np
 
 from steadygrad.formulas.batch_size import learning_rate
-from steadygrad.record.schema.advise import Branch, Header, Noise, Point, Scratch
 from steadygrad.studies.advise.check import Baseline, Checked, baseline_of, checked_runs
 from steadygrad.studies.advise.critical import LEAST_FALL, ROUNDING, Critical, find_critical
 from steadygrad.studies.advise.overhead import MeasuredPoint, predict
 from steadygrad.studies.advise.rates import RateVerdict, judge_rate
+from steadygrad.studies.advise.schema import Branch, Header, Noise, Point, Scratch
 from steadygrad.studies.advise.trials import Stages, averaged_end, stretches
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.folder import Results
 from steadygrad.studies.order import seed_for
 
 __all__ = ["Evidence", "candidates_up_to"]
@@ -40,16 +40,16 @@ def candidates_up_to(most: float, base: int, world_size: int = 1) -> list[int]:
 
 
 class Evidence:
-    """Evidence of a study: its header and the events of its journal."""
+    """Evidence of a study: its header and the events of its results."""
 
-    def __init__(self, header: Header, journal: Journal) -> None:
-        self.header, self.journal = header, journal
+    def __init__(self, header: Header, results: Results) -> None:
+        self.header, self.results = header, results
         self.plan, self.task, self.tolerance = header.plan, header.task, header.settings.tolerance
 
     @cached_property
     def points(self) -> list[Point]:
         """Points of training that were reached."""
-        return sorted(self.journal.select(Point), key=lambda event: event.point)
+        return sorted(self.results.select(Point), key=lambda event: event.point)
 
     @cached_property
     def criticals(self) -> dict[int, Critical]:
@@ -59,7 +59,7 @@ class Evidence:
 
     def critical(self, point: int) -> Critical | None:
         """The critical batch size at one point; None where too few branches are there."""
-        branches = [b for b in self.journal.select(Branch) if b.point == point]
+        branches = [b for b in self.results.select(Branch) if b.point == point]
         seed = seed_for(self.header.settings.seed, "critical", point)
         return find_critical(branches, self.tolerance, seed=seed)
 
@@ -75,8 +75,8 @@ class Evidence:
     @cached_property
     def diverged(self) -> float:
         """Smallest batch size that diverged in a branch or from scratch; infinite if none did."""
-        lost = {run.batch_size for run in self.journal.select(Branch) if math.isinf(run.loss)}
-        runs = [run for run in self.journal.select(Scratch) if run.purpose == "constant"]
+        lost = {run.batch_size for run in self.results.select(Branch) if math.isinf(run.loss)}
+        runs = [run for run in self.results.select(Scratch) if run.purpose == "constant"]
         lost |= {run.batch_size for run in runs if math.isinf(run.loss) and run.rate == 1}
         lost |= {run.batch_size for run in self.checked if run.diverged}
         lost |= {c.diverged for c in self.criticals.values() if c.diverged}
@@ -129,7 +129,7 @@ class Evidence:
     @cached_property
     def baseline(self) -> Baseline | None:
         """Runs of the smallest batch from scratch."""
-        return None if self.end is None else baseline_of(self.plan, self.journal, self.end)
+        return None if self.end is None else baseline_of(self.plan, self.results, self.end)
 
     @cached_property
     def checked(self) -> list[Checked]:
@@ -138,7 +138,7 @@ class Evidence:
 
     def _checked(self, purpose: str) -> list[Checked]:
         base = self.baseline
-        return checked_runs(base, self.journal, self.plan, purpose) if base else []
+        return checked_runs(base, self.results, self.plan, purpose) if base else []
 
     @property
     def failed(self) -> Checked | None:
@@ -219,12 +219,12 @@ class Evidence:
         plan, decays = self.plan, self.task.lr_decay != "none"
         whole = len(plan.points) - 1 in self.criticals
         samples = self.length if decays else plan.length * whole
-        return judge_rate(plan, self.journal, samples, decays=decays) if samples else RateVerdict()
+        return judge_rate(plan, self.results, samples, decays=decays) if samples else RateVerdict()
 
     @property
     def noise(self) -> Noise | None:
         """The last noise scale."""
-        return max(self.journal.select(Noise), key=lambda event: event.point, default=None)
+        return max(self.results.select(Noise), key=lambda event: event.point, default=None)
 
     def lr(self, batch_size: int) -> float:
         """Learning rate at a batch size."""

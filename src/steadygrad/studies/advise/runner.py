@@ -6,9 +6,8 @@ from functools import partial
 from typing import Any
 
 from steadygrad.formulas.batch_size import learning_rate
-from steadygrad.record import Event
-from steadygrad.record.schema.advise import Branch, Noise, Plan, Point, Scratch, Stage
 from steadygrad.studies.advise.plan import MICRO_BATCHES
+from steadygrad.studies.advise.schema import Branch, Noise, Plan, Point, Scratch, Stage
 from steadygrad.studies.advise.trials import (
     END_MARKS,
     FRACTIONS,
@@ -19,8 +18,10 @@ from steadygrad.studies.advise.trials import (
 )
 from steadygrad.studies.checkpoint import State
 from steadygrad.studies.order import Order, branch_order, main_order
-from steadygrad.studies.study import Job, Workplace
+from steadygrad.studies.schema import Result
+from steadygrad.studies.study import Workplace
 from steadygrad.studies.trainer import Diverged, Rate
+from steadygrad.studies.trials import Job
 
 __all__ = ["run_job"]
 
@@ -28,10 +29,10 @@ __all__ = ["run_job"]
 TRAINING_MARKS = 32
 
 
-def run_job(job: Job, plan: Plan, place: Workplace) -> Event:
+def run_job(job: Job, plan: Plan, place: Workplace) -> Result:
     """Runs one trial; see :meth:`steadygrad.studies.study.Study.run`."""
-    fields = {name: value for name, value in job.items() if name != "event"}
-    event: Event = getattr(_Runner(plan, place), str(job["event"]))(**fields)
+    fields = {name: value for name, value in job.items() if name != "kind"}
+    event: Result = getattr(_Runner(plan, place), str(job["kind"]))(**fields)
     return event
 
 

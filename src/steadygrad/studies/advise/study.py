@@ -5,19 +5,21 @@ from functools import partial
 from typing import Any
 
 from steadygrad._checks import InputError
-from steadygrad.record import Event, Key, plural
-from steadygrad.record.schema.advise import Header, Plan, Settings
 from steadygrad.studies.advise.decisions import Chooser
 from steadygrad.studies.advise.plan import make_plan
 from steadygrad.studies.advise.runner import run_job
+from steadygrad.studies.advise.schema import Header, Plan, Settings
 from steadygrad.studies.advise.summary import summarize
 from steadygrad.studies.advise.trials import make_trials
-from steadygrad.studies.journal import Journal
-from steadygrad.studies.study import Job, Study, Trial, Workplace
+from steadygrad.studies.folder import Results
+from steadygrad.studies.schema import Key, Result
+from steadygrad.studies.study import Study, Workplace
+from steadygrad.studies.text import plural
 from steadygrad.studies.trainer import Trainer
+from steadygrad.studies.trials import Job, Trial
 from steadygrad.tasks import Task
 
-__all__ = ["Advise"]
+__all__ = ["STUDY", "Advise"]
 
 
 class Advise(Study):
@@ -41,7 +43,7 @@ class Advise(Study):
             trials_of=partial(
                 make_trials,
                 valid_size=valid,
-                decide=lambda key, journal: None,
+                decide=lambda key, results: None,
                 decays=task.lr_decay != "none",
                 noise=not trainer.dependent,
             ),
@@ -66,7 +68,7 @@ class Advise(Study):
         chooser = Chooser(self.header)
         return make_trials(self.plan, task.valid_size, chooser, decays=decays, noise=noise)
 
-    def run(self, job: Job, place: Workplace) -> Event:
+    def run(self, job: Job, place: Workplace) -> Result:
         """Runs one trial."""
         return run_job(job, self.plan, place)
 
@@ -82,12 +84,15 @@ class Advise(Study):
             found["the check from scratch"] = trials[-1].key
         return found
 
-    def summarize(self, journal: Journal, status: str) -> dict[str, Any]:
+    def summarize(self, results: Results, status: str) -> dict[str, Any]:
         """The recommendation and its evidence."""
-        return summarize(self.header, journal, status)
+        return summarize(self.header, results, status)
 
     def too_little(self, summary: Mapping[str, Any]) -> str | None:
         """Without one measured point there is no advice."""
         if any(point["critical"] for point in summary["points"]):
             return None
         return "The budget was over before the first point of training was measured"
+
+
+STUDY = Advise

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 
 from steadygrad.formulas.schedule import BatchSizeSchedule
-from steadygrad.record.schema.advise import Header, Noise, Point
 from steadygrad.studies.advise.check import Checked
 from steadygrad.studies.advise.explain import explain
 from steadygrad.studies.advise.recommend import Evidence
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.advise.schema import Header, Noise, Point
+from steadygrad.studies.folder import Results
 
 __all__ = ["summarize"]
 
@@ -18,19 +18,19 @@ __all__ = ["summarize"]
 COUPLED = {"SGD", "ASGD", "Adam", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAdam", "RMSprop"}
 
 
-def summarize(header: Header, journal: Journal, status: str) -> dict[str, Any]:
+def summarize(header: Header, results: Results, status: str) -> dict[str, Any]:
     """Draws the conclusions from the recorded events.
 
     Args:
         header: The record's header.
-        journal: The record's events.
+        results: The record's events.
         status: ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
 
     Returns:
         The content of ``summary.json``; the recommendation's batch size is None when no critical
         batch size was measured.
     """
-    evidence = Evidence(header, journal)
+    evidence = Evidence(header, results)
     return {
         "task": header.task.name,
         "sample": header.task.sample,
@@ -51,9 +51,9 @@ def _checked(evidence: Evidence, run: Checked) -> dict[str, Any]:
 
 def _point(evidence: Evidence, event: Point) -> dict[str, Any]:
     critical = evidence.criticals.get(event.point)
-    noise = evidence.journal.get(Noise, event.point)
+    noise = evidence.results.get(Noise, event.point)
     fields: dict[str, Any] = msgspec.to_builtins(noise) or {}
-    measured = {name: fields[name] for name in fields if name not in ("event", "time", "point")}
+    measured = {name: fields[name] for name in fields if name not in ("kind", "time", "point")}
     return {
         "samples": event.samples,
         "valid_loss": event.valid_loss,

@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
-from steadygrad.record import Key
-from steadygrad.record.schema.advise import Plan
 from steadygrad.studies.advise.plan import MICRO_BATCHES, end_unit
-from steadygrad.studies.journal import Journal
-from steadygrad.studies.study import Job, Trial, evaluation_cost
+from steadygrad.studies.advise.schema import Plan
+from steadygrad.studies.folder import Results
+from steadygrad.studies.schema import Key
+from steadygrad.studies.trials import Job, Trial, evaluation_cost
 
 __all__ = ["Curve", "Decide", "Stages", "averaged_end", "make_trials", "scratch_job", "stretches"]
 
 Curve = Sequence[tuple[int, float]]
 """Samples seen and validation losses."""
 
-Decide = Callable[[Key, Journal], Job | None]
+Decide = Callable[[Key, Results], Job | None]
 """From the key of a trial, and what was recorded before it, to its job; None: nothing to do."""
 
 Stages = tuple[tuple[int, int], ...]
@@ -73,10 +73,10 @@ class _Maker:
         job: Job | None = None,
     ) -> Trial:
         if key[0] in ("point", "noise", "branch"):
-            job = dict(zip(("event", "point", "repeat", "batch_size"), key, strict=False))
+            job = dict(zip(("kind", "point", "repeat", "batch_size"), key, strict=False))
 
-        def choose(journal: Journal) -> Job | None:
-            return self.decide(key, journal) if job is None else job
+        def choose(results: Results) -> Job | None:
+            return self.decide(key, results) if job is None else job
 
         return Trial(key, samples + evaluations * self.evaluation, choose, what, needs)
 
@@ -151,7 +151,7 @@ def scratch_job(
         warmup_samples: Samples over which the rate rises from the task's own.
     """
     return {
-        "event": "scratch",
+        "kind": "scratch",
         "purpose": "schedule" if len(stages) > 1 else "constant",
         "repeat": 0,
         "batch_size": stages[-1][1],

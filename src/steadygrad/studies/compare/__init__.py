@@ -4,9 +4,3 @@
 ``trials`` is the search for learning rates, ``runner`` trains, ``statistics`` is that of paired
 seeds, ``summary`` gathers the results and ``explain`` puts them into words.
 """
-
-from steadygrad.studies.compare.study import Compare
-
-__all__ = ["STUDY", "Compare"]
-
-STUDY = Compare

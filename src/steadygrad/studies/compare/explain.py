@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from steadygrad.record import listed, plural
-from steadygrad.record.schema.compare import BASELINE, LEAST_RATIO, MOST_RATIO, Header
 from steadygrad.studies.compare.optimizers import KNOWN
+from steadygrad.studies.compare.schema import BASELINE, LEAST_RATIO, MOST_RATIO, Header
+from steadygrad.studies.text import listed, plural
 
 __all__ = ["explain"]
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from steadygrad._checks import InputError
 from steadygrad.optim import LAMB, LANS, ScaledAdam
-from steadygrad.record.schema.compare import BASELINE, Settings
+from steadygrad.studies.compare.schema import BASELINE, Settings
 from steadygrad.tasks import Task, load_function
 from steadygrad.tasks.made import make_optimizer
 

@@ -7,9 +7,8 @@ from functools import partial
 import msgspec
 
 from steadygrad._checks import InputError
-from steadygrad.record.schema.compare import Plan, Settings
-from steadygrad.studies.executor import makespan
-from steadygrad.studies.study import Trial
+from steadygrad.studies.compare.schema import Plan, Settings
+from steadygrad.studies.trials import Trial, makespan
 from steadygrad.tasks import Task
 
 __all__ = ["make_plan"]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from steadygrad.record.schema.compare import Plan, Run, Speed
 from steadygrad.studies.compare.optimizers import Entry, made
+from steadygrad.studies.compare.schema import Plan, Run, Speed
 from steadygrad.studies.compare.trials import MARKS, TURNS
 from steadygrad.studies.order import main_order
 from steadygrad.studies.study import Workplace

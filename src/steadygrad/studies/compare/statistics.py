@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
-from steadygrad.record.schema.compare import LEAST_RATIO, MOST_RATIO
+from steadygrad.studies.compare.schema import LEAST_RATIO, MOST_RATIO
 from steadygrad.studies.statistics import Floats
 
 __all__ = [

@@ -3,19 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from steadygrad.record import Event, Key
-from steadygrad.record.schema.compare import Header, Plan, Settings
 from steadygrad.studies.compare.optimizers import Entry, entries_of
 from steadygrad.studies.compare.plan import make_plan
 from steadygrad.studies.compare.runner import Runner, slowdown
+from steadygrad.studies.compare.schema import Header, Plan, Settings
 from steadygrad.studies.compare.summary import summarize
 from steadygrad.studies.compare.trials import make_trials
-from steadygrad.studies.journal import Journal
-from steadygrad.studies.study import Job, Study, Trial, Workplace
+from steadygrad.studies.folder import Results
+from steadygrad.studies.schema import Key, Result
+from steadygrad.studies.study import Study, Workplace
 from steadygrad.studies.trainer import Trainer
+from steadygrad.studies.trials import Job, Trial
 from steadygrad.tasks import Task
 
-__all__ = ["Compare"]
+__all__ = ["STUDY", "Compare"]
 
 
 class Compare(Study):
@@ -55,13 +56,13 @@ class Compare(Study):
         """The searches, the verdicts, and the runs at the default rates."""
         return make_trials(self.plan, self.header.task.valid_size)
 
-    def run(self, job: Job, place: Workplace) -> Event:
+    def run(self, job: Job, place: Workplace) -> Result:
         """Runs one trial."""
         task = place.trainer.task
         self._entries = self._entries or entries_of(self.header.settings, task, self.files)
-        fields = {name: value for name, value in job.items() if name != "event"}
+        fields = {name: value for name, value in job.items() if name != "kind"}
         runner = Runner(self.plan, self._entries, place)
-        event: Event = getattr(runner, str(job["event"]))(**fields)
+        event: Result = getattr(runner, str(job["kind"]))(**fields)
         return event
 
     def milestones(self) -> Mapping[str, Key]:
@@ -74,12 +75,15 @@ class Compare(Study):
         }
         return {**found, "larger batches": keys[-1]} if len(self.plan.multiples) > 1 else found
 
-    def summarize(self, journal: Journal, status: str) -> dict[str, Any]:
+    def summarize(self, results: Results, status: str) -> dict[str, Any]:
         """The verdicts and their evidence."""
-        return summarize(self.header, journal, status)
+        return summarize(self.header, results, status)
 
     def too_little(self, summary: Mapping[str, Any]) -> str | None:
         """Without a verdict nothing is said."""
         if summary["verdicts"]:
             return None
         return "The budget was over before two seeds of the verdicts were trained"
+
+
+STUDY = Compare

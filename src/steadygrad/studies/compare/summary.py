@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from steadygrad.record.schema.compare import BASELINE, Header, Run, Speed
 from steadygrad.studies.compare.explain import explain
 from steadygrad.studies.compare.optimizers import KNOWN, OWN
+from steadygrad.studies.compare.schema import BASELINE, Header, Run, Speed
 from steadygrad.studies.compare.statistics import (
     SampleRatio,
     choice_variance,
@@ -18,7 +18,7 @@ from steadygrad.studies.compare.statistics import (
     sample_ratio,
 )
 from steadygrad.studies.compare.trials import DEFAULTS, Search
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.folder import Results
 from steadygrad.studies.statistics import Floats
 
 __all__ = ["Evidence", "summarize"]
@@ -37,7 +37,7 @@ class Evidence:
     """Everything that is derived from a record."""
 
     header: Header
-    journal: Journal
+    results: Results
     searches: dict[int, Search] = field(default_factory=dict)
 
     def title(self, name: str) -> str:
@@ -49,7 +49,7 @@ class Evidence:
     def search(self, multiple: int) -> Search:
         """The search with one batch size."""
         if multiple not in self.searches:
-            self.searches[multiple] = Search(self.header.plan, self.journal, multiple)
+            self.searches[multiple] = Search(self.header.plan, self.results, multiple)
         return self.searches[multiple]
 
     def losses(self, name: str, multiple: int, rung: int) -> dict[int, float]:
@@ -63,7 +63,7 @@ class Evidence:
         """Recorded losses at one setting, by seed."""
         samples = self.header.plan.horizons[rung]
         keys = ((name, multiple, samples, point, step, seed) for seed in range(1, seeds + 1))
-        runs = (self.journal.get(Run, *key) for key in keys)
+        runs = (self.results.get(Run, *key) for key in keys)
         return {run.repeat: math.inf if math.isnan(run.loss) else run.loss for run in runs if run}
 
     def octave(self, name: str, multiple: int) -> dict[int, float]:
@@ -72,18 +72,18 @@ class Evidence:
         return {seed: _less(short[seed], long[seed]) for seed in short.keys() & long.keys()}
 
 
-def summarize(header: Header, journal: Journal, status: str) -> dict[str, Any]:
+def summarize(header: Header, results: Results, status: str) -> dict[str, Any]:
     """Draws the conclusions from the recorded events.
 
     Args:
         header: The record's header.
-        journal: The record's events.
+        results: The record's events.
         status: ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
     """
-    evidence, plan = Evidence(header, journal), header.plan
-    costs = _costs(journal)
+    evidence, plan = Evidence(header, results), header.plan
+    costs = _costs(results)
     rows = [row for multiple in plan.multiples for row in _verdicts(evidence, multiple, costs)]
-    runs = journal.select(Run)
+    runs = results.select(Run)
     lost = {n: sum(math.isinf(r.loss) for r in runs if r.optimizer == n) for n in plan.optimizers}
     found = {
         "task": header.task.name,
@@ -180,7 +180,7 @@ def _tuned(evidence: Evidence, multiple: int, name: str) -> dict[str, Any]:
     search = evidence.search(multiple)
     rungs, is_done = range(search.last + 1), search.is_done(name, search.last)
     point, step = search.tuned(name, search.last)
-    runs = evidence.journal.select(Run)
+    runs = evidence.results.select(Run)
     # Exact, as the search's steps are whole.
     bases = (run.lr * 2.0**-run.step for run in runs if run.optimizer == name and not run.repeat)
     tried = {rung: search.tried(name, rung) for rung in rungs}
@@ -275,9 +275,9 @@ def _critical_batches(evidence: Evidence) -> Iterator[dict[str, Any]]:
         }
 
 
-def _costs(journal: Journal) -> dict[str, dict[str, float]]:
+def _costs(results: Results) -> dict[str, dict[str, float]]:
     """Time of a training step over the baseline's, and bytes of state a weight, by optimizer."""
-    speed = journal.get(Speed)
+    speed = results.get(Speed)
     seconds = speed.time if speed else {}
     return {
         name: {"time_ratio": seconds[name] / seconds[BASELINE], "state_bytes": held}

@@ -9,11 +9,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from steadygrad.record import Key
-from steadygrad.record.schema.compare import Plan, Run
 from steadygrad.studies.compare.optimizers import KNOWN
-from steadygrad.studies.journal import Journal
-from steadygrad.studies.study import Job, Trial, evaluation_cost
+from steadygrad.studies.compare.schema import Plan, Run
+from steadygrad.studies.folder import Results
+from steadygrad.studies.schema import Key
+from steadygrad.studies.trials import Job, Trial, evaluation_cost
 
 __all__ = ["DEFAULTS", "MARKS", "TURNS", "Search", "center", "make_trials"]
 
@@ -41,17 +41,17 @@ class Search:
     """The search for the learning rates, as far as its trials are recorded.
 
     Decisions read only what earlier rounds of the search have asked for, so that they are the same
-    whatever else has been recorded meanwhile. They are kept: a search is made anew for a journal
+    whatever else has been recorded meanwhile. They are kept: a search is made anew for a results
     that has grown.
 
     Args:
         plan: The plan.
-        journal: The results.
+        results: The results.
         multiple: Batch size over the task's.
     """
 
-    def __init__(self, plan: Plan, journal: Journal, multiple: int) -> None:
-        self.plan, self.journal, self.multiple = plan, journal, multiple
+    def __init__(self, plan: Plan, results: Results, multiple: int) -> None:
+        self.plan, self.results, self.multiple = plan, results, multiple
         # Rung of the verdict on the longest horizon.
         self.last = 2 if plan.full else 1
         self._ladders: dict[tuple[int, int], Ladders] = {}
@@ -66,7 +66,7 @@ class Search:
         if point is None:
             point = self.point(optimizer) if rung == 2 else 0
         samples = self.plan.horizons[rung]
-        run = self.journal.get(Run, optimizer, self.multiple, samples, point, step, 0)
+        run = self.results.get(Run, optimizer, self.multiple, samples, point, step, 0)
         if run is None:
             return None
         return math.inf if math.isnan(run.loss) else run.loss
@@ -168,7 +168,7 @@ class Search:
 def make_trials(plan: Plan, valid_size: int) -> list[Trial]:
     """All trials, in the order in which they are recorded; one evaluates ``valid_size`` samples."""
     cost = TURNS * plan.batch_size * (1 + len(plan.optimizers))
-    speed = Trial(("speed",), cost, lambda journal: {"event": "speed"}, "time of a step")
+    speed = Trial(("speed",), cost, lambda results: {"kind": "speed"}, "time of a step")
     return [speed, *_trainings(plan, evaluation_cost(valid_size))]
 
 
@@ -210,12 +210,12 @@ def _trainings(plan: Plan, evaluation: int) -> Iterator[Trial]:
                 yield from trials(2, needs, f"default rate, seed {seed}", "default", 1, 2, seed)
 
 
-def _job(plan: Plan, key: Key, journal: Journal) -> Job | None:
+def _job(plan: Plan, key: Key, results: Results) -> Job | None:
     """The job of a trial; None where the search has nothing to ask."""
     kind, multiple, name = key[0], int(key[1]), str(key[-1])
     rung, point, repeat, numbers = 1, 0, 0, [int(part) for part in key[2:-1]]
     step: float
-    search = Search(plan, journal, multiple)
+    search = Search(plan, results, multiple)
     if kind == "search":
         rung, number, place = numbers
         before = search.ladders(rung, number - 1)[name] if number else ()
@@ -235,7 +235,7 @@ def _job(plan: Plan, key: Key, journal: Journal) -> Job | None:
         rung, repeat = numbers
         step = 0
     return {
-        "event": "training",
+        "kind": "training",
         "optimizer": name,
         "multiple": multiple,
         "samples": plan.horizons[rung],

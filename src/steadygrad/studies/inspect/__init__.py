@@ -4,9 +4,3 @@
 says whether a smaller scale would have helped. ``histogram`` counts exponents, ``diagnosis`` is
 arithmetic on the counts (which layers are hurt, which scales to take), ``explain`` its words.
 """
-
-from steadygrad.studies.inspect.study import Inspect
-
-__all__ = ["STUDY", "Inspect"]
-
-STUDY = Inspect

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steadygrad.record.schema.inspect import Accumulation, Cut
+from steadygrad.studies.inspect.schema import Accumulation, Cut
 from steadygrad.studies.study import Workplace
 from steadygrad.tasks import to_device
 from steadygrad.watch import check_accumulation

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from steadygrad.formulas.exponents import NONFINITE_BIN, limits
-from steadygrad.record.schema.inspect import (
+from steadygrad.studies.inspect.histogram import add_up, float16_shares, lost_at
+from steadygrad.studies.inspect.schema import (
     AFTER,
     BEFORE,
     KINDS,
@@ -18,7 +19,6 @@ from steadygrad.record.schema.inspect import (
     Part,
     layers_of,
 )
-from steadygrad.studies.inspect.histogram import add_up, float16_shares, lost_at
 
 __all__ = ["Diagnosis", "Proposal", "by_phase", "diagnose", "propose", "shares_of"]
 

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from steadygrad.record import listed
-from steadygrad.record.schema.inspect import AFTER, BEFORE, layer_title
 from steadygrad.studies.inspect.diagnosis import WEIGHTS_LOST, Diagnosis, Proposal
+from steadygrad.studies.inspect.schema import AFTER, BEFORE, layer_title
+from steadygrad.studies.text import listed
 
 __all__ = ["code", "explain"]
 

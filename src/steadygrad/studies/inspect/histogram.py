@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from steadygrad.formulas.exponents import BINS, LOWEST, NONFINITE_BIN, largest_exponents, shares
-from steadygrad.record.schema.inspect import KINDS, Histogram
 from steadygrad.scale import MeasuredExponents
+from steadygrad.studies.inspect.schema import KINDS, Histogram
 
 __all__ = ["ExponentHistograms", "add_up", "float16_shares", "lost_at"]
 

@@ -5,8 +5,13 @@ from typing import Any
 
 import msgspec
 
-from steadygrad.record import Event, Key
-from steadygrad.record.schema.inspect import (
+from steadygrad.scale.choose import parts_of
+from steadygrad.studies.folder import Results
+from steadygrad.studies.inspect import accumulation
+from steadygrad.studies.inspect.diagnosis import by_phase, diagnose, propose, shares_of
+from steadygrad.studies.inspect.explain import code, explain
+from steadygrad.studies.inspect.scalers import given_scales
+from steadygrad.studies.inspect.schema import (
     AFTER,
     BEFORE,
     KINDS,
@@ -20,17 +25,13 @@ from steadygrad.record.schema.inspect import (
     Settings,
     layers_of,
 )
-from steadygrad.scale.choose import parts_of
-from steadygrad.studies.inspect import accumulation
-from steadygrad.studies.inspect.diagnosis import by_phase, diagnose, propose, shares_of
-from steadygrad.studies.inspect.explain import code, explain
-from steadygrad.studies.inspect.scalers import given_scales
 from steadygrad.studies.inspect.trials import TITLES, Runner, make_trials
-from steadygrad.studies.journal import Journal
-from steadygrad.studies.study import Job, Study, Trial, Workplace
+from steadygrad.studies.schema import Key, Result
+from steadygrad.studies.study import Study, Workplace
 from steadygrad.studies.trainer import Scaling, Trainer
+from steadygrad.studies.trials import Job, Trial
 
-__all__ = ["Inspect"]
+__all__ = ["STUDY", "Inspect"]
 
 
 class Inspect(Study):
@@ -62,30 +63,30 @@ class Inspect(Study):
 
     def trials(self) -> Sequence[Trial]:
         """The parts of each phase, and an evaluation after the first phase and the last."""
-        check = Trial(("accumulation",), 0, lambda _: {"event": "accumulation"}, "accumulation")
+        check = Trial(("accumulation",), 0, lambda _: {"kind": "accumulation"}, "accumulation")
         chosen = [check] if self.header.settings.accumulation else []
         return [*chosen, *make_trials(self.plan, self.header.task.valid_size)]
 
-    def run(self, job: Job, place: Workplace) -> Event:
+    def run(self, job: Job, place: Workplace) -> Result:
         """Runs one trial."""
-        if job["event"] == "accumulation":
+        if job["kind"] == "accumulation":
             return accumulation.check(place)
         runner = Runner(job, self.plan, place)
-        return runner.part(job["part"]) if job["event"] == "part" else runner.evaluate()
+        return runner.part(job["part"]) if job["kind"] == "part" else runner.evaluate()
 
     def milestones(self) -> Mapping[str, Key]:
         """The evaluations with one loss scale and with the proposed scales."""
         return {TITLES[phase]: ("phase", phase) for phase in (BEFORE, AFTER)}
 
-    def summarize(self, journal: Journal, status: str) -> dict[str, Any]:
+    def summarize(self, results: Results, status: str) -> dict[str, Any]:
         """The diagnosis and the proposal; none before two phases can be compared."""
-        parts = journal.select(Part)
+        parts = results.select(Part)
         phases = by_phase(parts)
         compared = len(phases[BEFORE]) == len(phases[SEARCH]) == PARTS
         diagnosis = diagnose(parts if compared else [])
         proposal = propose(parts) if compared else None
         rows = {
-            phase: _phase(phases[phase], journal.get(Phase, phase))
+            phase: _phase(phases[phase], results.get(Phase, phase))
             for phase in (BEFORE, AFTER)
             if phases[phase]
         }
@@ -94,7 +95,7 @@ class Inspect(Study):
             "sample": self.header.task.sample,
             "words": [
                 *explain(status, rows, diagnosis, proposal),
-                *accumulation.explain(journal.get(Accumulation)),
+                *accumulation.explain(results.get(Accumulation)),
             ],
             "diagnosis": {"fault": diagnosis.fault, **vars(diagnosis)},
             "proposal": proposal and {**vars(proposal), "code": code(proposal)},
@@ -132,3 +133,6 @@ def _layers(phases: Mapping[str, Sequence[Part]]) -> list[dict[str, Any]]:
             overflows = sum(part.overflows.get(name, 0) for part in phases[phase])
             row[phase] = {**(held if any(held.values()) else {}), "overflows": overflows}
     return rows
+
+
+STUDY = Inspect

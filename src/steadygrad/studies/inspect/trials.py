@@ -15,17 +15,27 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from steadygrad.record import Key
-from steadygrad.record.schema.inspect import AFTER, BEFORE, PARTS, PHASES, SEARCH, Part, Phase, Plan
 from steadygrad.studies.checkpoint import State
+from steadygrad.studies.folder import Results
 from steadygrad.studies.inspect import scalers
 from steadygrad.studies.inspect.diagnosis import propose
 from steadygrad.studies.inspect.histogram import ExponentHistograms
 from steadygrad.studies.inspect.nonfinite import nonfinite_at_any_scale
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.inspect.schema import (
+    AFTER,
+    BEFORE,
+    PARTS,
+    PHASES,
+    SEARCH,
+    Part,
+    Phase,
+    Plan,
+)
 from steadygrad.studies.order import generators, generators_kept, main_order
-from steadygrad.studies.study import Job, Trial, Workplace, evaluation_cost
+from steadygrad.studies.schema import Key
+from steadygrad.studies.study import Workplace
 from steadygrad.studies.trainer import Trainer
+from steadygrad.studies.trials import Job, Trial, evaluation_cost
 from steadygrad.watch import GradientWatch
 
 __all__ = ["TITLES", "Runner", "make_trials"]
@@ -58,11 +68,11 @@ def _steps(plan: Plan, part: int) -> tuple[int, int]:
     return plan.steps * part // PARTS, plan.steps * (part + 1) // PARTS
 
 
-def _job(key: Key, journal: Journal) -> Job:
+def _job(key: Key, results: Results) -> Job:
     """The job; one that tries the proposed scales carries them."""
-    job: dict[str, Any] = dict(zip(("event", "phase", "part"), key, strict=False))
+    job: dict[str, Any] = dict(zip(("kind", "phase", "part"), key, strict=False))
     if job["phase"] == AFTER:
-        job["proposal"] = vars(propose(journal.select(Part)))
+        job["proposal"] = vars(propose(results.select(Part)))
     return job
 
 

@@ -3,9 +3,10 @@
 import math
 import random
 
-from steadygrad.record import SCHEMA, Runtime, TaskInfo
-from steadygrad.record.schema.advise import Branch, Header, Plan, Point, Scratch, Settings, Stage
+from steadygrad.studies.advise.schema import Branch, Header, Plan, Point, Scratch, Settings, Stage
 from steadygrad.studies.advise.trials import FRACTIONS, end_marks, run_marks
+from steadygrad.studies.folder import SCHEMA
+from steadygrad.studies.schema import Runtime, TaskInfo
 
 LENGTH = 4096
 SIZES = [8 * 2**i for i in range(7)]

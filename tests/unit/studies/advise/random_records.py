@@ -3,11 +3,11 @@
 import math
 import random
 
-from steadygrad.record import End
-from steadygrad.record.schema.advise import Noise
 from steadygrad.studies.advise.decisions import Chooser
+from steadygrad.studies.advise.schema import Noise
 from steadygrad.studies.advise.summary import summarize
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.folder import Results
+from steadygrad.studies.schema import End
 from tests.unit.studies.advise.events import (
     branches,
     law,
@@ -72,7 +72,7 @@ def with_runs(header, events, draw, seed):
     chooser, critical = Chooser(header), 10 ** draw.uniform(0.5, 4)
     length, decays = header.plan.length, header.task.lr_decay != "none"
     if decays:
-        job = chooser(("baseline", 0), Journal(events=events)) if header.plan.candidates else None
+        job = chooser(("baseline", 0), Results(events)) if header.plan.candidates else None
         length = job["samples"] if job else 0
     for rate in (0.5, 2.0) if header.plan.rates and length else ():
         slower = 10 ** draw.uniform(-0.4, 0.4)
@@ -83,7 +83,7 @@ def with_runs(header, events, draw, seed):
     # The main trajectory of a task whose rate decays is none of the runs from scratch.
     seeds = (0, 1, 2) if decays else (1, 2)
     for repeat in seeds if header.plan.candidates else ():
-        job = chooser(("baseline", repeat), Journal(events=events))
+        job = chooser(("baseline", repeat), Results(events))
         if job:
             noise = draw.gauss(0, 0.01)
             events.append(scratch(8, repeat, job["samples"], noise=noise))
@@ -91,7 +91,7 @@ def with_runs(header, events, draw, seed):
     names = [("candidate", number) for number in range(header.plan.candidates)]
     lucky = [("schedule",)] if draw.random() < 0.6 else []
     for name in [*names, ("schedule",)] if names else ():
-        found = Journal(events=events)
+        found = Results(events)
         for job in [chooser((*name, repeat), found) for repeat in range(3)]:
             if job is not None and draw.random() < 0.97:
                 lost = math.inf if draw.random() < 0.05 else draw.gauss(0, sigma)
@@ -118,5 +118,5 @@ def random_record(seed):
     if draw.random() < 0.3:
         events = events[: draw.randint(0, len(events))]
     status = draw.choice(STATUSES)
-    journal = Journal(events=[*events, End(status=status)])
+    journal = Results([*events, End(status=status)])
     return header, journal, {**summarize(header, journal, status), "status": status}

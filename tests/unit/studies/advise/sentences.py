@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from steadygrad.record.schema.advise import Branch, Noise, Point, Scratch
+from steadygrad.studies.advise.schema import Branch, Noise, Point, Scratch
 from tests.unit.studies.advise.sentence_forms import FORMS, N
 
 

@@ -15,7 +15,7 @@ from steadygrad.studies.advise.check import (
 )
 from steadygrad.studies.advise.critical import CAP
 from steadygrad.studies.advise.trials import RUN_ENDS, averaged_end, end_marks, run_marks
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.folder import Results
 from tests.unit.studies.advise.events import law, make_header, point, scratch
 
 SAMPLES = 4096
@@ -96,14 +96,14 @@ def test_within_the_tolerance_and_its_bound_within_the_margin():
 def test_seed_0_of_the_smallest_batch_is_the_main_trajectory():
     plan, other = make_header((1024, SAMPLES)).plan, scratch(8, 1, SAMPLES)
     trajectory = point(1, SAMPLES, losses=lambda s: law(s) + 0.1)
-    found = baseline_of(plan, Journal(events=[trajectory, other]), 1)
+    found = baseline_of(plan, Results([trajectory, other]), 1)
     assert found.seeds == (0, 1)
     assert found.losses[:, 0] - found.losses[:, 1] == pytest.approx([0.1] * len(found.places))
     # A run of seed 0 itself, where the rate decays, takes its place.
     decayed = scratch(8, 0, SAMPLES)
-    again = baseline_of(plan, Journal(events=[trajectory, other, decayed]), 1)
+    again = baseline_of(plan, Results([trajectory, other, decayed]), 1)
     assert again.losses[:, 0].tolist() == [loss for _, loss in decayed.curve]
-    assert baseline_of(plan, Journal(events=[trajectory]), 1) is None
+    assert baseline_of(plan, Results([trajectory]), 1) is None
 
 
 def test_the_end_of_a_curve_is_the_mean_of_its_last_evaluations():
@@ -119,7 +119,7 @@ def test_whole_batch_sizes_alone_are_checked():
     runs = [scratch(size, seed, SAMPLES) for size in (24, 16) for seed in range(3)]
     others = [scratch(8, 1, SAMPLES), scratch(8, 0, SAMPLES, rate=2.0), scratch(32, 0, SAMPLES)]
     grown = scratch(64, 0, SAMPLES, purpose="schedule", stages=[(0, 16), (1024, 64)])
-    found = Journal(events=[*runs, *others, grown])
+    found = Results([*runs, *others, grown])
     sizes = [run.batch_size for run in checked_runs(baseline(3), found, plan, "constant")]
     assert sizes == [16, 24]
     assert checked_runs(baseline(3), found, plan, "schedule") == []
@@ -135,7 +135,7 @@ def test_seeds_that_agree_by_chance_take_part_of_the_other_sizes_spread():
         for seed in range(3)
         for run in [scratch(size, seed, SAMPLES)]
     ]
-    agreeing, other = checked_runs(base, Journal(events=runs), plan, "constant")
+    agreeing, other = checked_runs(base, Results(runs), plan, "constant")
     differences, samples = np.full(3, runs[-1].loss - base.losses[-1, 0]), runs[0].samples
     half = 0.01 * math.sqrt(0.25 / 3) * 4.303
     low, high = (base.overhead(differences + x, samples) for x in (-half, half))

@@ -7,7 +7,7 @@ import pytest
 from steadygrad.studies.advise.decisions import Chooser
 from steadygrad.studies.advise.recommend import Evidence
 from steadygrad.studies.advise.trials import make_trials
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.folder import Results
 from tests.unit.studies.advise.events import (
     branch,
     branches,
@@ -34,7 +34,7 @@ def measured(critical=(120.0, 400.0)):
 def done(job, critical, draw):
     """The event of a job, with noise of its own."""
     size, noise = job["batch_size"], draw.gauss(0, 0.001)
-    if job["event"] == "branch":
+    if job["kind"] == "branch":
         loss = law(4096 / slowness(size, critical)) + noise
         return branch(size, job["repeat"], loss, point=job["point"])
     return scratch(
@@ -53,7 +53,7 @@ def studied(critical):
     draw, jobs, chooser = random.Random(0), {}, Chooser(HEADER)
     events = measured()
     for trial in make_trials(HEADER.plan, 64, chooser):
-        job = trial.job(Journal(events=events))
+        job = trial.job(Results(events))
         jobs[trial.key] = job
         if job is not None and trial.key[0] in ("middle", "baseline", "candidate", "schedule"):
             events.append(done(job, critical, draw))
@@ -64,7 +64,7 @@ def studied(critical):
 def test_a_study_with_all_results_there_decides_as_it_did_before_them(critical):
     events, jobs = studied(critical)
     assert {key[0] for key, job in jobs.items() if job} >= {"middle", "baseline", "candidate"}
-    again, full = Chooser(HEADER), Journal(events=events)
+    again, full = Chooser(HEADER), Results(events)
     assert {t.key: t.job(full) for t in make_trials(HEADER.plan, 64, again)} == jobs
 
 
@@ -74,7 +74,7 @@ def test_those_decisions_depend_on_what_is_there():
     sizes = [jobs["candidate", number, 0]["batch_size"] for number in (0, 1)]
     assert sizes[0] < sizes[1]
     assert jobs["schedule", 0] is not None
-    assert Evidence(HEADER, Journal(events=events)).next_candidate() != sizes[0]
+    assert Evidence(HEADER, Results(events)).next_candidate() != sizes[0]
 
 
 @pytest.mark.parametrize("name", [("middle", 1), ("baseline",), ("candidate", 0), ("schedule",)])
@@ -90,7 +90,7 @@ def test_all_repeats_follow_one_decision(name, monkeypatch):
     draw, chooser = random.Random(0), Chooser(HEADER)
     events, jobs = [*measured(), *(scratch(8, seed, 4096) for seed in (1, 2))], []
     for repeat in range(3):
-        jobs.append(chooser((*name, repeat), Journal(events=events)))
+        jobs.append(chooser((*name, repeat), Results(events)))
         # It costs so much that another decision would be another one.
         events.append(done(jobs[-1], 1.0, draw))
     assert jobs == [{**jobs[0], "repeat": repeat} for repeat in range(3)]
@@ -101,19 +101,19 @@ def test_a_lost_repeat_is_decided_as_the_others_were():
     events, jobs = studied(100.0)
     kept = [e for e in events if e.key[:4] != ("scratch", "constant", 1, 12)]
     assert len(kept) == len(events) - 1
-    found = Chooser(HEADER)(("candidate", 0, 1), Journal(events=kept))
+    found = Chooser(HEADER)(("candidate", 0, 1), Results(kept))
     assert found == jobs["candidate", 0, 1]
 
 
 def test_a_middle_size_is_trained_where_the_bracket_is_known():
     # 89.6 is the truth.
-    job = Chooser(HEADER)(("middle", 1, 2), Journal(events=measured()))
-    assert job == {"event": "branch", "point": 1, "repeat": 2, "batch_size": 96}
-    every = Journal(events=measured((1e5, 1e5)))
+    job = Chooser(HEADER)(("middle", 1, 2), Results(measured()))
+    assert job == {"kind": "branch", "point": 1, "repeat": 2, "batch_size": 96}
+    every = Results(measured((1e5, 1e5)))
     assert Chooser(HEADER)(("middle", 1, 0), every) is None
     # 96 samples are no whole shares of 64 processes.
     shared = make_header(POINTS, runtime={"world_size": 64})
-    assert Chooser(shared)(("middle", 1, 0), Journal(events=measured())) is None
+    assert Chooser(shared)(("middle", 1, 0), Results(measured())) is None
 
 
 def test_other_rates_of_a_decaying_task_are_trained_over_the_advised_length():
@@ -122,14 +122,14 @@ def test_other_rates_of_a_decaying_task_are_trained_over_the_advised_length():
     flat = [point(0, 1024), point(1, 4096, losses=lambda s: law(400))]
     events = [*flat, *(b for i in (0, 1) for b in branches(200, sigma=0.001, seed=i, point=i))]
     trials = {t.key: t for t in make_trials(header.plan, 64, Chooser(header), decays=True)}
-    journal = Journal(events=events)
+    journal = Results(events)
     baseline, rate = (trials[key] for key in (("baseline", 0), ("rate", "2", 0)))
-    assert rate.job(Journal()) is None
+    assert rate.job(Results()) is None
     trials = {t.key: t for t in make_trials(header.plan, 64, Chooser(header), decays=True)}
     job = trials["rate", "2", 0].job(journal)
     assert (job["samples"], job["rate"]) == (1024, 2.0)
     assert trials["baseline", 0].job(journal) == {**job, "rate": 1.0}
     assert baseline.key in rate.needs
     plain = {t.key: t for t in make_trials(header.plan, 64, Chooser(header))}["rate", "2", 0]
-    assert plain.job(Journal())["samples"] == 4096
+    assert plain.job(Results())["samples"] == 4096
     assert plain.needs == ()

@@ -8,10 +8,10 @@ from collections import Counter
 import msgspec
 import pytest
 
-from steadygrad.record import dumps
 from steadygrad.studies.advise.recommend import Evidence
 from steadygrad.studies.advise.summary import summarize
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.folder import Results
+from steadygrad.studies.strict_json import dumps
 from tests.unit.studies.advise.events import branches, make_header, point
 from tests.unit.studies.advise.random_records import random_record
 from tests.unit.studies.advise.sentence_forms import FORMS
@@ -58,7 +58,7 @@ def test_megatron_counts_tokens():
     events = [point(0, 1024), point(1, 4096)]
     for i, critical in enumerate((120.0, 1e5)):
         events += branches(critical, sigma=1e-4, seed=i, point=i)
-    summary = summarize(header, Journal(events=events), "complete")
+    summary = summarize(header, Results(events), "complete")
     stages = summary["schedule"]["stages"]
     assert len(stages) > 1
     expected = " ".join(f"{s['from_samples'] * 64}:{s['batch_size']}" for s in stages)
@@ -70,7 +70,7 @@ def test_half_life_follows_the_batch_size():
     events = [point(i, n) for i, n in enumerate((1024, 4096))]
     for i in (0, 1):
         events += branches(120.0, sigma=1e-4, seed=i, point=i)
-    advice = summarize(header, Journal(events=events), "complete")["recommendation"]
+    advice = summarize(header, Results(events), "complete")["recommendation"]
     steps = math.log(0.5) / math.log(0.95)
     assert advice["half_life"] == pytest.approx(advice["batch_size"] * steps)
 
@@ -87,7 +87,7 @@ def test_half_life_of_the_weight_decay(optimizer, keep, told):
     events = [point(i, n) for i, n in enumerate((1024, 4096))]
     for i in (0, 1):
         events += branches(1e5, sigma=1e-4, seed=i, point=i)
-    advice = summarize(header, Journal(events=events), "complete")["recommendation"]
+    advice = summarize(header, Results(events), "complete")["recommendation"]
     size = 8 if keep else advice["batch_size"]
     lr = 0.001 * math.sqrt(size / 8)
     # A step takes lr * 0.1 of each weight: half is left after ln 2 / (lr * 0.1) steps.

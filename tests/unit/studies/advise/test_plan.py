@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from steadygrad._checks import InputError
-from steadygrad.record.schema.advise import Settings
 from steadygrad.studies.advise.plan import (
     END_STEP,
     MIN_STEPS,
@@ -17,6 +16,7 @@ from steadygrad.studies.advise.plan import (
     end_unit,
     make_plan,
 )
+from steadygrad.studies.advise.schema import Settings
 from steadygrad.studies.advise.study import Advise
 from steadygrad.studies.advise.trials import RUN_ENDS, end_marks, make_trials, run_marks
 from tests.unit.studies.tiny_task import make_task

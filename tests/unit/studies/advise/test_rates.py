@@ -7,7 +7,7 @@ import pytest
 
 from steadygrad.studies.advise.rates import judge_rate
 from steadygrad.studies.advise.trials import averaged_end
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.folder import Results
 from tests.unit.studies.advise.events import make_header, point, scratch
 
 LENGTH = 4096
@@ -20,7 +20,7 @@ def verdict(**slower):
         scratch(8, 0, LENGTH, rate=rates[name], slower=factor) for name, factor in slower.items()
     ]
     events = [point(0, 1024), point(1, LENGTH), *runs]
-    return judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events), LENGTH)
+    return judge_rate(make_header((1024, LENGTH)).plan, Results(events), LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def changed(place, by):
     curve[place] = (curve[place][0], curve[place][1] + by)
     run = msgspec.structs.replace(run, curve=tuple(curve), loss=curve[-1][1])
     events = [point(0, 1024), point(1, LENGTH), run]
-    return judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events), LENGTH)
+    return judge_rate(make_header((1024, LENGTH)).plan, Results(events), LENGTH)
 
 
 @pytest.mark.parametrize("place", [-5, -4, -3, -2, -1])
@@ -85,7 +85,7 @@ def test_a_rate_that_diverges_is_not_better(slower):
     lost = scratch(8, 0, LENGTH, rate=2.0, slower=slower, noise=math.inf)
     for run in (lost, msgspec.structs.replace(lost, curve=((LENGTH, math.inf),))):
         events = [point(0, 1024), point(1, LENGTH), run]
-        found = judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events), LENGTH)
+        found = judge_rate(make_header((1024, LENGTH)).plan, Results(events), LENGTH)
         assert found.verdict == "fits"
         assert math.isinf(found.losses[2.0])
 
@@ -96,12 +96,12 @@ def test_a_decaying_rate_is_compared_with_a_run_of_the_same_length_that_decays()
     main = [point(0, 1024), point(1, LENGTH, losses=lambda s: 9.0)]
     twice = scratch(8, 0, length, rate=2.0, slower=0.6)
     for own, expected in ((scratch(8, 0, LENGTH), ""), (scratch(8, 0, length), "low")):
-        found = judge_rate(plan, Journal(events=[*main, twice, own]), length, decays=True)
+        found = judge_rate(plan, Results([*main, twice, own]), length, decays=True)
         assert (found.verdict, found.samples) == (expected, length * bool(expected))
     # Neither another length nor another seed of the other rate.
     longer = scratch(8, 0, LENGTH, rate=2.0, slower=0.6)
     for run in (longer, msgspec.structs.replace(twice, repeat=1)):
-        journal = Journal(events=[*main, scratch(8, 0, length), run])
+        journal = Results([*main, scratch(8, 0, length), run])
         assert judge_rate(plan, journal, length, decays=True).losses == {}
 
 
@@ -124,7 +124,7 @@ def test_a_validation_loss_that_rises_has_no_verdict():
     curve = tuple((place, rising(place) - 0.004) for place, _ in ahead.curve)
     ahead = msgspec.structs.replace(ahead, curve=curve, loss=curve[-1][1])
     events = [point(0, 1024, losses=rising), point(1, LENGTH, losses=rising), ahead]
-    found = judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events), LENGTH)
+    found = judge_rate(make_header((1024, LENGTH)).plan, Results(events), LENGTH)
     assert (found.verdict, found.overheads, found.why) == ("", {}, "rising")
     assert found.losses[0.5] < found.losses[1.0]
 
@@ -144,7 +144,7 @@ def test_losses_that_do_not_depend_on_the_rate_give_no_verdict(loss, why):
         for run in runs
     ]
     events = [point(0, 1024, losses=still), point(1, LENGTH, losses=still), *runs]
-    found = judge_rate(make_header((1024, LENGTH)).plan, Journal(events=events), LENGTH)
+    found = judge_rate(make_header((1024, LENGTH)).plan, Results(events), LENGTH)
     assert (found.verdict, found.overheads, found.why) == ("", {}, why)
 
 
@@ -155,7 +155,7 @@ def test_the_losses_are_those_that_are_compared():
     end = averaged_end(own.curve)[-1][1] + 0.01
     run = msgspec.structs.replace(run, curve=(*run.curve[:-1], (run.samples, end)), loss=end)
     found = judge_rate(
-        make_header((1024, LENGTH)).plan, Journal(events=[point(0, 1024), own, run]), LENGTH
+        make_header((1024, LENGTH)).plan, Results([point(0, 1024), own, run]), LENGTH
     )
     assert run.loss > averaged_end(own.curve)[-1][1]
     assert found.overheads[2.0] < 0

@@ -10,7 +10,7 @@ from steadygrad.studies.advise.decisions import Chooser
 from steadygrad.studies.advise.explain import explain
 from steadygrad.studies.advise.recommend import Evidence, candidates_up_to
 from steadygrad.studies.advise.trials import RUN_ENDS, end_marks, run_marks
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.folder import Results
 from tests.unit.studies.advise.events import (
     SIZES,
     branch,
@@ -32,7 +32,7 @@ def journal(*extra, critical=(120.0, 400.0), sigma=0.0005, diverged=({}, {})):
     for i, samples in enumerate(POINTS):
         events.append(point(i, samples))
         events += branches(critical[i], sigma=sigma, seed=i, point=i, diverged=diverged[i])
-    return Journal(events=[*events, *extra])
+    return Results([*events, *extra])
 
 
 def runs(size, critical, seeds=3, **more):
@@ -76,7 +76,7 @@ def evidence_of(losses, points=POINTS, sigma=0.001, shared=0.0):
     events = [point(i, samples, losses=losses) for i, samples in enumerate(points)]
     for i in range(len(points)):
         events += branches(1e5, sigma=sigma, shared=shared, seed=i, point=i)
-    return Evidence(make_header(points), Journal(events=events))
+    return Evidence(make_header(points), Results(events))
 
 
 def second_half(samples, fall, wave=0.0):
@@ -128,7 +128,7 @@ def test_runs_do_not_end_where_the_loss_is_constant():
     level = [msgspec.structs.replace(b, loss=0.5) for b in branches(120.0, point=1)]
     level = [msgspec.structs.replace(b, curve=tuple((s, 0.5) for s, _ in b.curve)) for b in level]
     events = [*falling, point(1, 4096, losses=lambda s: 0.5), *level]
-    evidence = Evidence(make_header(POINTS), Journal(events=events))
+    evidence = Evidence(make_header(POINTS), Results(events))
     assert evidence.criticals[1].spread == 0.0
     assert (evidence.end, evidence.last) == (0, 0)
 
@@ -189,11 +189,11 @@ def search(critical, candidates=3, journal_of=journal, **header):
     head = make_header(POINTS, candidates=candidates, **header)
     chooser, events, sizes = Chooser(head), list(journal_of(*base_runs()).events()), []
     for number in range(candidates):
-        job = chooser(("candidate", number, 0), Journal(events=events))
+        job = chooser(("candidate", number, 0), Results(events))
         if job is not None:
             sizes.append(job["batch_size"])
             events += runs(job["batch_size"], critical)
-    return sizes, Evidence(head, Journal(events=events))
+    return sizes, Evidence(head, Results(events))
 
 
 @pytest.mark.parametrize("critical", [12.0, 30.0, 60.0, 100.0, 200.0, 400.0])
@@ -230,7 +230,7 @@ def test_a_schedule_stays_below_what_diverged_at_an_earlier_point():
         events += branches(1e5, sigma=0.0005, point=i, diverged={} if i else LOST)
     events += [scratch(8, seed, points[-1]) for seed in (1, 2)]
     events += [scratch(12, seed, points[-1]) for seed in range(3)]
-    evidence = Evidence(make_header(points), Journal(events=events))
+    evidence = Evidence(make_header(points), Results(events))
     assert evidence.criticals[1].safe == 512
     assert evidence.schedule == ((0, 8), (1024, 32))
 
@@ -240,7 +240,7 @@ def test_nothing_is_advised_above_what_diverged_at_a_point_that_tells_nothing():
     events = [point(i, samples) for i, samples in enumerate(POINTS)]
     events += branches(1e5, sigma=0.3, point=0, diverged=lost)
     events += branches(1e5, sigma=0.0005, point=1)
-    evidence = Evidence(make_header(POINTS), Journal(events=events))
+    evidence = Evidence(make_header(POINTS), Results(events))
     assert [c.resolved for c in evidence.criticals.values()] == [False, True]
     assert (evidence.ceiling, evidence.predicted) == (64, 64)
     assert evidence.safe(evidence.criticals[1]) == 64
@@ -272,7 +272,7 @@ def test_a_run_whose_loss_falls_no_more_has_no_batch_size():
     events = [point(i, samples, losses=lambda s: law(400)) for i, samples in enumerate(POINTS)]
     events += [b for i in (0, 1) for b in branches(1e5, sigma=0.001, seed=i, point=i)]
     header = make_header(POINTS, task={"train_size": 100})
-    words = explain(Evidence(header, Journal(events=events)), "complete")
+    words = explain(Evidence(header, Results(events)), "complete")
     assert words[0] == (
         "No batch size for a run from scratch: before each point of training, over the second half "
         "of the run so far, the validation loss of the smallest batch did not fall significantly. "
@@ -315,7 +315,7 @@ def test_nothing_is_recommended_where_the_loss_does_not_fall():
         for i, samples in enumerate(POINTS)
     ]
     level = [b for i in (0, 1) for b in branches(1e5, sigma=0.2, seed=i, point=i)]
-    evidence = Evidence(make_header(POINTS), Journal(events=[*flat, *level]))
+    evidence = Evidence(make_header(POINTS), Results([*flat, *level]))
     assert evidence.end is None
     assert evidence.length == 0
     assert evidence.constant is None
@@ -331,7 +331,7 @@ def test_a_run_whose_loss_falls_by_a_rounding_does_not_fall():
     for b in [b for i in (0, 1) for b in branches(1e5, point=i)]:
         curve = [(s, 2.0) for s, _ in b.curve]
         level.append(branch(b.batch_size, b.repeat, 2.0, curve=curve, point=b.point))
-    evidence = Evidence(make_header(POINTS), Journal(events=[*still, *level]))
+    evidence = Evidence(make_header(POINTS), Results([*still, *level]))
     assert (evidence.end, evidence.constant, evidence.last) == (None, None, None)
 
 
@@ -340,7 +340,7 @@ def test_where_no_branch_tells_runs_from_scratch_begin_next_to_the_smallest_batc
         point(i, samples, losses=lambda s: 20 - 2 * math.log(s)) for i, samples in enumerate(POINTS)
     ]
     level = [b for i in (0, 1) for b in branches(1e5, sigma=0.2, seed=i, point=i)]
-    evidence = Evidence(make_header(POINTS), Journal(events=[*falling, *level]))
+    evidence = Evidence(make_header(POINTS), Results([*falling, *level]))
     assert not any(critical.resolved for critical in evidence.criticals.values())
     assert (evidence.end, evidence.predicted, evidence.constant) == (1, None, None)
     assert evidence.next_candidate() == 12
@@ -371,7 +371,7 @@ def test_a_batch_that_may_be_tolerable_is_not_known(slower, known):
 def test_the_warm_up_is_a_quarter_of_the_run_at_most(points, rule, expected):
     made = [e for i, n in enumerate(points) for e in (point(i, n), *branches(1e5, point=i))]
     header = make_header(points, task={"lr_rule": rule})
-    evidence = Evidence(header, Journal(events=made))
+    evidence = Evidence(header, Results(made))
     assert (evidence.length, evidence.warmup_samples) == (points[-1], expected)
     if len(points) > 1:
         job = Chooser(header)(("candidate", 0, 0), evidence.journal)

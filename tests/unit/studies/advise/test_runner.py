@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from steadygrad.record.schema.advise import Plan
 from steadygrad.studies.advise.runner import run_job
+from steadygrad.studies.advise.schema import Plan
 from steadygrad.studies.advise.trials import (
     END_MARKS,
     FRACTIONS,
@@ -49,8 +49,8 @@ def test_the_smallest_batch_from_scratch_is_the_main_trajectory(place, length):
     job = scratch_job(((0, 4),), length)
     run = run_job(job, plan(length), place)
     whole = plan(length)
-    first = run_job({"event": "point", "point": 0}, whole, place)
-    second = run_job({"event": "point", "point": 1}, whole, place)
+    first = run_job({"kind": "point", "point": 0}, whole, place)
+    second = run_job({"kind": "point", "point": 1}, whole, place)
     assert first.curve[-1] == (length // 4, first.valid_loss)
     assert second.curve[-1] == (length, second.valid_loss)
     curve = averaged_end(second.curve)
@@ -114,10 +114,10 @@ def test_the_learning_rate_decays_over_the_run_that_is_trained(tmp_path, monkeyp
 
 def test_branches_are_evaluated_at_the_largest_batchs_last_steps(place, monkeypatch):
     whole = plan(256)
-    run_job({"event": "point", "point": 0}, whole, place)
+    run_job({"kind": "point", "point": 0}, whole, place)
     for size in (4, 8, 16):
         found = evaluated(place, monkeypatch)
-        job = {"event": "branch", "point": 0, "repeat": 1, "batch_size": size}
+        job = {"kind": "branch", "point": 0, "repeat": 1, "batch_size": size}
         run = run_job(job, whole, place)
         assert run.samples == 80 == (64 + 80 + 96) / END_MARKS
         assert run.loss == math.fsum(loss for _, loss in found[-END_MARKS:]) / END_MARKS

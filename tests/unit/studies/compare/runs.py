@@ -5,11 +5,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from steadygrad.record.schema.compare import Header, Plan, Run, Settings, Speed
+from steadygrad.studies.compare.schema import Header, Plan, Run, Settings, Speed
 from steadygrad.studies.compare.study import Compare
 from steadygrad.studies.compare.trials import make_trials
 from steadygrad.studies.deadline import Deadline
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.folder import Results
 from steadygrad.studies.run import start
 from tests.unit.record.helpers import RUNTIME, TASK
 from tests.unit.studies.framework import TINY, Watcher, tiny
@@ -62,20 +62,20 @@ def record(plan, loss_of, keep=lambda event: True, speed=True):
     ``loss_of`` is called with optimizer, multiple, samples, point, step and repeat; ``keep`` says
     which of the events are there in the end.
     """
-    journal = Journal()
+    journal = Results()
     for trial in make_trials(plan, 64):
         job = trial.job(journal)
         if job is None:
             continue
         fields = {name: value for name, value in job.items() if name != "event"}
-        if job["event"] == "speed":
+        if job["kind"] == "speed":
             if speed:
                 times = {name: 1.0 + place / 4 for place, name in enumerate(plan.optimizers)}
                 held = {name: 8.0 - place for place, name in enumerate(plan.optimizers)}
                 journal.add(Speed(state_bytes=held, time=times))
             continue
         journal.add(made(loss=loss_of(**fields), **fields))
-    return Journal(events=filter(keep, journal.events()))
+    return Results(filter(keep, journal.events()))
 
 
 def made(loss, **fields):

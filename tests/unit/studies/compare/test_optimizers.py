@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.record.schema.compare import Settings
 from steadygrad.studies.compare.optimizers import KNOWN, entries_of, made
 from steadygrad.studies.compare.runner import slowdown
+from steadygrad.studies.compare.schema import Settings
 from tests.unit.studies.compare.runs import ADDED, ALL
 from tests.unit.studies.framework import make_trainer
 from tests.unit.studies.tiny_task import make_model, make_task

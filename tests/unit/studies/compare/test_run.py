@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from steadygrad._checks import InputError
-from steadygrad.record import dumps, read_run
-from steadygrad.record.schema.compare import Run, Settings, Speed
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.compare.optimizers import KNOWN, entries_of
 from steadygrad.studies.compare.runner import Runner, _state_bytes
+from steadygrad.studies.compare.schema import Run, Settings, Speed
 from steadygrad.studies.compare.study import Compare
 from steadygrad.studies.compare.trials import TURNS
+from steadygrad.studies.folder import read_run
 from steadygrad.studies.run import StudyFailed, start
+from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.study import Workplace
 from tests.unit.studies import tiny_task
 from tests.unit.studies.compare.runs import ADDED, ALL, PLAN, begin, header_of, planned

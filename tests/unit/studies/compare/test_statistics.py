@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from steadygrad.record.schema.compare import MOST_RATIO
+from steadygrad.studies.compare.schema import MOST_RATIO
 from steadygrad.studies.compare.statistics import (
     choice_variance,
     compare_pairs,

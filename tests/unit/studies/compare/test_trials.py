@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from steadygrad.record.schema.compare import Run
+from steadygrad.studies.compare.schema import Run
 from steadygrad.studies.compare.trials import Search, center, make_trials
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.folder import Results
 from tests.unit.studies.compare.runs import made, planned, record
 
 
@@ -210,7 +210,7 @@ def test_decisions_are_the_same_whatever_else_is_recorded(seed):
     reference = record(plan, loss_of, speed=False)
     expected = {key: job(reference) for key, job in serial.items()}
 
-    journal, done, waiting = Journal(), set(), list(trials)
+    journal, done, waiting = Results(), set(), list(trials)
     while waiting:
         ready = [trial for trial in waiting if done.issuperset(trial.needs)]
         trial = generator.choice(ready)
@@ -218,7 +218,7 @@ def test_decisions_are_the_same_whatever_else_is_recorded(seed):
         done.add(trial.key)
         job = trial.job(journal)
         assert job == expected[trial.key], trial.key
-        if job is not None and job["event"] == "training":
+        if job is not None and job["kind"] == "training":
             fields = {name: value for name, value in job.items() if name != "event"}
             journal.add(made(loss=loss_of(**fields), **fields))
     assert len(journal.select(Run)) == len(reference.select(Run))

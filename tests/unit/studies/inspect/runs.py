@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from steadygrad.record import read_run
-from steadygrad.record.schema.inspect import Part, Settings
 from steadygrad.studies.deadline import Deadline
+from steadygrad.studies.folder import read_run
+from steadygrad.studies.inspect.schema import Part, Settings
 from steadygrad.studies.run import start
 from tests.unit.studies.framework import Watcher
 

@@ -5,7 +5,6 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from steadygrad.record.schema.inspect import Histogram, Part, check
 from steadygrad.studies.inspect.diagnosis import (
     HEADROOM,
     LOSS_HEADROOM,
@@ -14,6 +13,7 @@ from steadygrad.studies.inspect.diagnosis import (
     propose,
 )
 from steadygrad.studies.inspect.explain import explain
+from steadygrad.studies.inspect.schema import Histogram, Part, check
 
 
 def counts(low, *numbers, zero=0, over=0):

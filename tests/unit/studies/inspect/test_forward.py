@@ -2,9 +2,9 @@
 
 import pytest
 
-from steadygrad.record import read_run
-from steadygrad.record.schema.inspect import Accumulation
-from steadygrad.report import render
+from steadygrad.studies.folder import read_run
+from steadygrad.studies.inspect.schema import Accumulation
+from steadygrad.studies.page import render
 from tests.unit.studies.inspect.runs import look, parts_of, spec
 
 CAUSE = "the forward pass of 'blocks.1' made the first values that are not finite"

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from steadygrad.formulas.exponents import exponent_histograms
-from steadygrad.record.schema.inspect import Histogram
 from steadygrad.scale import MeasuredExponents
 from steadygrad.studies.inspect.histogram import ExponentHistograms, add_up, lost_at
+from steadygrad.studies.inspect.schema import Histogram
 
 NAMES = ["", "a"]
 

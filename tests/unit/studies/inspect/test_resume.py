@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from steadygrad.record import checked_line, dumps, read_run
+from steadygrad.studies.folder import checked_line, read_run
+from steadygrad.studies.strict_json import dumps
 from tests.unit.studies.framework import go_on, lines, tiny, wait_for
 from tests.unit.studies.inspect.runs import look, parts_of, spec
 

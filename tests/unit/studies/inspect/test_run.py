@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 
-from steadygrad.record import read_run
-from steadygrad.record.schema.inspect import Part
-from steadygrad.studies.inspect import Inspect, trials
+from steadygrad.studies.folder import Results, read_run
 from steadygrad.studies.inspect.diagnosis import Proposal, propose
-from steadygrad.studies.journal import Journal
+from steadygrad.studies.inspect.schema import Part
+from steadygrad.studies.inspect.study import Inspect, trials
 from steadygrad.studies.order import main_order, seed_for
 from steadygrad.tasks import load_task
 from tests.unit.studies.framework import tiny
@@ -166,7 +165,7 @@ def test_the_last_training_is_told_the_scales_in_its_jobs(whole):
     run = read_run(outcome.folder)
     known = [part for part in run.select(Part) if part.phase != "after"]
     # In the order in which workers may have ended them.
-    journal = Journal(events=known[::-1])
+    journal = Results(known[::-1])
     proposal = outcome.summary["proposal"]
     assert vars(propose(known)) == {k: proposal[k] for k in ("loss_scale", "layer_scales")}
     for trial in Inspect(run.header).trials():

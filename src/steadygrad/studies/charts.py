@@ -1,0 +1,213 @@
+"""Matplotlib figures as inline SVG that follows the page: its colours, its fonts, its width."""
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator
+
+from steadygrad.studies.html import Html, clean, el, escape
+from steadygrad.studies.text import short, size
+
+__all__ = [
+    "chart",
+    "cross",
+    "dots",
+    "label",
+    "label_lines",
+    "losses",
+    "octaves_axis",
+    "panel",
+    "samples_axis",
+]
+
+Painter = Callable[[Figure, bool], None]
+
+# Matplotlib wants real colours. Each of these stands for one of the page's CSS variables, which
+# differ between light, dark and print.
+NAMES = (
+    "ink",
+    "muted",
+    "grid",
+    "paper",
+    "critical",
+    "noise",
+    "schedule",
+    "band",
+    "fourth",
+    "fifth",
+)
+VARIABLES = {f"#0101{number:02}": name for number, name in enumerate(NAMES, start=1)}
+INK, MUTED, GRID, PAPER, CRITICAL, NOISE, SCHEDULE, BAND, FOURTH, FIFTH = VARIABLES
+
+WIDE, NARROW, PANEL = 800, 380, 240
+
+STYLE = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": GRID,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": 11,
+    "axes.linewidth": 1.0,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.facecolor": "none",
+    "font.size": 11.5,
+    "grid.color": GRID,
+    "grid.linewidth": 1.0,
+    "lines.solid_capstyle": "round",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "steadygrad",
+    "text.color": INK,
+    "text.parse_math": False,
+    "xtick.color": GRID,
+    "xtick.labelcolor": MUTED,
+    "xtick.labelsize": 10.5,
+    "ytick.color": GRID,
+    "ytick.labelcolor": MUTED,
+    "ytick.labelsize": 10.5,
+    "ytick.left": False,
+}
+
+
+def chart(name: str, description: str, paint: Painter, *, height: int = 320) -> Html:
+    """Draws a chart twice: for a wide page, and for a phone, where text must not shrink.
+
+    Args:
+        name: Prefix of all ids in the drawing; one page uses each name once.
+        description: Text for a reader who cannot see the chart.
+        paint: Draws into an empty figure; its second argument says whether it is the narrow one.
+        height: Height of the wide drawing, where the page is 800 wide.
+    """
+    wide = _svg(name + "-w", description, paint, (WIDE, height))
+    narrow = _svg(name + "-n", description, paint, (NARROW, max(height * 0.9, 250)))
+    return el("div.chart", el("div.wide", wide), el("div.narrow", narrow))
+
+
+def panel(name: str, description: str, paint: Painter, *, height: int = 200) -> Html:
+    """Draws one of several small charts that stand side by side."""
+    return el("div.chart", _svg(name, description, paint, (PANEL, height)))
+
+
+def _svg(name: str, description: str, paint: Painter, size: tuple[float, float]) -> Html:
+    out = io.StringIO()
+    with style.context(["default", STYLE]), warnings.catch_warnings():
+        # The browser has fonts that Matplotlib lacks: a missing glyph here is none there.
+        warnings.filterwarnings("ignore", message=r"Glyph \d+")
+        drawing = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
+        paint(drawing, size[0] < WIDE)
+        drawing.savefig(out, format="svg", transparent=True)
+    return _adopt(out.getvalue(), name, description, size)
+
+
+def _adopt(svg: str, name: str, description: str, size: tuple[float, float]) -> Html:
+    """Makes a stand-alone SVG part of the page."""
+    body = svg[svg.index(">", svg.index("<svg")) + 1 :]
+    # The metadata hold the date. A style would apply to the whole page; style.css has its rule.
+    body = re.sub(r"<(metadata|style)\b.*?</\1>", "", body, flags=re.DOTALL)
+    # Only in tags: a label that spells `id="` or a colour is content and stays what it is.
+    body = re.sub(r"<[^>]*>", lambda tag: _adopt_tag(tag.group(), name), body)
+    spoken = escape(description)
+    view = f"0 0 {size[0]:g} {size[1]:g}"
+    return Html(f'<svg role="img" aria-label="{spoken}" viewBox="{view}">{body}'.strip())
+
+
+def _adopt_tag(tag: str, name: str) -> str:
+    tag = re.sub(r'(\bid="|url\(#|\bhref="#)', rf"\g<1>{name}-", tag.replace("xlink:href", "href"))
+    tag = re.sub(r"font-family:[^;\"]*(&quot;|')?[^;\"]*;?", "", tag)
+    return re.sub(
+        r"#0101[0-9a-f]{2}\b",
+        lambda colour: f"var(--{VARIABLES.get(colour.group(), 'ink')})",
+        tag,
+    )
+
+
+def label(text: str) -> str:
+    """A name from a record, short enough to stand in a chart."""
+    text = clean(text)
+    return text if len(text) <= 24 else text[:23] + "…"
+
+
+def dots(
+    axes: Axes, x: float, ys: Sequence[float], colour: str = CRITICAL, *, size: float = 8
+) -> None:
+    """Draws dots above one place, each with a rim that parts it from its neighbours."""
+    axes.plot([x] * len(ys), ys, "o", color=colour, mec=PAPER, mew=size / 7, ms=size, zorder=4)
+
+
+def cross(axes: Axes, x: float) -> None:
+    """Marks a run that diverged, at the upper edge."""
+    where = axes.get_xaxis_transform()
+    axes.plot([x], [0.95], "x", color=NOISE, mew=2, ms=7.5, transform=where, zorder=3)
+
+
+def losses(axes: Axes, found: Mapping[Any, Sequence[float]], diverged: float = math.inf) -> None:
+    """Draws losses by place: dots, a line through their means, crosses for runs that diverged."""
+    axes.set_xlim(min(found) / 1.4, max(found) * 1.4)
+    means = {}
+    for place, some in found.items():
+        if place >= diverged or not all(map(math.isfinite, some)):
+            cross(axes, place)
+        else:
+            dots(axes, place, some, size=6)
+            means[place] = sum(some) / len(some)
+    axes.plot(list(means), list(means.values()), color=CRITICAL, linewidth=1.4, zorder=1.5)
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+
+
+def samples_axis(axes: Axes, low: float, high: float, sample: str, *, narrow: bool) -> None:
+    """Makes x a logarithmic axis of samples seen, with readable ticks."""
+    decades = len(str(int(high / low)))
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    axes.xaxis.set_major_locator(LogLocator(subs=[1, 2, 5] if decades <= 3 - narrow else [1]))
+    axes.xaxis.set_major_formatter(lambda value, _: short(value))
+    axes.minorticks_off()
+    axes.set_xlabel(f"{label(sample)} seen")
+
+
+def octaves_axis(
+    axes: Axes, which: str, ticks: Sequence[float], text: Callable[[float], str] = size
+) -> None:
+    """Makes an axis, ``"x"`` or ``"y"``, a base-2 logarithm with the ticks it has room for."""
+    most = {"x": 6, "y": 8}[which]
+    getattr(axes, f"set_{which}scale")("log", base=2)
+    axis = getattr(axes, f"{which}axis")
+    axis.set_ticks(ticks[:: math.ceil(len(ticks) / most)])
+    axis.set_major_formatter(lambda value, _: text(value))
+    axes.minorticks_off()
+
+
+def label_lines(axes: Axes, labels: Sequence[tuple[float, float, str, str]], gap: float) -> None:
+    """Writes names beside the right ends of lines, at least ``gap`` points apart.
+
+    The limits are already set; a label is ``(x, y, name, colour)``, its place in data units.
+    """
+    labels = sorted(labels, key=lambda label: label[1])
+    heights = [axes.transData.transform(label[:2])[1] * 72 / axes.figure.dpi for label in labels]
+    placed = list(heights)
+    # What makes room for one pair takes it from the next, but less each time.
+    for _ in range(20 * len(labels)):
+        for upper in range(1, len(placed)):
+            overlap = max(0.0, gap - (placed[upper] - placed[upper - 1]))
+            placed[upper - 1] -= overlap / 2
+            placed[upper] += overlap / 2
+    for (x, y, name, colour), height, spot in zip(labels, heights, placed, strict=True):
+        axes.annotate(
+            name,
+            (x, y),
+            xytext=(9, spot - height),
+            textcoords="offset points",
+            va="center",
+            color=colour,
+            annotation_clip=False,
+        )

@@ -1,0 +1,348 @@
+"""A run's folder: ``header.json``, ``results/KEY.json``, ``summary.json`` and ``report.html``.
+
+Each file comes into being beside and is renamed into place, so that a kill at any moment leaves
+whole files. A run may come from a stranger: no name in it is trusted to be a file, nor to be small.
+"""
+
+import errno
+import hashlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import msgspec
+
+from steadygrad._checks import InputError
+from steadygrad.studies.schema import Header, Key, Result, Schema, schema_of
+from steadygrad.studies.strict_json import dumps, loads
+
+__all__ = [
+    "HEADER",
+    "SCHEMA",
+    "Results",
+    "Run",
+    "RunError",
+    "create",
+    "open_file",
+    "read_file",
+    "read_header",
+    "read_run",
+    "replace_file",
+    "understanding",
+    "write_page",
+    "write_result",
+    "write_summary",
+]
+
+SCHEMA = 3
+HEADER, SUMMARY, PAGE, RESULTS = "header.json", "summary.json", "report.html", "results"
+# Bytes of a file of a run; a result with ten thousand layers has a hundredth of it.
+MOST = 1 << 28
+
+R = TypeVar("R", bound=Result)
+
+
+class RunError(InputError):
+    """A run's folder cannot be read or written."""
+
+
+class Results:
+    """Results by key; those of one kind come in one order, whichever was there first.
+
+    Attributes:
+        differing: Results that came again with other numbers.
+    """
+
+    def __init__(self, results: Iterable[Result] = ()) -> None:
+        self._by_key = {result.key: result for result in results}
+        self.differing = 0
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._by_key
+
+    def __iter__(self) -> Iterator[Result]:
+        return iter(sorted(self._by_key.values(), key=lambda result: (result.key[0], result.place)))
+
+    def add(self, result: Result) -> bool:
+        """Whether the result is new; one that is known stays as it is."""
+        known = self._by_key.setdefault(result.key, result)
+        self.differing += known.untimed != result.untimed
+        return known is result
+
+    def get(self, kind: type[R], *key: Any) -> R | None:
+        """The result of a class with these key fields; None if there is none."""
+        found = self._by_key.get((str(kind.__struct_config__.tag), *key))
+        return found if isinstance(found, kind) else None
+
+    def select(self, kind: type[R]) -> list[R]:
+        """All results of one class, in order."""
+        found = [result for result in self._by_key.values() if isinstance(result, kind)]
+        return sorted(found, key=lambda result: result.place)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder as it was read.
+
+    Attributes:
+        folder: Folder of the run.
+        header: The header; its class is the study's own.
+        results: Results of the trials that are done.
+        summary: Content of ``summary.json``; None where there is none that can be read.
+        unreadable: Names of files that hold no result of this run.
+    """
+
+    folder: Path
+    header: Any
+    results: Results
+    summary: dict[str, Any] | None
+    unreadable: tuple[str, ...] = ()
+
+    def select(self, kind: type[R]) -> list[R]:
+        """The results of one class, in order."""
+        return self.results.select(kind)
+
+
+def create(folder: Path, header: Header) -> None:
+    """Begins a run in a folder that is absent or empty.
+
+    Args:
+        folder: Made when absent, with its parents.
+        header: The header.
+
+    Raises:
+        InputError: If the folder is not empty or cannot be written. Nothing is written then.
+    """
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            found = next(folder.iterdir(), None)
+            if found is None:
+                # Only one of two processes can make it.
+                (folder / RESULTS).mkdir()
+        if found is not None:
+            more = " or continue that run with --resume" if (folder / HEADER).exists() else ""
+            raise InputError(
+                f"Expected an absent or empty folder. Found {str(folder)!r} with {found.name!r} in "
+                f"it. Remedy: name another folder with --out{more}."
+            )
+        replace_file(folder / HEADER, _text(msgspec.to_builtins(header)))
+    except InputError:
+        for path in (folder / RESULTS, *absent):
+            with suppress(OSError):
+                path.rmdir()
+        raise
+
+
+def write_result(folder: Path, result: Result) -> None:
+    """Writes one result's file.
+
+    Raises:
+        RunError: If it cannot be written.
+    """
+    replace_file(folder / RESULTS / _name(result.key), _text(msgspec.to_builtins(result), None))
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Replaces ``summary.json``."""
+    replace_file(folder / SUMMARY, _text(summary))
+
+
+def write_page(folder: Path, html: str) -> Path:
+    """Replaces ``report.html``, and returns its path.
+
+    Raises:
+        RunError: If the page cannot be written; the old one is then still there.
+    """
+    path = folder / PAGE
+    again = f"make room for it, then `steadygrad report {path.parent}`."
+    with _writing(path, "the page", f"The results are kept. Remedy: {again}"):
+        _write_beside(path, html.encode("utf-8", "replace"))
+    return path
+
+
+def read_header(folder: Path) -> tuple[Any, Schema]:
+    """The header of a run, and the types of its study.
+
+    Raises:
+        RunError: If there is none, or its version or its study is not known.
+    """
+    path = folder / HEADER
+    try:
+        found = loads(read_file(path))
+    except (FileNotFoundError, NotADirectoryError):
+        raise RunError(
+            f"Expected the folder of a run, with a {HEADER} in it. Found none in {str(folder)!r}. "
+            "Remedy: pass the folder that --out named."
+        ) from None
+    except OSError as error:
+        raise RunError(
+            f"Cannot read {str(path)!r}: {error.strerror}. Remedy: make it a readable file."
+        ) from error
+    except (ValueError, RecursionError):
+        found = None
+    version = found.get("schema") if isinstance(found, dict) else None
+    if type(version) is not int:
+        raise _wrong(path, "the header of a run", "a damaged or foreign file")
+    if version != SCHEMA:
+        newer = "use a newer one" if version > SCHEMA else "use the steadygrad that wrote it"
+        raise RunError(
+            f"{str(path)!r} was written by another steadygrad: schema {version}, this one reads "
+            f"{SCHEMA}. Remedy: {newer}, or run the study again."
+        )
+    schema = schema_of(found.get("study"))
+    if schema is None:
+        raise _wrong(path, "the header of a known study", f"study = {found.get('study')!r}")
+    try:
+        header = msgspec.convert(found, schema.header)
+        if wrong := schema.check(header, None):
+            raise _wrong(path, *wrong)
+    except (msgspec.ValidationError, UnicodeError) as error:
+        raise _wrong(path, "a header that makes sense", str(error)) from None
+    return header, schema
+
+
+def read_run(folder: Path) -> Run:
+    """Reads a run's header, its results, and its summary where there is one.
+
+    A result that cannot be read is left out: its trial is run again.
+
+    Raises:
+        RunError: As :func:`read_header`.
+    """
+    folder = Path(folder)
+    header, schema = read_header(folder)
+    found, unreadable = list[Result](), list[str]()
+    for path in sorted((folder / RESULTS).glob("*.json")):
+        result = _read_result(path, header, schema)
+        if result is None:
+            unreadable.append(path.name)
+        else:
+            found.append(result)
+    summary = None
+    with suppress(OSError, ValueError, RecursionError):
+        summary = loads(read_file(folder / SUMMARY))
+    fits = isinstance(summary, dict) and summary.get("study") == header.study
+    return Run(folder, header, Results(found), summary if fits else None, tuple(unreadable))
+
+
+def _read_result(path: Path, header: Header, schema: Schema) -> Result | None:
+    with suppress(OSError, ValueError, RecursionError):
+        result: Result = msgspec.convert(loads(read_file(path)), schema.results)
+        if path.name == _name(result.key) and schema.check(header, result) is None:
+            return result
+    return None
+
+
+@contextmanager
+def understanding(folder: Path) -> Iterator[None]:
+    """Turns any error over a run whose files hold the right types into a :class:`RunError`."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        raise RunError(
+            f"Expected a run that makes sense in {str(folder)!r}. Found numbers or names that "
+            f"no study writes ({reason}). Remedy: restore it from a copy, or see --debug."
+        ) from error
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Writes ``path`` in one step: a reader sees the old file or the whole new one.
+
+    Raises:
+        RunError: If the file cannot be written; the old one is then still there.
+    """
+    with _writing(path):
+        _write_beside(path, data)
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """Opens a file for reading, and neither a pipe nor a device; ``OSError`` if it is one."""
+    wait_for_nobody = getattr(os, "O_NONBLOCK", 0)  # Windows has no such flag
+    opener: Callable[[str, int], int] = lambda name, flags: os.open(name, flags | wait_for_nobody)  # noqa: E731
+    file = open(path, "rb", opener=opener)  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "It is no regular file", str(path))
+    return file
+
+
+def read_file(path: Path, most: int = MOST) -> bytes:
+    """The content of a file of at most ``most`` bytes; ``OSError`` if it is anything else."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        # Files such as those of /proc have no size.
+        data = b"" if size > most else file.read((size or most) + 1) or b""
+    if max(size, len(data)) > most:
+        raise OSError(errno.EFBIG, f"It is larger than {most:,} bytes", str(path))
+    return data
+
+
+@contextmanager
+def _writing(path: Path, what: str = "to", remedy: str = "") -> Iterator[None]:
+    """Turns a failure to write ``path`` into one line with the reason and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        # A run that is begun continues in its own folder.
+        begun = any(os.path.exists(place / HEADER) for place in path.parents[:2])
+        other = "name a folder with --out that you may write to, on a disk with free space."
+        remedy = remedy or f"Remedy: {'free space there, then --resume.' if begun else other}"
+        raise RunError(
+            f"Cannot write {what} {str(path)!r}: {error.strerror or error}. {remedy}"
+        ) from error
+
+
+def _write_beside(path: Path, data: bytes) -> None:
+    # A name that nobody can guess, made anew: it is no link that came with the folder, and no
+    # other process writes it. The rename replaces a link at `path`, and does not follow it.
+    part = path.with_name(f".{secrets.token_hex(8)}.part")
+    try:
+        with open(part, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
+    # The rename itself is on the disk only after this; Windows cannot open a folder and
+    # some network file systems refuse to sync one.
+    with suppress(OSError):
+        handle = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _name(key: Key) -> str:
+    """The name of a result's file; what no file may be called is replaced, and told apart."""
+    text = "-".join(map(str, key))
+    if not re.fullmatch(r"[\w.+-]{1,120}", text, re.ASCII):
+        digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+        text = f"{re.sub('[^A-Za-z0-9_.+-]', '_', text)[:100]}-{digest[:16]}"
+    return f"{text}.json"
+
+
+def _text(value: Any, indent: int | None = 2) -> bytes:
+    return f"{dumps(value, indent=indent)}\n".encode()
+
+
+def _wrong(path: Path, expected: str, found: str) -> RunError:
+    found = " ".join(found.split())[:100]
+    return RunError(
+        f"Expected {expected} in {str(path)!r}. Found {found}. "
+        "Remedy: restore the file from a copy, or start a new run."
+    )

@@ -1,0 +1,239 @@
+"""Types that all studies share: settings, the header of a run, and the result of a trial.
+
+A study's own are in its ``schema`` module: ``Settings``, ``Header`` and the union ``RESULTS``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib import import_module
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+import msgspec
+from msgspec import Meta
+
+from steadygrad._studies import STUDIES
+
+__all__ = [
+    "FREE",
+    "STUDIES",
+    "TASKS",
+    "CommonSettings",
+    "Count",
+    "Few",
+    "Header",
+    "Key",
+    "Positive",
+    "PositiveFloat",
+    "Result",
+    "Runtime",
+    "Schema",
+    "TaskInfo",
+    "schema_of",
+]
+
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Positive = Annotated[int, Meta(ge=1, lt=1 << 62)]
+Few = Annotated[int, Meta(ge=0, le=64)]
+"""A number of things that are gone through one by one."""
+PositiveFloat = Annotated[float, Meta(gt=0, lt=1e300)]
+Key = tuple[str | int | float, ...]
+"""The kind of a result, and the values that tell it from others of its kind."""
+
+# Settings that --resume may change: they decide when a study ends, not its numbers.
+FREE = ("budget", "workers", "dask", "executor")
+# Names of the built-in tasks.
+TASKS = ("char-lm", "digits-classifier", "digits-autoencoder", "digits-deep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonSettings:
+    """Settings of every study; a field's description is the command line's help."""
+
+    task: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description=f"Task to train: {', '.join(TASKS)}, or path/to/file.py:make_task.",
+        ),
+    ] = "char-lm"
+    budget: Annotated[
+        float,
+        Meta(
+            gt=0,
+            lt=1e9,
+            description="Time for the whole study: 30s, 5m, 2h. With --resume: time from now on.",
+        ),
+    ] = 300.0
+    seed: Annotated[int, Meta(ge=0, lt=1 << 62, description="Random seed.")] = 0
+    device: Annotated[
+        Literal["auto", "cpu", "cuda", "mps"],
+        Meta(description="Device to train on; auto prefers CUDA, then the CPU."),
+    ] = "auto"
+    workers: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1024,
+            description="Processes that run trials side by side, one device each. 0 or auto: as "
+            "many as a quick measurement shows to be faster.",
+        ),
+    ] = 0
+    threads: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=4096,
+            description="CPU threads of each trial. 0 or auto: the cores over the workers.",
+        ),
+    ] = 0
+    dask: Annotated[
+        str, Meta(description="Address of a Dask scheduler, HOST:PORT, that runs the trials.")
+    ] = ""
+    executor: Annotated[
+        str,
+        Meta(
+            description="Function that makes a concurrent.futures.Executor to run the trials: "
+            "module:factory or path/file.py:factory. --workers says how many at a time."
+        ),
+    ] = ""
+    sharding: Annotated[
+        Literal["ddp", "fsdp2"],
+        Meta(description="How torchrun's processes share the model."),
+    ] = "ddp"
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """The result of one trial.
+
+    ``time`` holds what may differ between two runs with the same settings, such as seconds.
+    """
+
+    key_fields: ClassVar[tuple[str, ...]] = ()
+
+    time: dict[str, Any] = {}
+
+    @property
+    def key(self) -> Key:
+        """The kind and the values of the key fields."""
+        kind = str(self.__struct_config__.tag)
+        return (kind, *(getattr(self, field) for field in self.key_fields))
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What results of one kind are ordered by. Default: the key."""
+        return self.key
+
+    @property
+    def untimed(self) -> str:
+        """All that must be equal when a trial is repeated; a text, for a NaN is not equal to it."""
+        return repr(msgspec.structs.replace(self, time={}))
+
+
+class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Description of the task that a study trains.
+
+    Attributes:
+        spec: The text that names the task: a built-in name or ``path/file.py:make_task``.
+        parameters: Trainable numbers in the model.
+        optimizer: Name of the optimizer's class.
+        beta2: Decay of the second moment; None for optimizers without one.
+        weight_decay: Weight decay of the first parameter group; None without one.
+        dependent: Whether a sample's loss depends on the other samples of its batch.
+
+    The other fields are those of :class:`steadygrad.tasks.Task`.
+    """
+
+    spec: str
+    name: str
+    sample: str
+    batch_size: Positive
+    lr: PositiveFloat
+    lr_rule: str
+    parameters: Count
+    train_size: Positive
+    valid_size: Positive
+    optimizer: str = ""
+    beta2: float | None = None
+    weight_decay: float | None = None
+    tokens_per_sample: Positive | None = None
+    warmup_samples: Count = 0
+    lr_decay: str = "none"
+    provenance: dict[str, str] = {}
+    dependent: bool = False
+
+
+class Runtime(msgspec.Struct, frozen=True, kw_only=True):
+    """Conditions of the trials on which their numbers depend.
+
+    Attributes:
+        device: ``"cpu"``, ``"cuda"`` or ``"mps"``.
+        dtype: Name of the type that training computes in.
+        world_size: Processes that share every batch.
+        sharding: ``"none"``, ``"ddp"`` or ``"fsdp2"``.
+        threads: Threads of each trial.
+        micro_batch_size: Most samples in one forward pass.
+        workers: Trials at a time that the plan reckons with.
+    """
+
+    device: Annotated[str, Meta(pattern="^(cpu|cuda|mps)$")]
+    dtype: str
+    world_size: Positive
+    sharding: str
+    threads: Annotated[int, Meta(ge=1, le=4096)]
+    micro_batch_size: Positive
+    workers: Annotated[int, Meta(ge=1, le=1 << 16)]
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run is. Each study's header adds its ``settings`` and its ``plan``.
+
+    Attributes:
+        schema: Version of the folder's format.
+        environment: Versions and hardware, of :func:`steadygrad.studies.environment.environment`.
+        files: SHA-256 of the user's files, by the function that comes from them.
+        first_losses: Mean losses before training; empty where they do not repeat.
+        time: When and where the run was created.
+    """
+
+    schema: Positive
+    study: str
+    task: TaskInfo
+    runtime: Runtime
+    environment: dict[str, Any]
+    files: dict[str, dict[str, str]] = {}
+    first_losses: tuple[float, ...] = ()
+    time: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Types of one study.
+
+    Attributes:
+        header: Class of the header.
+        results: Union of the classes of the results.
+        settings: Dataclass of what a user chooses; it is the command line as well.
+        check: ``(header, result)`` to None, or to what was expected and found where a result does
+            not fit the plan.
+    """
+
+    header: Any
+    results: Any
+    settings: Any
+    check: Callable[[Any, Any], tuple[str, str] | None]
+
+    @cached_property
+    def kinds(self) -> dict[str, Any]:
+        """The classes of results by the name of their kind."""
+        classes = get_args(self.results) or (self.results,)
+        return {kind.__struct_config__.tag: kind for kind in classes}
+
+
+@cache
+def schema_of(study: object) -> Schema | None:
+    """The schema of a study; None if there is no such study."""
+    if study not in STUDIES:
+        return None
+    module = import_module(f"steadygrad.studies.{study}.schema")
+    return Schema(module.Header, module.RESULTS, module.Settings, module.check)

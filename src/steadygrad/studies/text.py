@@ -1,0 +1,92 @@
+"""Numbers as people read them."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["interval", "listed", "loss", "percent", "percent_interval", "short", "show", "size"]
+
+# From this overhead on it is only known that it is large.
+MOST = 3.0
+# Up to this one it is only known that it is negative.
+LEAST = -0.333
+
+
+def show(value: Any, digits: int = 3) -> str:
+    """Writes a value with ``digits`` significant digits: ``1,234``, ``0.0123``, ``1.2e−5``, ``∞``.
+
+    ``None`` and NaN become a dash; text stays as it is.
+    """
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None:
+        return "–"
+    if isinstance(value, int):
+        return f"{value:,}".replace("-", "−")
+    if not isinstance(value, float):
+        return str(value)
+    if not math.isfinite(value):
+        return {math.inf: "∞", -math.inf: "−∞"}.get(value, "–")
+    if value and not 1e-3 <= abs(value) < 1e7:
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}".replace("-", "−")
+    decimals = digits if not value else max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{decimals}f}"
+    return (text.rstrip("0").rstrip(".") if "." in text else text).replace("-", "−")
+
+
+def loss(value: float | None) -> str:
+    """Writes a loss with four decimals, so that columns of losses can be compared."""
+    if value is not None and 0.1 <= abs(value) < 1e4:
+        return f"{value:.4f}".replace("-", "−")
+    return show(value, digits=4)
+
+
+def short(value: float) -> str:
+    """Writes a count for an axis: ``500``, ``2K``, ``1.5M``."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def size(value: float) -> str:
+    """Writes a batch size: ``38.6``, ``1024``, ``66K``; powers of two stay recognisable."""
+    return f"{value:.0f}" if 100 <= value < 10_000 else short(value)
+
+
+def interval(low: float | None, high: float | None) -> str:
+    """Writes an interval; one without an upper end as ``≥ low``."""
+    if low is None or high is None or math.isnan(low) or math.isnan(high):
+        return "–"
+    return f"≥ {show(low)}" if high == math.inf and low > 0 else f"{show(low)} – {show(high)}"
+
+
+def percent(fraction: float | None) -> str:
+    """Writes a fraction as a percentage, such as a sample overhead."""
+    if fraction is None or math.isnan(fraction):
+        return "–"
+    return "300% or more" if fraction >= MOST else f"{show(round(100 * fraction))}%"
+
+
+def percent_interval(low: float | None, high: float | None) -> str:
+    """Writes an interval of fractions."""
+    if low is None or high is None:
+        return "–"
+    start = percent(low) if low > LEAST else "below 0%"
+    return start if low >= MOST else f"{start} to {percent(high)}"
+
+
+def plural(word: str) -> str:
+    """The plural of an ordinary English noun, such as a sample's name."""
+    if word.endswith(("s", "x", "z", "ch", "sh")):
+        return word + "es"
+    if word.endswith("y") and word[-2:-1] not in tuple("aeiou"):
+        return word[:-1] + "ies"
+    return word + "s"
+
+
+def listed(parts: Iterable[str]) -> str:
+    """Texts as a sentence lists them: ``a, b and c``; at least one."""
+    *others, last = parts
+    return f"{', '.join(others)} and {last}" if others else last
