@@ -3,12 +3,13 @@
 import io
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, TextIO
 
 from steadygrad._checks import InputError, launched
 
-__all__ = ["PLAIN", "cleaned", "complain", "emit", "note", "printable", "rendered"]
+__all__ = ["PLAIN", "cleaned", "complain", "drawn", "emit", "note", "printable", "rendered"]
 
 
 # Options of rich's console. No markup: a task may have any name.
@@ -88,3 +89,17 @@ def rendered(*parts: Any, stream: TextIO | None) -> str:
     for part in parts:
         console.print(part)
     return buffer.getvalue().rstrip("\n")
+
+
+def drawn(table: Mapping[str, Any]) -> Any:
+    """A summary's table as rich draws it."""
+    from rich.table import Column, Table
+
+    justify = [
+        "left" if i < table["text_columns"] else "right" for i in range(len(table["columns"]))
+    ]
+    heads = zip(table["columns"], justify, strict=True)
+    found = Table(*(Column(name, justify=side) for name, side in heads), title=table["title"])  # type: ignore[arg-type]
+    for row in table["rows"]:
+        found.add_row(*row)
+    return found

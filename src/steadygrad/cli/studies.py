@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from steadygrad._checks import InputError, launched
-from steadygrad.cli.console import cleaned, complain, emit, note, printable, rendered
+from steadygrad.cli.console import cleaned, complain, drawn, emit, note, printable, rendered
 from steadygrad.cli.options import chosen, folder_of, settings_class
 
 if TYPE_CHECKING:
@@ -97,8 +97,12 @@ def _report(name: str, outcome: "Outcome", write: Callable[[Path], Path], *, jso
             "Remedy: continue with --resume RUN --budget TIME."
         )
     summary = cleaned(outcome.summary)
-    table = import_module(f"steadygrad.studies.{name}.report.terminal").table(summary)
-    parts = [*summary["words"], table] if table else summary["words"]
+    if "answer" in summary:
+        table = [drawn(summary["table"])] if summary["table"] else []
+        parts = [summary["answer"], *table, *summary["remarks"]]
+    else:  # until its slice is drawn anew
+        table = import_module(f"steadygrad.studies.{name}.report.terminal").table(summary)
+        parts = [*summary["words"], table] if table else summary["words"]
     text = rendered(*parts, stream=sys.stderr if json else sys.stdout) + page
     if json:
         note(text)

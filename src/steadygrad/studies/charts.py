@@ -5,14 +5,15 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from markupsafe import Markup
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from steadygrad.studies.html import Html, clean, el, escape
 from steadygrad.studies.text import short, size
 
 __all__ = [
@@ -79,7 +80,7 @@ STYLE = {
 }
 
 
-def chart(name: str, description: str, paint: Painter, *, height: int = 320) -> Html:
+def chart(name: str, description: str, paint: Painter, *, height: int = 320) -> Markup:
     """Draws a chart twice: for a wide page, and for a phone, where text must not shrink.
 
     Args:
@@ -90,15 +91,17 @@ def chart(name: str, description: str, paint: Painter, *, height: int = 320) -> 
     """
     wide = _svg(name + "-w", description, paint, (WIDE, height))
     narrow = _svg(name + "-n", description, paint, (NARROW, max(height * 0.9, 250)))
-    return el("div.chart", el("div.wide", wide), el("div.narrow", narrow))
+    both = '<div class="chart"><div class="wide">{}</div><div class="narrow">{}</div></div>'
+    return Markup(both).format(wide, narrow)
 
 
-def panel(name: str, description: str, paint: Painter, *, height: int = 200) -> Html:
+def panel(name: str, description: str, paint: Painter, *, height: int = 200) -> Markup:
     """Draws one of several small charts that stand side by side."""
-    return el("div.chart", _svg(name, description, paint, (PANEL, height)))
+    drawn = _svg(name, description, paint, (PANEL, height))
+    return Markup('<div class="chart">{}</div>').format(drawn)
 
 
-def _svg(name: str, description: str, paint: Painter, size: tuple[float, float]) -> Html:
+def _svg(name: str, description: str, paint: Painter, size: tuple[float, float]) -> Markup:
     out = io.StringIO()
     with style.context(["default", STYLE]), warnings.catch_warnings():
         # The browser has fonts that Matplotlib lacks: a missing glyph here is none there.
@@ -109,31 +112,21 @@ def _svg(name: str, description: str, paint: Painter, size: tuple[float, float])
     return _adopt(out.getvalue(), name, description, size)
 
 
-def _adopt(svg: str, name: str, description: str, size: tuple[float, float]) -> Html:
+def _adopt(svg: str, name: str, description: str, size: tuple[float, float]) -> Markup:
     """Makes a stand-alone SVG part of the page."""
     body = svg[svg.index(">", svg.index("<svg")) + 1 :]
     # The metadata hold the date. A style would apply to the whole page; style.css has its rule.
     body = re.sub(r"<(metadata|style)\b.*?</\1>", "", body, flags=re.DOTALL)
-    # Only in tags: a label that spells `id="` or a colour is content and stays what it is.
-    body = re.sub(r"<[^>]*>", lambda tag: _adopt_tag(tag.group(), name), body)
-    spoken = escape(description)
+    # One page has several drawings. Only in tags: a label that spells `id="` stays what it is.
+    own = partial(re.sub, r'(\bid="|url\(#|\bhref="#)', rf"\g<1>{name}-")
+    body = re.sub(r"<[^>]*>", lambda tag: own(tag.group().replace("xlink:href", "href")), body)
     view = f"0 0 {size[0]:g} {size[1]:g}"
-    return Html(f'<svg role="img" aria-label="{spoken}" viewBox="{view}">{body}'.strip())
-
-
-def _adopt_tag(tag: str, name: str) -> str:
-    tag = re.sub(r'(\bid="|url\(#|\bhref="#)', rf"\g<1>{name}-", tag.replace("xlink:href", "href"))
-    tag = re.sub(r"font-family:[^;\"]*(&quot;|')?[^;\"]*;?", "", tag)
-    return re.sub(
-        r"#0101[0-9a-f]{2}\b",
-        lambda colour: f"var(--{VARIABLES.get(colour.group(), 'ink')})",
-        tag,
-    )
+    opening = Markup('<svg role="img" aria-label="{}" viewBox="{}">').format(description, view)
+    return opening + Markup(body.strip())
 
 
 def label(text: str) -> str:
     """A name from a record, short enough to stand in a chart."""
-    text = clean(text)
     return text if len(text) <= 24 else text[:23] + "…"
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
+from markupsafe import Markup
+
 __all__ = [
     "Html",
     "clean",
@@ -27,10 +29,7 @@ Child = str | Iterable[str] | None
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
-class Html(str):
-    """Markup that is safe to put into a page as it is."""
-
-    __slots__ = ()
+Html = Markup
 
 
 def clean(text: object) -> str:

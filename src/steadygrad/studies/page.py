@@ -1,45 +1,78 @@
-"""A run becomes one HTML page: self-contained, without scripts and without the network."""
+"""A run becomes one HTML page: self-contained, without scripts and without the network.
 
+A study's page is its template, ``page.html``, over ``base.html``, and its module ``page``, whose
+``view(run)`` gives the template the charts and tables that it shows.
+"""
+
+import re
 import warnings
+from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from steadygrad._checks import InputError
+from steadygrad.studies import charts, text
 from steadygrad.studies.folder import Run, read_run, understanding, write_page
+
+try:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+except ModuleNotFoundError as error:
+    raise InputError(
+        f'A page needs {error.name}. Found none. Remedy: pip install "steadygrad[cli]".'
+    ) from error
 
 __all__ = ["render", "write"]
 
+# HTML has no way to write these, and half a surrogate pair cannot be encoded.
+_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
 
 def render(run: Run) -> str:
-    """Draws a run's report; the same run gives the same page, byte for byte.
+    """Draws a run's page; the same run gives the same page, byte for byte.
 
     A partial run is drawn too, and the page says what is missing.
-
-    Args:
-        run: What :func:`steadygrad.studies.folder.read_run` returned.
-
-    Returns:
-        The whole HTML page.
 
     Raises:
         InputError: If Matplotlib is not installed, or the run makes no sense.
     """
+    study = run.header.study
+    if find_spec(f"steadygrad.studies.{study}.page") is None:  # until its slice is drawn anew
+        with understanding(run.folder):
+            return str(import_module(f"steadygrad.studies.{study}.report").page(run))
     try:
-        draw = import_module(f"steadygrad.studies.{run.header.study}.report").page
-    except ImportError as error:
+        view = import_module(f"steadygrad.studies.{study}.page").view
+    except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] != "matplotlib":
             raise
         raise InputError(
-            "A report needs matplotlib, which is not installed. "
-            'Remedy: pip install "steadygrad[cli]"'
+            'A page needs matplotlib. Found none. Remedy: pip install "steadygrad[cli]".'
         ) from error
-    with understanding(run.folder):
-        page: str = draw(run)
-    return page
+    missing = []
+    if run.unreadable:
+        missing.append(f"{len(run.unreadable)} results could not be read, and were left out.")
+    if run.summary is None:
+        missing.append("The run was stopped, or is still going.")
+    common = {
+        "header": msgspec.to_builtins(run.header),
+        "summary": run.summary,
+        "missing": missing,
+        "colours": charts.VARIABLES,
+    }
+    with understanding(run.folder), warnings.catch_warnings():
+        # Of odd numbers in a run: many lines, about lines of Matplotlib's code.
+        warnings.simplefilter("ignore")
+        template = _environment().get_template(f"{study}/page.html")
+        return template.render({**common, **view(run)})
 
 
 def write(folder: Path) -> Path:
-    """Draws the report of the run in ``folder`` again, into its ``report.html``.
+    """Draws the page of the run in ``folder`` again, into its ``report.html``.
 
     Returns:
         The path of the page.
@@ -47,9 +80,44 @@ def write(folder: Path) -> Path:
     Raises:
         InputError: If the run cannot be read or drawn, or the page cannot be written.
     """
-    run = read_run(Path(folder))
-    with warnings.catch_warnings():
-        # Of odd numbers: many lines, about lines of Matplotlib's code.
-        warnings.simplefilter("ignore")
-        page = render(run)
-    return write_page(Path(folder), page)
+    folder = Path(folder)
+    return write_page(folder, render(read_run(folder)))
+
+
+@cache
+def _environment() -> Environment:
+    found = Environment(
+        loader=PackageLoader("steadygrad", "studies"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_clean,
+    )
+    names = ("interval", "loss", "percent", "percent_interval", "show")
+    found.filters |= {name: getattr(text, name) for name in names} | {"flat": _flat}
+    return found
+
+
+def _clean(value: Any) -> Any:
+    """The value without characters that no HTML page can hold; ``\ufffd`` takes their place."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return _FORBIDDEN.sub("\ufffd", value)
+    return value
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    """Names and values of a nest, as texts."""
+    for key, value in values.items():
+        name = prefix + str(key).replace("_", " ")
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{name}: ")
+        else:
+            yield name, _shown(value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        nested = any(isinstance(item, (list, tuple)) for item in value)
+        return ("; " if nested else ", ").join(map(_shown, value))
+    return text.show(value, digits=6)

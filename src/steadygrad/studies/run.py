@@ -35,7 +35,7 @@ from steadygrad.studies.folder import (
     write_result,
     write_summary,
 )
-from steadygrad.studies.schema import FREE, Header, Result
+from steadygrad.studies.schema import FREE, Header, Result, Summary
 from steadygrad.studies.study import Study, study_class, study_of
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.work import Coordinator, Monitor, Worker, run_serial
@@ -228,7 +228,14 @@ def _completed(run: Run, more_time: bool, monitor: Monitor) -> Outcome | None:
 
 def _summary(study: Study, results: Results, status: str) -> dict[str, Any]:
     common = {"schema": SCHEMA, "study": study.name, "status": status}
-    found: dict[str, Any] = common | study.summarize(results, status)
+    summary = study.summarize(results, status)
+    if isinstance(summary, Summary):
+        if study.header.task.dependent:
+            remarks = (*summary.remarks, DEPENDENT)
+            summary = msgspec.structs.replace(summary, remarks=remarks)
+        return {**summary.to_dict(), **common}
+    # Until its slice is drawn anew.
+    found: dict[str, Any] = common | summary
     return found | {"words": [*found["words"], DEPENDENT]} if study.header.task.dependent else found
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "CommonSettings",
     "Count",
     "Few",
+    "Finding",
     "Header",
     "Key",
     "Positive",
@@ -28,6 +29,8 @@ __all__ = [
     "Result",
     "Runtime",
     "Schema",
+    "Summary",
+    "Table",
     "TaskInfo",
     "schema_of",
 ]
@@ -204,6 +207,53 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, dict[str, str]] = {}
     first_losses: tuple[float, ...] = ()
     time: dict[str, Any] = {}
+
+
+class Table(msgspec.Struct, frozen=True):
+    """A table as the terminal and the page show it.
+
+    Attributes:
+        columns: Heads of the columns.
+        rows: Cells, as texts.
+        text_columns: Columns on the left that hold no numbers.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    text_columns: int = 0
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """Something that a study found. Each kind has fields of its own, and one template of words."""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a study. Each study's summary adds its ``findings`` and its numbers.
+
+    Attributes:
+        schema: Version of the folder's format.
+        status: ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
+        task: The task's name.
+        sample: What one sample is called.
+        answer: The answer in one sentence.
+        table: The numbers that it rests on; None where there are none yet.
+        remarks: At most three more sentences, the most important first.
+    """
+
+    schema: int
+    study: str
+    status: str
+    task: str
+    sample: str
+    answer: str
+    table: Table | None
+    remarks: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as in ``summary.json``."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return fields
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from steadygrad._checks import InputError
 from steadygrad.studies.checkpoint import Checkpoints, State
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.folder import Results
-from steadygrad.studies.schema import STUDIES, Header, Key, Result, Schema, schema_of
+from steadygrad.studies.schema import STUDIES, Header, Key, Result, Schema, Summary, schema_of
 from steadygrad.studies.trainer import Scaling, Trainer
 from steadygrad.studies.trials import Job, Trial, evaluation_cost
 from steadygrad.tasks import Task
@@ -139,7 +139,14 @@ class Study(ABC):
     def trials(self) -> Sequence[Trial]:
         """All trials, in the order of the plan."""
 
-    @abstractmethod
+    @classmethod
+    def functions(cls) -> Mapping[str, Callable[..., Result]]:
+        """The function of each kind of trial: ``(plan, place, **parameters) -> Result``."""
+        found: Mapping[str, Callable[..., Result]] = import_module(
+            f"steadygrad.studies.{cls.name}.trials"
+        ).TRIALS
+        return found
+
     def run(self, job: Job, place: Workplace) -> Result:
         """Does one job.
 
@@ -147,13 +154,15 @@ class Study(ABC):
             StudyInterrupted: When the study has to stop.
             InputError: If training diverges where it must not, or the task's code raises.
         """
+        parameters = {name: value for name, value in job.items() if name != "kind"}
+        return self.functions()[job["kind"]](self.plan, place, **parameters)
 
     @abstractmethod
     def milestones(self) -> Mapping[str, Key]:
         """Names of the study's milestones, and the last trial of each."""
 
     @abstractmethod
-    def summarize(self, results: Results, status: str) -> dict[str, Any]:
+    def summarize(self, results: Results, status: str) -> Summary | dict[str, Any]:
         """The content of ``summary.json``: a pure function of the results and the status.
 
         The status is ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
