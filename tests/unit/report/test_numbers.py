@@ -99,5 +99,5 @@ def test_percentages():
         "–",
     ]
     assert percent_interval(0.1, 3.5) == "10% to 300% or more"
-    assert percent_interval(1 / 1.5 - 1, 0.2) == "below 0% to 20%"
+    assert percent_interval(1 / 1.5 - 1, 0.2) == "below −33% to 20%"
     assert percent_interval(None, None) == "–"

@@ -6,31 +6,32 @@ that branch is :math:`s/\Delta`. Its sample overhead is the best efficiency over
 a branch that leaves a noisy trajectory gets a one-time drop in loss because it averages out noise,
 and this drop must not make still larger batches look free. The critical batch size is the largest
 one whose overhead is within the tolerance.
+
+Branches tell what a batch size costs from their point on. They do not add up to a run from the
+initial weights: :func:`predict` gives a number that is called predicted until it was trained.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from steadygrad.studies.advise.loss_curve import LossCurve, fit_curves
-from steadygrad.studies.advise.schema import Branch
+from steadygrad.studies.advise.schema import CAP, Branch, Critical
 from steadygrad.studies.statistics import (
     Floats,
     Variances,
+    isotonic,
     quantile,
     redraw,
     residual_variances,
     unimodal,
 )
 
-__all__ = ["CAP", "REACH", "ROUNDING", "Critical", "crossing", "find_critical"]
+__all__ = ["DRAWS", "LEAST_FALL", "REACH", "ROUNDING", "MeasuredPoint", "crossing"]
+__all__ += ["find_critical", "fit_curves", "predict"]
 
-# The curve starts at a quarter of the branch: a loss above it is at least this much overhead.
-CAP = 3.0
 # How far the curve is trusted beyond the end of its branch.
 REACH = 1.5
 DRAWS = 800
@@ -40,71 +41,84 @@ LEAST_FALL = 3.0
 ROUNDING = 1e-6
 # Ratio of the interval's ends above which the critical batch size is not known.
 WIDE = 4.0
+# Exponents of the curves that are tried, and the steps of the sum over training.
+POWERS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+NODES = 64
 
 
 @dataclass(frozen=True)
-class Critical:
-    """The critical batch size at one point of training.
+class LossCurve:
+    r"""Falling curves :math:`L(s) = a - c\,(1 - (1 + s/s_0)^{-p}) / p`, one for each draw.
+
+    With :math:`p = 0` this is :math:`a - c \ln(1 + s/s_0)`: language modelling. A large ``p`` comes
+    near an exponential approach to a floor, a large :math:`s_0` near a straight line.
 
     Attributes:
-        sizes: Batch sizes tried, ascending.
-        overhead: Extra samples of each, as a fraction of what the best needs; 3 stands for more.
-        diverged: Smallest batch size that diverged; None if none did. Where the loss is flat, only
-            a loss that is not finite counts.
-        within: Largest batch size that was trained within the tolerance.
-        beyond: Smallest one that was not; infinite if all were.
-        value: Largest batch size within the tolerance by interpolation, in samples; NaN when the
-            smallest batch's loss did not fall.
-        low: Lower end of the 95% interval, at most ``within``.
-        high: Upper end, at least ``beyond``.
-        fall: Fall of the smallest batch's loss over the branch, in standard errors; 0 where it is
-            within rounding of the loss.
-        level: Validation loss that a batch size within the tolerance reaches.
-        spread: Standard deviation of one branch's loss, its data order included.
+        start: :math:`a`, shape ``(*)``.
+        fall: :math:`c`; not positive where the loss did not fall.
+        scale: :math:`s_0`, in samples.
+        power: :math:`p`.
     """
 
-    sizes: tuple[int, ...]
-    overhead: tuple[float, ...]
-    diverged: int | None
-    within: int
-    beyond: float
-    value: float
-    low: float
-    high: float
-    fall: float
-    level: float
-    spread: float
+    start: Floats
+    fall: Floats
+    scale: Floats
+    power: Floats
 
-    @property
-    def resolved(self) -> bool:
-        """Whether the loss fell enough to distinguish batch sizes."""
-        return not math.isnan(self.value)
+    def __call__(self, samples: float) -> Floats:
+        """The losses after ``samples``."""
+        progress = _progress(np.asarray(samples), self.scale, self.power)
+        return np.asarray(self.start - self.fall * progress)
 
-    @property
-    def falls(self) -> bool:
-        """Whether the smallest batch's mean loss falls, significantly or not."""
-        return not self.fall <= 0
+    def samples_at(self, losses: Floats) -> Floats:
+        """Samples after which each curve has a loss; infinite where it never has.
 
-    @property
-    def known(self) -> bool:
-        """Whether the interval is narrow enough to name a batch size."""
-        # Above the largest size tried nothing is known.
-        high = self.sizes[-1] if math.isinf(self.beyond) else self.high
-        return self.resolved and high <= WIDE * max(1.0, self.low)
+        Args:
+            losses: Shape ``(*, K)``.
+        """
+        start, fall, scale, power = (
+            np.asarray(value)[..., None]
+            for value in (self.start, self.fall, self.scale, self.power)
+        )
+        with np.errstate(all="ignore"):
+            progress = (start - losses) / fall
+            rest = 1 - power * progress
+            bent = scale * (np.maximum(rest, 0.0) ** (-1 / np.where(power > 0, power, 1.0)) - 1)
+            found = np.where(power > 0, bent, scale * np.expm1(np.minimum(progress, 700.0)))
+        return np.where((fall > 0) & (rest > 0) & ~np.isnan(found), found, np.inf)
 
-    @property
-    def safe(self) -> int:
-        """Largest batch size tried that is within the tolerance, also at the interval's end."""
-        if self.known:
-            return self.within
-        return max(size for size in self.sizes if size <= max(self.low, self.sizes[0]))
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for a summary."""
-        names = ("within", "beyond", "value", "low", "high", "diverged", "level", "fall")
-        fields = {name: getattr(self, name) for name in names}
-        overhead = dict(zip(map(str, self.sizes), self.overhead, strict=True))
-        return {**fields, "known": self.known, "overhead": overhead}
+def _progress(samples: Floats, scale: Floats, power: Floats) -> Floats:
+    logarithm = np.log1p(samples / scale)
+    safe = np.where(power > 0, power, 1.0)
+    return np.where(power > 0, -np.expm1(-safe * logarithm) / safe, logarithm)
+
+
+def fit_curves(places: Floats, losses: Floats, emphasis: float = 0.0) -> LossCurve:
+    """The curves with the least squared error through losses at the same places.
+
+    Every shape on a grid is a straight line in its own progress.
+
+    Args:
+        places: Samples seen at the losses, shape ``(M,)``.
+        losses: Shape ``(*, M)``.
+        emphasis: Power of the samples by which a squared error counts: where a curve has none of
+            these shapes, its end fits better.
+    """
+    weights = places**emphasis / (places**emphasis).sum()
+    steps = 2.0 ** (np.arange(-8, 13) / 2)
+    scale, power = np.tile(places.max() * steps, len(POWERS)), np.repeat(POWERS, len(steps))
+    progress = _progress(places, scale[:, None], power[:, None])
+    middle = progress @ weights
+    centred = progress - middle[:, None]
+    spread = centred**2 @ weights
+    mean = losses @ weights
+    centred *= weights / np.maximum(spread, 1e-300)[:, None]
+    slopes = (losses - mean[..., None]) @ centred.T
+    # The best line explains most of the squares.
+    best = (slopes**2 * spread).argmax(-1)
+    slope = np.take_along_axis(slopes, best[..., None], -1)[..., 0]
+    return LossCurve(mean - slope * middle[best], -slope, scale[best], power[best])
 
 
 def find_critical(
@@ -145,18 +159,24 @@ def find_critical(
     within, beyond = sizes[count - 1], float((*sizes, math.inf)[count])
     value = min(float(crossing(sizes, overhead, tolerance, stable)), sizes[-1])
     resolved = fall >= LEAST_FALL
+    low = min(quantile(values, 0.025), within) if resolved else 0.0
+    high = max(quantile(values, 0.975), beyond) if resolved else math.inf
+    # Above the largest size tried nothing is known.
+    most = sizes[-1] if math.isinf(beyond) else high
+    known = resolved and most <= WIDE * max(1.0, low)
     return Critical(
-        sizes=sizes,
-        overhead=tuple(overhead.tolist()),
-        diverged=next(iter(sizes[stable if resolved else _leading(np.isfinite(means)) :]), None),
         within=within,
         beyond=beyond,
         value=value if resolved else math.nan,
-        low=min(quantile(values, 0.025), within) if resolved else 0.0,
-        high=max(quantile(values, 0.975), beyond) if resolved else math.inf,
-        fall=fall,
+        low=low,
+        high=high,
+        diverged=next(iter(sizes[stable if resolved else _leading(np.isfinite(means)) :]), None),
         level=float(means[0] + curve(table.length / (1 + tolerance)) - curve(table.length)),
+        fall=fall,
+        known=known,
+        safe=within if known else max(size for size in sizes if size <= max(low, sizes[0])),
         spread=math.sqrt(variances.pooled + variances.common),
+        overhead=dict(zip(map(str, sizes), overhead.tolist(), strict=True)),
     )
 
 
@@ -289,3 +309,73 @@ def crossing(
         part = np.where(count < (stable or len(sizes)), (tolerance - low) / (high - low), 0.0)
     between = places[last] + (places[first] - places[last]) * part
     return np.where(count < len(sizes), between, math.inf)
+
+
+@dataclass(frozen=True)
+class MeasuredPoint:
+    """A point of training whose critical batch size is resolved.
+
+    Attributes:
+        samples: Samples seen there.
+        branch_samples: Samples of each branch from there.
+        critical: Result of the branches.
+    """
+
+    samples: int
+    branch_samples: int
+    critical: Critical
+
+    @property
+    def centre(self) -> float:
+        """Samples seen halfway through the branches, to which their overheads refer."""
+        return self.samples + self.branch_samples / 2
+
+    def overhead(self, sizes: Floats) -> Floats:
+        """Overhead at any batch sizes: linear between those tried, then on at their mean slope."""
+        tried = np.asarray(self.critical.sizes, dtype=float)
+        known = isotonic(np.asarray([*self.critical.overhead.values()]))
+        slope = (known[-1] - known[0]) / (tried[-1] - tried[0])
+        beyond = known[-1] + slope * np.maximum(0.0, sizes - tried[-1])
+        return np.where(sizes > tried[-1], beyond, np.interp(sizes, tried, known))
+
+
+def predict(points: Sequence[MeasuredPoint], length: int, tolerance: float) -> float:
+    """Largest constant batch size whose mean overhead over a run is within the tolerance.
+
+    Between the points the overhead is interpolated over the reciprocal of the samples seen, which
+    is right for a critical batch size that stays, or that grows in proportion. Before the first
+    point it is taken to have grown in proportion from nothing, about as Merrill et al. (2025) saw
+    it begin; after the last one it stays.
+
+    Args:
+        points: In the order of training; at least one.
+        length: Samples of the run.
+        tolerance: Extra samples that are acceptable, as a fraction.
+
+    Returns:
+        The batch size; at most the largest that was tried.
+
+    References:
+        | Critical Batch Size Revisited (Merrill et al., 2025), https://arxiv.org/abs/2505.23971
+    """
+    base = points[0].critical.sizes[0]
+    ladders = (point.critical.sizes for point in points)
+    sizes = np.asarray(max(ladders, key=lambda tried: (tried[-1], len(tried))), dtype=float)
+    nodes = np.geomspace(min(base, length / 2), length, NODES + 1)
+    seen = np.sqrt(nodes[1:] * nodes[:-1])
+    rows = np.stack([_overheads(points, sizes, moment) for moment in seen])
+    mean = isotonic((rows * np.diff(nodes)[:, None]).sum(0) / length)
+    found = crossing(sizes.tolist(), (1 + mean) / (1 + mean[0]) - 1, tolerance)
+    return min(float(found), float(sizes[-1]))
+
+
+def _overheads(points: Sequence[MeasuredPoint], sizes: Floats, seen: float) -> Floats:
+    centres = [point.centre for point in points]
+    if seen <= centres[0]:
+        return points[0].overhead(sizes * centres[0] / seen)
+    if seen >= centres[-1]:
+        return points[-1].overhead(sizes)
+    i = int(np.searchsorted(centres, seen)) - 1
+    part = (1 / centres[i] - 1 / seen) / (1 / centres[i] - 1 / centres[i + 1])
+    before, after = points[i].overhead(sizes), points[i + 1].overhead(sizes)
+    return np.asarray((1 - part) * before + part * after)

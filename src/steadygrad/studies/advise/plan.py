@@ -1,26 +1,28 @@
-"""From a time budget to amounts of work, by arithmetic alone.
+"""From a time budget to amounts of work and the list of trials, by arithmetic alone.
 
 Work is counted in samples: one sample is one forward and backward pass of it. The same budget,
 speed, task and number of workers always give the same plan.
+
+At each point of training: the main trajectory, the noise scale, the branches and what refines
+them. Then, from the initial weights: the smallest batch at other learning rates and with other
+seeds, the candidates for the recommendation, and the schedule.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 
 import msgspec
 
 from steadygrad._checks import InputError
 from steadygrad.studies.advise.schema import Plan
-from steadygrad.studies.trials import Trial, makespan
+from steadygrad.studies.folder import Results
+from steadygrad.studies.schema import Key
+from steadygrad.studies.trials import Job, Trial, evaluation_cost, makespan
 
-__all__ = [
-    "END_STEP",
-    "MICRO_BATCHES",
-    "end_unit",
-    "make_plan",
-    "plan_of_length",
-]
+__all__ = ["Curve", "Stages", "averaged_end", "end_marks", "make_plan", "make_trials"]
+__all__ += ["plan_of_length", "run_marks", "scratch_job", "stretches"]
 
 # The machine is never quite free, and the report also takes time.
 SHARE_OF_BUDGET = 0.85
@@ -46,8 +48,25 @@ LEVELS = (
     (1, (2, 0, 0)),
 )
 
+# Other learning rates at which the smallest batch is tried, relative to the task's.
+RATES = (0.5, 2.0)
+# Parts of a branch after which the smallest batch is evaluated.
+FRACTIONS = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+# Evaluations at the end of every branch, one step of the largest batch apart: the loss after a
+# single optimizer step depends too much on that step's samples.
+END_MARKS = 3
+# Parts of a run from the initial weights after which the smallest batch is evaluated, and the
+# evaluations at the end of every such run.
+RUN_FRACTIONS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+RUN_ENDS = 5
+
 Level = tuple[int, int, int]
-TrialsOf = Callable[[Plan], Sequence[Trial]]
+Curve = Sequence[tuple[int, float]]
+"""Samples seen and validation losses."""
+Stages = tuple[tuple[int, int], ...]
+"""Stages of a schedule: pairs of samples seen at the beginning and batch size."""
+Decide = Callable[[Key, Results], Job | None]
+"""From the key of a trial, and what was recorded before it, to its job; None: nothing to do."""
 
 
 def make_plan(
@@ -57,7 +76,7 @@ def make_plan(
     batch_size: int,
     train_size: int,
     workers: int,
-    trials_of: TrialsOf,
+    trials_of: Callable[[Plan], Sequence[Trial]],
 ) -> Plan:
     """Chooses the longest training whose measurements fit a budget.
 
@@ -184,3 +203,125 @@ def _branches(length: int, size: int, train_size: int) -> tuple[tuple[int, ...],
     # Samples seen twice in one measurement would pass for independent ones.
     most = min(64, train_size // measured)
     return ladder, samples, max(2, min(most, max(8, samples // measured)))
+
+
+def make_trials(
+    plan: Plan, valid_size: int, decide: Decide, *, decays: bool = False, noise: bool = True
+) -> list[Trial]:
+    """All trials of a plan.
+
+    Args:
+        plan: The plan.
+        valid_size: Samples in one evaluation.
+        decide: Makes the jobs that depend on results.
+        decays: Whether the task's learning rate decays. The main trajectory and the branches
+            leave the decay out, so that none of the runs from the initial weights is the main
+            trajectory, and other rates are compared with a run of the length that the branches
+            suggest.
+        noise: Whether to measure the noise scale.
+    """
+    found, size, evaluation = list[Trial](), plan.batch_size, evaluation_cost(valid_size)
+
+    def add(
+        key: Key, samples: int, marks: int, what: str, needs: tuple[Key, ...], job: Job | None
+    ) -> Key:
+        choose = partial(decide, key) if job is None else lambda results: job
+        found.append(Trial(key, samples + marks * evaluation, choose, what, needs))
+        return key
+
+    start, measured = 0, list[Key]()
+    for i, (samples, length) in enumerate(zip(plan.points, plan.branch_samples, strict=True)):
+        job: Job = {"kind": "point", "point": i}
+        marks = len(run_marks(samples, size, first=start))
+        before: tuple[Key, ...] = (("point", i - 1),) if i else ()
+        what = f"training to {samples:,} samples"
+        here = add(("point", i), samples - start, marks, what, before, job)
+        if noise:
+            used, job = plan.noise_steps[i] * MICRO_BATCHES * size, {"kind": "noise", "point": i}
+            add(("noise", i), used, 0, f"noise scale at {samples:,}", (here,), job)
+        keys = [here]
+        # Repeat by repeat: a study that is cut short has whole repeats, not half of the sizes.
+        for repeat, multiple in product(range(plan.repeats), plan.multiples[i]):
+            job = {"kind": "branch", "point": i, "repeat": repeat, "batch_size": multiple * size}
+            marks = END_MARKS + (len(FRACTIONS) if multiple == 1 else 0)
+            what = f"branch of {multiple * size:,} at {samples:,}"
+            keys.append(add(tuple(job.values()), length, marks, what, (here,), job))
+        needs, what = tuple(keys), f"branch between two sizes at {samples:,}"
+        middle: list[Key] = [("middle", i, repeat) for repeat in range(plan.repeats)]
+        measured += keys + [add(key, length, END_MARKS, what, needs, None) for key in middle]
+        start = samples
+
+    def whole(key: Key, what: str, needs: tuple[Key, ...], job: Job | None = None) -> Key:
+        """A run of the smallest batch, with its curve."""
+        marks = len(RUN_FRACTIONS) + RUN_ENDS
+        return add(key, plan.length, marks, f"{what} from the initial weights", needs, job)
+
+    def rates(needs: tuple[Key, ...]) -> None:
+        for rate in RATES if plan.rates else ():
+            job = None if decays else scratch_job(((0, size),), plan.length, rate=rate)
+            whole(("rate", f"{rate:g}", 0), f"learning rate times {rate:g}", needs, job)
+
+    if not decays:
+        rates(())
+    if not plan.candidates:
+        return found
+    needs = tuple(measured)  # a prediction rests on them
+    seeds: list[Key] = [("baseline", seed) for seed in range(0 if decays else 1, plan.seeds)]
+    baselines = tuple(whole(key, f"{size:,}", needs) for key in seeds)
+    needs += baselines
+    what = "a candidate from the initial weights"
+    for number in range(plan.candidates):
+        runs: list[Key] = [("candidate", number, repeat) for repeat in range(plan.seeds)]
+        needs += tuple([add(key, plan.length, RUN_ENDS, what, needs, None) for key in runs])
+    if decays:
+        rates(baselines)
+    what = "the schedule from the initial weights"
+    for repeat in range(plan.seeds):
+        add(("schedule", repeat), plan.length, RUN_ENDS, what, needs, None)
+    return found
+
+
+def scratch_job(stages: Stages, samples: int, *, rate: float = 1.0, warmup_samples: int = 0) -> Job:
+    """A run from the initial weights with the first seed.
+
+    Args:
+        stages: One for a constant batch size, more for a schedule.
+        samples: Length of the run.
+        rate: Learning rate over the one that the rule gives.
+        warmup_samples: Samples over which the rate rises from the task's own.
+    """
+    return {
+        "kind": "scratch",
+        "purpose": "schedule" if len(stages) > 1 else "constant",
+        "repeat": 0,
+        "batch_size": stages[-1][1],
+        "rate": rate,
+        "samples": samples,
+        "warmup_samples": warmup_samples,
+        "stages": [list(stage) for stage in stages],
+    }
+
+
+def stretches(stages: Sequence[Sequence[int]], samples: int) -> list[tuple[int, int, int]]:
+    """Beginning, end and batch size of each stage of a run with ``samples``."""
+    ends = [*(start for start, _ in stages[1:]), samples]
+    return [(start, end, size) for (start, size), end in zip(stages, ends, strict=True)]
+
+
+def run_marks(samples: int, size: int, first: int = 0) -> list[int]:
+    """Samples of a run of the smallest batch after which it is evaluated, beyond ``first``."""
+    way = (math.ceil(samples * part / size) * size for part in RUN_FRACTIONS)
+    return [mark for mark in sorted({*way, *end_marks(samples, size)}) if mark > first]
+
+
+def end_marks(samples: int, size: int) -> list[int]:
+    """Samples at the end of a run after which every batch size is evaluated."""
+    unit = end_unit(samples, size)
+    return [samples // unit * unit - back * unit for back in reversed(range(RUN_ENDS))]
+
+
+def averaged_end(curve: Curve, count: int = RUN_ENDS) -> list[tuple[int, float]]:
+    """The curve with its last ``count`` points replaced by one point, their mean."""
+    places, losses = zip(*curve[-count:], strict=True)
+    mean = round(sum(places) / count), math.fsum(losses) / count
+    return [*curve[:-count], mean]

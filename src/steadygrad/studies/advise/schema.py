@@ -1,5 +1,6 @@
-"""Types of ``advise``."""
+"""Types of ``advise``: what is chosen and planned, what trials give, and what is concluded."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -7,20 +8,12 @@ import msgspec
 from msgspec import Meta
 
 from steadygrad.studies.schema import CommonSettings, Count, Few, Positive, PositiveFloat, Result
+from steadygrad.studies.schema import Finding as CommonFinding
 from steadygrad.studies.schema import Header as CommonHeader
+from steadygrad.studies.schema import Summary as CommonSummary
 
-__all__ = [
-    "RESULTS",
-    "Branch",
-    "Header",
-    "Noise",
-    "Plan",
-    "Point",
-    "Scratch",
-    "Settings",
-    "Stage",
-    "check",
-]
+# A sample overhead that stands for itself and more: the curves begin at a quarter of a run.
+CAP = 3.0
 
 Curve = tuple[tuple[Count, float], ...]
 """Pairs of samples seen and validation loss."""
@@ -59,9 +52,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         multiples: Batch sizes of the branches from each point, as multiples of ``batch_size``.
         noise_steps: Measurements of the noise scale at each point.
         repeats: Data orders of each branch.
-        rates: Whether the smallest batch is trained from scratch at other learning rates.
-        seeds: Runs from scratch with each batch size; 0: the advice is not checked.
-        candidates: Most batch sizes to train from scratch.
+        rates: Whether the smallest batch is trained at other learning rates.
+        seeds: Runs from the initial weights with each batch size; 0: the advice is not checked.
+        candidates: Most batch sizes to train from the initial weights.
         samples_per_second: Training speed of one trial that the plan reckons with.
         work: Cost of all trials, in samples.
         span: Cost of the longest chain of trials with ``workers`` of them at a time, in samples.
@@ -82,7 +75,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def length(self) -> int:
-        """Samples of the main trajectory, and of each run from scratch."""
+        """Samples of the main trajectory, and of each run from the initial weights."""
         return self.points[-1]
 
 
@@ -159,7 +152,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scratch(Result, frozen=True, tag="scratch"):
-    """One run from scratch.
+    """One run from the initial weights.
 
     Attributes:
         purpose: ``"constant"`` for one batch size, ``"schedule"`` for a growing one.
@@ -194,3 +187,246 @@ def check(header: Header, result: Any) -> tuple[str, str] | None:
     if point < points:
         return None
     return f"'point' to be below {points}, the number of points planned", str(point)
+
+
+class Critical(msgspec.Struct, frozen=True, kw_only=True):
+    """The critical batch size at one point of training.
+
+    Attributes:
+        within: Largest batch size that was trained within the tolerance.
+        beyond: Smallest one that was not; infinite if all were.
+        value: Largest batch size within the tolerance by interpolation, in samples; NaN when the
+            smallest batch's loss did not fall.
+        low: Lower end of the 95% interval, at most ``within``.
+        high: Upper end, at least ``beyond``.
+        diverged: Smallest batch size that diverged; None if none did. Where the loss is flat, only
+            a loss that is not finite counts.
+        level: Validation loss that a batch size within the tolerance reaches.
+        fall: Fall of the smallest batch's loss over the branch, in standard errors; 0 where it is
+            within rounding of the loss.
+        known: Whether the interval is narrow enough to name a batch size.
+        safe: Largest batch size tried that is within the tolerance, also at the interval's end; in
+            a summary, one that diverged nowhere in the study.
+        spread: Standard deviation of one branch's loss, its data order included.
+        overhead: By batch size tried, ascending: extra samples, as a fraction of what the best
+            needs; 3 stands for more.
+    """
+
+    within: int
+    beyond: float
+    value: float
+    low: float
+    high: float
+    diverged: int | None
+    level: float
+    fall: float
+    known: bool
+    safe: int
+    spread: float
+    overhead: dict[str, float]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Batch sizes tried, ascending."""
+        return tuple(map(int, self.overhead))
+
+    @property
+    def resolved(self) -> bool:
+        """Whether the loss fell enough to distinguish batch sizes."""
+        return not math.isnan(self.value)
+
+
+class Checked(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch size, or a schedule, that was trained from the initial weights.
+
+    Attributes:
+        batch_size: In samples; of a schedule the last one.
+        warmup_samples: Samples over which the learning rate rises from the task's own.
+        loss: Mean final validation loss; infinite where a run diverged.
+        overhead: Extra samples, as a fraction of what the smallest batch needs.
+        low: Lower end of its 95% interval over seeds.
+        high: Upper end.
+        upper: Overhead that the truth exceeds with a chance of 10 %.
+        within: Whether it is within the tolerance; see ``runs.checked_runs``.
+    """
+
+    batch_size: int
+    stages: tuple[Stage, ...]
+    warmup_samples: int
+    steps: int
+    seeds: int
+    loss: float
+    overhead: float
+    low: float
+    high: float
+    upper: float
+    within: bool
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the overhead is at or above the largest one that is distinguished."""
+        return self.overhead >= CAP
+
+
+class RateVerdict(CommonFinding, frozen=True, tag="rate"):
+    """Whether the task's learning rate suits a run of some length.
+
+    Attributes:
+        verdict: ``"low"``, ``"high"``, ``"fits"``, or ``""`` where there is none.
+        why: Why other rates were trained and there is no verdict: ``"same"``, their losses equal
+            those at the task's own; ``"zero"``, so they are, and zero; ``"rising"``, the validation
+            loss rises. Otherwise empty.
+        samples: Length of the run; 0 where no other rate was trained.
+        losses: Mean losses over the last 40 % of the run, by rate relative to the task's own.
+        overheads: Extra samples that each rate needs by a fit through the task's own losses, as a
+            fraction between bounds; negative where it needs fewer. Empty without a verdict.
+        elsewhere: Whether the run of the recommendation has another length.
+        first: Whether the rate has to be tuned before the recommendation is followed.
+    """
+
+    verdict: str = ""
+    why: str = ""
+    samples: int = 0
+    losses: dict[str, float] = msgspec.field(default_factory=dict)
+    overheads: dict[str, float] = msgspec.field(default_factory=dict)
+    elsewhere: bool = False
+    first: bool = False
+
+
+class Recommendation(CommonFinding, frozen=True, tag="recommendation"):
+    """The fixed batch size for a run from the initial weights; None where nothing is known.
+
+    Attributes:
+        samples: Length of the run.
+        overhead: Extra samples as a fraction, where it was trained; with its 95% interval.
+        basis: ``"trained"``, ``"predicted"``, ``"own"`` (the task's), or ``"none"``.
+        known: Whether it passed its check, or the next larger one is known to fail.
+        half_life: Samples after which Adam's second moment is halved.
+        decay_half_life: Samples after which weights that only decay are halved.
+        why: Why there is none: ``"unmeasured"``; ``"runs"``, the loss did not fall before any
+            point; or along the branches it is ``"zero"``, falls ``"slightly"``, or is ``"flat"``.
+    """
+
+    batch_size: int | None = None
+    lr: float | None = None
+    warmup_samples: int | None = None
+    samples: int | None = None
+    overhead: float | None = None
+    low: float | None = None
+    high: float | None = None
+    basis: str = "none"
+    known: bool = False
+    half_life: float | None = None
+    decay_half_life: float | None = None
+    why: str = ""
+
+
+class Schedule(CommonFinding, frozen=True, tag="schedule"):
+    """A growing batch that takes fewer steps than the recommended one.
+
+    Attributes:
+        basis: ``"trained"`` or ``"predicted"``.
+        advised: Whether it passed its check.
+        check: The schedule as it was trained.
+        megatron: Megatron's option; empty where a sample has no number of tokens.
+    """
+
+    stages: tuple[Stage, ...]
+    steps: int
+    warmup_samples: int
+    basis: str
+    advised: bool
+    check: Checked | None
+    megatron: str
+
+
+class GoingOn(CommonFinding, frozen=True, tag="going on"):
+    """How to continue over the next ``samples`` from the last point that tells batch sizes apart.
+
+    Attributes:
+        known: Whether the critical batch size there is.
+        diverged: Batch size that bounds it by diverging elsewhere in the study.
+    """
+
+    from_samples: int
+    samples: int
+    batch_size: int
+    lr: float
+    known: bool
+    diverged: int | None
+
+
+class Larger(CommonFinding, frozen=True, tag="larger"):
+    """Batch sizes above the recommended one that were trained, and why they are not advised.
+
+    Attributes:
+        run: The smallest that was not within the tolerance; None where there is none.
+        gap: Whether ``run`` failed for certain, and a size below it was not tried.
+        diverged: The one that diverged in another run, and bounds the recommendation.
+    """
+
+    run: Checked | None
+    gap: bool
+    diverged: int | None
+
+
+class Flat(CommonFinding, frozen=True, tag="flat"):
+    """Points along whose branches the smallest batch's loss does not fall.
+
+    Attributes:
+        points: Samples seen there.
+        epochs: How many times the data were seen at the last of them.
+        how: As in ``Recommendation.why``.
+    """
+
+    points: tuple[int, ...]
+    epochs: float
+    how: str
+
+
+class Unplanned(CommonFinding, frozen=True, tag="unplanned"):
+    """The budget was too short for a run from the initial weights."""
+
+
+class Unfinished(CommonFinding, frozen=True, tag="unfinished"):
+    """The study ended after so many of the planned points."""
+
+    measured: int
+    planned: int
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What a point of training gave; ``resolved``: whether it tells batch sizes apart."""
+
+    samples: int
+    valid_loss: float
+    noise: Noise | None
+    critical: Critical | None
+    resolved: bool
+
+
+class Summary(CommonSummary, frozen=True, kw_only=True):
+    """Content of ``summary.json``.
+
+    Attributes:
+        batch_size: The task's own, with which the others are compared.
+        lr: The task's learning rate.
+        tolerance: Extra samples that are acceptable, as a fraction.
+        findings: The most important first; the next four are among them.
+        checked: The other batch sizes that were trained with every seed, ascending.
+        points: Points of training at which the study measured.
+    """
+
+    batch_size: int
+    lr: float
+    tolerance: float
+    findings: tuple[
+        Recommendation | Unfinished | RateVerdict | Larger | Unplanned | Flat | Schedule | GoingOn,
+        ...,
+    ]
+    recommendation: Recommendation
+    rate: RateVerdict
+    schedule: Schedule | None
+    going_on: GoingOn | None
+    checked: tuple[Checked, ...]
+    points: tuple[Measured, ...]

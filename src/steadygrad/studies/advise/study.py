@@ -5,18 +5,16 @@ from functools import partial
 from typing import Any
 
 from steadygrad._checks import InputError
-from steadygrad.studies.advise.decisions import Chooser
-from steadygrad.studies.advise.plan import make_plan
-from steadygrad.studies.advise.runner import run_job
-from steadygrad.studies.advise.schema import Header, Plan, Settings
-from steadygrad.studies.advise.summary import summarize
-from steadygrad.studies.advise.trials import make_trials
+from steadygrad.studies.advise.analysis import Chooser
+from steadygrad.studies.advise.findings import summarize
+from steadygrad.studies.advise.plan import make_plan, make_trials
+from steadygrad.studies.advise.schema import Header, Plan, Settings, Summary
 from steadygrad.studies.folder import Results
-from steadygrad.studies.schema import Key, Result
-from steadygrad.studies.study import Study, Workplace
+from steadygrad.studies.schema import Key
+from steadygrad.studies.study import Study
 from steadygrad.studies.text import plural
 from steadygrad.studies.trainer import Trainer
-from steadygrad.studies.trials import Job, Trial
+from steadygrad.studies.trials import Trial
 from steadygrad.tasks import Task
 
 __all__ = ["STUDY", "Advise"]
@@ -62,18 +60,13 @@ class Advise(Study):
         return max(row[-1] for row in plan.multiples) * plan.batch_size
 
     def trials(self) -> Sequence[Trial]:
-        """Trials in the order of training, then the runs from scratch."""
-        task = self.header.task
+        """Trials in the order of training, then the runs from the initial weights."""
+        task, chooser = self.header.task, Chooser(self.header)
         decays, noise = task.lr_decay != "none", not task.dependent
-        chooser = Chooser(self.header)
         return make_trials(self.plan, task.valid_size, chooser, decays=decays, noise=noise)
 
-    def run(self, job: Job, place: Workplace) -> Result:
-        """Runs one trial."""
-        return run_job(job, self.plan, place)
-
     def milestones(self) -> Mapping[str, Key]:
-        """Each point of training, and the check from scratch."""
+        """Each point of training, and the check by whole runs."""
         trials, samples = self.trials(), plural(self.header.task.sample)
         found = {
             f"{self.plan.points[int(trial.key[1])]:,} {samples}": trial.key
@@ -81,10 +74,10 @@ class Advise(Study):
             if trial.key[0] in ("point", "noise", "branch", "middle")
         }
         if self.plan.candidates:
-            found["the check from scratch"] = trials[-1].key
+            found["the check by whole runs"] = trials[-1].key
         return found
 
-    def summarize(self, results: Results, status: str) -> dict[str, Any]:
+    def summarize(self, results: Results, status: str) -> Summary:
         """The recommendation and its evidence."""
         return summarize(self.header, results, status)
 

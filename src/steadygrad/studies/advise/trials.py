@@ -1,187 +1,219 @@
-"""The trials of ``advise`` in the order in which they are recorded.
-
-At each point of training: the main trajectory, the noise scale, the branches and what refines
-them. Then, from scratch: the smallest batch at other learning rates and with other seeds, the
-candidates for the recommendation, and the schedule.
-"""
+"""The trials of ``advise``: what each kind does with a trainer."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
-from steadygrad.studies.advise.plan import MICRO_BATCHES, end_unit
-from steadygrad.studies.advise.schema import Plan
-from steadygrad.studies.folder import Results
-from steadygrad.studies.schema import Key
-from steadygrad.studies.trials import Job, Trial, evaluation_cost
+from steadygrad.formulas.batch_size import learning_rate
+from steadygrad.studies.advise.plan import (
+    END_MARKS,
+    FRACTIONS,
+    MICRO_BATCHES,
+    averaged_end,
+    end_marks,
+    run_marks,
+    stretches,
+)
+from steadygrad.studies.advise.schema import Branch, Noise, Plan, Point, Scratch, Stage
+from steadygrad.studies.order import Order, branch_order, main_order
+from steadygrad.studies.study import Workplace
+from steadygrad.studies.trainer import Diverged, Rate
 
-__all__ = ["Curve", "Decide", "Stages", "averaged_end", "make_trials", "scratch_job", "stretches"]
+__all__ = ["TRIALS", "branch", "noise", "point", "scratch"]
 
-Curve = Sequence[tuple[int, float]]
-"""Samples seen and validation losses."""
-
-Decide = Callable[[Key, Results], Job | None]
-"""From the key of a trial, and what was recorded before it, to its job; None: nothing to do."""
-
-Stages = tuple[tuple[int, int], ...]
-"""Stages of a schedule: pairs of samples seen at the beginning and batch size."""
-
-# Other learning rates at which the smallest batch is tried, relative to the task's.
-RATES = (0.5, 2.0)
-# Parts of a branch after which the smallest batch is evaluated.
-FRACTIONS = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-# Evaluations at the end of every branch, one step of the largest batch apart: the loss after a
-# single optimizer step depends too much on that step's samples.
-END_MARKS = 3
-# Parts of a run from scratch after which the smallest batch is evaluated.
-RUN_FRACTIONS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-# Evaluations at the end of every run from scratch.
-RUN_ENDS = 5
+# Training losses of a segment of the main trajectory that are recorded, each an average.
+TRAINING_MARKS = 32
 
 
-def make_trials(
-    plan: Plan, valid_size: int, decide: Decide, *, decays: bool = False, noise: bool = True
-) -> list[Trial]:
-    """All trials of a plan.
+def point(plan: Plan, place: Workplace, point: int) -> Point:
+    """Trains the main trajectory from the point before to a point, and keeps its state."""
+    trainer, task, stop = place.trainer, place.trainer.task, plan.points[point]
+    start = plan.points[point - 1] if point else 0
+    if point:
+        _go_to(plan, place, point - 1)
+    else:
+        trainer.restart()
+    trainer.seed_everything("train", point)
+    stride = max(1, math.ceil((stop - start) / task.batch_size / TRAINING_MARKS))
+    training = []
 
-    Args:
-        plan: The plan.
-        valid_size: Samples in one evaluation.
-        decide: Makes the jobs that depend on results.
-        decays: Whether the task's learning rate decays. The main trajectory and the branches
-            leave the decay out, so that none of the runs from scratch is the main trajectory, and
-            other rates are compared with a run of the length that the branches suggest.
-        noise: Whether to measure the noise scale.
-    """
-    maker = _Maker(plan, evaluation_cost(valid_size), decide)
-    found = [*maker.points(), *maker.runs(decays=decays)]
-    return [trial for trial in found if noise or trial.key[0] != "noise"]
+    def steps() -> Iterator[int]:
+        way = trainer.run(main_order(len(task.train), trainer.seed), start, stop, task.batch_size)
+        for number, seen in enumerate(way, start=1):
+            if number % stride == 0 or seen == stop:
+                losses = trainer.take_losses()
+                training.append((seen, math.fsum(losses) / len(losses)))
+            yield seen
 
-
-class _Maker:
-    def __init__(self, plan: Plan, evaluation: int, decide: Decide) -> None:
-        self.plan, self.evaluation, self.decide = plan, evaluation, decide
-
-    def trial(
-        self,
-        key: Key,
-        samples: int,
-        evaluations: int,
-        what: str,
-        needs: tuple[Key, ...] = (),
-        job: Job | None = None,
-    ) -> Trial:
-        if key[0] in ("point", "noise", "branch"):
-            job = dict(zip(("kind", "point", "repeat", "batch_size"), key, strict=False))
-
-        def choose(results: Results) -> Job | None:
-            return self.decide(key, results) if job is None else job
-
-        return Trial(key, samples + evaluations * self.evaluation, choose, what, needs)
-
-    def points(self) -> Iterator[Trial]:
-        """The trials at each point of training."""
-        plan, start = self.plan, 0
-        for i, samples in enumerate(plan.points):
-            length, size = plan.branch_samples[i], plan.batch_size
-            marks = len(run_marks(samples, size, first=start))
-            needs: tuple[Key, ...] = (("point", i - 1),) if i else ()
-            what = f"training to {samples:,} samples"
-            yield self.trial(("point", i), samples - start, marks, what, needs)
-            needs = (("point", i),)
-            used = plan.noise_steps[i] * MICRO_BATCHES * size
-            yield self.trial(("noise", i), used, 0, f"noise scale at {samples:,}", needs)
-            keys: list[Key] = []
-            # Repeat by repeat: a study that is cut short has whole repeats, not half of the sizes.
-            for repeat, multiple in product(range(plan.repeats), plan.multiples[i]):
-                marks = END_MARKS + (len(FRACTIONS) if multiple == 1 else 0)
-                keys.append(("branch", i, repeat, multiple * size))
-                what = f"branch of {multiple * size:,} at {samples:,}"
-                yield self.trial(keys[-1], length, marks, what, needs)
-            needs, what = (*needs, *keys), f"branch between two sizes at {samples:,}"
-            for repeat in range(plan.repeats):
-                yield self.trial(("middle", i, repeat), length, END_MARKS, what, needs)
-            start = samples
-
-    def rates(self, needs: tuple[Key, ...] = (), *, decays: bool) -> Iterator[Trial]:
-        """The smallest batch at other learning rates, from scratch."""
-        plan, whole = self.plan, len(RUN_FRACTIONS) + RUN_ENDS
-        for rate in RATES if plan.rates else ():
-            job = scratch_job(((0, plan.batch_size),), plan.length, rate=rate)
-            what, key = f"learning rate times {rate:g} from scratch", ("rate", f"{rate:g}", 0)
-            yield self.trial(key, plan.length, whole, what, needs, None if decays else job)
-
-    def runs(self, *, decays: bool) -> Iterator[Trial]:
-        """The runs from scratch."""
-        plan, whole = self.plan, len(RUN_FRACTIONS) + RUN_ENDS
-        if not decays:
-            yield from self.rates(decays=decays)
-        if not plan.candidates:
-            return
-        seeds = range(0 if decays else 1, plan.seeds)
-        # A prediction rests on them.
-        needs = tuple(t.key for t in self.points() if t.key[0] in ("point", "branch", "middle"))
-        baselines: list[Key] = [("baseline", seed) for seed in seeds]
-        for key in baselines:
-            what = f"{plan.batch_size:,} from scratch"
-            yield self.trial(key, plan.length, whole, what, needs)
-        needs = (*needs, *baselines)
-        for number in range(plan.candidates):
-            keys: list[Key] = [("candidate", number, repeat) for repeat in range(plan.seeds)]
-            for key in keys:
-                yield self.trial(key, plan.length, RUN_ENDS, "a candidate from scratch", needs)
-            needs = (*needs, *keys)
-        if decays:
-            yield from self.rates(tuple(baselines), decays=decays)
-        for repeat in range(plan.seeds):
-            what = "the schedule from scratch"
-            yield self.trial(("schedule", repeat), plan.length, RUN_ENDS, what, needs)
+    marks = run_marks(stop, task.batch_size, start)
+    curve = _curve(place, steps(), start, marks, f"training to {stop:,} samples", own=True)
+    state = trainer.state(stop)
+    # The others continue once the file is there.
+    trainer.context.on_main(lambda: place.checkpoints.save(f"point-{point}", state))
+    return Point(
+        point=point,
+        samples=stop,
+        steps=trainer.steps,
+        valid_loss=curve[-1][1],
+        curve=tuple(curve),
+        training=tuple(training),
+    )
 
 
-def scratch_job(
-    stages: Stages, samples: int, *, rate: float = 1.0, warmup_samples: int = 0
+def noise(plan: Plan, place: Workplace, point: int) -> Noise:
+    """Measures the gradient noise scale at a point."""
+    trainer, what, used = place.trainer, f"noise scale at {plan.points[point]:,} samples", 0
+    _go_to(plan, place, point)
+    trainer.seed_everything("noise", point)
+    order, steps = _order(plan, place, point, "noise"), plan.noise_steps[point]
+    with trainer.noise_scale() as noise:
+        for samples in trainer.measure(noise, order, steps, MICRO_BATCHES):
+            place.advance(samples - used, what)
+            used = samples
+        found = noise.estimate().as_dict()
+    trainer.look()
+    names = set(Noise.__struct_fields__) - {"point", "samples", "time"}
+    return Noise(point=point, samples=used, **{name: found[name] for name in names})
+
+
+def branch(plan: Plan, place: Workplace, point: int, repeat: int, batch_size: int) -> Branch:
+    """Trains on from a point with a batch size."""
+    trainer, base, length = place.trainer, place.trainer.task.batch_size, plan.branch_samples[point]
+    _go_to(plan, place, point)
+    # The same name for all batch sizes: they see the same data and the same random numbers.
+    trainer.seed_everything("branch", point, repeat)
+    first, seen = trainer.steps, plan.points[point]
+    unit, own = plan.multiples[point][-1] * base, batch_size == base
+    ends = [length - unit * back for back in reversed(range(min(END_MARKS, length // unit)))]
+    way = [round(part * length / base) * base for part in FRACTIONS] if own else []
+    order, rate = _order(plan, place, point, f"branch-{repeat}"), Rate(batch_size)
+    steps = trainer.run(order, 0, length, batch_size, rate=rate, seen=seen)
+    what = f"branch of {batch_size:,} at {seen:,}"
+    found = _averaged(place, steps, length, ends, way, what, own=own)
+    return Branch(
+        point=point,
+        repeat=repeat,
+        batch_size=batch_size,
+        lr=_lr(place, batch_size, 1.0),
+        steps=trainer.steps - first,
+        **found,
+    )
+
+
+def scratch(
+    plan: Plan,
+    place: Workplace,
+    purpose: Any,
+    repeat: int,
+    batch_size: int,
+    rate: float,
+    samples: int,
+    warmup_samples: int,
+    stages: list[list[int]],
+) -> Scratch:
+    """Trains from the initial weights, with one batch size or with a growing one."""
+    trainer, task, base = place.trainer, place.trainer.task, place.trainer.task.batch_size
+    trainer.restart(repeat)
+    trainer.seed_everything("run", repeat)
+
+    def steps() -> Iterator[int]:
+        at, order = 0, main_order(len(task.train), trainer.seed, repeat)
+        for _, border, size in stretches(stages, samples):
+            chosen = Rate(size, rate, warmup_samples, samples)
+            # A stage ends with its last whole batch; the next one begins there.
+            for seen in trainer.run(order, at, border, size, rate=chosen):
+                at = seen
+                yield at
+
+    # Only the smallest batch's curve is compared as a whole, also with that of another rate.
+    way = run_marks(samples, base) if batch_size == base else []
+    ends, what = end_marks(samples, base), f"{batch_size:,} from the initial weights"
+    own = batch_size == base and rate == 1
+    found = _averaged(place, steps(), samples, ends, way, what, own=own)
+    rows = ((start, size, _lr(place, size, rate)) for start, size in stages)
+    return Scratch(
+        purpose=purpose,
+        repeat=repeat,
+        batch_size=batch_size,
+        rate=rate,
+        stages=tuple(Stage(from_samples=s, batch_size=b, lr=lr) for s, b, lr in rows),
+        warmup_samples=warmup_samples,
+        steps=trainer.steps,
+        **found,
+    )
+
+
+TRIALS = {"point": point, "noise": noise, "branch": branch, "scratch": scratch}
+
+
+def _go_to(plan: Plan, place: Workplace, at: int) -> None:
+    """Loads the state at a point: read, or trained again."""
+    state = place.state(f"point-{at}", plan.points[at], partial(point, plan, place, at))
+    place.trainer.load(state)
+
+
+def _averaged(
+    place: Workplace,
+    steps: Iterable[int],
+    length: int,
+    ends: list[int],
+    way: list[int],
+    what: str,
+    *,
+    own: bool,
 ) -> dict[str, Any]:
-    """A run from scratch with the first seed.
-
-    Args:
-        stages: One for a constant batch size, more for a schedule.
-        samples: Length of the run.
-        rate: Learning rate over the one that the rule gives.
-        warmup_samples: Samples over which the rate rises from the task's own.
-    """
-    return {
-        "kind": "scratch",
-        "purpose": "schedule" if len(stages) > 1 else "constant",
-        "repeat": 0,
-        "batch_size": stages[-1][1],
-        "rate": rate,
-        "samples": samples,
-        "warmup_samples": warmup_samples,
-        "stages": [list(stage) for stage in stages],
-    }
+    """Losses on the way, the last one being the average over the end marks."""
+    try:
+        marks = [*(mark for mark in way if mark < ends[0]), *ends]
+        curve = _curve(place, steps, 0, marks, what, own=own)
+    except Diverged:
+        # With the task's own settings this is an error; otherwise it is a result.
+        if own:
+            raise
+        curve = [(length, math.inf)]
+    # Large batches may end before the first end mark.
+    curve = averaged_end(curve, max(1, sum(at >= ends[0] for at, _ in curve)))
+    return {"samples": curve[-1][0], "loss": curve[-1][1], "curve": tuple(curve)}
 
 
-def stretches(stages: Sequence[Sequence[int]], samples: int) -> list[tuple[int, int, int]]:
-    """Beginning, end and batch size of each stage of a run with ``samples``."""
-    ends = [*(start for start, _ in stages[1:]), samples]
-    return [(start, end, size) for (start, size), end in zip(stages, ends, strict=True)]
+def _curve(
+    place: Workplace,
+    steps: Iterable[int],
+    start: int,
+    marks: Iterable[int],
+    what: str,
+    *,
+    own: bool,
+) -> list[tuple[int, float]]:
+    """Trains, and evaluates once after each mark is reached."""
+
+    def evaluate() -> float:
+        loss, trainer = place.evaluate(), place.trainer
+        if own and not math.isfinite(loss):
+            raise Diverged(
+                f"The validation loss should stay finite. Found {loss} after {trainer.steps} "
+                f"steps. Remedy: a lower Task.lr than {trainer.task.lr:g}."
+            )
+        return loss
+
+    found, left, at = [], sorted(set(marks)), start
+    for seen in steps:
+        place.advance(seen - at, what)
+        at = seen
+        if left and at >= left[0]:
+            found.append((at, evaluate()))
+            left = [mark for mark in left if mark > at]
+    return [*found, (at, evaluate())] if left else found
 
 
-def run_marks(samples: int, size: int, first: int = 0) -> list[int]:
-    """Samples of a run of the smallest batch after which it is evaluated, beyond ``first``."""
-    way = (math.ceil(samples * part / size) * size for part in RUN_FRACTIONS)
-    return [mark for mark in sorted({*way, *end_marks(samples, size)}) if mark > first]
+def _lr(place: Workplace, size: int, rate: float) -> float:
+    task = place.trainer.task
+    return rate * learning_rate(task.lr, size, task.batch_size, task.lr_rule)
 
 
-def end_marks(samples: int, size: int) -> list[int]:
-    """Samples at the end of a run after which every batch size is evaluated."""
-    unit = end_unit(samples, size)
-    return [samples // unit * unit - back * unit for back in reversed(range(RUN_ENDS))]
-
-
-def averaged_end(curve: Curve, count: int = RUN_ENDS) -> list[tuple[int, float]]:
-    """The curve with its last ``count`` points replaced by one point, their mean."""
-    places, losses = zip(*curve[-count:], strict=True)
-    mean = round(sum(places) / count), math.fsum(losses) / count
-    return [*curve[:-count], mean]
+def _order(plan: Plan, place: Workplace, point: int, kind: str) -> Order:
+    trainer, stream = place.trainer, f"{kind}-{point}"
+    return branch_order(
+        len(trainer.task.train), trainer.seed, seen=plan.points[point], stream=stream
+    )

@@ -1,22 +1,37 @@
-"""From results to the next trial and to the recommendation: pure functions of the results."""
+"""From results to the next trial and to the advice: pure functions of the results."""
 
 import math
+from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
 
 from steadygrad.formulas.batch_size import learning_rate
-from steadygrad.studies.advise.check import Baseline, Checked, baseline_of, checked_runs
-from steadygrad.studies.advise.critical import LEAST_FALL, ROUNDING, Critical, find_critical
-from steadygrad.studies.advise.overhead import MeasuredPoint, predict
-from steadygrad.studies.advise.rates import RateVerdict, judge_rate
-from steadygrad.studies.advise.schema import Branch, Header, Noise, Point, Scratch
-from steadygrad.studies.advise.trials import Stages, averaged_end, stretches
+from steadygrad.studies.advise.critical import (
+    LEAST_FALL,
+    ROUNDING,
+    MeasuredPoint,
+    find_critical,
+    predict,
+)
+from steadygrad.studies.advise.plan import Stages, averaged_end, scratch_job, stretches
+from steadygrad.studies.advise.runs import Baseline, baseline_of, checked_runs, judge_rate
+from steadygrad.studies.advise.schema import (
+    Branch,
+    Checked,
+    Critical,
+    Header,
+    Point,
+    RateVerdict,
+    Scratch,
+)
 from steadygrad.studies.folder import Results
 from steadygrad.studies.order import seed_for
+from steadygrad.studies.schema import Key, Result
+from steadygrad.studies.trials import Job
 
-__all__ = ["Evidence", "candidates_up_to"]
+__all__ = ["Chooser", "Evidence", "candidates_up_to"]
 
 # Factor that allows for rounding errors when batch sizes are compared.
 ALMOST = 1 - 1e-9
@@ -74,7 +89,7 @@ class Evidence:
 
     @cached_property
     def diverged(self) -> float:
-        """Smallest batch size that diverged in a branch or from scratch; infinite if none did."""
+        """Smallest batch size that diverged in a branch or a run; infinite if none did."""
         lost = {run.batch_size for run in self.results.select(Branch) if math.isinf(run.loss)}
         runs = [run for run in self.results.select(Scratch) if run.purpose == "constant"]
         lost |= {run.batch_size for run in runs if math.isinf(run.loss) and run.rate == 1}
@@ -84,13 +99,13 @@ class Evidence:
 
     @cached_property
     def ceiling(self) -> int:
-        """Largest batch size tried below all that diverged, at any point or from scratch."""
+        """Largest batch size tried below all that diverged, in branches or runs."""
         tried = {run.batch_size for run in self.checked}
         tried.update(*(critical.sizes for critical in self.criticals.values()))
         return max((s for s in tried if s < self.diverged), default=self.plan.batch_size)
 
     def safe(self, critical: Critical) -> int:
-        """Largest batch size that is safe at a point, and diverged nowhere."""
+        """Largest batch size that is safe at a point, and diverged nowhere in the study."""
         most = min(critical.safe, self.ceiling)
         return max((s for s in critical.sizes if s <= most), default=self.plan.batch_size)
 
@@ -101,7 +116,7 @@ class Evidence:
 
     @cached_property
     def end(self) -> int | None:
-        """Number of the point at which runs from scratch end.
+        """Number of the point at which the runs from the initial weights end.
 
         It is the last one at which the loss still falls; see :func:`_still_falls`.
         """
@@ -111,12 +126,12 @@ class Evidence:
 
     @property
     def length(self) -> int:
-        """Samples of the runs from scratch; 0 where there is none."""
+        """Samples of the runs from the initial weights; 0 where there is none."""
         return 0 if self.end is None else self.plan.points[self.end]
 
     @cached_property
     def predicted(self) -> int | None:
-        """Batch size that the branches suggest for a run from scratch; None if none is resolved."""
+        """Batch size that the branches suggest for a whole run; None if none is resolved."""
         if self.end is None or not self.measured:
             return None
         most = min(predict(self.measured, self.length, self.tolerance), self.ceiling)
@@ -128,26 +143,27 @@ class Evidence:
 
     @cached_property
     def baseline(self) -> Baseline | None:
-        """Runs of the smallest batch from scratch."""
+        """Runs of the smallest batch from the initial weights."""
         return None if self.end is None else baseline_of(self.plan, self.results, self.end)
 
     @cached_property
     def checked(self) -> list[Checked]:
-        """Batch sizes that were trained from scratch, ascending."""
+        """Other batch sizes that were trained from the initial weights, ascending."""
         return self._checked("constant")
 
     def _checked(self, purpose: str) -> list[Checked]:
         base = self.baseline
-        return checked_runs(base, self.results, self.plan, purpose) if base else []
+        plan, tolerance = self.plan, self.tolerance
+        return checked_runs(base, self.results, plan, purpose, tolerance) if base else []
 
     @property
     def failed(self) -> Checked | None:
-        """The smallest batch size that was trained from scratch and was not within tolerance."""
-        return next((run for run in self.checked if not run.within(self.tolerance)), None)
+        """The smallest batch size that was trained so and was not within the tolerance."""
+        return next((run for run in self.checked if not run.within), None)
 
     @property
     def passed(self) -> Checked | None:
-        """The largest batch size below all failed ones that was trained within tolerance."""
+        """The largest batch size below all failed ones that was trained within the tolerance."""
         most = min(self.failed.batch_size if self.failed else math.inf, self.diverged)
         return next((run for run in reversed(self.checked) if run.batch_size < most), None)
 
@@ -207,31 +223,26 @@ class Evidence:
 
     @cached_property
     def schedule_check(self) -> Checked | None:
-        """The schedule trained from scratch."""
+        """The schedule trained from the initial weights."""
         return next(reversed(self._checked("schedule")), None)
 
     @cached_property
     def rate(self) -> RateVerdict:
         """Verdict on the task's learning rate.
 
-        It is for a run as long as the main trajectory; if the rate decays, for one from scratch.
+        It is for a run as long as the main trajectory; if the rate decays, as those of the check.
         """
         plan, decays = self.plan, self.task.lr_decay != "none"
         whole = len(plan.points) - 1 in self.criticals
         samples = self.length if decays else plan.length * whole
         return judge_rate(plan, self.results, samples, decays=decays) if samples else RateVerdict()
 
-    @property
-    def noise(self) -> Noise | None:
-        """The last noise scale."""
-        return max(self.results.select(Noise), key=lambda event: event.point, default=None)
-
     def lr(self, batch_size: int) -> float:
         """Learning rate at a batch size."""
         return learning_rate(self.task.lr, batch_size, self.task.batch_size, self.task.lr_rule)
 
     def next_candidate(self) -> int | None:
-        """The batch size to train from scratch next; None where nothing is left to learn.
+        """The batch size to train next; None where nothing is left to learn.
 
         The overhead grows in proportion to the batch size beyond the smallest one, as the
         trade-off between steps and samples has it.
@@ -280,3 +291,83 @@ def _power_of_two(size: float, base: int) -> int:
     while 2 * found * ALMOST <= size:
         found *= 2
     return found
+
+
+class Chooser:
+    """Makes the jobs that depend on results; all repeats of a trial follow one decision.
+
+    Each decision is made from what the trials that it needs have recorded, whatever else is
+    there already: a resumed study decides as before.
+
+    Args:
+        header: The record's.
+    """
+
+    def __init__(self, header: Header) -> None:
+        self.header, self.plan = header, header.plan
+        self._jobs: dict[Key, Job | None] = {}
+        self._decisions: dict[object, Callable[..., Job | None]] = {
+            "middle": self._middle,
+            "baseline": self._baseline,
+            "rate": self._rate,
+            "candidate": self._candidate,
+            "schedule": self._schedule,
+        }
+
+    def __call__(self, key: Key, results: Results) -> Job | None:
+        """The job of a trial; None where there is nothing to do."""
+        name, repeat = key[:-1], key[-1]
+        if name not in self._jobs:
+            self._jobs[name] = self._decisions[name[0]](results, *name[1:])
+        found = self._jobs[name]
+        return None if found is None else {**found, "repeat": repeat}
+
+    def _middle(self, results: Results, point: int) -> Job | None:
+        """A branch in the middle between the largest tolerable size and the next one."""
+        ladder = {multiple * self.plan.batch_size for multiple in self.plan.multiples[point]}
+        kept = [b for b in results.select(Branch) if b.batch_size in ladder]
+        found = Evidence(self.header, Results(kept)).critical(point)
+        if found is None or not found.resolved or math.isinf(found.beyond):
+            return None
+        size, odd = divmod(found.within + int(found.beyond), 2)
+        if odd or size % self.header.runtime.world_size or found.beyond != 2 * found.within:
+            return None
+        return {"kind": "branch", "point": point, "batch_size": size}
+
+    def _baseline(self, results: Results) -> Job | None:
+        """The smallest batch, over the run's length."""
+        length = Evidence(self.header, results).length
+        return scratch_job(((0, self.plan.batch_size),), length) if length else None
+
+    def _rate(self, results: Results, rate: str) -> Job | None:
+        """The smallest batch at another learning rate, where there is a run to compare it with."""
+        job = self._baseline(results)
+        return job and {**job, "rate": float(rate)}
+
+    def _candidate(self, results: Results, number: int) -> Job | None:
+        """The next batch size that the evidence suggests."""
+        evidence = self._before(results, number)
+        size = evidence.next_candidate()
+        return None if size is None else _warmed_up(evidence, ((0, size),))
+
+    def _schedule(self, results: Results) -> Job | None:
+        """The growing batch, where it takes fewer steps than the recommended one."""
+        evidence = self._before(results, self.plan.candidates)
+        stages = evidence.schedule
+        return _warmed_up(evidence, stages) if stages and evidence.baseline else None
+
+    def _before(self, results: Results, candidates: int) -> Evidence:
+        """The evidence without the runs that later trials have recorded."""
+        jobs = (self._jobs.get(("candidate", number)) for number in range(candidates))
+        sizes = {self.plan.batch_size, *(int(job["batch_size"]) for job in jobs if job)}
+
+        def early(event: Result) -> bool:
+            if not isinstance(event, Scratch):
+                return True
+            return event.purpose == "constant" and event.batch_size in sizes
+
+        return Evidence(self.header, Results(filter(early, results)))
+
+
+def _warmed_up(evidence: Evidence, stages: Stages) -> Job:
+    return scratch_job(stages, evidence.length, warmup_samples=evidence.warmup_samples)

@@ -1,4 +1,4 @@
-"""Runs from scratch: the sample overhead of a batch size, measured as it will be used."""
+"""Runs from the initial weights: what a batch size, or a learning rate, costs as it is used."""
 
 import math
 from collections.abc import Sequence
@@ -6,19 +6,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from steadygrad.studies.advise.critical import CAP, DRAWS, REACH
-from steadygrad.studies.advise.loss_curve import fit_curves
-from steadygrad.studies.advise.schema import Plan, Point, Scratch, Stage
-from steadygrad.studies.advise.trials import Curve, averaged_end
+from steadygrad.studies.advise.critical import DRAWS, REACH, ROUNDING, fit_curves
+from steadygrad.studies.advise.plan import END_STEP, RUN_ENDS, Curve, averaged_end
+from steadygrad.studies.advise.schema import CAP, Checked, Plan, Point, RateVerdict, Scratch
 from steadygrad.studies.folder import Results
 from steadygrad.studies.statistics import Floats, quantile, redraw
 
-__all__ = ["Baseline", "Checked", "baseline_of", "checked_runs", "scratch_runs"]
+__all__ = ["LATE", "LATE_PART", "WORTH", "Baseline", "baseline_of", "checked_runs"]
+__all__ += ["judge_rate", "scratch_runs"]
 
 # Power of the samples by which the loss curve is fitted: overheads concern its end.
 EMPHASIS = 4.0
 # Multiple of the tolerance that the 90 % upper bound of the overhead must not exceed.
 MARGIN = 1.25
+# Another rate is better if its loss is lower at each of the last evaluations, from 60 % of the run
+# on, and if it saves this part of the samples.
+LATE, LATE_PART = 5, 0.4
+WORTH = 0.1
 
 
 @dataclass(frozen=True)
@@ -86,44 +90,6 @@ class Baseline:
         return quantile(found, 0.025), quantile(found, 0.975), quantile(found, 0.9)
 
 
-@dataclass(frozen=True)
-class Checked:
-    """A batch size, or a schedule, that was trained from scratch.
-
-    Attributes:
-        batch_size: In samples; of a schedule the last one.
-        stages: Beginnings, batch sizes and learning rates.
-        warmup_samples: Samples over which the learning rate rises from the task's own.
-        steps: Optimizer steps.
-        seeds: Number of seeds.
-        loss: Mean final validation loss; infinite where a run diverged.
-        overhead: Extra samples, as a fraction of what the smallest batch needs.
-        low: Lower end of its 95% interval over seeds.
-        high: Upper end.
-        upper: Overhead that the truth exceeds with a chance of 10 %.
-    """
-
-    batch_size: int
-    stages: tuple[Stage, ...]
-    warmup_samples: int
-    steps: int
-    seeds: int
-    loss: float
-    overhead: float
-    low: float
-    high: float
-    upper: float
-
-    @property
-    def diverged(self) -> bool:
-        """Whether the overhead is at or above ``CAP``, the largest one that is distinguished."""
-        return self.overhead >= CAP
-
-    def within(self, tolerance: float) -> bool:
-        """Whether the overhead is within the tolerance, and its upper bound within the margin."""
-        return self.overhead <= tolerance and self.upper <= MARGIN * tolerance
-
-
 def scratch_runs(results: Results, purpose: str) -> dict[int, list[Scratch]]:
     """Runs from scratch at the rule's learning rate by batch size, ascending."""
     found: dict[int, list[Scratch]] = {}
@@ -153,8 +119,13 @@ def baseline_of(plan: Plan, results: Results, point: int) -> Baseline | None:
     return Baseline(seeds, table[0, :, 0], table[..., 1].T)
 
 
-def checked_runs(base: Baseline, results: Results, plan: Plan, purpose: str) -> list[Checked]:
-    """All other batch sizes that were trained from scratch with every seed, ascending."""
+def checked_runs(
+    base: Baseline, results: Results, plan: Plan, purpose: str, tolerance: float
+) -> list[Checked]:
+    """All other batch sizes that were trained with every seed, ascending.
+
+    One is within the tolerance if its overhead is, and the upper bound is within the margin.
+    """
     found = scratch_runs(results, purpose)
     if purpose == "constant":
         found.pop(plan.batch_size, None)
@@ -162,24 +133,78 @@ def checked_runs(base: Baseline, results: Results, plan: Plan, purpose: str) -> 
     table = [base.behind(runs) for runs in whole]
     finite = [row.var(ddof=1) for row in table if np.isfinite(row).all()]
     common = float(np.mean(finite)) if finite else 0.0
-    return [_checked(base, *row, common) for row in zip(whole, table, strict=True)]
+    checked = []
+    for runs, differences in zip(whole, table, strict=True):
+        first = runs[0]  # all of them end after the same samples
+        overhead = base.overhead(differences, first.samples)
+        low, high, upper = base.interval(differences, first.samples, common)
+        checked.append(
+            Checked(
+                batch_size=first.batch_size,
+                stages=first.stages,
+                warmup_samples=first.warmup_samples,
+                steps=first.steps,
+                seeds=len(differences),
+                loss=float(np.mean([run.loss for run in runs])),
+                overhead=overhead,
+                low=low,
+                high=high,
+                upper=upper,
+                within=overhead <= tolerance and upper <= MARGIN * tolerance,
+            )
+        )
+    return checked
 
 
-def _checked(
-    base: Baseline, runs: Sequence[Scratch], differences: Floats, common: float
-) -> Checked:
-    # All of them end after the same samples.
-    first = runs[0]
-    low, high, upper = base.interval(differences, first.samples, common)
-    return Checked(
-        batch_size=first.batch_size,
-        stages=first.stages,
-        warmup_samples=first.warmup_samples,
-        steps=first.steps,
-        seeds=len(differences),
-        loss=float(np.mean([run.loss for run in runs])),
-        overhead=base.overhead(differences, first.samples),
-        low=low,
-        high=high,
-        upper=upper,
+def judge_rate(plan: Plan, results: Results, samples: int, *, decays: bool = False) -> RateVerdict:
+    """Judges the task's learning rate for runs of one length.
+
+    The runs are compared over their last 40 %: at its end alone, the noise of two single runs hides
+    a rate that is three times too high.
+
+    Args:
+        plan: The plan.
+        results: The events.
+        samples: Length of the runs.
+        decays: Whether the task's rate decays; the main trajectory then cannot be compared.
+    """
+    # A run's last loss stands for the mean place of its last evaluations.
+    lengths = range(math.floor((1 - RUN_ENDS * END_STEP) * samples), samples + 1)
+    runs = {
+        run.rate: run
+        for run in results.select(Scratch)
+        if (run.purpose, run.batch_size, run.repeat) == ("constant", plan.batch_size, 0)
+        and run.samples in lengths
+    }
+    first, main = runs.pop(1.0, None), results.get(Point, len(plan.points) - 1)
+    own = first and first.curve if decays else main and averaged_end(main.curve)
+    if not runs or own is None:
+        return RateVerdict()
+    # A run that diverged has one loss, which is infinite.
+    ends = {rate: np.array(runs[rate].curve[-LATE:], dtype=float)[:, 1] for rate in sorted(runs)}
+    losses = {rate: float(end.mean()) for rate, end in ends.items()}
+    places, values = np.array(own, dtype=float).T
+    base = Baseline((0,), places, values[:, None])
+    losses = {1.0: float(values[-LATE:].mean()), **losses}
+    named = {f"{rate:g}": losses[rate] for rate in sorted(losses)}
+    late = {rate: end - values[-LATE:] for rate, end in ends.items()}
+    if all(np.allclose(behind, 0, atol=ROUNDING * abs(values[-1])) for behind in late.values()):
+        why = "same" if values[-LATE:].any() else "zero"
+        return RateVerdict(why=why, samples=samples, losses=named)
+    if values[-LATE:].min() > values[:-LATE].max():
+        # The data have ended: a rate that trains less looks better.
+        return RateVerdict(why="rising", samples=samples, losses=named)
+    overheads = {rate: base.overhead(behind, int(places[-1])) for rate, behind in late.items()}
+    better = [
+        rate
+        for rate, behind in late.items()
+        if (behind < 0).all() and -overheads[rate] / (1 + overheads[rate]) > WORTH
+    ]
+    best = min(better, key=lambda rate: overheads[rate], default=1.0)
+    verdict = "low" if best > 1 else "high" if best < 1 else "fits"
+    return RateVerdict(
+        verdict=verdict,
+        samples=samples,
+        losses=named,
+        overheads={f"{rate:g}": extra for rate, extra in overheads.items()},
     )

@@ -1,0 +1,202 @@
+"""What a study found: a pure function of the header and the results."""
+
+import math
+
+from msgspec.structs import replace
+
+from steadygrad.formulas.schedule import BatchSizeSchedule
+from steadygrad.studies.advise import words
+from steadygrad.studies.advise.analysis import Evidence
+from steadygrad.studies.advise.schema import (
+    Flat,
+    GoingOn,
+    Header,
+    Larger,
+    Measured,
+    Noise,
+    RateVerdict,
+    Recommendation,
+    Schedule,
+    Stage,
+    Summary,
+    Unfinished,
+    Unplanned,
+)
+from steadygrad.studies.folder import SCHEMA, Results
+
+__all__ = ["summarize"]
+
+# Optimizers of torch whose weight decay is a part of the gradient.
+COUPLED = {"SGD", "ASGD", "Adam", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAdam", "RMSprop"}
+
+
+def summarize(header: Header, results: Results, status: str) -> Summary:
+    """Draws the conclusions from the results.
+
+    Args:
+        header: The run's.
+        results: Its results.
+        status: ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
+    """
+    evidence, plan = Evidence(header, results), header.plan
+    recommendation, rate = _recommendation(evidence), _rate(evidence)
+    schedule, going_on = _schedule(evidence), _going_on(evidence)
+    measured, whole = len(evidence.criticals), status == "complete"
+    findings = (
+        recommendation,
+        None if whole else Unfinished(measured=measured, planned=len(plan.points)),
+        rate if rate.samples else None,
+        Unplanned() if recommendation.batch_size and not plan.candidates else _larger(evidence),
+        _flat(evidence),
+        schedule,
+        going_on,
+    )
+    found = Summary(
+        schema=SCHEMA,
+        study="advise",
+        status=status,
+        task=header.task.name,
+        sample=header.task.sample,
+        batch_size=plan.batch_size,
+        lr=evidence.task.lr,
+        tolerance=evidence.tolerance,
+        findings=tuple(finding for finding in findings if finding is not None),
+        recommendation=recommendation,
+        rate=rate,
+        schedule=schedule,
+        going_on=going_on,
+        checked=tuple(evidence.checked),
+        points=_points(evidence),
+        answer="",
+        table=None,
+        remarks=(),
+    )
+    return replace(
+        found, answer=words.answer(found), table=words.table(found), remarks=words.remarks(found)
+    )
+
+
+def _recommendation(evidence: Evidence) -> Recommendation:
+    size, base, run, task = (
+        evidence.constant,
+        evidence.plan.batch_size,
+        evidence.passed,
+        evidence.task,
+    )
+    if size is None:
+        return Recommendation(why=_why(evidence))
+    # Half-lives in samples, of Adam's second moment and of weights that only decay.
+    at = base if evidence.header.settings.keep_half_life else size
+    decay = 0.0 if task.optimizer in COUPLED else evidence.lr(at) * (task.weight_decay or 0.0)
+    beta2 = task.beta2 if task.beta2 and task.beta2 < 1 else None
+    return Recommendation(
+        batch_size=size,
+        lr=evidence.lr(size),
+        warmup_samples=0 if size == base else evidence.warmup_samples,
+        samples=evidence.length,
+        overhead=run.overhead if run else None,
+        low=run.low if run else None,
+        high=run.high if run else None,
+        basis="trained" if run or evidence.failed else "own" if size == base else "predicted",
+        known=evidence.known,
+        half_life=at * math.log(0.5) / math.log(beta2) if beta2 else None,
+        decay_half_life=at * math.log(2) / decay if decay else None,
+    )
+
+
+def _why(evidence: Evidence) -> str:
+    """Why there is no batch size to recommend."""
+    if not evidence.criticals:
+        return "unmeasured"
+    return "runs" if evidence.measured else _fall(evidence, [*evidence.criticals])
+
+
+def _fall(evidence: Evidence, points: list[int]) -> str:
+    """How the smallest batch's loss falls along branches that tell of no batch size."""
+    if {p.point for p in evidence.points if not p.valid_loss}.issuperset(points):
+        return "zero"
+    falls = any(not evidence.criticals[i].fall <= 0 for i in points)
+    return "slightly" if falls else "flat"
+
+
+def _rate(evidence: Evidence) -> RateVerdict:
+    found = evidence.rate
+    elsewhere = evidence.constant is not None and evidence.length != found.samples
+    # The best constant rate falls with the length of the run: it is too low for shorter ones.
+    first = found.verdict == "low" or (found.verdict == "high" and not elsewhere)
+    return replace(found, elsewhere=bool(found.samples) and elsewhere, first=first)
+
+
+def _larger(evidence: Evidence) -> Larger | None:
+    if evidence.constant is None or not evidence.checked:
+        return None
+    run, most = evidence.failed, evidence.checked[-1].batch_size
+    sure = run is not None and run.low > evidence.tolerance
+    lost = int(evidence.diverged) if evidence.constant < evidence.diverged <= most else None
+    gap = sure and not evidence.known and evidence.passed is None
+    return Larger(run=run, gap=gap, diverged=lost if run is None else None)
+
+
+def _flat(evidence: Evidence) -> Flat | None:
+    flat = [i for i, critical in evidence.criticals.items() if not critical.resolved]
+    if not flat or not evidence.measured:
+        return None
+    seen = tuple(evidence.plan.points[i] for i in flat)
+    epochs = seen[-1] / evidence.task.train_size
+    return Flat(points=seen, epochs=epochs, how=_fall(evidence, flat))
+
+
+def _schedule(evidence: Evidence) -> Schedule | None:
+    if not evidence.schedule:
+        return None
+    run, tokens = evidence.schedule_check, evidence.task.tokens_per_sample
+    stages = [
+        Stage(from_samples=at, batch_size=size, lr=evidence.lr(size))
+        for at, size in evidence.schedule
+    ]
+    own = stages[0].batch_size == evidence.plan.batch_size
+    rows = [
+        {"from_samples": s.from_samples, "batch_size": s.batch_size, "lr": s.lr} for s in stages
+    ]
+    return Schedule(
+        stages=tuple(stages),
+        steps=evidence.steps(evidence.schedule),
+        warmup_samples=0 if own else evidence.warmup_samples,
+        basis="predicted" if run is None else "trained",
+        advised=run is not None and run.within,
+        check=run,
+        megatron=BatchSizeSchedule(rows).to_megatron(tokens) if tokens else "",
+    )
+
+
+def _going_on(evidence: Evidence) -> GoingOn | None:
+    """Batch size and learning rate for continuing from the last resolved point."""
+    if evidence.last is None:
+        return None
+    critical, plan = evidence.criticals[evidence.last], evidence.plan
+    size = evidence.safe(critical)
+    return GoingOn(
+        from_samples=plan.points[evidence.last],
+        samples=plan.branch_samples[evidence.last],
+        batch_size=size,
+        lr=evidence.lr(size),
+        known=critical.known,
+        diverged=int(evidence.diverged) if critical.known and size < critical.within else None,
+    )
+
+
+def _points(evidence: Evidence) -> tuple[Measured, ...]:
+    found = []
+    for point in evidence.points:
+        critical = evidence.criticals.get(point.point)
+        noise = evidence.results.get(Noise, point.point)
+        found.append(
+            Measured(
+                samples=point.samples,
+                valid_loss=point.valid_loss,
+                noise=noise and replace(noise, time={}),
+                critical=critical and replace(critical, safe=evidence.safe(critical)),
+                resolved=critical is not None and critical.resolved,
+            )
+        )
+    return tuple(found)

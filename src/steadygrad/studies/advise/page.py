@@ -1,0 +1,228 @@
+"""What the template ``page.html`` shows of a run: its charts and tables."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from steadygrad.formulas.schedule import BatchSizeSchedule
+from steadygrad.studies import charts
+from steadygrad.studies.advise.runs import baseline_of, scratch_runs
+from steadygrad.studies.advise.schema import Branch, Critical, Noise, Point, Scratch, Summary
+from steadygrad.studies.charts import BAND, CRITICAL, INK, MUTED, NOISE, SCHEDULE
+from steadygrad.studies.folder import Run
+from steadygrad.studies.text import plural, show, size
+
+__all__ = ["view"]
+
+
+class Spot(NamedTuple):
+    """A point of training; ``diverged``: the smallest batch size that did, infinite if none."""
+
+    point: Point
+    noise: Noise | None
+    branches: dict[int, list[Branch]]  # by batch size, ascending, one for each repeat
+    critical: Critical | None
+    resolved: bool
+    diverged: float
+
+
+def view(run: Run) -> dict[str, Any]:
+    """The values of the template's own sections."""
+    header, task = run.header, run.header.task
+    found = msgspec.convert(run.summary, Summary) if run.summary else None
+    spots, samples = _spots(run, found), plural(task.sample)
+    runs = sorted(run.select(Scratch), key=lambda r: (r.purpose, r.batch_size, r.rate, r.repeat))
+    resolved = any(spot.resolved for spot in spots)
+    return {
+        "found": found,
+        "samples": samples,
+        "spots": spots,
+        "runs": runs,
+        # The main trajectory is a run from the initial weights with the first seed.
+        "seeds": len({0, *(each.repeat for each in runs)}),
+        "sizes": sorted({size for spot in spots for size in spot.branches}),
+        "forms": _forms(found, task.tokens_per_sample),
+        "scratch": _scratch(run, found, samples) if found else None,
+        "over_training": _over_training(spots, found, samples) if found and resolved else None,
+        "panels": [_panel(i, spot, samples) for i, spot in enumerate(spots) if spot.branches],
+        "training": _training(spots, header.plan.branch_samples, samples) if spots else None,
+    }
+
+
+def _spots(run: Run, found: Summary | None) -> list[Spot]:
+    # The summary of an unfinished study is older than the results.
+    rows = {row.samples: row for row in found.points} if found else {}
+    spots = []
+    for point in run.select(Point):
+        own = [branch for branch in run.select(Branch) if branch.point == point.point]
+        branches: dict[int, list[Branch]] = {}
+        for branch in sorted(own, key=lambda branch: (branch.batch_size, branch.repeat)):
+            branches.setdefault(branch.batch_size, []).append(branch)
+        row = rows.get(point.samples)
+        critical, resolved = (row.critical, row.resolved) if row else (None, False)
+        lost = [branch.batch_size for branch in own if math.isinf(branch.loss)]
+        if critical and resolved and critical.diverged:
+            lost.append(critical.diverged)
+        noise = run.results.get(Noise, point.point)
+        spot = Spot(point, noise, branches, critical, resolved, min(lost, default=math.inf))
+        spots.append(spot)
+    return spots
+
+
+def _forms(found: Summary | None, tokens: int | None) -> list[tuple[str, str]]:
+    """An advised schedule as other trainers take it."""
+    if found is None or found.schedule is None or not found.schedule.advised:
+        return []
+    schedule = BatchSizeSchedule(msgspec.to_builtins(found.schedule.stages))
+    base = found.batch_size
+    each = f"micro-batches of {show(base)} over all devices"
+    forms = [
+        ("Megatron: --step-batch-size-schedule, in tokens", found.schedule.megatron),
+        ("OLMo-core: its own callback, in tokens", schedule.to_olmo_core(tokens) if tokens else ""),
+        (f"Lightning: {each}", schedule.to_lightning(base)),
+        (f"Hugging Face Trainer: {each}", schedule.to_hugging_face(base)),
+    ]
+    return [(name, text) for name, text in forms if text]
+
+
+def _scratch(run: Run, found: Summary, samples: str) -> Markup | None:
+    """The loss curve of the smallest batch, and final losses of all others."""
+    plan, length = run.header.plan, found.recommendation.samples or 0
+    base = baseline_of(plan, run.results, plan.points.index(length)) if length else None
+    if base is None:
+        return None
+    finals = {size(found.batch_size): list(base.losses[-1])}
+    for batch_size, runs in scratch_runs(run.results, "constant").items():
+        if batch_size != found.batch_size:
+            finals[size(batch_size)] = [each.loss for each in runs]
+    for runs in scratch_runs(run.results, "schedule").values():
+        finals["growing"] = [each.loss for each in runs]
+    checks = [*found.checked, found.schedule and found.schedule.check]
+
+    def paint(figure: Figure, narrow: bool) -> None:
+        ratios = [1.3, 1] if narrow else [2.2, 1]
+        left, right = figure.subplots(1, 2, sharey=True, width_ratios=ratios)
+        left.plot(base.places, base.losses, color=SCHEDULE, linewidth=1, alpha=0.6)
+        left.plot(base.places, base.losses.mean(1), color=INK, linewidth=1.8)
+        charts.samples_axis(left, base.places[0] / 1.04, length, samples, narrow=narrow)
+        left.set_ylabel("validation loss")
+        for check in checks:
+            if check and math.isfinite(check.loss):
+                for axes in (left, right):
+                    axes.axhline(check.loss, color=CRITICAL, lw=1, ls=(0, (4, 3)), zorder=1)
+        for place, losses in enumerate(finals.values()):
+            known = [each for each in losses if math.isfinite(each)]
+            charts.dots(right, place, known, CRITICAL if place else INK, size=7)
+            if len(known) < len(losses):
+                charts.cross(right, place)
+        right.set_xlim(-0.6, len(finals) - 0.4)
+        right.set_xticks(range(len(finals)), list(finals), color=MUTED)
+        right.set_xlabel("batch size")
+
+    names = ", ".join(finals)
+    spoken = f"Validation loss of batch {found.batch_size}, and final losses of batch {names}."
+    return charts.chart("scratch", spoken, paint, height=300)
+
+
+def _over_training(spots: list[Spot], found: Summary, samples: str) -> Markup:
+    """The critical batch size at each point, and the batch sizes that are advised."""
+    advised = found.recommendation.batch_size or math.nan
+    stages = [(0, advised)]
+    if found.schedule:
+        stages = [(stage.from_samples, stage.batch_size) for stage in found.schedule.stages]
+    known = [found.batch_size, advised, *(batch_size for _, batch_size in stages)]
+    for spot in spots:
+        known += [*spot.branches, spot.diverged]
+        if c := spot.critical:
+            known += [c.value, c.low, c.high, c.beyond]
+    # Open intervals reach beyond the chart.
+    logs = [math.log2(value) for value in known if 0 < value < math.inf]
+    low, high = min(logs) - 0.6, max(logs) + 0.8
+
+    def paint(figure: Figure, narrow: bool) -> None:
+        axes, xs = figure.subplots(), [spot.point.samples for spot in spots]
+        left, right = min(xs) / 1.6, max(xs) * 1.25
+        charts.samples_axis(axes, left, right, samples, narrow=narrow)
+        ticks = [2.0**octave for octave in range(math.ceil(low), math.floor(high) + 1)]
+        charts.octaves_axis(axes, "y", ticks)
+        axes.set_ylim(2**low, 2**high)
+        axes.set_ylabel(f"batch size ({charts.label(samples)})")
+        steps = [(max(at, left), batch_size) for at, batch_size in stages]
+        steps.append((right, stages[-1][1]))
+        style: Mapping[str, Any] = {"linewidth": 5, "alpha": 0.45, "zorder": 1}
+        axes.step(*zip(*steps, strict=True), where="post", color=SCHEDULE, **style)
+        for spot in spots:
+            _draw_spot(axes, spot)
+        line = [(s.point.samples, s.critical.value) for s in spots if s.resolved and s.critical]
+        axes.plot(*zip(*line, strict=True), color=CRITICAL, linewidth=1.2, zorder=3)
+
+    spoken = "Critical batch size with its bracket and interval at each point of training."
+    return charts.chart("sizes", spoken, paint, height=350)
+
+
+def _draw_spot(axes: Axes, spot: Spot) -> None:
+    x, critical, (bottom, top) = spot.point.samples, spot.critical, axes.get_ylim()
+    if math.isfinite(spot.diverged):
+        axes.plot([x], [spot.diverged], "x", color=NOISE, mew=2, ms=8, zorder=4)
+    if critical is None or not spot.resolved:
+        text = "not measured " if critical is None else "not determined "
+        axes.axvline(x, color=SCHEDULE, linewidth=1, linestyle=(0, (2, 3)))
+        axes.text(x, bottom * 1.1, text, rotation=90, ha="right", color=MUTED)
+        return
+    block = [critical.within, min(critical.beyond, top)]
+    axes.plot([x, x], block, linewidth=13, color=BAND, solid_capstyle="butt")
+    ends = [max(critical.low, bottom), min(critical.high, top)]
+    axes.plot([x, x], ends, linewidth=2, color=CRITICAL, alpha=0.6, zorder=2.5)
+    for end, marker in zip(ends, "v^", strict=True):
+        if end in (bottom, top):
+            axes.plot([x], [end], marker, color=CRITICAL, ms=7, clip_on=False)
+    charts.dots(axes, x, [critical.value])
+
+
+def _panel(number: int, spot: Spot, samples: str) -> tuple[str, Markup]:
+    """Losses of the branches from a point over batch size, with their title."""
+    losses = {b: [branch.loss for branch in runs] for b, runs in spot.branches.items()}
+
+    def paint(figure: Figure, _: bool) -> None:
+        axes, critical = figure.subplots(), spot.critical
+        charts.octaves_axis(axes, "x", list(losses))
+        charts.losses(axes, losses, spot.diverged)
+        if critical and spot.resolved:
+            axes.axhline(critical.level, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
+            end = min(critical.beyond, axes.get_xlim()[1])
+            axes.axvspan(critical.within, end, color=BAND, zorder=0, linewidth=0)
+        axes.set_xlabel("batch size")
+
+    unknown = ": not determined" if spot.critical and not spot.resolved else ""
+    title = f"after {show(spot.point.samples)} {samples}{unknown}"
+    spoken = f"Validation loss at the end of each branch over its batch size, {title}."
+    return title, charts.panel(f"branches{number}", spoken, paint)
+
+
+def _training(spots: list[Spot], lengths: tuple[int, ...], samples: str) -> Markup:
+    """Training and validation loss of the main trajectory."""
+
+    def paint(figure: Figure, narrow: bool) -> None:
+        axes = figure.subplots()
+        training = np.array([pair for spot in spots for pair in spot.point.training])
+        valid = np.array([pair for spot in spots for pair in spot.point.curve])
+        axes.plot(*training.T, color=SCHEDULE, linewidth=1.3)
+        axes.plot(*valid.T, color=INK, linewidth=1.8)
+        for spot in spots:
+            start = spot.point.samples
+            charts.dots(axes, start, [spot.point.valid_loss], size=9)
+            if spot.critical and not spot.resolved:
+                end = start + lengths[spot.point.point]
+                axes.axvspan(start, end, color=BAND, zorder=0, linewidth=0)
+        ends = [*training[:, 0], *valid[:, 0]]
+        charts.samples_axis(axes, min(ends) / 1.1, max(ends) * 1.3, samples, narrow=narrow)
+        axes.set_ylabel("loss")
+
+    spoken = f"Training and validation loss over {samples} seen."
+    return charts.chart("training", spoken, paint, height=280)
