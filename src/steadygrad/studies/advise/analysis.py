@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -28,10 +29,10 @@ from steadygrad.studies.advise.schema import (
 )
 from steadygrad.studies.folder import Results
 from steadygrad.studies.order import seed_for
-from steadygrad.studies.schema import Key, Result
+from steadygrad.studies.schema import Key
 from steadygrad.studies.trials import Job
 
-__all__ = ["Chooser", "Evidence", "candidates_up_to"]
+__all__ = ["Chooser", "Evidence"]
 
 # Factor that allows for rounding errors when batch sizes are compared.
 ALMOST = 1 - 1e-9
@@ -39,19 +40,6 @@ ALMOST = 1 - 1e-9
 AIM = 0.9
 # Largest ratio of a candidate to the largest batch size that passed.
 STRIDE = 4
-
-
-def candidates_up_to(most: float, base: int, world_size: int = 1) -> list[int]:
-    """1, 1.5, 2, 3, 4, 6, ... times ``base``, as far as they are whole and at most ``most``.
-
-    At least ``base``. Each is a multiple of ``world_size``.
-    """
-    found, size = [], base
-    while size * ALMOST <= most:
-        found += [size, size + size // 2] if size % 2 == 0 else [size]
-        size *= 2
-    fits = (s for s in found if s > base and s * ALMOST <= most and s % world_size == 0)
-    return [base, *fits]
 
 
 class Evidence:
@@ -109,11 +97,6 @@ class Evidence:
         most = min(critical.safe, self.ceiling)
         return max((s for s in critical.sizes if s <= most), default=self.plan.batch_size)
 
-    @property
-    def last(self) -> int | None:
-        """Number of the last resolved point, from which training may continue."""
-        return max((i for i, c in self.criticals.items() if c.resolved), default=None)
-
     @cached_property
     def end(self) -> int | None:
         """Number of the point at which the runs from the initial weights end.
@@ -138,8 +121,13 @@ class Evidence:
         return self.rungs(most)[-1]
 
     def rungs(self, most: float) -> list[int]:
-        """Candidates up to a batch size."""
-        return candidates_up_to(most, self.plan.batch_size, self.header.runtime.world_size)
+        """1, 1.5, 2, 3, 4, 6, ... times the task's batch size up to ``most``, as they fit."""
+        found, base = list[int](), self.plan.batch_size
+        size, world = base, self.header.runtime.world_size
+        while size * ALMOST <= most:
+            found += [size, size + size // 2] if size % 2 == 0 else [size]
+            size *= 2
+        return [base, *(s for s in found if base < s and s * ALMOST <= most and s % world == 0)]
 
     @cached_property
     def baseline(self) -> Baseline | None:
@@ -152,9 +140,8 @@ class Evidence:
         return self._checked("constant")
 
     def _checked(self, purpose: str) -> list[Checked]:
-        base = self.baseline
-        plan, tolerance = self.plan, self.tolerance
-        return checked_runs(base, self.results, plan, purpose, tolerance) if base else []
+        found = self.results, self.plan, purpose, self.tolerance
+        return checked_runs(self.baseline, *found) if self.baseline else []
 
     @property
     def failed(self) -> Checked | None:
@@ -209,9 +196,10 @@ class Evidence:
         if constant is None or not self.measured or self.length <= 0:
             return ()
         safe = [*accumulate((self.safe(p.critical) for p in self.measured[::-1]), min)][::-1]
-        stages = [(0, _power_of_two(min(constant, safe[0]), base))]
+        powers = [base << i for i in range(64)]
+        stages = [(0, max(b for b in powers if b == base or b * ALMOST <= min(constant, safe[0])))]
         for point, most in zip(self.measured, safe, strict=True):
-            size = _power_of_two(most, base)
+            size = max(b for b in powers if b == base or b * ALMOST <= most)
             if size > stages[-1][1] and point.samples < self.length:
                 stages.append((point.samples, size))
         fewer = self.steps(tuple(stages)) < self.length / constant
@@ -286,43 +274,27 @@ def _still_falls(point: Point, spread: float) -> bool:
     return bool(fall > least and -slope > LEAST_FALL * error)
 
 
-def _power_of_two(size: float, base: int) -> int:
-    found = base
-    while 2 * found * ALMOST <= size:
-        found *= 2
-    return found
-
-
 class Chooser:
     """Makes the jobs that depend on results; all repeats of a trial follow one decision.
 
     Each decision is made from what the trials that it needs have recorded, whatever else is
     there already: a resumed study decides as before.
-
-    Args:
-        header: The record's.
     """
 
     def __init__(self, header: Header) -> None:
         self.header, self.plan = header, header.plan
         self._jobs: dict[Key, Job | None] = {}
-        self._decisions: dict[object, Callable[..., Job | None]] = {
-            "middle": self._middle,
-            "baseline": self._baseline,
-            "rate": self._rate,
-            "candidate": self._candidate,
-            "schedule": self._schedule,
-        }
 
     def __call__(self, key: Key, results: Results) -> Job | None:
         """The job of a trial; None where there is nothing to do."""
         name, repeat = key[:-1], key[-1]
         if name not in self._jobs:
-            self._jobs[name] = self._decisions[name[0]](results, *name[1:])
+            decide: Callable[..., Job | None] = self._middle if name[0] == "middle" else self._run
+            self._jobs[name] = decide(results, *name)
         found = self._jobs[name]
         return None if found is None else {**found, "repeat": repeat}
 
-    def _middle(self, results: Results, point: int) -> Job | None:
+    def _middle(self, results: Results, kind: str, point: int) -> Job | None:
         """A branch in the middle between the largest tolerable size and the next one."""
         ladder = {multiple * self.plan.batch_size for multiple in self.plan.multiples[point]}
         kept = [b for b in results.select(Branch) if b.batch_size in ladder]
@@ -334,40 +306,29 @@ class Chooser:
             return None
         return {"kind": "branch", "point": point, "batch_size": size}
 
-    def _baseline(self, results: Results) -> Job | None:
-        """The smallest batch, over the run's length."""
-        length = Evidence(self.header, results).length
-        return scratch_job(((0, self.plan.batch_size),), length) if length else None
-
-    def _rate(self, results: Results, rate: str) -> Job | None:
-        """The smallest batch at another learning rate, where there is a run to compare it with."""
-        job = self._baseline(results)
-        return job and {**job, "rate": float(rate)}
-
-    def _candidate(self, results: Results, number: int) -> Job | None:
-        """The next batch size that the evidence suggests."""
-        evidence = self._before(results, number)
-        size = evidence.next_candidate()
-        return None if size is None else _warmed_up(evidence, ((0, size),))
-
-    def _schedule(self, results: Results) -> Job | None:
-        """The growing batch, where it takes fewer steps than the recommended one."""
-        evidence = self._before(results, self.plan.candidates)
-        stages = evidence.schedule
-        return _warmed_up(evidence, stages) if stages and evidence.baseline else None
+    def _run(self, results: Results, kind: str, which: Any = 1) -> Job | None:
+        """A run from the initial weights, where there is a length for it."""
+        stages: Stages = ((0, self.plan.batch_size),)
+        if kind in ("baseline", "rate"):
+            length = Evidence(self.header, results).length
+            return scratch_job(stages, length, rate=float(which)) if length else None
+        evidence = self._before(results, which if kind == "candidate" else self.plan.candidates)
+        if kind == "candidate":
+            size = evidence.next_candidate()
+            stages = () if size is None else ((0, size),)
+        else:
+            stages = evidence.schedule if evidence.baseline else ()
+        warmup = evidence.warmup_samples
+        return scratch_job(stages, evidence.length, warmup_samples=warmup) if stages else None
 
     def _before(self, results: Results, candidates: int) -> Evidence:
         """The evidence without the runs that later trials have recorded."""
         jobs = (self._jobs.get(("candidate", number)) for number in range(candidates))
         sizes = {self.plan.batch_size, *(int(job["batch_size"]) for job in jobs if job)}
-
-        def early(event: Result) -> bool:
-            if not isinstance(event, Scratch):
-                return True
-            return event.purpose == "constant" and event.batch_size in sizes
-
-        return Evidence(self.header, Results(filter(early, results)))
-
-
-def _warmed_up(evidence: Evidence, stages: Stages) -> Job:
-    return scratch_job(stages, evidence.length, warmup_samples=evidence.warmup_samples)
+        kept = [
+            result
+            for result in results
+            if not isinstance(result, Scratch)
+            or (result.purpose == "constant" and result.batch_size in sizes)
+        ]
+        return Evidence(self.header, Results(kept))

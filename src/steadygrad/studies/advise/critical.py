@@ -29,8 +29,7 @@ from steadygrad.studies.statistics import (
     unimodal,
 )
 
-__all__ = ["DRAWS", "LEAST_FALL", "REACH", "ROUNDING", "MeasuredPoint", "crossing"]
-__all__ += ["find_critical", "fit_curves", "predict"]
+__all__ = ["MeasuredPoint", "crossing", "find_critical", "fit_curves", "predict"]
 
 # How far the curve is trusted beyond the end of its branch.
 REACH = 1.5
@@ -71,11 +70,7 @@ class LossCurve:
         return np.asarray(self.start - self.fall * progress)
 
     def samples_at(self, losses: Floats) -> Floats:
-        """Samples after which each curve has a loss; infinite where it never has.
-
-        Args:
-            losses: Shape ``(*, K)``.
-        """
+        """Samples after which each has losses of shape ``(*, K)``; infinite where it never has."""
         start, fall, scale, power = (
             np.asarray(value)[..., None]
             for value in (self.start, self.fall, self.scale, self.power)
@@ -180,61 +175,46 @@ def find_critical(
     )
 
 
-@dataclass(frozen=True)
 class _Table:
-    """Losses of whole repeats, by ascending batch sizes."""
+    """Losses of whole repeats, by ascending batch sizes.
 
-    sizes: tuple[int, ...]
-    losses: Floats  # shape (K, repeats)
-    ends: Floats  # samples that each size's losses stand for, shape (K,)
-    places: Floats  # samples of the smallest batch's curve, its end included, shape (M,)
-    curve: Floats  # losses there, shape (M, repeats)
+    Args:
+        rows: Branches by batch size and repeat; those of all ``sizes`` have the ``repeats``.
+    """
+
+    def __init__(
+        self, rows: dict[int, dict[int, Branch]], sizes: list[int], repeats: list[int]
+    ) -> None:
+        self.sizes, self.repeats = sizes, len(repeats)
+        self.losses = np.array([[rows[size][r].loss for r in repeats] for size in sizes])
+        with np.errstate(invalid="ignore"):
+            self.means = self.losses.mean(1)
+        # Samples that each size's losses stand for.
+        self.ends = np.array([rows[size][repeats[0]].samples for size in sizes], dtype=float)
+        self.length = float(self.ends[0])
+        # The smallest batch's curve, its end included: places of shape (M,), losses (M, repeats).
+        curves = np.array([rows[sizes[0]][r].curve for r in repeats], dtype=float)
+        self.places, self.curve = curves[0, :, 0], curves[..., 1].T
+        # Sizes from the smallest on that did not diverge. One that did ends above the smallest
+        # batch's loss at a quarter of the branch, by more than the noise of that loss.
+        noise = math.sqrt(float(self.curve.var(1, ddof=1).mean()) / self.repeats)
+        good = self.means <= self.curve[0].mean() + LEAST_FALL * noise
+        self.stable = 1 + _leading(good[1:])
 
     @classmethod
     def of(cls, branches: Sequence[Branch]) -> "_Table | None":
-        by_size: dict[int, dict[int, Branch]] = {}
+        rows: dict[int, dict[int, Branch]] = {}
         for branch in branches:
-            by_size.setdefault(branch.batch_size, {})[branch.repeat] = branch
-        if not by_size:
+            rows.setdefault(branch.batch_size, {})[branch.repeat] = branch
+        if not rows:
             return None
-        base = by_size[min(by_size)]
         # In a study cut short: the repeats that most sizes have; a size that lacks one is left out.
-        ladder = [rows for rows in by_size.values() if len(rows) >= min(2, len(base))]
-        repeats = sorted(set.intersection(*map(set, ladder)))
-        sizes = sorted(size for size, rows in by_size.items() if set(repeats) <= set(rows))
-        if len(repeats) < 2 or len(sizes) < 2:
-            return None
-        curves = np.array([base[repeat].curve for repeat in repeats], dtype=float)
-        return cls(
-            tuple(sizes),
-            np.array([[by_size[size][repeat].loss for repeat in repeats] for size in sizes]),
-            np.array([by_size[size][repeats[0]].samples for size in sizes], dtype=float),
-            curves[0, :, 0],
-            curves[..., 1].T,
+        least = min(2, len(rows[min(rows)]))
+        repeats = sorted(
+            set.intersection(*(set(row) for row in rows.values() if len(row) >= least))
         )
-
-    @property
-    def repeats(self) -> int:
-        return int(self.losses.shape[1])
-
-    @property
-    def length(self) -> float:
-        return float(self.ends[0])
-
-    @property
-    def means(self) -> Floats:
-        with np.errstate(invalid="ignore"):
-            means: Floats = self.losses.mean(1)
-        return means
-
-    @property
-    def stable(self) -> int:
-        """Number of sizes, from the smallest on, that did not diverge."""
-        # A size that did ends above the smallest batch's loss at a quarter of the branch, by more
-        # than the noise of that loss.
-        noise = math.sqrt(float(self.curve.var(1, ddof=1).mean()) / self.repeats)
-        good = self.means <= self.curve[0].mean() + LEAST_FALL * noise
-        return 1 + _leading(good[1:])
+        sizes = sorted(size for size, row in rows.items() if set(repeats) <= set(row))
+        return cls(rows, sizes, repeats) if len(repeats) >= 2 and len(sizes) >= 2 else None
 
     def curves(
         self, variances: Variances, generator: np.random.Generator
@@ -298,9 +278,6 @@ def crossing(
         overhead: Not decreasing, and zero for the smallest size, shape ``(*, K)``.
         tolerance: Extra samples that are acceptable.
         stable: How many sizes did not diverge. Default: all.
-
-    Returns:
-        Batch sizes, shape ``(*)``.
     """
     places, count = np.asarray(sizes, dtype=float), (overhead <= tolerance).sum(-1)
     last, first = count - 1, np.minimum(count, len(sizes) - 1)
@@ -313,13 +290,7 @@ def crossing(
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """A point of training whose critical batch size is resolved.
-
-    Attributes:
-        samples: Samples seen there.
-        branch_samples: Samples of each branch from there.
-        critical: Result of the branches.
-    """
+    """A point of training, in samples, whose critical batch size is resolved."""
 
     samples: int
     branch_samples: int
@@ -347,13 +318,7 @@ def predict(points: Sequence[MeasuredPoint], length: int, tolerance: float) -> f
     point it is taken to have grown in proportion from nothing, about as Merrill et al. (2025) saw
     it begin; after the last one it stays.
 
-    Args:
-        points: In the order of training; at least one.
-        length: Samples of the run.
-        tolerance: Extra samples that are acceptable, as a fraction.
-
-    Returns:
-        The batch size; at most the largest that was tried.
+    At most the largest that was tried. The points are in the order of training.
 
     References:
         | Critical Batch Size Revisited (Merrill et al., 2025), https://arxiv.org/abs/2505.23971

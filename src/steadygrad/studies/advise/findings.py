@@ -5,23 +5,9 @@ import math
 from msgspec.structs import replace
 
 from steadygrad.formulas.schedule import BatchSizeSchedule
-from steadygrad.studies.advise import words
+from steadygrad.studies.advise import schema, words
 from steadygrad.studies.advise.analysis import Evidence
-from steadygrad.studies.advise.schema import (
-    Flat,
-    GoingOn,
-    Header,
-    Larger,
-    Measured,
-    Noise,
-    RateVerdict,
-    Recommendation,
-    Schedule,
-    Stage,
-    Summary,
-    Unfinished,
-    Unplanned,
-)
+from steadygrad.studies.advise.schema import Header, Noise, Point, Recommendation, Stage, Summary
 from steadygrad.studies.folder import SCHEMA, Results
 
 __all__ = ["summarize"]
@@ -41,12 +27,13 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
     evidence, plan = Evidence(header, results), header.plan
     recommendation, rate = _recommendation(evidence), _rate(evidence)
     schedule, going_on = _schedule(evidence), _going_on(evidence)
-    measured, whole = len(evidence.criticals), status == "complete"
+    ended = schema.Unfinished(measured=len(evidence.criticals), planned=len(plan.points))
+    unplanned = schema.Unplanned() if recommendation.batch_size and not plan.candidates else None
     findings = (
         recommendation,
-        None if whole else Unfinished(measured=measured, planned=len(plan.points)),
+        None if status == "complete" else ended,
         rate if rate.samples else None,
-        Unplanned() if recommendation.batch_size and not plan.candidates else _larger(evidence),
+        unplanned or _larger(evidence),
         _flat(evidence),
         schedule,
         going_on,
@@ -66,7 +53,7 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         schedule=schedule,
         going_on=going_on,
         checked=tuple(evidence.checked),
-        points=_points(evidence),
+        points=tuple(_measured(evidence, point) for point in evidence.points),
         answer="",
         table=None,
         remarks=(),
@@ -84,7 +71,8 @@ def _recommendation(evidence: Evidence) -> Recommendation:
         evidence.task,
     )
     if size is None:
-        return Recommendation(why=_why(evidence))
+        why = "runs" if evidence.measured else _fall(evidence, [*evidence.criticals])
+        return Recommendation(why=why if evidence.criticals else "unmeasured")
     # Half-lives in samples, of Adam's second moment and of weights that only decay.
     at = base if evidence.header.settings.keep_half_life else size
     decay = 0.0 if task.optimizer in COUPLED else evidence.lr(at) * (task.weight_decay or 0.0)
@@ -104,13 +92,6 @@ def _recommendation(evidence: Evidence) -> Recommendation:
     )
 
 
-def _why(evidence: Evidence) -> str:
-    """Why there is no batch size to recommend."""
-    if not evidence.criticals:
-        return "unmeasured"
-    return "runs" if evidence.measured else _fall(evidence, [*evidence.criticals])
-
-
 def _fall(evidence: Evidence, points: list[int]) -> str:
     """How the smallest batch's loss falls along branches that tell of no batch size."""
     if {p.point for p in evidence.points if not p.valid_loss}.issuperset(points):
@@ -119,7 +100,7 @@ def _fall(evidence: Evidence, points: list[int]) -> str:
     return "slightly" if falls else "flat"
 
 
-def _rate(evidence: Evidence) -> RateVerdict:
+def _rate(evidence: Evidence) -> schema.RateVerdict:
     found = evidence.rate
     elsewhere = evidence.constant is not None and evidence.length != found.samples
     # The best constant rate falls with the length of the run: it is too low for shorter ones.
@@ -127,26 +108,26 @@ def _rate(evidence: Evidence) -> RateVerdict:
     return replace(found, elsewhere=bool(found.samples) and elsewhere, first=first)
 
 
-def _larger(evidence: Evidence) -> Larger | None:
+def _larger(evidence: Evidence) -> schema.Larger | None:
     if evidence.constant is None or not evidence.checked:
         return None
     run, most = evidence.failed, evidence.checked[-1].batch_size
     sure = run is not None and run.low > evidence.tolerance
     lost = int(evidence.diverged) if evidence.constant < evidence.diverged <= most else None
     gap = sure and not evidence.known and evidence.passed is None
-    return Larger(run=run, gap=gap, diverged=lost if run is None else None)
+    return schema.Larger(run=run, gap=gap, diverged=lost if run is None else None)
 
 
-def _flat(evidence: Evidence) -> Flat | None:
+def _flat(evidence: Evidence) -> schema.Flat | None:
     flat = [i for i, critical in evidence.criticals.items() if not critical.resolved]
     if not flat or not evidence.measured:
         return None
     seen = tuple(evidence.plan.points[i] for i in flat)
     epochs = seen[-1] / evidence.task.train_size
-    return Flat(points=seen, epochs=epochs, how=_fall(evidence, flat))
+    return schema.Flat(points=seen, epochs=epochs, how=_fall(evidence, flat))
 
 
-def _schedule(evidence: Evidence) -> Schedule | None:
+def _schedule(evidence: Evidence) -> schema.Schedule | None:
     if not evidence.schedule:
         return None
     run, tokens = evidence.schedule_check, evidence.task.tokens_per_sample
@@ -158,7 +139,7 @@ def _schedule(evidence: Evidence) -> Schedule | None:
     rows = [
         {"from_samples": s.from_samples, "batch_size": s.batch_size, "lr": s.lr} for s in stages
     ]
-    return Schedule(
+    return schema.Schedule(
         stages=tuple(stages),
         steps=evidence.steps(evidence.schedule),
         warmup_samples=0 if own else evidence.warmup_samples,
@@ -169,15 +150,16 @@ def _schedule(evidence: Evidence) -> Schedule | None:
     )
 
 
-def _going_on(evidence: Evidence) -> GoingOn | None:
+def _going_on(evidence: Evidence) -> schema.GoingOn | None:
     """Batch size and learning rate for continuing from the last resolved point."""
-    if evidence.last is None:
+    last = max((i for i, c in evidence.criticals.items() if c.resolved), default=None)
+    if last is None:
         return None
-    critical, plan = evidence.criticals[evidence.last], evidence.plan
+    critical, plan = evidence.criticals[last], evidence.plan
     size = evidence.safe(critical)
-    return GoingOn(
-        from_samples=plan.points[evidence.last],
-        samples=plan.branch_samples[evidence.last],
+    return schema.GoingOn(
+        from_samples=plan.points[last],
+        samples=plan.branch_samples[last],
         batch_size=size,
         lr=evidence.lr(size),
         known=critical.known,
@@ -185,18 +167,13 @@ def _going_on(evidence: Evidence) -> GoingOn | None:
     )
 
 
-def _points(evidence: Evidence) -> tuple[Measured, ...]:
-    found = []
-    for point in evidence.points:
-        critical = evidence.criticals.get(point.point)
-        noise = evidence.results.get(Noise, point.point)
-        found.append(
-            Measured(
-                samples=point.samples,
-                valid_loss=point.valid_loss,
-                noise=noise and replace(noise, time={}),
-                critical=critical and replace(critical, safe=evidence.safe(critical)),
-                resolved=critical is not None and critical.resolved,
-            )
-        )
-    return tuple(found)
+def _measured(evidence: Evidence, point: Point) -> schema.Measured:
+    critical = evidence.criticals.get(point.point)
+    noise = evidence.results.get(Noise, point.point)
+    return schema.Measured(
+        samples=point.samples,
+        valid_loss=point.valid_loss,
+        noise=noise and replace(noise, time={}),
+        critical=critical and replace(critical, safe=evidence.safe(critical)),
+        resolved=critical is not None and critical.resolved,
+    )

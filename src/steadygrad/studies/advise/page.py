@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -34,7 +33,7 @@ class Spot(NamedTuple):
 
 def view(run: Run) -> dict[str, Any]:
     """The values of the template's own sections."""
-    header, task = run.header, run.header.task
+    task = run.header.task
     found = msgspec.convert(run.summary, Summary) if run.summary else None
     spots, samples = _spots(run, found), plural(task.sample)
     runs = sorted(run.select(Scratch), key=lambda r: (r.purpose, r.batch_size, r.rate, r.repeat))
@@ -51,7 +50,6 @@ def view(run: Run) -> dict[str, Any]:
         "scratch": _scratch(run, found, samples) if found else None,
         "over_training": _over_training(spots, found, samples) if found and resolved else None,
         "panels": [_panel(i, spot, samples) for i, spot in enumerate(spots) if spot.branches],
-        "training": _training(spots, header.plan.branch_samples, samples) if spots else None,
     }
 
 
@@ -203,26 +201,3 @@ def _panel(number: int, spot: Spot, samples: str) -> tuple[str, Markup]:
     title = f"after {show(spot.point.samples)} {samples}{unknown}"
     spoken = f"Validation loss at the end of each branch over its batch size, {title}."
     return title, charts.panel(f"branches{number}", spoken, paint)
-
-
-def _training(spots: list[Spot], lengths: tuple[int, ...], samples: str) -> Markup:
-    """Training and validation loss of the main trajectory."""
-
-    def paint(figure: Figure, narrow: bool) -> None:
-        axes = figure.subplots()
-        training = np.array([pair for spot in spots for pair in spot.point.training])
-        valid = np.array([pair for spot in spots for pair in spot.point.curve])
-        axes.plot(*training.T, color=SCHEDULE, linewidth=1.3)
-        axes.plot(*valid.T, color=INK, linewidth=1.8)
-        for spot in spots:
-            start = spot.point.samples
-            charts.dots(axes, start, [spot.point.valid_loss], size=9)
-            if spot.critical and not spot.resolved:
-                end = start + lengths[spot.point.point]
-                axes.axvspan(start, end, color=BAND, zorder=0, linewidth=0)
-        ends = [*training[:, 0], *valid[:, 0]]
-        charts.samples_axis(axes, min(ends) / 1.1, max(ends) * 1.3, samples, narrow=narrow)
-        axes.set_ylabel("loss")
-
-    spoken = f"Training and validation loss over {samples} seen."
-    return charts.chart("training", spoken, paint, height=280)

@@ -21,8 +21,7 @@ from steadygrad.studies.folder import Results
 from steadygrad.studies.schema import Key
 from steadygrad.studies.trials import Job, Trial, evaluation_cost, makespan
 
-__all__ = ["Curve", "Stages", "averaged_end", "end_marks", "make_plan", "make_trials"]
-__all__ += ["plan_of_length", "run_marks", "scratch_job", "stretches"]
+__all__ = ["Curve", "Stages", "make_plan", "make_trials", "plan_of_length"]
 
 # The machine is never quite free, and the report also takes time.
 SHARE_OF_BUDGET = 0.85
@@ -35,8 +34,8 @@ MAX_POINTS = 4
 MIN_STEPS = 16
 # Most samples between two evaluations at the end of a run, as a part of the run.
 END_STEP = 0.02
-# Levels of a plan, best first: least number of points, repeats of each branch, seeds, and batch
-# sizes to train from scratch. A check needs two points to predict a candidate from.
+# Levels of a plan, best first: least number of points; repeats of each branch, seeds, and batch
+# sizes to train as a check, which needs two points to predict a candidate from.
 LEVELS = (
     (3, (3, 4, 3)),
     (3, (3, 4, 2)),
@@ -47,7 +46,6 @@ LEVELS = (
     (2, (3, 0, 0)),
     (1, (2, 0, 0)),
 )
-
 # Other learning rates at which the smallest batch is tried, relative to the task's.
 RATES = (0.5, 2.0)
 # Parts of a branch after which the smallest batch is evaluated.
@@ -81,7 +79,7 @@ def make_plan(
     """Chooses the longest training whose measurements fit a budget.
 
     Each point of training is at a quarter of the next; a branch is half as long as the training
-    before it. The advice is checked from scratch where that leaves time for two points.
+    before it. The advice is checked from the initial weights where that leaves time for two points.
 
     Args:
         budget: Seconds for the whole study.
@@ -116,19 +114,16 @@ def make_plan(
             f"batch size {batch_size}. Found {train_size}. Remedy: a smaller Task.batch_size or "
             "more data."
         )
-    seconds = _rounded_up(least.span / (SHARE_OF_BUDGET * speed) + start_up)
+    seconds = least.span / (SHARE_OF_BUDGET * speed) + start_up
+    # Rounded up to two significant digits, and to whole ones.
+    unit = int(10 ** max(0, len(str(math.ceil(seconds))) - 2))
+    seconds = math.ceil(seconds / unit) * unit
     rate = f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"
     raise InputError(
         f"The budget is too small to measure anything: found {budget:g}s, expected at least "
         f"{seconds}s for this task at {rate} samples a second. Remedy: --budget {seconds}s or "
         "more; where other programs keep the cores busy, --threads 1."
     )
-
-
-def _rounded_up(seconds: float) -> int:
-    """Seconds, rounded up to two significant digits and to whole ones."""
-    unit = int(10 ** max(0, len(str(math.ceil(seconds))) - 2))
-    return math.ceil(seconds / unit) * unit
 
 
 def _longest(horizons: Sequence[int], priced: Callable[[int], Plan], span: float) -> Plan | None:
@@ -145,15 +140,7 @@ def _longest(horizons: Sequence[int], priced: Callable[[int], Plan], span: float
 
 
 def plan_of_length(horizon: int, level: Level, size: int, train_size: int, *, speed: float) -> Plan:
-    """The plan whose last point is at a number of samples; it is not priced yet.
-
-    Args:
-        horizon: Samples of the main trajectory.
-        level: Repeats, seeds, and candidates to train from scratch.
-        size: The task's batch size.
-        train_size: Training samples.
-        speed: Samples a second of one trial.
-    """
+    """The plan whose last point is at ``horizon`` samples; it is not priced yet."""
     seen: list[int] = []
     while horizon >= 64 * size and len(seen) < MAX_POINTS:
         unit = end_unit(horizon, size)
@@ -214,10 +201,9 @@ def make_trials(
         plan: The plan.
         valid_size: Samples in one evaluation.
         decide: Makes the jobs that depend on results.
-        decays: Whether the task's learning rate decays. The main trajectory and the branches
-            leave the decay out, so that none of the runs from the initial weights is the main
-            trajectory, and other rates are compared with a run of the length that the branches
-            suggest.
+        decays: Whether the task's learning rate decays. The main trajectory and the branches leave
+            the decay out, so that it is none of the runs from the initial weights, and other rates
+            are compared with a run of the length that the branches suggest.
         noise: Whether to measure the noise scale.
     """
     found, size, evaluation = list[Trial](), plan.batch_size, evaluation_cost(valid_size)
@@ -282,14 +268,7 @@ def make_trials(
 
 
 def scratch_job(stages: Stages, samples: int, *, rate: float = 1.0, warmup_samples: int = 0) -> Job:
-    """A run from the initial weights with the first seed.
-
-    Args:
-        stages: One for a constant batch size, more for a schedule.
-        samples: Length of the run.
-        rate: Learning rate over the one that the rule gives.
-        warmup_samples: Samples over which the rate rises from the task's own.
-    """
+    """A run from the initial weights with the first seed; several stages are a schedule."""
     return {
         "kind": "scratch",
         "purpose": "schedule" if len(stages) > 1 else "constant",

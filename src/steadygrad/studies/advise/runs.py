@@ -12,8 +12,7 @@ from steadygrad.studies.advise.schema import CAP, Checked, Plan, Point, RateVerd
 from steadygrad.studies.folder import Results
 from steadygrad.studies.statistics import Floats, quantile, redraw
 
-__all__ = ["LATE", "LATE_PART", "WORTH", "Baseline", "baseline_of", "checked_runs"]
-__all__ += ["judge_rate", "scratch_runs"]
+__all__ = ["Baseline", "baseline_of", "checked_runs", "judge_rate", "scratch_runs"]
 
 # Power of the samples by which the loss curve is fitted: overheads concern its end.
 EMPHASIS = 4.0
@@ -21,13 +20,12 @@ EMPHASIS = 4.0
 MARGIN = 1.25
 # Another rate is better if its loss is lower at each of the last evaluations, from 60 % of the run
 # on, and if it saves this part of the samples.
-LATE, LATE_PART = 5, 0.4
-WORTH = 0.1
+LATE, WORTH = 5, 0.1
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """Runs of the smallest batch from scratch, and its loss curve.
+    """Runs of the smallest batch from the initial weights, and its loss curve.
 
     Attributes:
         seeds: Numbers of the seeds, ascending.
@@ -91,7 +89,7 @@ class Baseline:
 
 
 def scratch_runs(results: Results, purpose: str) -> dict[int, list[Scratch]]:
-    """Runs from scratch at the rule's learning rate by batch size, ascending."""
+    """Runs from the initial weights at the rule's learning rate by batch size, ascending."""
     found: dict[int, list[Scratch]] = {}
     for run in sorted(results.select(Scratch), key=lambda run: run.batch_size):
         if run.purpose == purpose and run.rate == 1:
@@ -100,17 +98,10 @@ def scratch_runs(results: Results, purpose: str) -> dict[int, list[Scratch]]:
 
 
 def baseline_of(plan: Plan, results: Results, point: int) -> Baseline | None:
-    """The smallest batch's runs from scratch; None where fewer than two are there.
-
-    Args:
-        plan: The plan.
-        results: The events.
-        point: Point of training at which the runs end.
-    """
+    """The smallest batch's runs that end at a point; None where fewer than two are there."""
     own = scratch_runs(results, "constant").get(plan.batch_size, [])
     curves: dict[int, Curve] = {run.repeat: run.curve for run in own}
-    main = results.get(Point, point)
-    if main is not None:
+    if main := results.get(Point, point):
         curves.setdefault(0, averaged_end(main.curve))
     if len(curves) < 2:
         return None
@@ -160,13 +151,8 @@ def judge_rate(plan: Plan, results: Results, samples: int, *, decays: bool = Fal
     """Judges the task's learning rate for runs of one length.
 
     The runs are compared over their last 40 %: at its end alone, the noise of two single runs hides
-    a rate that is three times too high.
-
-    Args:
-        plan: The plan.
-        results: The events.
-        samples: Length of the runs.
-        decays: Whether the task's rate decays; the main trajectory then cannot be compared.
+    a rate that is three times too high. If the task's rate decays, the main trajectory cannot be
+    compared.
     """
     # A run's last loss stands for the mean place of its last evaluations.
     lengths = range(math.floor((1 - RUN_ENDS * END_STEP) * samples), samples + 1)
@@ -194,17 +180,10 @@ def judge_rate(plan: Plan, results: Results, samples: int, *, decays: bool = Fal
     if values[-LATE:].min() > values[:-LATE].max():
         # The data have ended: a rate that trains less looks better.
         return RateVerdict(why="rising", samples=samples, losses=named)
-    overheads = {rate: base.overhead(behind, int(places[-1])) for rate, behind in late.items()}
-    better = [
-        rate
-        for rate, behind in late.items()
-        if (behind < 0).all() and -overheads[rate] / (1 + overheads[rate]) > WORTH
-    ]
-    best = min(better, key=lambda rate: overheads[rate], default=1.0)
+    extra = {rate: base.overhead(behind, int(places[-1])) for rate, behind in late.items()}
+    lower = [rate for rate, behind in late.items() if (behind < 0).all()]
+    better = [rate for rate in lower if -extra[rate] / (1 + extra[rate]) > WORTH]
+    best = min(better, key=lambda rate: extra[rate], default=1.0)
     verdict = "low" if best > 1 else "high" if best < 1 else "fits"
-    return RateVerdict(
-        verdict=verdict,
-        samples=samples,
-        losses=named,
-        overheads={f"{rate:g}": extra for rate, extra in overheads.items()},
-    )
+    overheads = {f"{rate:g}": value for rate, value in extra.items()}
+    return RateVerdict(verdict=verdict, samples=samples, losses=named, overheads=overheads)

@@ -7,10 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from steadygrad.studies.schema import CommonSettings, Count, Few, Positive, PositiveFloat, Result
-from steadygrad.studies.schema import Finding as CommonFinding
-from steadygrad.studies.schema import Header as CommonHeader
-from steadygrad.studies.schema import Summary as CommonSummary
+from steadygrad.studies import schema
+from steadygrad.studies.schema import Count, Few, Finding, Positive, PositiveFloat, Result
 
 # A sample overhead that stands for itself and more: the curves begin at a quarter of a run.
 CAP = 3.0
@@ -20,7 +18,7 @@ Curve = tuple[tuple[Count, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(CommonSettings):
+class Settings(schema.CommonSettings):
     """Settings of ``steadygrad advise``."""
 
     tolerance: Annotated[
@@ -79,7 +77,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.points[-1]
 
 
-class Header(CommonHeader, frozen=True, kw_only=True):
+class Header(schema.Header, frozen=True, kw_only=True):
     """Header of ``advise``."""
 
     settings: Settings
@@ -195,8 +193,7 @@ class Critical(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         within: Largest batch size that was trained within the tolerance.
         beyond: Smallest one that was not; infinite if all were.
-        value: Largest batch size within the tolerance by interpolation, in samples; NaN when the
-            smallest batch's loss did not fall.
+        value: By interpolation; NaN when the smallest batch's loss did not fall.
         low: Lower end of the 95% interval, at most ``within``.
         high: Upper end, at least ``beyond``.
         diverged: Smallest batch size that diverged; None if none did. Where the loss is flat, only
@@ -208,7 +205,7 @@ class Critical(msgspec.Struct, frozen=True, kw_only=True):
         safe: Largest batch size tried that is within the tolerance, also at the interval's end; in
             a summary, one that diverged nowhere in the study.
         spread: Standard deviation of one branch's loss, its data order included.
-        overhead: By batch size tried, ascending: extra samples, as a fraction of what the best
+        overhead: Extra samples by batch size tried, ascending, as a fraction of what the best
             needs; 3 stands for more.
     """
 
@@ -237,11 +234,9 @@ class Critical(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch size, or a schedule, that was trained from the initial weights.
+    """A batch size, or a schedule and its last one, that was trained from the initial weights.
 
     Attributes:
-        batch_size: In samples; of a schedule the last one.
-        warmup_samples: Samples over which the learning rate rises from the task's own.
         loss: Mean final validation loss; infinite where a run diverged.
         overhead: Extra samples, as a fraction of what the smallest batch needs.
         low: Lower end of its 95% interval over seeds.
@@ -268,36 +263,10 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
         return self.overhead >= CAP
 
 
-class RateVerdict(CommonFinding, frozen=True, tag="rate"):
-    """Whether the task's learning rate suits a run of some length.
+class Recommendation(Finding, frozen=True, tag="recommendation"):
+    """The fixed batch size for a run of ``samples`` from the initial weights; None: not known.
 
     Attributes:
-        verdict: ``"low"``, ``"high"``, ``"fits"``, or ``""`` where there is none.
-        why: Why other rates were trained and there is no verdict: ``"same"``, their losses equal
-            those at the task's own; ``"zero"``, so they are, and zero; ``"rising"``, the validation
-            loss rises. Otherwise empty.
-        samples: Length of the run; 0 where no other rate was trained.
-        losses: Mean losses over the last 40 % of the run, by rate relative to the task's own.
-        overheads: Extra samples that each rate needs by a fit through the task's own losses, as a
-            fraction between bounds; negative where it needs fewer. Empty without a verdict.
-        elsewhere: Whether the run of the recommendation has another length.
-        first: Whether the rate has to be tuned before the recommendation is followed.
-    """
-
-    verdict: str = ""
-    why: str = ""
-    samples: int = 0
-    losses: dict[str, float] = msgspec.field(default_factory=dict)
-    overheads: dict[str, float] = msgspec.field(default_factory=dict)
-    elsewhere: bool = False
-    first: bool = False
-
-
-class Recommendation(CommonFinding, frozen=True, tag="recommendation"):
-    """The fixed batch size for a run from the initial weights; None where nothing is known.
-
-    Attributes:
-        samples: Length of the run.
         overhead: Extra samples as a fraction, where it was trained; with its 95% interval.
         basis: ``"trained"``, ``"predicted"``, ``"own"`` (the task's), or ``"none"``.
         known: Whether it passed its check, or the next larger one is known to fail.
@@ -321,13 +290,35 @@ class Recommendation(CommonFinding, frozen=True, tag="recommendation"):
     why: str = ""
 
 
-class Schedule(CommonFinding, frozen=True, tag="schedule"):
+class RateVerdict(Finding, frozen=True, tag="rate"):
+    """Whether the task's learning rate suits a run of ``samples``; 0: no other was trained.
+
+    Attributes:
+        verdict: ``"low"``, ``"high"``, ``"fits"``, or ``""`` where there is none.
+        why: Why there is none: the losses are the ``"same"`` at all rates, or ``"zero"``, or
+            ``"rising"`` over the run.
+        losses: Mean losses over the last 40 % of the run, by rate relative to the task's own.
+        overheads: Extra samples that each rate needs by a fit through the task's own losses, as a
+            fraction between bounds; negative where it needs fewer. Empty without a verdict.
+        elsewhere: Whether the recommended run has another length.
+        first: Whether the rate has to be tuned before the recommendation is followed.
+    """
+
+    verdict: str = ""
+    why: str = ""
+    samples: int = 0
+    losses: dict[str, float] = msgspec.field(default_factory=dict)
+    overheads: dict[str, float] = msgspec.field(default_factory=dict)
+    elsewhere: bool = False
+    first: bool = False
+
+
+class Schedule(Finding, frozen=True, tag="schedule"):
     """A growing batch that takes fewer steps than the recommended one.
 
     Attributes:
-        basis: ``"trained"`` or ``"predicted"``.
+        basis: ``"trained"``, with its ``check``, or ``"predicted"``.
         advised: Whether it passed its check.
-        check: The schedule as it was trained.
         megatron: Megatron's option; empty where a sample has no number of tokens.
     """
 
@@ -340,12 +331,11 @@ class Schedule(CommonFinding, frozen=True, tag="schedule"):
     megatron: str
 
 
-class GoingOn(CommonFinding, frozen=True, tag="going on"):
+class GoingOn(Finding, frozen=True, tag="going on"):
     """How to continue over the next ``samples`` from the last point that tells batch sizes apart.
 
-    Attributes:
-        known: Whether the critical batch size there is.
-        diverged: Batch size that bounds it by diverging elsewhere in the study.
+    ``known``: whether the critical batch size is. ``diverged``: a batch size that bounds it by
+    diverging elsewhere in the study.
     """
 
     from_samples: int
@@ -356,13 +346,11 @@ class GoingOn(CommonFinding, frozen=True, tag="going on"):
     diverged: int | None
 
 
-class Larger(CommonFinding, frozen=True, tag="larger"):
-    """Batch sizes above the recommended one that were trained, and why they are not advised.
+class Larger(Finding, frozen=True, tag="larger"):
+    """The smallest larger batch that was trained and was not within the tolerance; None: none.
 
-    Attributes:
-        run: The smallest that was not within the tolerance; None where there is none.
-        gap: Whether ``run`` failed for certain, and a size below it was not tried.
-        diverged: The one that diverged in another run, and bounds the recommendation.
+    ``gap``: whether it failed for certain, and a size below it was not tried. ``diverged``: a batch
+    size that diverged in another run, and bounds the recommendation.
     """
 
     run: Checked | None
@@ -370,13 +358,10 @@ class Larger(CommonFinding, frozen=True, tag="larger"):
     diverged: int | None
 
 
-class Flat(CommonFinding, frozen=True, tag="flat"):
-    """Points along whose branches the smallest batch's loss does not fall.
+class Flat(Finding, frozen=True, tag="flat"):
+    """Points, in samples, along whose branches the smallest batch's loss does not fall.
 
-    Attributes:
-        points: Samples seen there.
-        epochs: How many times the data were seen at the last of them.
-        how: As in ``Recommendation.why``.
+    ``epochs``: how many times the data were seen at the last. ``how``: as ``Recommendation.why``.
     """
 
     points: tuple[int, ...]
@@ -384,15 +369,18 @@ class Flat(CommonFinding, frozen=True, tag="flat"):
     how: str
 
 
-class Unplanned(CommonFinding, frozen=True, tag="unplanned"):
+class Unplanned(Finding, frozen=True, tag="unplanned"):
     """The budget was too short for a run from the initial weights."""
 
 
-class Unfinished(CommonFinding, frozen=True, tag="unfinished"):
+class Unfinished(Finding, frozen=True, tag="unfinished"):
     """The study ended after so many of the planned points."""
 
     measured: int
     planned: int
+
+
+Others = Schedule | GoingOn | Larger | Flat | Unplanned | Unfinished
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -405,7 +393,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     resolved: bool
 
 
-class Summary(CommonSummary, frozen=True, kw_only=True):
+class Summary(schema.Summary, frozen=True, kw_only=True):
     """Content of ``summary.json``.
 
     Attributes:
@@ -420,10 +408,7 @@ class Summary(CommonSummary, frozen=True, kw_only=True):
     batch_size: int
     lr: float
     tolerance: float
-    findings: tuple[
-        Recommendation | Unfinished | RateVerdict | Larger | Unplanned | Flat | Schedule | GoingOn,
-        ...,
-    ]
+    findings: tuple[Recommendation | RateVerdict | Others, ...]
     recommendation: Recommendation
     rate: RateVerdict
     schedule: Schedule | None

@@ -24,6 +24,8 @@ __all__ = ["TRIALS", "branch", "noise", "point", "scratch"]
 
 # Training losses of a segment of the main trajectory that are recorded, each an average.
 TRAINING_MARKS = 32
+Marks = tuple[list[int], list[int]]
+"""Samples on the way, and at the end, after which a run is evaluated."""
 
 
 def point(plan: Plan, place: Workplace, point: int) -> Point:
@@ -47,7 +49,7 @@ def point(plan: Plan, place: Workplace, point: int) -> Point:
             yield seen
 
     marks = run_marks(stop, task.batch_size, start)
-    curve = _curve(place, steps(), start, marks, f"training to {stop:,} samples", own=True)
+    curve = _curve(place, steps(), marks, f"training to {stop:,} samples", True, start)
     state = trainer.state(stop)
     # The others continue once the file is there.
     trainer.context.on_main(lambda: place.checkpoints.save(f"point-{point}", state))
@@ -90,7 +92,7 @@ def branch(plan: Plan, place: Workplace, point: int, repeat: int, batch_size: in
     order, rate = _order(plan, place, point, f"branch-{repeat}"), Rate(batch_size)
     steps = trainer.run(order, 0, length, batch_size, rate=rate, seen=seen)
     what = f"branch of {batch_size:,} at {seen:,}"
-    found = _averaged(place, steps, length, ends, way, what, own=own)
+    found = _averaged(place, steps, length, (way, ends), what, own=own)
     return Branch(
         point=point,
         repeat=repeat,
@@ -130,7 +132,7 @@ def scratch(
     way = run_marks(samples, base) if batch_size == base else []
     ends, what = end_marks(samples, base), f"{batch_size:,} from the initial weights"
     own = batch_size == base and rate == 1
-    found = _averaged(place, steps(), samples, ends, way, what, own=own)
+    found = _averaged(place, steps(), samples, (way, ends), what, own=own)
     rows = ((start, size, _lr(place, size, rate)) for start, size in stages)
     return Scratch(
         purpose=purpose,
@@ -154,19 +156,12 @@ def _go_to(plan: Plan, place: Workplace, at: int) -> None:
 
 
 def _averaged(
-    place: Workplace,
-    steps: Iterable[int],
-    length: int,
-    ends: list[int],
-    way: list[int],
-    what: str,
-    *,
-    own: bool,
+    place: Workplace, steps: Iterable[int], length: int, marks: Marks, what: str, *, own: bool
 ) -> dict[str, Any]:
     """Losses on the way, the last one being the average over the end marks."""
+    way, ends = marks
     try:
-        marks = [*(mark for mark in way if mark < ends[0]), *ends]
-        curve = _curve(place, steps, 0, marks, what, own=own)
+        curve = _curve(place, steps, [*(mark for mark in way if mark < ends[0]), *ends], what, own)
     except Diverged:
         # With the task's own settings this is an error; otherwise it is a result.
         if own:
@@ -178,15 +173,9 @@ def _averaged(
 
 
 def _curve(
-    place: Workplace,
-    steps: Iterable[int],
-    start: int,
-    marks: Iterable[int],
-    what: str,
-    *,
-    own: bool,
+    place: Workplace, steps: Iterable[int], marks: list[int], what: str, own: bool, at: int = 0
 ) -> list[tuple[int, float]]:
-    """Trains, and evaluates once after each mark is reached."""
+    """Trains from ``at`` samples on, and evaluates once after each mark is reached."""
 
     def evaluate() -> float:
         loss, trainer = place.evaluate(), place.trainer
@@ -197,7 +186,7 @@ def _curve(
             )
         return loss
 
-    found, left, at = [], sorted(set(marks)), start
+    found, left = [], sorted(set(marks))
     for seen in steps:
         place.advance(seen - at, what)
         at = seen
@@ -213,7 +202,5 @@ def _lr(place: Workplace, size: int, rate: float) -> float:
 
 
 def _order(plan: Plan, place: Workplace, point: int, kind: str) -> Order:
-    trainer, stream = place.trainer, f"{kind}-{point}"
-    return branch_order(
-        len(trainer.task.train), trainer.seed, seen=plan.points[point], stream=stream
-    )
+    size, seed = len(place.trainer.task.train), place.trainer.seed
+    return branch_order(size, seed, seen=plan.points[point], stream=f"{kind}-{point}")

@@ -4,19 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from steadygrad.studies.advise.schema import (
-    CAP,
-    Checked,
-    Flat,
-    GoingOn,
-    Larger,
-    RateVerdict,
-    Recommendation,
-    Schedule,
-    Summary,
-    Unfinished,
-    Unplanned,
-)
+from steadygrad.studies.advise import schema
+from steadygrad.studies.advise.schema import CAP, Checked, Recommendation, Summary
 from steadygrad.studies.schema import Table
 from steadygrad.studies.text import listed, percent, percent_interval, plural, show
 
@@ -74,7 +63,7 @@ def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
         settings = settings.removesuffix(",")
         steps = _fewer(run.steps, found.samples // s.batch_size)
         return f"Train at {settings}: it {_needs(run, s)} and {steps}.", f"train at {settings}"
-    larger = next((f.run for f in s.findings if isinstance(f, Larger)), None)
+    larger = next((f.run for f in s.findings if isinstance(f, schema.Larger)), None)
     why = _failed(larger, s) if larger else f"no larger batch was shown to need {more}"
     return f"Stay at {base}: {why}.", f"stay at {base}"
 
@@ -85,13 +74,13 @@ def remarks(s: Summary) -> tuple[str, ...]:
     return tuple([text for text in said if text][:3])
 
 
-def _unfinished(found: Unfinished, s: Summary) -> str:
+def _unfinished(found: schema.Unfinished, s: Summary) -> str:
     more = "" if s.status == "failed" else "; --resume continues it"
     points = f"{found.measured} of {found.planned} points of training"
     return f"The study {ENDS[s.status]} after measuring {points}{more}."
 
 
-def _rate(found: RateVerdict, s: Summary) -> str:
+def _rate(found: schema.RateVerdict, s: Summary) -> str:
     lr, run = f"{s.lr:.3g}", f"a run of {_count(found.samples, s)}"
     if found.why:
         others = listed(f"{s.lr * float(rate):.3g}" for rate in found.losses if rate != "1")
@@ -110,7 +99,7 @@ def _rate(found: RateVerdict, s: Summary) -> str:
     return f"{said}, and {found.losses['1']:.4g} at {lr}{bound}."
 
 
-def _larger(found: Larger, s: Summary) -> str:
+def _larger(found: schema.Larger, s: Summary) -> str:
     advised = s.recommendation.batch_size or 0
     if found.run is None:
         if found.diverged is None:
@@ -125,19 +114,19 @@ def _larger(found: Larger, s: Summary) -> str:
     return said[:1].upper() + said[1:].rstrip()
 
 
-def _unplanned(found: Unplanned, s: Summary) -> str:
+def _unplanned(found: schema.Unplanned, s: Summary) -> str:
     none = "The budget was too short for a run from the initial weights"
     return f"{none}, and --resume adds none: start a new study with a longer --budget."
 
 
-def _flat(found: Flat, s: Summary) -> str:
+def _flat(found: schema.Flat, s: Summary) -> str:
     seen = f" (data seen {found.epochs:.0f} times by then)" if found.epochs >= 1.5 else ""
     where = f"{listed(f'{point:,}' for point in found.points)} {plural(s.sample)}{seen}"
     loss = f"along the branches there, the validation loss of batch {s.batch_size:,}"
     return f"No batch size can be judged after {where}: {loss} {FALLS[found.how]}."
 
 
-def _schedule(found: Schedule, s: Summary) -> str:
+def _schedule(found: schema.Schedule, s: Summary) -> str:
     if found.check is None or not found.advised:
         return ""
     stages = listed(f"{stage.batch_size:,} from {stage.from_samples:,}" for stage in found.stages)
@@ -146,7 +135,7 @@ def _schedule(found: Schedule, s: Summary) -> str:
     return f"A growing batch, {stages} {plural(s.sample)} on, {_needs(found.check, s)} and {steps}."
 
 
-def _going_on(found: GoingOn, s: Summary) -> str:
+def _going_on(found: schema.GoingOn, s: Summary) -> str:
     critical = next(point.critical for point in s.points if point.samples == found.from_samples)
     assert critical is not None
     use = f"batch {found.batch_size:,} with learning rate {found.lr:.3g}"
@@ -164,13 +153,13 @@ def _going_on(found: GoingOn, s: Summary) -> str:
 
 
 TEMPLATES: dict[type, Callable[[Any, Summary], str]] = {
-    Unfinished: _unfinished,
-    RateVerdict: _rate,
-    Larger: _larger,
-    Unplanned: _unplanned,
-    Flat: _flat,
-    Schedule: _schedule,
-    GoingOn: _going_on,
+    schema.Unfinished: _unfinished,
+    schema.RateVerdict: _rate,
+    schema.Larger: _larger,
+    schema.Unplanned: _unplanned,
+    schema.Flat: _flat,
+    schema.Schedule: _schedule,
+    schema.GoingOn: _going_on,
 }
 
 
