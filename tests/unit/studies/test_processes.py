@@ -72,7 +72,11 @@ def test_a_worker_that_is_killed_in_mid_trial(base, whole, tmp_path):
     assert watcher.done == watcher.total
     assert lines(folder) == lines(whole)
     assert summary(folder) == summary(whole)
-    assert sorted(path.name for path in folder.iterdir()) == ["record.jsonl", "summary.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "header.json",
+        "results",
+        "summary.json",
+    ]
     wait_for(lambda: not children(os.getpid()))
 
 
@@ -187,7 +191,11 @@ def test_a_dask_cluster_that_loses_a_worker_and_then_its_scheduler(
         assert watcher.done == watcher.total
         assert lines(folder) == lines(whole)
         assert summary(folder) == summary(whole)
-        assert sorted(path.name for path in folder.iterdir()) == ["record.jsonl", "summary.json"]
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "header.json",
+            "results",
+            "summary.json",
+        ]
 
         cut = copy(base, tmp_path / "cut")
         watcher = Watcher(1500, process.kill)
