@@ -43,7 +43,7 @@ SINKS = {
 @pytest.mark.parametrize("case", PRINTED)
 def test_standard_output_that_takes_nothing(case, reason, folder):
     arguments = [str(folder) if word == RUN else word for word in PRINTED[case]]
-    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    files = {path.name: path.read_bytes() for path in folder.glob("*.*")}
     with SINKS[reason]() as sink:
         code, _, err = run_program(*arguments, module="steadygrad", stdout=sink)
     line = f"steadygrad: Expected standard output to take what is printed. Found {reason}. Remedy: "
@@ -55,7 +55,7 @@ def test_standard_output_that_takes_nothing(case, reason, folder):
     assert "Exception ignored" not in err
     # Only --json prints more than this line.
     assert err.count("\n") == 1 or case == "json"
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+    assert {path.name: path.read_bytes() for path in folder.glob("*.*")} == files
 
 
 def test_closed_standard_output_is_no_error(folder):
