@@ -12,12 +12,14 @@ from steadygrad.studies.run import resume
 from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.work import run_job
 from tests.unit.studies.framework import (
+    FILES,
     PLAN,
     Watcher,
     begin,
     contents,
     copy,
     go_on,
+    left,
     lines,
     part,
     summary,
@@ -71,11 +73,7 @@ def test_the_whole_run(whole):
         assert branch.steps == PLAN.branch_samples[branch.point] // branch.batch_size
         assert branch.lr == pytest.approx(0.001 * math.sqrt(branch.batch_size / 4))
         assert branch.curve[-1] == (branch.samples, branch.loss)
-    assert sorted(path.name for path in whole.iterdir()) == [
-        "header.json",
-        "results",
-        "summary.json",
-    ]
+    assert left(whole) == FILES
 
 
 @pytest.mark.parametrize("at", [EARLY, LATE])
@@ -258,6 +256,18 @@ def test_a_worker_notices_that_another_run_is_in_the_folder(base, tmp_path):
     (second,) = run_job(str(folder), job, files)
     assert first.valid_loss != second.valid_loss
     assert read_run(folder).header.settings.seed == 1
+
+
+@pytest.mark.parametrize("name", ["results", "checkpoints"])
+def test_a_run_whose_folders_are_links_is_left_alone(cut, tmp_path, name):
+    """A stranger's may lead anywhere."""
+    folder = copy(cut, tmp_path / "run")
+    (folder / name).rename(tmp_path / "elsewhere")
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    before = left(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=f"'{name}', a link"):
+        go_on(folder)
+    assert left(tmp_path / "elsewhere") == before
 
 
 def test_a_record_of_another_study_is_refused(base):
