@@ -53,14 +53,11 @@ def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
         remedy = "try another Task.lr, more data, or a longer --budget"
         return f"{loss} {FALLS[found.why]} along its branches; {remedy}.", ""
     settings = f"batch {found.batch_size:,} with learning rate {found.lr:.3g}"
-    if found.warmup_samples:
-        settings += f", warmed up over the first {_count(found.warmup_samples, s)},"
     if found.basis == "predicted":
         said = f"B{settings[1:]} should need {more} than {base}: predicted, not trained."
-        return said, f"try {settings.removesuffix(',')} (predicted, not trained)"
+        return said, f"try {settings} (predicted, not trained)"
     run = next((run for run in s.checked if run.batch_size == found.batch_size), None)
     if run is not None:
-        settings = settings.removesuffix(",")
         steps = _fewer(run.steps, found.samples // s.batch_size)
         return f"Train at {settings}: it {_needs(run, s)} and {steps}.", f"train at {settings}"
     larger = next((f.run for f in s.findings if isinstance(f, schema.Larger)), None)
@@ -189,8 +186,10 @@ def table(s: Summary) -> Table | None:
     if schedule:
         verdict = _verdict(schedule.check, s) if schedule.check else "not advised"
         row("growing", schedule.stages[-1].lr, schedule.steps, verdict, schedule.check)
+    warmup = max((run.warmup_samples for run in s.checked), default=found.warmup_samples or 0)
+    title = f"{s.task}: {found.samples:,} {samples} from the initial weights"
     return Table(
-        f"{s.task}: {found.samples:,} {samples} from the initial weights",
+        title + f"; higher learning rates warmed up over the first {warmup:,}" * (warmup > 0),
         ("batch size", "learning rate", "steps", EXTRA.format(samples), "basis", "verdict"),
         tuple(rows),
     )
