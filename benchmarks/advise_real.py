@@ -43,7 +43,7 @@ def train(job: Job) -> list[tuple[int, float]]:
     """Samples and validation losses: a whole curve, or the mean over the end of the run."""
     import torch
 
-    from steadygrad.studies.advise.trials import end_marks
+    from steadygrad.studies.advise.plan import end_marks
     from steadygrad.studies.deadline import Deadline
     from steadygrad.studies.distributed import DistributedContext
     from steadygrad.studies.order import main_order

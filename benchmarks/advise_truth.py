@@ -32,11 +32,10 @@ from benchmarks.truth.compiled import CompiledTrainer, header_of, run_study, sta
 from benchmarks.truth.worlds import WORLDS
 
 from steadygrad.formulas.batch_size import learning_rate
-from steadygrad.studies.advise.critical import CAP
-from steadygrad.studies.advise.explain import explain
-from steadygrad.studies.advise.plan import plan_of_length
-from steadygrad.studies.advise.recommend import Evidence
-from steadygrad.studies.advise.trials import end_marks
+from steadygrad.studies.advise.analysis import Evidence
+from steadygrad.studies.advise.findings import summarize
+from steadygrad.studies.advise.plan import end_marks, plan_of_length
+from steadygrad.studies.advise.schema import CAP
 
 TOLERANCE = 0.2
 # Falls of so many deviations of one run are resolvable with three repeats.
@@ -51,7 +50,7 @@ def study(task: tuple[str, int, int]) -> dict:
     sizes = world.batch_size, 4 * world.horizon
     header = header_of(world, seed, plan_of_length(horizon, (3, 4, 3), *sizes, speed=1000.0))
     journal, states = run_study(header, CompiledTrainer(world, seed))
-    found = Evidence(header, journal)
+    found, summary = Evidence(header, journal), summarize(header, journal, "complete")
     points = [point_row(world, found, states, i) for i in found.criticals]
     return {
         "world": name,
@@ -63,7 +62,7 @@ def study(task: tuple[str, int, int]) -> dict:
         "overhead": overhead_of(world, found, ((0, found.constant),)) if found.constant else None,
         "schedule": schedule_row(world, found),
         "rate": rate_row(world, found),
-        "words": explain(found, "complete"),
+        "words": [summary.answer, *summary.remarks],
     }
 
 
@@ -94,7 +93,7 @@ def check_row(world, found: Evidence, run) -> dict:
 
 def schedule_row(world, found: Evidence) -> dict | None:
     run = found.schedule_check
-    if run is None or not run.within(TOLERANCE):
+    if run is None or not run.within:
         return None
     return {"overhead": run.overhead, "truth": overhead_of(world, found, found.schedule)}
 

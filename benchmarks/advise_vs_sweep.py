@@ -61,7 +61,7 @@ def report(advice: dict[str, Any], swept: dict[str, Any], first: int, called: st
             *lines,
             f"{called} recommends **{size}** ({advice['recommendation']['basis']}),",
             f"{size / good:g} times the sweep's, {verdict} a factor of two.",
-            *(f"- {line}" for line in advice["words"]),
+            *(f"- {line}" for line in (advice["answer"], *advice["remarks"])),
         ]
     )
 

@@ -14,10 +14,10 @@ from benchmarks.truth.worlds import BETAS, EPS, World
 from numba import njit
 
 from steadygrad.formulas.batch_size import learning_rate
-from steadygrad.studies.advise.decisions import Chooser
-from steadygrad.studies.advise.runner import run_job
+from steadygrad.studies.advise.analysis import Chooser
+from steadygrad.studies.advise.plan import make_trials
 from steadygrad.studies.advise.schema import Header, Plan, Settings
-from steadygrad.studies.advise.trials import make_trials
+from steadygrad.studies.advise.trials import TRIALS
 from steadygrad.studies.folder import SCHEMA, Results
 from steadygrad.studies.order import Order, seed_for
 from steadygrad.studies.schema import Runtime, TaskInfo
@@ -170,7 +170,8 @@ def run_study(header: Header, trainer: Any) -> tuple[Results, dict[str, Any]]:
     for trial in make_trials(header.plan, 1, Chooser(header)):
         job = trial.job(journal)
         if job is not None and job["kind"] != "noise":
-            journal.add(run_job(job, header.plan, place))
+            parameters = {name: value for name, value in job.items() if name != "kind"}
+            journal.add(TRIALS[job["kind"]](header.plan, place, **parameters))
     return journal, states
 
 

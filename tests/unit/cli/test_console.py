@@ -8,59 +8,6 @@ from rich.table import Table
 
 from steadygrad.cli.console import cleaned, complain, emit, note, printable, rendered
 from steadygrad.cli.progress import BarMonitor, LineMonitor, Monitor, make_monitor
-from steadygrad.studies.advise.report.terminal import table
-
-CRITICAL = {"within": 32, "beyond": 64.0, "value": 40.2, "low": 30.0, "high": 70.0}
-NOISE = {"value": 120.4, "low": 80.0, "high": 200.0, "resolved": True}
-
-
-def point(noise=NOISE, critical=CRITICAL):
-    return {"samples": 1024, "valid_loss": 2.34567, "noise": noise, "critical": critical}
-
-
-def cells(case, checked=(), length=1024):
-    summary = {
-        "task": "tiny",
-        "sample": "row",
-        "points": [case],
-        "recommendation": {"samples": length},
-        "checked": list(checked),
-    }
-    found = table(summary)
-    return [next(iter(column.cells)) for column in found.columns]
-
-
-@pytest.mark.parametrize(
-    ("case", "expected"),
-    [
-        (point(), ["1,024", "2.3457", "120 (80 to 200)", "32", "40 (30 to 70)"]),
-        (point(noise={**NOISE, "resolved": False, "value": math.nan}), {2: "unresolved, above 80"}),
-        (
-            point(critical={**CRITICAL, "beyond": math.inf, "high": math.inf}),
-            {3: "32 (all tried)", 4: "30 or more"},
-        ),
-        (point(critical={**CRITICAL, "high": math.inf}), {3: "32", 4: "40 (30 or more)"}),
-        (point(critical={**CRITICAL, "value": math.nan}), {3: "unresolved", 4: "-"}),
-        (point(noise=None, critical=None), {2: "-", 3: "-", 4: "-"}),
-    ],
-)
-def test_a_row_of_the_table_of_advise(case, expected):
-    found = cells(case)
-    places = enumerate(expected) if isinstance(expected, list) else expected.items()
-    assert {place: found[place] for place, _ in places} == dict(
-        enumerate(expected) if isinstance(expected, list) else expected
-    )
-    assert found[5] == "-"
-
-
-def test_runs_from_scratch_stand_at_the_point_where_they_end():
-    runs = [{"batch_size": 2048, "overhead": 0.114}, {"batch_size": 4096, "overhead": 3.0}]
-    assert cells(point(), runs)[5] == "2,048: +11%\n4,096: failed"
-    assert cells(point(), runs, length=2048)[5] == "-"
-
-
-def test_no_point_is_no_table():
-    assert table({"points": []}) is None
 
 
 def test_a_text_is_no_markup_and_no_emoji():

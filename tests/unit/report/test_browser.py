@@ -112,25 +112,22 @@ def assert_well_shown(look: Look, charts: int) -> None:
 @pytest.mark.parametrize("mode", ["light", "dark"])
 def test_whole_page_on_a_phone_and_on_a_desk(whole_page: str, tmp_path: Path, mode: str):
     look = Look(whole_page, tmp_path, *([DARK] if mode == "dark" else []))
-    assert_well_shown(look, charts=8)
+    assert_well_shown(look, charts=4)
     assert (luminance(look.desk["paper"]) < 0.1) == (mode == "dark")
 
 
-@pytest.mark.parametrize(("points", "charts"), [(0, 0), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("points", "charts"), [(0, 0), (1, 1), (2, 2)])
 def test_partial_page(make_run: Any, tmp_path: Path, points: int, charts: int):
-    assert_well_shown(Look(render(make_run(points, None)), tmp_path), charts)
+    assert_well_shown(Look(render(make_run(points=points, status=None)), tmp_path), charts)
 
 
 def test_hostile_names_run_nothing_and_do_not_widen_the_page(make_run: Any, tmp_path: Path):
     script = "<img src=x onerror=\"document.title='pwned'\"><script>document.title='pwned'</script>"
 
-    def change(summary: dict[str, Any]) -> None:
-        summary["words"] = ["z" * 500, script]
-        summary["schedule"]["megatron"] = "0:16" * 200
-
+    change = {"answer": script, "remarks": ["z" * 500, script]}
     task = {"name": script + "x" * 300, "sample": script, "provenance": {"y" * 99: "y" * 3000}}
     look = Look(render(make_run(task=task, summary=change)), tmp_path)
-    assert_well_shown(look, charts=8)
+    assert_well_shown(look, charts=4)
     assert look.desk["title"].startswith("<img src=x")
 
 

@@ -152,9 +152,9 @@ def find_critical(
         values = np.where(values >= sizes[stable - 1], spread, values)
     count = int((overhead <= tolerance).sum())
     within, beyond = sizes[count - 1], float((*sizes, math.inf)[count])
-    value = min(float(crossing(sizes, overhead, tolerance, stable)), sizes[-1])
+    value = min(float(crossing(sizes, overhead, tolerance, stable)), float(sizes[-1]))
     resolved = fall >= LEAST_FALL
-    low = min(quantile(values, 0.025), within) if resolved else 0.0
+    low = float(min(quantile(values, 0.025), within)) if resolved else 0.0
     high = max(quantile(values, 0.975), beyond) if resolved else math.inf
     # Above the largest size tried nothing is known.
     most = sizes[-1] if math.isinf(beyond) else high

@@ -3,10 +3,22 @@
 import math
 import random
 
-from steadygrad.studies.advise.schema import Branch, Header, Plan, Point, Scratch, Settings, Stage
-from steadygrad.studies.advise.trials import FRACTIONS, end_marks, run_marks
-from steadygrad.studies.folder import SCHEMA
-from steadygrad.studies.schema import Runtime, TaskInfo
+import msgspec
+
+from steadygrad.studies.advise.analysis import Chooser
+from steadygrad.studies.advise.plan import FRACTIONS, end_marks, make_trials, run_marks
+from steadygrad.studies.advise.schema import (
+    Branch,
+    Header,
+    Noise,
+    Plan,
+    Point,
+    Scratch,
+    Settings,
+    Stage,
+)
+from steadygrad.studies.folder import SCHEMA, Results
+from steadygrad.studies.schema import Result, Runtime, TaskInfo
 
 LENGTH = 4096
 SIZES = [8 * 2**i for i in range(7)]
@@ -26,7 +38,7 @@ def within_tolerance(critical: float, tolerance: float = 0.2) -> float:
     return (1 + tolerance) * (critical + SIZES[0]) - critical
 
 
-def make_header(points=(1024, 4096), *, task=None, runtime=None, **plan) -> Header:
+def make_header(points=(1024, 4096), *, task=None, runtime=None, settings=None, **plan) -> Header:
     plan = {
         "batch_size": 8,
         "points": tuple(points),
@@ -72,7 +84,7 @@ def make_header(points=(1024, 4096), *, task=None, runtime=None, **plan) -> Head
             }
         ),
         environment={},
-        settings=Settings(task="tiny"),
+        settings=Settings(**{"task": "tiny", **(settings or {})}),
         plan=Plan(**plan),
     )
 
@@ -158,3 +170,76 @@ def scratch(
         loss=loss,
         curve=(*((place, law(place / slower)) for place in way), (mean, loss)),
     )
+
+
+def noise(number: int, value=30.0) -> Noise:
+    """A noise scale; NaN where it could not be determined."""
+    known = not math.isnan(value)
+    return Noise(
+        point=number,
+        value=value,
+        low=value / 2 if known else 10.0,
+        high=2 * value if known else math.inf,
+        grad_sq_norm=1.0,
+        noise_trace=30.0,
+        resolved=known,
+        measurements=8,
+        effective=8.0,
+        samples=512,
+    )
+
+
+def measured(header, criticals=(120.0, 400.0), **more) -> list[Result]:
+    """Points, noise scales and the branches of the ladder."""
+    found: list[Result] = []
+    for i, samples in enumerate(header.plan.points):
+        found += [point(i, samples), noise(i)]
+        found += branches(criticals[i % 2], sigma=0.0005, seed=i, point=i, **more)
+    return found
+
+
+def done(job, critical, draw) -> Result:
+    """The result of a job, with noise of its own."""
+    size, error = job["batch_size"], draw.gauss(0, 0.001)
+    if job["kind"] == "branch":
+        loss = law(LENGTH / slowness(size, critical)) + error
+        return branch(size, job["repeat"], loss, point=job["point"])
+    return scratch(
+        size,
+        job["repeat"],
+        job["samples"],
+        slower=slowness(size, critical),
+        noise=error,
+        rate=job["rate"],
+        purpose=job["purpose"],
+        stages=job["stages"],
+        warmup_samples=job["warmup_samples"],
+    )
+
+
+def studied(header, critical, *, lost=(), grown=None, rates=None):
+    """Results of a whole study, and the jobs of its trials.
+
+    Args:
+        header: Its header.
+        critical: Critical batch size of whole runs.
+        lost: Batch sizes that diverge.
+        grown: That of growing batches.
+        rates: Samples that other learning rates need, by rate; the others are not trained.
+    """
+    draw, jobs, chooser = random.Random(0), {}, Chooser(header)
+    events = measured(header)
+    for trial in make_trials(header.plan, 64, chooser):
+        job = jobs[trial.key] = trial.job(Results(events))
+        if job is None or trial.key[0] in ("point", "noise", "branch"):
+            continue
+        if trial.key[0] == "rate":
+            if job["rate"] in (rates or {}):
+                slower = rates[job["rate"]]
+                events.append(scratch(8, 0, job["samples"], rate=job["rate"], slower=slower))
+            continue
+        found = done(job, grown if grown and trial.key[0] == "schedule" else critical, draw)
+        if job["batch_size"] in lost and trial.key[0] == "candidate":
+            found = msgspec.structs.replace(found, loss=math.inf, curve=((LENGTH, math.inf),))
+        events.append(found)
+    return events, jobs

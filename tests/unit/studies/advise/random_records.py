@@ -3,9 +3,9 @@
 import math
 import random
 
-from steadygrad.studies.advise.decisions import Chooser
+from steadygrad.studies.advise.analysis import Chooser
+from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.advise.schema import Noise
-from steadygrad.studies.advise.summary import summarize
 from steadygrad.studies.folder import Results
 from tests.unit.studies.advise.events import (
     branches,
@@ -111,11 +111,11 @@ def with_runs(header, events, draw, seed):
 
 
 def random_record(seed):
-    """A header, a journal and the summary."""
+    """A header, the results and the summary."""
     header, events, draw = random_journal(seed)
     events = with_runs(header, events, draw, seed)
     if draw.random() < 0.3:
         events = events[: draw.randint(0, len(events))]
     status = draw.choice(STATUSES)
-    journal = Results(events)
-    return header, journal, {**summarize(header, journal, status), "status": status}
+    found = Results(events)
+    return header, found, summarize(header, found, status)

@@ -4,65 +4,27 @@ import random
 
 import pytest
 
-from steadygrad.studies.advise.decisions import Chooser
-from steadygrad.studies.advise.recommend import Evidence
-from steadygrad.studies.advise.trials import make_trials
+from steadygrad.studies.advise.analysis import Chooser, Evidence
+from steadygrad.studies.advise.plan import make_trials
 from steadygrad.studies.folder import Results
 from tests.unit.studies.advise.events import (
-    branch,
     branches,
+    done,
     law,
     make_header,
+    measured,
     point,
     scratch,
-    slowness,
+    studied,
 )
 
 POINTS = (1024, 4096)
 HEADER = make_header(POINTS)
 
 
-def measured(critical=(120.0, 400.0)):
-    """Points and the branches of the ladder."""
-    found = []
-    for i, samples in enumerate(POINTS):
-        found.append(point(i, samples))
-        found += branches(critical[i], sigma=0.0005, seed=i, point=i)
-    return found
-
-
-def done(job, critical, draw):
-    """The event of a job, with noise of its own."""
-    size, noise = job["batch_size"], draw.gauss(0, 0.001)
-    if job["kind"] == "branch":
-        loss = law(4096 / slowness(size, critical)) + noise
-        return branch(size, job["repeat"], loss, point=job["point"])
-    return scratch(
-        size,
-        job["repeat"],
-        job["samples"],
-        slower=slowness(size, critical),
-        noise=noise,
-        purpose=job["purpose"],
-        stages=job["stages"],
-    )
-
-
-def studied(critical):
-    """Events of a whole study, and the jobs of its trials."""
-    draw, jobs, chooser = random.Random(0), {}, Chooser(HEADER)
-    events = measured()
-    for trial in make_trials(HEADER.plan, 64, chooser):
-        job = trial.job(Results(events))
-        jobs[trial.key] = job
-        if job is not None and trial.key[0] in ("middle", "baseline", "candidate", "schedule"):
-            events.append(done(job, critical, draw))
-    return events, jobs
-
-
 @pytest.mark.parametrize("critical", [12.0, 60.0, 100.0, 400.0, 1e5])
 def test_a_study_with_all_results_there_decides_as_it_did_before_them(critical):
-    events, jobs = studied(critical)
+    events, jobs = studied(HEADER, critical)
     assert {key[0] for key, job in jobs.items() if job} >= {"middle", "baseline", "candidate"}
     again, full = Chooser(HEADER), Results(events)
     assert {t.key: t.job(full) for t in make_trials(HEADER.plan, 64, again)} == jobs
@@ -70,7 +32,7 @@ def test_a_study_with_all_results_there_decides_as_it_did_before_them(critical):
 
 def test_those_decisions_depend_on_what_is_there():
     """A guard on the test above: with all results, the first candidate would be another."""
-    events, jobs = studied(100.0)
+    events, jobs = studied(HEADER, 100.0)
     sizes = [jobs["candidate", number, 0]["batch_size"] for number in (0, 1)]
     assert sizes[0] < sizes[1]
     assert jobs["schedule", 0] is not None
@@ -80,15 +42,16 @@ def test_those_decisions_depend_on_what_is_there():
 @pytest.mark.parametrize("name", [("middle", 1), ("baseline",), ("candidate", 0), ("schedule",)])
 def test_all_repeats_follow_one_decision(name, monkeypatch):
     """The results of the first repeats are there when the job of the next is asked for."""
-    made, method = [], getattr(Chooser, f"_{name[0]}")
+    which = "_middle" if name[0] == "middle" else "_run"
+    made, method = [], getattr(Chooser, which)
 
     def counted(*arguments):
         made.append(arguments)
         return method(*arguments)
 
-    monkeypatch.setattr(Chooser, f"_{name[0]}", counted)
+    monkeypatch.setattr(Chooser, which, counted)
     draw, chooser = random.Random(0), Chooser(HEADER)
-    events, jobs = [*measured(), *(scratch(8, seed, 4096) for seed in (1, 2))], []
+    events, jobs = [*measured(HEADER), *(scratch(8, seed, 4096) for seed in (1, 2))], []
     for repeat in range(3):
         jobs.append(chooser((*name, repeat), Results(events)))
         # It costs so much that another decision would be another one.
@@ -98,7 +61,7 @@ def test_all_repeats_follow_one_decision(name, monkeypatch):
 
 
 def test_a_lost_repeat_is_decided_as_the_others_were():
-    events, jobs = studied(100.0)
+    events, jobs = studied(HEADER, 100.0)
     kept = [e for e in events if e.key[:4] != ("scratch", "constant", 1, 12)]
     assert len(kept) == len(events) - 1
     found = Chooser(HEADER)(("candidate", 0, 1), Results(kept))
@@ -107,13 +70,13 @@ def test_a_lost_repeat_is_decided_as_the_others_were():
 
 def test_a_middle_size_is_trained_where_the_bracket_is_known():
     # 89.6 is the truth.
-    job = Chooser(HEADER)(("middle", 1, 2), Results(measured()))
+    job = Chooser(HEADER)(("middle", 1, 2), Results(measured(HEADER)))
     assert job == {"kind": "branch", "point": 1, "repeat": 2, "batch_size": 96}
-    every = Results(measured((1e5, 1e5)))
+    every = Results(measured(HEADER, (1e5, 1e5)))
     assert Chooser(HEADER)(("middle", 1, 0), every) is None
     # 96 samples are no whole shares of 64 processes.
     shared = make_header(POINTS, runtime={"world_size": 64})
-    assert Chooser(shared)(("middle", 1, 0), Results(measured())) is None
+    assert Chooser(shared)(("middle", 1, 0), Results(measured(HEADER))) is None
 
 
 def test_other_rates_of_a_decaying_task_are_trained_over_the_advised_length():

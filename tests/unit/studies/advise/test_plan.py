@@ -10,15 +10,18 @@ from steadygrad._checks import InputError
 from steadygrad.studies.advise.plan import (
     END_STEP,
     MIN_STEPS,
+    RUN_ENDS,
     SHARE_OF_BUDGET,
     START_UP,
     START_UP_WORKERS,
+    end_marks,
     end_unit,
     make_plan,
+    make_trials,
+    run_marks,
 )
 from steadygrad.studies.advise.schema import Settings
 from steadygrad.studies.advise.study import Advise
-from steadygrad.studies.advise.trials import RUN_ENDS, end_marks, make_trials, run_marks
 from tests.unit.studies.tiny_task import make_task
 
 

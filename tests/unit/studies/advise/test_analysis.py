@@ -6,10 +6,9 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from steadygrad.studies.advise.decisions import Chooser
-from steadygrad.studies.advise.explain import explain
-from steadygrad.studies.advise.recommend import Evidence, candidates_up_to
-from steadygrad.studies.advise.trials import RUN_ENDS, end_marks, run_marks
+from steadygrad.studies.advise.analysis import Chooser, Evidence
+from steadygrad.studies.advise.findings import summarize
+from steadygrad.studies.advise.plan import RUN_ENDS, end_marks, run_marks
 from steadygrad.studies.folder import Results
 from tests.unit.studies.advise.events import (
     SIZES,
@@ -58,7 +57,8 @@ def base_runs():
     ],
 )
 def test_candidates(most, base, world, expected):
-    assert candidates_up_to(most, base, world) == expected
+    header = make_header(runtime={"world_size": world}, batch_size=base)
+    assert Evidence(header, Results()).rungs(most) == expected
 
 
 def test_critical_batch_sizes_of_every_point():
@@ -67,7 +67,7 @@ def test_critical_batch_sizes_of_every_point():
     truth = [within_tolerance(120.0), within_tolerance(400.0)]
     # The noise is a hundredth of what a doubling of the batch changes.
     assert found == pytest.approx(truth, rel=0.1)
-    assert evidence.end == evidence.last == 1
+    assert evidence.end == 1
     assert evidence.length == POINTS[-1]
 
 
@@ -130,7 +130,7 @@ def test_runs_do_not_end_where_the_loss_is_constant():
     events = [*falling, point(1, 4096, losses=lambda s: 0.5), *level]
     evidence = Evidence(make_header(POINTS), Results(events))
     assert evidence.criticals[1].spread == 0.0
-    assert (evidence.end, evidence.last) == (0, 0)
+    assert (evidence.end, len(evidence.measured)) == (0, 1)
 
 
 def test_a_prediction_is_called_one_until_it_is_trained():
@@ -218,9 +218,8 @@ def test_nothing_is_advised_above_what_diverged_at_any_point(diverged):
     assert max(sizes) == 32
     assert (evidence.diverged, evidence.ceiling, evidence.constant) == (64, 32, 32)
     assert [evidence.safe(evidence.criticals[i]) for i in (0, 1)] == [32, 32]
-    words = "\n".join(explain(evidence, "complete"))
-    assert "batch 32 with learning rate" in words
-    assert ("batch 64 diverged elsewhere in this study" in words) == (diverged == (LOST, {}))
+    going_on = summarize(evidence.header, evidence.results, "complete").going_on
+    assert (going_on.batch_size, going_on.diverged) == (32, 64 if diverged == (LOST, {}) else None)
 
 
 def test_a_schedule_stays_below_what_diverged_at_an_earlier_point():
@@ -250,9 +249,6 @@ def test_nothing_is_advised_above_what_diverged_from_scratch():
     lost = [scratch(12, seed, POINTS[-1], noise=math.inf) for seed in range(3)]
     evidence = Evidence(make_header(POINTS), results(*base_runs(), *lost))
     assert (evidence.constant, evidence.ceiling, evidence.schedule) == (8, 8, ())
-    words = explain(evidence, "complete")
-    assert "Batch 12, trained from scratch, diverged." in words[0]
-    assert "batch 8 with learning rate 0.001 needs" in words[1]
     # One seed that diverged is enough, whether the others were trained or not.
     one = Evidence(make_header(POINTS), results(*base_runs(), lost[0]))
     assert (one.constant, one.ceiling) == (8, 8)
@@ -262,7 +258,6 @@ def test_a_larger_candidate_that_failed_leaves_the_smaller_ones_unknown():
     evidence = Evidence(make_header(POINTS), results(*base_runs(), *runs(32, 20.0)))
     assert evidence.failed.low > 0.2
     assert (evidence.constant, evidence.known) == (8, False)
-    assert explain(evidence, "complete")[0].endswith("No smaller one was tried.")
     both = results(*base_runs(), *runs(32, 20.0), *runs(12, 5.0))
     assert Evidence(make_header(POINTS), both).known
 
@@ -272,13 +267,9 @@ def test_a_run_whose_loss_falls_no_more_has_no_batch_size():
     events = [point(i, samples, losses=lambda s: law(400)) for i, samples in enumerate(POINTS)]
     events += [b for i in (0, 1) for b in branches(1e5, sigma=0.001, seed=i, point=i)]
     header = make_header(POINTS, task={"train_size": 100})
-    words = explain(Evidence(header, Results(events)), "complete")
-    assert words[0] == (
-        "No batch size for a run from scratch: before each point of training, over the second half "
-        "of the run so far, the validation loss of the smallest batch did not fall significantly. "
-        "Try a lower Task.lr, more data, or another --budget."
-    )
-    assert words[1].startswith("Continuing from 4,096 rows: ")
+    found = summarize(header, Results(events), "complete")
+    assert (found.recommendation.batch_size, found.recommendation.why) == (None, "runs")
+    assert found.going_on.from_samples == 4096
 
 
 def test_a_schedule_is_never_above_what_was_trained_from_there_on():
@@ -332,7 +323,7 @@ def test_a_run_whose_loss_falls_by_a_rounding_does_not_fall():
         curve = [(s, 2.0) for s, _ in b.curve]
         level.append(branch(b.batch_size, b.repeat, 2.0, curve=curve, point=b.point))
     evidence = Evidence(make_header(POINTS), Results([*still, *level]))
-    assert (evidence.end, evidence.constant, evidence.last) == (None, None, None)
+    assert (evidence.end, evidence.constant, evidence.measured) == (None, None, [])
 
 
 def test_where_no_branch_tells_runs_from_scratch_begin_next_to_the_smallest_batch():
@@ -351,12 +342,9 @@ def test_a_batch_that_may_be_tolerable_is_not_known(slower, known):
     tried = [scratch(12, seed, POINTS[-1], slower=s) for seed, s in enumerate(slower)]
     evidence = Evidence(make_header(POINTS), results(*base_runs(), *tried))
     (run,) = evidence.checked
-    assert not run.within(0.2)
+    assert not run.within
     assert (run.low > 0.2) == known
     assert (evidence.constant, evidence.known) == (8, known)
-    first = explain(evidence, "complete")[0]
-    assert ("is as good is not known" in first) == (not known)
-    assert ("its 3 runs differ too much" in first) == (not known)
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from steadygrad.studies.advise.check import (
+from steadygrad.studies.advise.plan import RUN_ENDS, averaged_end, end_marks, run_marks
+from steadygrad.studies.advise.runs import (
     MARGIN,
     Baseline,
-    Checked,
     baseline_of,
     checked_runs,
 )
-from steadygrad.studies.advise.critical import CAP
-from steadygrad.studies.advise.trials import RUN_ENDS, averaged_end, end_marks, run_marks
+from steadygrad.studies.advise.schema import CAP
 from steadygrad.studies.folder import Results
 from tests.unit.studies.advise.events import law, make_header, point, scratch
 
@@ -82,15 +81,24 @@ def test_one_diverged_run_is_no_interval():
     assert baseline(3).interval(np.array([0.0, math.inf, 0.0]), 4000) == (CAP, CAP, CAP)
 
 
-def checked(overhead, upper):
-    fields = {"stages": (), "warmup_samples": 0, "steps": 1, "seeds": 3, "loss": 1.0}
-    return Checked(16, overhead=overhead, low=0.0, high=1.0, upper=upper, **fields)
+@pytest.mark.parametrize(
+    ("tolerance", "within"), [(0.3, True), (0.31, True), (0.29, False), (0.25, False)]
+)
+def test_within_the_tolerance_and_its_bound_within_the_margin(tolerance, within):
+    """Three runs whose overhead is 0.3, without noise and with some."""
+    plan = make_header((1024, SAMPLES)).plan
 
+    def run(noise):
+        runs = [scratch(16, seed, SAMPLES, slower=1.2995) for seed in range(3)]
+        spread = (-noise, 0.0, noise)
+        runs = [msgspec.structs.replace(r, loss=r.loss + spread[r.repeat]) for r in runs]
+        return checked_runs(baseline(3), Results(runs), plan, "constant", tolerance)[0]
 
-def test_within_the_tolerance_and_its_bound_within_the_margin():
-    assert checked(0.2, MARGIN * 0.2).within(0.2)
-    assert not checked(0.21, 0.2).within(0.2)
-    assert not checked(0.1, MARGIN * 0.2 + 0.001).within(0.2)
+    sure, loud = run(0.0), run(0.05)
+    assert sure.overhead == pytest.approx(0.3, abs=0.005)
+    assert sure.within == (sure.overhead <= tolerance) == within
+    assert loud.upper > MARGIN * tolerance
+    assert not loud.within
 
 
 def test_seed_0_of_the_smallest_batch_is_the_main_trajectory():
@@ -120,9 +128,9 @@ def test_whole_batch_sizes_alone_are_checked():
     others = [scratch(8, 1, SAMPLES), scratch(8, 0, SAMPLES, rate=2.0), scratch(32, 0, SAMPLES)]
     grown = scratch(64, 0, SAMPLES, purpose="schedule", stages=[(0, 16), (1024, 64)])
     found = Results([*runs, *others, grown])
-    sizes = [run.batch_size for run in checked_runs(baseline(3), found, plan, "constant")]
+    sizes = [run.batch_size for run in checked_runs(baseline(3), found, plan, "constant", 0.2)]
     assert sizes == [16, 24]
-    assert checked_runs(baseline(3), found, plan, "schedule") == []
+    assert checked_runs(baseline(3), found, plan, "schedule", 0.2) == []
 
 
 def test_seeds_that_agree_by_chance_take_part_of_the_other_sizes_spread():
@@ -135,7 +143,7 @@ def test_seeds_that_agree_by_chance_take_part_of_the_other_sizes_spread():
         for seed in range(3)
         for run in [scratch(size, seed, SAMPLES)]
     ]
-    agreeing, other = checked_runs(base, Results(runs), plan, "constant")
+    agreeing, other = checked_runs(base, Results(runs), plan, "constant", 0.2)
     differences, samples = np.full(3, runs[-1].loss - base.losses[-1, 0]), runs[0].samples
     half = 0.01 * math.sqrt(0.25 / 3) * 4.303
     low, high = (base.overhead(differences + x, samples) for x in (-half, half))
