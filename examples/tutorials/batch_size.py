@@ -135,4 +135,4 @@ left.legend(frameon=False)
 # - Well below: more samples change the gradient little. Adam may gain by them all the same.
 # - It is of this model at this moment, and assumes that steps are as good as they can be. Before a
 #   long run ask ``steadygrad advise``, which trains branches at growing batch sizes and checks its
-#   advice from scratch.
+#   advice in whole runs.

@@ -96,22 +96,21 @@ with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
     assert code == 0, progress.getvalue()
     run = read_run(out)  # the folder has report.html as well
 
-for line in run.summary["words"]:
+for line in (run.summary["answer"], *run.summary["remarks"]):
     print(textwrap.fill(line, 96, subsequent_indent="    "))
 
 # %%
 # How to read it
 # --------------
 #
-# - *From scratch over ...*: the answer for a whole run. It rests on runs from scratch with several
-#   seeds. "Needs 10% more images" is the price of the larger batch: that much more data for the
-#   same loss. Up to 20 % is tolerated, which ``--tolerance`` changes.
-# - *The learning rate ...*: the smallest batch was trained at half and at twice the rate. If the
-#   rate looks too low, larger batches look better than they are, for they come with larger rates.
-#   Tune it first, and ask again.
-# - *Going on from ...*: the answer for a run that has come that far. It rests on branches.
-# - *A growing batch ...*, where there is such a line: a schedule, trained or only predicted.
-# - The last lines say how sure that is. The noise scale is no recommendation.
+# - The first sentence is the answer for a whole run. It rests on runs from the initial weights with
+#   several seeds, or says "predicted". "Needs 10% more images" is the price of the larger batch:
+#   that much more data for the same loss. Up to 20 % is tolerated, which ``--tolerance`` changes.
+# - *The learning rate ... looks too low, so tune it first*: the smallest batch was trained at half
+#   and at twice the rate. If it is too low, larger batches look better than they are, for they come
+#   with larger rates.
+# - *To continue from ...*: the advice for a run that has come that far. It rests on branches.
+# - *A growing batch ...*, where there is such a line: a schedule that was trained as well.
 #
 # The branches
 # ------------
@@ -143,13 +142,13 @@ for number, (axis, point) in enumerate(zip(axes[0], points, strict=True)):
     axis.minorticks_off()
 
 # %%
-# The runs from scratch
-# ---------------------
+# The whole runs
+# --------------
 #
 # Branches begin with weights that the small batch has made, so they are a first guess for a whole
-# run. Runs from scratch check it. On the left is how many more images each batch size needs than
-# the smallest, with its interval over seeds. On the right are runs of the smallest batch at other
-# learning rates.
+# run. Runs from the initial weights check it. On the left is how many more images each batch size
+# needs than the smallest, with its confidence interval over seeds. On the right are runs of the
+# smallest batch at other learning rates.
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
 checked = run.summary["checked"]

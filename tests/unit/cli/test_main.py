@@ -143,14 +143,14 @@ def test_json_alone_is_on_stdout(whole):
     assert "\x1b" not in out + err
 
 
-def test_without_json_the_words_come_before_the_table(folder, capsys):
+def test_without_json_the_answer_the_table_and_the_remarks_are_printed(folder, capsys):
     assert main(["advise", "--resume", str(folder)]) == 0
     out, err = capsys.readouterr()
-    words = json.loads((folder / "summary.json").read_text())["words"]
-    shown = " ".join(out.split())
-    assert all(sentence in shown for sentence in words)
-    assert shown.startswith(words[0])
-    assert shown.index(words[-1]) < shown.index("noise scale")
+    summary, shown = summary_of(folder), " ".join(out.split())
+    assert shown.startswith(summary["answer"])
+    assert all(remark in shown for remark in summary["remarks"])
+    if summary["table"]:
+        assert "verdict" in shown
     assert shown.endswith(f"Report: {folder / 'report.html'}")
     assert err == ""
 
