@@ -37,7 +37,7 @@ def refused(tmp_path, capsys, monkeypatch):
         assert main(list(arguments)) == 2
         out, err = capsys.readouterr()
         # A study that fails later prints what it measured.
-        assert out == "" or (writes and "the study failed" in " ".join(out.split()))
+        assert out == "" or (writes and "The study failed" in " ".join(out.split()))
         lines = [line for line in err.splitlines() if line.startswith("steadygrad: ")]
         if not writes:
             assert sorted(tmp_path.rglob("*")) == before
