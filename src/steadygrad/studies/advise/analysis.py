@@ -9,13 +9,8 @@ from typing import Any
 import numpy as np
 
 from steadygrad.formulas.batch_size import learning_rate
-from steadygrad.studies.advise.critical import (
-    LEAST_FALL,
-    ROUNDING,
-    MeasuredPoint,
-    find_critical,
-    predict,
-)
+from steadygrad.studies.advise import critical as branches
+from steadygrad.studies.advise.critical import LEAST_FALL, ROUNDING, MeasuredPoint
 from steadygrad.studies.advise.plan import Stages, averaged_end, scratch_job, stretches
 from steadygrad.studies.advise.runs import Baseline, baseline_of, checked_runs, judge_rate
 from steadygrad.studies.advise.schema import (
@@ -62,18 +57,16 @@ class Evidence:
 
     def critical(self, point: int) -> Critical | None:
         """The critical batch size at one point; None where too few branches are there."""
-        branches = [b for b in self.results.select(Branch) if b.point == point]
+        found = [b for b in self.results.select(Branch) if b.point == point]
         seed = seed_for(self.header.settings.seed, "critical", point)
-        return find_critical(branches, self.tolerance, seed=seed)
+        return branches.find_critical(found, self.tolerance, seed=seed)
 
     @cached_property
     def measured(self) -> list[MeasuredPoint]:
         """Points whose critical batch size is resolved."""
-        return [
-            MeasuredPoint(self.plan.points[i], self.plan.branch_samples[i], critical)
-            for i, critical in self.criticals.items()
-            if critical.resolved
-        ]
+        points, lengths = self.plan.points, self.plan.branch_samples
+        found = self.criticals.items()
+        return [MeasuredPoint(points[i], lengths[i], c) for i, c in found if c.resolved]
 
     @cached_property
     def diverged(self) -> float:
@@ -117,7 +110,7 @@ class Evidence:
         """Batch size that the branches suggest for a whole run; None if none is resolved."""
         if self.end is None or not self.measured:
             return None
-        most = min(predict(self.measured, self.length, self.tolerance), self.ceiling)
+        most = min(branches.predict(self.measured, self.length, self.tolerance), self.ceiling)
         return self.rungs(most)[-1]
 
     def rungs(self, most: float) -> list[int]:
@@ -325,10 +318,6 @@ class Chooser:
         """The evidence without the runs that later trials have recorded."""
         jobs = (self._jobs.get(("candidate", number)) for number in range(candidates))
         sizes = {self.plan.batch_size, *(int(job["batch_size"]) for job in jobs if job)}
-        kept = [
-            result
-            for result in results
-            if not isinstance(result, Scratch)
-            or (result.purpose == "constant" and result.batch_size in sizes)
-        ]
-        return Evidence(self.header, Results(kept))
+        late = {r.key for r in results.select(Scratch) if r.purpose != "constant"}
+        late |= {r.key for r in results.select(Scratch) if r.batch_size not in sizes}
+        return Evidence(self.header, Results(r for r in results if r.key not in late))

@@ -43,6 +43,8 @@ WIDE = 4.0
 # Exponents of the curves that are tried, and the steps of the sum over training.
 POWERS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 NODES = 64
+Rows = dict[int, dict[int, Branch]]
+"""Branches by batch size and repeat."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +53,12 @@ class LossCurve:
 
     With :math:`p = 0` this is :math:`a - c \ln(1 + s/s_0)`: language modelling. A large ``p`` comes
     near an exponential approach to a floor, a large :math:`s_0` near a straight line.
-
-    Attributes:
-        start: :math:`a`, shape ``(*)``.
-        fall: :math:`c`; not positive where the loss did not fall.
-        scale: :math:`s_0`, in samples.
-        power: :math:`p`.
     """
 
-    start: Floats
-    fall: Floats
-    scale: Floats
-    power: Floats
+    start: Floats  # a, shape (*)
+    fall: Floats  # c; not positive where the loss did not fall
+    scale: Floats  # s_0, in samples
+    power: Floats  # p
 
     def __call__(self, samples: float) -> Floats:
         """The losses after ``samples``."""
@@ -71,10 +67,8 @@ class LossCurve:
 
     def samples_at(self, losses: Floats) -> Floats:
         """Samples after which each has losses of shape ``(*, K)``; infinite where it never has."""
-        start, fall, scale, power = (
-            np.asarray(value)[..., None]
-            for value in (self.start, self.fall, self.scale, self.power)
-        )
+        fields = (self.start, self.fall, self.scale, self.power)
+        start, fall, scale, power = (np.asarray(value)[..., None] for value in fields)
         with np.errstate(all="ignore"):
             progress = (start - losses) / fall
             rest = 1 - power * progress
@@ -90,15 +84,10 @@ def _progress(samples: Floats, scale: Floats, power: Floats) -> Floats:
 
 
 def fit_curves(places: Floats, losses: Floats, emphasis: float = 0.0) -> LossCurve:
-    """The curves with the least squared error through losses at the same places.
+    """The curves with the least squared error through losses ``(*, M)`` at the places ``(M,)``.
 
-    Every shape on a grid is a straight line in its own progress.
-
-    Args:
-        places: Samples seen at the losses, shape ``(M,)``.
-        losses: Shape ``(*, M)``.
-        emphasis: Power of the samples by which a squared error counts: where a curve has none of
-            these shapes, its end fits better.
+    Every shape on a grid is a straight line in its own progress. A squared error counts by a power
+    of the samples, ``emphasis``: where a curve has none of these shapes, its end fits better.
     """
     weights = places**emphasis / (places**emphasis).sum()
     steps = 2.0 ** (np.arange(-8, 13) / 2)
@@ -176,15 +165,9 @@ def find_critical(
 
 
 class _Table:
-    """Losses of whole repeats, by ascending batch sizes.
+    """Losses of whole repeats, by ascending batch sizes: all ``sizes`` have the ``repeats``."""
 
-    Args:
-        rows: Branches by batch size and repeat; those of all ``sizes`` have the ``repeats``.
-    """
-
-    def __init__(
-        self, rows: dict[int, dict[int, Branch]], sizes: list[int], repeats: list[int]
-    ) -> None:
+    def __init__(self, rows: Rows, sizes: list[int], repeats: list[int]) -> None:
         self.sizes, self.repeats = sizes, len(repeats)
         self.losses = np.array([[rows[size][r].loss for r in repeats] for size in sizes])
         with np.errstate(invalid="ignore"):
@@ -203,7 +186,7 @@ class _Table:
 
     @classmethod
     def of(cls, branches: Sequence[Branch]) -> "_Table | None":
-        rows: dict[int, dict[int, Branch]] = {}
+        rows: Rows = {}
         for branch in branches:
             rows.setdefault(branch.batch_size, {})[branch.repeat] = branch
         if not rows:

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 from msgspec.structs import replace
 
 from steadygrad.formulas.schedule import BatchSizeSchedule
@@ -64,12 +65,8 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
 
 
 def _recommendation(evidence: Evidence) -> Recommendation:
-    size, base, run, task = (
-        evidence.constant,
-        evidence.plan.batch_size,
-        evidence.passed,
-        evidence.task,
-    )
+    size, base = evidence.constant, evidence.plan.batch_size
+    run, task = evidence.passed, evidence.task
     if size is None:
         why = "runs" if evidence.measured else _fall(evidence, [*evidence.criticals])
         return Recommendation(why=why if evidence.criticals else "unmeasured")
@@ -131,16 +128,12 @@ def _schedule(evidence: Evidence) -> schema.Schedule | None:
     if not evidence.schedule:
         return None
     run, tokens = evidence.schedule_check, evidence.task.tokens_per_sample
-    stages = [
-        Stage(from_samples=at, batch_size=size, lr=evidence.lr(size))
-        for at, size in evidence.schedule
-    ]
-    own = stages[0].batch_size == evidence.plan.batch_size
     rows = [
-        {"from_samples": s.from_samples, "batch_size": s.batch_size, "lr": s.lr} for s in stages
+        {"from_samples": n, "batch_size": b, "lr": evidence.lr(b)} for n, b in evidence.schedule
     ]
+    own = evidence.schedule[0][1] == evidence.plan.batch_size
     return schema.Schedule(
-        stages=tuple(stages),
+        stages=msgspec.convert(rows, tuple[Stage, ...]),
         steps=evidence.steps(evidence.schedule),
         warmup_samples=0 if own else evidence.warmup_samples,
         basis="predicted" if run is None else "trained",

@@ -1,7 +1,6 @@
 """What the template ``page.html`` shows of a run: its charts and tables."""
 
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -67,9 +66,8 @@ def _spots(run: Run, found: Summary | None) -> list[Spot]:
         lost = [branch.batch_size for branch in own if math.isinf(branch.loss)]
         if critical and resolved and critical.diverged:
             lost.append(critical.diverged)
-        noise = run.results.get(Noise, point.point)
-        spot = Spot(point, noise, branches, critical, resolved, min(lost, default=math.inf))
-        spots.append(spot)
+        noise, least = run.results.get(Noise, point.point), min(lost, default=math.inf)
+        spots.append(Spot(point, noise, branches, critical, resolved, least))
     return spots
 
 
@@ -96,11 +94,10 @@ def _scratch(run: Run, found: Summary, samples: str) -> Markup | None:
     if base is None:
         return None
     finals = {size(found.batch_size): list(base.losses[-1])}
-    for batch_size, runs in scratch_runs(run.results, "constant").items():
-        if batch_size != found.batch_size:
-            finals[size(batch_size)] = [each.loss for each in runs]
-    for runs in scratch_runs(run.results, "schedule").values():
-        finals["growing"] = [each.loss for each in runs]
+    for name, purpose in ((None, "constant"), ("growing", "schedule")):
+        for batch_size, runs in scratch_runs(run.results, purpose).items():
+            if (batch_size, purpose) != (found.batch_size, "constant"):
+                finals[name or size(batch_size)] = [each.loss for each in runs]
     checks = [*found.checked, found.schedule and found.schedule.check]
 
     def paint(figure: Figure, narrow: bool) -> None:
@@ -134,13 +131,13 @@ def _over_training(spots: list[Spot], found: Summary, samples: str) -> Markup:
     stages = [(0, advised)]
     if found.schedule:
         stages = [(stage.from_samples, stage.batch_size) for stage in found.schedule.stages]
-    known = [found.batch_size, advised, *(batch_size for _, batch_size in stages)]
+    drawn = [found.batch_size, advised, *(batch_size for _, batch_size in stages)]
     for spot in spots:
-        known += [*spot.branches, spot.diverged]
+        drawn += [*spot.branches, spot.diverged]
         if c := spot.critical:
-            known += [c.value, c.low, c.high, c.beyond]
+            drawn += [c.value, c.low, c.high, c.beyond]
     # Open intervals reach beyond the chart.
-    logs = [math.log2(value) for value in known if 0 < value < math.inf]
+    logs = [math.log2(value) for value in drawn if 0 < value < math.inf]
     low, high = min(logs) - 0.6, max(logs) + 0.8
 
     def paint(figure: Figure, narrow: bool) -> None:
@@ -153,12 +150,12 @@ def _over_training(spots: list[Spot], found: Summary, samples: str) -> Markup:
         axes.set_ylabel(f"batch size ({charts.label(samples)})")
         steps = [(max(at, left), batch_size) for at, batch_size in stages]
         steps.append((right, stages[-1][1]))
-        style: Mapping[str, Any] = {"linewidth": 5, "alpha": 0.45, "zorder": 1}
-        axes.step(*zip(*steps, strict=True), where="post", color=SCHEDULE, **style)
+        line = axes.step(*zip(*steps, strict=True), where="post", color=SCHEDULE, linewidth=5)
+        line[0].set(alpha=0.45, zorder=1)
         for spot in spots:
             _draw_spot(axes, spot)
-        line = [(s.point.samples, s.critical.value) for s in spots if s.resolved and s.critical]
-        axes.plot(*zip(*line, strict=True), color=CRITICAL, linewidth=1.2, zorder=3)
+        known = [(s.point.samples, s.critical.value) for s in spots if s.resolved and s.critical]
+        axes.plot(*zip(*known, strict=True), color=CRITICAL, linewidth=1.2, zorder=3)
 
     spoken = "Critical batch size with its bracket and interval at each point of training."
     return charts.chart("sizes", spoken, paint, height=350)

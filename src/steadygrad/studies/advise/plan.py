@@ -79,7 +79,7 @@ def make_plan(
     """Chooses the longest training whose measurements fit a budget.
 
     Each point of training is at a quarter of the next; a branch is half as long as the training
-    before it. The advice is checked from the initial weights where that leaves time for two points.
+    before it. The advice is checked where that leaves time for two points.
 
     Args:
         budget: Seconds for the whole study.
@@ -104,9 +104,17 @@ def make_plan(
     # Lengths of training are tried in steps of about a fifth.
     horizons = [batch_size * part << doubling for doubling in range(4, 40) for part in (4, 5, 6, 7)]
     for points, level in LEVELS:
-        plan = _longest(horizons, partial(priced, level=level), span)
-        if plan is not None and len(plan.points) >= points:
-            return plan
+        # The longest that fits, by bisection: cost grows with length but for small steps.
+        low, high, found = 0, len(horizons) - 1, None
+        while low <= high:
+            middle = (low + high) // 2
+            plan = priced(horizons[middle], level)
+            if plan.span <= span and len(plan.multiples[-1]) >= 3:
+                found, low = plan, middle + 1
+            else:
+                high = middle - 1
+        if found is not None and len(found.points) >= points:
+            return found
     least = priced(horizons[0], LEVELS[-1][1])
     if len(least.multiples[-1]) < 3:
         raise InputError(
@@ -124,19 +132,6 @@ def make_plan(
         f"{seconds}s for this task at {rate} samples a second. Remedy: --budget {seconds}s or "
         "more; where other programs keep the cores busy, --threads 1."
     )
-
-
-def _longest(horizons: Sequence[int], priced: Callable[[int], Plan], span: float) -> Plan | None:
-    """The longest plan that fits, by bisection: cost grows with length but for small steps."""
-    low, high, found = 0, len(horizons) - 1, None
-    while low <= high:
-        middle = (low + high) // 2
-        plan = priced(horizons[middle])
-        if plan.span <= span and len(plan.multiples[-1]) >= 3:
-            found, low = plan, middle + 1
-        else:
-            high = middle - 1
-    return found
 
 
 def plan_of_length(horizon: int, level: Level, size: int, train_size: int, *, speed: float) -> Plan:
@@ -215,13 +210,13 @@ def make_trials(
         found.append(Trial(key, samples + marks * evaluation, choose, what, needs))
         return key
 
-    start, measured = 0, list[Key]()
+    start, measured = 0, tuple[Key, ...]()
     for i, (samples, length) in enumerate(zip(plan.points, plan.branch_samples, strict=True)):
         job: Job = {"kind": "point", "point": i}
-        marks = len(run_marks(samples, size, first=start))
-        before: tuple[Key, ...] = (("point", i - 1),) if i else ()
-        what = f"training to {samples:,} samples"
-        here = add(("point", i), samples - start, marks, what, before, job)
+        marks, what = len(run_marks(samples, size, first=start)), f"training to {samples:,} samples"
+        here = add(
+            ("point", i), samples - start, marks, what, measured and (("point", i - 1),), job
+        )
         if noise:
             used, job = plan.noise_steps[i] * MICRO_BATCHES * size, {"kind": "noise", "point": i}
             add(("noise", i), used, 0, f"noise scale at {samples:,}", (here,), job)
@@ -234,7 +229,7 @@ def make_trials(
             keys.append(add(tuple(job.values()), length, marks, what, (here,), job))
         needs, what = tuple(keys), f"branch between two sizes at {samples:,}"
         middle: list[Key] = [("middle", i, repeat) for repeat in range(plan.repeats)]
-        measured += keys + [add(key, length, END_MARKS, what, needs, None) for key in middle]
+        measured += (*keys, *[add(key, length, END_MARKS, what, needs, None) for key in middle])
         start = samples
 
     def whole(key: Key, what: str, needs: tuple[Key, ...], job: Job | None = None) -> Key:
@@ -251,10 +246,10 @@ def make_trials(
         rates(())
     if not plan.candidates:
         return found
-    needs = tuple(measured)  # a prediction rests on them
+    # A prediction rests on what was measured.
     seeds: list[Key] = [("baseline", seed) for seed in range(0 if decays else 1, plan.seeds)]
-    baselines = tuple(whole(key, f"{size:,}", needs) for key in seeds)
-    needs += baselines
+    baselines = tuple(whole(key, f"{size:,}", measured) for key in seeds)
+    needs = measured + baselines
     what = "a candidate from the initial weights"
     for number in range(plan.candidates):
         runs: list[Key] = [("candidate", number, repeat) for repeat in range(plan.seeds)]

@@ -58,7 +58,7 @@ class Baseline:
         return np.where(np.isfinite(differences), samples / bounded - 1, CAP)
 
     def overhead(self, differences: Floats, samples: int) -> float:
-        """Sample overhead by the mean; arguments as in :meth:`interval`."""
+        """Sample overhead by the mean of the differences; see :meth:`overheads`."""
         mean = np.asarray(np.mean(differences))
         return float(self.overheads(self.losses.mean(1), mean, samples))
 
@@ -67,10 +67,7 @@ class Baseline:
     ) -> tuple[float, float, float]:
         """95% interval of an overhead, and its upper bound at 90 % confidence, over seeds.
 
-        Args:
-            differences: Final losses less the smallest batch's with the same seed.
-            samples: Samples that the final losses stand for.
-            common: Variance of such differences, over all batch sizes that were trained.
+        The differences are :meth:`behind`; ``common`` is their variance over all batch sizes.
         """
         if not np.isfinite(differences).all():
             return CAP, CAP, CAP

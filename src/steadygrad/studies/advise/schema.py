@@ -10,6 +10,11 @@ from msgspec import Meta
 from steadygrad.studies import schema
 from steadygrad.studies.schema import Count, Few, Finding, Positive, PositiveFloat, Result
 
+TOLERANCE = "Extra samples that are acceptable, as a fraction: 0.01 to 1"
+KEEP = (
+    "Keep the half-life of Adam's second moment and of the weight decay in samples, whatever the "
+    "batch size."
+)
 # A sample overhead that stands for itself and more: the curves begin at a quarter of a run.
 CAP = 3.0
 
@@ -21,23 +26,12 @@ Curve = tuple[tuple[Count, float], ...]
 class Settings(schema.CommonSettings):
     """Settings of ``steadygrad advise``."""
 
-    tolerance: Annotated[
-        float,
-        Meta(
-            ge=0.01, le=1, description="Extra samples that are acceptable, as a fraction: 0.01 to 1"
-        ),
-    ] = 0.2
+    tolerance: Annotated[float, Meta(ge=0.01, le=1, description=TOLERANCE)] = 0.2
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "float64"],
         Meta(description="Type to compute in; bfloat16 and float16 by autocast."),
     ] = "float32"
-    keep_half_life: Annotated[
-        bool,
-        Meta(
-            description="Keep the half-life of Adam's second moment and of the weight decay in "
-            "samples, whatever the batch size."
-        ),
-    ] = False
+    keep_half_life: Annotated[bool, Meta(description=KEEP)] = False
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +87,6 @@ class Point(Result, frozen=True, tag="point"):
     """
 
     key_fields = ("point",)
-
     point: Count
     samples: Positive
     steps: Count
@@ -106,7 +99,6 @@ class Noise(Result, frozen=True, tag="noise"):
     """Gradient noise scale at a point; fields as in ``NoiseEstimate``."""
 
     key_fields = ("point",)
-
     point: Count
     value: float
     low: float
@@ -125,12 +117,11 @@ class Branch(Result, frozen=True, tag="branch"):
     Attributes:
         repeat: Number of the data order.
         samples: Samples that ``loss`` stands for.
-        loss: Mean validation loss near the branch's end; infinite if it diverged.
+        loss: Mean validation loss near the end; infinite if it diverged.
         curve: Validation losses of the smallest batch on the way.
     """
 
     key_fields = ("point", "repeat", "batch_size")
-
     point: Count
     repeat: Count
     batch_size: Positive
@@ -163,7 +154,6 @@ class Scratch(Result, frozen=True, tag="scratch"):
     """
 
     key_fields = ("purpose", "repeat", "batch_size", "rate")
-
     purpose: Literal["constant", "schedule"]
     repeat: Count
     batch_size: Positive
@@ -182,9 +172,8 @@ RESULTS = Point | Noise | Branch | Scratch
 def check(header: Header, result: Any) -> tuple[str, str] | None:
     """Describes the error of a result about a point that the plan does not have."""
     points, point = len(header.plan.points), getattr(result, "point", 0)
-    if point < points:
-        return None
-    return f"'point' to be below {points}, the number of points planned", str(point)
+    expected = f"'point' to be below {points}, the number of points planned"
+    return (expected, str(point)) if point >= points else None
 
 
 class Critical(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,6 @@
 """The study behind ``steadygrad advise``."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from steadygrad._checks import InputError
@@ -32,19 +31,14 @@ class Advise(Study):
         task = trainer.task
         # A task's own evaluation is done whole on every rank.
         valid = len(task.valid) * (trainer.context.size if task.evaluate else 1)
+        kinds = {"decays": task.lr_decay != "none", "noise": not trainer.dependent}
         plan = make_plan(
             settings.budget,
             speed,
             batch_size=task.batch_size,
             train_size=len(task.train),
             workers=workers,
-            trials_of=partial(
-                make_trials,
-                valid_size=valid,
-                decide=lambda key, results: None,
-                decays=task.lr_decay != "none",
-                noise=not trainer.dependent,
-            ),
+            trials_of=lambda plan: make_trials(plan, valid, lambda key, results: None, **kinds),
         )
         if task.warmup_samples > plan.length:
             raise InputError(
