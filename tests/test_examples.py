@@ -17,6 +17,7 @@ EXPECTED = {
     "tutorials/nan_in_float16.py": "attributed to patch.2",
     "tutorials/optimizer.py": "standard deviation between seeds",
     "tutorials/your_model.py": "longest run",
+    "advise.py": "status: complete",
     "noise_scale_in_a_loop.py": "noise scale",
     "split_batch.py": "noise scale",
     "my_task.py": "",

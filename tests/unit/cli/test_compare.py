@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import steadygrad
 from steadygrad.cli import main
 from steadygrad.studies.compare.study import Compare
 from tests.unit.cli.conftest import PLAIN
@@ -54,6 +55,7 @@ def test_it_prints_verdicts_and_goes_on(small, tmp_path, capsys):
     assert main(["compare", "--resume", run]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert " ".join(found["words"][0].split()) in out
+    assert steadygrad.compare(resume=run).to_dict() == found
     # The optimizers are those of the record.
     assert main(["compare", "--resume", run, "--optimizers", "sgd"]) == 2
     assert "optimizers" in capsys.readouterr().err
