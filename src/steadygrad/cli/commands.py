@@ -48,7 +48,8 @@ def init(values: Mapping[str, Any]) -> int:
     plain = re.fullmatch(r"[\w./-]+", path.as_posix())
     text = text.replace("examples/my_task.py", path.as_posix() if plain else "FILE")
     try:
-        _write_new(path, text.encode())
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise InputError(
             f"FILE should be a new file that can be written. Found {name}: "
@@ -56,14 +57,3 @@ def init(values: Mapping[str, Any]) -> int:
         ) from None
     emit(f"{name}: now run `steadygrad advise {quote(f'{name}:make_task')} --budget 2m`")
     return 0
-
-
-def _write_new(path: Path, data: bytes) -> None:
-    """Writes a file that does not exist, or leaves none behind."""
-    with path.open("xb") as file:
-        try:
-            file.write(data)
-            file.flush()
-        except BaseException:
-            path.unlink()
-            raise

@@ -37,13 +37,9 @@ def emit(text: str) -> None:
     try:
         _write(text, sys.stdout)
     except OSError as error:
-        closed = isinstance(error, BrokenPipeError)
-        remedy = "send it to a file with free space"
-        if closed:
-            remedy = "let the program at the other end of the pipe read all output"
         raise InputError(
             f"Expected standard output to take what is printed. Found {error.strerror}. Remedy: "
-            f"{remedy}; a run's results are in its folder."
+            "a pipe that is read to its end, or a file with free space; results are in the folder."
         ) from error
 
 

@@ -8,9 +8,10 @@ from argparse import (
     ArgumentTypeError,
     RawDescriptionHelpFormatter,
 )
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_type_hints
@@ -18,16 +19,11 @@ from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_type_hint
 from steadygrad._checks import InputError
 from steadygrad._studies import STUDIES
 
-__all__ = ["COMMANDS", "near", "options_of", "parser", "seconds", "settings_class"]
+__all__ = ["COMMANDS", "near", "options_of", "parser", "seconds"]
 
 DESCRIPTION = (
     "Measures what a PyTorch training loop does to a gradient between backward() and the weights."
 )
-# Completions that a shell offers, as shtab reads them. bash takes what a function prints.
-WORDS_OR_FILES = """_steadygrad_words_or_files() {{
-  compgen -W "{0}" -- "$1"
-  compgen -f -- "$1"
-}}"""
 
 
 def _folder(text: str) -> Path:
@@ -36,6 +32,8 @@ def _folder(text: str) -> Path:
     return Path(text)
 
 
+# What a shell offers for a value, as shtab reads it.
+FILES = {"bash": "_shtab_compgen_files", "zsh": "_files"}
 FOLDER = {"type": _folder, "complete": {"bash": "_shtab_compgen_dirs", "zsh": "_files -/"}}
 
 
@@ -163,7 +161,7 @@ def options_of(command: str) -> Parser:
         examples = tuple(line.format(command) for line in EXAMPLES)
         examples += OWN_EXAMPLES.get(command, ())
         options = Parser(command, STUDIES[command], examples, command)
-        settings = settings_class(command)
+        settings = import_module(f"steadygrad.studies.{command}.schema").Settings
         hints = get_type_hints(settings, include_extras=True)
         for field in fields(settings):
             _add_setting(options, field.name, hints[field.name], field.default)
@@ -175,11 +173,6 @@ def options_of(command: str) -> Parser:
         options.add("--json", action="store_true", help=text)
     options.add("--debug", action="store_true", help="Show the traceback of an error.")
     return options
-
-
-def settings_class(study: str) -> Any:
-    """The dataclass of a study's settings."""
-    return import_module(f"steadygrad.studies.{study}.schema").Settings
 
 
 def _add_setting(options: Parser, name: str, hint: Any, default: Any) -> None:
@@ -200,42 +193,33 @@ def _add_setting(options: Parser, name: str, hint: Any, default: Any) -> None:
         metavar = "INT|auto"
     if default not in ("", None):
         text += f" (default: {default})"
-    about: dict[str, Any] = {"help": text, "type": _reader(name, Annotated[kind, meta])}
+    about: dict[str, Any] = {"help": text, "type": partial(_read, name, Annotated[kind, meta])}
     if choices:
         options.add(flag, metavar=metavar, choices=choices, help=text)
     elif name == "task":
-        tasks = import_module("steadygrad.studies.schema").TASKS
-        bash = {
-            "preamble": {"bash": WORDS_OR_FILES.format(" ".join(tasks))},
-            "bash": "_steadygrad_words_or_files",
-        }
-        complete = {**bash, "zsh": f"{{compadd {' '.join(tasks)}; _files}}"}
-        options.add("task", nargs="?", metavar="TASK", complete=complete, **about)
+        options.add("task", nargs="?", metavar="TASK", complete=FILES, **about)
     else:
         options.add(flag, metavar=metavar, **about)
 
 
-def _reader(name: str, kind: Any) -> Callable[[str], Any]:
+def _read(name: str, kind: Any, text: str) -> Any:
     """Reads the text of a setting, and checks its bounds."""
     from msgspec import convert
 
-    def read(text: str) -> Any:
-        value: Any = text
-        try:
-            if name == "budget":
-                value = seconds(text)
-            elif name in ("workers", "threads") and text == "auto":
-                value = 0
-            elif get_args(kind)[0] is float:
-                value = float(text)
-            # An empty text is how a record says that an option was left away.
-            elif not text.strip():
-                raise ValueError("expected a text that is not empty")
-            return convert(value, kind, strict=False)
-        except ValueError as error:
-            raise ArgumentTypeError(f"{error}. Found {text!r}") from None
-
-    return read
+    value: Any = text
+    try:
+        if name == "budget":
+            value = seconds(text)
+        elif name in ("workers", "threads") and text == "auto":
+            value = 0
+        elif get_args(kind)[0] is float:
+            value = float(text)
+        # An empty text is how a record says that an option was left away.
+        elif not text.strip():
+            raise ValueError("expected a text that is not empty")
+        return convert(value, kind, strict=False)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{error}. Found {text!r}") from None
 
 
 def seconds(text: str) -> float:

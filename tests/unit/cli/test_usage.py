@@ -1,8 +1,6 @@
 """The command line itself: help, version, and what cannot be understood."""
 
 import re
-import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -90,13 +88,8 @@ def test_values_that_are_known_are_completed(command):
     assert {*completions("report")} == {"RUN"}
 
 
-def test_a_task_is_completed_by_the_names_of_tasks_and_by_files(tmp_path):
+def test_the_help_names_the_built_in_tasks():
     assert [*BUILT_IN] == [*TASKS]
-    (tmp_path / "digits_of_mine.py").touch()
-    task = completions("advise")["task"]
-    script = f"{task['preamble']['bash']}\n{shlex.join([task['bash'], 'digits'])}"
-    out = subprocess.check_output(["bash", "-c", script], cwd=tmp_path, text=True)
-    assert out.split() == [*TASKS[1:], "digits_of_mine.py"]
 
 
 def test_the_help_of_an_option_has_its_bounds_choices_and_default(capsys):
