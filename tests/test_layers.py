@@ -18,10 +18,8 @@ FLOORS = [
     {"__init__", "__main__"},
     {"cli"},
     {"integrations"},
-    {"report"},
     {"studies"},
     {"tasks"},
-    {"record"},
     {"noise", "balance", "scale", "optim", "watch"},
     {"sharding"},
     {"averages"},
@@ -110,12 +108,12 @@ def test_the_reader_of_imports_sees_every_form(tmp_path, monkeypatch):
     (home / "noise").mkdir(parents=True)
     file = home / "noise" / "x.py"
     file.write_text(
-        "from ..cli import main\nimport steadygrad.report as r\n"
+        "from ..cli import main\nimport steadygrad.watch as w\n"
         "def f():\n    from steadygrad import studies, NoiseScale, __version__\n"
         "    import_module('steadygrad.tasks.task')\n"
     )
     monkeypatch.setattr(sys.modules[__name__], "SOURCE", home)
-    assert imported_rooms(file) == {"cli", "report", "studies", "NoiseScale", "tasks"}
+    assert imported_rooms(file) == {"cli", "watch", "studies", "NoiseScale", "tasks"}
 
 
 def modules_after(code: str) -> set[str]:
@@ -133,7 +131,7 @@ except SystemExit:
 """
 
 
-@pytest.mark.parametrize("module", ["record", "report", "record.schema.advise"])
+@pytest.mark.parametrize("module", ["studies.folder", "studies.page", "studies.advise.schema"])
 def test_a_missing_extra_is_named_with_its_remedy(module: str):
     script = f"import sys; sys.modules['msgspec'] = None; import steadygrad.{module}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -141,12 +139,23 @@ def test_a_missing_extra_is_named_with_its_remedy(module: str):
     assert done.stderr.splitlines()[-1] == f"ModuleNotFoundError: {remedy}"
 
 
+# What reads a run and draws its page.
+DRAWING = [
+    ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted((SOURCE / "studies").rglob("*.py"))
+    if path.parent.name == "report"
+    or path.stem in {"charts", "folder", "frame", "html", "page", "schema", "text"}
+    or path == SOURCE / "studies/trials.py"
+]
+
+
 @pytest.mark.parametrize(
     "code",
-    ["import steadygrad", HELP, "import steadygrad.record", "import steadygrad.report"],
-    ids=["import", "help", "record", "report"],
+    ["import steadygrad", HELP, "\n".join(f"import {name}" for name in DRAWING)],
+    ids=["import", "help", "pages"],
 )
 def test_loads_no_torch(code: str):
     loaded = modules_after(code)
     assert "steadygrad" in loaded
     assert "torch" not in loaded
+    assert len(DRAWING) > 20

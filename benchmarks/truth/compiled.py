@@ -159,7 +159,7 @@ def header_of(world: World, seed: int, plan: Plan) -> Header:
     )
 
 
-def run_study(header: Header, trainer: Any) -> tuple[Journal, dict[str, Any]]:
+def run_study(header: Header, trainer: Any) -> tuple[Results, dict[str, Any]]:
     """Runs all trials but the noise scale's.
 
     Returns:

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from steadygrad.cli import main
-from steadygrad.studies.folder import read_run
 from steadygrad.studies.advise.schema import Branch, Point, Scratch
+from steadygrad.studies.folder import read_run
 from steadygrad.tasks import Task
 
 

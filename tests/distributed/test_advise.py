@@ -116,7 +116,7 @@ def test_two_processes_find_what_one_does(one, tmp_path, factory, sharding):
     ) == ["done", "done"]
     single, shared = read_run(one), read_run(folder)
     assert (shared.header.runtime.world_size, shared.header.runtime.sharding) == (2, sharding)
-    assert [event.key for event in shared.events] == [event.key for event in single.events]
+    assert [event.key for event in shared.results] == [event.key for event in single.results]
     for kind, names in NUMBERS.items():
         pairs = list(zip(single.select(kind), shared.select(kind), strict=True))
         assert pairs

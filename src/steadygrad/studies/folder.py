@@ -33,6 +33,7 @@ __all__ = [
     "read_file",
     "read_header",
     "read_run",
+    "refuse_links",
     "replace_file",
     "understanding",
     "write_page",
@@ -119,7 +120,8 @@ def create(folder: Path, header: Header) -> None:
     Raises:
         InputError: If the folder is not empty or cannot be written. Nothing is written then.
     """
-    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    text = _text(msgspec.to_builtins(header))
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -127,15 +129,16 @@ def create(folder: Path, header: Header) -> None:
             if found is None:
                 # Only one of two processes can make it.
                 (folder / RESULTS).mkdir()
+                made.insert(0, folder / RESULTS)
         if found is not None:
             more = " or continue that run with --resume" if (folder / HEADER).exists() else ""
             raise InputError(
                 f"Expected an absent or empty folder. Found {str(folder)!r} with {found.name!r} in "
                 f"it. Remedy: name another folder with --out{more}."
             )
-        replace_file(folder / HEADER, _text(msgspec.to_builtins(header)))
-    except InputError:
-        for path in (folder / RESULTS, *absent):
+        replace_file(folder / HEADER, text)
+    except BaseException:
+        for path in made:
             with suppress(OSError):
                 path.rmdir()
         raise
@@ -147,7 +150,10 @@ def write_result(folder: Path, result: Result) -> None:
     Raises:
         RunError: If it cannot be written.
     """
-    replace_file(folder / RESULTS / _name(result.key), _text(msgspec.to_builtins(result), None))
+    path = folder / RESULTS / _name(result.key)
+    with _writing(path):
+        path.parent.mkdir(exist_ok=True)
+        _write_beside(path, _text(msgspec.to_builtins(result), None))
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
@@ -231,6 +237,20 @@ def read_run(folder: Path) -> Run:
         summary = loads(read_file(folder / SUMMARY))
     fits = isinstance(summary, dict) and summary.get("study") == header.study
     return Run(folder, header, Results(found), summary if fits else None, tuple(unreadable))
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuses to go on where what is written in the run's folder would land elsewhere.
+
+    Raises:
+        RunError: If a folder in it is a link.
+    """
+    for path in folder.iterdir():
+        if path.is_symlink() and path.is_dir():
+            raise RunError(
+                f"Expected the results and checkpoints of the run in {str(folder)!r}. Found "
+                f"{path.name!r}, a link. Remedy: put in its place what it leads to."
+            )
 
 
 def _read_result(path: Path, header: Header, schema: Schema) -> Result | None:
@@ -329,7 +349,9 @@ def _write_beside(path: Path, data: bytes) -> None:
 
 def _name(key: Key) -> str:
     """The name of a result's file; what no file may be called is replaced, and told apart."""
-    text = "-".join(map(str, key))
+    # 1 and 1.0 are equal keys.
+    parts = (str(p).removesuffix(".0") if isinstance(p, float) else str(p) for p in key)
+    text = "-".join(parts)
     if not re.fullmatch(r"[\w.+-]{1,120}", text, re.ASCII):
         digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
         text = f"{re.sub('[^A-Za-z0-9_.+-]', '_', text)[:100]}-{digest[:16]}"

@@ -31,6 +31,7 @@ from steadygrad.studies.folder import (
     RunError,
     create,
     read_run,
+    refuse_links,
     understanding,
     write_result,
     write_summary,
@@ -151,6 +152,7 @@ def resume(
         done = _completed(run, "budget" in given, monitor)
     if done is not None:
         return done
+    refuse_links(folder)
     deadline, runtime = deadline or Deadline(), header.runtime
     device = resolve_device(runtime.device)
     torch.set_num_threads(runtime.threads)

@@ -22,10 +22,10 @@ def test_every_trial_gives_the_losses_of_torch(name):
     trainer = Trainer(world.task(3), seed=3, dtype="float32", context=context)
     expected, _ = run_study(header, trainer)
     found, _ = run_study(header, CompiledTrainer(world, 3))
-    keys = [event.key for event in expected.events()]
-    assert [event.key for event in found.events()] == keys
-    assert {type(event) for event in found.events()} == {Point, Branch, Scratch}
-    for a, b in zip(expected.events(), found.events(), strict=True):
+    keys = [event.key for event in expected]
+    assert [event.key for event in found] == keys
+    assert {type(event) for event in found} == {Point, Branch, Scratch}
+    for a, b in zip(expected, found, strict=True):
         losses = [[loss for _, loss in event.curve] for event in (a, b)]
         assert [place for place, _ in a.curve] == [place for place, _ in b.curve]
         # torch's weights are float32, rounded at each of up to 384 steps.

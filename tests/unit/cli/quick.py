@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from steadygrad.cli import main
-from tests.unit.record.helpers import PLAN as SMALL
-from tests.unit.record.helpers import changed
 from tests.unit.studies import tiny_task
+from tests.unit.studies.results import PLAN as SMALL
+from tests.unit.studies.results import changed
 
 __all__ = ["PLAN", "program", "quick", "run_program", "tiny"]
 

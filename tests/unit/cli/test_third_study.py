@@ -14,7 +14,7 @@ from rich.table import Table
 
 from steadygrad.cli import main
 from steadygrad.studies.folder import read_run
-from steadygrad.studies.schema import STUDIES, CommonSettings, End, Header, schema_of
+from steadygrad.studies.schema import STUDIES, CommonSettings, Header, Result, schema_of
 from steadygrad.studies.study import Study
 from steadygrad.studies.trials import Trial
 from tests.unit.cli.conftest import PLAIN
@@ -35,12 +35,12 @@ class TallyPlan(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
 
 
-class TallyHeader(Header, frozen=True, kw_only=True, tag="run"):
+class TallyHeader(Header, frozen=True, kw_only=True):
     settings: TallySettings
     plan: TallyPlan
 
 
-class Round(Event, frozen=True, tag="round"):
+class Round(Result, frozen=True, tag="round"):
     key_fields = ("number",)
 
     number: int
@@ -63,7 +63,7 @@ class Tally(Study):
         return [("round", number) for number in range(self.plan.rounds)]
 
     def trials(self):
-        jobs = ({"event": name, "number": number} for name, number in self.keys)
+        jobs = ({"kind": name, "number": number} for name, number in self.keys)
         return [
             Trial(key, 1, lambda journal, job=job: job)
             for key, job in zip(self.keys, jobs, strict=True)
@@ -99,15 +99,16 @@ def tally(monkeypatch):
         monkeypatch.setitem(sys.modules, name, found)
 
     module(
-        "steadygrad.studies.schema.tally",
+        "steadygrad.studies.tally.schema",
         Header=TallyHeader,
-        EVENTS=Round | End,
+        RESULTS=Round,
         Settings=TallySettings,
-        check=lambda header, event: None,
+        check=lambda header, result: None,
     )
-    module("steadygrad.studies.tally", STUDY=Tally)
-    module("steadygrad.report.tally.terminal", table=table)
-    monkeypatch.setattr("steadygrad.report.render", lambda run: f"<html>{run.header.study}</html>")
+    module("steadygrad.studies.tally")
+    module("steadygrad.studies.tally.study", STUDY=Tally)
+    module("steadygrad.studies.tally.report.terminal", table=table)
+    monkeypatch.setattr("steadygrad.studies.page.render", lambda run: "<html></html>")
     monkeypatch.setitem(STUDIES, "tally", "How many rounds there are.")
     schema_of.cache_clear()
     yield

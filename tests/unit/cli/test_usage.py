@@ -123,7 +123,7 @@ def test_the_help_of_an_option_has_its_bounds_choices_and_default(capsys):
     ):
         assert text in out
     # Neither a default that is no text nor a flag's.
-    assert "that runs the trials. --sharding" in out
+    assert "how many at a time. --sharding" in out
     assert "whatever the batch size. --out" in out
 
 

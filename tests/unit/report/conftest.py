@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from steadygrad.studies import charts, render
+from steadygrad.studies import charts
 from steadygrad.studies.advise.schema import (
     Branch,
     Header,
@@ -24,17 +24,11 @@ from steadygrad.studies.advise.schema import (
 )
 from steadygrad.studies.advise.summary import summarize
 from steadygrad.studies.advise.trials import end_marks, run_marks
-from steadygrad.studies.folder import (
-    SCHEMA,
-    Results,
-    Run,
-    RunWriter,
-    checked_line,
-    crc_of,
-    read_run,
-)
+from steadygrad.studies.folder import SCHEMA, Results, Run
 from steadygrad.studies.html import Html
-from steadygrad.studies.schema import End, Runtime, TaskInfo
+from steadygrad.studies.page import render
+from steadygrad.studies.schema import Result, Runtime, TaskInfo
+from tests.unit.studies.results import write
 
 POINTS = (384, 1_536, 6_144, 24_576)
 LENGTHS = (1_024, 1_024, 3_072, 12_288)
@@ -181,7 +175,7 @@ def scratch_event(
     )
 
 
-def events(points: int = len(POINTS)) -> Iterator[Event]:
+def events(points: int = len(POINTS)) -> Iterator[Result]:
     """The events up to and including a point of training; with all points, runs from scratch."""
     noise = random.Random(0)
     for index in range(points):
@@ -215,7 +209,7 @@ def write_run(
     status: str | None = "complete",
     task: dict[str, Any] | None = None,
     settings: dict[str, Any] | None = None,
-    edit: Callable[[list[Event]], list[Event]] | None = None,
+    edit: Callable[[list[Result]], list[Result]] | None = None,
     summary: Callable[[dict[str, Any]], None] | None = None,
 ) -> Run:
     """Writes a run with the summary that the study itself would write, and reads it back.
@@ -223,7 +217,7 @@ def write_run(
     Args:
         folder: Replaced if it is there.
         points: Points of training that were reached.
-        status: None leaves out the end and the summary.
+        status: None leaves out the summary.
         task: Fields of the task to replace.
         settings: Fields of the settings to replace.
         edit: Changes the events, before they are summarized.
@@ -239,21 +233,13 @@ def write_run(
         found = edit(found)
     if folder.exists():
         shutil.rmtree(folder)
-    with RunWriter.create(folder, header) as writer:
-        if status is not None:
-            total = summarize(header, Results(found), status)
-            total |= {"schema": SCHEMA, "study": "advise", "status": status}
-            if summary is not None:
-                summary(total)
-            writer.write_summary(total)
-            found = [*found, End(status=status)]
-    # One write: `append` syncs each line.
-    with open(folder / "record.jsonl", "r+b") as file:
-        crc = crc_of(file.read())
-        for event in found:
-            file.write(line := checked_line(event.as_dict(), crc))
-            crc = crc_of(line)
-    return read_run(folder)
+    total = None
+    if status is not None:
+        total = {"schema": SCHEMA, "study": "advise", "status": status}
+        total |= summarize(header, Results(found), status)
+        if summary is not None:
+            summary(total)
+    return write(folder, *found, header=header, summary=total)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from steadygrad.studies.advise.report.data import Advice
 from steadygrad.studies.advise.schema import Branch, Noise, Point, Scratch
 from steadygrad.studies.folder import Run, read_run
 from steadygrad.studies.page import render, write
+from steadygrad.studies.schema import Result
 from tests.unit.report.conftest import POINTS, loss_at
 
 NASTY = "<script>document.title='x'</script><img src=x onerror=alert(1)>\x00$a_b$"
@@ -64,8 +65,8 @@ def rows_of(page: str, caption: str) -> list[list[str]]:
 
 
 def changed(
-    kind: type[Event], change: Callable[[Any], dict[str, Any]]
-) -> Callable[[list[Event]], list[Event]]:
+    kind: type[Result], change: Callable[[Any], dict[str, Any]]
+) -> Callable[[list[Result]], list[Result]]:
     """Replaces fields of all events of a kind."""
     return lambda events: [replace(e, **change(e)) if isinstance(e, kind) else e for e in events]
 
@@ -165,7 +166,7 @@ def test_the_reference_curves_share_their_places(whole_run: Run):
 
 @pytest.mark.usefixtures("no_charts")
 def test_a_recorded_seed_0_is_the_reference_instead_of_the_trajectory(make_run: Any):
-    def decays(events: list[Event]) -> list[Event]:
+    def decays(events: list[Result]) -> list[Result]:
         (other,) = [e for e in events if e.key == ("scratch", "constant", 1, 8, 1.0)]
         curve = tuple((at, loss - 0.1) for at, loss in other.curve)
         return [*events, replace(other, repeat=0, loss=other.loss - 0.1, curve=curve)]
@@ -197,7 +198,7 @@ def test_diverged_runs_are_crosses(make_run: Any):
     assert crosses(page, "sizes") == 2
 
 
-def flat(point: int) -> Callable[[list[Event]], list[Event]]:
+def flat(point: int) -> Callable[[list[Result]], list[Result]]:
     """The validation loss no longer falls along the branches of a point."""
 
     def level(branch: Branch) -> dict[str, Any]:
@@ -329,7 +330,7 @@ def test_seeds_that_were_trained_are_counted(make_run: Any):
 def test_no_runs_from_scratch_have_zero_seeds(make_run: Any, trained: bool, words: str):
     """A small plan has runs at other learning rates, and no others."""
 
-    def edit(events: list[Event]) -> list[Event]:
+    def edit(events: list[Result]) -> list[Result]:
         return [e for e in events if not isinstance(e, Scratch) or (trained and e.rate != 1)]
 
     run = make_run(edit=edit)
@@ -388,7 +389,7 @@ def test_events_without_a_summary_are_drawn(make_run: Any):
 
 
 def test_a_point_without_branches(make_run: Any):
-    def cut(events: list[Event]) -> list[Event]:
+    def cut(events: list[Result]) -> list[Result]:
         return [e for e in events if not (isinstance(e, Branch) and e.point == 1)]
 
     page = render(make_run(2, "interrupted", edit=cut))
@@ -411,16 +412,16 @@ def test_a_partial_run_says_once_what_is_missing(make_run: Any, status: str, wor
 
 
 @pytest.mark.usefixtures("no_charts")
-def test_a_broken_last_line_is_said(make_run: Any):
+def test_a_result_that_cannot_be_read_is_said(make_run: Any):
     run = make_run()
-    with open(run.folder / "record.jsonl", "a") as file:
-        file.write('{"kind": "po')
-    assert "A broken last line of the record was left out." in render(read_run(run.folder))
+    (run.folder / "results" / "noise-1.json").write_text('{"kind": "po')
+    page = render(read_run(run.folder))
+    assert "1 results could not be read" in Reader(page).text
 
 
 @pytest.mark.usefixtures("no_charts")
 def test_a_whole_run_that_finds_nothing(make_run: Any):
-    def all_flat(events: list[Event]) -> list[Event]:
+    def all_flat(events: list[Result]) -> list[Result]:
         for point in range(4):
             events = flat(point)(events)
         return [event for event in events if not isinstance(event, Scratch)]
@@ -457,7 +458,7 @@ def test_another_module_that_is_missing_is_not_called_matplotlib(
     whole_run: Run, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(sys.modules, "steadygrad.studies.advise.report", None)
-    with pytest.raises(ImportError, match=r"steadygrad\.report\.advise"):
+    with pytest.raises(ImportError, match=r"studies\.advise\.report"):
         render(whole_run)
 
 

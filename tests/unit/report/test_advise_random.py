@@ -117,7 +117,7 @@ def test_no_page_contradicts_its_summary(first):
     seen: Counter[str] = Counter()
     for seed in range(first, first + AT_ONCE):
         header, journal, summary = random_record(seed)
-        page = html.unescape(render(Run(Path(), header, journal.events(), summary, False)))
+        page = html.unescape(render(Run(Path(), header, journal, summary)))
         (title,) = re.findall(r"<h1>(.*?)</h1>", page)
         seen[check_title(title, header, summary)] += 1
         check_figures(figures_of(page), header, summary)

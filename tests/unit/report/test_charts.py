@@ -69,7 +69,7 @@ def test_colours_are_the_pages_own():
 
 
 def colours() -> dict[str, dict[str, str]]:
-    style = files("steadygrad.report").joinpath("style.css").read_text()
+    style = files("steadygrad.studies").joinpath("style.css").read_text()
     light, dark = style.split("@media", 2)[:2]
     return {
         mode: dict(re.findall(r"--(\w+): (#\w{6});", part))

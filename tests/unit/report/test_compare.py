@@ -22,11 +22,12 @@ from steadygrad.studies.compare.report.data import Comparison
 from steadygrad.studies.compare.report.terminal import table
 from steadygrad.studies.compare.schema import OPTIMIZERS, Header, Plan, Run, Settings, Speed
 from steadygrad.studies.compare.trials import make_trials
-from steadygrad.studies.folder import SCHEMA, Results, RunWriter, checked_line, crc_of, read_run
+from steadygrad.studies.folder import SCHEMA, Results
 from steadygrad.studies.page import render
-from steadygrad.studies.schema import End, Runtime, TaskInfo
+from steadygrad.studies.schema import Runtime, TaskInfo
 from steadygrad.studies.text import loss, show
 from tests.unit.report.test_browser import DARK, Look, assert_well_shown, luminance, needs_chromium
+from tests.unit.studies.results import write
 
 ALL = ("adamw", "scaledadam", "lans", "lamb", "sgd", "muon")
 BATCH, HORIZONS, SEEDS = 8, (800, 1600, 3200), 5
@@ -89,7 +90,7 @@ def training(plan, effects, diverging, job):
     marks = 4 if job["repeat"] else 1
     way = [(samples * part // marks, end + 1 - part / marks) for part in range(1, marks + 1)]
     lr = (KNOWN[name].lr if name in KNOWN else 0.01) * 2.0**step
-    fields = {key: value for key, value in job.items() if key != "event"}
+    fields = {key: value for key, value in job.items() if key != "kind"}
     return Run(**fields, lr=lr, loss=end, curve=tuple(way))
 
 
@@ -101,10 +102,8 @@ def simulated(plan, effects, diverging):
     for trial in make_trials(plan, 64)[1:]:
         job = trial.job(journal)
         if job is not None:
-            event = training(plan, effects, diverging, job)
-            if event.key not in journal:
-                journal.add(event)
-    return journal.events()
+            journal.add(training(plan, effects, diverging, job))
+    return list(journal)
 
 
 @pytest.fixture
@@ -118,20 +117,12 @@ def make_run(tmp_path):
         header = replace(HEADER, plan=plan, task=replace(HEADER.task, **task))
         found = change(simulated(plan, effects or {}, diverging)[:events])
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        with RunWriter.create(tmp_path / "run", header) as writer:
-            if status is not None:
-                total = summary.summarize(header, Results(found), status)
-                total |= {"schema": SCHEMA, "study": "compare", "status": status}
-                edit(total)
-                found = [*found, End(status=status)]
-                writer.write_summary(total)
-        # One write: `append` syncs each line.
-        with open(tmp_path / "run" / "record.jsonl", "r+b") as file:
-            crc = crc_of(file.read())
-            for event in found:
-                file.write(line := checked_line(event.as_dict(), crc))
-                crc = crc_of(line)
-        return read_run(tmp_path / "run")
+        total = None
+        if status is not None:
+            total = {"schema": SCHEMA, "study": "compare", "status": status}
+            total |= summary.summarize(header, Results(found), status)
+            edit(total)
+        return write(tmp_path / "run", *found, header=header, summary=total)
 
     return make
 

@@ -14,14 +14,14 @@ from rich.console import Console
 
 from steadygrad.formulas.exponents import limits
 from steadygrad.studies import charts as common
-from steadygrad.studies.folder import SCHEMA, Run, RunWriter, read_run
+from steadygrad.studies.folder import SCHEMA, Run
 from steadygrad.studies.inspect import schema as schema
 from steadygrad.studies.inspect.report import charts
 from steadygrad.studies.inspect.report.data import TITLES, Histogram, Inspection
 from steadygrad.studies.inspect.report.terminal import table
 from steadygrad.studies.inspect.schema import AFTER, BEFORE, OUTSIDE, Part
 from steadygrad.studies.page import render
-from steadygrad.studies.schema import End, Runtime, TaskInfo
+from steadygrad.studies.schema import Runtime, TaskInfo
 from tests.unit.report.test_browser import (
     DARK,
     Look,
@@ -29,6 +29,7 @@ from tests.unit.report.test_browser import (
     luminance,
     needs_chromium,
 )
+from tests.unit.studies.results import write
 
 LAYERS = ["early", "late", "a.layer.with.a.name.that.is.much.longer.than.any.chart.has.room.for"]
 HEADER = schema.Header(
@@ -126,14 +127,8 @@ SUMMARY = {
 def make_run(tmp_path):
     def make(phases=("before", "search", "after"), summary=SUMMARY) -> Run:
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        with RunWriter.create(tmp_path / "run", HEADER) as writer:
-            for phase in phases:
-                for number in range(8):
-                    writer.append(part(phase, number))
-            if summary is not None:
-                writer.append(End(status=summary["status"]))
-                writer.write_summary(summary)
-        return read_run(tmp_path / "run")
+        found = [part(phase, number) for phase in phases for number in range(8)]
+        return write(tmp_path / "run", *found, header=HEADER, summary=summary)
 
     return make
 

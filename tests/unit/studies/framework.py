@@ -22,11 +22,12 @@ from steadygrad.studies.folder import read_run
 from steadygrad.studies.run import resume, start
 from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.trainer import Trainer
-from tests.unit.record.helpers import strip_times
 from tests.unit.studies import tiny_task
 
 TINY = Path(tiny_task.__file__)
 ROOT = Path(__file__).parents[3]
+# A complete run, before its page is drawn.
+FILES = ["header.json", "results", "summary.json"]
 PLAN = Plan(
     batch_size=4,
     points=(64, 256),
@@ -114,9 +115,8 @@ def copy(folder, to):
 
 
 def lines(folder):
-    """A record's events without times and ends, as text, because a NaN is not equal to itself."""
-    events = (event.as_dict() for event in read_run(folder).events)
-    return [dumps(strip_times(event)) for event in events if event["kind"] != "end"]
+    """A run's results in order, without times, as text, because a NaN is not equal to itself."""
+    return [result.untimed for result in read_run(folder).results]
 
 
 def summary(folder):
@@ -180,6 +180,17 @@ def launched(folder, **given):
         process.communicate()
 
 
+def left(folder):
+    """Names of what lies in a run's folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def contents(folder):
+    """What a run holds: the bytes of its header and results."""
+    files = [folder / "header.json", *(folder / "results").iterdir()]
+    return {path.name: path.read_bytes() for path in files}
+
+
 def wait_for(condition, seconds=120.0):
     """Waits until a condition holds."""
     end = time.monotonic() + seconds
@@ -189,8 +200,8 @@ def wait_for(condition, seconds=120.0):
 
 
 def recorded(folder):
-    """Whole lines of a record, the header included."""
-    return (folder / "record.jsonl").read_bytes().count(b"\n")
+    """Number of results that are there."""
+    return len(list((folder / "results").glob("*.json")))
 
 
 def children(pid):

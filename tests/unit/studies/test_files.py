@@ -11,13 +11,13 @@ import pytest
 from steadygrad._checks import InputError
 from steadygrad.studies.compare.schema import Settings
 from steadygrad.studies.files import digests, load_recorded_task, located
-from steadygrad.studies.folder import RunWriter, read_run
-from steadygrad.studies.strict_json import dumps, loads
+from steadygrad.studies.folder import read_run
+from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.work import run_job
 from steadygrad.tasks.neighbours import NeighbourFinder
-from tests.unit.record.helpers import rewrite
 from tests.unit.studies import framework
-from tests.unit.studies.framework import begin, copy, go_on, lines, part
+from tests.unit.studies.framework import begin, contents, copy, go_on, lines, part
+from tests.unit.studies.results import rewrite_header
 
 TASK = """
 from pathlib import Path
@@ -83,24 +83,24 @@ def test_a_run_goes_on_with_its_own_file_wherever_it_is_resumed(home, tmp_path, 
     ids=["task", "neighbour", "gone", "data"],
 )
 def test_what_has_changed_is_refused(home, tmp_path, name, text, message):
-    before = (tmp_path / "run" / "record.jsonl").read_bytes()
+    before = contents(tmp_path / "run")
     (home / name).unlink()
     if text is not None:
         (home / name).write_text(text)
     for given in ({}, {"task": SPEC}):
         with pytest.raises(InputError, match=message):
             go_on(tmp_path / "run", **given)
-    assert (tmp_path / "run" / "record.jsonl").read_bytes() == before
+    assert contents(tmp_path / "run") == before
 
 
 def test_workers_run_the_file_that_they_are_told_and_check_it(home, tmp_path, monkeypatch):
     monkeypatch.chdir(write(tmp_path / "elsewhere", seed=1))
     folder, job = str(tmp_path / "run"), {"kind": "point", "point": 0}
-    first = {"files": {SPEC: f"{home}/{SPEC}"}}
-    assert "event" in loads(run_job(folder, dumps(job | first)))
+    (result,) = run_job(folder, job, dumps({SPEC: f"{home}/{SPEC}"}))
+    assert result.key == ("point", 0)
     (tmp_path / "elsewhere" / "mine.py").write_text("raise SystemExit('not checked')")
-    other = {"files": {SPEC: f"{tmp_path}/elsewhere/{SPEC}"}}
-    assert "mine.py' as it was" in loads(run_job(folder, dumps(job | other)))["error"]
+    with pytest.raises(InputError, match=r"mine\.py' as it was"):
+        run_job(folder, job, dumps({SPEC: f"{tmp_path}/elsewhere/{SPEC}"}))
 
 
 # Strangers
@@ -117,7 +117,7 @@ def stranger(run, spec, place, **fields):
         header["task"].update(spec=place)
         header["time"]["folder"] = str(run)
 
-    rewrite(run, 0, change)
+    rewrite_header(run, change)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_run_is_ones_own_by_what_lies_outside_of_its_folder(home, tmp_path, mo
         monkeypatch.setenv("XDG_STATE_HOME", "state")
         monkeypatch.setenv("HOME", str(tmp_path))
     else:
-        rewrite(run, 0, lambda header: header["time"].update(created="later"))
+        rewrite_header(run, lambda header: header["time"].update(created="later"))
     with pytest.raises(InputError, match="that you began here"):
         part(run, 1)
     # Named on the command line it runs, from the present folder.
@@ -195,7 +195,9 @@ def test_an_optimizers_file_that_changed_is_refused(tmp_path, change):
 
 
 def test_a_record_without_digests_goes_on_if_it_is_named(home, tmp_path):
-    rewrite(tmp_path / "run", 0, lambda header: [header.pop("files"), header.pop("first_losses")])
+    rewrite_header(
+        tmp_path / "run", lambda header: [header.pop("files"), header.pop("first_losses")]
+    )
     part(tmp_path / "run", 1, task=SPEC)
 
 
@@ -203,5 +205,5 @@ def test_a_home_that_cannot_be_written_costs_no_study(home, tmp_path, monkeypatc
     monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
     begin(tmp_path / "second", at=0)
     assert json.loads((tmp_path / "second" / "summary.json").read_text())["status"] == "budget"
-    with RunWriter.resume(tmp_path / "second"), pytest.raises(InputError, match="you began here"):
+    with pytest.raises(InputError, match="you began here"):
         go_on(tmp_path / "second")

@@ -3,28 +3,29 @@
 import math
 import shutil
 
-import msgspec
 import pytest
 
 from steadygrad._checks import InputError
 from steadygrad.studies.advise.schema import Branch
-from steadygrad.studies.folder import RunWriter, read_run
+from steadygrad.studies.folder import read_run, write_summary
 from steadygrad.studies.run import resume
-from steadygrad.studies.schema import End
-from steadygrad.studies.strict_json import dumps, loads
+from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.work import run_job
-from tests.unit.record.helpers import rewrite
 from tests.unit.studies.framework import (
+    FILES,
     PLAN,
     Watcher,
     begin,
+    contents,
     copy,
     go_on,
+    left,
     lines,
     part,
     summary,
     tiny,
 )
+from tests.unit.studies.results import rewrite_header
 
 # Of 7846 samples of work; the second point is reached after about 2400.
 EARLY, MIDDLE, LATE = 400, 3000, 6300
@@ -72,7 +73,7 @@ def test_the_whole_run(whole):
         assert branch.steps == PLAN.branch_samples[branch.point] // branch.batch_size
         assert branch.lr == pytest.approx(0.001 * math.sqrt(branch.batch_size / 4))
         assert branch.curve[-1] == (branch.samples, branch.loss)
-    assert sorted(path.name for path in whole.iterdir()) == ["record.jsonl", "summary.json"]
+    assert left(whole) == FILES
 
 
 @pytest.mark.parametrize("at", [EARLY, LATE])
@@ -94,10 +95,10 @@ def test_stopped_and_resumed_to_the_same_numbers(base, whole, tmp_path, at):
 
 
 def test_a_complete_run_is_not_run_again(whole):
-    before = (whole / "record.jsonl").read_bytes()
+    before = contents(whole)
     outcome, watcher = go_on(whole, budget=5.0)
     assert outcome.summary["status"] == "complete"
-    assert (whole / "record.jsonl").read_bytes() == before
+    assert contents(whole) == before
     assert watcher.stages == []
     (line,) = watcher.lines
     assert line.endswith("Remedy: start a new run with a longer --budget.")
@@ -106,8 +107,7 @@ def test_a_complete_run_is_not_run_again(whole):
 def test_a_complete_run_gets_the_summary_of_todays_words(whole, tmp_path):
     folder = copy(whole, tmp_path / "run")
     now, old = read_run(folder).summary, {"words": ["Words of an older version."]}
-    with RunWriter.resume(folder) as writer:
-        writer.write_summary(now | old)
+    write_summary(folder, now | old)
     assert summary(folder) == dumps(now | old)
     assert dumps(go_on(folder)[0].summary) == dumps(now)
     assert summary(folder) == dumps(now)
@@ -214,14 +214,10 @@ def test_a_file_in_place_of_all_checkpoints_is_said(cut, tmp_path):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_settings_that_differ_are_refused(cut, given, message):
-    before = (cut / "record.jsonl").read_bytes()
+    before = contents(cut)
     with pytest.raises(InputError, match=message):
         go_on(cut, **given)
-    assert (cut / "record.jsonl").read_bytes() == before
-
-
-def change_header(folder, change):
-    rewrite(folder, 0, change)
+    assert contents(cut) == before
 
 
 @pytest.mark.parametrize(
@@ -237,49 +233,45 @@ def change_header(folder, change):
 )
 def test_what_must_not_change(cut, tmp_path, change, message):
     folder = copy(cut, tmp_path / "run")
-    change_header(folder, change)
-    before = (folder / "record.jsonl").read_bytes()
+    rewrite_header(folder, change)
+    before = contents(folder)
     with pytest.raises(InputError, match=message):
         go_on(folder, task=read_run(folder).header.settings.task)
-    assert (folder / "record.jsonl").read_bytes() == before
+    assert contents(folder) == before
 
 
 def test_what_may_change_is_told(cut, tmp_path):
     folder = copy(cut, tmp_path / "run")
-    change_header(folder, lambda h: h["environment"].update(torch="1.0"))
+    rewrite_header(folder, lambda h: h["environment"].update(torch="1.0"))
     _, watcher = part(folder, 1, task=tiny())
     assert [line.split(" and is ")[0] for line in watcher.lines] == ["torch was 1.0"]
-
-
-def test_a_record_in_use_is_left_alone(cut, tmp_path):
-    from steadygrad.studies.folder import RunWriter
-
-    folder = copy(cut, tmp_path / "run")
-    with RunWriter.resume(folder), pytest.raises(InputError, match="in progress in another"):
-        go_on(folder)
 
 
 def test_a_worker_notices_that_another_run_is_in_the_folder(base, tmp_path):
     """A cluster's workers outlive a run, and folders are used again."""
     folder, job = copy(base, tmp_path / "run"), {"kind": "point", "point": 0}
-    first = loads(run_job(str(folder), dumps(job)))["kind"]
+    (first,) = run_job(str(folder), job, files := dumps({tiny(): tiny()}))
     shutil.rmtree(folder)
     begin(folder, seed=1)
-    second = loads(run_job(str(folder), dumps(job)))["kind"]
-    assert first["valid_loss"] != second["valid_loss"]
-    header = msgspec.structs.asdict(read_run(folder).header)
-    assert header["settings"].seed == 1
+    (second,) = run_job(str(folder), job, files)
+    assert first.valid_loss != second.valid_loss
+    assert read_run(folder).header.settings.seed == 1
+
+
+@pytest.mark.parametrize("name", ["results", "checkpoints"])
+def test_a_run_whose_folders_are_links_is_left_alone(cut, tmp_path, name):
+    """A stranger's may lead anywhere."""
+    folder = copy(cut, tmp_path / "run")
+    (folder / name).rename(tmp_path / "elsewhere")
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    before = left(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=f"'{name}', a link"):
+        go_on(folder)
+    assert left(tmp_path / "elsewhere") == before
 
 
 def test_a_record_of_another_study_is_refused(base):
-    before = (base / "record.jsonl").read_bytes()
-    with pytest.raises(InputError, match=r"record of `steadygrad inspect`\. Found one of `steadyg"):
+    before = contents(base)
+    with pytest.raises(InputError, match=r"run of `steadygrad inspect`\. Found one of `steadyg"):
         resume(base, name="inspect", monitor=Watcher())
-    assert (base / "record.jsonl").read_bytes() == before
-
-
-def test_an_end_says_the_budget_that_it_had(tmp_path):
-    begin(tmp_path / "run", at=200)
-    go_on(tmp_path / "run", budget=77.0)
-    ends = read_run(tmp_path / "run").select(End)
-    assert [end.time["budget_seconds"] for end in ends] == [1e6, 77.0]
+    assert contents(base) == before

@@ -7,7 +7,6 @@ from steadygrad.studies.advise.decisions import Chooser
 from steadygrad.studies.advise.schema import Noise
 from steadygrad.studies.advise.summary import summarize
 from steadygrad.studies.folder import Results
-from steadygrad.studies.schema import End
 from tests.unit.studies.advise.events import (
     branches,
     law,
@@ -118,5 +117,5 @@ def random_record(seed):
     if draw.random() < 0.3:
         events = events[: draw.randint(0, len(events))]
     status = draw.choice(STATUSES)
-    journal = Results([*events, End(status=status)])
+    journal = Results(events)
     return header, journal, {**summarize(header, journal, status), "status": status}

@@ -26,7 +26,7 @@ from tests.unit.studies.advise.events import (
 POINTS = (1024, 4096)
 
 
-def journal(*extra, critical=(120.0, 400.0), sigma=0.0005, diverged=({}, {})):
+def results(*extra, critical=(120.0, 400.0), sigma=0.0005, diverged=({}, {})):
     """Points, branches with their critical batch sizes, and further events."""
     events = []
     for i, samples in enumerate(POINTS):
@@ -62,7 +62,7 @@ def test_candidates(most, base, world, expected):
 
 
 def test_critical_batch_sizes_of_every_point():
-    evidence = Evidence(make_header(POINTS), journal())
+    evidence = Evidence(make_header(POINTS), results())
     found = [evidence.criticals[i].value for i in (0, 1)]
     truth = [within_tolerance(120.0), within_tolerance(400.0)]
     # The noise is a hundredth of what a doubling of the batch changes.
@@ -134,7 +134,7 @@ def test_runs_do_not_end_where_the_loss_is_constant():
 
 
 def test_a_prediction_is_called_one_until_it_is_trained():
-    evidence = Evidence(make_header(POINTS), journal())
+    evidence = Evidence(make_header(POINTS), results())
     assert evidence.checked == []
     assert evidence.constant is not None
     trained = {size for c in evidence.criticals.values() for size in c.sizes}
@@ -143,7 +143,7 @@ def test_a_prediction_is_called_one_until_it_is_trained():
 
 
 def test_runs_from_scratch_overrule_the_prediction():
-    evidence = Evidence(make_header(POINTS), journal(*base_runs(), *runs(48, 60.0)))
+    evidence = Evidence(make_header(POINTS), results(*base_runs(), *runs(48, 60.0)))
     ((run),) = evidence.checked
     # The curve's fit is coarse; the truth is (1 + 48/60) / (1 + 8/60) - 1 = 0.588.
     assert run.overhead == pytest.approx(slowness(48, 60.0) - 1, rel=0.1)
@@ -157,7 +157,7 @@ def test_runs_from_scratch_overrule_the_prediction():
 def test_the_largest_that_passed_below_the_smallest_that_failed():
     events = [*base_runs(), *runs(16, 100.0), *runs(24, 100.0), *runs(48, 100.0)]
     events += runs(96, 1e5)  # luck: a larger one may pass, and counts for nothing
-    evidence = Evidence(make_header(POINTS), journal(*events))
+    evidence = Evidence(make_header(POINTS), results(*events))
     assert slowness(24, 100.0) - 1 < 0.2 < slowness(48, 100.0) - 1
     assert (evidence.passed.batch_size, evidence.failed.batch_size) == (24, 48)
     assert evidence.constant == 24
@@ -168,8 +168,8 @@ def test_noise_over_seeds_widens_the_interval_and_can_refuse():
         scratch(24, seed, POINTS[-1], slower=slowness(24, 100.0), noise=noise)
         for seed, noise in enumerate((-0.2, 0.0, 0.2))
     ]
-    quiet = Evidence(make_header(POINTS), journal(*base_runs(), *runs(24, 100.0)))
-    noisy = Evidence(make_header(POINTS), journal(*base_runs(), *loud))
+    quiet = Evidence(make_header(POINTS), results(*base_runs(), *runs(24, 100.0)))
+    noisy = Evidence(make_header(POINTS), results(*base_runs(), *loud))
     (a,), (b,) = quiet.checked, noisy.checked
     assert a.overhead == pytest.approx(b.overhead)
     assert b.high - b.low > 10 * (a.high - a.low)
@@ -178,16 +178,16 @@ def test_noise_over_seeds_widens_the_interval_and_can_refuse():
 
 def test_a_diverged_run_is_no_advice():
     lost = [scratch(24, seed, POINTS[-1], noise=math.inf) for seed in range(3)]
-    evidence = Evidence(make_header(POINTS), journal(*base_runs(), *lost))
+    evidence = Evidence(make_header(POINTS), results(*base_runs(), *lost))
     (run,) = evidence.checked
     assert run.diverged
     assert evidence.constant == 8
 
 
-def search(critical, candidates=3, journal_of=journal, **header):
+def search(critical, candidates=3, results_of=results, **header):
     """Sizes that are trained from scratch where the trade-off has this critical size."""
     head = make_header(POINTS, candidates=candidates, **header)
-    chooser, events, sizes = Chooser(head), list(journal_of(*base_runs()).events()), []
+    chooser, events, sizes = Chooser(head), list(results_of(*base_runs())), []
     for number in range(candidates):
         job = chooser(("candidate", number, 0), Results(events))
         if job is not None:
@@ -212,9 +212,9 @@ LOST = dict.fromkeys((64, 128, 256, 512), 1e9)
 @pytest.mark.parametrize("diverged", [(LOST, {}), ({}, LOST), (LOST, LOST)])
 def test_nothing_is_advised_above_what_diverged_at_any_point(diverged):
     def diverging(*extra):
-        return journal(*extra, critical=(1e5, 1e5), diverged=diverged)
+        return results(*extra, critical=(1e5, 1e5), diverged=diverged)
 
-    sizes, evidence = search(1e5, journal_of=diverging)
+    sizes, evidence = search(1e5, results_of=diverging)
     assert max(sizes) == 32
     assert (evidence.diverged, evidence.ceiling, evidence.constant) == (64, 32, 32)
     assert [evidence.safe(evidence.criticals[i]) for i in (0, 1)] == [32, 32]
@@ -248,22 +248,22 @@ def test_nothing_is_advised_above_what_diverged_at_a_point_that_tells_nothing():
 
 def test_nothing_is_advised_above_what_diverged_from_scratch():
     lost = [scratch(12, seed, POINTS[-1], noise=math.inf) for seed in range(3)]
-    evidence = Evidence(make_header(POINTS), journal(*base_runs(), *lost))
+    evidence = Evidence(make_header(POINTS), results(*base_runs(), *lost))
     assert (evidence.constant, evidence.ceiling, evidence.schedule) == (8, 8, ())
     words = explain(evidence, "complete")
     assert "Batch 12, trained from scratch, diverged." in words[0]
     assert "batch 8 with learning rate 0.001 needs" in words[1]
     # One seed that diverged is enough, whether the others were trained or not.
-    one = Evidence(make_header(POINTS), journal(*base_runs(), lost[0]))
+    one = Evidence(make_header(POINTS), results(*base_runs(), lost[0]))
     assert (one.constant, one.ceiling) == (8, 8)
 
 
 def test_a_larger_candidate_that_failed_leaves_the_smaller_ones_unknown():
-    evidence = Evidence(make_header(POINTS), journal(*base_runs(), *runs(32, 20.0)))
+    evidence = Evidence(make_header(POINTS), results(*base_runs(), *runs(32, 20.0)))
     assert evidence.failed.low > 0.2
     assert (evidence.constant, evidence.known) == (8, False)
     assert explain(evidence, "complete")[0].endswith("No smaller one was tried.")
-    both = journal(*base_runs(), *runs(32, 20.0), *runs(12, 5.0))
+    both = results(*base_runs(), *runs(32, 20.0), *runs(12, 5.0))
     assert Evidence(make_header(POINTS), both).known
 
 
@@ -283,7 +283,7 @@ def test_a_run_whose_loss_falls_no_more_has_no_batch_size():
 
 def test_a_schedule_is_never_above_what_was_trained_from_there_on():
     good = [*base_runs(), *runs(12, 1e5)]
-    rising = Evidence(make_header(POINTS), journal(*good))
+    rising = Evidence(make_header(POINTS), results(*good))
     safe = [rising.criticals[i].safe for i in (0, 1)]
     assert safe[0] < safe[1]
     stages = rising.schedule
@@ -291,7 +291,7 @@ def test_a_schedule_is_never_above_what_was_trained_from_there_on():
     for (_, a), (start, b) in pairwise(stages):
         assert b % a == 0
         assert a < b <= min(safe[i] for i in (0, 1) if POINTS[i] >= start)
-    falling = Evidence(make_header(POINTS), journal(*good, critical=(400.0, 120.0)))
+    falling = Evidence(make_header(POINTS), results(*good, critical=(400.0, 120.0)))
     assert all(size <= falling.criticals[1].safe for _, size in falling.schedule)
 
 
@@ -302,7 +302,7 @@ def test_a_schedule_is_never_above_what_was_trained_from_there_on():
 def test_a_schedule_takes_fewer_steps_than_the_constant_batch(constant, critical, sizes):
     """It begins with the constant batch or below, and has to make up for that."""
     events = [*base_runs(), *runs(constant, 1e5)]
-    evidence = Evidence(make_header(POINTS), journal(*events, critical=(critical, 1e5)))
+    evidence = Evidence(make_header(POINTS), results(*events, critical=(critical, 1e5)))
     assert evidence.constant == constant
     assert [size for _, size in evidence.schedule] == sizes
     if sizes:
@@ -320,7 +320,7 @@ def test_nothing_is_recommended_where_the_loss_does_not_fall():
     assert evidence.length == 0
     assert evidence.constant is None
     assert evidence.schedule == ()
-    assert Chooser(make_header(POINTS))(("baseline", 1), evidence.journal) is None
+    assert Chooser(make_header(POINTS))(("baseline", 1), evidence.results) is None
 
 
 def test_a_run_whose_loss_falls_by_a_rounding_does_not_fall():
@@ -349,7 +349,7 @@ def test_where_no_branch_tells_runs_from_scratch_begin_next_to_the_smallest_batc
 @pytest.mark.parametrize(("slower", "known"), [((1.0, 1.2, 1.7), False), ((1.5, 1.51, 1.52), True)])
 def test_a_batch_that_may_be_tolerable_is_not_known(slower, known):
     tried = [scratch(12, seed, POINTS[-1], slower=s) for seed, s in enumerate(slower)]
-    evidence = Evidence(make_header(POINTS), journal(*base_runs(), *tried))
+    evidence = Evidence(make_header(POINTS), results(*base_runs(), *tried))
     (run,) = evidence.checked
     assert not run.within(0.2)
     assert (run.low > 0.2) == known
@@ -374,5 +374,5 @@ def test_the_warm_up_is_a_quarter_of_the_run_at_most(points, rule, expected):
     evidence = Evidence(header, Results(made))
     assert (evidence.length, evidence.warmup_samples) == (points[-1], expected)
     if len(points) > 1:
-        job = Chooser(header)(("candidate", 0, 0), evidence.journal)
+        job = Chooser(header)(("candidate", 0, 0), evidence.results)
         assert job["warmup_samples"] == expected

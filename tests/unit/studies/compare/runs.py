@@ -11,8 +11,8 @@ from steadygrad.studies.compare.trials import make_trials
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.folder import Results
 from steadygrad.studies.run import start
-from tests.unit.record.helpers import RUNTIME, TASK
 from tests.unit.studies.framework import TINY, Watcher, tiny
+from tests.unit.studies.results import RUNTIME, TASK
 
 ALL = ("adamw", "scaledadam", "lans", "lamb", "sgd", "muon")
 PLAN = Plan(
@@ -57,17 +57,17 @@ def header_of(plan, **fields):
 
 
 def record(plan, loss_of, keep=lambda event: True, speed=True):
-    """The journal of a study whose runs have the losses of a function of their key fields.
+    """The results of a study whose runs have the losses of a function of their key fields.
 
     ``loss_of`` is called with optimizer, multiple, samples, point, step and repeat; ``keep`` says
-    which of the events are there in the end.
+    which of them are there in the end.
     """
     journal = Results()
     for trial in make_trials(plan, 64):
         job = trial.job(journal)
         if job is None:
             continue
-        fields = {name: value for name, value in job.items() if name != "event"}
+        fields = {name: value for name, value in job.items() if name != "kind"}
         if job["kind"] == "speed":
             if speed:
                 times = {name: 1.0 + place / 4 for place, name in enumerate(plan.optimizers)}
@@ -75,7 +75,7 @@ def record(plan, loss_of, keep=lambda event: True, speed=True):
                 journal.add(Speed(state_bytes=held, time=times))
             continue
         journal.add(made(loss=loss_of(**fields), **fields))
-    return Results(filter(keep, journal.events()))
+    return Results(filter(keep, journal))
 
 
 def made(loss, **fields):

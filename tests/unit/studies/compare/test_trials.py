@@ -219,7 +219,7 @@ def test_decisions_are_the_same_whatever_else_is_recorded(seed):
         job = trial.job(journal)
         assert job == expected[trial.key], trial.key
         if job is not None and job["kind"] == "training":
-            fields = {name: value for name, value in job.items() if name != "event"}
+            fields = {name: value for name, value in job.items() if name != "kind"}
             journal.add(made(loss=loss_of(**fields), **fields))
     assert len(journal.select(Run)) == len(reference.select(Run))
 

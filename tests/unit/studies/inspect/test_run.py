@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from steadygrad.studies.folder import Results, read_run
+from steadygrad.studies.inspect import trials
 from steadygrad.studies.inspect.diagnosis import Proposal, propose
 from steadygrad.studies.inspect.schema import Part
-from steadygrad.studies.inspect.study import Inspect, trials
+from steadygrad.studies.inspect.study import Inspect
 from steadygrad.studies.order import main_order, seed_for
 from steadygrad.tasks import load_task
 from tests.unit.studies.framework import tiny
@@ -171,7 +172,7 @@ def test_the_last_training_is_told_the_scales_in_its_jobs(whole):
     for trial in Inspect(run.header).trials():
         job = trial.job(journal)
         scales = {} if trial.key[1] != "after" else {"proposal": vars(propose(known))}
-        fields = ("event", "phase", "part") if trial.key[0] == "part" else ("event", "phase")
+        fields = ("kind", "phase", "part") if trial.key[0] == "part" else ("kind", "phase")
         assert job == dict(zip(fields, trial.key, strict=True)) | scales
 
 
