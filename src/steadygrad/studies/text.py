@@ -8,7 +8,7 @@ __all__ = ["interval", "listed", "loss", "percent", "percent_interval", "short",
 
 # From this overhead on it is only known that it is large.
 MOST = 3.0
-# Up to this one it is only known that it is negative.
+# Up to this one it is only known that it is less.
 LEAST = -0.333
 
 
@@ -66,6 +66,8 @@ def percent(fraction: float | None) -> str:
     """Writes a fraction as a percentage, such as a sample overhead."""
     if fraction is None or math.isnan(fraction):
         return "–"
+    if fraction <= LEAST:
+        return "below −33%"
     return "300% or more" if fraction >= MOST else f"{show(round(100 * fraction))}%"
 
 
@@ -73,8 +75,8 @@ def percent_interval(low: float | None, high: float | None) -> str:
     """Writes an interval of fractions."""
     if low is None or high is None:
         return "–"
-    start = percent(low) if low > LEAST else "below 0%"
-    return start if low >= MOST else f"{start} to {percent(high)}"
+    known = low < MOST and high > LEAST
+    return f"{percent(low)} to {percent(high)}" if known else percent(low)
 
 
 def plural(word: str) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from steadygrad.studies.compare.schema import Header, Plan, Run, Settings, Speed
 from steadygrad.studies.compare.study import Compare
-from steadygrad.studies.compare.trials import make_trials
+from steadygrad.studies.compare.plan import make_trials
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.folder import Results
 from steadygrad.studies.run import start
