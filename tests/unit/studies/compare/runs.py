@@ -5,9 +5,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from steadygrad.studies.compare.findings import summarize
+from steadygrad.studies.compare.plan import make_trials
 from steadygrad.studies.compare.schema import Header, Plan, Run, Settings, Speed
 from steadygrad.studies.compare.study import Compare
-from steadygrad.studies.compare.plan import make_trials
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.folder import Results
 from steadygrad.studies.run import start
@@ -78,6 +79,11 @@ def record(plan, loss_of, keep=lambda event: True, speed=True):
     return Results(filter(keep, journal))
 
 
+def summary(plan, loss_of, status="complete", **options):
+    """The summary of such a study."""
+    return summarize(header_of(plan), record(plan, loss_of, **options), status)
+
+
 def made(loss, **fields):
     """A run's event."""
     return Run(
@@ -86,5 +92,5 @@ def made(loss, **fields):
 
 
 __all__ = [
-    "ADDED", "ALL", "PLAN", "TINY", "begin", "header_of", "made", "planned", "record",
+    "ADDED", "ALL", "PLAN", "TINY", "begin", "header_of", "made", "planned", "record", "summary",
 ]  # fmt: skip

@@ -5,9 +5,8 @@ import re
 import pytest
 
 from steadygrad._checks import InputError
-from steadygrad.studies.compare.plan import LEVELS, make_plan
+from steadygrad.studies.compare.plan import LEVELS, make_plan, make_trials
 from steadygrad.studies.compare.schema import Settings
-from steadygrad.studies.compare.trials import make_trials
 from tests.unit.studies.tiny_task import make_task
 
 NAMES = ("adamw", "scaledadam", "lans")
