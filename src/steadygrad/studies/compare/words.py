@@ -109,12 +109,11 @@ def _verdict(row: Verdict, s: Summary) -> str:
     name, at, seeds = s.optimizers[row.optimizer], _at(row.multiple, s), len(row.losses)
     if row.lost:
         return f"{name} diverged on {row.lost} of {seeds} seeds{at}, AdamW on {row.baseline_lost}."
-    if row.verdict == "better" and row.time_ratio and row.time_ratio.high >= 1:
-        # The table has the time of one that saves time as well.
-        step = f"a step takes {s.costs[row.optimizer].time_ratio:.2f} times as long as AdamW's"
-        same = f"and training to the same loss {ratios(row)[1]} times"
-        less = "no" if row.time_ratio.low >= 1 else "perhaps no"
-        return f"{name} saves {plural(s.sample)} but {less} time: {step}, {same}."
+    if row.verdict == "better" and row.time_ratio:
+        low, high, step = row.time_ratio.low, row.time_ratio.high, s.costs[row.optimizer].time_ratio
+        time = "and time" if high < 1 else "but no time" if low >= 1 else "and perhaps time"
+        saves, same = f"{name} saves {plural(s.sample)} {time}", f"the same loss {ratios(row)[1]}"
+        return f"{saves}: a step takes {step:.2f} times as long as AdamW's, and {same} times."
     if row.verdict != "cannot tell" or row.baseline_lost:
         return ""
     text = f"{name} cannot be told from AdamW{at} on {seeds} seeds"
@@ -136,16 +135,16 @@ def table(s: Summary) -> Table | None:
         base = {seed: value for row in judged for seed, value in row.baseline_losses.items()}
         for row in judged[:1]:
             mean = loss(fmean(base.values()))
-            rows.append(("AdamW", "baseline", *size, show(row.baseline_lr), mean, "–", "–", "–"))
+            rows.append(("AdamW", "baseline", *size, show(row.baseline_lr), mean, "–", "–"))
         for row in judged:
-            numbers = show(row.lr), loss(row.loss), difference(row), *ratios(row)
+            numbers = show(row.lr), loss(row.loss), difference(row), ratios(row)[0]
             rows.append((s.optimizers[row.optimizer], row.verdict, *size, *numbers))
     if not rows:
         return None
-    samples = plural(s.sample)
+    title = f"{s.task} after {longest:,} {plural(s.sample)}, with confidence intervals"
     heads = ("optimizer", "verdict", *("batch size",) * several, "learning rate", "loss")
-    heads += ("difference (confidence interval)", f"AdamW's {samples}", "AdamW's time")
-    return Table(f"{s.task} after {longest:,} {samples}", heads, tuple(rows), text_columns=2)
+    heads += ("difference", f"AdamW needs (× {plural(s.sample)})")
+    return Table(title, heads, tuple(rows), text_columns=2)
 
 
 def difference(row: Verdict) -> str:

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from steadygrad.studies.compare.schema import Brackets, Edge, Flip, Verdict
-from tests.unit.studies.compare.runs import planned, summary
+from tests.unit.studies.compare.runs import noisy, planned, summary
 
 PLAN = planned(seeds=5)
 
@@ -22,18 +22,6 @@ def row_of(found, optimizer, samples, multiple=1):
 
 def findings(found, kind):
     return [each for each in found.findings if isinstance(each, kind)]
-
-
-def noisy(shifts, spread=0.01, fall=0.2):
-    """Losses that fall with the samples; ``shifts`` of an optimizer by horizon."""
-
-    def loss_of(optimizer, multiple, samples, point, step, repeat):
-        own = shifts.get(optimizer, {}).get(samples, 0.0)
-        noise = random.Random(f"{optimizer}{samples}{repeat}{multiple}").gauss(0, spread)
-        common = random.Random(f"{repeat}").gauss(0, 0.1)
-        return 2 - fall * math.log2(samples) + own + noise + common + 0.05 * step**2
-
-    return loss_of
 
 
 def test_a_planted_flip_is_found_first():
