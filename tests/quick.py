@@ -180,7 +180,7 @@ CASES = {
     "unit/studies/compare/test_run.py": {
         "test_a_plan_of_its_own_for_a_real_budget": 0,
         "test_a_task_with_an_evaluation_of_its_own": 0,
-        "test_cut_at_any_event_it_goes_on_to_the_same_summary": 0,
+        "test_with_any_results_it_goes_on_to_the_same_summary": 0,
         "test_losses_fall_and_adamw_learns": 0,
         "test_other_types": 0,
     },

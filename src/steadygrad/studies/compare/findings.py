@@ -87,16 +87,15 @@ def find(s: Summary) -> Iterator[Flip | Edge | Brackets | Verdict]:
 
 def _flips(rows: Sequence[Verdict]) -> Iterator[Flip]:
     """Comparisons whose verdicts differ in sign between the horizons."""
-    found: dict[tuple[str, int], list[Verdict]] = {}
-    for row in rows:
-        found.setdefault((row.optimizer, row.multiple), []).append(row)
-    for (name, multiple), own in found.items():
-        short, long = own[0], own[-1]
-        if {short.verdict, long.verdict} == {"better", "worse"}:
+    long = {(row.optimizer, row.multiple): row for row in rows}
+    short = {(row.optimizer, row.multiple): row for row in reversed(rows)}
+    for (name, multiple), last in long.items():
+        first = short[name, multiple]
+        if {first.verdict, last.verdict} == {"better", "worse"}:
             yield Flip(
                 optimizer=name,
                 multiple=multiple,
-                short=short.verdict,
-                long=long.verdict,
-                samples=(short.samples, long.samples),
+                short=first.verdict,
+                long=last.verdict,
+                samples=(first.samples, last.samples),
             )

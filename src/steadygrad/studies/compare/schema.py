@@ -224,7 +224,7 @@ class Difference(CommonFinding, frozen=True, kw_only=True, tag="difference"):
         p_value: P-value of Student's two-sided test, for this comparison alone.
         verdict: ``"better"``, ``"worse"`` or ``"cannot tell"``.
         needed: Seeds that would tell in four of five cases, were the mean the true one; None where
-            the verdict is known, or where no number of seeds up to ten thousand would.
+            the verdict is known, or where no number of seeds up to eight thousand would.
         rates_limit: Whether that is due to the search for learning rates.
         bootstrap: Percentile interval of the mean, with the same confidence; None below ten pairs.
     """

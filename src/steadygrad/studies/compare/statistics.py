@@ -1,6 +1,7 @@
 """Statistics of paired seeds: differences, several comparisons at a time, and samples saved."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,7 +18,7 @@ ALPHA, POWER = 0.05, 0.8
 # octaves on either side of the best rate.
 LEAST_MISS, MOST_MISS = 1 / 16, 4 / 3
 # More seeds than anybody trains.
-MOST_SEEDS = 10_000
+MOST_SEEDS = 8192
 # With fewer pairs a bootstrap has too few different resamples.
 BOOTSTRAP_PAIRS, DRAWS = 10, 4000
 # Exponents of a loss curve: the usual one of power laws, and two that it lies between.
@@ -153,7 +154,7 @@ def seeds_needed(
         choice: As in :func:`compare_pairs`; more seeds do not lessen it.
 
     Returns:
-        The number; None where it is beyond ten thousand, or the mean is zero.
+        The number; None where it is beyond eight thousand, or the mean is zero.
     """
 
     def power(count: int) -> float:
@@ -163,15 +164,8 @@ def seeds_needed(
 
     if mean == 0 or spread == 0:
         return None if mean == 0 else 2
-    low, high = 1, 2
-    while power(high) < POWER:
-        low, high = high, 2 * high
-        if high > MOST_SEEDS:
-            return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if power(middle) >= POWER else (middle, high)
-    return high
+    found = 2 + bisect_left(range(2, MOST_SEEDS + 1), POWER, key=power)
+    return found if found <= MOST_SEEDS else None
 
 
 def sample_ratio(

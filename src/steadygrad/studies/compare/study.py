@@ -1,6 +1,7 @@
 """The study behind ``steadygrad compare``."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from steadygrad.studies.compare.findings import summarize
@@ -23,11 +24,8 @@ class Compare(Study):
 
     name = "compare"
     header: Header
-
-    def __init__(self, header: Header) -> None:
-        super().__init__(header)
-        # Made once: a user's file runs when its functions are loaded.
-        self._entries: Mapping[str, Entry] = {}
+    # Made once: a user's file runs when its functions are loaded.
+    _entries: Mapping[str, Entry] = MappingProxyType({})
 
     @classmethod
     def make_plan(cls, settings: Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:

@@ -24,11 +24,12 @@ def answer(s: Summary) -> str:
     better = [row for row in rows if row.verdict == "better"]
     text = said(s.flips[0], s) if s.flips else _better(better, s) if better else _stay(rows, s)
     edges = [found for found in s.findings if isinstance(found, schema.Edge) and found.hangs]
+    before = [] if s.status == "complete" else ["Preliminary: "]
     if edges and not s.flips:
         names = listed(dict.fromkeys(s.optimizers[edge.optimizer] for edge in edges))
         why = "as the best learning rate is the last one tried"
-        text = f"{names} may be better than shown, {why}; so far, {text.replace('Stay', 'stay')}"
-    return text if s.status == "complete" else f"Preliminary: {text.replace('Stay', 'stay')}"
+        before.append(f"{names} may be better than shown, {why}; so far, ")
+    return "".join([*before, text.replace("Stay with", "stay with", 1) if before else text])
 
 
 def _better(rows: Sequence[Verdict], s: Summary) -> str:
@@ -50,18 +51,16 @@ def _better(rows: Sequence[Verdict], s: Summary) -> str:
 def _stay(rows: Sequence[Verdict], s: Summary) -> str:
     """No optimizer is better."""
     worst = max(rows, key=lambda row: row.baseline_lost)
-    others, after = (
-        "no other optimizer is shown to be better",
-        f"{worst.samples:,} {plural(s.sample)}",
-    )
+    others = "no other optimizer is shown to be better"
+    after = f"after {worst.samples:,} {plural(s.sample)}"
     if worst.baseline_lost:
         at = f"{worst.baseline_lost} of {len(worst.losses)} seeds{_at(worst.multiple, s)}"
-        return f"AdamW diverged on {at}, and {others} after {after}."
+        return f"AdamW diverged on {at}, and {others} {after}."
     if all(row.verdict == "worse" for row in rows):
         names = dict.fromkeys(s.optimizers[row.optimizer] for row in rows)
         others = f"it is better than {listed(names)}"
     rate = "" if _are_several(s) else f" at learning rate {worst.baseline_lr:.3g}"
-    return f"Stay with AdamW{rate}: {others} after {after}."
+    return f"Stay with AdamW{rate}: {others} {after}."
 
 
 def remarks(s: Summary) -> tuple[str, ...]:
@@ -112,7 +111,10 @@ def _verdict(row: Verdict, s: Summary) -> str:
     if row.verdict == "better" and row.time_ratio:
         low, high, step = row.time_ratio.low, row.time_ratio.high, s.costs[row.optimizer].time_ratio
         time = "and time" if high < 1 else "but no time" if low >= 1 else "and perhaps time"
-        saves, same = f"{name} saves {plural(s.sample)} {time}", f"the same loss {ratios(row)[1]}"
+        saves, same = (
+            f"{name} saves {plural(s.sample)} {time}{at}",
+            f"the same loss {ratios(row)[1]}",
+        )
         return f"{saves}: a step takes {step:.2f} times as long as AdamW's, and {same} times."
     if row.verdict != "cannot tell" or row.baseline_lost:
         return ""
@@ -121,7 +123,7 @@ def _verdict(row: Verdict, s: Summary) -> str:
         return (
             f"{text}; more would not tell either, as the search for learning rates is too coarse."
         )
-    more = f"about {row.needed:,}" if row.needed else "not even 10,000"
+    more = f"about {row.needed:,}" if row.needed else "not even 8,000"
     return f"{text}; {more} would tell, if the true difference is {signed(row.mean)}."
 
 

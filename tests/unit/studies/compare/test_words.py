@@ -128,7 +128,7 @@ def better(samples, time):
     ("fields", "said"),
     [
         ({"needed": 23}, f"{CUT}; about 23 would tell, if the true difference is −0.02."),
-        ({}, f"{CUT}; not even 10,000 would tell, if the true difference is −0.02."),
+        ({}, f"{CUT}; not even 8,000 would tell, if the true difference is −0.02."),
         (
             {"rates_limit": True},
             f"{CUT}; more would not tell either, as the search for learning rates is too coarse.",
