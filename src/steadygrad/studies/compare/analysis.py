@@ -58,19 +58,14 @@ class Evidence:
             if name in speed.time
         }
 
-    def runs(self, name: str, multiple: int, rung: int) -> dict[int, Run]:
-        """Runs of an optimizer's verdict, by seed."""
-        point, step = self.searches[multiple].tuned(name, rung)
-        return self.by_seed(name, multiple, rung, point, step, self.plan.seeds)
-
-    def by_seed(
-        self, name: str, multiple: int, rung: int, point: int, step: float, seeds: int
+    def runs(
+        self, name: str, multiple: int, rung: int, at: tuple[int, float] | None = None
     ) -> dict[int, Run]:
-        """Runs at one setting, by seed."""
-        samples = self.plan.horizons[rung]
-        keys = ((name, multiple, samples, point, step, seed) for seed in range(1, seeds + 1))
-        runs = (self.results.get(Run, *key) for key in keys)
-        return {run.repeat: run for run in runs if run}
+        """Runs of an optimizer's verdict, or of the default learning rate ``at`` zero, by seed."""
+        point, step = at or self.searches[multiple].tuned(name, rung)
+        key = name, multiple, self.plan.horizons[rung], point, step
+        seeds = range(1, 1 + (DEFAULTS if at else self.plan.seeds))
+        return {seed: run for seed in seeds if (run := self.results.get(Run, *key, seed))}
 
     def octave(self, name: str, multiple: int) -> dict[int, float]:
         """By how much an optimizer's loss falls with twice the samples, by seed."""
@@ -132,7 +127,7 @@ class Evidence:
         bases = (run.lr * 2.0**-run.step for run in runs if not run.repeat)
         tried = {rung: search.tried(name, rung) for rung in rungs}
         # On the same seeds for all, those that are at their best there included.
-        defaults = self.by_seed(name, 1, 2, 0, 0, DEFAULTS) if multiple == 1 else {}
+        defaults = self.runs(name, 1, 2, at=(0, 0)) if multiple == 1 else {}
         first = [*tried[0].values()] if search.is_done(name, 0) else []
         plateau, most = _plateau(search, first) or (None, None)
         total = sum(run.end for run in defaults.values())
