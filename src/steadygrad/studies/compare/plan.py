@@ -12,7 +12,6 @@ from steadygrad.studies.compare.search import LADDER, NEAR, WIDENINGS, Search
 from steadygrad.studies.folder import Results
 from steadygrad.studies.schema import Key
 from steadygrad.studies.trials import Job, Trial, evaluation_cost, makespan
-from steadygrad.tasks import Task
 
 __all__ = ["DEFAULTS", "MARKS", "TURNS", "make_plan", "make_trials"]
 
@@ -35,9 +34,10 @@ Choose = Callable[[Search, str], Chosen | None]
 
 def make_plan(
     settings: Settings,
-    task: Task,
     optimizers: Sequence[str],
     *,
+    batch_size: int,
+    train_size: int,
     speed: float,
     workers: int,
     trials_of: Callable[[Plan], Sequence[Trial]],
@@ -49,8 +49,9 @@ def make_plan(
 
     Args:
         settings: The study's settings.
-        task: The task.
         optimizers: Names of the optimizers.
+        batch_size: The task's batch size.
+        train_size: Training samples; no batch is larger.
         speed: Samples a second of one trial.
         workers: Trials at a time.
         trials_of: The trials of a plan.
@@ -63,17 +64,17 @@ def make_plan(
             "--seeds should be at least 2, as one difference has no interval. Found 1. Remedy: "
             "--seeds 5."
         )
-    multiples, size = _multiples(settings.batches, task), task.batch_size
+    multiples = _multiples(settings.batches, train_size // batch_size)
     start_up = START_UP_WORKERS if workers > 1 else START_UP
     span = SHARE_OF_BUDGET * max(0.0, settings.budget - start_up) * speed
     # Every horizon is a whole number of steps at every batch size.
-    unit = 4 * math.lcm(*multiples) * size
-    least = math.ceil(4 * LEAST_STEPS * multiples[-1] * size / unit)
+    unit = 4 * math.lcm(*multiples) * batch_size
+    least = math.ceil(4 * LEAST_STEPS * multiples[-1] * batch_size / unit)
     given = _given(settings.samples, unit, least)
 
     def priced(seeds: int, full: bool, parts: int) -> Plan:
         plan = Plan(
-            batch_size=size,
+            batch_size=batch_size,
             optimizers=tuple(optimizers),
             multiples=multiples,
             horizons=(parts * unit // 4, parts * unit // 2, parts * unit),
@@ -90,7 +91,7 @@ def make_plan(
 
     for seeds, full, steps in LEVELS:
         prices = partial(priced, settings.seeds or seeds, full)
-        fewest = max(least, math.ceil(steps * size / unit))
+        fewest = max(least, math.ceil(steps * batch_size / unit))
         plan = prices(given) if given else _longest(prices, fewest, span)
         if plan.span <= span:
             return plan
@@ -115,12 +116,11 @@ def _given(samples: int, unit: int, least: int) -> int:
     return given
 
 
-def _multiples(text: str, task: Task) -> tuple[int, ...]:
+def _multiples(text: str, most: int) -> tuple[int, ...]:
     try:
         found = tuple(int(word) for word in text.split(","))
     except ValueError:
         found = ()
-    most = len(task.train) // task.batch_size
     if not found or found[0] != 1 or list(found) != sorted({*found}) or found[-1] > most:
         raise InputError(
             "--batches should be growing whole multiples of the task's batch size that begin with "

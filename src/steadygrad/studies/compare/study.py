@@ -36,8 +36,9 @@ class Compare(Study):
         valid = len(task.valid) * (trainer.context.size if task.evaluate else 1)
         return make_plan(
             settings,
-            task,
             tuple(entries),
+            batch_size=task.batch_size,
+            train_size=len(task.train),
             # All have as many trials, so that the mean time of their steps counts.
             speed=speed / slowdown(trainer, entries),
             workers=workers,

@@ -15,8 +15,9 @@ NAMES = ("adamw", "scaledadam", "lans")
 def plan_for(budget, *, speed=200.0, workers=1, names=NAMES, **settings):
     return make_plan(
         Settings(budget=budget, **settings),
-        make_task(),
         names,
+        batch_size=4,
+        train_size=len(make_task().train),
         speed=speed,
         workers=workers,
         trials_of=lambda plan: make_trials(plan, 64),
