@@ -66,6 +66,11 @@ def _stay(rows: Sequence[Verdict], s: Summary) -> str:
 def remarks(s: Summary) -> tuple[str, ...]:
     """At most three more sentences, the most important first."""
     end = [f"The study {ENDS[s.status]}; --resume continues it."] if s.status in ENDS else []
+    if s.flips:
+        flipped = {flip.optimizer for flip in s.flips}
+        rows = [found for found in s.findings if isinstance(found, Verdict)]
+        rows = [r for r in rows if r.verdict == "better" and r.optimizer not in flipped]
+        end += [_better(rows, s)] if rows else []
     texts = [said(found, s) for found in s.findings if found not in s.flips[:1]]
     return tuple([*end, *filter(None, texts)][:3])
 

@@ -113,6 +113,11 @@ def test_a_flip_is_the_answer(several):
     )
     assert words.answer(s) == said.format("LANS")
     assert words.remarks(s)[0] == said.format("SGD")
+    # What is better at both lengths is said as well.
+    s = told(several, lans="worse", sgd_4="better")
+    s = replace(s, flips=flips[:1], findings=(flips[0], *s.findings))
+    assert words.answer(s) == said.format("LANS")
+    assert words.remarks(s)[0] == "SGD (batch size 4) is better than AdamW after 128 rows."
 
 
 CUT = "LANS cannot be told from AdamW on 5 seeds"
