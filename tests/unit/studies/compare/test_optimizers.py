@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.studies.compare.optimizers import KNOWN, entries_of, made
-from steadygrad.studies.compare.runner import slowdown
-from steadygrad.studies.compare.schema import Settings
+from steadygrad.studies.compare.optimizers import entries_of, made
+from steadygrad.studies.compare.schema import Settings, knobs_at
+from steadygrad.studies.compare.trials import slowdown
 from tests.unit.studies.compare.runs import ADDED, ALL
 from tests.unit.studies.framework import make_trainer
 from tests.unit.studies.tiny_task import make_model, make_task
+
+KNOWN = entries_of(Settings(optimizers=",".join(ALL)), make_task())
 
 
 class Tied(nn.Module):
@@ -123,8 +125,8 @@ def test_frozen_parameters_are_left_out(name):
 @pytest.mark.parametrize("name", ALL)
 def test_knobs_reach_the_optimizer_and_stay_within_their_bounds(name):
     entry = KNOWN[name]
-    assert entry.knobs_at(0) == {}
-    found = [entry.knobs_at(point) for point in range(1, 65)]
+    assert knobs_at(entry.knobs, 0) == {}
+    found = [knobs_at(entry.knobs, point) for point in range(1, 65)]
     assert len({tuple(knobs.values()) for knobs in found}) == 64
     places = []
     for knob, (low, high) in entry.knobs.items():
@@ -235,7 +237,7 @@ def test_the_mean_time_of_a_step_slows_the_plan_down(monkeypatch):
         )
     }
     trainer.optimizer = stepping(torch.optim.SGD, 1.0)(trainer.model.parameters(), lr=0.1)
-    monkeypatch.setattr("steadygrad.studies.compare.runner._clock", lambda trainer: clock["now"])
+    monkeypatch.setattr("steadygrad.studies.compare.trials._clock", lambda trainer: clock["now"])
     # Rounded to a quarter power of two.
     assert slowdown(trainer, timed) == 2 ** (6 / 4)
 
@@ -243,7 +245,7 @@ def test_the_mean_time_of_a_step_slows_the_plan_down(monkeypatch):
 def test_optimizers_that_are_faster_do_not_speed_the_plan_up(monkeypatch):
     trainer = make_trainer()
     monkeypatch.setattr(
-        "steadygrad.studies.compare.runner._seconds",
+        "steadygrad.studies.compare.trials._seconds",
         lambda trainer, optimizers, turns: {"": 1.0, "adamw": 0.5, "sgd": 0.25},
     )
     assert slowdown(trainer, entries("sgd")) == 1.0
