@@ -160,6 +160,7 @@ def resume(
         task = context.together(lambda: load_recorded_task(header, files))
         trainer = study.make_trainer(task, settings, context, runtime.micro_batch_size)
         trainer.dependent = header.task.dependent
+        trainer.second_moment = header.task.beta2 is not None
         for warning in changes(header, trainer):
             monitor.say(warning)
         # Read on every rank before one of them writes.

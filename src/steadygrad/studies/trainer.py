@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from steadygrad._checks import InputError
 from steadygrad.studies.checkpoint import State, on_host
 from steadygrad.studies.distributed import DistributedContext
-from steadygrad.studies.learning_rate import Rate, RateSetter
+from steadygrad.studies.learning_rate import Rate, RateSetter, has_second_moment
 from steadygrad.studies.model import TaskModel
 from steadygrad.studies.order import Order
 from steadygrad.tasks import (
@@ -64,6 +64,7 @@ class Trainer(TaskModel):
 
     Attributes:
         dependent: Whether a sample's loss depends on the rest of its batch; no batch is cut then.
+        second_moment: Whether the second of two betas is a second moment's decay.
         set_rate: Sets the optimizer's learning rate.
         steps: Optimizer steps taken.
 
@@ -86,7 +87,7 @@ class Trainer(TaskModel):
         super().__init__(task, seed, dtype, context, micro_batch_size)
         self.scaling, self._keep_half_life, self._finite = scaling, keep_half_life, finite
         self._look_every = 1 if context.device.type == "cpu" else LOOK_EVERY
-        self.dependent = False
+        self.dependent = self.second_moment = False
         # Names of the model's tensors that training changes beside those of the optimizer.
         self._moving: set[str] = set()
         context.together(self._begin)
@@ -161,6 +162,9 @@ class Trainer(TaskModel):
         self.fit_micro_batch(self.task.batch_size)
         self.by_halves(lambda: self.step(torch.arange(self.task.batch_size)))
         self.look()
+        self.second_moment = together(
+            lambda: has_second_moment(self.optimizer, needed=self._keep_half_life)
+        )
         together(lambda: self.load(self.state(0).reread()))
         self._moving = {name for name, _ in before.items() - fingerprints(self.model).items()}
         together(lambda: check_seeds(self._make_anew))
