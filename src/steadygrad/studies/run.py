@@ -292,7 +292,10 @@ class _Session:
         except InputError as error:
             summary = self._write("failed")
             outcome = Outcome(folder, summary, study.too_little(summary), is_main=is_main)
-            more = f"The results are kept: fix the error, then continue with --resume {folder}."
+            more = (
+                f"The results are kept. --resume {folder} continues where the cause was outside of "
+                "the task's files; a changed task needs a new run."
+            )
             raise StudyFailed(f"{error} {more}", outcome) from error
         finally:
             if self.writer is not None:

@@ -17,7 +17,7 @@ VERDICTS = "better", "worse", "cannot tell"
 ENDS = {
     "interrupted": "The study was stopped; --resume continues it.",
     "budget": "The budget was over; --resume continues the study.",
-    "failed": "The study failed. Fix the error, then continue with --resume.",
+    "failed": "The study failed; what was trained until then is kept.",
 }
 
 
