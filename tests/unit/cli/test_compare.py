@@ -16,8 +16,14 @@ BAD_INPUT = {
     "alone": (["--optimizers", "adamw"], "Found none. Remedy: --optimizers lans."),
     "no file": (["--add", "nowhere.py:f"], "Found 'nowhere.py:f': no such file. Remedy: check"),
     "no function": (["--add", f"{ADDED}"], "added.py', without a function. Remedy: check the"),
-    "no such function": (["--add", f"{ADDED}:lino"], "The file should define 'lino'. Found"),
-    "no Python": (["--add", f"{ADDED.parents[4]}/README.md:f"], "The file should be Python. Found"),
+    "no such function": (
+        ["--add", f"{ADDED}:lino"],
+        "The file should define 'lino', a function. Found",
+    ),
+    "no Python": (
+        ["--add", f"{ADDED.parents[4]}/README.md:f"],
+        "should run without an error. Found SyntaxError: ",
+    ),
     "one seed": (["--seeds", "1"], "--seeds should be at least 2, as one difference has no in"),
     "no length": (["--samples", "-1"], "--samples should be an integer of at least 0. Found '-1'"),
     "short": (["--samples", "8"], "--samples should be at least 128, so that the shortest runs"),
