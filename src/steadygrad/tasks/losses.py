@@ -79,12 +79,8 @@ def depend_on_company(
     The first half of a batch is compared with itself in other company, with the same random
     numbers, and alone, in evaluation mode. Losses that differ without a reason tell nothing.
 
-    Args:
-        losses: ``(sample numbers, seed) -> losses``, both with shape ``(n,)``.
-        model: The model.
-        count: Samples of the batch.
-        total: Samples of the data.
-        eps: Rounding of the type that the losses are computed in.
+    ``losses`` is ``(sample numbers, seed) -> losses``, both with shape ``(n,)``; the batch has
+    ``count`` of ``total`` samples, and ``eps`` is the rounding of the losses' type.
     """
     mine, near = torch.arange(count // 2), torch.arange(count)
     far = torch.cat([mine, torch.arange(total - count + len(mine), total)])

@@ -200,7 +200,7 @@ class UnshiftedLMHeadModel(TinyForMaskedLM):
     [
         (UnshiftedLMHeadModel(), EVEN, {}, "should be the model's own loss.*another objective"),
         (TinyLMHeadModel(), MASKED, {"objective": "masked-lm"}, "should be the model's own loss"),
-        (Table(), EVEN, {}, "should end in one of.*Found Table. Remedy: objective"),
+        (Table(), EVEN, {}, "`objective` should be one of.*Found `objective = ''`"),
         (TinyLMHeadModel(), EVEN, {"objective": "causal"}, "`objective`.*did you mean 'causal-lm'"),
         (
             TinyLMHeadModel(),
