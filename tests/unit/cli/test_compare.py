@@ -30,7 +30,7 @@ BAD_INPUT = {
     "it raises": (["--add", f"{ADDED}:raises"], "Found RuntimeError: it broke. Remedy: --debug"),
     "no optimizer": (["--add", f"{ADDED}:is_none"], "is_none should return a torch.optim.Opt"),
     "no step": (["--add", f"{ADDED}:no_step"], "A step of the optimizer no_step should run"),
-    "no rate": (["--add", f"{ADDED}:deaf"], "deaf should have the learning rate that its"),
+    "no rate": (["--add", f"{ADDED}:deaf"], "at the learning rate that it is handed, and"),
     "batches": (["--batches", "4,16"], "Found '4,16'. Remedy: --batches 1."),
     "no points": (["--points", "0"], "--points should be an integer from 1 to 64. Found '0'."),
     "no time": (["--budget", "5s"], "The budget is too small for any answer: found 5s, expected"),
