@@ -20,7 +20,6 @@ from steadygrad.tasks import (
     TaskError,
     batches,
     check_losses,
-    check_optimizer,
     guarded,
     is_out_of_memory,
 )
@@ -31,6 +30,7 @@ from steadygrad.tasks.made import (
     fingerprints,
     make_anew,
     make_optimizer,
+    optimizer_of,
 )
 
 __all__ = ["Diverged", "Rate", "Scaling", "Trainer"]
@@ -98,8 +98,7 @@ class Trainer(TaskModel):
         if first:
             optimizer = make_optimizer(make, self.model, self.task.lr, what)
         else:
-            with guarded(what):
-                optimizer = check_optimizer(make(self.task.lr), self.model, what)
+            optimizer = optimizer_of(make, self.task.lr, what)
         self.optimizer = optimizer
         if hasattr(self.scaler, "remove"):
             self.scaler.remove()  # its hooks would scale for the next one too

@@ -1,4 +1,4 @@
-"""Models, optimizers and losses of a task's own functions, checked before they are used."""
+"""Models and optimizers of a task's own functions, checked before they are used."""
 
 import math
 import zlib
@@ -16,46 +16,27 @@ from steadygrad._checks import InputError
 from steadygrad.tasks.guard import TaskError, guarded
 
 __all__ = [
-    "check_evaluation",
     "check_gradients",
     "check_model",
-    "check_optimizer",
     "check_seeds",
     "fingerprints",
     "make_anew",
     "make_optimizer",
+    "optimizer_of",
 ]
 
 
 def check_model(model: Any) -> nn.Module:
-    """Returns the model of ``Task.make_model`` if it can be trained.
+    """Returns the model of ``Task.make_model``, which has to be a module with values.
 
     Raises:
-        TaskError: If it is no module, some of its tensors have no shape or no values, or all of
-            its parameters are frozen.
+        TaskError: If it is none, or some of its parameters have no shape yet.
     """
-    expected = "Task.make_model should return a"
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module) or any(map(is_lazy, model.parameters())):
+        found = "lazy parameters in it" if isinstance(model, nn.Module) else type(model).__name__
         raise TaskError(
-            f"{expected} torch.nn.Module. Found {type(model).__name__}. "
-            "Remedy: end the function with `return model`."
-        )
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    if any(is_lazy(tensor) for tensor in tensors.values()):
-        raise TaskError(
-            f"{expected} model whose parameters have shapes. Found lazy ones. Remedy: run one "
-            "batch through the model before it is returned."
-        )
-    empty = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
-    if empty is not None:
-        raise TaskError(
-            f"{expected} model with values. Found {empty!r} on the meta device. Remedy: "
-            "model.to_empty(device='cpu') and an initialisation, or no device='meta'."
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise TaskError(
-            f"{expected} model that can be trained. Found no parameter with requires_grad=True. "
-            "Remedy: parameter.requires_grad_(True) for those that are to be trained."
+            f"Task.make_model should return a torch.nn.Module with values. Found {found}. Remedy: "
+            "end the function with `return model`, after one batch through it if it is lazy."
         )
     return model
 
@@ -106,6 +87,14 @@ def _firsts(model: nn.Module) -> dict[str, Tensor]:
     return {name: x[(0,) * x.ndim] for name, x in can.items()}
 
 
+def fingerprints(model: nn.Module) -> dict[str, int]:
+    """Checksums of this process's part of a model's state, by name."""
+    return {
+        name: zlib.crc32(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        for name, part in _parts(model).items()
+    }
+
+
 class RandomDraws(TorchDispatchMode):
     """Random numbers that no seed and no generator of the code within decides."""
 
@@ -117,18 +106,9 @@ class RandomDraws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws += 1
             torch.manual_seed(self.draws)
-            if kwargs.get("generator") is not None:
-                other = torch.Generator(kwargs["generator"].device)
-                kwargs["generator"] = other.manual_seed(self.draws)
+            if "generator" in kwargs:
+                kwargs["generator"] = None
         return func(*args, **kwargs)
-
-
-def fingerprints(model: nn.Module) -> dict[str, int]:
-    """Checksums of this process's part of a model's state, by name."""
-    return {
-        name: zlib.crc32(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        for name, part in _parts(model).items()
-    }
 
 
 def check_seeds(make: Callable[[int], nn.Module]) -> None:
@@ -137,7 +117,7 @@ def check_seeds(make: Callable[[int], nn.Module]) -> None:
     Pretrained and constant weights are alike with other random numbers as well.
 
     Raises:
-        TaskError: If the weights are drawn, and the same with seeds 0 and 1.
+        InputError: If the weights are drawn, and the same with seeds 0 and 1.
     """
     first, other = (fingerprints(make(seed)) for seed in (0, 1))
     # Where a model cannot be made so, it is not known.
@@ -161,73 +141,58 @@ def make_optimizer(
         model: The model.
         lr: The learning rate.
         what: The function's name.
-        varied: Whether other rates, and other optimizers of the same model, will be made.
+        varied: Whether optimizers with other rates will be made.
 
     Raises:
-        TaskError: If it is no optimizer of the model, not a new one, does not have the rate, or
-            the model has changed.
+        TaskError: If it is no optimizer, not a new one, does not have the rate, or the model has
+            changed.
     """
     # The objects are kept: one that is freed may give its identity to another.
     before, _kept = _traits(model, varied)
-    with guarded(what):
-        first = check_optimizer(make(lr), model, what)
-        after, _ = _traits(model, varied)
-        other = check_optimizer(make(2 * lr), model, what)
-    expected, (rates, others) = (
-        f"{what} should",
-        ([float(group.get("lr", math.nan)) for group in o.param_groups] for o in (first, other)),
+    first = optimizer_of(make, lr, what)
+    after, _ = _traits(model, varied)
+    other = optimizer_of(make, 2 * lr, what)
+    rates, others = (
+        [float(group.get("lr", math.nan)) for group in made.param_groups] for made in (first, other)
     )
+    asked = not varied and any(math.isclose(rate, lr, rel_tol=1e-6) for rate in rates)
     # What is trained next, and states that are loaded, would not be of this model.
     if after != before:
-        raise TaskError(
-            f"{expected} be made without a change to the model. Found parameters of another "
-            "type, shape or `requires_grad`, with other values, exchanged or with other hooks. "
-            "Remedy: make the model like that in Task.make_model."
-        )
-    if first is other or first.state is other.state:
-        raise TaskError(
-            f"{expected} be a new optimizer at each call. Found the one that was returned before. "
-            "Remedy: make it inside the function."
-        )
-    asked = not varied and any(math.isclose(rate, lr, rel_tol=1e-6) for rate in rates)
-    if math.isnan(sum(rates)) or (rates == others and not asked):
-        raise TaskError(
-            f"{expected} have the learning rate that its function is handed. Found "
-            f"{' and '.join(f'{rate:g}' for rate in rates)} for {lr:g} and for {2 * lr:g}. "
-            "Remedy: pass lr on to it."
-        )
-    return first
+        found = "parameters with other values, exchanged, frozen or with other hooks"
+        remedy = "make the model like that in Task.make_model"
+    elif first is other or first.state is other.state:
+        found, remedy = "the one that was returned before", "make it inside the function"
+    elif rates == others and not asked:
+        found = f"{', '.join(f'{rate:g}' for rate in rates)} for {lr:g} and for {2 * lr:g}"
+        remedy = "pass lr on to it"
+    else:
+        return first
+    raise TaskError(
+        f"{what} should make a new optimizer at each call, at the learning rate that it is handed, "
+        f"and leave the model as it is. Found {found}. Remedy: {remedy}."
+    )
 
 
 def _traits(model: nn.Module, layout: bool) -> tuple[list[Any], list[Any]]:
     """What an optimizer's maker must leave as it is, and the objects themselves."""
-    values, ps = fingerprints(model), list(model.parameters())
-    kinds = [(p.dtype, p.shape, p.requires_grad, [*(p._backward_hooks or ())]) for p in ps]
+    ps = list(model.parameters())
+    kinds = [(p.requires_grad, *(p._backward_hooks or ())) for p in ps]
     held = [*model.modules(), *ps]
-    return [values, [*map(id, held)], kinds if layout else []], held
+    return [fingerprints(model), [*map(id, held)], kinds if layout else []], held
 
 
-def check_optimizer(optimizer: Any, model: nn.Module, what: str) -> Optimizer:
-    """Returns a function's result if it is an optimizer of the model.
-
-    Args:
-        optimizer: What it made.
-        model: The model.
-        what: The function's name.
+def optimizer_of(make: Callable[[float], Any], lr: float, what: str) -> Optimizer:
+    """What a function makes of a learning rate, if it is an optimizer; ``what`` is its name.
 
     Raises:
-        TaskError: If it is no optimizer, or trains none of the model's parameters.
+        TaskError: If it is none, or the function raises.
     """
+    with guarded(what):
+        optimizer = make(lr)
     if not isinstance(optimizer, Optimizer):
         raise TaskError(
             f"{what} should return a torch.optim.Optimizer. Found {type(optimizer).__name__}. "
             "Remedy: end the function with `return optimizer`."
-        )
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if held.isdisjoint(map(id, model.parameters())):
-        raise TaskError(
-            f"{what} should return an optimizer of the model's parameters. Found {len(held)} "
-            f"others in it. Remedy: {what} uses the parameters that it is handed."
         )
     return optimizer
 
@@ -235,34 +200,17 @@ def check_optimizer(optimizer: Any, model: nn.Module, what: str) -> Optimizer:
 def check_gradients(optimizer: Optimizer, model: nn.Module, what: str) -> None:
     """Checks, after a backward pass, that an optimizer trains the model and nothing else.
 
+    What is no part of the model would go on from run to run.
+
     Raises:
         TaskError: If none of its parameters has a gradient, or one that is not the model's.
     """
-    own = set(map(id, model.parameters()))
-    held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    others = sum(id(parameter) not in own for parameter in held)
-    if others:
+    groups = optimizer.param_groups
+    trained = {id(p) for group in groups for p in group["params"] if p.grad is not None}
+    others = len(trained.difference(map(id, model.parameters())))
+    if others or not trained:
         raise TaskError(
-            f"{what} should return an optimizer of the model's parameters. Found {others} others "
-            "in it that the loss trains, which would go on from run to run. Remedy: make them "
-            "parameters of the model."
+            f"{what} and Task.per_sample_loss should train the parameters of the model that they "
+            f"are handed, and none beside. Found {f'{others} others' if others else 'no gradient'} "
+            "in the optimizer. Remedy: use no other model, and no parameters outside of it."
         )
-    if not held:
-        raise TaskError(
-            f"Task.per_sample_loss should depend on the parameters that {what} is given. Found no "
-            "gradient in them. Remedy: call the model that per_sample_loss is handed, not another."
-        )
-
-
-def check_evaluation(value: Any) -> float:
-    """Returns the result of ``Task.evaluate`` as a number.
-
-    Raises:
-        TaskError: If it is no number; a text that reads as one is none.
-    """
-    if not hasattr(value, "__float__"):
-        raise TaskError(
-            f"Task.evaluate should return a number. Found {type(value).__name__}. "
-            "Remedy: end the function with `return float(loss)`."
-        )
-    return float(value)

@@ -212,8 +212,8 @@ def exchanges(model, lr):
         ({"make_optimizer": lambda p, lr: SGD(p, lr=0.5)}, "0.5 for 0.001"),
         ({"make_optimizer": scheduled(0.0)}, "Found 0 for 0.001"),
         ({"make_optimizer": with_another(EXTRA), "per_sample_loss": with_extra}, "1 others"),
-        ({"make_optimizer": turns, "optimizer_takes": "model"}, "change to the model"),
-        ({"make_optimizer": exchanges, "optimizer_takes": "model"}, "change to the model"),
+        ({"make_optimizer": turns, "optimizer_takes": "model"}, "with other values, exchanged"),
+        ({"make_optimizer": exchanges, "optimizer_takes": "model"}, "with other values, exchanged"),
         (
             {"make_optimizer": lambda model, lr: SGD(model.parameters(), lr=lr)},
             "optimizer_takes='model'",

@@ -13,7 +13,6 @@ from steadygrad.record import RunWriter, dumps, loads, read_run
 from steadygrad.record.schema.compare import Settings
 from steadygrad.studies.files import digests, load_recorded_task, located
 from steadygrad.studies.worker import run_job
-from steadygrad.tasks.neighbours import NeighbourFinder
 from tests.unit.record.helpers import rewrite
 from tests.unit.studies import framework
 from tests.unit.studies.framework import begin, copy, go_on, lines, part
@@ -50,8 +49,7 @@ def home(tmp_path, monkeypatch):
     monkeypatch.chdir(write(tmp_path / "home"))
     # Of another test's folder.
     monkeypatch.delitem(sys.modules, "scale_of_mine", raising=False)
-    finders = [each for each in sys.meta_path if not isinstance(each, NeighbourFinder)]
-    monkeypatch.setattr(sys, "meta_path", finders)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     begin(tmp_path / "run", at=1000)
     return tmp_path / "home"
 

@@ -472,7 +472,7 @@ def test_each_repeat_has_weights_of_its_own():
 
 def test_a_lazy_model_is_refused_with_the_remedy():
     lazy = make_task(make_model=lambda: nn.Sequential(nn.LazyLinear(1)))
-    with pytest.raises(InputError, match=r"lazy ones. Remedy: run one batch"):
+    with pytest.raises(InputError, match=r"lazy parameters.*Remedy.*one batch through it"):
         make_trainer(lazy)
 
 
