@@ -21,7 +21,7 @@ from steadygrad._checks import InputError
 from steadygrad.formulas.noise_scale import SignalNoise, from_part_sums
 from steadygrad.noise.norms import Norms, values_of
 from steadygrad.noise.parts import Part, Step
-from steadygrad.noise.witness import Verdict, Witness
+from steadygrad.noise.witness import Witness
 from steadygrad.sharding import World, replicas
 
 __all__ = ["Measured", "Meter"]
@@ -138,7 +138,7 @@ class Meter:
         there = self._zero.device
         return torch.stack([n if n.device == there else n.to(there) for n in taken]).to(self._zero)
 
-    def measure(self, step: Step, scale: Tensor | float) -> tuple[SignalNoise, Verdict]:
+    def measure(self, step: Step, scale: Tensor | float) -> tuple[SignalNoise, Tensor]:
         """Signal and noise of every group, each with shape ``(groups,)``; one collective.
 
         Args:
@@ -146,8 +146,8 @@ class Meter:
             scale: Loss scale that is still in ``.grad``; one for all, or for each slot.
 
         Returns:
-            The measurement, and whether ``.grad`` is the sum of the parts. It is NaN where that
-            is not so or a gradient is not finite, and infinite where some process had no step.
+            The measurement, and whether ``.grad`` is anything but the sum of the parts. It is NaN
+            where that is so or a gradient is not finite, and infinite where a process had no step.
         """
         gradients = {
             slot: values_of(m.parameter.grad)
@@ -158,14 +158,13 @@ class Meter:
         seen = self.witness.column(gradients, step, scale)
         packed = self.world.sum(torch.cat([own, seen]))
         own, seen = packed.split([len(own), len(seen)])
-        verdict = self.witness.judge(seen)
         finite = torch.isfinite(own).all()
         # A step that is left out anyway, as after an overflow, says nothing of its gradients.
-        verdict = verdict._replace(altered=verdict.altered & finite)
-        kept = finite & ~verdict.altered
+        altered = self.witness.judge(seen) & finite
+        kept = finite & ~altered
         self.witness.compare(seen, kept)
         left_out = torch.where(torch.isfinite(own[0]), torch.nan, torch.inf)
-        return SignalNoise(*(torch.where(kept, x, left_out) for x in self.solve(own))), verdict
+        return SignalNoise(*(torch.where(kept, x, left_out) for x in self.solve(own))), altered
 
     def sums(self, gradients: Mapping[int, Tensor], step: Step, scale: Tensor | float) -> Tensor:
         """This process's ``A``, ``C``, ``D``, every group's ``B`` and squared norm of the whole.

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steadygrad._checks import check_count, check_type
-from steadygrad.noise.alterations import Alterations
 from steadygrad.noise.build import (
     check_finds_passes,
     check_options,
@@ -25,6 +24,7 @@ from steadygrad.noise.micro_batches import MicroBatches
 from steadygrad.noise.parts import StepParts
 from steadygrad.noise.per_example import ExampleNorms
 from steadygrad.noise.repeats import Repeats
+from steadygrad.noise.witness import Alterations
 from steadygrad.sharding import data_parallel_world
 
 __all__ = ["NoiseScale"]
@@ -59,8 +59,8 @@ class NoiseScale:
 
     A step with a non-finite gradient (an overflow under loss scaling) is left out and counted in
     ``skipped``. So is one where ``.grad`` is not the sum of the parts, up to rounding: clipped,
-    unscaled, divided, or left from before. A warning names the likely cause once, and ``altered``
-    counts such steps. The noise is kept per sample, so a new batch size needs no reset.
+    unscaled, divided, or left from before. One warning says so, and ``altered`` counts
+    such steps. The noise is kept per sample, so a new batch size needs no reset.
 
     Args:
         model: The model as it is called in training: wrapped in DDP, sharded by ``fully_shard``,
@@ -275,9 +275,9 @@ class NoiseScale:
         self._begin(self._steps)
 
     def _measure(self, scale: Tensor | float) -> None:
-        measured, verdict = self._meter.measure(self._parts.step(), scale)
+        measured, altered = self._meter.measure(self._parts.step(), scale)
         self._history.push(measured)
-        self._alterations.note(verdict, self._parts.sums, self.world.size)
+        self._alterations.note(altered)
 
     def estimate(self) -> NoiseEstimate:
         """The noise scale from the measurements so far, whole and by group.

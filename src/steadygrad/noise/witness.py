@@ -1,7 +1,8 @@
 """A few elements of gradients, read twice: in the parts, and in `.grad` at the end."""
 
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,32 +12,14 @@ from steadygrad.noise.likeness import Likeness
 from steadygrad.noise.parts import Part, Step
 from steadygrad.sharding import World, first_shard, replicas
 
-__all__ = ["WIDTH", "Verdict", "Witness"]
+__all__ = ["Alterations", "Witness"]
 
 # Clipping, a loss scale or leftover gradients change every element, so these numbers of parameters
 # and elements are enough to notice them. A change of a few parameters is found when it is their
 # turn.
 _PARAMETERS, _ELEMENTS = 4, 16
-# Elements of a step at most.
-WIDTH = _PARAMETERS * _ELEMENTS
-
-
-class Verdict(NamedTuple):
-    """Outcome of the comparison of one step.
-
-    Attributes:
-        altered: Whether ``.grad`` is anything but the parts' sum, boolean with shape ``()``.
-        seen: Sums of the parts' elements, with shape ``(n)``.
-        found: Elements of ``.grad`` at the same places.
-        scales: Loss scales of the parts, of each element or all.
-        unit: See :attr:`Witness.unit`.
-    """
-
-    altered: Tensor
-    seen: Tensor
-    found: Tensor
-    scales: Tensor | float
-    unit: float
+# Steps between two reads on an accelerator; each reads the copy that was started at the one before.
+_INTERVAL = 16
 
 
 class Line:
@@ -111,7 +94,7 @@ class Witness:
         count = max(-(-len(known) // _PARAMETERS), 1)
         chosen = (self.slots[start::count] for start in range(count))
         self._turns = [_Turn.of({slot: known[slot] for slot in slots}, zero) for slots in chosen]
-        self.likeness = Likeness(count, WIDTH, zero)
+        self.likeness = Likeness(count, _PARAMETERS * _ELEMENTS, zero)
         # Rounding of these sums and of loss scales (float32), and of gradients that processes
         # exchange (possibly bfloat16).
         here = max(8 * torch.finfo(zero.dtype).eps, _unit(torch.float32))
@@ -129,7 +112,6 @@ class Witness:
         self._seen, self._squares = self._zero, self._zero
         self._count = 0
         self._first: tuple[Tensor, Part] | None = None
-        self._scales: Tensor | float = 1.0
         self._types: set[torch.dtype] = set()
         self.drop_part()
 
@@ -159,7 +141,7 @@ class Witness:
             self._first = self._first or (row, part)
             if part.samples == self._first[1].samples:
                 self._last = row, part
-            self._count, self._scales = self._count + 1, scales
+            self._count += 1
         self.drop_part()
 
     def column(self, gradients: Mapping[int, Tensor], step: Step, scale: Tensor | float) -> Tensor:
@@ -199,12 +181,11 @@ class Witness:
         distance, size = (first - last).norm(), first.norm() + last.norm()
         return torch.where(distance > ROUNDINGS * self.unit * size, first - last, 0.0)
 
-    def judge(self, sums: Tensor) -> Verdict:
-        """Compares the sums over all processes."""
+    def judge(self, sums: Tensor) -> Tensor:
+        """Whether ``.grad`` is anything but the parts' sum, from the sums over all processes."""
         count = len(self._slots)
         seen, found = sums[:count], sums[count : 2 * count]
-        altered = is_altered(seen, found, sums[-1], self.unit, self._world.size)
-        return Verdict(altered, seen, found, self._scales, self.unit)
+        return is_altered(seen, found, sums[-1], self.unit, self._world.size)
 
     def compare(self, sums: Tensor, kept: Tensor) -> None:
         """Compares first and last parts in the sums over all processes, if the step was kept."""
@@ -248,3 +229,50 @@ def line_of(parameter: nn.Parameter, world: World) -> Line | None:
     if first is None or 0 in first.shape or not parameter.is_floating_point():
         return None
     return Line(first.shape, first.here, 1 / replicas(parameter, world))
+
+
+class Alterations:
+    """Counts steps left out because ``.grad`` was not the sum of the parts, and warns once.
+
+    Attributes:
+        count: Number of such steps, with shape ``()``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.count = torch.zeros((), dtype=torch.int64, device=device)
+        self._on_host = device.type == "cpu"
+        self._any = torch.zeros((), dtype=torch.bool, device=device)
+        self._copied: tuple[Tensor, Any] | None = None
+        self._steps, self._warned = 0, False
+
+    def note(self, altered: Tensor) -> None:
+        """Counts a step if it was altered; waits for no device."""
+        self.count += altered
+        if self._warned:
+            return
+        self._any |= altered
+        if self._on_host:
+            self._warned = bool(altered)
+        elif self._steps % _INTERVAL == 0:
+            if self._copied is not None and self._copied[1].query():
+                self._warned = bool(self._copied[0])
+            self._copied = self._copy(self._any)
+        self._steps += 1
+        if self._warned:
+            warnings.warn(
+                "Expected `.grad` to be the sum of the micro-batches' gradients at noise.step(). "
+                "Found other values. Such steps are left out, and `noise.altered` counts them. "
+                "Remedy: call noise.step() before gradients are clipped, divided or cleared, hand "
+                "over the loss scale (`scaler`, `grad_scale`), and announce every backward pass "
+                "since zero_grad().",
+                stacklevel=5,
+            )
+
+    @staticmethod
+    def _copy(flag: Tensor) -> tuple[Tensor, Any]:
+        """A copy on the host, and the event after which it is there."""
+        here = torch.empty((), dtype=flag.dtype, pin_memory=flag.is_cuda)
+        here.copy_(flag, non_blocking=True)
+        event = torch.Event(flag.device)
+        event.record()
+        return here, event
