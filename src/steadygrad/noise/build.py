@@ -11,16 +11,7 @@ from steadygrad._checks import InputError, check_choice, check_count
 from steadygrad._names import own_name
 from steadygrad.noise.meters import Measured, Meter
 from steadygrad.noise.norms import euclidean_norms, preconditioned_norms
-from steadygrad.noise.passes import PassBorders
-from steadygrad.noise.per_example import ExampleNorms
 from steadygrad.noise.sign_meter import SignMeter
-from steadygrad.noise.sources import (
-    AccumulatedSource,
-    BackwardSource,
-    ExampleSource,
-    Source,
-    leaves_of,
-)
 from steadygrad.sharding import World
 
 __all__ = [
@@ -29,7 +20,6 @@ __all__ = [
     "choose_parameters",
     "first_part",
     "make_meter",
-    "make_source",
     "warn_of_batch_norm",
 ]
 
@@ -162,23 +152,6 @@ def make_meter(
     if metric == "l1":
         return SignMeter(measured, groups, world, optimizer, dtype, reduced)
     return Meter(measured, groups, world, preconditioned_norms(optimizer), dtype, reduced)
-
-
-def make_source(
-    source: str,
-    model: nn.Module,
-    measured: list[Measured],
-    meter: Meter,
-    taps: ExampleNorms | None,
-    borders: PassBorders,
-) -> Source:
-    """The source of the meter's gradients; raises if it cannot work with this model."""
-    if source == "accumulated":
-        return AccumulatedSource(measured, meter, meter.world)
-    leaves = leaves_of(model, measured, meter.world)
-    if taps is not None:
-        return ExampleSource(taps, measured, leaves, meter)
-    return BackwardSource(leaves, meter, borders)
 
 
 def warn_of_batch_norm(model: nn.Module) -> None:

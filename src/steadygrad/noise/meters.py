@@ -171,10 +171,11 @@ class Meter:
 
         The first is NaN if, and only if, the step is broken.
         """
-        sums = step.sums.scaled(step.factor)
-        numbers = [self._zero + x * step.share for x in (sums.a, sums.c, sums.d)]
+        sums, factor = step.sums, step.factor
+        scaled = (sums.a * factor, sums.c * factor, sums.d * factor**2)
+        numbers = [self._zero + x * step.share for x in scaled]
         whole = _over(self._column({}, gradients), scale, step.multiple)
-        rows = torch.stack([self._squares / step.factor, whole * whole]) * self._both_shares
+        rows = torch.stack([self._squares / factor, whole * whole]) * self._both_shares
         by_group = rows.new_zeros(2, self.groups).index_add_(1, self._rows, rows)
         return torch.cat([torch.stack(numbers), by_group.flatten()])
 

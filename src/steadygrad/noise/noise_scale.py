@@ -15,15 +15,14 @@ from steadygrad.noise.build import (
     check_options,
     choose_parameters,
     make_meter,
-    make_source,
     warn_of_batch_norm,
 )
 from steadygrad.noise.estimate import History, NoiseEstimate
 from steadygrad.noise.loss_scale import LossScale, Scaler
 from steadygrad.noise.micro_batches import MicroBatches
-from steadygrad.noise.parts import StepParts
 from steadygrad.noise.per_example import ExampleNorms
 from steadygrad.noise.repeats import Repeats
+from steadygrad.noise.sources import AccumulatedSource, BackwardSource, ExampleSource, Source
 from steadygrad.noise.witness import Alterations
 from steadygrad.sharding import data_parallel_world
 
@@ -139,29 +138,35 @@ class NoiseScale:
             drift=check_type("drift", drift, bool, "True or False"),
         )
         self._alterations = Alterations(device)
-        self._parts = StepParts(
+        self._parts = MicroBatches(
+            self._meter,
+            self._loss_scale,
+            samples,
             accumulation,
-            self.world.size,
             shared=source == "accumulated",
             by_example=source == "per_example",
             alike=metric == "l1",
         )
-        self._batches = MicroBatches(self._parts, self._meter, self._loss_scale, samples)
-        borders = self._batches.borders
         self._source_name = source
         # Whether a step has had parts enough.
         self._whole = False
-        self._source = make_source(source, model, measured, self._meter, taps, borders)
-        self._batches.repeats = Repeats(model, [m.parameter for m in measured])
+        self._source: Source
+        if source == "accumulated":
+            self._source = AccumulatedSource(self._meter)
+        elif taps is not None:
+            self._source = ExampleSource(model, self._meter, taps)
+        else:
+            self._source = BackwardSource(model, self._meter, self._parts.borders)
+        self._parts.repeats = Repeats(model, [m.parameter for m in measured])
         # One that is dropped leaves no hooks behind either.
-        hooked = (self._source, self._batches.repeats)
+        hooked = (self._source, self._parts.repeats)
         self._remove = weakref.finalize(self, lambda: [each.remove() for each in hooked])
         self._remove.atexit = False
         self._begin(0)
 
     def _begin(self, steps: int) -> None:
         """Forgets the step under way, after a number of whole ones."""
-        self._batches.clear()
+        self._parts.clear()
         self._meter.witness.turn(steps // self._every)
         self._count(steps)
 
@@ -202,7 +207,7 @@ class NoiseScale:
                 only some weights are given.
         """
         check_finds_passes(self._source_name)
-        self._batches.tell(self._parts.part(num_samples, weight, loss_scale))
+        self._parts.tell(self._parts.part(num_samples, weight, loss_scale))
 
     @contextmanager
     def microbatch(
@@ -227,7 +232,7 @@ class NoiseScale:
         """
         part = self._parts.part(num_samples, weight, loss_scale)
         recording = self._source.recording(num_samples) if self._measures_now else None
-        with self._batches.context(part, recording):
+        with self._parts.context(part, recording):
             yield
 
     @torch.no_grad()
@@ -249,7 +254,7 @@ class NoiseScale:
         if not self._measures_now:
             self._count(self._steps + 1)
             return
-        self._batches.borders.finish()
+        self._parts.borders.finish()
         wrong = self._parts.wrong()
         if wrong is None:
             self._whole = True
