@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from steadygrad._checks import InputError, check_choice, check_count
+from steadygrad._checks import InputError, check_choice, check_count, check_type
 from steadygrad._names import own_name
 from steadygrad.noise.meters import Measured, Meter
 from steadygrad.noise.norms import euclidean_norms, preconditioned_norms
@@ -18,7 +18,6 @@ __all__ = [
     "check_finds_passes",
     "check_options",
     "choose_parameters",
-    "first_part",
     "make_meter",
     "warn_of_batch_norm",
 ]
@@ -78,11 +77,6 @@ def check_finds_passes(source: str) -> None:
         )
 
 
-def first_part(name: str) -> str:
-    """The default group of a parameter: the outermost module it lies in."""
-    return name.split(".")[0]
-
-
 def choose_parameters(
     model: nn.Module, names: set[str] | None, groups: Callable[[str], str] | None
 ) -> tuple[list[Measured], list[str]]:
@@ -91,17 +85,14 @@ def choose_parameters(
     Args:
         model: The model as it is called in training.
         names: Names to choose from; None: all.
-        groups: Group of a name, from which wrappers' parts are taken out. None: :func:`first_part`.
+        groups: Group of a name, from which wrappers' parts are taken out. None: the outermost
+            module that the parameter lies in.
 
     Raises:
         InputError: If there are none, or ``groups`` cannot be called.
     """
-    group_of = groups or first_part
-    if not callable(group_of):
-        raise InputError(
-            "Parameter `groups` should be a function from a parameter's name to its group. "
-            f"Found {type(group_of).__name__}. Remedy: `groups=table.get` for a dict of them."
-        )
+    group_of = groups or (lambda name: name.split(".")[0])
+    check_type("groups", group_of, Callable, "`groups=table.get` for a dict")  # type: ignore[arg-type]
     chosen = [
         (name, parameter)
         for name, parameter in model.named_parameters()

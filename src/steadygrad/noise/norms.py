@@ -12,8 +12,6 @@ from steadygrad.sharding import local
 
 __all__ = ["Moments", "Norms", "euclidean_norms", "preconditioned_norms", "values_of"]
 
-_STRIDED = torch.strided
-
 Norms = Callable[[Sequence[nn.Parameter], Sequence[Tensor]], Sequence[Tensor]]
 
 
@@ -115,7 +113,9 @@ class Moments:
         for name in self._names:
             if state.get(name) is not None:
                 return local(state[name])
-        if self._stepped and not self._kept():
+        states = self._optimizer.state.values()
+        kept = any(state.get(name) is not None for state in states for name in self._names)
+        if self._stepped and not kept:
             raise InputError(
                 f"Expected an optimizer whose state holds {' or '.join(self._names)}. Found "
                 f"{type(self._optimizer).__name__}, which has taken a step without. Remedy: "
@@ -123,15 +123,11 @@ class Moments:
             )
         return None
 
-    def _kept(self) -> bool:
-        states = self._optimizer.state.values()
-        return any(state.get(name) is not None for state in states for name in self._names)
-
 
 def values_of(gradient: Tensor) -> Tensor:
     """This process's part of a gradient; dense, as every row counts and none is waited for."""
     here = gradient if type(gradient) is Tensor else local(gradient)
-    return here.to_dense() if here.layout is not _STRIDED else here
+    return here.to_dense() if here.layout is not torch.strided else here
 
 
 def _wide(gradient: Tensor) -> torch.dtype:

@@ -54,18 +54,15 @@ class SignMeter(Meter):
         reduced: bool = False,
     ) -> None:
         self._moments = Moments(optimizer, ("exp_avg", "momentum_buffer"))
-        self._first: list[Tensor] = []
-        self._second: list[Tensor] = []
+        shards = [local(m.parameter) for m in measured]
+        self._first = [torch.zeros_like(p, dtype=torch.float32) for p in shards]
+        self._second = [torch.zeros_like(p, dtype=torch.float32) for p in shards]
         super().__init__(measured, groups, world, euclidean_norms, dtype, reduced)
 
     def clear(self) -> None:
         """Starts a new step."""
         super().clear()
         self._loss_scale: Tensor | float = 1.0
-        if not self._first:
-            shards = [local(m.parameter) for m in self.measured]
-            self._first = [torch.zeros_like(p, dtype=torch.float32) for p in shards]
-            self._second = [torch.zeros_like(p, dtype=torch.float32) for p in shards]
         torch._foreach_zero_(self._first)
         torch._foreach_zero_(self._second)
 

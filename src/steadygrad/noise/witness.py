@@ -22,36 +22,27 @@ _PARAMETERS, _ELEMENTS = 4, 16
 _INTERVAL = 16
 
 
-class Line:
+class Line(NamedTuple):
     """Some elements of a parameter: equally far from each other in every dimension.
 
     Of a sharded parameter they lie in its first shard.
 
-    Args:
-        shape: Shape of the parameter, or of its first shard.
-        here: Whether that shard is this process's.
-        share: One over the number of processes that hold a copy.
-
     Attributes:
         size: Number of elements.
-        share: As given; zero on processes that do not have them.
+        steps: Distance from one element to the next, by dimensions.
+        here: Whether that shard is this process's.
+        share: One over the number of processes that hold a copy; zero on the others.
     """
 
-    def __init__(self, shape: Sequence[int], here: bool, share: float) -> None:
-        self.size = min(_ELEMENTS, max(shape, default=1))
-        self.here, self.share = here, share if here else 0.0
-        # Distance from one element to the next, by dimensions.
-        self._steps = tuple(size // self.size for size in shape)
-        self._strides: tuple[int, ...] | None = None
-        self._stride = 0
+    size: int
+    steps: tuple[int, ...]
+    here: bool
+    share: float
 
     def of(self, gradient: Tensor) -> Tensor:
         """These elements of a dense tensor, as a view."""
-        strides = gradient.stride()
-        if strides != self._strides:
-            self._strides = strides
-            self._stride = sum(a * b for a, b in zip(self._steps, strides, strict=True))
-        return gradient.as_strided((self.size,), (self._stride,), gradient.storage_offset())
+        stride = sum(a * b for a, b in zip(self.steps, gradient.stride(), strict=True))
+        return gradient.as_strided((self.size,), (stride,), gradient.storage_offset())
 
 
 class _Turn(NamedTuple):
@@ -132,10 +123,8 @@ class Witness:
     def end_part(self, part: Part, loss_scale: Tensor | float) -> None:
         """Closes the open part."""
         if self.lines:
-            row, scales = self._row(self._open), self._spread(loss_scale)
+            row = self._row(self._open) / self._spread(loss_scale)
             row = row * self._shares if self._reduced else row
-            # Without a scale nothing is done: small calls are what all this costs.
-            row = row / scales if isinstance(scales, Tensor) or scales != 1 else row
             self._seen = self._seen + row
             self._squares = self._squares + self._seen.square().sum()
             self._first = self._first or (row, part)
@@ -165,7 +154,7 @@ class Witness:
         # Where a type has no smaller numbers, a rounding is not relative to the sum.
         least = self._least() / self.unit / taken_out
         coarse = least * least * max(self._count, 1)
-        coarse = coarse.expand_as(held).sum() if isinstance(coarse, Tensor) else coarse * len(held)
+        coarse = (torch.zeros_like(held) + coarse).sum()
         seen, squares = self._seen.expand_as(held), (self._squares + coarse).view(1)
         return torch.cat([seen, held, self._difference(held), squares])
 
@@ -228,7 +217,9 @@ def line_of(parameter: nn.Parameter, world: World) -> Line | None:
     first = first_shard(parameter)
     if first is None or 0 in first.shape or not parameter.is_floating_point():
         return None
-    return Line(first.shape, first.here, 1 / replicas(parameter, world))
+    size = min(_ELEMENTS, max(first.shape, default=1))
+    steps = tuple(length // size for length in first.shape)
+    return Line(size, steps, first.here, first.here / replicas(parameter, world))
 
 
 class Alterations:
