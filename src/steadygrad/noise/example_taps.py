@@ -70,7 +70,10 @@ class Tap:
         # Inside a backward pass, checkpointing repeats a call that was counted before.
         if module.training and torch._C._current_graph_task_id() == -1:
             self._calls += 1
-        if not (torch.is_grad_enabled() and output.requires_grad) or _in_functorch():
+        # vmap, grad and jvp take no autograd.Function of this form.
+        if torch._C._are_functorch_transforms_active():
+            return None
+        if not (torch.is_grad_enabled() and output.requires_grad):
             return None
         inputs = args[0] if args else next(iter(kwargs.values()))
         if self._ledger.audit is not None:
@@ -111,7 +114,14 @@ class Tap:
         if examples is None:
             return False
         if grad.dim() <= self._features or grad.shape[0] != examples:
-            raise _wrong_shape(self.layer, tuple(grad.shape), self._features, examples)
+            raise InputError(
+                f"Expected the output of layer `{self.layer.name}` "
+                f"({type(self.layer.module).__name__}) to start with a dimension of {examples} "
+                f"examples, before {self._features} of features. Found the shape "
+                f"{tuple(grad.shape)}. Remedy: give the layer one entry for each example (expand "
+                "position indices to [B, T]; put the batch first), pass the right number, or "
+                "source='microbatch'."
+            )
         self.fired = True
         return True
 
@@ -180,11 +190,6 @@ class _TappedOutput(torch.autograd.Function):
         return grad, None, None
 
 
-def _in_functorch() -> bool:
-    """Inside vmap, grad or jvp, which take no autograd.Function of this form."""
-    return bool(torch._C._are_functorch_transforms_active())
-
-
 def _leave_alone(*_: object) -> None:
     """The hook that a copied model carries in a tap's place."""
 
@@ -192,14 +197,3 @@ def _leave_alone(*_: object) -> None:
 def no_tap() -> Callable[..., None]:
     """A hook that does nothing."""
     return _leave_alone
-
-
-def _wrong_shape(
-    layer: MeasuredLayer, shape: tuple[int, ...], features: int, examples: int
-) -> InputError:
-    return InputError(
-        f"Expected the output of layer `{layer.name}` ({type(layer.module).__name__}) to start "
-        f"with a dimension of {examples} examples, before {features} of features. Found the "
-        f"shape {shape}. Remedy: give the layer one entry for each example (expand position "
-        "indices to [B, T]; put the batch first), pass the right number, or source='microbatch'."
-    )

@@ -121,7 +121,7 @@ class Meter:
             part: The part's facts; its weight is provisional.
             loss_scale: Loss scale of its gradients; one for all, or for each slot.
         """
-        scaled = _over(self._column(self._norms, self._held), loss_scale)
+        scaled = self._column(self._norms, self._held) / loss_scale
         self._squares.addcmul_(scaled, scaled * _inverse(part.each))
         self.is_empty = False
         self.witness.end_part(part, loss_scale)
@@ -174,7 +174,7 @@ class Meter:
         sums, factor = step.sums, step.factor
         scaled = (sums.a * factor, sums.c * factor, sums.d * factor**2)
         numbers = [self._zero + x * step.share for x in scaled]
-        whole = _over(self._column({}, gradients), scale, step.multiple)
+        whole = self._column({}, gradients) * step.multiple / scale
         rows = torch.stack([self._squares / factor, whole * whole]) * self._both_shares
         by_group = rows.new_zeros(2, self.groups).index_add_(1, self._rows, rows)
         return torch.cat([torch.stack(numbers), by_group.flatten()])
@@ -191,11 +191,3 @@ def _inverse(weight: Tensor | float) -> Tensor | float:
     if isinstance(weight, Tensor):
         return torch.where(weight == 0, 0.0, 1 / weight)
     return 1 / weight
-
-
-def _over(values: Tensor, scale: Tensor | float, multiple: float = 1.0) -> Tensor:
-    """``values * multiple / scale``, free where there is nothing to do."""
-    if not isinstance(scale, Tensor):
-        factor = multiple / scale
-        return values if factor == 1 else values * factor
-    return values * multiple / scale

@@ -194,11 +194,11 @@ class Witness:
     def _row(self, elements: Mapping[int, Tensor]) -> Tensor:
         """Elements of all slots, zero where a slot has none."""
         self._types.update(taken.dtype for taken in elements.values())
-        devices = {taken.device for taken in elements.values()}
-        if len(elements) == len(self.lines) and len(devices) == 1:
-            return torch.cat([elements[slot] for slot in self.lines]).to(self._zero)
-        blank = {slot: self._zero.new_zeros(line.size) for slot, line in self.lines.items()}
-        return torch.cat([elements.get(slot, zeros).to(zeros) for slot, zeros in blank.items()])
+        rows = (
+            elements[slot].to(self._zero) if slot in elements else self._zero.new_zeros(line.size)
+            for slot, line in self.lines.items()
+        )
+        return torch.cat(list(rows))
 
     def _spread(self, scale: Tensor | float) -> Tensor | float:
         """A scale of each slot as one of each element."""
