@@ -50,10 +50,9 @@ class NoiseScale:
     is ``samples``, or what :meth:`samples` announced. ``with noise.microbatch(n):`` around a
     pass does the same, and is what the other sources need.
 
-    On several processes ``step()`` makes one collective call, and every process gets the same
-    estimate. With DDP every rank's micro-batch is a part. With FSDP2 too: the local gradients are
-    seen before the reduce-scatter, because they are the finest parts there are and cost nothing
-    to communicate. ``source="accumulated"`` instead takes differences of reduced shards: for the
+    On several processes ``step()`` makes one collective call, every process gets the same estimate,
+    and every rank's micro-batch is a part, also under FSDP2, before its gradients are reduced.
+    ``source="accumulated"`` instead takes differences of reduced shards: for the
     optimizer-matched metrics, whose state is sharded, and for several backward passes a part.
 
     A step with a non-finite gradient (an overflow under loss scaling) is left out and counted in

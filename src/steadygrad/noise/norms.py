@@ -62,7 +62,12 @@ def preconditioned_norms(optimizer: Optimizer) -> Norms:
             step = state.get("step", options[parameter].get("step"))
             if step is None:
                 raise _unknown_moment(optimizer, "without `step` in its state")
-            second = second / _bias_correction(step, options[parameter]["betas"][1])
+            beta = options[parameter]["betas"][1]
+            if isinstance(step, Tensor) and step.device.type != "cpu":
+                # As 1 - beta^t it would cancel in float32.
+                second = second / -torch.expm1(step * math.log(beta))
+            else:
+                second = second / (1 - beta ** float(step))
         inverse = torch.rsqrt(second.sqrt() + options[parameter].get("eps", 1e-8))
         weighted: Tensor = torch.linalg.vector_norm(gradient.to(inverse) * inverse)
         return weighted
@@ -78,14 +83,6 @@ def _unknown_moment(optimizer: Optimizer, found: str) -> InputError:
         f"metric='preconditioned'. Found {type(optimizer).__name__} {found}. "
         "Remedy: metric='l1' or 'euclidean'."
     )
-
-
-def _bias_correction(step: Tensor | float, beta: float) -> Tensor | float:
-    """1 - beta^t, without the cancellation that float32 step counts would suffer."""
-    if isinstance(step, Tensor) and step.device.type != "cpu":
-        return -torch.expm1(step * math.log(beta))
-    # Adam counts on the host unless it is fused or capturable; reading that waits for nothing.
-    return -math.expm1(float(step) * math.log(beta))
 
 
 class Moments:

@@ -30,12 +30,8 @@ class SignMeter(Meter):
     biased: 1 % too small at 1e-3 of it, about 12 % at 3e-4, a third and more too large at 1e-4.
 
     Args:
-        measured: The measured parameters.
-        groups: Number of groups.
-        world: The processes that train together.
+        measured, groups, world, dtype, reduced: As of :class:`Meter`.
         optimizer: An optimizer whose state holds ``exp_avg`` or ``momentum_buffer``.
-        dtype: Type of the sums.
-        reduced: Whether the parts' gradients are those of all processes.
 
     References:
         | Adaptive Batch Sizes Using Non-Euclidean Gradient Noise Scales for Stochastic Sign and

@@ -144,11 +144,8 @@ class SplitBatchNoiseScale(WideBuffers):
     def estimate(self) -> NoiseEstimate:
         r"""The noise scale with its interval, in samples.
 
-        The interval is Fieller's for the ratio of two correlated averages, as in
-        :meth:`NoiseScale.estimate`. Its effective number of batches is that of the weights,
-        :math:`(2 - \alpha)/\alpha` in the long run, divided by the autocorrelation time of the
-        batches' residuals. It covers what the averages converge to; with ``gradient_norm_clip`` at
-        work that is not the noise scale itself.
+        The interval covers what the averages converge to; with ``gradient_norm_clip`` at work that
+        is not the noise scale itself.
 
         While it does not drift, the value is what the last call returned, but for the weight of
         batches no longer kept; where it does, it is the newest batches' own. It is NaN where the
