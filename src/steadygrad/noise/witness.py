@@ -194,11 +194,12 @@ class Witness:
     def _row(self, elements: Mapping[int, Tensor]) -> Tensor:
         """Elements of all slots, zero where a slot has none."""
         self._types.update(taken.dtype for taken in elements.values())
+        device = self._zero.device
         rows = (
-            elements[slot].to(self._zero) if slot in elements else self._zero.new_zeros(line.size)
+            elements[slot].to(device) if slot in elements else self._zero.new_zeros(line.size)
             for slot, line in self.lines.items()
         )
-        return torch.cat(list(rows))
+        return torch.cat(list(rows)).to(self._zero)
 
     def _spread(self, scale: Tensor | float) -> Tensor | float:
         """A scale of each slot as one of each element."""
