@@ -43,15 +43,14 @@ class Repeats:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Marks a call; not a checkpoint's second one, which is inside a backward pass."""
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return
-        found = [output] if isinstance(output, Tensor) else tree_leaves(output)
-        nodes = [x.grad_fn for x in found if isinstance(x, Tensor) and x.grad_fn]
-        if nodes and not torch._C._are_functorch_transforms_active():
+        nodes = [x.grad_fn for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn]
+        if nodes and torch._C._current_graph_task_id() == -1:
             call = _Call(module, set())
             nodes[0].register_prehook(lambda _: self._pass(call))
 
-    def _pass(self, call: "_Call") -> None:
+    def _pass(self, call: _Call) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._task and not self._several:
             self.begin()
