@@ -5,9 +5,8 @@ stays unknown, and is trusted.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from steadygrad._names import plain_name
 from steadygrad.scale.layers import Layers
 from steadygrad.scale.table import ScaleTable
 
-__all__ = ["CallTracker", "GraphAudit", "is_narrow"]
+__all__ = ["GraphAudit", "is_narrow"]
 
 # In place of a layer's index: behind code whose graph cannot be seen.
 _UNKNOWN = -1
@@ -36,13 +35,10 @@ class GraphAudit:
         layers: The layers.
         table: Scales of the layers.
         auto: Whether the scales follow measured exponents.
-        trackers: Trackers of the chosen modules, by index.
     """
 
-    def __init__(
-        self, layers: Layers, table: ScaleTable, auto: bool, trackers: "Mapping[int, CallTracker]"
-    ) -> None:
-        self._layers, self._table, self._auto, self._trackers = layers, table, auto, trackers
+    def __init__(self, layers: Layers, table: ScaleTable, auto: bool) -> None:
+        self._layers, self._table, self._auto = layers, table, auto
         self.reset()
 
     def reset(self) -> None:
@@ -132,8 +128,11 @@ class GraphAudit:
         """
         for index, tensors in gradients.items():
             for i in self._layers.chain(index):
-                called = i not in self._trackers or self._trackers[i].called
-                if not called and any(bool(tensor.any()) for tensor in tensors):
+                if (
+                    i
+                    and i not in self._table.called
+                    and any(bool(tensor.any()) for tensor in tensors)
+                ):
                     return InputError(
                         f"Expected chosen modules to be called. Found {self._table.names[i]!r} "
                         "never called since the scaler was built, though its parameters have "
@@ -184,13 +183,13 @@ def _next_steps(
     if isinstance(node, BackwardCFunction):
         leaves = [following.variable for following, _ in edges if hasattr(following, "variable")]
         mine = next((boundaries[leaf] for leaf in leaves if leaf in boundaries), None)
-        if not hasattr(node, "into_layer"):
+        if not hasattr(node, "scale_path"):
             # It may hold boundaries, as compiled code and reentrant checkpoints do.
             layer, was_narrow = _UNKNOWN, True
         elif mine is not None:  # otherwise it is another scaler's
             if layer not in (mine, _UNKNOWN):
                 bypasses.add((mine, layer))
-            layer = node.into_layer
+            layer = node.scale_path.into
         yield from ((following, layer, was_narrow) for following, _ in edges)
     else:
         taken = _gradient_metadata(node)
@@ -212,78 +211,3 @@ def _keeps_elements(node: Any, following: Any, number: int) -> bool:
 def _gradient_metadata(node: Any) -> Any:
     """Lists types and shapes of the gradients that a node takes; ``[None]`` if unknown."""
     return getattr(node, "_input_metadata", None) or [None]
-
-
-class CallTracker:
-    """Records whether a module was called, and refuses to compile one that changes its arguments.
-
-    Compiled code must not change an object, and cannot read versions of tensors. While it is
-    traced dynamo's comptime can do both, and leaves nothing in the compiled code.
-
-    Args:
-        name: Name of the module, for errors.
-
-    Attributes:
-        called: Whether it was ever called, or traced, with gradients to come.
-        arguments: Traced arguments with their versions when they entered.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name, self.called = name, False
-        self.arguments: list[tuple[Any, int]] = []
-        # What a traced function can hand to a callback is a constant: here a text.
-        self._key = f"{name} {id(self)}"
-        _TRACKERS[self._key] = self
-
-    def note_call(self) -> None:
-        """Records a call."""
-        if torch.compiler.is_compiling():
-            _at_trace_time(_start_call, self._key)
-        else:
-            self.called = True
-
-    def note_argument(self, tensor: Tensor) -> None:
-        """Records the version of a traced argument."""
-        _at_trace_time(_record_version, self._key, tensor)
-
-    def refuse_changes(self) -> None:
-        """Raises an error if a traced argument was changed: its caller would not see that."""
-        _at_trace_time(_compare_versions, self._key)
-
-
-# Weak: the trackers of a deleted scaler go with it.
-_TRACKERS: "WeakValueDictionary[str, CallTracker]" = WeakValueDictionary()
-
-
-def _at_trace_time(callback: Callable[[Any], None], key: str, tensor: Tensor | None = None) -> None:
-    """Runs a callback while dynamo traces; it reads this function's ``key`` and ``tensor``."""
-    from torch._dynamo.comptime import comptime  # its import takes a second
-
-    comptime(callback)
-
-
-def _tracker(context: Any) -> CallTracker:
-    return _TRACKERS[context.get_local("key").as_python_constant()]
-
-
-def _start_call(context: Any) -> None:
-    tracker = _tracker(context)
-    tracker.called = True
-    tracker.arguments.clear()
-
-
-def _record_version(context: Any) -> None:
-    fake = context.get_local("tensor").as_fake()
-    _tracker(context).arguments.append((fake, fake._version))
-
-
-def _compare_versions(context: Any) -> None:
-    tracker = _tracker(context)
-    changed = any(fake._version != version for fake, version in tracker.arguments)
-    tracker.arguments.clear()
-    if changed:
-        raise InputError(
-            f"Expected modules that leave their arguments as they are, in compiled code. Found "
-            f"that {tracker.name} changes one in place, which its caller would not see. Remedy: "
-            "inplace=False, or choose a module around it."
-        )

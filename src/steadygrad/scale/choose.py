@@ -77,7 +77,7 @@ def _nested(model: nn.Module, chosen: list[tuple[str, nn.Module]]) -> list[Layer
                     "Remedy: leave one of the two out."
                 )
     layers = [Layer(name, module, parents[i]) for i, (name, module) in enumerate(chosen, start=1)]
-    return [Layer("", None), *layers]
+    return [Layer("", model), *layers]
 
 
 def _matches(parts: Sequence[str], pattern: str) -> bool:

@@ -21,12 +21,12 @@ class Layer:
 
     Attributes:
         name: The module's name without wrappers; empty for the loss.
-        module: None for the loss.
+        module: The module; the whole model for the loss.
         parent: Index of the next layer around it.
     """
 
     name: str
-    module: nn.Module | None
+    module: nn.Module
     parent: int = LOSS
 
 

@@ -106,15 +106,14 @@ class LayerwiseGradScaler:
         self._table.enabled = enabled
         chosen = range(1, len(layers.layers)) if enabled else ()
         _check_no_boundary(model, [layers.layers[index] for index in chosen])
-        self._hooks = {index: ScaleHooks(index, layers, self._table) for index in chosen}
-        trackers = {index: hooks.tracker for index, hooks in self._hooks.items()}
-        self._audit = GraphAudit(layers, self._table, self._auto is not None, trackers)
+        self._audit = GraphAudit(layers, self._table, self._auto is not None)
         self._unscaler = StepUnscaler(layers, self._table, self._audit, process_group)
         self._steps, self._measure_all = 0, False
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._last_nonfinite: Tensor | None = None
         self._begin_step()
-        for hooks in self._hooks.values():
+        self._hooks = [ScaleHooks(index, layers, self._table) for index in chosen]
+        for hooks in self._hooks:
             # A scaler that is dropped leaves no boundaries behind.
             weakref.finalize(self, hooks.remove).atexit = False
             hooks.attach()
@@ -313,7 +312,7 @@ class LayerwiseGradScaler:
 
     def remove(self) -> None:
         """Takes every boundary off the model; the scaler must not be used any more."""
-        for hooks in self._hooks.values():
+        for hooks in self._hooks:
             hooks.remove()
         self._table.enabled = False
 
@@ -323,7 +322,6 @@ def _check_no_boundary(model: nn.Module, chosen: Sequence[Layer]) -> None:
         if not has_boundary(module):
             continue
         for layer in chosen:
-            assert layer.module is not None
             if module in {*layer.module.modules()} or layer.module in {*module.modules()}:
                 raise InputError(
                     "Expected chosen modules without another LayerwiseGradScaler: gradients would "

@@ -20,8 +20,10 @@ from steadygrad.formulas.loss_scaling import (
 from steadygrad.scale.layers import Layers
 from steadygrad.scale.options import AutoScale, LayerScale, check_scale
 
-__all__ = ["ScaleTable", "check_saved_count"]
+__all__ = ["OTHERS", "OWN", "ScaleTable", "check_saved_count"]
 
+# Kinds of backward passes: of an own loss, of one that another scaler scaled, of one that none did.
+OWN, OTHERS, UNSCALED = range(3)
 # Keys of a saved row, and the tensors that they come from.
 _COLUMNS = {"scale": "own", "growth_tracker": "tracker", "overflows": "overflows"}
 
@@ -51,8 +53,8 @@ class ScaleTable:
         count_leaves: A leaf for each row, whose gradient is that row of ``counts``.
         measuring: Whether backward passes count exponents.
         has_loss: Whether a loss was scaled.
-        passes: Whether a pass is running that counts, and whether one of a loss that another
-            scaler scaled; compiled code reads both in ``gates``.
+        running: The kind of backward pass that is running; compiled code reads it in ``gate``.
+        called: Indices of layers that were called, or traced, with gradients to come.
         merged: Indices of layers that count as part of the layer around them.
     """
 
@@ -79,9 +81,10 @@ class ScaleTable:
         leaves = [_leaf(row) for row in self._rows]
         self.nonfinite_leaves, self.count_leaves = leaves[:count], leaves[count:]
         self.enabled, self.measuring = True, False
-        self.has_loss, self.passes = False, (True, False)
-        self.gates = [torch.tensor(running, device=device) for running in self.passes]
+        self.has_loss, self.running = False, OWN
+        self.gate = torch.tensor(OWN, device=device)
         self._tables.add(self)
+        self.called: set[int] = set()
         self.merged: set[int] = set()
         self._merged_into = torch.arange(count, device=device)
         self.set_scales(self.own)
@@ -128,13 +131,14 @@ class ScaleTable:
     def _set_marked(self, running: bool = False) -> None:
         (self._marked.add if running else self._marked.discard)(self)
         for table in list(self._tables):
-            own = table in self._marked or not (table.has_loss or self._marked)
-            passes = own, table.has_loss and bool(self._marked) and not own
-            for gate, before, now in zip(table.gates, table.passes, passes, strict=True):
-                if now != before:
-                    # `data` has no version: compiled code saves the gate before the pass begins.
-                    gate.data.fill_(now)
-            table.passes = passes
+            before, table.running = table.running, UNSCALED
+            if table in self._marked or not (table.has_loss or self._marked):
+                table.running = OWN
+            elif table.has_loss and self._marked:
+                table.running = OTHERS
+            if table.running != before:
+                # `data` has no version: compiled code saves the gate before the pass begins.
+                table.gate.data.fill_(table.running)
 
     def collect(self) -> None:
         """Copies the leaves' gradients to their rows, where they are not the rows themselves."""
