@@ -86,24 +86,20 @@ class Layers:
                     full = f"{name}.{leaf}" if name else leaf
                     other, first = owners.setdefault(id(parameter), (owner, full))
                     if other != owner:
-                        raise self._two_scales(first, other, full, owner)
+                        raise InputError(
+                            "Expected every parameter under one scale. Found one that is both "
+                            f"{plain_name(first)!r}, in {self.described(other)}, and "
+                            f"{plain_name(full)!r}, in {self.described(owner)}: no single divisor "
+                            "removes both scales from its gradient. Remedy: choose neither module, "
+                            "or one around both."
+                        )
                     slots.append((modules[-1], leaf, weakref.ref(parameter)))
-        same = len(slots) == len(self._slots) and all(
-            new[2]() is old[2]() for new, old in zip(slots, self._slots, strict=True)
-        )
-        self.version += not same
+        # A deleted one is None.
+        before, now = ([id(ref()) for _, _, ref in each] for each in (self._slots, slots))
+        self.version += before != now
         self._slots = slots
         alive = {key: entry for key, entry in self._owners.items() if entry[0]() is not None}
-        now = {id(old()): (old, owners[id(old())][0]) for _, _, old in slots}
-        self._owners = alive | now
-
-    def _two_scales(self, first: str, one: int, second: str, other: int) -> InputError:
-        return InputError(
-            "Expected every parameter under one scale. Found one that is both "
-            f"{plain_name(first)!r}, in {self.described(one)}, and {plain_name(second)!r}, in "
-            f"{self.described(other)}: no single divisor removes both scales from its gradient. "
-            "Remedy: choose neither module, or one around both."
-        )
+        self._owners = alive | {id(ref()): (ref, owners[id(ref())][0]) for _, _, ref in slots}
 
     def described(self, index: int) -> str:
         """Names a layer in an error."""

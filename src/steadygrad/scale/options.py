@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from steadygrad._checks import InputError, check_count, check_number
+from steadygrad._checks import InputError, check_count, check_number, check_type
 
 __all__ = ["AutoScale", "LayerScale", "check_layer_scales", "check_scale"]
 
@@ -113,12 +113,8 @@ def check_layer_scales(layer_scales: Any) -> dict[str, LayerScale] | AutoScale:
         return layer_scales
     if layer_scales == "auto":
         return AutoScale()
-    if not isinstance(layer_scales, Mapping):
-        raise InputError(
-            "Parameter `layer_scales` should be a mapping from module patterns to scales, 'auto' "
-            f"or an AutoScale. Found {type(layer_scales).__name__} "
-            f"`{' '.join(repr(layer_scales).split())[:60]}`. Remedy: {{'blocks.*': 2**8}}."
-        )
+    remedy = "{'blocks.*': 2**8}, 'auto' or an AutoScale"
+    check_type("layer_scales", layer_scales, Mapping, remedy)  # type: ignore[type-abstract]
     checked = {}
     for pattern, value in layer_scales.items():
         layer = value if isinstance(value, LayerScale) else LayerScale(value)

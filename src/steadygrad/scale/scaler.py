@@ -154,13 +154,9 @@ class LayerwiseGradScaler:
             if loss.requires_grad and not torch.compiler.is_compiling():
                 self._table.mark(loss)
             return loss
-        if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
-            scaled = (self.scale(output) for output in outputs)
-            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
-        raise InputError(
-            "Parameter `outputs` should be a tensor or an iterable of tensors. Found "
-            f"{type(outputs).__name__}. Remedy: hand in the loss."
-        )
+        check_type("outputs", outputs, Iterable, "hand in the loss")  # type: ignore[type-abstract]
+        scaled = (self.scale(output) for output in outputs)
+        return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides an optimizer's gradients by the scales they carry, once a step.
@@ -221,8 +217,8 @@ class LayerwiseGradScaler:
                 "Remedy: call step(optimizer), or unscale_(optimizer), before update()."
             )
         else:
-            own_rows = self._unscaler.row_sum.own(nonfinite)
-            self._table.update(own_rows, self._unscaler.counts, self._auto)
+            own = self._unscaler.own(nonfinite)
+            self._table.update(own, self._unscaler.counts, self._auto)
             self._last_nonfinite = nonfinite
             self.skipped += nonfinite.any()
             self._steps += 1
@@ -264,7 +260,7 @@ class LayerwiseGradScaler:
         Layers that only other processes have are named, too.
         """
         flags = [] if self._last_nonfinite is None else self._last_nonfinite.tolist()
-        return [name for name, bad in zip(self._unscaler.row_sum.names, flags, strict=False) if bad]
+        return [name for name, bad in zip(self._unscaler.names, flags, strict=False) if bad]
 
     def is_enabled(self) -> bool:
         """Tells whether gradients are scaled."""

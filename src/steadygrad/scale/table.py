@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from steadygrad._checks import InputError, check_count, check_number, shown
+from steadygrad._checks import InputError, check_count, check_number, check_type
 from steadygrad.formulas.exponents import BINS
 from steadygrad.formulas.loss_scaling import (
     Growth,
@@ -24,8 +24,8 @@ __all__ = ["OTHERS", "OWN", "ScaleTable", "check_saved_count"]
 
 # Kinds of backward passes: of an own loss, of one that another scaler scaled, of one that none did.
 OWN, OTHERS, UNSCALED = range(3)
-# Keys of a saved row, and the tensors that they come from.
-_COLUMNS = {"scale": "own", "growth_tracker": "tracker", "overflows": "overflows"}
+# Keys of a saved row.
+_KEYS = "scale", "growth_tracker", "overflows"
 
 
 class ScaleTable:
@@ -71,14 +71,13 @@ class ScaleTable:
         self._around = torch.tensor([[j in chain for j in rows] for chain in chains], device=device)
         scales = [rule.scale for rule in rules]
         self.own = torch.tensor(scales, dtype=torch.float32, device=device)
-        self.inverse, self.totals = self.own.clone(), self.own.clone()
-        self.inverse_totals = self.own.clone()
+        self.inverse, self.totals, self.inverse_totals = (self.own.clone() for _ in range(3))
         self.tracker = torch.zeros(count, dtype=torch.int32, device=device)
         self.overflows = torch.zeros(count, dtype=torch.int64, device=device)
         self.nonfinite = torch.zeros(count, device=device)
         self.counts = torch.zeros(count, BINS, device=device)
         self._rows = (*self.nonfinite.unbind(), *self.counts.unbind())
-        leaves = [_leaf(row) for row in self._rows]
+        leaves = [torch.zeros_like(row, requires_grad=True) for row in self._rows]
         self.nonfinite_leaves, self.count_leaves = leaves[:count], leaves[count:]
         self.enabled, self.measuring = True, False
         self.has_loss, self.running = False, OWN
@@ -182,11 +181,9 @@ class ScaleTable:
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Lists each layer's scale, finite steps and overflows by name; waits for the device."""
-        columns = {key: getattr(self, column).tolist() for key, column in _COLUMNS.items()}
-        return {
-            name: {key: values[i] for key, values in columns.items()}
-            for i, name in enumerate(self.names)
-        }
+        columns = [column.tolist() for column in (self.own, self.tracker, self.overflows)]
+        rows = [dict(zip(_KEYS, row, strict=True)) for row in zip(*columns, strict=True)]
+        return dict(zip(self.names, rows, strict=True))
 
     @torch.no_grad()
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -195,31 +192,28 @@ class ScaleTable:
         Raises:
             InputError: If it is of other layers or damaged; the table is as it was.
         """
-        names = set(map(str, saved)) if isinstance(saved, Mapping) else set()
-        missing, other = sorted({*self.names} - names), sorted(names - {*self.names})
+        remedy = "hand in what state_dict() returned"
+        check_type("state_dict['layers']", saved, Mapping, remedy)  # type: ignore[type-abstract]
+        missing, other = {*self.names} - saved.keys(), saved.keys() - {*self.names}
         if missing or other:
             raise InputError(
                 "Expected a state of the layers that are scaled now. Found one without "
-                f"{missing} and with {other}. Remedy: build the scaler with the same layer_scales."
+                f"{sorted(missing)} and with {sorted(map(str, other))}. Remedy: build the scaler "
+                "with the same layer_scales."
             )
-        rows = [_checked_row(name, saved[name]) for name in self.names]
-        columns = {key: [row[key] for row in rows] for key in _COLUMNS}
-        self.set_scales(torch.tensor(columns["scale"]).to(self.own))
-        self.tracker.copy_(torch.tensor(columns["growth_tracker"]))
-        self.overflows.copy_(torch.tensor(columns["overflows"]))
-
-
-def _checked_row(name: str, row: Any) -> dict[str, Any]:
-    where = f"state_dict['layers'][{name!r}]"
-    if not (isinstance(row, Mapping) and _COLUMNS.keys() <= row.keys()):
-        raise InputError(
-            f"Expected a mapping with {list(_COLUMNS)} in {where}. Found {shown(row)}. "
-            "Remedy: hand in what state_dict() returned."
-        )
-    check_scale(f"{where}['scale']", row["scale"])
-    check_saved_count(f"{where}['growth_tracker']", row["growth_tracker"], bits=31)
-    check_saved_count(f"{where}['overflows']", row["overflows"])
-    return dict(row)
+        rows = []
+        for name in self.names:
+            where = f"state_dict['layers'][{name!r}]"
+            row = check_type(where, saved[name], Mapping, remedy)  # type: ignore[type-abstract]
+            scale, tracker, overflows = (row.get(key) for key in _KEYS)
+            check_scale(f"{where}['scale']", scale)
+            check_saved_count(f"{where}['growth_tracker']", tracker, bits=31)
+            check_saved_count(f"{where}['overflows']", overflows)
+            rows.append((scale, tracker, overflows))
+        columns = [self.own.clone(), self.tracker, self.overflows]
+        for column, values in zip(columns, zip(*rows, strict=True), strict=True):
+            column.copy_(torch.tensor(values, dtype=column.dtype))
+        self.set_scales(columns[0])
 
 
 def check_saved_count(name: str, count: Any, bits: int = 63) -> int:
@@ -237,13 +231,6 @@ def _growth_columns(rules: Sequence[LayerScale], device: torch.device) -> Growth
         return torch.tensor([getattr(rule, name) for rule in rules], dtype=dtype, device=device)
 
     return Growth(*map(column, Growth._fields))
-
-
-def _leaf(row: Tensor) -> Tensor:
-    """Makes a leaf whose gradient is accumulated in a row of the table."""
-    leaf = torch.zeros_like(row, requires_grad=True)
-    leaf.grad = row
-    return leaf
 
 
 def _widened(scales: Tensor) -> Tensor:
