@@ -5,7 +5,7 @@ stays unknown, and is trusted.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -53,15 +53,11 @@ class GraphAudit:
         """Ends the audit of this step's losses."""
         self._done = self._seen
 
-    def may_be_narrow(self, parameter: Tensor) -> bool:
+    def may_be_narrow(self, parameter: Tensor, gradient: Tensor) -> bool:
         """Tells whether a parameter's gradient is, or was, of a type narrower than float32."""
-        gradient = parameter.grad
-        known = self._seen == self._layers.version
-        return (
-            is_narrow(parameter.dtype)
-            or (gradient is not None and is_narrow(gradient.dtype))
-            or not (known and self._stayed_wide.get(id(parameter), False))
-        )
+        known = self._seen == self._layers.version and id(parameter) in self._stayed_wide
+        narrow = is_narrow(parameter.dtype) or is_narrow(gradient.dtype)
+        return narrow or not known or not self._stayed_wide[id(parameter)]
 
     def inspect(self, loss: Tensor) -> None:
         """Audits the graph of a loss, if that is still to be done.
@@ -73,34 +69,35 @@ class GraphAudit:
             return
         if len(self._layers.layers) == 1 and not self._table.measuring:
             return
-        boundaries = {leaf: i for i, leaf in enumerate(self._table.nonfinite_leaves)}
-        uses, crossed = _walk(loss, boundaries)
+        uses, crossed = _walk(loss, self._table)
         owners = self._layers.owners(list(uses))
         if self._seen != self._layers.version:
             self._seen, self._stayed_wide = self._layers.version, {}
-        bypasses = dict.fromkeys(sorted(crossed), "")
+        bypasses: dict[tuple[int, int], Tensor | None] = dict.fromkeys(sorted(crossed))
         for (leaf, met), owner in zip(uses.items(), owners, strict=True):
             if owner is not None:
                 wide = not any(narrow for _, narrow in met)
                 self._stayed_wide[id(leaf)] = wide and self._stayed_wide.get(id(leaf), True)
                 for layer in {layer for layer, _ in met} - {owner, _UNKNOWN}:
-                    bypasses[owner, layer] = self._name_of(leaf)
+                    bypasses[owner, layer] = leaf
         if bypasses:
             self._merge_or_refuse(bypasses)
 
-    def _merge_or_refuse(self, bypasses: Mapping[tuple[int, int], str]) -> None:
+    def _merge_or_refuse(self, bypasses: Mapping[tuple[int, int], Tensor | None]) -> None:
         """Merges bypassed layers into the layers around them, if their scales stay one."""
         own = self._table.own.tolist()
         merged = set()
-        for (owner, met), name in bypasses.items():
+        for (owner, met), leaf in bypasses.items():
             for index in {*self._layers.chain(owner)} ^ {*self._layers.chain(met)}:
                 if own[index] != 1.0 or not self._table.rules[index].may_rest_at_one(self._auto):
-                    raise self._bypassed(owner, met, index, name)
+                    raise self._bypassed(owner, met, index, leaf)
                 merged.add(index)
         if not merged <= self._table.merged:
             self._table.merge(merged)
 
-    def _bypassed(self, owner: int, met: int, index: int, name: str) -> InputError:
+    def _bypassed(self, owner: int, met: int, index: int, leaf: Tensor | None) -> InputError:
+        named = self._layers.model.named_parameters(remove_duplicate=False)
+        name = next((plain_name(n) for n, parameter in named if parameter is leaf), "")
         bypassed = repr(self._table.names[index])
         other = f"in {self._layers.described(met)}" if met else "outside of all of them"
         remedy = (
@@ -116,10 +113,6 @@ class GraphAudit:
             f"Remedy: {remedy}."
         )
 
-    def _name_of(self, leaf: Tensor) -> str:
-        named = self._layers.model.named_parameters(remove_duplicate=False)
-        return next((plain_name(name) for name, parameter in named if parameter is leaf), "")
-
     def uncalled(self, gradients: Mapping[int, Collection[Tensor]]) -> InputError | None:
         """Returns the error for a layer that has gradients but was never called.
 
@@ -127,26 +120,22 @@ class GraphAudit:
         where a layer was not called: wrappers give zeros to layers that took no part.
         """
         for index, tensors in gradients.items():
-            for i in self._layers.chain(index):
-                if (
-                    i
-                    and i not in self._table.called
-                    and any(bool(tensor.any()) for tensor in tensors)
-                ):
-                    return InputError(
-                        f"Expected chosen modules to be called. Found {self._table.names[i]!r} "
-                        "never called since the scaler was built, though its parameters have "
-                        "gradients. Remedy: choose the module that uses them; in compiled code, "
-                        "call torch.compiler.reset() when the scaler is built, for hooks that come "
-                        "later than the compiler are not seen."
-                    )
+            uncalled = [i for i in self._layers.chain(index) if i not in self._table.called]
+            if uncalled and any(bool(tensor.any()) for tensor in tensors):
+                return InputError(
+                    f"Expected chosen modules to be called. Found "
+                    f"{self._table.names[uncalled[0]]!r} never called since the scaler was built, "
+                    "though its parameters have gradients. Remedy: choose the module that uses "
+                    "them; in compiled code, call torch.compiler.reset() when the scaler is built, "
+                    "for hooks that come later than the compiler are not seen."
+                )
         return None
 
 
 def _walk(
-    loss: Tensor, boundaries: Mapping[Tensor, int]
+    loss: Tensor, table: ScaleTable
 ) -> tuple[dict[Tensor, set[tuple[int, bool]]], set[tuple[int, int]]]:
-    """Follows a graph from the loss to its leaves; ``boundaries`` are leaves of the scales' table.
+    """Follows a graph from the loss to its leaves.
 
     Returns:
         For each leaf the layers in which its gradient arises, and whether it may have been of a
@@ -154,49 +143,32 @@ def _walk(
     """
     uses: dict[Tensor, set[tuple[int, bool]]] = {}
     bypasses: set[tuple[int, int]] = set()
-    start = (loss.grad_fn, 0, False)
+    stack: list[Any] = [] if loss.grad_fn is None else [(loss.grad_fn, 0, False)]
     # The set keeps the nodes alive too: the id of one that is freed could be given to another one.
-    seen, stack = {start}, [start]
+    seen = {*stack}
     while stack:
         node, layer, was_narrow = stack.pop()
-        if node is None:
-            continue
         if hasattr(node, "variable"):
             uses.setdefault(node.variable, set()).add((layer, was_narrow))
             continue
-        for step in _next_steps(node, layer, was_narrow, boundaries, bypasses):
+        edges = [edge for edge in node.next_functions if edge[0] is not None]
+        in_python = isinstance(node, BackwardCFunction)
+        if in_python and not hasattr(node, "scale_path"):
+            # It may hold boundaries, as compiled code and reentrant checkpoints do.
+            layer, was_narrow = _UNKNOWN, True
+        elif in_python and node.table is table:
+            if layer not in (node.scale_path.out_of, _UNKNOWN):
+                bypasses.add((node.scale_path.out_of, layer))
+            layer = node.scale_path.into
+        taken = [] if in_python else _gradient_metadata(node)
+        was_narrow |= any(entry is None or is_narrow(entry.dtype) for entry in taken)
+        for following, number in edges:
+            keeps = in_python or (len(edges) == 1 and _keeps_elements(node, following, number))
+            step = following, layer, keeps and was_narrow
             if step not in seen:
                 seen.add(step)
                 stack.append(step)
     return uses, bypasses
-
-
-def _next_steps(
-    node: Any,
-    layer: int,
-    was_narrow: bool,
-    boundaries: Mapping[Tensor, int],
-    bypasses: set[tuple[int, int]],
-) -> Iterator[tuple[Any, int, bool]]:
-    """Yields the nodes behind a node, their layers, and whether gradients may have been narrow."""
-    edges = [edge for edge in node.next_functions if edge[0] is not None]
-    if isinstance(node, BackwardCFunction):
-        leaves = [following.variable for following, _ in edges if hasattr(following, "variable")]
-        mine = next((boundaries[leaf] for leaf in leaves if leaf in boundaries), None)
-        if not hasattr(node, "scale_path"):
-            # It may hold boundaries, as compiled code and reentrant checkpoints do.
-            layer, was_narrow = _UNKNOWN, True
-        elif mine is not None:  # otherwise it is another scaler's
-            if layer not in (mine, _UNKNOWN):
-                bypasses.add((mine, layer))
-            layer = node.scale_path.into
-        yield from ((following, layer, was_narrow) for following, _ in edges)
-    else:
-        taken = _gradient_metadata(node)
-        was_narrow |= any(entry is None or is_narrow(entry.dtype) for entry in taken)
-        for following, number in edges:
-            keeps = len(edges) == 1 and _keeps_elements(node, following, number)
-            yield following, layer, keeps and was_narrow
 
 
 def _keeps_elements(node: Any, following: Any, number: int) -> bool:

@@ -284,22 +284,15 @@ class LayerwiseGradScaler:
         """
         if not self._table.enabled:
             return
-        if not state.keys() & {"layers", "scale"}:
-            raise InputError(
-                f"Expected a scaler's state. Found the keys {sorted(state)}. Remedy: hand in what "
-                "state_dict() returned while the scaler was enabled."
-            )
-        if "layers" in state:
-            layers = state["layers"]
-        else:
-            loss = {"scale": state["scale"], "growth_tracker": state.get("_growth_tracker", 0)}
+        if "scale" in state:
             now = self.state_dict()
-            layers, state = {**now["layers"], "": {**now["layers"][""], **loss}}, now
+            loss = {"scale": state["scale"], "growth_tracker": state.get("_growth_tracker", 0)}
+            state = now | {"layers": now["layers"] | {"": now["layers"][""] | loss}}
         steps, skipped = (
             check_saved_count(f"state_dict['{name}']", state.get(name, 0))
             for name in ("steps", "skipped")
         )
-        self._table.load_state_dict(layers)
+        self._table.load_state_dict(state.get("layers"))
         self._steps = steps
         self.skipped.fill_(skipped)
         self._last_nonfinite = None
@@ -315,9 +308,7 @@ class LayerwiseGradScaler:
 
 def _check_no_boundary(model: nn.Module, chosen: Sequence[Layer]) -> None:
     for name, module in model.named_modules():
-        if not has_boundary(module):
-            continue
-        for layer in chosen:
+        for layer in chosen if has_boundary(module) else ():
             if module in {*layer.module.modules()} or layer.module in {*module.modules()}:
                 raise InputError(
                     "Expected chosen modules without another LayerwiseGradScaler: gradients would "

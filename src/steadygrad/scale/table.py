@@ -17,7 +17,7 @@ from steadygrad.formulas.loss_scaling import (
     relative_shift,
     total_scales,
 )
-from steadygrad.scale.layers import Layers
+from steadygrad.scale.layers import LOSS, Layers
 from steadygrad.scale.options import AutoScale, LayerScale, check_scale
 
 __all__ = ["OTHERS", "OWN", "ScaleTable", "check_saved_count"]
@@ -83,7 +83,7 @@ class ScaleTable:
         self.has_loss, self.running = False, OWN
         self.gate = torch.tensor(OWN, device=device)
         self._tables.add(self)
-        self.called: set[int] = set()
+        self.called = {LOSS}
         self.merged: set[int] = set()
         self._merged_into = torch.arange(count, device=device)
         self.set_scales(self.own)
@@ -186,7 +186,7 @@ class ScaleTable:
         return dict(zip(self.names, rows, strict=True))
 
     @torch.no_grad()
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved: Any) -> None:
         """Loads the result of :meth:`state_dict`, whatever the order of the layers.
 
         Raises:

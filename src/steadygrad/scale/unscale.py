@@ -135,7 +135,7 @@ class StepUnscaler:
                 gradient = gradient._values()
             # The loss's scale is around the parameters of other models, too.
             gradients[owner or LOSS].append(local(gradient))
-            if self._table.measuring and self._audit.may_be_narrow(parameter):
+            if self._table.measuring and self._audit.may_be_narrow(parameter, gradient):
                 measured[owner or LOSS].append(local(gradient))
         return gradients, measured
 

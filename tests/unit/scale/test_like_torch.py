@@ -127,7 +127,7 @@ def damaged(key, value):
 
 
 DAMAGED = {
-    "empty": (lambda state: {}, "Found the keys"),
+    "empty": (lambda state: {}, "state_dict\\['layers'\\]"),
     "other layers": (
         lambda state: {**state, "layers": {"": {}}},
         "without \\['a', 'b', 'b.1'\\]",
