@@ -109,11 +109,11 @@ def parts_of(model: nn.Module) -> list[str]:
     named = _named_modules(model)
     paths = [path for _, path in module_paths(model)]
     parts = _children(named, paths, "")
+    most = sum(p.numel() for p in model.parameters()) / 2
 
     def trained(names: Iterable[str]) -> list[str]:
         return [name for name in names if any(p.numel() for p in named[name].parameters())]
 
-    most = sum(p.numel() for p in model.parameters()) / 2
     while True:
         first: dict[int, str] = {}
         for name in parts:
@@ -136,11 +136,10 @@ def _children(
         full = plain_name(f"{name}.{part}" if name else part)
         if child is None or full not in named or full == name:
             continue
-        module = named[full]
-        no_forward = type(module).forward is nn.Module.forward
-        container = isinstance(module, nn.Sequential) or no_forward
-        whole = not container and not _shares_parameters(module, paths)
-        parts += [full] if whole else _children(named, paths, full)
+        no_forward = type(named[full]).forward is nn.Module.forward
+        container = no_forward or isinstance(named[full], nn.Sequential)
+        opened = container or _shares_parameters(named[full], paths)
+        parts += _children(named, paths, full) if opened else [full]
     return parts
 
 

@@ -62,11 +62,9 @@ class AutoScale:
     values are subnormal. A layer where an infinity arose backs off at once.
 
     Attributes:
-        layers: Patterns of the modules to choose. Default: the model's child modules. A
-            ``ModuleList``, a ``ModuleDict``, an ``nn.Sequential``, any module without a
-            ``forward``, an only child with parameters, and a module that holds a ``ModuleList`` of
-            blocks and more than half of the parameters are replaced by their own children, and so
-            is a part that shares a parameter with another; a leaf that does is left out.
+        layers: Patterns of the modules to choose. Default: the model's child modules; containers,
+            what holds most of the model, and parts that share a parameter with another are replaced
+            by their own children.
         scale: Each layer's first scale. Any will do.
         underflow: Accepted share of subnormal values among those that are not zero.
         headroom: Binades to be left free between the largest value and overflow.

@@ -36,8 +36,7 @@ class LayerwiseGradScaler:
     The life cycle is that of ``torch.amp.GradScaler``. Boundaries around each chosen module
     multiply the gradient that enters it from its outputs by the scale and divide what leaves at
     its inputs, so what flows outside is exact, whatever the topology; chosen modules inside chosen
-    modules multiply. Where chosen modules follow each other directly their scales are exchanged in
-    one step: the plain gradient between them never exists, and need not be representable.
+    modules multiply.
 
     A value that is not finite is counted for the layer where it arose and goes no further; the
     step is left out for all layers on all processes, and that layer's scale backs off. With

@@ -65,7 +65,14 @@ class ScaleTable:
         count, rows = len(rules), range(len(rules))
         self.names = [layer.name for layer in layers.layers]
         self.rules = list(rules)
-        self._layers, self._growth = layers, _growth_columns(rules, device)
+        # float64 does not exist on Apple's GPUs.
+        self._wide = torch.float32 if device.type == "mps" else torch.float64
+
+        def column(name: str) -> Tensor:
+            dtype = torch.int32 if name == "growth_interval" else self._wide
+            return torch.tensor([getattr(rule, name) for rule in rules], dtype=dtype, device=device)
+
+        self._layers, self._growth = layers, Growth(*map(column, Growth._fields))
         self._parent = torch.tensor([layer.parent for layer in layers.layers], device=device)
         chains = [set(layers.chain(i)) for i in rows]
         self._around = torch.tensor([[j in chain for j in rows] for chain in chains], device=device)
@@ -92,9 +99,9 @@ class ScaleTable:
         """Writes the scales, with shape ``(layers)``, their reciprocals and their products."""
         self.own.copy_(own)
         # As torch does it: the quotient is rounded once.
-        self.inverse.copy_(_widened(self.own).reciprocal())
+        self.inverse.copy_(self.own.to(self._wide).reciprocal())
         self.totals.copy_(total_scales(self.own, self._around))
-        self.inverse_totals.copy_(_widened(self.totals).reciprocal())
+        self.inverse_totals.copy_(self.totals.to(self._wide).reciprocal())
 
     def merge(self, indices: Collection[int]) -> None:
         """Counts layers, whose own scales are one, as part of the layers around them."""
@@ -220,19 +227,3 @@ def check_saved_count(name: str, count: Any, bits: int = 63) -> int:
     """Returns a saved count if a signed integer with ``bits`` bits beside its sign can hold it."""
     check_number(name, check_count(name, count, low=0), high=2**bits - 1)
     return int(count)
-
-
-def _growth_columns(rules: Sequence[LayerScale], device: torch.device) -> Growth:
-    """Makes a tensor of each field of the rules."""
-    wide = torch.float32 if device.type == "mps" else torch.float64
-
-    def column(name: str) -> Tensor:
-        dtype = torch.int32 if name == "growth_interval" else wide
-        return torch.tensor([getattr(rule, name) for rule in rules], dtype=dtype, device=device)
-
-    return Growth(*map(column, Growth._fields))
-
-
-def _widened(scales: Tensor) -> Tensor:
-    # float64 does not exist on Apple's GPUs.
-    return scales if scales.device.type == "mps" else scales.to(torch.float64)

@@ -99,7 +99,12 @@ class StepUnscaler:
         self._nonfinite[optimizer] = everywhere[:, 0]
         self.stages[optimizer] = "unscaled"
         if table.measuring:
-            self._record_counts(*self.own(everywhere)[:, 1:].split(BINS, dim=1))
+            activations, weights = self.own(everywhere)[:, 1:].split(BINS, dim=1)
+            if self.counts is not None and self.measured is not None:
+                # Another optimizer of this step: the boundaries are the same, the weights are not.
+                weights = weights + self.measured.weights
+            self.measured = MeasuredExponents(activations, weights, table.totals.clone())
+            self.counts = activations + weights
 
     def carried_scales(self, parameters: Sequence[Tensor]) -> Callable[[], Tensor]:
         """Finds the layers of parameters once; see :meth:`LayerwiseGradScaler.parameter_scales`."""
@@ -138,13 +143,6 @@ class StepUnscaler:
             if self._table.measuring and self._audit.may_be_narrow(parameter, gradient):
                 measured[owner or LOSS].append(local(gradient))
         return gradients, measured
-
-    def _record_counts(self, activations: Tensor, weights: Tensor) -> None:
-        if self.counts is not None and self.measured is not None:
-            # Another optimizer of this step: the boundaries are the same, the weights are not.
-            weights = weights + self.measured.weights
-        self.measured = MeasuredExponents(activations, weights, self._table.totals.clone())
-        self.counts = activations + weights
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Takes an optimizer's step, or skips it."""
