@@ -155,10 +155,10 @@ class ScaleHooks:
     """
 
     def __init__(self, index: int, layers: Layers, table: ScaleTable) -> None:
-        self._layer, self._table = layers.layers[index], table
-        self._name = repr(self._layer.name)
-        self._enter = _ScalePath(into=self._layer.parent, out_of=index, over=(index,))
-        self._leave = _ScalePath(into=index, out_of=self._layer.parent, times=(index,))
+        name, module, parent = layers.layers[index]
+        self._table, self._name = table, repr(name)
+        self._enter = _ScalePath(into=parent, out_of=index, over=(index,))
+        self._leave = _ScalePath(into=index, out_of=parent, times=(index,))
         self._entered: list[Tensor] = []  # in compiled code, while it is traced
 
         # Functions without arguments of ours: dynamo hands nothing else to its callbacks.
@@ -179,18 +179,14 @@ class ScaleHooks:
 
         self._note_call, self._note_argument = note_call, note_argument
         self._refuse_changes = refuse_changes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the model belongs to no scaler: its gradients must not be scaled.
-        return copyreg.__newobj__, (ScaleHooks,), {"_table": None}  # type: ignore[attr-defined]
-
-    def attach(self) -> None:
-        """Registers the hooks."""
-        module = self._layer.module
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, with_kwargs=True),
         ]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model belongs to no scaler: its gradients must not be scaled.
+        return copyreg.__newobj__, (ScaleHooks,), {"_table": None}  # type: ignore[attr-defined]
 
     def remove(self) -> None:
         """Removes the hooks."""

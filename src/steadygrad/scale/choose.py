@@ -10,7 +10,7 @@ from torch import nn
 
 from steadygrad._checks import InputError
 from steadygrad._names import own_name, plain_name
-from steadygrad.scale.layers import LOSS, Layer, Layers, module_paths
+from steadygrad.scale.layers import Layers, module_paths
 from steadygrad.scale.options import AutoScale, LayerScale
 
 __all__ = ["choose_layers", "parts_of"]
@@ -43,7 +43,7 @@ def choose_layers(
                 )
         layer_scales = dict.fromkeys(patterns, LayerScale(layer_scales.scale))
     chosen = _matching(model, layer_scales)
-    layers = Layers(model, _nested(model, chosen))
+    layers = Layers(model, [(name, module) for name, module, _ in chosen])
     return layers, [loss_rule, *(layer_scales[p].with_defaults(rule) for _, _, p in chosen)]
 
 
@@ -68,25 +68,6 @@ def _matching(model: nn.Module, patterns: Iterable[str]) -> list[tuple[str, nn.M
     order = {id(module): i for i, module in enumerate(named.values())}
     entries = [(name, named[name], pattern) for name, pattern in chosen.items()]
     return sorted(entries, key=lambda entry: order[id(entry[1])])
-
-
-def _nested(model: nn.Module, chosen: list[tuple[str, nn.Module, str]]) -> list[Layer]:
-    """Makes layers of chosen modules, each with its parent."""
-    index = {id(module): i for i, (_, module, _) in enumerate(chosen, start=1)}
-    parents: dict[int, int] = {}
-    for _, path in module_paths(model):
-        if id(path[-1]) in index:
-            parent, i = [LOSS, *(index[id(m)] for m in path if id(m) in index)][-2:]
-            if parents.setdefault(i, parent) != parent and any(True for _ in path[-1].parameters()):
-                raise InputError(
-                    f"Expected every chosen module in one place. Found {chosen[i - 1][0]!r} both "
-                    "inside and outside of another chosen module: its parameters would be under "
-                    "two scales. Remedy: leave one of the two out."
-                )
-    layers = [
-        Layer(name, module, parents[i]) for i, (name, module, _) in enumerate(chosen, start=1)
-    ]
-    return [Layer("", model), *layers]
 
 
 def _matches(parts: Sequence[str], wanted: Sequence[str]) -> bool:

@@ -115,7 +115,6 @@ class LayerwiseGradScaler:
         for hooks in self._hooks:
             # A scaler that is dropped leaves no boundaries behind.
             weakref.finalize(self, hooks.remove).atexit = False
-            hooks.attach()
 
     def _begin_step(self) -> None:
         self._audit.end_step()
