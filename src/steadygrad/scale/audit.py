@@ -55,9 +55,9 @@ class GraphAudit:
 
     def may_be_narrow(self, parameter: Tensor, gradient: Tensor) -> bool:
         """Tells whether a parameter's gradient is, or was, of a type narrower than float32."""
-        known = self._seen == self._layers.version and id(parameter) in self._stayed_wide
-        narrow = is_narrow(parameter.dtype) or is_narrow(gradient.dtype)
-        return narrow or not known or not self._stayed_wide[id(parameter)]
+        known = self._seen == self._layers.version
+        wide = known and self._stayed_wide.get(id(parameter), False)
+        return not wide or is_narrow(parameter.dtype) or is_narrow(gradient.dtype)
 
     def inspect(self, loss: Tensor) -> None:
         """Audits the graph of a loss, if that is still to be done.

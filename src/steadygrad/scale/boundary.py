@@ -11,6 +11,7 @@ by :math:`s_a / s_b`: in half precision the plain gradient between the two might
 
 import copyreg
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +21,11 @@ from steadygrad._checks import InputError
 from steadygrad._nests import tree_map_tensors
 from steadygrad.formulas.exponents import exponent_histograms
 from steadygrad.scale.audit import is_narrow
-from steadygrad.scale.layers import Layers
+from steadygrad.scale.layers import Layer, Layers
 from steadygrad.scale.table import OTHERS, OWN, ScaleTable
 from steadygrad.sharding import local
 
-__all__ = ["ScaleHooks", "has_boundary"]
+__all__ = ["ScaleHooks", "check_no_boundary"]
 
 _TAG = "_steadygrad_boundary"
 
@@ -254,8 +255,16 @@ def _at_trace_time(callback: Any, tensor: Tensor | None = None) -> None:
     comptime(callback)
 
 
-def has_boundary(module: nn.Module) -> bool:
-    """Whether a boundary of a scaler is around a module."""
-    owners = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]
-    # That of a copied model has no table, and belongs to no scaler.
-    return any(isinstance(owner, ScaleHooks) and owner._table is not None for owner in owners)
+def check_no_boundary(model: nn.Module, chosen: Sequence[Layer]) -> None:
+    """Refuses chosen modules that have, or lie in or around, a boundary of another scaler."""
+    for name, module in model.named_modules():
+        owners = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]
+        # That of a copied model has no table, and belongs to no scaler.
+        if any(isinstance(owner, ScaleHooks) and owner._table is not None for owner in owners):
+            for layer in chosen:
+                if module in {*layer.module.modules()} or layer.module in {*module.modules()}:
+                    raise InputError(
+                        "Expected chosen modules without another LayerwiseGradScaler: gradients "
+                        f"would be scaled twice. Found its boundary around {name!r}, and "
+                        f"{layer.name!r} is chosen. Remedy: call remove() on the other one first."
+                    )

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from steadygrad._checks import InputError, check_type
+from steadygrad._checks import check_type
 from steadygrad.scale.audit import GraphAudit
-from steadygrad.scale.boundary import ScaleHooks, has_boundary
+from steadygrad.scale.boundary import ScaleHooks, check_no_boundary
 from steadygrad.scale.choose import choose_layers
-from steadygrad.scale.layers import Layer
 from steadygrad.scale.options import AutoScale, LayerScale, check_layer_scales, check_scale
 from steadygrad.scale.table import ScaleTable, check_saved_count
 from steadygrad.scale.unscale import MeasuredExponents, StepUnscaler
@@ -104,7 +103,7 @@ class LayerwiseGradScaler:
         self._table = ScaleTable(layers, rules, device)
         self._table.enabled = enabled
         chosen = range(1, len(layers.layers)) if enabled else ()
-        _check_no_boundary(model, [layers.layers[index] for index in chosen])
+        check_no_boundary(model, [layers.layers[index] for index in chosen])
         self._audit = GraphAudit(layers, self._table, self._auto is not None)
         self._unscaler = StepUnscaler(layers, self._table, self._audit, process_group)
         self._steps, self._measure_all = 0, False
@@ -302,14 +301,3 @@ class LayerwiseGradScaler:
         for hooks in self._hooks:
             hooks.remove()
         self._table.enabled = False
-
-
-def _check_no_boundary(model: nn.Module, chosen: Sequence[Layer]) -> None:
-    for name, module in model.named_modules():
-        for layer in chosen if has_boundary(module) else ():
-            if module in {*layer.module.modules()} or layer.module in {*module.modules()}:
-                raise InputError(
-                    "Expected chosen modules without another LayerwiseGradScaler: gradients would "
-                    f"be scaled twice. Found its boundary around {name!r}, and {layer.name!r} is "
-                    "chosen. Remedy: call remove() on the other scaler first."
-                )
