@@ -10,7 +10,6 @@ by :math:`s_a / s_b`: in half precision the plain gradient between the two might
 """
 
 import copyreg
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -47,9 +46,11 @@ class _ScalePath(NamedTuple):
 
     def joined(self, earlier: "_ScalePath") -> "_ScalePath":
         """Joins an earlier path to this one; scales that cancel are left out."""
-        times, over = Counter(self.times + earlier.times), Counter(self.over + earlier.over)
-        left = (times - over).elements(), (over - times).elements()
-        return _ScalePath(self.into, earlier.out_of, *map(tuple, left))
+        times, over = [*self.times, *earlier.times], [*self.over, *earlier.over]
+        for index in {*times} & {*over}:
+            times.remove(index)
+            over.remove(index)
+        return _ScalePath(self.into, earlier.out_of, tuple(times), tuple(over))
 
 
 class _BoundaryTag(NamedTuple):
@@ -204,7 +205,11 @@ class ScaleHooks:
             _at_trace_time(self._note_call)
         else:
             self._note_call()
-        return self._cross_nest((args, kwargs), self._enter, f"an argument of {self._name}")
+        where = f"an argument of {self._name}"
+        entered = [self._cross_nest(arg, self._enter, where) for arg in args]
+        return tuple(entered), {
+            k: self._cross_nest(v, self._enter, where) for k, v in kwargs.items()
+        }
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not self._is_active():
@@ -213,7 +218,8 @@ class ScaleHooks:
         if torch.compiler.is_compiling():
             _at_trace_time(self._refuse_changes)
         else:
-            tree_map_tensors(self._hand_back, (args, kwargs), f"an argument of {self._name}")
+            for nest in (*args, *kwargs.values()):
+                tree_map_tensors(self._hand_back, nest, f"an argument of {self._name}")
         return left
 
     def _cross_nest(self, nest: Any, path: _ScalePath, where: str) -> Any:
