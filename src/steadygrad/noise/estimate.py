@@ -80,8 +80,8 @@ class NoiseEstimate:
             return None
         return (
             f"{float(self.selected):.0%} of the steps were left out for what their gradients were, "
-            "altered or not finite, and the others are no fair sample. Remedy: a smaller loss "
-            "scale, and noise.step() before clipping."
+            "altered, dropped or not finite, and the others are no fair sample. Remedy: a smaller "
+            "loss scale, and noise.step() before clipping and before a step is dropped."
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -203,6 +203,15 @@ class History:
     def push(self, measured: SignalNoise) -> None:
         """Takes in one measurement of every group, each with shape ``(groups)``."""
         self.ring[self.pushed % self.capacity].copy_(torch.stack(measured))
+        self.pushed += 1
+
+    def forget(self) -> None:
+        """Forgets the newest measurement."""
+        self.pushed = max(0, self.pushed - 1)
+
+    def drop(self) -> None:
+        """Counts a measurement that was left out for what its gradients were."""
+        self.ring[self.pushed % self.capacity].fill_(torch.nan)
         self.pushed += 1
 
     @property

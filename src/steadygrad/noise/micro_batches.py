@@ -30,7 +30,7 @@ class MicroBatches:
         alike: Whether each process needs two parts, and all of them equal.
 
     Attributes:
-        repeats: Tells passes over the samples of an earlier part.
+        repeats: Tells passes that are no micro-batch of their own.
         borders: Finds the backward passes outside of contexts.
         sums: Sums over the parts of the step under way, with provisional weights.
         broken: Whether the step cannot be measured.
@@ -54,6 +54,8 @@ class MicroBatches:
         self._by_example, self._alike = by_example, alike
         self._together = meter.world.size if shared else 1
         self.borders = PassBorders(self._begin, self._end, self._spoil)
+        # Passes of the step before, and the most that two steps in a row had.
+        self._last = self._usual = 0
 
     def clear(self) -> None:
         """Starts a new step."""
@@ -61,7 +63,9 @@ class MicroBatches:
         self._told: Part | None = None
         self._open: Part | None = None
         self.sums = PartSums()
-        self.broken = self._idle = self._repeated = False
+        self.broken = self._idle = False
+        self._alien, self._passes = "", 0
+        self.repeats.turn()
         self._explicit: bool | None = None
         self._kinds: set[tuple[float | None, int]] = set()
         self._meter.clear()
@@ -133,11 +137,12 @@ class MicroBatches:
     def _end(self) -> None:
         part, self._open = self._open, None
         assert part is not None
-        self._repeated |= self.repeats.end()
+        alien = self.repeats.end()
         if not part.samples:
             self._meter.drop_part()
             self._idle = True
             return
+        self._passes, self._alien = self._passes + 1, self._alien or alien
         self._meter.end_part(part, self._loss_scale.of_part(part.loss_scale))
         self._explicit = part.explicit
         self.sums.add(part.weight, part.samples * self._together, part.count)
@@ -155,10 +160,10 @@ class MicroBatches:
         """The reason why the whole step cannot be measured, if there is one."""
         if self.broken:
             return None
-        if self._repeated:
+        if self._alien:
             return InputError(
-                "Expected one backward pass over each forward pass. Found a second one, as of two "
-                "losses of the same samples. Remedy: add the losses up before backward(), or make "
+                "Expected one backward pass over the forward pass of each micro-batch. Found "
+                f"{self._alien}. Remedy: add the losses up before backward(), or make "
                 "NoiseScale(source='accumulated') with one `with noise.microbatch(n)` around all "
                 "passes of the same samples."
             )
@@ -176,6 +181,15 @@ class MicroBatches:
                 f"{sorted(self._kinds, key=str)}. Remedy: drop the last, smaller one."
             )
         return None
+
+    def more(self) -> tuple[bool, bool]:
+        """Whether this step, and the very first one before it, have more passes than others.
+
+        As where a penalty has its own at times. More is what no two steps in a row have had.
+        """
+        usual, last, passes = self._usual, self._last, self._passes
+        self._usual, self._last = max(usual, min(last, passes)), passes
+        return 0 < usual < passes > last, usual == 0 < passes < last
 
     def step(self) -> Step:
         """The whole step, whose number of parts is known by now."""

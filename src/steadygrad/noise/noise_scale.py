@@ -254,8 +254,12 @@ class NoiseScale:
             self._count(self._steps + 1)
             return
         self._parts.borders.finish()
-        wrong = self._parts.wrong()
-        if wrong is None:
+        wrong, more, first_had_more = self._parts.wrong(), False, False
+        if wrong is None and not self._parts.broken:
+            more, first_had_more = self._parts.more()
+        if first_had_more:
+            self._history.forget()
+        if wrong is None and not more:
             self._whole = True
         else:
             self._parts.broken = True
@@ -274,8 +278,13 @@ class NoiseScale:
         """Forgets the micro-batches since the last step, whose gradients are thrown away.
 
         For a loop that calls ``zero_grad()`` without a step, as after a loss that is not finite or
-        a backward pass for a diagnosis. On several processes each must drop the same step.
+        a backward pass for a diagnosis. What could have been measured counts in ``skipped``, as a
+        step that was left out for what its gradients were. On several processes each must drop the
+        same step.
         """
+        self._parts.borders.finish()
+        if self._measures_now and not self._parts.broken and self._parts.wrong() is None:
+            self._history.drop()
         self._begin(self._steps)
 
     def _measure(self, scale: Tensor | float) -> None:
