@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from steadygrad._checks import InputError
 from steadygrad.studies.checkpoint import State, on_host
@@ -202,9 +203,12 @@ class Trainer(TaskModel):
         types = {self.dtype, *(p.dtype for p in self.model.parameters() if p.is_floating_point())}
         eps = max(torch.finfo(dtype).eps for dtype in types)
 
-        def losses(indices: Tensor, seed: int) -> Tensor:
+        def losses(indices: Tensor, seed: int) -> tuple[Tensor, Any]:
             self.seed_everything("company", seed)
-            return self.losses(self._batch(indices), len(indices))
+            batch = self._batch(indices)
+            # A nested tensor has none.
+            shapes = tree_map(lambda x: getattr(x, "is_nested", True) or x.shape, batch)
+            return self.losses(batch, len(indices)), shapes
 
         def compare() -> None:
             size = min(max(2, count), total)

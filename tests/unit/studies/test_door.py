@@ -288,8 +288,60 @@ def with_norm():
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 1))
 
 
-def noisy(model, batch):
+def noisy(model, batch, losses=losses):
     return losses(model, (F.dropout(batch[0] + torch.randn_like(batch[0]), 0.5), batch[1]))
+
+
+class Statistics(nn.Module):
+    """A BatchNorm of a task's own, with dropout in one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 1)
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x):
+        x = self.body(F.dropout(x, 0.1, self.training))
+        if self.training:
+            self.mean = x.detach().mean(0)
+        return x - (x.mean(0) if self.training else self.mean)
+
+
+class Frozen(nn.BatchNorm1d):
+    def train(self, mode=True):
+        return super().train(False)
+
+
+class Texts:
+    """Rows of other lengths, padded to the longest of a batch."""
+
+    def __len__(self):
+        return 64
+
+    def batch(self, indices):
+        rows = [torch.full((1 + i % 7 * (i > 32),), 1.0 + i) for i in indices.tolist()]
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+class Text(nn.Module):
+    """Each token alone, with dropout, or with noise that evaluation mode does not turn off."""
+
+    def __init__(self, noise):
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.noise = noise
+
+    def forward(self, x):
+        return (self.head(F.dropout(x, 0.5, self.noise)[..., None])[..., 0] * (x > 0)).sum(1)
+
+
+def texts(noise):
+    return {
+        "make_model": lambda: Text(noise),
+        "train": Texts(),
+        "valid": Texts(),
+        "per_sample_loss": lambda model, batch: model(batch).square(),
+    }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -301,7 +353,13 @@ def noisy(model, batch):
         ({"per_sample_loss": by_statistics}, True),
         ({"per_sample_loss": of_a_mean}, True),
         ({"make_model": with_norm}, True),
+        ({"make_model": with_norm, "batch_size": 2}, True),
+        ({"make_model": Statistics}, True),
+        ({"per_sample_loss": lambda model, batch: noisy(model, batch, triplet)}, True),
         ({}, False),
+        (texts(noise=False), False),
+        (texts(noise=True), False),
+        ({"make_model": lambda: nn.Sequential(nn.Linear(8, 4), Frozen(4))}, False),
         ({"per_sample_loss": noisy}, False),
         ({"make_model": lambda: nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16))}, False),
         ({"batch_size": 1}, False),
