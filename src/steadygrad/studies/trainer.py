@@ -91,7 +91,7 @@ class Trainer(TaskModel):
         self.dependent = self.second_moment = False
         # Names of the model's tensors that training changes beside those of the optimizer.
         self._moving: set[str] = set()
-        context.together(self._begin)
+        context.together(partial(self._begin, first=True))
 
     def _begin(self, state: State | None = None, *, first: bool = False) -> None:
         """Begins with a new optimizer, or continues with that of a state."""
@@ -153,9 +153,6 @@ class Trainer(TaskModel):
                 are not made anew.
         """
         together, before = self.context.together, fingerprints(self.model)
-        # Two others are made, and some optimizers begin with large states.
-        del self.optimizer, self.set_rate
-        together(lambda: self._begin(first=True))
         count = together(self._check_losses)
         self._check_company(count)
         together(self._check_evaluation)

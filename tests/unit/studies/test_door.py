@@ -200,6 +200,12 @@ def turns(model, lr):
     return SGD(model.parameters(), lr=lr)
 
 
+def zeroes(model, lr):
+    """The first call alone changes anything."""
+    nn.init.zeros_(model[-1].weight)
+    return SGD(model.parameters(), lr=lr)
+
+
 def exchanges(model, lr):
     model[0] = nn.Linear(8, 16)
     return SGD(model.parameters(), lr=lr)
@@ -213,6 +219,7 @@ def exchanges(model, lr):
         ({"make_optimizer": scheduled(0.0)}, "Found 0 for 0.001"),
         ({"make_optimizer": with_another(EXTRA), "per_sample_loss": with_extra}, "1 others"),
         ({"make_optimizer": turns, "optimizer_takes": "model"}, "with other values, exchanged"),
+        ({"make_optimizer": zeroes, "optimizer_takes": "model"}, "with other values, exchanged"),
         ({"make_optimizer": exchanges, "optimizer_takes": "model"}, "with other values, exchanged"),
         (
             {"make_optimizer": lambda model, lr: SGD(model.parameters(), lr=lr)},

@@ -208,6 +208,7 @@ def test_optimizers_that_cannot_be_compared(optimizers, add, message):
         "freezes": "freezes should .* and leave the model as it is. Found .* frozen",
         "hooks": "hooks should .* and leave the model as it is. Found .* with other hooks",
         "turns": "turns should .* and leave the model as it is. Found .* other values",
+        "zeroes": "zeroes should .* and leave the model as it is. Found .* other values",
         "exchanges": "exchanges should .* and leave the model as it is. Found .* exchanged",
         "same": "The optimizer same should make a new optimizer.* Found the one that was returned",
         "no_step": "A step of the optimizer no_step should run without an error. Found Runtime.*no",
