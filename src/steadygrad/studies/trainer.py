@@ -27,9 +27,8 @@ from steadygrad.tasks import (
 from steadygrad.tasks.losses import depend_on_company
 from steadygrad.tasks.made import (
     check_gradients,
-    check_seeds,
+    check_model_maker,
     fingerprints,
-    make_anew,
     make_optimizer,
     optimizer_of,
 )
@@ -89,8 +88,6 @@ class Trainer(TaskModel):
         self.scaling, self._keep_half_life, self._finite = scaling, keep_half_life, finite
         self._look_every = 1 if context.device.type == "cpu" else LOOK_EVERY
         self.dependent = self.second_moment = False
-        # Names of the model's tensors that training changes beside those of the optimizer.
-        self._moving: set[str] = set()
         context.together(partial(self._begin, first=True))
 
     def _begin(self, state: State | None = None, *, first: bool = False) -> None:
@@ -127,11 +124,8 @@ class Trainer(TaskModel):
         self._begin()
 
     def _make_anew(self, repeat: int) -> nn.Module:
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        named = self.model.named_parameters()
-        trained = {name for name, p in named if p.requires_grad and id(p) in held}
         self.seed_everything("init", repeat)
-        return make_anew(self._make_model, self.model, trained | self._moving)
+        return self._make_model()
 
     def load(self, state: State) -> None:
         """Goes on from a state, at the task's own learning rate."""
@@ -157,14 +151,17 @@ class Trainer(TaskModel):
         self._check_company(count)
         together(self._check_evaluation)
         self.fit_micro_batch(self.task.batch_size)
+        # So that the step changes weights: its rate is not zero, and its scale does not overflow.
+        self.set_rate(Rate(), self.task.warmup_samples)
+        self.scaler.update(1.0)
         self.by_halves(lambda: self.step(torch.arange(self.task.batch_size)))
         self.look()
         self.second_moment = together(
             lambda: has_second_moment(self.optimizer, needed=self._keep_half_life)
         )
         together(lambda: self.load(self.state(0).reread()))
-        self._moving = {name for name, _ in before.items() - fingerprints(self.model).items()}
-        together(lambda: check_seeds(self._make_anew))
+        after = fingerprints(self.model)
+        together(lambda: check_model_maker(self._make_anew, before, after))
         self.restart()
 
     def _check_evaluation(self) -> None:

@@ -149,13 +149,17 @@ def test_models_that_are_new_or_meant_to_be_alike(make):
     enter(make_model=make)
 
 
-def test_a_model_that_is_refused_is_left_as_it_is():
-    model = make_model()
-    trainer = make_trainer(make_task(make_model=lambda: model))
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(InputError, match="make_model"):
-        trainer.restart()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({"warmup_samples": 64}, "float32"),
+        ({"per_sample_loss": lambda model, batch: 1e3 * losses(model, batch)}, "float16"),
+    ],
+)
+def test_weights_that_an_ordinary_first_step_would_not_move(changes, dtype):
+    trainer = make_trainer(make_task(make_model=same(), **changes), dtype=dtype)
+    with pytest.raises(InputError, match=r"Task.make_model.*Remedy"):
+        trainer.try_once()
 
 
 def test_a_shared_part_that_no_optimizer_has_may_be_shared():
