@@ -129,9 +129,7 @@ def make_optimizer(
     first = optimizer_of(make, lr, what)
     after, _ = _traits(model, varied)
     other = optimizer_of(make, 2 * lr, what)
-    rates, others = (
-        [float(group.get("lr", math.nan)) for group in made.param_groups] for made in (first, other)
-    )
+    rates, others = ([*map(_rate, made.param_groups)] for made in (first, other))
     asked = not varied and any(math.isclose(rate, lr, rel_tol=1e-6) for rate in rates)
     # What is trained next, and states that are loaded, would not be of this model.
     if after != before:
@@ -139,8 +137,9 @@ def make_optimizer(
         remedy = "make the model like that in Task.make_model"
     elif first is other or first.state is other.state:
         found, remedy = "the one that was returned before", "make it inside the function"
-    elif rates == others and not asked:
-        found = f"{', '.join(f'{rate:g}' for rate in rates)} for {lr:g} and for {2 * lr:g}"
+    elif any(map(math.isnan, rates)) or (rates == others and not asked):
+        shown = ", ".join(f"{rate:g}" for rate in rates).replace("nan", "no number")
+        found = f"{shown} for {lr:g} and for {2 * lr:g}"
         remedy = "pass lr on to it"
     else:
         return first
@@ -148,6 +147,13 @@ def make_optimizer(
         f"{what} should make a new optimizer at each call, at the learning rate that it is handed, "
         f"and leave the model as it is. Found {found}. Remedy: {remedy}."
     )
+
+
+def _rate(group: Mapping[str, Any]) -> float:
+    """A group's learning rate; NaN if it has no number."""
+    with suppress(KeyError, TypeError, ValueError, RuntimeError):
+        return float(group["lr"])
+    return math.nan
 
 
 def _traits(model: nn.Module, layout: bool) -> tuple[list[Any], list[Any]]:

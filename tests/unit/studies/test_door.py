@@ -186,6 +186,17 @@ def scheduled(factor):
     return make
 
 
+def rated(rate):
+    """As Adafactor with steps of its own choice."""
+
+    def make(parameters, lr):
+        optimizer = SGD([{"params": p} for p in parameters], lr=lr)
+        optimizer.param_groups[0]["lr"] = rate
+        return optimizer
+
+    return make
+
+
 def with_another(parameter):
     return lambda parameters, lr: SGD([*parameters, parameter], lr=lr)
 
@@ -220,6 +231,8 @@ def exchanges(model, lr):
     [
         ({"make_optimizer": again()}, "returned before"),
         ({"make_optimizer": lambda p, lr: SGD(p, lr=0.5)}, "0.5 for 0.001"),
+        ({"make_optimizer": rated(None)}, "Found no number, 0.001"),
+        ({"make_optimizer": rated(torch.ones(2))}, "Found no number, 0.001"),
         ({"make_optimizer": scheduled(0.0)}, "Found 0 for 0.001"),
         ({"make_optimizer": with_another(EXTRA), "per_sample_loss": with_extra}, "1 others"),
         ({"make_optimizer": turns, "optimizer_takes": "model"}, "with other values, exchanged"),

@@ -45,6 +45,12 @@ def deaf(model, lr):
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+def unrated(model, lr):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer.param_groups[0]["lr"] = None
+    return optimizer
+
+
 def turns(model, lr):
     with torch.no_grad():
         model[0].weight.neg_()

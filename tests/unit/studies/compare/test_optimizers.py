@@ -204,6 +204,7 @@ def test_optimizers_that_cannot_be_compared(optimizers, add, message):
         "of_parameters": "The optimizer of_parameters should run without an error. Found TypeError",
         "of_others": "should train the parameters of the model .* Found no gradient",
         "deaf": "at the learning rate that it is handed.* Found 0.001 for 0.001 and for",
+        "unrated": "at the learning rate that it is handed.* Found no number for 0.001 and for",
         "casts": "casts should .* and leave the model as it is. Found parameters with",
         "freezes": "freezes should .* and leave the model as it is. Found .* frozen",
         "hooks": "hooks should .* and leave the model as it is. Found .* with other hooks",
