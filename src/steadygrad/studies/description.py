@@ -31,7 +31,7 @@ def describe_task(trainer: Trainer, spec: str) -> TaskInfo:
         train_size=len(task.train),
         valid_size=len(task.valid),
         optimizer=type(trainer.optimizer).__name__,
-        beta2=float(group["betas"][1]) if trainer.second_moment else None,
+        beta2=float(group["betas"][1]) if trainer.second_moment and "betas" in group else None,
         weight_decay=float(group["weight_decay"]) if "weight_decay" in group else None,
     )
 

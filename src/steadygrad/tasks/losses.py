@@ -72,33 +72,43 @@ def check_losses(losses: Any, batch_size: int, *, finite: bool = True) -> Tensor
 
 
 def depend_on_company(
-    losses: Callable[[Tensor, int], Tensor], model: nn.Module, count: int, total: int, eps: float
+    losses: Callable[[Tensor, int], tuple[Tensor, Any]],
+    model: nn.Module,
+    count: int,
+    total: int,
+    eps: float,
 ) -> bool:
     """Whether the loss of a sample depends on the others of its batch, by more than rounding.
 
-    The first half of a batch is compared with itself in other company, with the same random
-    numbers, and alone, in evaluation mode. Losses that differ without a reason tell nothing.
+    The first half of a batch is compared with itself in other company and alone, in evaluation
+    mode but for modules with buffers, as statistics are. Losses that differ without a reason, or
+    for other random numbers in a batch of another shape, tell nothing.
 
-    ``losses`` is ``(sample numbers, seed) -> losses``, both with shape ``(n,)``; the batch has
-    ``count`` of ``total`` samples, and ``eps`` is the rounding of the losses' type.
+    ``losses`` is ``(sample numbers, seed) -> losses, batch's shapes``, numbers and losses with
+    shape ``(n,)``; the batch has ``count`` of ``total`` samples, and ``eps`` is the rounding of
+    the losses' type.
     """
     mine, near = torch.arange(count // 2), torch.arange(count)
     far = torch.cat([mine, torch.arange(total - count + len(mine), total)])
+    statistics = [module for module in model.modules() if module.training and module._buffers]
 
     def differ(one: Tensor, other: Tensor, part: float = ALIKE) -> bool:
         one, other = (found[: len(mine)].cpu().double() for found in (one, other))
         size = float(one.nan_to_num(0, 0, 0).abs().mean())
         return not torch.allclose(one, other, rtol=0, atol=part * size, equal_nan=True)
 
-    with torch.no_grad():
-        first, other, again = losses(near, 0), losses(far, 0), losses(near, 0)
-        if differ(first, other) and not differ(first, again):
-            return True
-        # Half of a batch may be none.
-        with evaluating(model), suppress(InputError):
-            first, again, alone = losses(near, 0), losses(near, 1), losses(mine, 0)
-            # Other shapes are rounded otherwise.
-            return differ(first, alone, max(ALIKE, eps**0.5)) and not differ(first, again)
+    # Half of a batch may be none, or too small for its statistics.
+    with torch.no_grad(), evaluating(model), suppress(InputError):
+        for module in statistics:
+            module.training = True
+        (first, shapes), (other, others), (again, _) = (losses(x, 0) for x in (near, far, near))
+        random = differ(first, losses(near, 1)[0])
+        if differ(first, again) or (random and shapes != others):
+            return False
+        if differ(first, other) or random:
+            return differ(first, other)
+        # Other shapes are rounded otherwise.
+        return differ(first, losses(mine, 0)[0], max(ALIKE, eps**0.5))
     return False
 
 

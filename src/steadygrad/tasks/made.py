@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -18,9 +18,8 @@ from steadygrad.tasks.guard import TaskError, guarded
 __all__ = [
     "check_gradients",
     "check_model",
-    "check_seeds",
+    "check_model_maker",
     "fingerprints",
-    "make_anew",
     "make_optimizer",
     "optimizer_of",
 ]
@@ -41,36 +40,6 @@ def check_model(model: Any) -> nn.Module:
     return model
 
 
-def make_anew(
-    make: Callable[[], nn.Module], last: nn.Module, trained: Collection[str]
-) -> nn.Module:
-    """Makes a model, and checks that none of the last one's trained tensors is in it.
-
-    One number of each of these is NaN meanwhile: a tensor that has it is shared, or copied from
-    it. What is frozen may be shared, and a model that is initialised again is new.
-
-    Raises:
-        TaskError: If one of them is, by its name.
-    """
-    firsts = {name: x for name, x in _firsts(last).items() if name in trained and not x.isnan()}
-    kept = [first.clone() for first in firsts.values()]
-    try:
-        for first in firsts.values():
-            first.fill_(math.nan)
-        fresh = make()
-        found = [name for name, x in _firsts(fresh).items() if name in firsts and x.isnan()]
-    finally:
-        for first, value in zip(firsts.values(), kept, strict=True):
-            first.copy_(value)
-    if found:
-        raise TaskError(
-            f"Task.make_model should make a new model at each call. Found {found[0]!r} of the last "
-            "one in it, as training leaves it. Remedy: make the model, or a copy.deepcopy of one, "
-            "inside the function; of a part that is shared, requires_grad_(False)."
-        )
-    return fresh
-
-
 def _parts(model: nn.Module) -> dict[str, Tensor]:
     """This process's parts of a model's state, where they are plain tensors."""
     # Not above: it loads torch.distributed, and modules that a file beside a task may replace.
@@ -79,20 +48,6 @@ def _parts(model: nn.Module) -> dict[str, Tensor]:
     state = {name: local(x) for name, x in model.state_dict().items() if isinstance(x, Tensor)}
     plain = (torch.strided, Tensor)
     return {name: x for name, x in state.items() if (x.layout, type(x)) == plain and x.numel()}
-
-
-def _firsts(model: nn.Module) -> dict[str, Tensor]:
-    """Views of the first number of each of them that can be NaN."""
-    can = {n: x for n, x in _parts(model).items() if x.is_floating_point() or x.is_complex()}
-    return {name: x[(0,) * x.ndim] for name, x in can.items()}
-
-
-def fingerprints(model: nn.Module) -> dict[str, int]:
-    """Checksums of this process's part of a model's state, by name."""
-    return {
-        name: zlib.crc32(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        for name, part in _parts(model).items()
-    }
 
 
 class RandomDraws(TorchDispatchMode):
@@ -111,15 +66,37 @@ class RandomDraws(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def check_seeds(make: Callable[[int], nn.Module]) -> None:
-    """Checks that the seeds with which models are made decide over weights that are drawn.
+def fingerprints(model: nn.Module) -> dict[str, int]:
+    """Checksums of this process's part of a model's state, by name."""
+    return {
+        name: zlib.crc32(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        for name, part in _parts(model).items()
+    }
+
+
+def check_model_maker(
+    make: Callable[[int], nn.Module], before: Mapping[str, int], after: Mapping[str, int]
+) -> None:
+    """Checks that models are made anew, and that the seeds decide over weights that are drawn.
 
     Pretrained and constant weights are alike with other random numbers as well.
 
+    Args:
+        make: Makes the model of a seed.
+        before: Checksums of seed 0's before a training step.
+        after: Those after it.
+
     Raises:
-        InputError: If the weights are drawn, and the same with seeds 0 and 1.
+        InputError: If a model has what that step made, or the weights are the same with two seeds.
     """
-    first, other = (fingerprints(make(seed)) for seed in (0, 1))
+    first = fingerprints(make(0))
+    for name in [n for n, value in first.items() if value == after.get(n) != before.get(n)][:1]:
+        raise InputError(
+            f"Task.make_model should make a new model at each call. Found {name!r} of the last "
+            "one in it, as training leaves it. Remedy: make the model, or a copy.deepcopy of one, "
+            "inside the function; of a part that is shared, requires_grad_(False)."
+        )
+    other = fingerprints(make(1))
     # Where a model cannot be made so, it is not known.
     with suppress(TaskError), RandomDraws():  # type: ignore[no-untyped-call]
         drawn = first.items() - fingerprints(make(0)).items() if first == other else ()
@@ -152,9 +129,7 @@ def make_optimizer(
     first = optimizer_of(make, lr, what)
     after, _ = _traits(model, varied)
     other = optimizer_of(make, 2 * lr, what)
-    rates, others = (
-        [float(group.get("lr", math.nan)) for group in made.param_groups] for made in (first, other)
-    )
+    rates, others = ([*map(_rate, made.param_groups)] for made in (first, other))
     asked = not varied and any(math.isclose(rate, lr, rel_tol=1e-6) for rate in rates)
     # What is trained next, and states that are loaded, would not be of this model.
     if after != before:
@@ -162,8 +137,9 @@ def make_optimizer(
         remedy = "make the model like that in Task.make_model"
     elif first is other or first.state is other.state:
         found, remedy = "the one that was returned before", "make it inside the function"
-    elif rates == others and not asked:
-        found = f"{', '.join(f'{rate:g}' for rate in rates)} for {lr:g} and for {2 * lr:g}"
+    elif any(map(math.isnan, rates)) or (rates == others and not asked):
+        shown = ", ".join(f"{rate:g}" for rate in rates).replace("nan", "no number")
+        found = f"{shown} for {lr:g} and for {2 * lr:g}"
         remedy = "pass lr on to it"
     else:
         return first
@@ -171,6 +147,13 @@ def make_optimizer(
         f"{what} should make a new optimizer at each call, at the learning rate that it is handed, "
         f"and leave the model as it is. Found {found}. Remedy: {remedy}."
     )
+
+
+def _rate(group: Mapping[str, Any]) -> float:
+    """A group's learning rate; NaN if it has no number."""
+    with suppress(KeyError, TypeError, ValueError, RuntimeError):
+        return float(group["lr"])
+    return math.nan
 
 
 def _traits(model: nn.Module, layout: bool) -> tuple[list[Any], list[Any]]:

@@ -112,7 +112,8 @@ def check_accumulation(
         samples: Samples in the batch. Default: its rows; with ``split`` ``2 * micro_batches``.
 
     Returns:
-        A window for each cut; none after one that shows that the loss cannot be cut.
+        A window for each cut whose samples have a gradient; none beside one that shows that the
+        loss cannot be cut.
 
     Raises:
         InputError: If the batch has fewer than ``2 * micro_batches`` samples, or its rows are not
@@ -155,8 +156,16 @@ def check_accumulation(
             if window.bug == "random" and not windows:
                 _settle(model, whole, changed)
                 window = judge(name, sizes)
-            windows.append(window)
-            # Of the loss, not of the loop: further windows would show nothing new.
+            # Samples without labels, say.
+            if window.bug == "nothing" and windows:
+                continue
+            if window.bug in ("nothing", "unknown"):
+                raise InputError(
+                    "Expected finite gradients, not all of them zero. Found others, in the window "
+                    f"of {name}. Remedy: GradientWatch(model) names the layer."
+                )
+            # Of the loss, not of the loop: other windows fit by chance, or would show nothing new.
+            windows = [*(windows if window.bug != "batch" else ()), window]
             if window.bug in ("random", "batch", "rounding"):
                 break
         return AccumulationCheck(windows)
@@ -236,17 +245,15 @@ class _Judge:
             raise _not_samples(
                 f"another gradient in another order, in {name}", 2 * self.micro_batches
             )
-        if bug == "unknown" or (bug == "batch" and not lengths.isfinite().all()):
-            raise InputError(
-                "Expected finite gradients, not all of them zero. Found others, in the window of "
-                f"{name}. Remedy: GradientWatch(model) names the layer."
-            )
+        if bug == "batch" and not lengths.isfinite().all():
+            bug = "unknown"
         used, needed = (", ".join(f"{x:.3g}" for x in found.tolist()) for found in (got, right))
-        words = _WORDS[bug].format(
+        amounts = got.abs().tolist()
+        words = _WORDS.get(bug, "").format(
             parts=len(sizes),
             whole=self.micro_batches,
             ratio=ratio,
-            left=int((got.abs() > 0.1 * got.abs().max()).sum()),
+            left=sum(10 * x > max(amounts) for x in amounts),
             used=used,
             right=needed,
         )
@@ -322,9 +329,9 @@ def _bug(products: Tensor, floor: float, rounding: list[float], parts: int, whol
     square, lengths = products[_WHOLE, _WHOLE], products.diagonal()
     again, mixed = (square + lengths - 2 * products[_WHOLE])[[_AGAIN, _MIXED]]
     if not 0 < float(square + lengths[_AGAIN]) < math.inf:
-        return "unknown"
+        return "unknown" if square else "nothing"
     if ratio == 0:
-        return "lost"
+        return "lost" if len(lengths) > _PARTS else "batch"
     # Random numbers look like large roundings, but come with the same factor too.
     if _share(again, square) > max(floor, rounding[0] / 4):
         return "random"
@@ -337,7 +344,7 @@ def _bug(products: Tensor, floor: float, rounding: list[float], parts: int, whol
         return "overflow"
     if near(ratio, 1) and near(cosine, 1):
         return ""
-    (_, left), (used, unused) = _fit(products, _WHOLE), _fit(products, _USED)
+    (right, left), (used, unused) = _fit(products, _WHOLE), _fit(products, _USED)
     if left > tolerance:
         return "batch"
     if unused > tolerance:
@@ -345,11 +352,11 @@ def _bug(products: Tensor, floor: float, rounding: list[float], parts: int, whol
     largest = float(used.abs().max())
     if float(used.abs().min()) < tolerance * largest:
         return "lost"
-    if near(cosine, 1):
+    alike = [float((x - x.mean()).abs().max() / x.abs().max()) <= tolerance for x in (used, right)]
+    if near(cosine, 1) and alike != [True, False]:
         found = {"sum": parts, "twice": 1 / parts, "short": parts / whole}
         return next((bug for bug, factor in found.items() if near(ratio, factor)), "factor")
-    alike = float((used - used.mean()).abs().max()) <= tolerance * largest
-    return "means" if alike else "weights"
+    return "means" if alike[0] else "weights"
 
 
 def _compared(products: Tensor) -> tuple[float, float]:
@@ -442,8 +449,9 @@ _WORDS = {
     "is no sample. Remedy: statistics that do not depend on the batch, or no accumulation.",
     "steps": "The loop changes the weights, which were put back; an optimizer's state was not. "
     "Remedy: leave the step out of `accumulate`.",
-    "lost": "Only {left} of {parts} micro-batches are in the gradient. Remedy: a backward pass for "
-    "each, and gradients cleared once a window, before the first.",
+    "lost": "Only {left} of {parts} micro-batches are in the gradient with their weight. Remedy: a "
+    "backward pass for each, gradients cleared once a window, before the first, and no clipping "
+    "between them.",
     "overflow": "The accumulated gradient is not finite, and the whole batch's is. Remedy: look "
     "for a division by zero, as for a micro-batch without labels.",
     "sum": "The gradient is {parts} times too large: losses are added up. Remedy: divide each by "
@@ -458,7 +466,7 @@ _WORDS = {
     "factor": "The gradient is {ratio:.4g} times as large as it should be, in the right "
     "direction. Remedy: look for what the losses are divided by.",
     "weights": "Micro-batches have the weights ({used}) where ({right}) would be right. Remedy: "
-    "look for what each micro-batch's loss is divided by.",
+    "look for what each micro-batch's loss is divided by, and for clipping between them.",
     "other": "The accumulated gradient is not made of the micro-batches' gradients. Remedy: look "
     "for gradients that were left from before, clipping, or another loss in the loop.",
 }

@@ -395,7 +395,7 @@ def test_named_parameters_reach_the_optimizer():
     names = []
 
     def make(named, lr):
-        names.extend(name for name, _ in named)
+        names[:] = [name for name, _ in named]
         return torch.optim.SGD([{"params": [p], "lr": lr} for _, p in named])
 
     trainer = make_trainer(make_task(make_optimizer=make, optimizer_takes="named_parameters"))
