@@ -166,9 +166,10 @@ class GradientWatch:
         Raises:
             RuntimeError: If ``stop_after`` steps in a row were not finite.
         """
-        # Tensors have shapes only in fake mode, for a tool that plans or counts.
-        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-        if not torch.is_grad_enabled() or fake:
+        # Tensors have shapes only, or are recorded, for a tool that plans, counts or traces.
+        keys = torch._C._TorchDispatchModeKey
+        odd = any(map(torch._C._get_dispatch_mode, (keys.FAKE, keys.PROXY)))
+        if not torch.is_grad_enabled() or odd or torch._C._is_tracing():
             self.current = None
             return
         self._judge(wait=False)

@@ -248,7 +248,7 @@ class Pass:
         # While all is well, nothing is asked of single tensors.
         seen, made = self.seen if self.broken else [], list[str]()
         if self._clock.used:
-            self.seen.sort(key=lambda one: float(one.time))
+            self.seen = sorted(self.seen, key=lambda one: float(one.time))
         if self.broken:
             made = [n for n, x in self.gradients.items() if n not in self.left and not is_finite(x)]
         fine = all(is_finite(found) for one in seen for found in (one.gradient, one.second))
@@ -276,8 +276,9 @@ def in_backward() -> bool:
 
 def has_values(tensor: Tensor | None) -> TypeGuard[Tensor]:
     """Whether there is a tensor, with values to look at and one shape."""
-    missing = tensor is None or tensor.is_meta or tensor.is_nested
-    return not (missing or isinstance(tensor, FakeTensor))
+    if tensor is None or tensor.is_meta or tensor.is_nested or isinstance(tensor, FakeTensor):
+        return False
+    return not torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def _version(tensor: Tensor) -> int:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jacrev, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations, prune
 
 from steadygrad.watch import GradientWatch
@@ -265,6 +266,26 @@ def test_function_transforms():
     x[2, 1] = torch.nan
     F.l1_loss(model(x), torch.zeros(5, 1)).backward()
     assert watch.report().row == 2
+
+
+TRACES = {
+    "is_grads_batched": lambda model, x: torch.autograd.grad(
+        model(x), x, torch.eye(5)[:, :, None], is_grads_batched=True
+    ),
+    "vectorized": lambda model, x: torch.autograd.functional.jacobian(model, x, vectorize=True),
+    "jit": torch.jit.trace,
+    "fx": lambda model, x: make_fx(lambda x: model(x))(x.detach()),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("trace", TRACES)
+def test_batched_backward_passes_and_traces(trace):
+    model, x = critic(), torch.randn(5, 4, requires_grad=True)
+    watch = GradientWatch(model)
+    TRACES[trace](model, x)
+    model(x).sum().backward()
+    assert watch.report() is None
 
 
 def test_tensors_without_values():
