@@ -24,7 +24,6 @@ class Seen:
         what: ``"batch"``, ``"output"``, or ``"input"`` for one that no module had given.
         name: Name of the module.
         second: Its gradient in a later backward pass, if the loss contains its first one.
-        within: The part of its gradient that comes from within the model, if it was returned.
         takers: Modules that were handed this very tensor; None if unknown.
         returned: Whether the model returned it, so that its gradient is the loss's as well.
         weight: The weight whose gradient stands for its own; empty for none.
@@ -36,7 +35,6 @@ class Seen:
     value: Any = True
     gradient: Any = None
     second: Any = None
-    within: Any = None
     takers: list[str] | None = field(default_factory=list)
     returned: bool = False
     weight: str = ""
@@ -73,8 +71,8 @@ class Finding:
     batch: int = -1
     rank: int = 0
     last: int = -1
-    # Place in the order of execution: forward, backward, or none known.
-    order: tuple[int, int, bool] = field(default=(2, 0, False), repr=False)
+    # Place in the order of execution: forward, backward, a guess, or none known.
+    order: tuple[int, int, bool] = field(default=(3, 0, False), repr=False)
     rows: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -147,25 +145,33 @@ def is_finite(found: Any) -> bool:
 
 
 def first_fault(
-    seen: list[Seen], called: set[str], weights: list[str], habits: Habits, broken: list[str]
+    seen: list[Seen],
+    entries: list[Seen],
+    called: set[str],
+    weights: dict[str, str],
+    habits: Habits,
+    broken: list[str],
 ) -> Finding | None:
     """Finds the first non-finite value of a pass; None if all are finite.
 
     Forward comes first: a layer whose input is not finite has a weight gradient of 0 * NaN, though
     all gradients at outputs are finite.
 
-    The backward pass goes through ``seen`` from the end. ``called`` has the names of all modules
-    that were called, ``weights`` of weights that are not finite, and ``broken`` of parameters whose
-    gradients the pass made non-finite.
+    The backward pass goes through ``seen`` from the end; ``entries`` are where other gradients may
+    have come in. ``called`` has the names of all modules that were called, ``weights`` of weights
+    that are not finite, and ``broken`` of parameters whose gradients the pass made non-finite.
     """
     at = _source(seen, habits)
-    found = _in_backward(seen, called) if at is None else None
+    # The only one, of which finite values were made, is a guess.
+    later = [one for one in seen[(at or 0) + 1 :] if not is_finite(one.value)]
+    sure = at is not None and not (_is_harmless(seen, at) and all(map(habits.has, later)))
+    found = _in_backward(seen, entries, called) if at is None else None
     if at is None and found is None and broken:
         # Values that were thought to do no harm.
         bad = [i for i, one in enumerate(seen) if not is_finite(one.value)]
         new = (i for i in bad if not habits.has(seen[i]) or _sort(seen[i].value) == "nan")
         at, found = next(new, None), _of_parameter(broken[0], seen)
-    return found if at is None else _in_forward(seen, at, called, weights)
+    return found if at is None else _in_forward(seen, at, called, weights, sure)
 
 
 def _of_parameter(name: str, seen: list[Seen]) -> Finding:
@@ -213,19 +219,23 @@ def _took(seen: list[Seen], name: str) -> list[Seen]:
     return [one for one in seen if name in (one.takers or ())]
 
 
-def _in_forward(seen: list[Seen], at: int, called: set[str], weights: list[str]) -> Finding:
+def _in_forward(
+    seen: list[Seen], at: int, called: set[str], weights: dict[str, str], sure: bool
+) -> Finding:
     kind: str = seen[at].what
     name = seen[at].name
     if kind == "input":
         # No module gave it, so the code around this one did.
         kind, name = "output", _around(called, name)
-    own = [w for w in weights if _around(called, w) == name] if kind == "output" else []
+    uses = weights if kind == "output" else {}
+    own = [weights[use] for use in uses if _around(called, use) == name]
     kind, name = ("weight", own[0]) if own else (kind, name)
     bracket = _bracket(seen, at, [is_finite(one.value) for one in seen], "")
-    return Finding(kind, name, *bracket, order=(0, at, not own), rows=_rows(seen[at].value))
+    order = 0 if sure else 2, at, not own
+    return Finding(kind, name, *bracket, order=order, rows=_rows(seen[at].value))
 
 
-def _in_backward(seen: list[Seen], called: set[str]) -> Finding | None:
+def _in_backward(seen: list[Seen], entries: list[Seen], called: set[str]) -> Finding | None:
     signals = [one for one in reversed(seen) if one.gradient is not None]
     finite = [is_finite(one.gradient) for one in signals]
     # A loss may contain gradients, whose own derivative enters anywhere in the model.
@@ -236,6 +246,12 @@ def _in_backward(seen: list[Seen], called: set[str]) -> Finding | None:
         bad = signals[at].gradient
         kind, name = _backward_culprit(signals, at, finite, called)
         bracket = _bracket(signals, at, finite, "the gradient at ")
+    came = (one for one in entries if is_finite(one.value) and not is_finite(one.gradient))
+    entry = next(came, None)
+    if entry is not None:
+        bad, kind, name = entry.gradient, "loss" if entry.returned else "unknown", ""
+        words = "a gradient that came in elsewhere than at the outputs, or that a hook changed"
+        bracket = (words, *bracket[1:])
     if bad is None:
         return None
     if kind == "loss":
@@ -249,8 +265,9 @@ def _backward_culprit(
 ) -> tuple[str, str]:
     """Kind and name of the place between the last finite gradient and the first non-finite one."""
     one = signals[at]
-    if not at or (one.returned and is_finite(one.within)):
-        return "loss", ""
+    if not at:
+        # What the model keeps, or an output that cannot be opened, may have code behind it.
+        return "loss" if one.returned or one.takers is None else "unknown", ""
     if one.weight and finite[at + 1 :] and all(finite[at + 1 :]):
         # Had the gradient at the output been at fault, it would have gone on.
         return "parameter", one.weight

@@ -149,7 +149,7 @@ class GradientWatch:
         ]
         # A fault that is seen only in reduced gradients is dropped if another process knows the
         # pass that caused it.
-        faults = [fault for fault in faults if fault.order[0] < 2] or faults
+        faults = [fault for fault in faults if fault.order[0] < 3] or faults
         return min(faults, key=lambda f: (-f.last, f.batch, *f.order), default=None)
 
     def norms(self, group_of: Callable[[str], str] | None = None) -> GradientNorms:
@@ -166,20 +166,27 @@ class GradientWatch:
         Raises:
             RuntimeError: If ``stop_after`` steps in a row were not finite.
         """
-        # Tensors have shapes only in fake mode, for a tool that plans or counts.
-        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-        if not torch.is_grad_enabled() or fake:
+        # Tensors have shapes only, or are recorded, for a tool that plans, counts or traces.
+        keys = torch._C._TorchDispatchModeKey
+        odd = any(map(torch._C._get_dispatch_mode, (keys.FAKE, keys.PROXY)))
+        if not torch.is_grad_enabled() or odd or torch._C._is_tracing():
             self.current = None
             return
         self._judge(wait=False)
         if self._stop_after is not None and self._bad_steps + self._bad >= self._stop_after:
+            found = self._finding or self._parameter_fault()
+            if found and found.order[0] > 1 and process_world(self._group).size > 1:
+                words = f"{found.seen_in}, which may be that of another process"
+                found = replace(found, kind="unknown", name="", seen_in=words)
             raise RuntimeError(
                 f"Expected finite gradients. Found {self._bad_steps + self._bad} steps in a row "
-                f"with some that are not: {self._finding or self._parameter_fault()} "
+                f"with some that are not: {found} "
                 "Remedy: mend the cause, or a larger `stop_after`."
             )
         self._last = None
-        self.current = Pass(self.batches, self.clock, inputs)
+        # Weights' gradients would not say in which of several passes they broke.
+        every = not self.batches or bool(self._open)
+        self.current = Pass(self.batches, self.clock, inputs, every=every)
         self.batches += 1
         self._awaited = False
         self._open.append(self.current)
@@ -219,10 +226,10 @@ class GradientWatch:
             if self.clock.used:
                 for tap in self._taps.values():
                     tap.hand_over(last)
-            if last.backward or self.clock.used:
-                self._ask_witnesses(last)
             # From now on each of several forward passes has its own hooks.
             several = sum(one.backward for one in self._open) > 1
+            if (last.backward and not several) or self.clock.used:
+                self._ask_witnesses(last)
             self.clock.detailed = self.clock.detailed or several
         self.current, self._awaited = None, False
         self._mark = self._gradient_mark()
@@ -231,14 +238,17 @@ class GradientWatch:
         self._judge(wait=False)
 
     def _finish(self, over: Pass) -> None:
-        self._passed = self._passed or over.backward or over.twice
+        self._passed, over.window = True, self.batches
         every = self.clock.deferred or (
             over.broken
             and any(not is_finite(x.value) and not self._habits.has(x) for x in over.seen)
         )
         if every:
             # A fault has to be explained, and weights are still those of the pass.
-            over.weights = self._look(lambda p: p)
+            over.weights, names = self._look(lambda p: p), dict[int, str]()
+            uses = self.model.named_parameters(remove_duplicate=False)
+            for name, p in ((own_name(n, self.model), p) for n, p in uses):
+                over.uses[name] = names.setdefault(id(p), name)
         if over.backward and (every or self._stop_after is not None):
             over.gradients = self._look(lambda p: p.grad)
             over.broken = over.broken or False in over.gradients.values()
@@ -279,10 +289,18 @@ class GradientWatch:
             last.broken = last.broken or fine is False
 
     def _judge(self, *, wait: bool) -> None:
-        """Looks at passes that have arrived on the host."""
-        while self._closed and self._closed[0].arrived(wait=wait):
-            self._last = over = self._closed.popleft()
-            fault = over.fault(self._habits)
+        """Looks at passes that have arrived on the host, together at those of a backward pass."""
+        while self._closed:
+            window = self._closed[0].window
+            together = [one for one in self._closed if one.window == window]
+            if not all(one.arrived(wait=wait) for one in together):
+                return
+            for _ in together:
+                self._last = over = self._closed.popleft()
+            found = [fault for one in together if (fault := one.fault(self._habits))]
+            # What any of them saw in its forward pass comes first; backward goes from the last.
+            found.sort(key=lambda f: (f.order[0], f.batch if f.in_forward else -f.batch))
+            fault = found[0] if found else None
             if fault is not None:
                 begun = None if self._recovered else self._finding
                 self._finding = replace(begun or fault, last=over.batch)

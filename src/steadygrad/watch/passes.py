@@ -9,7 +9,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
@@ -65,20 +65,24 @@ class Pass:
 
     Attributes:
         seen: Tensors in the order of the forward pass.
+        entries: Gradients that are not from the model's own graph alone; ``value`` is that part.
         weights, gradients: By name, what was seen of parameters, where that was asked.
+        uses: Name of the parameter by each of its names; a tied one has several.
         called: Names of the modules that were called.
         left: Parameters whose gradients were not finite before the backward pass: they say nothing
             of this one.
+        every: Whether to hook all that modules give, and what code gives them.
         backward: Whether a gradient has arrived.
         broken: Whether something may not be finite.
         twice: Whether the loss contains gradients.
+        window: Number of the backward pass that ended it, with the others of it.
         fresh: Whether gradients were cleared before: an optimizer's step begins.
     """
 
-    def __init__(self, batch: int, clock: Clock, inputs: Any) -> None:
-        self.batch, self._clock = batch, clock
+    def __init__(self, batch: int, clock: Clock, inputs: Any, *, every: bool) -> None:
+        self.batch, self._clock, self.every, self.window = batch, clock, every, -1
         self.weights, self.gradients = dict[str, Any](), dict[str, Any]()
-        self.called, self.left = set[str](), set[str]()
+        self.called, self.left, self.uses = set[str](), set[str](), dict[str, str]()
         self.backward = self.fresh = self.twice = False
         self._copied: tuple[Tensor, torch.cuda.Event] | None = None
         tensors = [x for x in _tensors(inputs) if x.numel()]
@@ -90,6 +94,8 @@ class Pass:
         given = Seen("batch", "", sum(some) if some else True)
         self.broken = clock.deferred or not is_finite(given.value)
         self.seen = [given]
+        self.entries, self._parts = list[Seen](), dict[tuple[int, int], list[Tensor]]()
+        self._first = torch._C._autograd._get_sequence_nr()
         # Here and not on the tensors, which other code may save.
         self._notes = {id(x): (weakref.ref(x), _version(x), given) for x in tensors}
 
@@ -138,32 +144,68 @@ class Pass:
             self._await_loss(outputs)
 
     def _await_loss(self, outputs: Sequence[Tensor]) -> None:
-        """Hooks the gradients at what the model returned.
-
-        That of a tensor that modules took as well is a sum: the parts that come from within the
-        model are hooked one by one, where they leave the operations that took it.
-        """
-        taken: dict[tuple[Any, int], Seen] = {}
+        """Hooks the gradients at what the model returned, and what else the loss may take."""
+        # In an object that is not known there is nothing to hook.
+        self._clock.detailed = self._clock.detailed or not outputs
+        self.every = taken = self.every or self._clock.detailed
         for tensor in outputs:
             one = self._known(tensor)
             if one is None or one.returned or tensor.grad_fn is None:
                 continue
             one.returned = True
             self._await_gradient(one, tensor)
-            if one.takers:
-                taken[tensor.grad_fn, tensor.output_nr] = one
-        nodes: list[Any] = [tensor.grad_fn for tensor in outputs] if taken else []
-        known = {None}
+            taken = taken or bool(one.takers)
+        if taken:
+            noted = [ref() for ref, _, one in self._notes.values() if one.what == "output"]
+            known = [tensor.grad_fn for tensor in noted if tensor is not None]
+            self._follow(known, {self._number(tensor.grad_fn) for tensor in outputs})
+
+    def _follow(self, nodes: list[Any], returned: set[int]) -> None:
+        """Compares gradients in the model's graph with the parts that come from within it."""
+        known: set[Any] = set()
         while nodes:
             node = nodes.pop()
-            if node in known:
+            number = -1 if node in known else self._number(node)
+            if number < 0:
                 continue
             known.add(node)
-            for i, edge in enumerate(node.next_functions):
-                if edge in taken:
-                    within = partial(self._set, taken[edge], "within")
-                    node.register_hook(lambda gradients, _, f=within, i=i: f(gradients[i]))
-                nodes.append(edge[0])
+            if self.every or number in returned:
+                node.register_prehook(partial(self._meet, number, number in returned))
+            edges = [(self._number(later), i) for later, i in node.next_functions]
+            asked = [at >= 0 and (self.every or at in returned) for at, _ in edges]
+            if any(asked):
+                node.register_hook(partial(self._part, edges, asked))
+            nodes += [later for later, _ in node.next_functions]
+
+    def _number(self, node: Any) -> int:
+        """Number of a node, which does not keep its graph; -1 for leaves and for older nodes."""
+        number = node._sequence_nr() if node is not None and node.next_functions else -1
+        return number if number >= self._first else -1
+
+    def _part(self, edges: list[Any], asked: list[bool], gradients: Any, _: Any) -> None:
+        for edge, ask, gradient in zip(edges, asked, gradients, strict=True):
+            if ask and has_values(gradient):
+                self._parts.setdefault(edge, []).append(gradient)
+
+    def _meet(self, number: int, returned: bool, gradients: tuple[Tensor | None, ...]) -> None:
+        for i, gradient in enumerate(gradients):
+            parts = self._parts.pop((number, i), [])
+            # Where the loss contains gradients, the model's parts are in the loss as well.
+            twice = self.twice or torch.is_grad_enabled()
+            if twice or not has_values(gradient) or any(part is gradient for part in parts):
+                continue
+            whole, *inner = map(values, (gradient, *parts))
+            if any(part.shape != whole.shape for part in inner):
+                continue  # Sparse, or sharded in several ways.
+            one = Seen("output", "", returned=returned)
+            total = reduce(torch.add, inner) if inner else None
+            self._set(one, "gradient", whole)
+            self._set(one, "value", total)
+            self.entries.append(one)
+            kept = not (returned or self._clock.deferred)
+            if kept and (total is None or not torch.equal(total, whole)):
+                # The loss takes what the model keeps: later passes are measured as this one is.
+                self._clock.detailed = True
 
     def _note(self, tap: "Tap", what: Literal["input", "output"], tensor: Tensor) -> None:
         if tensor.dtype not in _KNOWN or not has_values(tensor):
@@ -181,7 +223,7 @@ class Pass:
                 one.time = self._clock.ticks.add_(1).clone()
             self._set(one, "value", tensor)
         self._notes[id(tensor)] = weakref.ref(tensor), _version(tensor), one
-        if tap.hooked or not self.batch or self._clock.detailed:
+        if tap.hooked or self.every or self._clock.detailed:
             self._await_gradient(one, tensor)
 
     def _set(self, one: Seen, name: str, tensor: Tensor | None) -> None:
@@ -217,9 +259,9 @@ class Pass:
 
     def close(self) -> None:
         """Sends the numbers from a device to the host; nothing waits for them."""
-        self._notes = {}
+        self._notes, self._parts = {}, {}
         device = self._clock.ticks.device
-        owners = (*map(vars, self.seen), self.weights, self.gradients)
+        owners = (*map(vars, (*self.seen, *self.entries)), self.weights, self.gradients)
         found = [(own, key) for own in owners for key, x in own.items() if isinstance(x, Tensor)]
         if device.type == "cpu" or not found:
             return
@@ -248,7 +290,7 @@ class Pass:
         # While all is well, nothing is asked of single tensors.
         seen, made = self.seen if self.broken else [], list[str]()
         if self._clock.used:
-            self.seen.sort(key=lambda one: float(one.time))
+            self.seen = sorted(self.seen, key=lambda one: float(one.time))
         if self.broken:
             made = [n for n, x in self.gradients.items() if n not in self.left and not is_finite(x)]
         fine = all(is_finite(found) for one in seen for found in (one.gradient, one.second))
@@ -264,8 +306,9 @@ class Pass:
 
     def explain(self, habits: Habits, broken: list[str]) -> Finding | None:
         """The first fault, given the parameters whose gradients are not finite."""
-        weights = [name for name, found in self.weights.items() if not is_finite(found)]
-        found = first_fault(self.seen, self.called, weights, habits, broken)
+        bad = {name for name, found in self.weights.items() if not is_finite(found)}
+        weights = {use: name for use, name in self.uses.items() if name in bad}
+        found = first_fault(self.seen, self.entries, self.called, weights, habits, broken)
         return found and replace(found, batch=self.batch, last=self.batch)
 
 
@@ -276,8 +319,9 @@ def in_backward() -> bool:
 
 def has_values(tensor: Tensor | None) -> TypeGuard[Tensor]:
     """Whether there is a tensor, with values to look at and one shape."""
-    missing = tensor is None or tensor.is_meta or tensor.is_nested
-    return not (missing or isinstance(tensor, FakeTensor))
+    if tensor is None or tensor.is_meta or tensor.is_nested or isinstance(tensor, FakeTensor):
+        return False
+    return not torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def _version(tensor: Tensor) -> int:
@@ -291,7 +335,8 @@ def _tensors(nest: Any) -> list[Tensor]:
         if isinstance(leaf, Tensor):
             found += [leaf] if has_values(leaf) else []
         else:
-            found += [tensor for part in attributes(leaf) for tensor in _tensors(part)]
+            parts = leaf.values() if isinstance(leaf, Mapping) else attributes(leaf)
+            found += [tensor for part in parts for tensor in _tensors(part)]
     return found
 
 
