@@ -225,9 +225,6 @@ CASES = {
     "unit/tasks/test_corpus.py": {
         "test_the_standard_library_reads_the_same_in_another_process": 0,
     },
-    "unit/tasks/test_neighbours.py": {
-        "test_a_data_folder_hides_no_package": 0,
-    },
     "unit/test_tool_pairs.py": {
         "test_a_pair_of_tools_does_what_it_does_without_loss_scales": 10,
     },
