@@ -53,7 +53,8 @@ def report(summary: dict, title: str) -> str:
             f"| {_number(row['plateau'])} | {'yes' if row['interior'] else 'no'} "
             f"| {_number(row['default_loss'])} |"
         )
-    words = [fill(f"- {words}", 100, subsequent_indent="  ") for words in summary["words"]]
+    said = (summary["answer"], *summary["remarks"])
+    words = [fill(f"- {text}", 100, subsequent_indent="  ") for text in said]
     parts = [title, f"{hardware()}.", "\n".join(words), "\n".join(verdicts), "\n".join(tuned)]
     return "\n\n".join(parts) + "\n"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from steadygrad.studies.strict_json import dumps
-from tests.unit.studies.compare.runs import planned
-from tests.unit.studies.compare.test_summary import by_batch, summary
+from tests.unit.studies.compare.runs import planned, summary
+from tests.unit.studies.compare.test_findings import by_batch
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,7 +34,7 @@ def test_advice_is_held_against_the_largest_batch_that_is_good(monkeypatch, size
     report = import_module("advise_vs_sweep").report
     plan = planned(optimizers=("adamw", "task"), multiples=(1, 4, 16), horizons=(256, 512, 1024))
     extra = {"adamw": {}, "task": {4: 0.05, 16: 0.8}}
-    swept = json.loads(dumps(summary(plan, by_batch(extra))))
+    swept = json.loads(dumps(summary(plan, by_batch(extra)).to_dict()))
     advice = {
         "recommendation": {"batch_size": size, "basis": "trained"},
         "answer": "In words.",

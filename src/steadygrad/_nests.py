@@ -151,7 +151,8 @@ def _rows(part: Any) -> int:
 
 
 def _is_plain(part: Any) -> bool:
-    return isinstance(part, _PLAIN) or getattr(part, "ndim", 1) == 0
+    # Attributes of some mappings are their items.
+    return isinstance(part, _PLAIN) or (hasattr(type(part), "ndim") and part.ndim == 0)
 
 
 def _is_record(leaf: Any) -> bool:

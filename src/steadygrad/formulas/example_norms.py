@@ -79,19 +79,18 @@ def sq_norms(gradients: Tensor) -> Tensor:
     return widen(gradients).flatten(1).square().sum(1)
 
 
-def linear_weight_gradients(inputs: Tensor, grads: Tensor, *, out: Tensor | None = None) -> Tensor:
+def linear_weight_gradients(inputs: Tensor, grads: Tensor) -> Tensor:
     r"""Each example's weight gradient of :math:`y = a W^T + b`: :math:`\sum_t g_t a_t^T`.
 
     Args:
         inputs: The layer's input, with shape ``[B, ..., K]``.
         grads: The gradient of its output, with shape ``[B, ..., L]``.
-        out: Where to write the result, if not into new memory.
 
     Returns:
         The gradients, with shape ``[B, L, K]``, in float32 at least.
     """
     grads, inputs = _positions(widen(grads)), _positions(widen(inputs))
-    return torch.bmm(grads.transpose(1, 2), inputs, out=out)
+    return torch.bmm(grads.transpose(1, 2), inputs)
 
 
 def linear_weight_sq_norms(inputs: Tensor, grads: Tensor) -> Tensor:

@@ -7,29 +7,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from steadygrad._checks import InputError, check_choice, check_count
+from steadygrad._checks import InputError, check_choice, check_count, check_type
 from steadygrad._names import own_name
 from steadygrad.noise.meters import Measured, Meter
 from steadygrad.noise.norms import euclidean_norms, preconditioned_norms
-from steadygrad.noise.passes import PassBorders
-from steadygrad.noise.per_example import ExampleNorms
 from steadygrad.noise.sign_meter import SignMeter
-from steadygrad.noise.sources import (
-    AccumulatedSource,
-    BackwardSource,
-    ExampleSource,
-    Source,
-    leaves_of,
-)
 from steadygrad.sharding import World
 
 __all__ = [
     "check_finds_passes",
     "check_options",
     "choose_parameters",
-    "first_part",
     "make_meter",
-    "make_source",
     "warn_of_batch_norm",
 ]
 
@@ -88,11 +77,6 @@ def check_finds_passes(source: str) -> None:
         )
 
 
-def first_part(name: str) -> str:
-    """The default group of a parameter: the outermost module it lies in."""
-    return name.split(".")[0]
-
-
 def choose_parameters(
     model: nn.Module, names: set[str] | None, groups: Callable[[str], str] | None
 ) -> tuple[list[Measured], list[str]]:
@@ -101,17 +85,14 @@ def choose_parameters(
     Args:
         model: The model as it is called in training.
         names: Names to choose from; None: all.
-        groups: Group of a name, from which wrappers' parts are taken out. None: :func:`first_part`.
+        groups: Group of a name, from which wrappers' parts are taken out. None: the outermost
+            module that the parameter lies in.
 
     Raises:
         InputError: If there are none, or ``groups`` cannot be called.
     """
-    group_of = groups or first_part
-    if not callable(group_of):
-        raise InputError(
-            "Parameter `groups` should be a function from a parameter's name to its group. "
-            f"Found {type(group_of).__name__}. Remedy: `groups=table.get` for a dict of them."
-        )
+    group_of = groups or (lambda name: name.split(".")[0])
+    check_type("groups", group_of, Callable, "`groups=table.get` for a dict")  # type: ignore[arg-type]
     chosen = [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -162,23 +143,6 @@ def make_meter(
     if metric == "l1":
         return SignMeter(measured, groups, world, optimizer, dtype, reduced)
     return Meter(measured, groups, world, preconditioned_norms(optimizer), dtype, reduced)
-
-
-def make_source(
-    source: str,
-    model: nn.Module,
-    measured: list[Measured],
-    meter: Meter,
-    taps: ExampleNorms | None,
-    borders: PassBorders,
-) -> Source:
-    """The source of the meter's gradients; raises if it cannot work with this model."""
-    if source == "accumulated":
-        return AccumulatedSource(measured, meter, meter.world)
-    leaves = leaves_of(model, measured, meter.world)
-    if taps is not None:
-        return ExampleSource(taps, measured, leaves, meter)
-    return BackwardSource(leaves, meter, borders)
 
 
 def warn_of_batch_norm(model: nn.Module) -> None:

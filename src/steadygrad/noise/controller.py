@@ -42,7 +42,6 @@ class BatchSizeController:
         factor: Batch size over noise scale. Smaller saves samples, larger saves steps.
         hysteresis: Least relative change worth making.
         patience: Updates between two changes.
-        grow_only: Whether the count may never fall.
 
     Attributes:
         count: Micro-batches a step, now.
@@ -58,7 +57,6 @@ class BatchSizeController:
         factor: float = 1.0,
         hysteresis: float = 0.25,
         patience: int = 2,
-        grow_only: bool = False,
     ) -> None:
         self.samples_per_count = check_count("samples_per_count", samples_per_count)
         least = min(2, check_count("count", count)) if min_count is None else min_count
@@ -67,7 +65,6 @@ class BatchSizeController:
         self.factor = check_number("factor", factor, low=0, low_open=True)
         self.hysteresis = check_number("hysteresis", hysteresis, low=0)
         self.patience = check_count("patience", patience, low=0)
-        self.grow_only = grow_only
         self.count = check_count("count", count, low=least)
         if count > max_count:
             raise InputError(
@@ -114,8 +111,6 @@ class BatchSizeController:
             # shrink the batch.
             high = math.inf
         if math.isnan(low) or low <= self.batch_size <= high:
-            return None
-        if self.batch_size > high and self.grow_only:
             return None
         return float(estimate.value) * self.factor if bool(estimate.resolved) else low
 

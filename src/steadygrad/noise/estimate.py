@@ -80,8 +80,8 @@ class NoiseEstimate:
             return None
         return (
             f"{float(self.selected):.0%} of the steps were left out for what their gradients were, "
-            "altered or not finite, and the others are no fair sample. Remedy: a smaller loss "
-            "scale, and noise.step() before clipping."
+            "altered, dropped or not finite, and the others are no fair sample. Remedy: a smaller "
+            "loss scale, and noise.step() before clipping and before a step is dropped."
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -163,16 +163,13 @@ def _estimate(
 class History:
     """The newest measurements of every group, in a ring on the model's device.
 
-    Measurements are weighted by ``decay`` to the power of their age. Keeping them, not only their
-    averages, is what makes an interval and its autocorrelation possible. Nothing here waits for
-    the device: a measurement that is not finite takes its place, and is left out by arithmetic. It
-    is NaN if left out for what its gradients were, else infinite.
+    Nothing here waits for the device: a measurement that is not finite takes its place, and is left
+    out by arithmetic. It is NaN if left out for what its gradients were, else infinite.
 
     Args:
         groups: Names of the groups.
         decay: Weight ratio of one measurement to the next newer one, in (0, 1].
-        capacity: How many measurements are kept. Default: until the weight left out is 0.1 %,
-            at most 4,096; that many also for ``decay=1``.
+        capacity: How many measurements are kept. Default: :func:`default_capacity`, at most 4,096.
         power: The estimate's value is the ratio of the averages to this power.
         level: Probability with which the interval should cover the truth.
         device: Where the measurements live.
@@ -206,6 +203,15 @@ class History:
     def push(self, measured: SignalNoise) -> None:
         """Takes in one measurement of every group, each with shape ``(groups)``."""
         self.ring[self.pushed % self.capacity].copy_(torch.stack(measured))
+        self.pushed += 1
+
+    def forget(self) -> None:
+        """Forgets the newest measurement."""
+        self.pushed = max(0, self.pushed - 1)
+
+    def drop(self) -> None:
+        """Counts a measurement that was left out for what its gradients were."""
+        self.ring[self.pushed % self.capacity].fill_(torch.nan)
         self.pushed += 1
 
     @property
@@ -270,9 +276,8 @@ class History:
 class KeptBatches(WideBuffers):
     """The newest measurements of a module, in a ring of buffers that move and are saved with it.
 
-    What :class:`History` is to a training loop: the same weights, interval and allowance for
-    autocorrelation. The number of measurements is a buffer too, and one that is not finite leaves
-    no gap, so that the weights are those of a :class:`~steadygrad.averages.MovingAverage`.
+    One that is not finite leaves no gap, unlike in :class:`History`, so that the weights are those
+    of a :class:`~steadygrad.averages.MovingAverage`.
 
     A saved ring of another length is taken over from its newest end. A ``state_dict`` without one
     empties the ring: the interval then knows only of batches from there on.

@@ -60,7 +60,13 @@ class ExampleAudit:
         rows = torch.stack(figures).tolist() if figures else []
         for name, (error, scale, tolerance) in zip(names, rows, strict=True):
             if error > tolerance**2 * scale:
-                raise _mismatch(name, (error / scale) ** 0.5)
+                raise InputError(
+                    f"Expected the gradient of `{name}` to be the sum of its layer's examples. "
+                    f"Found a relative difference of {(error / scale) ** 0.5:.2g}: the parameter "
+                    "is also used outside its layer's forward (as in F.linear(x, "
+                    "embedding.weight), or in a penalty), or a hook changes its gradient. Remedy: "
+                    "call a layer that shares the parameter, or source='microbatch'."
+                )
         # After an overflow, or an empty batch, nothing has been compared.
         seen = [0 < scale < float("inf") for _, scale, _ in rows]
         return bool(seen) and all(seen)
@@ -88,13 +94,3 @@ class ExampleAudit:
 def _accumulate(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
     known = sums.get(name)
     sums[name] = value if known is None else known + value
-
-
-def _mismatch(name: str, difference: float) -> InputError:
-    return InputError(
-        f"Expected the gradient of `{name}` to be the sum of its layer's examples. Found a "
-        f"relative difference of {difference:.2g}: the parameter is also used outside its "
-        "layer's forward (as in F.linear(x, embedding.weight), or in a penalty), or a hook "
-        "changes its gradient. Remedy: call a layer that shares the parameter, or "
-        "source='microbatch'."
-    )

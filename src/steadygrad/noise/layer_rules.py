@@ -3,7 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -98,12 +98,7 @@ _CONV = LayerRule(
 )
 
 # Hugging Face's Conv1D, of GPT-2 and its like: a linear layer whose weight is transposed.
-_TRANSPOSED = LayerRule(
-    features=lambda layer: 1,
-    weight=lambda layer, x, g: formulas.linear_weight_gradients(x, g).mT,
-    weight_sq_norms=lambda layer, x, g: formulas.linear_weight_sq_norms(x, g),
-    bias=lambda layer, g: formulas.linear_bias_gradients(g),
-)
+_TRANSPOSED = replace(_LINEAR, weight=lambda layer, x, g: formulas.linear_weight_gradients(x, g).mT)
 
 _NORMS: dict[type[nn.Module], LayerRule] = {nn.LayerNorm: _LAYER_NORM, nn.RMSNorm: _RMS_NORM}
 _RULES: dict[type[nn.Module], LayerRule] = {

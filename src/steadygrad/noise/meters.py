@@ -21,7 +21,7 @@ from steadygrad._checks import InputError
 from steadygrad.formulas.noise_scale import SignalNoise, from_part_sums
 from steadygrad.noise.norms import Norms, values_of
 from steadygrad.noise.parts import Part, Step
-from steadygrad.noise.witness import Verdict, Witness
+from steadygrad.noise.witness import Witness
 from steadygrad.sharding import World, replicas
 
 __all__ = ["Measured", "Meter"]
@@ -121,7 +121,7 @@ class Meter:
             part: The part's facts; its weight is provisional.
             loss_scale: Loss scale of its gradients; one for all, or for each slot.
         """
-        scaled = _over(self._column(self._norms, self._held), loss_scale)
+        scaled = self._column(self._norms, self._held) / loss_scale
         self._squares.addcmul_(scaled, scaled * _inverse(part.each))
         self.is_empty = False
         self.witness.end_part(part, loss_scale)
@@ -138,7 +138,7 @@ class Meter:
         there = self._zero.device
         return torch.stack([n if n.device == there else n.to(there) for n in taken]).to(self._zero)
 
-    def measure(self, step: Step, scale: Tensor | float) -> tuple[SignalNoise, Verdict]:
+    def measure(self, step: Step, scale: Tensor | float) -> tuple[SignalNoise, Tensor]:
         """Signal and noise of every group, each with shape ``(groups,)``; one collective.
 
         Args:
@@ -146,8 +146,8 @@ class Meter:
             scale: Loss scale that is still in ``.grad``; one for all, or for each slot.
 
         Returns:
-            The measurement, and whether ``.grad`` is the sum of the parts. It is NaN where that
-            is not so or a gradient is not finite, and infinite where some process had no step.
+            The measurement, and whether ``.grad`` is anything but the sum of the parts. It is NaN
+            where that is so or a gradient is not finite, and infinite where a process had no step.
         """
         gradients = {
             slot: values_of(m.parameter.grad)
@@ -158,24 +158,24 @@ class Meter:
         seen = self.witness.column(gradients, step, scale)
         packed = self.world.sum(torch.cat([own, seen]))
         own, seen = packed.split([len(own), len(seen)])
-        verdict = self.witness.judge(seen)
         finite = torch.isfinite(own).all()
         # A step that is left out anyway, as after an overflow, says nothing of its gradients.
-        verdict = verdict._replace(altered=verdict.altered & finite)
-        kept = finite & ~verdict.altered
+        altered = self.witness.judge(seen) & finite
+        kept = finite & ~altered
         self.witness.compare(seen, kept)
         left_out = torch.where(torch.isfinite(own[0]), torch.nan, torch.inf)
-        return SignalNoise(*(torch.where(kept, x, left_out) for x in self.solve(own))), verdict
+        return SignalNoise(*(torch.where(kept, x, left_out) for x in self.solve(own))), altered
 
     def sums(self, gradients: Mapping[int, Tensor], step: Step, scale: Tensor | float) -> Tensor:
         """This process's ``A``, ``C``, ``D``, every group's ``B`` and squared norm of the whole.
 
         The first is NaN if, and only if, the step is broken.
         """
-        sums = step.sums.scaled(step.factor)
-        numbers = [self._zero + x * step.share for x in (sums.a, sums.c, sums.d)]
-        whole = _over(self._column({}, gradients), scale, step.multiple)
-        rows = torch.stack([self._squares / step.factor, whole * whole]) * self._both_shares
+        sums, factor = step.sums, step.factor
+        scaled = (sums.a * factor, sums.c * factor, sums.d * factor**2)
+        numbers = [self._zero + x * step.share for x in scaled]
+        whole = self._column({}, gradients) * step.multiple / scale
+        rows = torch.stack([self._squares / factor, whole * whole]) * self._both_shares
         by_group = rows.new_zeros(2, self.groups).index_add_(1, self._rows, rows)
         return torch.cat([torch.stack(numbers), by_group.flatten()])
 
@@ -191,11 +191,3 @@ def _inverse(weight: Tensor | float) -> Tensor | float:
     if isinstance(weight, Tensor):
         return torch.where(weight == 0, 0.0, 1 / weight)
     return 1 / weight
-
-
-def _over(values: Tensor, scale: Tensor | float, multiple: float = 1.0) -> Tensor:
-    """``values * multiple / scale``, free where there is nothing to do."""
-    if not isinstance(scale, Tensor):
-        factor = multiple / scale
-        return values if factor == 1 else values * factor
-    return values * multiple / scale

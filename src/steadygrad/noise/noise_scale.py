@@ -10,21 +10,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steadygrad._checks import check_count, check_type
-from steadygrad.noise.alterations import Alterations
 from steadygrad.noise.build import (
     check_finds_passes,
     check_options,
     choose_parameters,
     make_meter,
-    make_source,
     warn_of_batch_norm,
 )
 from steadygrad.noise.estimate import History, NoiseEstimate
 from steadygrad.noise.loss_scale import LossScale, Scaler
 from steadygrad.noise.micro_batches import MicroBatches
-from steadygrad.noise.parts import StepParts
 from steadygrad.noise.per_example import ExampleNorms
 from steadygrad.noise.repeats import Repeats
+from steadygrad.noise.sources import AccumulatedSource, BackwardSource, ExampleSource, Source
+from steadygrad.noise.witness import Alterations
 from steadygrad.sharding import data_parallel_world
 
 __all__ = ["NoiseScale"]
@@ -51,16 +50,15 @@ class NoiseScale:
     is ``samples``, or what :meth:`samples` announced. ``with noise.microbatch(n):`` around a
     pass does the same, and is what the other sources need.
 
-    On several processes ``step()`` makes one collective call, and every process gets the same
-    estimate. With DDP every rank's micro-batch is a part. With FSDP2 too: the local gradients are
-    seen before the reduce-scatter, because they are the finest parts there are and cost nothing
-    to communicate. ``source="accumulated"`` instead takes differences of reduced shards: for the
+    On several processes ``step()`` makes one collective call, every process gets the same estimate,
+    and every rank's micro-batch is a part, also under FSDP2, before its gradients are reduced.
+    ``source="accumulated"`` instead takes differences of reduced shards: for the
     optimizer-matched metrics, whose state is sharded, and for several backward passes a part.
 
     A step with a non-finite gradient (an overflow under loss scaling) is left out and counted in
     ``skipped``. So is one where ``.grad`` is not the sum of the parts, up to rounding: clipped,
-    unscaled, divided, or left from before. A warning names the likely cause once, and ``altered``
-    counts such steps. The noise is kept per sample, so a new batch size needs no reset.
+    unscaled, divided, or left from before. One warning says so, and ``altered`` counts
+    such steps. The noise is kept per sample, so a new batch size needs no reset.
 
     Args:
         model: The model as it is called in training: wrapped in DDP, sharded by ``fully_shard``,
@@ -139,29 +137,35 @@ class NoiseScale:
             drift=check_type("drift", drift, bool, "True or False"),
         )
         self._alterations = Alterations(device)
-        self._parts = StepParts(
+        self._parts = MicroBatches(
+            self._meter,
+            self._loss_scale,
+            samples,
             accumulation,
-            self.world.size,
             shared=source == "accumulated",
             by_example=source == "per_example",
             alike=metric == "l1",
         )
-        self._batches = MicroBatches(self._parts, self._meter, self._loss_scale, samples)
-        borders = self._batches.borders
         self._source_name = source
         # Whether a step has had parts enough.
         self._whole = False
-        self._source = make_source(source, model, measured, self._meter, taps, borders)
-        self._batches.repeats = Repeats(model, [m.parameter for m in measured])
+        self._source: Source
+        if source == "accumulated":
+            self._source = AccumulatedSource(self._meter)
+        elif taps is not None:
+            self._source = ExampleSource(model, self._meter, taps)
+        else:
+            self._source = BackwardSource(model, self._meter, self._parts.borders)
+        self._parts.repeats = Repeats(model, [m.parameter for m in measured])
         # One that is dropped leaves no hooks behind either.
-        hooked = (self._source, self._batches.repeats)
+        hooked = (self._source, self._parts.repeats)
         self._remove = weakref.finalize(self, lambda: [each.remove() for each in hooked])
         self._remove.atexit = False
         self._begin(0)
 
     def _begin(self, steps: int) -> None:
         """Forgets the step under way, after a number of whole ones."""
-        self._batches.clear()
+        self._parts.clear()
         self._meter.witness.turn(steps // self._every)
         self._count(steps)
 
@@ -202,7 +206,7 @@ class NoiseScale:
                 only some weights are given.
         """
         check_finds_passes(self._source_name)
-        self._batches.tell(self._parts.part(num_samples, weight, loss_scale))
+        self._parts.tell(self._parts.part(num_samples, weight, loss_scale))
 
     @contextmanager
     def microbatch(
@@ -227,7 +231,7 @@ class NoiseScale:
         """
         part = self._parts.part(num_samples, weight, loss_scale)
         recording = self._source.recording(num_samples) if self._measures_now else None
-        with self._batches.context(part, recording):
+        with self._parts.context(part, recording):
             yield
 
     @torch.no_grad()
@@ -249,9 +253,13 @@ class NoiseScale:
         if not self._measures_now:
             self._count(self._steps + 1)
             return
-        self._batches.borders.finish()
-        wrong = self._parts.wrong()
-        if wrong is None:
+        self._parts.borders.finish()
+        wrong, more, first_had_more = self._parts.wrong(), False, False
+        if wrong is None and not self._parts.broken:
+            more, first_had_more = self._parts.more()
+        if first_had_more:
+            self._history.forget()
+        if wrong is None and not more:
             self._whole = True
         else:
             self._parts.broken = True
@@ -270,14 +278,19 @@ class NoiseScale:
         """Forgets the micro-batches since the last step, whose gradients are thrown away.
 
         For a loop that calls ``zero_grad()`` without a step, as after a loss that is not finite or
-        a backward pass for a diagnosis. On several processes each must drop the same step.
+        a backward pass for a diagnosis. What could have been measured counts in ``skipped``, as a
+        step that was left out for what its gradients were. On several processes each must drop the
+        same step.
         """
+        self._parts.borders.finish()
+        if self._measures_now and not self._parts.broken and self._parts.wrong() is None:
+            self._history.drop()
         self._begin(self._steps)
 
     def _measure(self, scale: Tensor | float) -> None:
-        measured, verdict = self._meter.measure(self._parts.step(), scale)
+        measured, altered = self._meter.measure(self._parts.step(), scale)
         self._history.push(measured)
-        self._alterations.note(verdict, self._parts.sums, self.world.size)
+        self._alterations.note(altered)
 
     def estimate(self) -> NoiseEstimate:
         """The noise scale from the measurements so far, whole and by group.

@@ -12,8 +12,6 @@ from steadygrad.sharding import local
 
 __all__ = ["Moments", "Norms", "euclidean_norms", "preconditioned_norms", "values_of"]
 
-_STRIDED = torch.strided
-
 Norms = Callable[[Sequence[nn.Parameter], Sequence[Tensor]], Sequence[Tensor]]
 
 
@@ -64,7 +62,12 @@ def preconditioned_norms(optimizer: Optimizer) -> Norms:
             step = state.get("step", options[parameter].get("step"))
             if step is None:
                 raise _unknown_moment(optimizer, "without `step` in its state")
-            second = second / _bias_correction(step, options[parameter]["betas"][1])
+            beta = options[parameter]["betas"][1]
+            if isinstance(step, Tensor) and step.device.type != "cpu":
+                # As 1 - beta^t it would cancel in float32.
+                second = second / -torch.expm1(step * math.log(beta))
+            else:
+                second = second / (1 - beta ** float(step))
         inverse = torch.rsqrt(second.sqrt() + options[parameter].get("eps", 1e-8))
         weighted: Tensor = torch.linalg.vector_norm(gradient.to(inverse) * inverse)
         return weighted
@@ -80,14 +83,6 @@ def _unknown_moment(optimizer: Optimizer, found: str) -> InputError:
         f"metric='preconditioned'. Found {type(optimizer).__name__} {found}. "
         "Remedy: metric='l1' or 'euclidean'."
     )
-
-
-def _bias_correction(step: Tensor | float, beta: float) -> Tensor | float:
-    """1 - beta^t, without the cancellation that float32 step counts would suffer."""
-    if isinstance(step, Tensor) and step.device.type != "cpu":
-        return -torch.expm1(step * math.log(beta))
-    # Adam counts on the host unless it is fused or capturable; reading that waits for nothing.
-    return -math.expm1(float(step) * math.log(beta))
 
 
 class Moments:
@@ -115,7 +110,9 @@ class Moments:
         for name in self._names:
             if state.get(name) is not None:
                 return local(state[name])
-        if self._stepped and not self._kept():
+        states = self._optimizer.state.values()
+        kept = any(state.get(name) is not None for state in states for name in self._names)
+        if self._stepped and not kept:
             raise InputError(
                 f"Expected an optimizer whose state holds {' or '.join(self._names)}. Found "
                 f"{type(self._optimizer).__name__}, which has taken a step without. Remedy: "
@@ -123,15 +120,11 @@ class Moments:
             )
         return None
 
-    def _kept(self) -> bool:
-        states = self._optimizer.state.values()
-        return any(state.get(name) is not None for state in states for name in self._names)
-
 
 def values_of(gradient: Tensor) -> Tensor:
     """This process's part of a gradient; dense, as every row counts and none is waited for."""
     here = gradient if type(gradient) is Tensor else local(gradient)
-    return here.to_dense() if here.layout is not _STRIDED else here
+    return here.to_dense() if here.layout is not torch.strided else here
 
 
 def _wide(gradient: Tensor) -> torch.dtype:

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from steadygrad._checks import InputError, check_count
-from steadygrad.noise.example_ledger import Ledger
-from steadygrad.noise.example_taps import Tap
+from steadygrad.noise.example_taps import Ledger, Tap
 from steadygrad.noise.layer_rules import measured_layers
 
 __all__ = ["ExampleNorms"]
@@ -18,13 +18,11 @@ _MOST_AUDITS = 8
 _Received = list[tuple[str, Tensor | None, int]]
 
 
-class ExampleNorms:
+class ExampleNorms(Ledger):
     """Taps every layer so that a backward pass leaves its examples' squared gradient norms.
 
     A forward hook wraps each layer's output in an identity whose backward pass sees the layer's
-    input and output gradient. A linear layer's backward pass is replaced as a whole where this
-    is cheaper: its weight gradient is then the sum of its examples' gradients, which equals the
-    usual one up to rounding.
+    input and output gradient. No gradient changes.
 
     An example is an entry of every layer's leading dimension. A weight shared by several layers,
     or a layer called several times, holds its examples' gradients (``B`` times its size) until
@@ -52,21 +50,12 @@ class ExampleNorms:
 
     def __init__(self, model: nn.Module, layers: str = "all") -> None:
         found = measured_layers(model, layers)
+        super().__init__()
         names = [name for layer in found for name in layer.parameters.values()]
         self.parameter_names = list(dict.fromkeys(names))
         self._done: dict[str, Tensor] = {}
         self._recordings = 0
-        self._ledger = Ledger()
-        self._taps = [Tap(layer, self._ledger) for layer in found]
-
-    @property
-    def enabled(self) -> bool:
-        """Whether the model's forward passes are tapped; ``False`` leaves them alone."""
-        return self._ledger.enabled
-
-    @enabled.setter
-    def enabled(self, value: bool) -> None:
-        self._ledger.enabled = value
+        self._taps = [Tap(layer, self) for layer in found]
 
     @contextmanager
     def recording(self, num_examples: int) -> Iterator[None]:
@@ -84,23 +73,22 @@ class ExampleNorms:
                 its norms were taken.
         """
         check_count("num_examples", num_examples, low=0)
-        ledger = self._ledger
-        if ledger.examples is not None:
+        if self.examples is not None:
             raise RuntimeError(
                 "Expected one recording at a time. Found one inside another. "
                 "Remedy: leave the first before the second is entered."
             )
         before = [tap.received() for tap in self._taps]
-        ledger.examples = num_examples
-        if ledger.audit is not None:
-            ledger.audit.active = True
+        self.examples = num_examples
+        if self.audit is not None:
+            self.audit.active = True
         try:
             yield
             self._finish(before)
         finally:
-            ledger.examples, ledger.totals, ledger.held = None, {}, {}
-            if ledger.audit is not None:
-                ledger.audit.forget()
+            self.examples, self.totals, self.held = None, {}, {}
+            if self.audit is not None:
+                self.audit.forget()
             for tap in self._taps:
                 tap.reset()
 
@@ -118,22 +106,22 @@ class ExampleNorms:
         """Takes every hook off the model."""
         for tap in self._taps:
             tap.remove()
-        if self._ledger.audit is not None:
-            self._ledger.audit.close()
+        if self.audit is not None:
+            self.audit.close()
 
     def _finish(self, before: list[_Received]) -> None:
-        ledger = self._ledger
-        ledger.settle()
-        if ledger.enabled:
+        for name, gradients in self.held.items():
+            self.totals[name] = torch.linalg.vector_norm(gradients).square()
+        if self.enabled:
             for tap, state in zip(self._taps, before, strict=True):
-                _refuse_unseen(tap, state, ledger.totals)
+                _refuse_unseen(tap, state, self.totals)
         self._recordings += 1
-        if ledger.audit is not None and (
-            ledger.audit.passes(ledger.totals) or self._recordings >= _MOST_AUDITS
+        if self.audit is not None and (
+            self.audit.passes(self.totals) or self._recordings >= _MOST_AUDITS
         ):
-            ledger.audit.close()
-            ledger.audit = None
-        for name, value in ledger.totals.items():
+            self.audit.close()
+            self.audit = None
+        for name, value in self.totals.items():
             self._done[name] = self._done[name] + value if name in self._done else value
 
 

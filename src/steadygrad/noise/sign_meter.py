@@ -30,12 +30,8 @@ class SignMeter(Meter):
     biased: 1 % too small at 1e-3 of it, about 12 % at 3e-4, a third and more too large at 1e-4.
 
     Args:
-        measured: The measured parameters.
-        groups: Number of groups.
-        world: The processes that train together.
+        measured, groups, world, dtype, reduced: As of :class:`Meter`.
         optimizer: An optimizer whose state holds ``exp_avg`` or ``momentum_buffer``.
-        dtype: Type of the sums.
-        reduced: Whether the parts' gradients are those of all processes.
 
     References:
         | Adaptive Batch Sizes Using Non-Euclidean Gradient Noise Scales for Stochastic Sign and
@@ -54,18 +50,15 @@ class SignMeter(Meter):
         reduced: bool = False,
     ) -> None:
         self._moments = Moments(optimizer, ("exp_avg", "momentum_buffer"))
-        self._first: list[Tensor] = []
-        self._second: list[Tensor] = []
+        shards = [local(m.parameter) for m in measured]
+        self._first = [torch.zeros_like(p, dtype=torch.float32) for p in shards]
+        self._second = [torch.zeros_like(p, dtype=torch.float32) for p in shards]
         super().__init__(measured, groups, world, euclidean_norms, dtype, reduced)
 
     def clear(self) -> None:
         """Starts a new step."""
         super().clear()
         self._loss_scale: Tensor | float = 1.0
-        if not self._first:
-            shards = [local(m.parameter) for m in self.measured]
-            self._first = [torch.zeros_like(p, dtype=torch.float32) for p in shards]
-            self._second = [torch.zeros_like(p, dtype=torch.float32) for p in shards]
         torch._foreach_zero_(self._first)
         torch._foreach_zero_(self._second)
 

@@ -1,40 +1,46 @@
 """Sources of gradients for an estimator while a model trains."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from steadygrad._checks import InputError
-from steadygrad.noise.meters import Measured, Meter
+from steadygrad.noise.meters import Meter
 from steadygrad.noise.norms import values_of
 from steadygrad.noise.passes import PassBorders
 from steadygrad.noise.per_example import ExampleNorms
-from steadygrad.sharding import World, fsdp_modules, is_sharded
+from steadygrad.sharding import fsdp_modules, is_sharded
 
-__all__ = [
-    "AccumulatedSource",
-    "BackwardSource",
-    "ExampleSource",
-    "Source",
-    "leaves_of",
-]
+__all__ = ["AccumulatedSource", "BackwardSource", "ExampleSource", "Source"]
 
 
-class Source(ABC):
+class Source:
     """Feeds a meter the gradient that each part adds to ``.grad``."""
 
-    @abstractmethod
-    def recording(self, samples: int) -> AbstractContextManager[None]:
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._recording, self._enabled = False, True
+        self._handles: list[RemovableHandle] = []
+
+    @contextmanager
+    def recording(self, samples: int) -> Iterator[None]:
         """A context around one part's backward pass."""
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
 
-    def enable(self, active: bool) -> None:  # noqa: B027  # without hooks there is nothing to do
+    def enable(self, active: bool) -> None:
         """Says whether the passes to come are measured, before their forward passes."""
+        self._enabled = active
 
-    def remove(self) -> None:  # noqa: B027
+    def remove(self) -> None:
         """Takes every hook off the model."""
+        for handle in self._handles:
+            handle.remove()
 
 
 class BackwardSource(Source):
@@ -45,17 +51,16 @@ class BackwardSource(Source):
     is a part of its own.
 
     Args:
-        leaves: What gradients flow into, by slots.
-        meter: Measures them.
+        model: The model as it is called in training.
+        meter: Measures its gradients.
         borders: Finds the passes outside of recordings.
     """
 
-    def __init__(self, leaves: list[nn.Parameter], meter: Meter, borders: PassBorders) -> None:
-        self._meter, self._borders = meter, borders
-        self._recording, self._enabled = False, True
-        self._handles: list[RemovableHandle] = [
-            leaf.register_hook(self._hook(slot, leaf)) for slot, leaf in enumerate(leaves)
-        ]
+    def __init__(self, model: nn.Module, meter: Meter, borders: PassBorders) -> None:
+        super().__init__(meter)
+        self._borders = borders
+        leaves = enumerate(_leaves_of(model, meter))
+        self._handles = [leaf.register_hook(self._hook(slot, leaf)) for slot, leaf in leaves]
 
     def _hook(self, slot: int, leaf: Tensor) -> Callable[[Tensor], None]:
         borders = self._borders
@@ -68,41 +73,17 @@ class BackwardSource(Source):
 
         return hook
 
-    @contextmanager
-    def recording(self, samples: int) -> Iterator[None]:
-        """A context around one part's backward pass."""
-        self._recording = True
-        try:
-            yield
-        finally:
-            self._recording = False
 
-    def enable(self, active: bool) -> None:
-        """Looks for passes outside of recordings, or leaves them alone."""
-        self._enabled = active
-
-    def remove(self) -> None:
-        """Takes every hook off the model."""
-        for handle in self._handles:
-            handle.remove()
-
-
-def leaves_of(model: nn.Module, measured: list[Measured], world: World) -> list[nn.Parameter]:
-    """Leaves that receive the gradients: with FSDP2 the unsharded parameters that it keeps."""
-    unsharded = _unsharded(model) if world.kind == "fsdp" else {}
-    return [unsharded.get(m.name, m.parameter) for m in measured]
-
-
-def _unsharded(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that FSDP2 computes with, by name; gathers every module once."""
+def _leaves_of(model: nn.Module, meter: Meter) -> list[nn.Parameter]:
+    """Leaves that receive the gradients, by slots: with FSDP2 the unsharded ones that it keeps."""
     leaves: dict[str, nn.Parameter] = {}
-    for module in fsdp_modules(model):
+    for module in fsdp_modules(model) if meter.world.kind == "fsdp" else ():
         module.unshard()  # type: ignore[operator]
         for name, parameter in model.named_parameters():
             if not is_sharded(parameter):
                 leaves[name] = parameter
         module.reshard()  # type: ignore[operator]
-    return leaves
+    return [leaves.get(m.name, m.parameter) for m in meter.measured]
 
 
 class AccumulatedSource(Source):
@@ -112,24 +93,19 @@ class AccumulatedSource(Source):
     is a micro-batch over all processes; each must then synchronise its gradients, and all processes
     have as many samples in it. Differences of 16-bit sums lose digits.
 
-    Args:
-        measured: The parameters to watch.
-        meter: Measures them.
-        world: The processes that train together.
-
     Raises:
         InputError: For DDP, whose ``.grad`` is local or reduced depending on ``no_sync``.
     """
 
-    def __init__(self, measured: list[Measured], meter: Meter, world: World) -> None:
-        if world.kind == "ddp":
+    def __init__(self, meter: Meter) -> None:
+        super().__init__(meter)
+        if meter.world.kind == "ddp":
             raise InputError(
                 "Expected `source='accumulated'` with one process or FSDP2. Found DDP. "
                 "Remedy: source='microbatch'."
             )
-        self._meter = meter
-        self._parameters = [m.parameter for m in measured]
-        self._before: list[Tensor | None] = [None] * len(measured)
+        self._parameters = [m.parameter for m in meter.measured]
+        self._before: list[Tensor | None] = [None] * len(self._parameters)
 
     @contextmanager
     def recording(self, samples: int) -> Iterator[None]:
@@ -149,24 +125,17 @@ class ExampleSource(Source):
     """Sees every example's own gradient norm, so that each example is a part.
 
     Args:
+        model: The model as it is called in training.
+        meter: Measures its gradients.
         norms: The layers' taps.
-        measured: The parameters they measure.
-        leaves: What gradients flow into, by slots.
-        meter: Measures them.
     """
 
-    def __init__(
-        self,
-        norms: ExampleNorms,
-        measured: list[Measured],
-        leaves: list[nn.Parameter],
-        meter: Meter,
-    ) -> None:
-        self._norms, self._measured, self._meter = norms, measured, meter
-        self._recording = False
+    def __init__(self, model: nn.Module, meter: Meter, norms: ExampleNorms) -> None:
+        super().__init__(meter)
+        self._norms, leaves = norms, _leaves_of(model, meter)
         # Examples' norms do not give the gradient's elements, which the witness compares: hooks
         # take them from the leaves.
-        self._handles: list[RemovableHandle] = [
+        self._handles = [
             leaves[slot].register_hook(self._hook(slot)) for slot in meter.witness.slots
         ]
 
@@ -181,14 +150,10 @@ class ExampleSource(Source):
     @contextmanager
     def recording(self, samples: int) -> Iterator[None]:
         """A context around one micro-batch's backward pass."""
-        self._recording = True
-        try:
-            with self._norms.recording(samples):
-                yield
-        finally:
-            self._recording = False
+        with super().recording(samples), self._norms.recording(samples):
+            yield
         squares = self._norms.pop()
-        for slot, measured in enumerate(self._measured):
+        for slot, measured in enumerate(self._meter.measured):
             if measured.name in squares:
                 self._meter.see_norm(slot, squares[measured.name].sqrt())
 
@@ -198,6 +163,5 @@ class ExampleSource(Source):
 
     def remove(self) -> None:
         """Takes every hook off the model."""
+        super().remove()
         self._norms.remove()
-        for handle in self._handles:
-            handle.remove()

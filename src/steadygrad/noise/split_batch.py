@@ -1,5 +1,6 @@
 """The gradient noise scale from one tensor of per-sample losses, by splitting the batch."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -143,11 +144,8 @@ class SplitBatchNoiseScale(WideBuffers):
     def estimate(self) -> NoiseEstimate:
         r"""The noise scale with its interval, in samples.
 
-        The interval is Fieller's for the ratio of two correlated averages, as in
-        :meth:`NoiseScale.estimate`. Its effective number of batches is that of the weights,
-        :math:`(2 - \alpha)/\alpha` in the long run, divided by the autocorrelation time of the
-        batches' residuals. It covers what the averages converge to; with ``gradient_norm_clip`` at
-        work that is not the noise scale itself.
+        The interval covers what the averages converge to; with ``gradient_norm_clip`` at work that
+        is not the noise scale itself.
 
         While it does not drift, the value is what the last call returned, but for the weight of
         batches no longer kept; where it does, it is the newest batches' own. It is NaN where the
@@ -205,44 +203,29 @@ class SplitBatchNoiseScale(WideBuffers):
         loss_scale: Tensor | float,
     ) -> None:
         """Averages one batch's estimates; leaves it out where they are not finite."""
-        inner = [_inner(a, b) / loss_scale / loss_scale for a, b in ((big, big), (small, small))]
-        measured = self._measure(inner[0], inner[1], big, small, n_big, n_small, loss_scale)
+
+        def inner(a: list[Tensor], b: list[Tensor]) -> Tensor:
+            return _inner(a, b) / loss_scale / loss_scale
+
+        sq_big, sq_small = inner(big, big), inner(small, small)
+        bound = self.gradient_norm_clip or math.inf
+        f_big, f_small = ((bound / x.sqrt()).clamp(max=1.0) for x in (sq_big, sq_small))
+        if self.mode == "alternative":
+            dot = inner(big, small) * f_big * f_small
+            distance = sq_big * f_big**2 + sq_small * f_small**2 - 2 * dot
+            measured = from_halves(dot, distance, n_1=n_big, n_2=n_small)
+        elif n_big == n_small:
+            # Two samples leave two equal parts, which the two-size equations cannot tell apart.
+            measured = SignalNoise(sq_big * torch.nan, sq_small * torch.nan)
+        else:
+            # The big part's factor for both: clipping each to one norm would erase the noise.
+            sizes = {"b_small": n_small, "b_big": n_big}
+            measured = from_nested(sq_small * f_big**2, sq_big * f_big**2, **sizes)
         finite = torch.isfinite(measured.signal) & torch.isfinite(measured.noise)
         self.signal.update(measured.signal, where=finite)
         self.noise.update(measured.noise, where=finite)
         self.kept.push(measured, where=finite)
         self.skipped += ~finite
-
-    def _measure(
-        self,
-        sq_big: Tensor,
-        sq_small: Tensor,
-        big: list[Tensor],
-        small: list[Tensor],
-        n_big: int,
-        n_small: int,
-        loss_scale: Tensor | float,
-    ) -> SignalNoise:
-        f_big, f_small = self._clip_factors(sq_big, sq_small)
-        sq_big, sq_small = sq_big * f_big**2, sq_small * f_small**2
-        if self.mode == "paper":
-            if n_big == n_small:
-                # Two samples leave two equal parts, which the two-size equations cannot tell apart.
-                nan = torch.full_like(sq_big, torch.nan)
-                return SignalNoise(nan, nan)
-            return from_nested(sq_small, sq_big, b_small=n_small, b_big=n_big)
-        dot = _inner(big, small) / loss_scale / loss_scale * f_big * f_small
-        return from_halves(dot, sq_big + sq_small - 2 * dot, n_1=n_big, n_2=n_small)
-
-    def _clip_factors(self, sq_big: Tensor, sq_small: Tensor) -> tuple[Tensor, Tensor]:
-        one = torch.ones_like(sq_big)
-        if self.gradient_norm_clip is None:
-            return one, one
-        factors = [(self.gradient_norm_clip / x.sqrt()).clamp(max=1.0) for x in (sq_big, sq_small)]
-        if self.mode == "paper":
-            # The big part's factor for both: clipping each to one norm would erase the noise.
-            return factors[0], factors[0]
-        return factors[0], factors[1]
 
     def _value(self) -> Tensor:
         signal, noise = self.signal.value(), self.noise.value()

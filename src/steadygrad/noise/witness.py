@@ -1,7 +1,8 @@
 """A few elements of gradients, read twice: in the parts, and in `.grad` at the end."""
 
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,64 +12,37 @@ from steadygrad.noise.likeness import Likeness
 from steadygrad.noise.parts import Part, Step
 from steadygrad.sharding import World, first_shard, replicas
 
-__all__ = ["WIDTH", "Verdict", "Witness"]
+__all__ = ["Alterations", "Witness"]
 
 # Clipping, a loss scale or leftover gradients change every element, so these numbers of parameters
 # and elements are enough to notice them. A change of a few parameters is found when it is their
 # turn.
 _PARAMETERS, _ELEMENTS = 4, 16
-# Elements of a step at most.
-WIDTH = _PARAMETERS * _ELEMENTS
+# Steps between two reads on an accelerator; each reads the copy that was started at the one before.
+_INTERVAL = 16
 
 
-class Verdict(NamedTuple):
-    """Outcome of the comparison of one step.
-
-    Attributes:
-        altered: Whether ``.grad`` is anything but the parts' sum, boolean with shape ``()``.
-        seen: Sums of the parts' elements, with shape ``(n)``.
-        found: Elements of ``.grad`` at the same places.
-        scales: Loss scales of the parts, of each element or all.
-        unit: See :attr:`Witness.unit`.
-    """
-
-    altered: Tensor
-    seen: Tensor
-    found: Tensor
-    scales: Tensor | float
-    unit: float
-
-
-class Line:
+class Line(NamedTuple):
     """Some elements of a parameter: equally far from each other in every dimension.
 
     Of a sharded parameter they lie in its first shard.
 
-    Args:
-        shape: Shape of the parameter, or of its first shard.
-        here: Whether that shard is this process's.
-        share: One over the number of processes that hold a copy.
-
     Attributes:
         size: Number of elements.
-        share: As given; zero on processes that do not have them.
+        steps: Distance from one element to the next, by dimensions.
+        here: Whether that shard is this process's.
+        share: One over the number of processes that hold a copy; zero on the others.
     """
 
-    def __init__(self, shape: Sequence[int], here: bool, share: float) -> None:
-        self.size = min(_ELEMENTS, max(shape, default=1))
-        self.here, self.share = here, share if here else 0.0
-        # Distance from one element to the next, by dimensions.
-        self._steps = tuple(size // self.size for size in shape)
-        self._strides: tuple[int, ...] | None = None
-        self._stride = 0
+    size: int
+    steps: tuple[int, ...]
+    here: bool
+    share: float
 
     def of(self, gradient: Tensor) -> Tensor:
         """These elements of a dense tensor, as a view."""
-        strides = gradient.stride()
-        if strides != self._strides:
-            self._strides = strides
-            self._stride = sum(a * b for a, b in zip(self._steps, strides, strict=True))
-        return gradient.as_strided((self.size,), (self._stride,), gradient.storage_offset())
+        stride = sum(a * b for a, b in zip(self.steps, gradient.stride(), strict=True))
+        return gradient.as_strided((self.size,), (stride,), gradient.storage_offset())
 
 
 class _Turn(NamedTuple):
@@ -111,7 +85,7 @@ class Witness:
         count = max(-(-len(known) // _PARAMETERS), 1)
         chosen = (self.slots[start::count] for start in range(count))
         self._turns = [_Turn.of({slot: known[slot] for slot in slots}, zero) for slots in chosen]
-        self.likeness = Likeness(count, WIDTH, zero)
+        self.likeness = Likeness(count, _PARAMETERS * _ELEMENTS, zero)
         # Rounding of these sums and of loss scales (float32), and of gradients that processes
         # exchange (possibly bfloat16).
         here = max(8 * torch.finfo(zero.dtype).eps, _unit(torch.float32))
@@ -129,7 +103,6 @@ class Witness:
         self._seen, self._squares = self._zero, self._zero
         self._count = 0
         self._first: tuple[Tensor, Part] | None = None
-        self._scales: Tensor | float = 1.0
         self._types: set[torch.dtype] = set()
         self.drop_part()
 
@@ -150,16 +123,14 @@ class Witness:
     def end_part(self, part: Part, loss_scale: Tensor | float) -> None:
         """Closes the open part."""
         if self.lines:
-            row, scales = self._row(self._open), self._spread(loss_scale)
+            row = self._row(self._open) / self._spread(loss_scale)
             row = row * self._shares if self._reduced else row
-            # Without a scale nothing is done: small calls are what all this costs.
-            row = row / scales if isinstance(scales, Tensor) or scales != 1 else row
             self._seen = self._seen + row
             self._squares = self._squares + self._seen.square().sum()
             self._first = self._first or (row, part)
             if part.samples == self._first[1].samples:
                 self._last = row, part
-            self._count, self._scales = self._count + 1, scales
+            self._count += 1
         self.drop_part()
 
     def column(self, gradients: Mapping[int, Tensor], step: Step, scale: Tensor | float) -> Tensor:
@@ -183,7 +154,7 @@ class Witness:
         # Where a type has no smaller numbers, a rounding is not relative to the sum.
         least = self._least() / self.unit / taken_out
         coarse = least * least * max(self._count, 1)
-        coarse = coarse.expand_as(held).sum() if isinstance(coarse, Tensor) else coarse * len(held)
+        coarse = (torch.zeros_like(held) + coarse).sum()
         seen, squares = self._seen.expand_as(held), (self._squares + coarse).view(1)
         return torch.cat([seen, held, self._difference(held), squares])
 
@@ -199,12 +170,11 @@ class Witness:
         distance, size = (first - last).norm(), first.norm() + last.norm()
         return torch.where(distance > ROUNDINGS * self.unit * size, first - last, 0.0)
 
-    def judge(self, sums: Tensor) -> Verdict:
-        """Compares the sums over all processes."""
+    def judge(self, sums: Tensor) -> Tensor:
+        """Whether ``.grad`` is anything but the parts' sum, from the sums over all processes."""
         count = len(self._slots)
         seen, found = sums[:count], sums[count : 2 * count]
-        altered = is_altered(seen, found, sums[-1], self.unit, self._world.size)
-        return Verdict(altered, seen, found, self._scales, self.unit)
+        return is_altered(seen, found, sums[-1], self.unit, self._world.size)
 
     def compare(self, sums: Tensor, kept: Tensor) -> None:
         """Compares first and last parts in the sums over all processes, if the step was kept."""
@@ -224,11 +194,12 @@ class Witness:
     def _row(self, elements: Mapping[int, Tensor]) -> Tensor:
         """Elements of all slots, zero where a slot has none."""
         self._types.update(taken.dtype for taken in elements.values())
-        devices = {taken.device for taken in elements.values()}
-        if len(elements) == len(self.lines) and len(devices) == 1:
-            return torch.cat([elements[slot] for slot in self.lines]).to(self._zero)
-        blank = {slot: self._zero.new_zeros(line.size) for slot, line in self.lines.items()}
-        return torch.cat([elements.get(slot, zeros).to(zeros) for slot, zeros in blank.items()])
+        device = self._zero.device
+        rows = (
+            elements[slot].to(device) if slot in elements else self._zero.new_zeros(line.size)
+            for slot, line in self.lines.items()
+        )
+        return torch.cat(list(rows)).to(self._zero)
 
     def _spread(self, scale: Tensor | float) -> Tensor | float:
         """A scale of each slot as one of each element."""
@@ -247,4 +218,53 @@ def line_of(parameter: nn.Parameter, world: World) -> Line | None:
     first = first_shard(parameter)
     if first is None or 0 in first.shape or not parameter.is_floating_point():
         return None
-    return Line(first.shape, first.here, 1 / replicas(parameter, world))
+    size = min(_ELEMENTS, max(first.shape, default=1))
+    steps = tuple(length // size for length in first.shape)
+    return Line(size, steps, first.here, first.here / replicas(parameter, world))
+
+
+class Alterations:
+    """Counts steps left out because ``.grad`` was not the sum of the parts, and warns once.
+
+    Attributes:
+        count: Number of such steps, with shape ``()``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.count = torch.zeros((), dtype=torch.int64, device=device)
+        self._on_host = device.type == "cpu"
+        self._any = torch.zeros((), dtype=torch.bool, device=device)
+        self._copied: tuple[Tensor, Any] | None = None
+        self._steps, self._warned = 0, False
+
+    def note(self, altered: Tensor) -> None:
+        """Counts a step if it was altered; waits for no device."""
+        self.count += altered
+        if self._warned:
+            return
+        self._any |= altered
+        if self._on_host:
+            self._warned = bool(altered)
+        elif self._steps % _INTERVAL == 0:
+            if self._copied is not None and self._copied[1].query():
+                self._warned = bool(self._copied[0])
+            self._copied = self._copy(self._any)
+        self._steps += 1
+        if self._warned:
+            warnings.warn(
+                "Expected `.grad` to be the sum of the micro-batches' gradients at noise.step(). "
+                "Found other values. Such steps are left out, and `noise.altered` counts them. "
+                "Remedy: call noise.step() before gradients are clipped, divided or cleared, hand "
+                "over the loss scale (`scaler`, `grad_scale`), and announce every backward pass "
+                "since zero_grad().",
+                stacklevel=5,
+            )
+
+    @staticmethod
+    def _copy(flag: Tensor) -> tuple[Tensor, Any]:
+        """A copy on the host, and the event after which it is there."""
+        here = torch.empty((), dtype=flag.dtype, pin_memory=flag.is_cuda)
+        here.copy_(flag, non_blocking=True)
+        event = torch.Event(flag.device)
+        event.record()
+        return here, event

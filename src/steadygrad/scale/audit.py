@@ -5,9 +5,8 @@ stays unknown, and is trusted.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from steadygrad._names import plain_name
 from steadygrad.scale.layers import Layers
 from steadygrad.scale.table import ScaleTable
 
-__all__ = ["CallTracker", "GraphAudit", "is_narrow"]
+__all__ = ["GraphAudit", "is_narrow"]
 
 # In place of a layer's index: behind code whose graph cannot be seen.
 _UNKNOWN = -1
@@ -36,13 +35,10 @@ class GraphAudit:
         layers: The layers.
         table: Scales of the layers.
         auto: Whether the scales follow measured exponents.
-        trackers: Trackers of the chosen modules, by index.
     """
 
-    def __init__(
-        self, layers: Layers, table: ScaleTable, auto: bool, trackers: "Mapping[int, CallTracker]"
-    ) -> None:
-        self._layers, self._table, self._auto, self._trackers = layers, table, auto, trackers
+    def __init__(self, layers: Layers, table: ScaleTable, auto: bool) -> None:
+        self._layers, self._table, self._auto = layers, table, auto
         self.reset()
 
     def reset(self) -> None:
@@ -57,15 +53,11 @@ class GraphAudit:
         """Ends the audit of this step's losses."""
         self._done = self._seen
 
-    def may_be_narrow(self, parameter: Tensor) -> bool:
+    def may_be_narrow(self, parameter: Tensor, gradient: Tensor) -> bool:
         """Tells whether a parameter's gradient is, or was, of a type narrower than float32."""
-        gradient = parameter.grad
         known = self._seen == self._layers.version
-        return (
-            is_narrow(parameter.dtype)
-            or (gradient is not None and is_narrow(gradient.dtype))
-            or not (known and self._stayed_wide.get(id(parameter), False))
-        )
+        wide = known and self._stayed_wide.get(id(parameter), False)
+        return not wide or is_narrow(parameter.dtype) or is_narrow(gradient.dtype)
 
     def inspect(self, loss: Tensor) -> None:
         """Audits the graph of a loss, if that is still to be done.
@@ -77,34 +69,35 @@ class GraphAudit:
             return
         if len(self._layers.layers) == 1 and not self._table.measuring:
             return
-        boundaries = {leaf: i for i, leaf in enumerate(self._table.nonfinite_leaves)}
-        uses, crossed = _walk(loss, boundaries)
+        uses, crossed = _walk(loss, self._table)
         owners = self._layers.owners(list(uses))
         if self._seen != self._layers.version:
             self._seen, self._stayed_wide = self._layers.version, {}
-        bypasses = dict.fromkeys(sorted(crossed), "")
+        bypasses: dict[tuple[int, int], Tensor | None] = dict.fromkeys(sorted(crossed))
         for (leaf, met), owner in zip(uses.items(), owners, strict=True):
             if owner is not None:
                 wide = not any(narrow for _, narrow in met)
                 self._stayed_wide[id(leaf)] = wide and self._stayed_wide.get(id(leaf), True)
                 for layer in {layer for layer, _ in met} - {owner, _UNKNOWN}:
-                    bypasses[owner, layer] = self._name_of(leaf)
+                    bypasses[owner, layer] = leaf
         if bypasses:
             self._merge_or_refuse(bypasses)
 
-    def _merge_or_refuse(self, bypasses: Mapping[tuple[int, int], str]) -> None:
+    def _merge_or_refuse(self, bypasses: Mapping[tuple[int, int], Tensor | None]) -> None:
         """Merges bypassed layers into the layers around them, if their scales stay one."""
         own = self._table.own.tolist()
         merged = set()
-        for (owner, met), name in bypasses.items():
+        for (owner, met), leaf in bypasses.items():
             for index in {*self._layers.chain(owner)} ^ {*self._layers.chain(met)}:
                 if own[index] != 1.0 or not self._table.rules[index].may_rest_at_one(self._auto):
-                    raise self._bypassed(owner, met, index, name)
+                    raise self._bypassed(owner, met, index, leaf)
                 merged.add(index)
         if not merged <= self._table.merged:
             self._table.merge(merged)
 
-    def _bypassed(self, owner: int, met: int, index: int, name: str) -> InputError:
+    def _bypassed(self, owner: int, met: int, index: int, leaf: Tensor | None) -> InputError:
+        named = self._layers.model.named_parameters(remove_duplicate=False)
+        name = next((plain_name(n) for n, parameter in named if parameter is leaf), "")
         bypassed = repr(self._table.names[index])
         other = f"in {self._layers.described(met)}" if met else "outside of all of them"
         remedy = (
@@ -120,10 +113,6 @@ class GraphAudit:
             f"Remedy: {remedy}."
         )
 
-    def _name_of(self, leaf: Tensor) -> str:
-        named = self._layers.model.named_parameters(remove_duplicate=False)
-        return next((plain_name(name) for name, parameter in named if parameter is leaf), "")
-
     def uncalled(self, gradients: Mapping[int, Collection[Tensor]]) -> InputError | None:
         """Returns the error for a layer that has gradients but was never called.
 
@@ -131,23 +120,22 @@ class GraphAudit:
         where a layer was not called: wrappers give zeros to layers that took no part.
         """
         for index, tensors in gradients.items():
-            for i in self._layers.chain(index):
-                called = i not in self._trackers or self._trackers[i].called
-                if not called and any(bool(tensor.any()) for tensor in tensors):
-                    return InputError(
-                        f"Expected chosen modules to be called. Found {self._table.names[i]!r} "
-                        "never called since the scaler was built, though its parameters have "
-                        "gradients. Remedy: choose the module that uses them; in compiled code, "
-                        "call torch.compiler.reset() when the scaler is built, for hooks that come "
-                        "later than the compiler are not seen."
-                    )
+            uncalled = [i for i in self._layers.chain(index) if i not in self._table.called]
+            if uncalled and any(bool(tensor.any()) for tensor in tensors):
+                return InputError(
+                    f"Expected chosen modules to be called. Found "
+                    f"{self._table.names[uncalled[0]]!r} never called since the scaler was built, "
+                    "though its parameters have gradients. Remedy: choose the module that uses "
+                    "them; in compiled code, call torch.compiler.reset() when the scaler is built, "
+                    "for hooks that come later than the compiler are not seen."
+                )
         return None
 
 
 def _walk(
-    loss: Tensor, boundaries: Mapping[Tensor, int]
+    loss: Tensor, table: ScaleTable
 ) -> tuple[dict[Tensor, set[tuple[int, bool]]], set[tuple[int, int]]]:
-    """Follows a graph from the loss to its leaves; ``boundaries`` are leaves of the scales' table.
+    """Follows a graph from the loss to its leaves.
 
     Returns:
         For each leaf the layers in which its gradient arises, and whether it may have been of a
@@ -155,49 +143,32 @@ def _walk(
     """
     uses: dict[Tensor, set[tuple[int, bool]]] = {}
     bypasses: set[tuple[int, int]] = set()
-    start = (loss.grad_fn, 0, False)
+    stack: list[Any] = [] if loss.grad_fn is None else [(loss.grad_fn, 0, False)]
     # The set keeps the nodes alive too: the id of one that is freed could be given to another one.
-    seen, stack = {start}, [start]
+    seen = {*stack}
     while stack:
         node, layer, was_narrow = stack.pop()
-        if node is None:
-            continue
         if hasattr(node, "variable"):
             uses.setdefault(node.variable, set()).add((layer, was_narrow))
             continue
-        for step in _next_steps(node, layer, was_narrow, boundaries, bypasses):
+        edges = [edge for edge in node.next_functions if edge[0] is not None]
+        in_python = isinstance(node, BackwardCFunction)
+        if in_python and not hasattr(node, "scale_path"):
+            # It may hold boundaries, as compiled code and reentrant checkpoints do.
+            layer, was_narrow = _UNKNOWN, True
+        elif in_python and node.table is table:
+            if layer not in (node.scale_path.out_of, _UNKNOWN):
+                bypasses.add((node.scale_path.out_of, layer))
+            layer = node.scale_path.into
+        taken = [] if in_python else _gradient_metadata(node)
+        was_narrow |= any(entry is None or is_narrow(entry.dtype) for entry in taken)
+        for following, number in edges:
+            keeps = in_python or (len(edges) == 1 and _keeps_elements(node, following, number))
+            step = following, layer, keeps and was_narrow
             if step not in seen:
                 seen.add(step)
                 stack.append(step)
     return uses, bypasses
-
-
-def _next_steps(
-    node: Any,
-    layer: int,
-    was_narrow: bool,
-    boundaries: Mapping[Tensor, int],
-    bypasses: set[tuple[int, int]],
-) -> Iterator[tuple[Any, int, bool]]:
-    """Yields the nodes behind a node, their layers, and whether gradients may have been narrow."""
-    edges = [edge for edge in node.next_functions if edge[0] is not None]
-    if isinstance(node, BackwardCFunction):
-        leaves = [following.variable for following, _ in edges if hasattr(following, "variable")]
-        mine = next((boundaries[leaf] for leaf in leaves if leaf in boundaries), None)
-        if not hasattr(node, "into_layer"):
-            # It may hold boundaries, as compiled code and reentrant checkpoints do.
-            layer, was_narrow = _UNKNOWN, True
-        elif mine is not None:  # otherwise it is another scaler's
-            if layer not in (mine, _UNKNOWN):
-                bypasses.add((mine, layer))
-            layer = node.into_layer
-        yield from ((following, layer, was_narrow) for following, _ in edges)
-    else:
-        taken = _gradient_metadata(node)
-        was_narrow |= any(entry is None or is_narrow(entry.dtype) for entry in taken)
-        for following, number in edges:
-            keeps = len(edges) == 1 and _keeps_elements(node, following, number)
-            yield following, layer, keeps and was_narrow
 
 
 def _keeps_elements(node: Any, following: Any, number: int) -> bool:
@@ -212,78 +183,3 @@ def _keeps_elements(node: Any, following: Any, number: int) -> bool:
 def _gradient_metadata(node: Any) -> Any:
     """Lists types and shapes of the gradients that a node takes; ``[None]`` if unknown."""
     return getattr(node, "_input_metadata", None) or [None]
-
-
-class CallTracker:
-    """Records whether a module was called, and refuses to compile one that changes its arguments.
-
-    Compiled code must not change an object, and cannot read versions of tensors. While it is
-    traced dynamo's comptime can do both, and leaves nothing in the compiled code.
-
-    Args:
-        name: Name of the module, for errors.
-
-    Attributes:
-        called: Whether it was ever called, or traced, with gradients to come.
-        arguments: Traced arguments with their versions when they entered.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name, self.called = name, False
-        self.arguments: list[tuple[Any, int]] = []
-        # What a traced function can hand to a callback is a constant: here a text.
-        self._key = f"{name} {id(self)}"
-        _TRACKERS[self._key] = self
-
-    def note_call(self) -> None:
-        """Records a call."""
-        if torch.compiler.is_compiling():
-            _at_trace_time(_start_call, self._key)
-        else:
-            self.called = True
-
-    def note_argument(self, tensor: Tensor) -> None:
-        """Records the version of a traced argument."""
-        _at_trace_time(_record_version, self._key, tensor)
-
-    def refuse_changes(self) -> None:
-        """Raises an error if a traced argument was changed: its caller would not see that."""
-        _at_trace_time(_compare_versions, self._key)
-
-
-# Weak: the trackers of a deleted scaler go with it.
-_TRACKERS: "WeakValueDictionary[str, CallTracker]" = WeakValueDictionary()
-
-
-def _at_trace_time(callback: Callable[[Any], None], key: str, tensor: Tensor | None = None) -> None:
-    """Runs a callback while dynamo traces; it reads this function's ``key`` and ``tensor``."""
-    from torch._dynamo.comptime import comptime  # its import takes a second
-
-    comptime(callback)
-
-
-def _tracker(context: Any) -> CallTracker:
-    return _TRACKERS[context.get_local("key").as_python_constant()]
-
-
-def _start_call(context: Any) -> None:
-    tracker = _tracker(context)
-    tracker.called = True
-    tracker.arguments.clear()
-
-
-def _record_version(context: Any) -> None:
-    fake = context.get_local("tensor").as_fake()
-    _tracker(context).arguments.append((fake, fake._version))
-
-
-def _compare_versions(context: Any) -> None:
-    tracker = _tracker(context)
-    changed = any(fake._version != version for fake, version in tracker.arguments)
-    tracker.arguments.clear()
-    if changed:
-        raise InputError(
-            f"Expected modules that leave their arguments as they are, in compiled code. Found "
-            f"that {tracker.name} changes one in place, which its caller would not see. Remedy: "
-            "inplace=False, or choose a module around it."
-        )

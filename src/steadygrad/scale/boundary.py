@@ -10,28 +10,26 @@ by :math:`s_a / s_b`: in half precision the plain gradient between the two might
 """
 
 import copyreg
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from steadygrad._checks import InputError
-from steadygrad._nests import tree_map_tensors, tree_tensors
+from steadygrad._nests import tree_map_tensors
 from steadygrad.formulas.exponents import exponent_histograms
-from steadygrad.scale.audit import CallTracker, is_narrow
-from steadygrad.scale.layers import Layers
-from steadygrad.scale.table import ScaleTable
+from steadygrad.scale.audit import is_narrow
+from steadygrad.scale.layers import Layer, Layers
+from steadygrad.scale.table import OTHERS, OWN, ScaleTable
 from steadygrad.sharding import local
 
-__all__ = ["ScaleHooks", "has_boundary"]
+__all__ = ["ScaleHooks", "check_no_boundary"]
 
 _TAG = "_steadygrad_boundary"
 
 
-@dataclass(frozen=True)
-class _ScalePath:
+class _ScalePath(NamedTuple):
     """Lists the boundaries that a gradient crosses at one node, as indices of layers.
 
     Attributes:
@@ -49,10 +47,9 @@ class _ScalePath:
     def joined(self, earlier: "_ScalePath") -> "_ScalePath":
         """Joins an earlier path to this one; scales that cancel are left out."""
         times, over = [*self.times, *earlier.times], [*self.over, *earlier.over]
-        for index in list(times):
-            if index in over:
-                times.remove(index)
-                over.remove(index)
+        for index in {*times} & {*over}:
+            times.remove(index)
+            over.remove(index)
         return _ScalePath(self.into, earlier.out_of, tuple(times), tuple(over))
 
 
@@ -62,24 +59,22 @@ class _BoundaryTag(NamedTuple):
     Attributes:
         table: The scaler's table.
         origin: The tensor before the boundary.
-        versions: Versions of the origin and of the tensor.
+        version: Version of the origin; the tensor's own is zero until it is changed in place.
         path: The node's path.
         argument: The tensor that the hook was given; ``origin`` or a tensor behind it.
     """
 
     table: ScaleTable
     origin: Tensor
-    versions: tuple[int, int]
+    version: int
     path: _ScalePath
     argument: Tensor
 
     def allows_replacement(self, tensor: Tensor, table: ScaleTable) -> bool:
         """Checks that both tensors are unchanged and the one between them has no hooks."""
-        return (
-            self.table is table
-            and not (tensor._backward_hooks or tensor.retains_grad)
-            and self.versions == (self.origin._version, tensor._version)
-        )
+        heard = tensor._backward_hooks or tensor.retains_grad
+        same = (self.origin._version, tensor._version) == (self.version, 0)
+        return self.table is table and same and not heard
 
 
 class _ScaleGrad(torch.autograd.Function):
@@ -91,19 +86,11 @@ class _ScaleGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        table: ScaleTable,
-        path: _ScalePath,
-        nonfinite_leaf: Tensor,
-        into_counts: Tensor | None,
-        out_of_counts: Tensor | None,
+        ctx: Any, x: Tensor, table: ScaleTable, path: _ScalePath, flag: Tensor, *counts: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(table.own, table.inverse, *table.gates)
-        ctx.table, ctx.measured = table, into_counts is not None
-        ctx.times, ctx.over = path.times, path.over
-        # The audit reads it.
-        ctx.into_layer = path.into
+        ctx.save_for_backward(table.own, table.inverse, table.gate)
+        # The audit reads the path.
+        ctx.table, ctx.scale_path, ctx.measured = table, path, bool(counts)
         # A view would not do: autograd forbids to change it in place.
         return x.clone()
 
@@ -119,26 +106,28 @@ class _ScaleGrad(torch.autograd.Function):
 
 def _scaled(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
     """Scales a gradient; returns what was seen in it too, a flag and two rows of counts."""
-    own, inverse, own_gate, others_gate = ctx.saved_tensors
+    own, inverse, gate = ctx.saved_tensors
     # In float32 at least: a scale of 2**16 is infinite in half precision. One after the other:
     # the product of the factors may be out of float32's range although its result is not.
     scaled = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-    for index in ctx.times:
+    for index in ctx.scale_path.times:
         scaled = scaled * own[index].to(gradient.device)
-    for index in ctx.over:
+    for index in ctx.scale_path.over:
         scaled = scaled * inverse[index].to(gradient.device)
     compiling = torch.compiler.is_compiling()
-    if not compiling and not ctx.table.passes[0]:
-        return gradient if ctx.table.passes[1] else scaled.to(gradient.dtype), None, None, None
+    if not compiling and ctx.table.running != OWN:
+        kept = gradient if ctx.table.running == OTHERS else scaled.to(gradient.dtype)
+        return kept, *[None] * (3 if ctx.measured else 1)
     # The sum is finite exactly when every element is, unless the sum itself overflows.
-    seen = [torch.isfinite(local(scaled).sum()).logical_not().to(own), None, None]
+    seen = [torch.isfinite(local(scaled).sum()).logical_not().to(own)]
     if ctx.measured:
-        seen[1:] = exponent_histograms([local(scaled), local(gradient)]).unbind()
+        seen += exponent_histograms([local(scaled), local(gradient)]).unbind()
     result = torch.nan_to_num(scaled, 0.0, 0.0, 0.0)
     if compiling:
-        own_gate, others_gate = (gate.to(gradient.device) for gate in (own_gate, others_gate))
-        result = torch.where(own_gate, result, torch.where(others_gate, gradient, scaled))
-        seen = [None if rows is None else rows * own_gate for rows in seen]
+        gate = gate.to(gradient.device)
+        others = torch.where(gate == OTHERS, gradient, scaled)
+        result = torch.where(gate == OWN, result, others)
+        seen = [rows * (gate == OWN) for rows in seen]
     return result.to(gradient.dtype), *seen
 
 
@@ -165,31 +154,41 @@ class ScaleHooks:
         index: Index of the layer.
         layers: The layers.
         table: Scales of the layers.
-
-    Attributes:
-        tracker: Records whether the module was called.
     """
 
     def __init__(self, index: int, layers: Layers, table: ScaleTable) -> None:
-        self._layer, self._table = layers.layers[index], table
-        self._name = repr(self._layer.name)
-        self.tracker = CallTracker(self._name)
-        self._handles: list[RemovableHandle] = []
-        self._enter = _ScalePath(into=self._layer.parent, out_of=index, over=(index,))
-        self._leave = _ScalePath(into=index, out_of=self._layer.parent, times=(index,))
+        name, module, parent = layers.layers[index]
+        self._table, self._name = table, repr(name)
+        self._enter = _ScalePath(into=parent, out_of=index, over=(index,))
+        self._leave = _ScalePath(into=index, out_of=parent, times=(index,))
+        self._entered: list[Tensor] = []  # in compiled code, while it is traced
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the model belongs to no scaler: its gradients must not be scaled.
-        return copyreg.__newobj__, (ScaleHooks,), {"_table": None}  # type: ignore[attr-defined]
+        # Functions without arguments of ours: dynamo hands nothing else to its callbacks.
+        def note_call(context: Any = None) -> None:
+            table.called.add(index)
+            self._entered.clear()
 
-    def attach(self) -> None:
-        """Registers the hooks."""
-        module = self._layer.module
-        assert module is not None
+        def note_argument(context: Any) -> None:
+            self._entered.append(context.get_local("tensor").as_fake())
+
+        def refuse_changes(context: Any) -> None:
+            if any(fake._version for fake in self._entered):
+                raise InputError(
+                    "Expected modules that leave their arguments as they are, in compiled code. "
+                    f"Found that {self._name} changes one in place, which its caller would not "
+                    "see. Remedy: inplace=False, or choose a module around it."
+                )
+
+        self._note_call, self._note_argument = note_call, note_argument
+        self._refuse_changes = refuse_changes
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, with_kwargs=True),
         ]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model belongs to no scaler: its gradients must not be scaled.
+        return copyreg.__newobj__, (ScaleHooks,), {"_table": None}  # type: ignore[attr-defined]
 
     def remove(self) -> None:
         """Removes the hooks."""
@@ -199,70 +198,79 @@ class ScaleHooks:
     def _is_active(self) -> bool:
         return self._table is not None and self._table.enabled and torch.is_grad_enabled()
 
-    def _before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._is_active():
             return None
-        self.tracker.note_call()
+        if torch.compiler.is_compiling():
+            _at_trace_time(self._note_call)
+        else:
+            self._note_call()
         where = f"an argument of {self._name}"
-        entered = tuple(self._cross_nest(arg, self._enter, where) for arg in args)
-        return entered, {k: self._cross_nest(v, self._enter, where) for k, v in kwargs.items()}
+        entered = [self._cross_nest(arg, self._enter, where) for arg in args]
+        return tuple(entered), {
+            k: self._cross_nest(v, self._enter, where) for k, v in kwargs.items()
+        }
 
-    def _after(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not self._is_active():
             return output
         left = self._cross_nest(output, self._leave, f"an output of {self._name}")
         if torch.compiler.is_compiling():
-            self.tracker.refuse_changes()
+            _at_trace_time(self._refuse_changes)
         else:
             for nest in (*args, *kwargs.values()):
-                self._hand_back(nest)
+                tree_map_tensors(self._hand_back, nest, f"an argument of {self._name}")
         return left
 
     def _cross_nest(self, nest: Any, path: _ScalePath, where: str) -> Any:
         return tree_map_tensors(lambda tensor: self._cross(tensor, path), nest, where)
 
     def _cross(self, tensor: Tensor, path: _ScalePath) -> Tensor:
-        table, origin, entering = self._table, tensor, path is self._enter
+        table, origin = self._table, tensor
         # A compiler cannot read versions; inductor leaves out the roundings in between itself.
         compiling = torch.compiler.is_compiling()
         tag = None if compiling else getattr(tensor, _TAG, None)
         if tag is not None and tag.allows_replacement(tensor, table):
             origin, path = tag.origin, tag.path.joined(path)
+        leaves = [table.nonfinite_leaves[path.out_of]]
         # float32 gradients lose nothing: what they are says nothing about float16.
-        counts = table.count_leaves if table.measuring and is_narrow(tensor.dtype) else None
-        crossed: Tensor = _ScaleGrad.apply(  # type: ignore[no-untyped-call]
-            origin,
-            table,
-            path,
-            table.nonfinite_leaves[path.out_of],
-            counts[path.into] if counts else None,
-            counts[path.out_of] if counts else None,
-        )
+        if table.measuring and is_narrow(tensor.dtype):
+            leaves += [table.count_leaves[path.into], table.count_leaves[path.out_of]]
+        crossed: Tensor = _ScaleGrad.apply(origin, table, path, *leaves)  # type: ignore[no-untyped-call]
         if not compiling:
-            versions = origin._version, crossed._version
-            setattr(crossed, _TAG, _BoundaryTag(table, origin, versions, path, tensor))
-        elif entering:
-            self.tracker.note_argument(crossed)
+            setattr(crossed, _TAG, _BoundaryTag(table, origin, origin._version, path, tensor))
+        elif path is self._enter:
+            _at_trace_time(self._note_argument, crossed)
         return crossed
 
-    def _hand_back(self, nest: Any) -> None:
-        """Applies a module's in-place changes of its arguments to the caller's tensors."""
-        for tensor in tree_tensors(nest, f"an argument of {self._name}"):
-            tag = getattr(tensor, _TAG, None)
-            if tag is None or tag.table is not self._table:
-                continue
+    def _hand_back(self, tensor: Tensor) -> Tensor:
+        """Applies a module's in-place change of an argument to the caller's tensor."""
+        tag = getattr(tensor, _TAG, None)
+        if tag is not None and tag.table is self._table:
             # The tag keeps the caller's tensor alive.
             delattr(tensor, _TAG)
-            if tensor._version != tag.versions[1]:
+            if tensor._version:
                 tag.argument.copy_(self._cross(tensor, self._leave))
+        return tensor
 
 
-def has_boundary(module: nn.Module) -> bool:
-    """Whether a boundary of a scaler is around a module."""
-    owners = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]
-    # That of a copied model has no table, and belongs to no scaler.
-    return any(isinstance(owner, ScaleHooks) and owner._table is not None for owner in owners)
+def _at_trace_time(callback: Any, tensor: Tensor | None = None) -> None:
+    """Runs a callback while dynamo traces; compiled code cannot read versions or change objects."""
+    from torch._dynamo.comptime import comptime  # its import takes a second
+
+    comptime(callback)
+
+
+def check_no_boundary(model: nn.Module, chosen: Sequence[Layer]) -> None:
+    """Refuses chosen modules that have, or lie in or around, a boundary of another scaler."""
+    for name, module in model.named_modules():
+        owners = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]
+        # That of a copied model has no table, and belongs to no scaler.
+        if any(isinstance(owner, ScaleHooks) and owner._table is not None for owner in owners):
+            for layer in chosen:
+                if module in {*layer.module.modules()} or layer.module in {*module.modules()}:
+                    raise InputError(
+                        "Expected chosen modules without another LayerwiseGradScaler: gradients "
+                        f"would be scaled twice. Found its boundary around {name!r}, and "
+                        f"{layer.name!r} is chosen. Remedy: call remove() on the other one first."
+                    )

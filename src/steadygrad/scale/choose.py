@@ -5,13 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad._names import plain_name
-from steadygrad.scale.layers import LOSS, Layer, Layers, module_paths
+from steadygrad._names import own_name, plain_name
+from steadygrad.scale.layers import Layers, module_paths
 from steadygrad.scale.options import AutoScale, LayerScale
 
 __all__ = ["choose_layers", "parts_of"]
@@ -31,75 +30,53 @@ def choose_layers(
     if isinstance(layer_scales, AutoScale):
         # Measurements take the place of growth.
         loss_rule = rule = replace(rule, growth_factor=1.0)
-        patterns, scale = layer_scales.layers, LayerScale(layer_scales.scale)
-        layer_scales = dict.fromkeys(_parts(model) if patterns is None else patterns, scale)
-    entries = _matching(model, layer_scales)
-    for name, module, _ in entries:
-        if not _has_forward(module):
-            items = ", or choose its items, by " + repr(f"{name}.*") if module._modules else ""
-            raise InputError(
-                f"Expected chosen modules that are called. Found {name!r}, a "
-                f"{type(module).__name__} without a forward. Remedy: do not choose it{items}."
-            )
-    layers = Layers(model, _nested(model, [(name, module) for name, module, _ in entries]))
-    return layers, [loss_rule, *(layer_scales[p].with_defaults(rule) for _, _, p in entries)]
+        patterns = layer_scales.layers
+        if patterns is None:
+            patterns = tuple(parts_of(model))
+            # A single layer has nothing inside that could be chosen.
+            if len(patterns) < 2 and any(True for _ in model.children()):
+                warnings.warn(
+                    "Expected a model made of several parts, for automatic scales. Found "
+                    f"{len(patterns)} in {type(model).__name__} that can have a scale of its own. "
+                    "Remedy: AutoScale(layers=...) with patterns of modules inside.",
+                    stacklevel=3,
+                )
+        layer_scales = dict.fromkeys(patterns, LayerScale(layer_scales.scale))
+    chosen = _matching(model, layer_scales)
+    layers = Layers(model, [(name, module) for name, module, _ in chosen])
+    return layers, [loss_rule, *(layer_scales[p].with_defaults(rule) for _, _, p in chosen)]
 
 
 def _matching(model: nn.Module, patterns: Iterable[str]) -> list[tuple[str, nn.Module, str]]:
     """Lists matching modules: name, module, and the last pattern that matches."""
     named = _named_modules(model)
-    chosen: dict[int, tuple[str, nn.Module, str]] = {}
+    chosen: dict[str, str] = {}
     for pattern in patterns:
-        matching = [(n, m) for n, m in named.items() if n and _matches(n.split("."), pattern)]
+        matching = [
+            name for name in named if name and _matches(name.split("."), pattern.split("."))
+        ]
         if not matching:
-            raise _unmatched(pattern, [name for name in named if name])
-        for name, module in matching:
-            first = chosen[id(module)][0] if id(module) in chosen else name
-            chosen[id(module)] = (first, module, pattern)
+            names = [name for name in named if name]
+            near = ", ".join(map(repr, get_close_matches(pattern, names, n=3, cutoff=0.4)))
+            hint = f"did you mean {near}?" if near else "see model.named_modules()."
+            raise InputError(
+                "Parameter `layer_scales` should have patterns that match modules. Found "
+                f"{pattern!r}, which matches none of {len(names)}. Remedy: {hint}"
+            )
+        known = {id(named[name]): name for name in chosen}
+        chosen |= {known.get(id(named[name]), name): pattern for name in matching}
     order = {id(module): i for i, module in enumerate(named.values())}
-    return sorted(chosen.values(), key=lambda entry: order[id(entry[1])])
+    entries = [(name, named[name], pattern) for name, pattern in chosen.items()]
+    return sorted(entries, key=lambda entry: order[id(entry[1])])
 
 
-def _nested(model: nn.Module, chosen: list[tuple[str, nn.Module]]) -> list[Layer]:
-    """Makes layers of chosen modules, each with its parent."""
-    index = {id(module): i for i, (_, module) in enumerate(chosen, start=1)}
-    parents: dict[int, int] = {}
-    for _, path in module_paths(model):
-        *before, last = path
-        if id(last) in index:
-            parent = next((index[id(m)] for m in reversed(before) if id(m) in index), LOSS)
-            first = parents.setdefault(index[id(last)], parent)
-            if first != parent and any(True for _ in last.parameters()):
-                name = chosen[index[id(last)] - 1][0]
-                raise InputError(
-                    f"Expected every chosen module in one place. Found {name!r} both inside and "
-                    "outside of another chosen module: its parameters would be under two scales. "
-                    "Remedy: leave one of the two out."
-                )
-    layers = [Layer(name, module, parents[i]) for i, (name, module) in enumerate(chosen, start=1)]
-    return [Layer("", None), *layers]
-
-
-def _matches(parts: Sequence[str], pattern: str) -> bool:
+def _matches(parts: Sequence[str], wanted: Sequence[str]) -> bool:
     """Compares part by part: ``*`` is one part or a piece of it, ``**`` any number of parts."""
-
-    def match(left: Sequence[str], wanted: Sequence[str]) -> bool:
-        if not wanted:
-            return not left
-        if wanted[0] == "**":
-            return any(match(left[i:], wanted[1:]) for i in range(len(left) + 1))
-        return bool(left) and fnmatchcase(left[0], wanted[0]) and match(left[1:], wanted[1:])
-
-    return match(parts, pattern.split("."))
-
-
-def _unmatched(pattern: str, names: list[str]) -> InputError:
-    near = get_close_matches(pattern, names, n=3, cutoff=0.4)
-    hint = f"did you mean {', '.join(map(repr, near))}?" if near else "see model.named_modules()."
-    return InputError(
-        f"Parameter `layer_scales` should have patterns that match modules. Found {pattern!r}, "
-        f"which matches none of {len(names)}. Remedy: {hint}"
-    )
+    if not wanted:
+        return not parts
+    if wanted[0] == "**":
+        return any(_matches(parts[i:], wanted[1:]) for i in range(len(parts) + 1))
+    return bool(parts) and fnmatchcase(parts[0], wanted[0]) and _matches(parts[1:], wanted[1:])
 
 
 def parts_of(model: nn.Module) -> list[str]:
@@ -112,19 +89,23 @@ def parts_of(model: nn.Module) -> list[str]:
     """
     named = _named_modules(model)
     paths = [path for _, path in module_paths(model)]
-    parts = _first_names(named, _children(named, paths, ""))
+    parts = _children(named, paths, "")
+    most = sum(p.numel() for p in model.parameters()) / 2
 
     def trained(names: Iterable[str]) -> list[str]:
         return [name for name in names if any(p.numel() for p in named[name].parameters())]
 
-    most = sum(p.numel() for p in model.parameters()) / 2
     while True:
+        first: dict[int, str] = {}
+        for name in parts:
+            first.setdefault(id(named[name]), name)
+        parts = list(first.values())
         own = trained(parts)
         hidden = (name for name in own if own == [name] or _holds_blocks(named[name], most))
         opened = {name: _children(named, paths, name) for name in hidden}
         if not any(trained(inner) for inner in opened.values()):
             return parts
-        parts = _first_names(named, [n for name in parts for n in opened.get(name) or [name]])
+        parts = [inner for name in parts for inner in opened.get(name) or [name]]
 
 
 def _children(
@@ -136,10 +117,10 @@ def _children(
         full = plain_name(f"{name}.{part}" if name else part)
         if child is None or full not in named or full == name:
             continue
-        module = named[full]
-        container = isinstance(module, nn.Sequential) or not _has_forward(module)
-        whole = not container and not _shares_parameters(module, paths)
-        parts += [full] if whole else _children(named, paths, full)
+        no_forward = type(named[full]).forward is nn.Module.forward
+        container = no_forward or isinstance(named[full], nn.Sequential)
+        opened = container or _shares_parameters(named[full], paths)
+        parts += _children(named, paths, full) if opened else [full]
     return parts
 
 
@@ -149,14 +130,6 @@ def _holds_blocks(module: nn.Module, most: float) -> bool:
     return any(len(m) > 1 for m in lists) and sum(p.numel() for p in module.parameters()) > most
 
 
-def _first_names(named: Mapping[str, nn.Module], names: Iterable[str]) -> list[str]:
-    """Keeps the first of several names of one module."""
-    first: dict[int, str] = {}
-    for name in names:
-        first.setdefault(id(named[name]), name)
-    return list(first.values())
-
-
 def _shares_parameters(module: nn.Module, paths: Iterable[list[nn.Module]]) -> bool:
     """Tells whether a parameter of the module is also in a module outside of it."""
     own = {id(parameter) for parameter in module.parameters()}
@@ -164,27 +137,6 @@ def _shares_parameters(module: nn.Module, paths: Iterable[list[nn.Module]]) -> b
     return any(id(p) in own for other in outside for p in other._parameters.values())
 
 
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
-
-
-def _parts(model: nn.Module) -> list[str]:
-    """Names the parts of a model, and warns where there is nothing to tell apart."""
-    parts = parts_of(model)
-    # A single layer has nothing inside that could be chosen.
-    if len(parts) < 2 and any(True for _ in model.children()):
-        warnings.warn(
-            f"Expected a model made of several parts, for automatic scales. Found {len(parts)} in "
-            f"{type(model).__name__} that can have a scale of its own. Remedy: "
-            "AutoScale(layers=...) with patterns of modules inside.",
-            stacklevel=4,
-        )
-    return parts
-
-
 def _named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Maps every plain name to its module; where wrapper and content share one, to the content."""
-    inner: Any = model
-    while isinstance(inner, nn.parallel.DistributedDataParallel) or hasattr(inner, "_orig_mod"):
-        inner = inner._orig_mod if hasattr(inner, "_orig_mod") else inner.module
-    return {plain_name(name): path[-1] for name, path in module_paths(inner)}
+    return {own_name(name, model): path[-1] for name, path in module_paths(model)}

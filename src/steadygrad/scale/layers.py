@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -15,18 +15,17 @@ __all__ = ["LOSS", "Layer", "Layers", "module_paths"]
 LOSS = 0
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """Describes a module whose gradients have a scale of their own, or the loss.
 
     Attributes:
         name: The module's name without wrappers; empty for the loss.
-        module: None for the loss.
+        module: The module; the whole model for the loss.
         parent: Index of the next layer around it.
     """
 
     name: str
-    module: nn.Module | None
+    module: nn.Module
     parent: int = LOSS
 
 
@@ -35,21 +34,39 @@ class Layers:
 
     Args:
         model: The model.
-        layers: The loss, then the chosen modules.
+        chosen: Names and modules.
 
     Attributes:
+        layers: The loss, then the chosen modules.
         version: Counts how often the model's parameters were exchanged.
 
     Raises:
-        InputError: If a parameter is under two different scales.
+        InputError: If a parameter is under two different scales, or a module in two places.
     """
 
-    def __init__(self, model: nn.Module, layers: list[Layer]) -> None:
-        self.model, self.layers, self.version = model, layers, 0
+    def __init__(self, model: nn.Module, chosen: Sequence[tuple[str, nn.Module]]) -> None:
+        self.model, self.version = model, 0
+        self._index = {id(module): i for i, (_, module) in enumerate(chosen, start=1)}
+        parents: dict[int, int] = {}
+        for _, path in module_paths(model):
+            if id(path[-1]) in self._index:
+                parent, i = [LOSS, *self._around(path)][-2:]
+                first = parents.setdefault(i, parent)
+                if first != parent and any(True for _ in path[-1].parameters()):
+                    raise InputError(
+                        f"Expected every chosen module in one place. Found {chosen[i - 1][0]!r} "
+                        "both inside and outside of another chosen module: its parameters would be "
+                        "under two scales. Remedy: leave one of the two out."
+                    )
+        layers = [Layer(*entry, parents[i]) for i, entry in enumerate(chosen, start=1)]
+        self.layers = [Layer("", model), *layers]
         # Module and name of each parameter, so that an exchanged one is noticed.
         self._slots: list[tuple[nn.Module, str, weakref.ref[nn.Parameter]]] = []
         self._owners: dict[int, tuple[weakref.ref[nn.Parameter], int]] = {}
         self._refresh()
+
+    def _around(self, path: Sequence[nn.Module]) -> list[int]:
+        return [self._index[id(module)] for module in path if id(module) in self._index]
 
     def chain(self, index: int) -> Iterator[int]:
         """Yields the indices of a layer and of the layers around it, from the inside out."""
@@ -76,34 +93,29 @@ class Layers:
 
     def _refresh(self) -> None:
         """Rebuilds the table of slots, and the table of owners by the parameters' ids."""
-        index = {id(layer.module): i for i, layer in enumerate(self.layers) if i}
         owners: dict[int, tuple[int, str]] = {}
         slots = []
         for name, modules in module_paths(self.model):
-            owner = next((index[id(m)] for m in reversed(modules) if id(m) in index), LOSS)
+            owner = [LOSS, *self._around(modules)][-1]
             for leaf, parameter in modules[-1]._parameters.items():
                 if parameter is not None:
                     full = f"{name}.{leaf}" if name else leaf
                     other, first = owners.setdefault(id(parameter), (owner, full))
                     if other != owner:
-                        raise self._two_scales(first, other, full, owner)
+                        raise InputError(
+                            "Expected every parameter under one scale. Found one that is both "
+                            f"{plain_name(first)!r}, in {self.described(other)}, and "
+                            f"{plain_name(full)!r}, in {self.described(owner)}: no single divisor "
+                            "removes both scales from its gradient. Remedy: choose neither module, "
+                            "or one around both."
+                        )
                     slots.append((modules[-1], leaf, weakref.ref(parameter)))
-        same = len(slots) == len(self._slots) and all(
-            new[2]() is old[2]() for new, old in zip(slots, self._slots, strict=True)
-        )
-        self.version += not same
+        # A deleted one is None.
+        before, now = ([id(ref()) for _, _, ref in each] for each in (self._slots, slots))
+        self.version += before != now
         self._slots = slots
         alive = {key: entry for key, entry in self._owners.items() if entry[0]() is not None}
-        now = {id(old()): (old, owners[id(old())][0]) for _, _, old in slots}
-        self._owners = alive | now
-
-    def _two_scales(self, first: str, one: int, second: str, other: int) -> InputError:
-        return InputError(
-            "Expected every parameter under one scale. Found one that is both "
-            f"{plain_name(first)!r}, in {self.described(one)}, and {plain_name(second)!r}, in "
-            f"{self.described(other)}: no single divisor removes both scales from its gradient. "
-            "Remedy: choose neither module, or one around both."
-        )
+        self._owners = alive | {id(ref()): (ref, owners[id(ref())][0]) for _, _, ref in slots}
 
     def described(self, index: int) -> str:
         """Names a layer in an error."""

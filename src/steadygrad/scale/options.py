@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from steadygrad._checks import InputError, check_count, check_number
+from steadygrad._checks import InputError, check_count, check_number, check_type
 
 __all__ = ["AutoScale", "LayerScale", "check_layer_scales", "check_scale"]
 
@@ -62,11 +62,9 @@ class AutoScale:
     values are subnormal. A layer where an infinity arose backs off at once.
 
     Attributes:
-        layers: Patterns of the modules to choose. Default: the model's child modules. A
-            ``ModuleList``, a ``ModuleDict``, an ``nn.Sequential``, any module without a
-            ``forward``, an only child with parameters, and a module that holds a ``ModuleList`` of
-            blocks and more than half of the parameters are replaced by their own children, and so
-            is a part that shares a parameter with another; a leaf that does is left out.
+        layers: Patterns of the modules to choose. Default: the model's child modules; containers,
+            what holds most of the model, and parts that share a parameter with another are replaced
+            by their own children.
         scale: Each layer's first scale. Any will do.
         underflow: Accepted share of subnormal values among those that are not zero.
         headroom: Binades to be left free between the largest value and overflow.
@@ -113,12 +111,8 @@ def check_layer_scales(layer_scales: Any) -> dict[str, LayerScale] | AutoScale:
         return layer_scales
     if layer_scales == "auto":
         return AutoScale()
-    if not isinstance(layer_scales, Mapping):
-        raise InputError(
-            "Parameter `layer_scales` should be a mapping from module patterns to scales, 'auto' "
-            f"or an AutoScale. Found {type(layer_scales).__name__} "
-            f"`{' '.join(repr(layer_scales).split())[:60]}`. Remedy: {{'blocks.*': 2**8}}."
-        )
+    remedy = "{'blocks.*': 2**8}, 'auto' or an AutoScale"
+    check_type("layer_scales", layer_scales, Mapping, remedy)  # type: ignore[type-abstract]
     checked = {}
     for pattern, value in layer_scales.items():
         layer = value if isinstance(value, LayerScale) else LayerScale(value)

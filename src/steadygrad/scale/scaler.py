@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from steadygrad._checks import InputError, check_type
+from steadygrad._checks import check_type
 from steadygrad.scale.audit import GraphAudit
-from steadygrad.scale.boundary import ScaleHooks, has_boundary
+from steadygrad.scale.boundary import ScaleHooks, check_no_boundary
 from steadygrad.scale.choose import choose_layers
-from steadygrad.scale.layers import Layer
 from steadygrad.scale.options import AutoScale, LayerScale, check_layer_scales, check_scale
 from steadygrad.scale.table import ScaleTable, check_saved_count
 from steadygrad.scale.unscale import MeasuredExponents, StepUnscaler
@@ -36,8 +35,7 @@ class LayerwiseGradScaler:
     The life cycle is that of ``torch.amp.GradScaler``. Boundaries around each chosen module
     multiply the gradient that enters it from its outputs by the scale and divide what leaves at
     its inputs, so what flows outside is exact, whatever the topology; chosen modules inside chosen
-    modules multiply. Where chosen modules follow each other directly their scales are exchanged in
-    one step: the plain gradient between them never exists, and need not be representable.
+    modules multiply.
 
     A value that is not finite is counted for the layer where it arose and goes no further; the
     step is left out for all layers on all processes, and that layer's scale backs off. With
@@ -105,19 +103,17 @@ class LayerwiseGradScaler:
         self._table = ScaleTable(layers, rules, device)
         self._table.enabled = enabled
         chosen = range(1, len(layers.layers)) if enabled else ()
-        _check_no_boundary(model, [layers.layers[index] for index in chosen])
-        self._hooks = {index: ScaleHooks(index, layers, self._table) for index in chosen}
-        trackers = {index: hooks.tracker for index, hooks in self._hooks.items()}
-        self._audit = GraphAudit(layers, self._table, self._auto is not None, trackers)
+        check_no_boundary(model, [layers.layers[index] for index in chosen])
+        self._audit = GraphAudit(layers, self._table, self._auto is not None)
         self._unscaler = StepUnscaler(layers, self._table, self._audit, process_group)
         self._steps, self._measure_all = 0, False
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._last_nonfinite: Tensor | None = None
         self._begin_step()
-        for hooks in self._hooks.values():
+        self._hooks = [ScaleHooks(index, layers, self._table) for index in chosen]
+        for hooks in self._hooks:
             # A scaler that is dropped leaves no boundaries behind.
             weakref.finalize(self, hooks.remove).atexit = False
-            hooks.attach()
 
     def _begin_step(self) -> None:
         self._audit.end_step()
@@ -155,13 +151,9 @@ class LayerwiseGradScaler:
             if loss.requires_grad and not torch.compiler.is_compiling():
                 self._table.mark(loss)
             return loss
-        if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
-            scaled = (self.scale(output) for output in outputs)
-            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
-        raise InputError(
-            "Parameter `outputs` should be a tensor or an iterable of tensors. Found "
-            f"{type(outputs).__name__}. Remedy: hand in the loss."
-        )
+        check_type("outputs", outputs, Iterable, "hand in the loss")  # type: ignore[type-abstract]
+        scaled = (self.scale(output) for output in outputs)
+        return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides an optimizer's gradients by the scales they carry, once a step.
@@ -222,8 +214,8 @@ class LayerwiseGradScaler:
                 "Remedy: call step(optimizer), or unscale_(optimizer), before update()."
             )
         else:
-            own_rows = self._unscaler.row_sum.own(nonfinite)
-            self._table.update(own_rows, self._unscaler.counts, self._auto)
+            own = self._unscaler.own(nonfinite)
+            self._table.update(own, self._unscaler.counts, self._auto)
             self._last_nonfinite = nonfinite
             self.skipped += nonfinite.any()
             self._steps += 1
@@ -265,7 +257,7 @@ class LayerwiseGradScaler:
         Layers that only other processes have are named, too.
         """
         flags = [] if self._last_nonfinite is None else self._last_nonfinite.tolist()
-        return [name for name, bad in zip(self._unscaler.row_sum.names, flags, strict=False) if bad]
+        return [name for name, bad in zip(self._unscaler.names, flags, strict=False) if bad]
 
     def is_enabled(self) -> bool:
         """Tells whether gradients are scaled."""
@@ -289,22 +281,15 @@ class LayerwiseGradScaler:
         """
         if not self._table.enabled:
             return
-        if not state.keys() & {"layers", "scale"}:
-            raise InputError(
-                f"Expected a scaler's state. Found the keys {sorted(state)}. Remedy: hand in what "
-                "state_dict() returned while the scaler was enabled."
-            )
-        if "layers" in state:
-            layers = state["layers"]
-        else:
-            loss = {"scale": state["scale"], "growth_tracker": state.get("_growth_tracker", 0)}
+        if "scale" in state:
             now = self.state_dict()
-            layers, state = {**now["layers"], "": {**now["layers"][""], **loss}}, now
+            loss = {"scale": state["scale"], "growth_tracker": state.get("_growth_tracker", 0)}
+            state = now | {"layers": now["layers"] | {"": now["layers"][""] | loss}}
         steps, skipped = (
             check_saved_count(f"state_dict['{name}']", state.get(name, 0))
             for name in ("steps", "skipped")
         )
-        self._table.load_state_dict(layers)
+        self._table.load_state_dict(state.get("layers"))
         self._steps = steps
         self.skipped.fill_(skipped)
         self._last_nonfinite = None
@@ -313,20 +298,6 @@ class LayerwiseGradScaler:
 
     def remove(self) -> None:
         """Takes every boundary off the model; the scaler must not be used any more."""
-        for hooks in self._hooks.values():
+        for hooks in self._hooks:
             hooks.remove()
         self._table.enabled = False
-
-
-def _check_no_boundary(model: nn.Module, chosen: Sequence[Layer]) -> None:
-    for name, module in model.named_modules():
-        if not has_boundary(module):
-            continue
-        for layer in chosen:
-            assert layer.module is not None
-            if module in {*layer.module.modules()} or layer.module in {*module.modules()}:
-                raise InputError(
-                    "Expected chosen modules without another LayerwiseGradScaler: gradients would "
-                    f"be scaled twice. Found its boundary around {name!r}, and {layer.name!r} is "
-                    "chosen. Remedy: call remove() on the other scaler first."
-                )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from steadygrad._checks import InputError, check_count, check_number, shown
+from steadygrad._checks import InputError, check_count, check_number, check_type
 from steadygrad.formulas.exponents import BINS
 from steadygrad.formulas.loss_scaling import (
     Growth,
@@ -17,13 +17,15 @@ from steadygrad.formulas.loss_scaling import (
     relative_shift,
     total_scales,
 )
-from steadygrad.scale.layers import Layers
+from steadygrad.scale.layers import LOSS, Layers
 from steadygrad.scale.options import AutoScale, LayerScale, check_scale
 
-__all__ = ["ScaleTable", "check_saved_count"]
+__all__ = ["OTHERS", "OWN", "ScaleTable", "check_saved_count"]
 
-# Keys of a saved row, and the tensors that they come from.
-_COLUMNS = {"scale": "own", "growth_tracker": "tracker", "overflows": "overflows"}
+# Kinds of backward passes: of an own loss, of one that another scaler scaled, of one that none did.
+OWN, OTHERS, UNSCALED = range(3)
+# Keys of a saved row.
+_KEYS = "scale", "growth_tracker", "overflows"
 
 
 class ScaleTable:
@@ -51,8 +53,8 @@ class ScaleTable:
         count_leaves: A leaf for each row, whose gradient is that row of ``counts``.
         measuring: Whether backward passes count exponents.
         has_loss: Whether a loss was scaled.
-        passes: Whether a pass is running that counts, and whether one of a loss that another
-            scaler scaled; compiled code reads both in ``gates``.
+        running: The kind of backward pass that is running; compiled code reads it in ``gate``.
+        called: Indices of layers that were called, or traced, with gradients to come.
         merged: Indices of layers that count as part of the layer around them.
     """
 
@@ -63,25 +65,32 @@ class ScaleTable:
         count, rows = len(rules), range(len(rules))
         self.names = [layer.name for layer in layers.layers]
         self.rules = list(rules)
-        self._layers, self._growth = layers, _growth_columns(rules, device)
+        # float64 does not exist on Apple's GPUs.
+        self._wide = torch.float32 if device.type == "mps" else torch.float64
+
+        def column(name: str) -> Tensor:
+            dtype = torch.int32 if name == "growth_interval" else self._wide
+            return torch.tensor([getattr(rule, name) for rule in rules], dtype=dtype, device=device)
+
+        self._layers, self._growth = layers, Growth(*map(column, Growth._fields))
         self._parent = torch.tensor([layer.parent for layer in layers.layers], device=device)
         chains = [set(layers.chain(i)) for i in rows]
         self._around = torch.tensor([[j in chain for j in rows] for chain in chains], device=device)
         scales = [rule.scale for rule in rules]
         self.own = torch.tensor(scales, dtype=torch.float32, device=device)
-        self.inverse, self.totals = self.own.clone(), self.own.clone()
-        self.inverse_totals = self.own.clone()
+        self.inverse, self.totals, self.inverse_totals = (self.own.clone() for _ in range(3))
         self.tracker = torch.zeros(count, dtype=torch.int32, device=device)
         self.overflows = torch.zeros(count, dtype=torch.int64, device=device)
         self.nonfinite = torch.zeros(count, device=device)
         self.counts = torch.zeros(count, BINS, device=device)
         self._rows = (*self.nonfinite.unbind(), *self.counts.unbind())
-        leaves = [_leaf(row) for row in self._rows]
+        leaves = [torch.zeros_like(row, requires_grad=True) for row in self._rows]
         self.nonfinite_leaves, self.count_leaves = leaves[:count], leaves[count:]
         self.enabled, self.measuring = True, False
-        self.has_loss, self.passes = False, (True, False)
-        self.gates = [torch.tensor(running, device=device) for running in self.passes]
+        self.has_loss, self.running = False, OWN
+        self.gate = torch.tensor(OWN, device=device)
         self._tables.add(self)
+        self.called = {LOSS}
         self.merged: set[int] = set()
         self._merged_into = torch.arange(count, device=device)
         self.set_scales(self.own)
@@ -90,9 +99,9 @@ class ScaleTable:
         """Writes the scales, with shape ``(layers)``, their reciprocals and their products."""
         self.own.copy_(own)
         # As torch does it: the quotient is rounded once.
-        self.inverse.copy_(_widened(self.own).reciprocal())
+        self.inverse.copy_(self.own.to(self._wide).reciprocal())
         self.totals.copy_(total_scales(self.own, self._around))
-        self.inverse_totals.copy_(_widened(self.totals).reciprocal())
+        self.inverse_totals.copy_(self.totals.to(self._wide).reciprocal())
 
     def merge(self, indices: Collection[int]) -> None:
         """Counts layers, whose own scales are one, as part of the layers around them."""
@@ -128,13 +137,14 @@ class ScaleTable:
     def _set_marked(self, running: bool = False) -> None:
         (self._marked.add if running else self._marked.discard)(self)
         for table in list(self._tables):
-            own = table in self._marked or not (table.has_loss or self._marked)
-            passes = own, table.has_loss and bool(self._marked) and not own
-            for gate, before, now in zip(table.gates, table.passes, passes, strict=True):
-                if now != before:
-                    # `data` has no version: compiled code saves the gate before the pass begins.
-                    gate.data.fill_(now)
-            table.passes = passes
+            before, table.running = table.running, UNSCALED
+            if table in self._marked or not (table.has_loss or self._marked):
+                table.running = OWN
+            elif table.has_loss and self._marked:
+                table.running = OTHERS
+            if table.running != before:
+                # `data` has no version: compiled code saves the gate before the pass begins.
+                table.gate.data.fill_(table.running)
 
     def collect(self) -> None:
         """Copies the leaves' gradients to their rows, where they are not the rows themselves."""
@@ -178,70 +188,42 @@ class ScaleTable:
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Lists each layer's scale, finite steps and overflows by name; waits for the device."""
-        columns = {key: getattr(self, column).tolist() for key, column in _COLUMNS.items()}
-        return {
-            name: {key: values[i] for key, values in columns.items()}
-            for i, name in enumerate(self.names)
-        }
+        columns = [column.tolist() for column in (self.own, self.tracker, self.overflows)]
+        rows = [dict(zip(_KEYS, row, strict=True)) for row in zip(*columns, strict=True)]
+        return dict(zip(self.names, rows, strict=True))
 
     @torch.no_grad()
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved: Any) -> None:
         """Loads the result of :meth:`state_dict`, whatever the order of the layers.
 
         Raises:
             InputError: If it is of other layers or damaged; the table is as it was.
         """
-        names = set(map(str, saved)) if isinstance(saved, Mapping) else set()
-        missing, other = sorted({*self.names} - names), sorted(names - {*self.names})
+        remedy = "hand in what state_dict() returned"
+        check_type("state_dict['layers']", saved, Mapping, remedy)  # type: ignore[type-abstract]
+        missing, other = {*self.names} - saved.keys(), saved.keys() - {*self.names}
         if missing or other:
             raise InputError(
                 "Expected a state of the layers that are scaled now. Found one without "
-                f"{missing} and with {other}. Remedy: build the scaler with the same layer_scales."
+                f"{sorted(missing)} and with {sorted(map(str, other))}. Remedy: build the scaler "
+                "with the same layer_scales."
             )
-        rows = [_checked_row(name, saved[name]) for name in self.names]
-        columns = {key: [row[key] for row in rows] for key in _COLUMNS}
-        self.set_scales(torch.tensor(columns["scale"]).to(self.own))
-        self.tracker.copy_(torch.tensor(columns["growth_tracker"]))
-        self.overflows.copy_(torch.tensor(columns["overflows"]))
-
-
-def _checked_row(name: str, row: Any) -> dict[str, Any]:
-    where = f"state_dict['layers'][{name!r}]"
-    if not (isinstance(row, Mapping) and _COLUMNS.keys() <= row.keys()):
-        raise InputError(
-            f"Expected a mapping with {list(_COLUMNS)} in {where}. Found {shown(row)}. "
-            "Remedy: hand in what state_dict() returned."
-        )
-    check_scale(f"{where}['scale']", row["scale"])
-    check_saved_count(f"{where}['growth_tracker']", row["growth_tracker"], bits=31)
-    check_saved_count(f"{where}['overflows']", row["overflows"])
-    return dict(row)
+        rows = []
+        for name in self.names:
+            where = f"state_dict['layers'][{name!r}]"
+            row = check_type(where, saved[name], Mapping, remedy)  # type: ignore[type-abstract]
+            scale, tracker, overflows = (row.get(key) for key in _KEYS)
+            check_scale(f"{where}['scale']", scale)
+            check_saved_count(f"{where}['growth_tracker']", tracker, bits=31)
+            check_saved_count(f"{where}['overflows']", overflows)
+            rows.append((scale, tracker, overflows))
+        columns = [self.own.clone(), self.tracker, self.overflows]
+        for column, values in zip(columns, zip(*rows, strict=True), strict=True):
+            column.copy_(torch.tensor(values, dtype=column.dtype))
+        self.set_scales(columns[0])
 
 
 def check_saved_count(name: str, count: Any, bits: int = 63) -> int:
     """Returns a saved count if a signed integer with ``bits`` bits beside its sign can hold it."""
     check_number(name, check_count(name, count, low=0), high=2**bits - 1)
     return int(count)
-
-
-def _growth_columns(rules: Sequence[LayerScale], device: torch.device) -> Growth:
-    """Makes a tensor of each field of the rules."""
-    wide = torch.float32 if device.type == "mps" else torch.float64
-
-    def column(name: str) -> Tensor:
-        dtype = torch.int32 if name == "growth_interval" else wide
-        return torch.tensor([getattr(rule, name) for rule in rules], dtype=dtype, device=device)
-
-    return Growth(*map(column, Growth._fields))
-
-
-def _leaf(row: Tensor) -> Tensor:
-    """Makes a leaf whose gradient is accumulated in a row of the table."""
-    leaf = torch.zeros_like(row, requires_grad=True)
-    leaf.grad = row
-    return leaf
-
-
-def _widened(scales: Tensor) -> Tensor:
-    # float64 does not exist on Apple's GPUs.
-    return scales if scales.device.type == "mps" else scales.to(torch.float64)

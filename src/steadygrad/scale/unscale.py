@@ -48,7 +48,7 @@ class StepUnscaler:
         group: Processes that skip a step together, as the user gave them.
 
     Attributes:
-        row_sum: Adds up over processes.
+        names: Names of all processes' layers, in an order that is the same on all of them.
         measured: Exponents of the last measured step.
         counts: This step's exponents, of activations and weights, if it is measured.
         stages: ``"unscaled"`` or ``"stepped"`` for this step's optimizers.
@@ -56,7 +56,10 @@ class StepUnscaler:
 
     def __init__(self, layers: Layers, table: ScaleTable, audit: GraphAudit, group: Any) -> None:
         self._layers, self._table, self._audit = layers, table, audit
-        self.row_sum = RowSum(table.names, group)
+        process_world(group)  # refuses what is none
+        self._group, self._world = group, World()
+        self._places: Tensor | None = None
+        self.names = table.names
         self.measured: MeasuredExponents | None = None
         self.begin()
 
@@ -83,23 +86,25 @@ class StepUnscaler:
         table = self._table
         table.collect()
         widen_gradients(optimizer)
-        gradients = self._gradients_by_layer(optimizer)
+        gradients, measured = self._gradients_by_layer(optimizer)
         uncalled = self._audit.uncalled(gradients)
         # Columns of the rows that travel: a flag, and two histograms in a measured step.
-        columns = [table.nonfinite[:, None]]
-        if table.measuring:
-            narrow = self._gradients_by_layer(optimizer, self._audit.may_be_narrow)
-            columns += [table.counts, count_exponents(narrow, table.own)]
-        columns[0] = columns[0] + unscale_gradients(gradients, table.inverse_totals)[:, None]
-        rows = table.merge_rows(torch.cat(columns, dim=1))
-        everywhere, own = self.row_sum(rows)
+        columns = [table.counts, count_exponents(measured, table.own)] if table.measuring else []
+        flags = table.nonfinite + unscale_gradients(gradients, table.inverse_totals)
+        rows = table.merge_rows(torch.cat([flags[:, None], *columns], dim=1))
+        everywhere = self._sum_rows(rows)
         if uncalled is not None:
             # Not before: the other processes would wait in the collective.
             raise uncalled
         self._nonfinite[optimizer] = everywhere[:, 0]
         self.stages[optimizer] = "unscaled"
         if table.measuring:
-            self._record_counts(*own[:, 1:].split(BINS, dim=1))
+            activations, weights = self.own(everywhere)[:, 1:].split(BINS, dim=1)
+            if self.counts is not None and self.measured is not None:
+                # Another optimizer of this step: the boundaries are the same, the weights are not.
+                weights = weights + self.measured.weights
+            self.measured = MeasuredExponents(activations, weights, table.totals.clone())
+            self.counts = activations + weights
 
     def carried_scales(self, parameters: Sequence[Tensor]) -> Callable[[], Tensor]:
         """Finds the layers of parameters once; see :meth:`LayerwiseGradScaler.parameter_scales`."""
@@ -120,30 +125,24 @@ class StepUnscaler:
 
         return carried
 
-    def _gradients_by_layer(
-        self, optimizer: Optimizer, wanted: Callable[[Tensor], bool] = lambda parameter: True
-    ) -> Gradients:
-        """Collects this process's gradients of the wanted parameters."""
+    def _gradients_by_layer(self, optimizer: Optimizer) -> tuple[Gradients, Gradients]:
+        """Collects this process's gradients, and those that are measured."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients: Gradients = defaultdict(list)
+        measured: Gradients = defaultdict(list)
         for parameter, owner in zip(parameters, self._layers.owners(parameters), strict=True):
             gradient = parameter.grad
-            if gradient is None or not wanted(parameter):
+            if gradient is None:
                 continue
             if gradient.is_sparse:
                 # First: adding up duplicates may overflow, and the check must see the sums.
                 parameter.grad = gradient = gradient.coalesce()
                 gradient = gradient._values()
             # The loss's scale is around the parameters of other models, too.
-            gradients[owner or 0].append(local(gradient))
-        return gradients
-
-    def _record_counts(self, activations: Tensor, weights: Tensor) -> None:
-        if self.counts is not None and self.measured is not None:
-            # Another optimizer of this step: the boundaries are the same, the weights are not.
-            weights = weights + self.measured.weights
-        self.measured = MeasuredExponents(activations, weights, self._table.totals.clone())
-        self.counts = activations + weights
+            gradients[owner or LOSS].append(local(gradient))
+            if self._table.measuring and self._audit.may_be_narrow(parameter, gradient):
+                measured[owner or LOSS].append(local(gradient))
+        return gradients, measured
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Takes an optimizer's step, or skips it."""
@@ -161,59 +160,29 @@ class StepUnscaler:
 
     def nonfinite(self) -> Tensor | None:
         """Flags the layers of all processes with a non-finite value; None before an unscaling."""
-        if not self._nonfinite:
-            return None
-        first, *more = self._nonfinite.values()
-        return sum(more, first) > 0
+        flags = list(self._nonfinite.values())
+        return torch.stack(flags).sum(dim=0) > 0 if flags else None
 
+    def own(self, rows: Tensor) -> Tensor:
+        """Selects this process's layers from rows of all processes' layers."""
+        return rows if self._places is None else rows[self._places]
 
-class RowSum:
-    """Adds up rows of layers over processes, by the layers' names, in one collective.
+    def _sum_rows(self, rows: Tensor) -> Tensor:
+        """Adds up rows over processes by the layers' names, in one collective.
 
-    Processes may have other layers, as the stages of a pipeline do. Before the first sum they
-    exchange their names; a process adds zeros to the rows of layers that it does not have.
-
-    Args:
-        names: Names of this process's layers.
-        group: The processes, as the user gave them.
-
-    Attributes:
-        names: Names of all processes' layers, in an order that is the same on all of them.
-    """
-
-    def __init__(self, names: list[str], group: Any) -> None:
-        process_world(group)
-        self._group, self._own_names, self.names = group, names, names
-        self._world = World()
-        self._places: Tensor | None = None
-
-    def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds up rows, with shape ``(layers, n)`` and the same ``n`` on all processes.
-
-        Returns:
-            The sums for all names, and for this process's layers.
+        Processes may have other layers, as the stages of a pipeline do. Before the first sum they
+        exchange names; a process adds zeros to the rows of layers that it does not have.
         """
-        world = process_world(self._group)
+        world, names = process_world(self._group), self._table.names
         if world != self._world:
-            self._agree(world, rows.device)
+            gathered = gather_json(names, world, rows.device)
+            self.names = list(dict.fromkeys(name for given in gathered for name in given))
+            places = torch.tensor([self.names.index(name) for name in names], device=rows.device)
+            self._world, self._places = world, None if self.names == names else places
         if self._places is not None:
             spread = rows.new_zeros(len(self.names), rows.shape[1])
             rows = spread.index_copy_(0, self._places, rows)
-        summed = world.sum(rows)
-        return summed, self.own(summed)
-
-    def own(self, rows: Tensor) -> Tensor:
-        """Selects the rows of this process's layers."""
-        return rows if self._places is None else rows[self._places]
-
-    def _agree(self, world: World, device: torch.device) -> None:
-        """Exchanges names; each process of a group gets here at its first sum."""
-        gathered = gather_json(self._own_names, world, device)
-        self.names = list(dict.fromkeys(name for names in gathered for name in names))
-        self._world, self._places = world, None
-        if self.names != self._own_names:
-            places = [self.names.index(name) for name in self._own_names]
-            self._places = torch.tensor(places, device=device)
+        return world.sum(rows)
 
 
 def widen_gradients(optimizer: Optimizer) -> None:
@@ -259,6 +228,5 @@ def count_exponents(gradients: Gradients, own: Tensor) -> Tensor:
     """Counts exponents of each layer's gradients, with shape ``(layers, BINS)``, on its device."""
     counts = torch.zeros(len(own), BINS, device=own.device)
     for index, whole in gradients.items():
-        if whole:
-            counts[index] += exponent_histograms(whole).sum(dim=0).to(own.device)
+        counts[index] += exponent_histograms(whole).sum(dim=0).to(own.device)
     return counts

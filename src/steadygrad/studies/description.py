@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from steadygrad._checks import InputError
-from steadygrad.studies.decays import second_moment_places
 from steadygrad.studies.environment import environment
 from steadygrad.studies.files import digests, located
 from steadygrad.studies.folder import SCHEMA
@@ -24,7 +23,6 @@ __all__ = ["accelerator", "changes", "describe_task", "make_header"]
 def describe_task(trainer: Trainer, spec: str) -> TaskInfo:
     """Describes a trainer's task, its model and its optimizer; ``spec`` names the task."""
     task, group = trainer.task, trainer.optimizer.param_groups[0]
-    place = second_moment_places(trainer.optimizer)[0]
     common = {field.name for field in fields(task)} & {*TaskInfo.__struct_fields__}
     values = {name: getattr(task, name) for name in common}
     return TaskInfo(
@@ -35,7 +33,7 @@ def describe_task(trainer: Trainer, spec: str) -> TaskInfo:
         train_size=len(task.train),
         valid_size=len(task.valid),
         optimizer=type(trainer.optimizer).__name__,
-        beta2=None if place is None else float(group["betas"][place]),
+        beta2=float(group["betas"][1]) if trainer.second_moment and "betas" in group else None,
         weight_decay=float(group["weight_decay"]) if "weight_decay" in group else None,
     )
 

@@ -9,10 +9,9 @@ from torch.optim import Optimizer
 
 from steadygrad._checks import InputError
 from steadygrad.formulas.batch_size import learning_rate
-from steadygrad.studies.decays import second_moment_places
 from steadygrad.tasks import Task
 
-__all__ = ["Rate", "RateSetter"]
+__all__ = ["Rate", "RateSetter", "has_second_moment"]
 
 # Samples of a run whose learning rate does not decay.
 ENDLESS = 1 << 62
@@ -48,7 +47,7 @@ class RateSetter:
             samples at every batch size.
 
     Raises:
-        InputError: If they are to, and it cannot be told which of the betas is the second moment's.
+        InputError: If they are to, and the betas are not two.
     """
 
     def __init__(self, optimizer: Optimizer, task: Task, keep_half_life: bool) -> None:
@@ -57,14 +56,9 @@ class RateSetter:
             {name: copy.deepcopy(group[name]) for name in OPTIONS if name in group}
             for group in optimizer.param_groups
         ]
-        self._places = second_moment_places(optimizer) if keep_half_life else []
-        for place, options in zip(self._places, self._options, strict=False):
-            if place is None and "betas" in options:
-                raise InputError(
-                    "Option `--keep-half-life` needs an optimizer one of whose betas is seen to be "
-                    f"its second moment's. Found {type(optimizer).__name__} with betas "
-                    f"{options['betas']}, none or several of which could be. Remedy: leave it out."
-                )
+        for options in self._options if keep_half_life else ():
+            if len(options.get("betas", (0, 0))) != 2:
+                raise _no_half_life(optimizer)
 
     def __call__(self, rate: Rate, seen: float = 0) -> None:
         """Sets a learning rate, after ``seen`` samples of the run."""
@@ -74,37 +68,52 @@ class RateSetter:
         if seen < rate.warmup_samples:
             factor = 1.0 + (factor - 1.0) * seen / rate.warmup_samples
         course = task.lr_factor(seen, rate.total or ENDLESS)
-        for i, (group, options) in enumerate(
-            zip(self._optimizer.param_groups, self._options, strict=True)
-        ):
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             lr = options["lr"] * factor * course
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
             if self._keep_half_life and size != task.batch_size:
-                _keep_half_life(group, options, self._places[i], size / task.batch_size, factor)
+                _keep_half_life(group, options, size / task.batch_size, factor)
+
+
+def has_second_moment(optimizer: Optimizer, *, needed: bool) -> bool:
+    """Whether the second of two betas is a second moment's decay, by the state after a step.
+
+    Raises:
+        InputError: If it is not and the optimizer has betas, where it is ``needed``.
+    """
+    names = {name for state in optimizer.state.values() for name in state}
+    betas = optimizer.param_groups[0].get("betas", ())
+    found = len(betas) == 2 and not names.isdisjoint(("exp_avg_sq", "exp_inf"))
+    if needed and betas and not found:
+        raise _no_half_life(optimizer)
+    return found
+
+
+def _no_half_life(optimizer: Optimizer) -> InputError:
+    return InputError(
+        "Option `--keep-half-life` needs an optimizer with two betas, the second of them for its "
+        f"second moment exp_avg_sq. Found {type(optimizer).__name__} with betas "
+        f"{optimizer.param_groups[0].get('betas')}. Remedy: leave it out."
+    )
 
 
 def _keep_half_life(
-    group: dict[str, Any],
-    options: dict[str, Any],
-    place: int | None,
-    multiple: float,
-    factor: float,
+    group: dict[str, Any], options: dict[str, Any], multiple: float, factor: float
 ) -> None:
     r"""Keeps the half-life of Adam's second moment and of the weight decay in samples.
 
     A step of ``multiple`` times the batch forgets as much as ``multiple`` steps:
-    :math:`\beta_2^k`, and :math:`(1 - \eta\lambda)^k \approx 1 - (f\eta)(\lambda k / f)`. The place
-    is that of :math:`\beta_2` among the betas.
+    :math:`\beta_2^k`, and :math:`(1 - \eta\lambda)^k \approx 1 - (f\eta)(\lambda k / f)`.
 
     References:
         | Small Batch Size Training for Language Models (Marek et al., 2025)
         | https://arxiv.org/abs/2507.07101
     """
-    if place is not None:
-        betas = tuple(options["betas"])
-        group["betas"] = (*betas[:place], betas[place] ** multiple, *betas[place + 1 :])
+    if "betas" in options:
+        beta1, beta2 = options["betas"]
+        group["betas"] = (beta1, beta2**multiple)
     if "weight_decay" in options and factor > 0:
         group["weight_decay"] = options["weight_decay"] * multiple / factor

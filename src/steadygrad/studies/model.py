@@ -14,7 +14,6 @@ from steadygrad.studies.order import Order, generators_kept, seed_everything
 from steadygrad.tasks import (
     Samples,
     Task,
-    check_evaluation,
     check_losses,
     check_model,
     evaluating,
@@ -65,8 +64,8 @@ class TaskModel:
     def _make_model(self) -> nn.Module:
         with guarded("Task.make_model"):
             model = check_model(self.task.make_model())
-        dtype = torch.float64 if self.dtype is torch.float64 else None
-        return model.to(self.context.device, dtype)
+            dtype = torch.float64 if self.dtype is torch.float64 else None
+            return model.to(self.context.device, dtype)
 
     def seed_everything(self, *names: object) -> None:
         """Seeds Python's, numpy's and torch's generators for one trial."""
@@ -128,7 +127,7 @@ class TaskModel:
             self.seed_everything("evaluate")
             if self.task.evaluate is not None:
                 with guarded("Task.evaluate"), evaluating(self.model):
-                    return check_evaluation(self.task.evaluate(self.model, self.task.valid))
+                    return float(self.task.evaluate(self.model, self.task.valid))
             # What cannot be shared equally is evaluated on every rank: a sharded model needs as
             # many forward passes of each.
             count, world = len(self.task.valid), self.context.size

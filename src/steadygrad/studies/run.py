@@ -259,6 +259,7 @@ def resume(
         task = task or context.together(lambda: load_recorded_task(header, files))
         trainer = study.make_trainer(task, settings, context, runtime.micro_batch_size)
         trainer.dependent = header.task.dependent
+        trainer.second_moment = header.task.beta2 is not None
         for warning in changes(header, trainer):
             monitor.say(warning)
         for file in run.unreadable:
@@ -399,7 +400,10 @@ class _Session:
         except InputError as error:
             summary = self._end("failed")
             outcome = Outcome(folder, summary, study.too_little(summary), is_main=is_main)
-            more = f"The results are kept: fix the error, then continue with --resume {folder}."
+            more = (
+                f"The results are kept. --resume {folder} continues where the cause was outside of "
+                "the task's files; a changed task needs a new run."
+            )
             raise StudyFailed(f"{error} {more}", outcome) from error
         too_little = study.too_little(summary) if status == "budget" else None
         return Outcome(folder, summary, too_little, reason, is_main)

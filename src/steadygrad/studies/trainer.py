@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from steadygrad._checks import InputError
 from steadygrad.studies.checkpoint import State, on_host
 from steadygrad.studies.distributed import DistributedContext
-from steadygrad.studies.learning_rate import Rate, RateSetter
+from steadygrad.studies.learning_rate import Rate, RateSetter, has_second_moment
 from steadygrad.studies.model import TaskModel
 from steadygrad.studies.order import Order
 from steadygrad.tasks import (
@@ -20,17 +21,16 @@ from steadygrad.tasks import (
     TaskError,
     batches,
     check_losses,
-    check_optimizer,
     guarded,
     is_out_of_memory,
 )
 from steadygrad.tasks.losses import depend_on_company
 from steadygrad.tasks.made import (
     check_gradients,
-    check_seeds,
+    check_model_maker,
     fingerprints,
-    make_anew,
     make_optimizer,
+    optimizer_of,
 )
 
 __all__ = ["Diverged", "Rate", "Scaling", "Trainer"]
@@ -64,6 +64,7 @@ class Trainer(TaskModel):
 
     Attributes:
         dependent: Whether a sample's loss depends on the rest of its batch; no batch is cut then.
+        second_moment: Whether the second of two betas is a second moment's decay.
         set_rate: Sets the optimizer's learning rate.
         steps: Optimizer steps taken.
 
@@ -86,10 +87,8 @@ class Trainer(TaskModel):
         super().__init__(task, seed, dtype, context, micro_batch_size)
         self.scaling, self._keep_half_life, self._finite = scaling, keep_half_life, finite
         self._look_every = 1 if context.device.type == "cpu" else LOOK_EVERY
-        self.dependent = False
-        # Names of the model's tensors that training changes beside those of the optimizer.
-        self._moving: set[str] = set()
-        context.together(self._begin)
+        self.dependent = self.second_moment = False
+        context.together(partial(self._begin, first=True))
 
     def _begin(self, state: State | None = None, *, first: bool = False) -> None:
         """Begins with a new optimizer, or continues with that of a state."""
@@ -97,8 +96,7 @@ class Trainer(TaskModel):
         if first:
             optimizer = make_optimizer(make, self.model, self.task.lr, what)
         else:
-            with guarded(what):
-                optimizer = check_optimizer(make(self.task.lr), self.model, what)
+            optimizer = optimizer_of(make, self.task.lr, what)
         self.optimizer = optimizer
         if hasattr(self.scaler, "remove"):
             self.scaler.remove()  # its hooks would scale for the next one too
@@ -126,11 +124,8 @@ class Trainer(TaskModel):
         self._begin()
 
     def _make_anew(self, repeat: int) -> nn.Module:
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        named = self.model.named_parameters()
-        trained = {name for name, p in named if p.requires_grad and id(p) in held}
         self.seed_everything("init", repeat)
-        return make_anew(self._make_model, self.model, trained | self._moving)
+        return self._make_model()
 
     def load(self, state: State) -> None:
         """Goes on from a state, at the task's own learning rate."""
@@ -152,18 +147,21 @@ class Trainer(TaskModel):
                 are not made anew.
         """
         together, before = self.context.together, fingerprints(self.model)
-        # Two others are made, and some optimizers begin with large states.
-        del self.optimizer, self.set_rate
-        together(lambda: self._begin(first=True))
         count = together(self._check_losses)
         self._check_company(count)
         together(self._check_evaluation)
         self.fit_micro_batch(self.task.batch_size)
+        # So that the step changes weights: its rate is not zero, and its scale does not overflow.
+        self.set_rate(Rate(), self.task.warmup_samples)
+        self.scaler.update(1.0)
         self.by_halves(lambda: self.step(torch.arange(self.task.batch_size)))
         self.look()
+        self.second_moment = together(
+            lambda: has_second_moment(self.optimizer, needed=self._keep_half_life)
+        )
         together(lambda: self.load(self.state(0).reread()))
-        self._moving = {name for name, _ in before.items() - fingerprints(self.model).items()}
-        together(lambda: check_seeds(self._make_anew))
+        after = fingerprints(self.model)
+        together(lambda: check_model_maker(self._make_anew, before, after))
         self.restart()
 
     def _check_evaluation(self) -> None:
@@ -199,9 +197,12 @@ class Trainer(TaskModel):
         types = {self.dtype, *(p.dtype for p in self.model.parameters() if p.is_floating_point())}
         eps = max(torch.finfo(dtype).eps for dtype in types)
 
-        def losses(indices: Tensor, seed: int) -> Tensor:
+        def losses(indices: Tensor, seed: int) -> tuple[Tensor, Any]:
             self.seed_everything("company", seed)
-            return self.losses(self._batch(indices), len(indices))
+            batch = self._batch(indices)
+            # A nested tensor has none.
+            shapes = tree_map(lambda x: getattr(x, "is_nested", True) or x.shape, batch)
+            return self.losses(batch, len(indices)), shapes
 
         def compare() -> None:
             size = min(max(2, count), total)

@@ -338,4 +338,5 @@ def _worker(folder: str, header_text: bytes, files: str) -> Worker:
     task = load_recorded_task(header, study.files)
     trainer = study.make_trainer(task, header.settings, context, runtime.micro_batch_size)
     trainer.dependent = header.task.dependent
+    trainer.second_moment = header.task.beta2 is not None
     return Worker(study, path, trainer)

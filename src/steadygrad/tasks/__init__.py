@@ -1,11 +1,10 @@
 """Tasks that a study trains: the :class:`Task` protocol and built-in tasks on real data."""
 
-from steadygrad.tasks.guard import TaskError, guarded
+from steadygrad.tasks.guard import TaskError, guarded, is_out_of_memory
 from steadygrad.tasks.loading import batches
 from steadygrad.tasks.losses import check_losses, evaluating, mean_loss
-from steadygrad.tasks.made import check_evaluation, check_model, check_optimizer
-from steadygrad.tasks.memory import is_out_of_memory
-from steadygrad.tasks.registry import BUILT_IN, TaskFactoryError, load_function, load_task, sources
+from steadygrad.tasks.made import check_model
+from steadygrad.tasks.registry import BUILT_IN, load_function, load_task, sources
 from steadygrad.tasks.samples import Samples, TensorSamples, to_device
 from steadygrad.tasks.task import Task
 
@@ -14,13 +13,10 @@ __all__ = [
     "Samples",
     "Task",
     "TaskError",
-    "TaskFactoryError",
     "TensorSamples",
     "batches",
-    "check_evaluation",
     "check_losses",
     "check_model",
-    "check_optimizer",
     "evaluating",
     "guarded",
     "is_out_of_memory",

@@ -13,23 +13,19 @@ from steadygrad._checks import InputError, check_choice, check_count
 from steadygrad.tasks.guard import guarded
 from steadygrad.tasks.hugging_face import (
     OBJECTIVES,
-    ColumnCollator,
-    ModelColumns,
     check_own_loss,
+    collate_columns,
+    columns_of,
     objective_losses,
     objective_of,
     sequence_length,
+    stack_columns,
 )
 from steadygrad.tasks.loader_samples import CollatedSamples, in_memory, read_loader
 from steadygrad.tasks.samples import Samples
 from steadygrad.tasks.task import Task
 
 __all__ = ["from_dataloader", "from_hf"]
-
-
-def adamw(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
-    """AdamW with torch's defaults: betas (0.9, 0.999), weight decay 0.01."""
-    return AdamW(parameters, lr=lr)
 
 
 def from_dataloader(
@@ -40,7 +36,7 @@ def from_dataloader(
     lr: float,
     model: nn.Module | None = None,
     make_model: Callable[[], nn.Module] | None = None,
-    make_optimizer: Callable[[Any, float], Optimizer] = adamw,
+    make_optimizer: Callable[[Any, float], Optimizer] = AdamW,
     batch_size: int | None = None,
     max_samples: int = 10_000,
     **fields: Any,
@@ -74,27 +70,21 @@ def from_dataloader(
         InputError: If a value is out of range, or ready batches cannot be cut into samples.
     """
     check_count("max_samples", max_samples)
-    train = read_loader("loader", loader, max_samples)
+    train, size, provenance = read_loader("loader", loader, max_samples)
     defaults = {
         "name": "my-model" if model is None else type(model).__name__,
         "sample": "sample",
         "loader_workers": getattr(loader, "num_workers", 0),
-        "provenance": train.provenance,
+        "provenance": provenance,
     }
-    size = train.batch_size if batch_size is None else batch_size
-    if size is None:
-        raise InputError(
-            "Parameter `batch_size` should be given where the loader has none. Found None. "
-            "Remedy: the number of samples in one batch of the training loop."
-        )
     return Task(
         make_model=_maker(model, make_model),
-        train=train.samples,
-        valid=read_loader("valid", valid, max_samples).samples,
+        train=train,
+        valid=read_loader("valid", valid, max_samples)[0],
         per_sample_loss=per_sample_loss,
         make_optimizer=make_optimizer,
         lr=lr,
-        batch_size=size,
+        batch_size=size if batch_size is None else batch_size,  # type: ignore[arg-type]
         **{**defaults, **fields},
     )
 
@@ -110,7 +100,7 @@ def from_hf(
     objective: str | None = None,
     tokenizer: Any = None,
     collator: Callable[[list[Any]], Any] | None = None,
-    make_optimizer: Callable[[Any, float], Optimizer] = adamw,
+    make_optimizer: Callable[[Any, float], Optimizer] = AdamW,
     max_samples: int = 10_000,
     **fields: Any,
 ) -> Task:
@@ -149,9 +139,11 @@ def from_hf(
     """
     check_count("max_samples", max_samples)
     make = _maker(model, make_model)
-    example = _made_once(make) if model is None else model
+    with guarded("make_model"), torch.random.fork_rng(devices=[]):
+        example = make() if model is None else model
     objective = check_choice("objective", objective or objective_of(example), OBJECTIVES)
-    collate = ModelColumns.of(example, collator or ColumnCollator(tokenizer, objective))
+    stack = partial(stack_columns, tokenizer=tokenizer, objective=objective)
+    collate = partial(collate_columns, collate=collator or stack, columns=columns_of(example))
     rows = in_memory(dataset, max_samples)
     defaults = {
         "name": type(example).__name__,
@@ -186,8 +178,3 @@ def _maker(
         f"{'neither' if model is None else 'both'}. Remedy: `model` to start from its present "
         "weights, `make_model` to start afresh."
     )
-
-
-def _made_once(make_model: Callable[[], nn.Module]) -> nn.Module:
-    with guarded("make_model"), torch.random.fork_rng(devices=[]):
-        return make_model()

@@ -4,13 +4,12 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from steadygrad._checks import InputError
 
-__all__ = ["OTHER", "VOCABULARY", "Corpus", "decode", "encode", "read_corpus"]
+__all__ = ["OTHER", "VOCABULARY", "Corpus", "encode", "read_corpus"]
 
 # Printable ASCII and the line feed, then one token that stands for everything else.
 VOCABULARY = "\n" + "".join(chr(code) for code in range(32, 127))
@@ -59,43 +58,9 @@ def read_corpus(folder: Path | None = None) -> Corpus:
         The corpus.
 
     Raises:
-        InputError: If the folder is missing, or has too few files for a held-out set.
+        InputError: If the folder has too few files for a held-out set, or is none.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if folder is None else Path(folder)
-    if not root.is_dir():
-        raise InputError(
-            f"The corpus should be a folder of Python source. Found none at {root} (a zipped "
-            "standard library?). Remedy: a regular Python installation, or another `folder`."
-        )
-    corpus = _read(root)
-    if not corpus.train or not corpus.valid:
-        raise InputError(
-            "The corpus should have training and held-out files (about one in twenty, by a hash "
-            f"of the path). Found {len(corpus.train)} and {len(corpus.valid)} under {root}. "
-            "Remedy: a folder with more Python source."
-        )
-    return corpus
-
-
-def is_held_out(name: str) -> bool:
-    """Whether a file belongs to the validation set: about one path in twenty."""
-    return hashlib.sha256(name.encode()).digest()[0] < 13
-
-
-def source_names(root: Path) -> list[str]:
-    """Posix paths, relative to ``root``, of the corpus's files in sorted order."""
-    return sorted(_walk(root))
-
-
-def _walk(root: Path) -> Iterator[str]:
-    for parent, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not SKIPPED_FOLDERS.fullmatch(name)]
-        for name in files:
-            if name.endswith(".py") and not SKIPPED_FILES.fullmatch(name):
-                yield (Path(parent) / name).relative_to(root).as_posix()
-
-
-def _read(root: Path) -> Corpus:
     digest = hashlib.sha256()
     parts: dict[bool, list[tuple[str, str]]] = {False: [], True: []}
     skipped: list[str] = []
@@ -109,14 +74,30 @@ def _read(root: Path) -> Corpus:
         # The length closes off the name and the text: no two corpora share a byte stream.
         digest.update(f"{name}\0{len(data)}\0".encode() + data)
         parts[is_held_out(name)].append((name, text.replace("\r\n", "\n")))
+    if not parts[False] or not parts[True]:
+        raise InputError(
+            "The corpus should have training and held-out files (about one in twenty, by a hash "
+            f"of the path). Found {len(parts[False])} and {len(parts[True])} under {root}. "
+            "Remedy: a folder with more Python source, as of a regular (no zipped) installation."
+        )
     return Corpus(tuple(parts[False]), tuple(parts[True]), digest.hexdigest(), tuple(skipped))
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a file belongs to the validation set: about one path in twenty."""
+    return hashlib.sha256(name.encode()).digest()[0] < 13
+
+
+def source_names(root: Path) -> list[str]:
+    """Posix paths, relative to ``root``, of the corpus's files in sorted order."""
+    found = []
+    for parent, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not SKIPPED_FOLDERS.fullmatch(name)]
+        kept = [f for f in files if f.endswith(".py") and not SKIPPED_FILES.fullmatch(f)]
+        found += [(Path(parent) / name).relative_to(root).as_posix() for name in kept]
+    return sorted(found)
 
 
 def encode(text: str) -> bytearray:
     """Turns text into tokens, one byte a character, each in ``[0, OTHER]``."""
     return bytearray(_UNKNOWN.sub("\0", text).encode("ascii").translate(_TO_TOKEN))
-
-
-def decode(tokens: bytes | bytearray) -> str:
-    """Turns tokens back into text; ``OTHER`` reads as U+FFFD."""
-    return "".join((VOCABULARY + "\N{REPLACEMENT CHARACTER}")[token] for token in tokens)

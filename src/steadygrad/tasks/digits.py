@@ -1,12 +1,12 @@
 """Two tasks on scikit-learn's bundled digits: 1,797 grey images of 8 x 8 pixels."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
 from steadygrad._checks import InputError
 from steadygrad.tasks.samples import TensorSamples
@@ -34,7 +34,7 @@ def digits_classifier() -> Task:
         train=TensorSamples((images[:TRAIN_IMAGES], labels[:TRAIN_IMAGES])),
         valid=TensorSamples((images[TRAIN_IMAGES:], labels[TRAIN_IMAGES:])),
         per_sample_loss=label_losses,
-        make_optimizer=make_sgd,
+        make_optimizer=partial(SGD, momentum=0.9),
         lr=0.005,
         batch_size=8,
         lr_rule="linear",
@@ -61,7 +61,7 @@ def digits_autoencoder() -> Task:
         train=TensorSamples(flat[:TRAIN_IMAGES]),
         valid=TensorSamples(flat[TRAIN_IMAGES:]),
         per_sample_loss=pixel_losses,
-        make_optimizer=make_adamw,
+        make_optimizer=AdamW,
         lr=2e-3,
         batch_size=8,
         lr_rule="sqrt",
@@ -97,25 +97,17 @@ def make_autoencoder() -> nn.Module:
     )
 
 
-def label_losses(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Cross-entropy of each image in nats, with shape ``(n,)``."""
+def label_losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Cross-entropy of each image in nats, in float32 at least, with shape ``(n,)``."""
     images, labels = batch
-    return F.cross_entropy(model(images), labels, reduction="none")
+    logits = model(images)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, labels, reduction="none")
 
 
 def pixel_losses(model: nn.Module, images: Tensor) -> Tensor:
     """Mean squared error of each image's pixels, with shape ``(n,)``."""
     return F.mse_loss(model(images), images, reduction="none").mean(1)
-
-
-def make_sgd(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
-    """SGD with momentum 0.9."""
-    return SGD(parameters, lr=lr, momentum=0.9)
-
-
-def make_adamw(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
-    """AdamW with torch's betas."""
-    return AdamW(parameters, lr=lr, weight_decay=0.01)
 
 
 def load_digits() -> tuple[Tensor, Tensor, dict[str, str]]:

@@ -105,7 +105,7 @@ def digits_deep() -> Task:
         make_model=PatchNet,
         train=TensorSamples((data[:TRAIN_IMAGES], labels[:TRAIN_IMAGES])),
         valid=TensorSamples((data[TRAIN_IMAGES:], labels[TRAIN_IMAGES:])),
-        per_sample_loss=wide_label_losses,
+        per_sample_loss=label_losses,
         make_optimizer=make_adam,
         lr=1e-2,
         batch_size=TRAIN_IMAGES,
@@ -113,15 +113,6 @@ def digits_deep() -> Task:
         samples_per_second=50_000.0,
         provenance=provenance,
     )
-
-
-def wide_label_losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Cross-entropy of each image in nats, in float32 at least, with shape ``(n,)``."""
-    return label_losses(lambda images: _wide(model(images)), batch)
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def make_adam(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:

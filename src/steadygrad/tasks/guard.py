@@ -3,9 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from steadygrad._checks import InputError
 
-__all__ = ["TaskError", "first_line", "guarded", "reason"]
+__all__ = ["TaskError", "guarded", "is_out_of_memory", "reason"]
+
+# CUDA's and MPS's allocators, the CPU's (Windows, Linux), cuBLAS and cuSOLVER.
+PHRASES = ("out of memory", "not enough memory", "can't allocate memory", "status_alloc_failed")
 
 
 class TaskError(InputError):
@@ -38,10 +43,18 @@ def guarded(what: str) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """The kind of an error and the first line of its message."""
-    return f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+    """The kind of an error and the first line of its message, if it has one."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".rstrip(": ")
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message; empty when it has none."""
-    return (str(error).strip().splitlines() or [""])[0]
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or one that it was raised from, says that memory ran out.
+
+    A smaller micro-batch may then succeed. ``TaskError`` counts by its cause.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error).lower()
+    if isinstance(error, RuntimeError) and any(phrase in text for phrase in PHRASES):
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)

@@ -3,7 +3,6 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +17,13 @@ from steadygrad.tasks.task import Task
 
 __all__ = [
     "OBJECTIVES",
-    "ColumnCollator",
-    "ModelColumns",
     "check_own_loss",
+    "collate_columns",
+    "columns_of",
     "objective_losses",
     "objective_of",
     "sequence_length",
+    "stack_columns",
 ]
 
 OBJECTIVES = ("causal-lm", "masked-lm", "classification")
@@ -38,26 +38,15 @@ LABELS = ("labels", "label", "label_ids")
 
 
 def objective_of(model: nn.Module) -> str:
-    """Reads the objective off the name of a model's class.
-
-    Raises:
-        InputError: If the name says none.
-    """
+    """The objective that the name of a model's class says; empty: none."""
     name = type(model).__name__
-    for ending, objective in ENDINGS.items():
-        if name.endswith(ending):
-            return objective
-    raise InputError(
-        f"The model's class should end in one of {', '.join(ENDINGS)}. Found {name}. "
-        f"Remedy: objective = one of {', '.join(OBJECTIVES)}, or Task.from_dataloader."
-    )
+    return next((found for ending, found in ENDINGS.items() if name.endswith(ending)), "")
 
 
 def objective_losses(model: nn.Module, batch: Mapping[str, Any], *, objective: str) -> Tensor:
     """Mean cross-entropy of each sample over its labelled tokens, in nats, with shape ``(n,)``."""
-    labels = _labels(batch)
     logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
-    losses, labelled = token_losses(logits, labels, objective)
+    losses, labelled = token_losses(logits, batch["labels"], objective)
     return losses.sum(1) / labelled.sum(1).clamp(min=1)
 
 
@@ -90,8 +79,8 @@ def check_own_loss(task: Task, model: nn.Module, objective: str) -> None:
     seeded = torch.random.fork_rng(devices=[])
     with guarded("The model on the first samples"), seeded, torch.no_grad(), evaluating(model):
         batch = to_device(task.train.batch(torch.arange(min(2, len(task.train)))), model)
-        labels, found = _labels(batch), model(**batch)
-        losses, labelled = token_losses(found.logits, labels, objective)
+        found = model(**batch)
+        losses, labelled = token_losses(found.logits, batch["labels"], objective)
     own = getattr(found, "loss", None)
     if own is None or not labelled.any():
         return
@@ -123,99 +112,47 @@ def _columns(row: Any) -> Mapping[str, Any]:
     )
 
 
-def _labels(batch: Mapping[str, Any]) -> Tensor:
-    labels = batch.get("labels")
-    if not isinstance(labels, Tensor):
-        raise InputError(
-            f"A batch should hold a tensor of labels. Found {', '.join(batch)}. "
-            "Remedy: a column labels in the data set, or a collator that makes them."
-        )
-    return labels
+def columns_of(model: nn.Module) -> frozenset[str]:
+    """The columns that a model's ``forward`` takes; empty: any."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    names = [p.name for p in parameters if p.kind not in open_ended]
+    return frozenset([*names, *LABELS] if names else ())
 
 
-@dataclass(frozen=True)
-class ModelColumns:
-    """Keeps a data set's columns that a model takes, then collates.
-
-    Args:
-        collate: ``(list of mappings) -> batch``.
-        columns: Columns to keep; empty: all.
-    """
-
-    collate: Callable[[list[Any]], Any]
-    columns: frozenset[str]
-
-    @classmethod
-    def of(cls, model: nn.Module, collate: Callable[[list[Any]], Any]) -> "ModelColumns":
-        """Reads the columns off the signature of the model's ``forward``."""
-        parameters = inspect.signature(model.forward).parameters.values()
-        open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        names = [p.name for p in parameters if p.kind not in open_ended]
-        return cls(collate, frozenset([*names, *LABELS] if names else ()))
-
-    def __call__(self, items: list[Mapping[str, Any]]) -> Any:
-        """Collates ``n`` samples."""
-        kept = [
-            {
-                key: value
-                for key, value in _columns(item).items()
-                if not self.columns or key in self.columns
-            }
-            for item in items
-        ]
-        if not all(kept):
-            raise InputError(
-                f"The data set should have columns that the model takes, such as input_ids. Found "
-                f"{', '.join(items[0])}. Remedy: tokenize it: dataset.map(...)."
-            )
-        return self.collate(kept)
+def collate_columns(
+    items: list[Any], *, collate: Callable[[list[Any]], Any], columns: frozenset[str]
+) -> Any:
+    """Collates what ``n`` samples have of some columns; none: of all."""
+    rows = map(_columns, items)
+    return collate([{k: v for k, v in row.items() if k in columns or not columns} for row in rows])
 
 
-@dataclass(frozen=True)
-class ColumnCollator:
-    """Stacks every column into a tensor, padded by a tokenizer where there is one.
+def stack_columns(items: list[dict[str, Any]], *, tokenizer: Any, objective: str) -> dict[str, Any]:
+    """Stacks every column of ``n`` samples into a tensor.
 
     Args:
+        items: The samples.
         tokenizer: Has ``pad(items, return_tensors="pt")``; None: samples must have one length.
         objective: With ``"causal-lm"`` the tokens of samples without labels are the labels.
     """
-
-    tokenizer: Any
-    objective: str | None
-
-    def __call__(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        """Collates ``n`` samples."""
-        name = next((name for name in LABELS if name in items[0]), None)
-        labels = None if name is None else [torch.as_tensor(item[name]) for item in items]
-        inputs = [{k: v for k, v in item.items() if k != name} for item in items]
-        if self.tokenizer is None:
-            batch = {key: _stack(key, [item[key] for item in inputs]) for key in inputs[0]}
-        else:
-            batch = dict(self.tokenizer.pad(inputs, return_tensors="pt"))
-        if labels is not None:
-            batch["labels"] = self._padded(labels)
-        elif self.objective == "causal-lm":
-            tokens = batch["input_ids"]
-            mask = batch.get("attention_mask", torch.ones_like(tokens))
-            batch["labels"] = tokens.masked_fill(mask == 0, IGNORED)
-        return batch
-
-    def _padded(self, labels: list[Tensor]) -> Tensor:
-        """One label, or one for each token, of every sample; padding is ignored."""
-        if self.tokenizer is None or labels[0].ndim == 0:
-            return _stack("labels", labels)
-        side = getattr(self.tokenizer, "padding_side", "right")
-        return nn.utils.rnn.pad_sequence(
+    name = next((name for name in LABELS if name in items[0]), None)
+    labels = [] if name is None else [torch.as_tensor(item[name]) for item in items]
+    inputs = [{k: v for k, v in item.items() if k != name} for item in items]
+    if tokenizer is None:
+        columns = {key: [torch.as_tensor(item[key]) for item in inputs] for key in inputs[0]}
+        batch = {key: torch.stack(values) for key, values in columns.items()}
+    else:
+        batch = dict(tokenizer.pad(inputs, return_tensors="pt"))
+    if labels and (tokenizer is None or labels[0].ndim == 0):
+        batch["labels"] = torch.stack(labels)
+    elif labels:
+        side = getattr(tokenizer, "padding_side", "right")
+        batch["labels"] = nn.utils.rnn.pad_sequence(
             labels, batch_first=True, padding_value=IGNORED, padding_side=side
         )
-
-
-def _stack(column: str, values: list[Any]) -> Tensor:
-    tensors = [torch.as_tensor(value) for value in values]
-    if len({tensor.shape for tensor in tensors}) != 1:
-        lengths = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:4])
-        raise InputError(
-            f"Samples should have one length where nothing pads them. Found {column} with shapes "
-            f"{lengths}. Remedy: tokenizer=, collator=, or packed samples."
-        )
-    return torch.stack(tensors)
+    elif objective == "causal-lm":
+        tokens = batch["input_ids"]
+        mask = batch.get("attention_mask", torch.ones_like(tokens))
+        batch["labels"] = tokens.masked_fill(mask == 0, IGNORED)
+    return batch

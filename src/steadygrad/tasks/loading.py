@@ -75,10 +75,6 @@ def _from_workers(
         pin_memory=device.type == "cuda",
         generator=generator,
     )
-    # Windows has no such signal, and only the main thread handles any.
-    main = threading.current_thread() is threading.main_thread()
-    number = getattr(signal, "SIGCHLD", None) if main else None
-    before = number and signal.getsignal(number)
     try:
         return iter(loader)
     # What the several kinds of objects raise that cannot be pickled.
@@ -89,10 +85,9 @@ def _from_workers(
         ) from error
     finally:
         # torch's handler raises the death of a worker wherever the program is; without it the next
-        # batch does.
-        if number is not None:
-            own = getattr(before, "__module__", "").startswith("torch.")
-            signal.signal(number, signal.SIG_DFL if own else before)
+        # batch does. Windows has none, and only the main thread handles any.
+        if hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 @dataclass

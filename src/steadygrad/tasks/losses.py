@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad._checks import InputError, check_count
-from steadygrad.tasks.guard import TaskError, reason
-from steadygrad.tasks.memory import is_out_of_memory
+from steadygrad.tasks.guard import TaskError, is_out_of_memory, reason
 from steadygrad.tasks.samples import Samples, to_device
 
 if TYPE_CHECKING:
@@ -41,22 +40,22 @@ def check_losses(losses: Any, batch_size: int, *, finite: bool = True) -> Tensor
             recorded, or are not finite.
     """
     expected = f"`per_sample_loss` should return one loss for each of {batch_size} samples"
-    if not isinstance(losses, Tensor):
+    if not isinstance(losses, Tensor) or not losses.is_floating_point():
+        kind = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
         raise InputError(
-            f"{expected}, a tensor with shape ({batch_size},). Found {type(losses).__name__}. "
+            f"{expected}, a floating-point tensor with shape ({batch_size},). Found {kind}. "
             "Remedy: return the tensor of losses itself; of a Hugging Face model, Task.from_hf."
         )
-    if losses.shape != (batch_size,):
-        raise InputError(f"{expected}, with shape ({batch_size},). {_wrong_shape(losses)}")
-    if batch_size > 1 and losses.stride(0) == 0:
-        raise InputError(
-            f"{expected}. Found one number, expanded: a loss that is already a mean. Remedy: "
-            "reduction='none'."
-        )
-    if not losses.is_floating_point():
-        raise InputError(
-            f"{expected}, in floating point. Found {losses.dtype}. Remedy: losses are real numbers."
-        )
+    # A mean may have been expanded.
+    is_mean = losses.numel() == 1 or not any(losses.stride())
+    if losses.shape != (batch_size,) or (is_mean and batch_size > 1):
+        found = f"Found shape {tuple(losses.shape)}"
+        if is_mean:
+            found += ": a loss that is already a mean. Remedy: reduction='none'; in place of a "
+            found += "Hugging Face model's own loss, Task.from_hf."
+        else:
+            found += ". Remedy: average over every dimension but the first."
+        raise InputError(f"{expected}, with shape ({batch_size},). {found}")
     if torch.is_grad_enabled() and not losses.requires_grad:
         raise InputError(
             f"{expected} that depend on the model's parameters. Found losses without a gradient. "
@@ -72,46 +71,44 @@ def check_losses(losses: Any, batch_size: int, *, finite: bool = True) -> Tensor
     return losses
 
 
-def _wrong_shape(losses: Tensor) -> str:
-    found = f"Found shape {tuple(losses.shape)}"
-    if losses.numel() == 1:
-        mean = f"{found}: a loss that is already a mean. Remedy: reduction='none'"
-        return f"{mean}; in place of a Hugging Face model's own loss, Task.from_hf."
-    return f"{found}. Remedy: average over every dimension but the first."
-
-
 def depend_on_company(
-    losses: Callable[[Tensor, int], Tensor], model: nn.Module, count: int, total: int, eps: float
+    losses: Callable[[Tensor, int], tuple[Tensor, Any]],
+    model: nn.Module,
+    count: int,
+    total: int,
+    eps: float,
 ) -> bool:
     """Whether the loss of a sample depends on the others of its batch, by more than rounding.
 
-    The first half of a batch is compared with itself in other company, with the same random
-    numbers, and alone, in evaluation mode. Losses that differ without a reason tell nothing.
+    The first half of a batch is compared with itself in other company and alone, in evaluation
+    mode but for modules with buffers, as statistics are. Losses that differ without a reason, or
+    for other random numbers in a batch of another shape, tell nothing.
 
-    Args:
-        losses: ``(sample numbers, seed) -> losses``, both with shape ``(n,)``.
-        model: The model.
-        count: Samples of the batch.
-        total: Samples of the data.
-        eps: Rounding of the type that the losses are computed in.
+    ``losses`` is ``(sample numbers, seed) -> losses, batch's shapes``, numbers and losses with
+    shape ``(n,)``; the batch has ``count`` of ``total`` samples, and ``eps`` is the rounding of
+    the losses' type.
     """
     mine, near = torch.arange(count // 2), torch.arange(count)
     far = torch.cat([mine, torch.arange(total - count + len(mine), total)])
+    statistics = [module for module in model.modules() if module.training and module._buffers]
 
     def differ(one: Tensor, other: Tensor, part: float = ALIKE) -> bool:
         one, other = (found[: len(mine)].cpu().double() for found in (one, other))
         size = float(one.nan_to_num(0, 0, 0).abs().mean())
         return not torch.allclose(one, other, rtol=0, atol=part * size, equal_nan=True)
 
-    with torch.no_grad():
-        first, other, again = losses(near, 0), losses(far, 0), losses(near, 0)
-        if differ(first, other) and not differ(first, again):
-            return True
-        # Half of a batch may be none.
-        with evaluating(model), suppress(InputError):
-            first, again, alone = losses(near, 0), losses(near, 1), losses(mine, 0)
-            # Other shapes are rounded otherwise.
-            return differ(first, alone, max(ALIKE, eps**0.5)) and not differ(first, again)
+    # Half of a batch may be none, or too small for its statistics.
+    with torch.no_grad(), evaluating(model), suppress(InputError):
+        for module in statistics:
+            module.training = True
+        (first, shapes), (other, others), (again, _) = (losses(x, 0) for x in (near, far, near))
+        random = differ(first, losses(near, 1)[0])
+        if differ(first, again) or (random and shapes != others):
+            return False
+        if differ(first, other) or random:
+            return differ(first, other)
+        # Other shapes are rounded otherwise.
+        return differ(first, losses(mine, 0)[0], max(ALIKE, eps**0.5))
     return False
 
 
@@ -148,30 +145,23 @@ def mean_loss(
         while start < len(samples):
             indices = torch.arange(start, min(start + size, len(samples)))
             try:
-                total += _summed_losses(task, model, samples, indices)
+                losses = task.per_sample_loss(model, to_device(samples.batch(indices), model))
+                if not isinstance(losses, Tensor) or losses.shape != indices.shape:
+                    check_losses(losses, len(indices))
+                # On the host: MPS has no float64.
+                total += float(losses.detach().cpu().double().sum())
                 start += len(indices)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 if len(indices) == 1:
-                    raise _too_large(error) from error
+                    raise TaskError(
+                        "The evaluation of one sample should fit into memory. Found "
+                        f"{reason(error)}. Remedy: a smaller model, shorter samples or another "
+                        "device."
+                    ) from error
                 size = len(indices) // 2
     return total / len(samples)
-
-
-def _summed_losses(task: "Task", model: nn.Module, samples: Samples, indices: Tensor) -> float:
-    losses = task.per_sample_loss(model, to_device(samples.batch(indices), model))
-    if not isinstance(losses, Tensor) or losses.shape != indices.shape:
-        check_losses(losses, len(indices))
-    # On the host: MPS has no float64.
-    return float(losses.detach().cpu().double().sum())
-
-
-def _too_large(error: BaseException) -> TaskError:
-    return TaskError(
-        "The evaluation of one sample should fit into memory. "
-        f"Found {reason(error)}. Remedy: a smaller model, shorter samples or another device."
-    )
 
 
 @contextmanager

@@ -1,24 +1,24 @@
 """Tasks by their names: built-in ones and ``path/file.py:make_task``."""
 
 import hashlib
+import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from types import CodeType, FunctionType, MappingProxyType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from steadygrad._checks import InputError, shown
+from steadygrad._checks import InputError, check_type, shown
 from steadygrad.tasks.char_lm import char_lm
 from steadygrad.tasks.digits import digits_autoencoder, digits_classifier
 from steadygrad.tasks.digits_deep import digits_deep
-from steadygrad.tasks.guard import TaskError, first_line, reason
-from steadygrad.tasks.neighbours import UncachedLoader, importable
+from steadygrad.tasks.guard import guarded
 from steadygrad.tasks.task import Task
 
-__all__ = ["BUILT_IN", "DEFAULT", "TaskFactoryError", "load_function", "load_task", "sources"]
+__all__ = ["BUILT_IN", "DEFAULT", "load_function", "load_task", "sources"]
 
 BUILT_IN: Mapping[str, Callable[[], Task]] = MappingProxyType(
     {
@@ -29,22 +29,12 @@ BUILT_IN: Mapping[str, Callable[[], Task]] = MappingProxyType(
     }
 )
 DEFAULT = "char-lm"
-# A path, as Linux takes it at most.
-LONGEST_SPEC = 4096
-
-
-class TaskFactoryError(TaskError):
-    """A user's own code raised while its file was imported or its task made.
-
-    What it raised is the ``__cause__``, with its traceback.
-    """
 
 
 def load_task(spec: str) -> Task:
     """Makes the task that a user asked for.
 
-    Files beside the task's file can be imported from then on, as with ``python file.py``: by the
-    file, its factory and the task's functions. No byte code is written beside them.
+    The folder of the task's file is first in ``sys.path`` from then on, as with ``python file.py``.
 
     Args:
         spec: A name in ``BUILT_IN``, or ``"path/file.py:make_task"``.
@@ -54,23 +44,14 @@ def load_task(spec: str) -> Task:
 
     Raises:
         InputError: If there is no such task, file or factory, or it returns something else.
-        TaskFactoryError: If the user's code raises, chained from what it raised.
+        TaskError: If the user's code raises, chained from what it raised.
     """
-    if not isinstance(spec, str):
-        raise InputError(
-            f"Parameter `spec` should be a str. Found {type(spec).__name__}. "
-            f"Remedy: one of {', '.join(BUILT_IN)}, or path/file.py:make_task."
-        )
-    if len(spec) > LONGEST_SPEC:
-        raise _unknown(spec)
-    if spec in BUILT_IN:
+    remedy = f"one of {', '.join(BUILT_IN)}, or path/file.py:make_task"
+    if check_type("spec", spec, str, remedy) in BUILT_IN:
         return BUILT_IN[spec]()
-    path, factory = _split(spec)
-    code = _compile(path)
-    # A script that parses its arguments has none.
-    with importable(path.parent), patch.object(sys, "argv", [str(path)]):
-        module = _execute(path, code, spec)
-        task = _call(_find_factory(module, factory, path), spec)
+    make, path = load_function(spec), _split(spec)[0]
+    with guarded(spec), _arguments_of(path):
+        task = make()
     if not isinstance(task, Task):
         raise InputError(
             f"{spec} should return a steadygrad.Task. Found {type(task).__name__}. "
@@ -84,127 +65,57 @@ def load_function(spec: str) -> Callable[..., Any]:
 
     Raises:
         InputError: If there is no such file or function.
-        TaskFactoryError: If the file raises while it is imported.
+        TaskError: If the file raises while it is imported.
     """
     path, name = _split(spec)
-    code = _compile(path)
-    with importable(path.parent), patch.object(sys, "argv", [str(path)]):
-        return _find_factory(_execute(path, code, spec), name, path)
+    folder = str(path.parent)
+    sys.path[:] = [folder, *(other for other in sys.path if other != folder)]
+    importlib.invalidate_caches()
+    module = ModuleType("_steadygrad_task_" + hashlib.sha256(os.fsencode(path)).hexdigest()[:12])
+    module.__file__ = str(path)
+    # Dataclasses and pickles look their module up while the file is still being executed.
+    sys.modules[module.__name__] = module
+    with guarded(f"Importing the file of {spec}"), _arguments_of(path):
+        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+        exec(code, module.__dict__)
+    found = getattr(module, name, None)
+    if not callable(found):
+        own = [x for x in vars(module).values() if isinstance(x, FunctionType)]
+        names = [x.__name__ for x in own if x.__module__ == module.__name__]
+        raise InputError(
+            f"The file should define {name!r}, a function. Found {', '.join(names) or 'none'} in "
+            f"{str(path)!r}. Remedy: the name of one of its functions, or `def {name}` in it."
+        )
+    return found  # type: ignore[no-any-return]
 
 
 def sources(spec: str) -> list[Path]:
     """The file of a function that was loaded, and all files beside it that were imported so far."""
     path, _ = _split(spec)
-    specs = [vars(m).get("__spec__") for m in sys.modules.values() if isinstance(m, ModuleType)]
-    loaders = [getattr(spec, "loader", None) for spec in specs]
-    beside = {Path(loader.path) for loader in loaders if isinstance(loader, UncachedLoader)}
-    return [path, *sorted(other for other in beside if path.parent in other.parents)]
+    beside = set()
+    for name, module in list(sys.modules.items()):
+        place = path.parent.joinpath(*name.split("."))
+        files = [f"{place}.py", str(place / "__init__.py")]
+        if isinstance(module, ModuleType) and vars(module).get("__file__") in files:
+            beside.add(Path(module.__file__ or ""))
+    return [path, *sorted(beside - {path})]
+
+
+def _arguments_of(path: Path) -> Any:
+    """A script that parses its arguments has none."""
+    return patch.object(sys, "argv", [str(path)])
 
 
 def _split(spec: str) -> tuple[Path, str]:
     """Splits at the last colon: a Windows path has one after its drive letter."""
-    path, colon, factory = spec.rpartition(":")
-    if not colon or not factory.isidentifier():
-        if not _looks_like_a_file(spec):
-            raise _unknown(spec)
-        raise InputError(
-            f"A task file should be named with its factory, as path/file.py:make_task. Found "
-            f"{spec!r}. Remedy: {spec.rstrip(':')}:make_task."
-        )
+    path, _, name = spec.rpartition(":")
     file = Path(os.path.expanduser(path)).absolute()
     # Functions of os.path are False, not an error, for names that are too long for a file system.
-    if not os.path.isfile(file):
-        found = "a folder" if os.path.isdir(file) else "no such file"
+    if not os.path.isfile(file) or not name.isidentifier():
+        near = get_close_matches(spec, BUILT_IN, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"a path, relative to {Path.cwd()}."
         raise InputError(
-            f"The file should exist. Found {found}: {path!r}. "
-            f"Remedy: check the path, relative to {Path.cwd()}."
+            f"The task should be one of {', '.join(BUILT_IN)}, or a function in a file that is "
+            f"there, as path/file.py:make_task. Found {shown(spec)}. Remedy: {hint}"
         )
-    return file, factory
-
-
-def _looks_like_a_file(spec: str) -> bool:
-    return ".py" in spec or "/" in spec or "\\" in spec or ":" in spec
-
-
-def _unknown(spec: str) -> InputError:
-    near = get_close_matches(spec, BUILT_IN, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"the default is {DEFAULT!r}."
-    return InputError(
-        f"The task should be one of {', '.join(BUILT_IN)}, or path/file.py:make_task. "
-        f"Found {shown(spec)}. Remedy: {hint}"
-    )
-
-
-def _compile(path: Path) -> CodeType:
-    try:
-        return compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-    except OSError as error:
-        raise InputError(
-            f"The file should be readable. Found {error.strerror}: {str(path)!r}. "
-            "Remedy: check the file's permissions."
-        ) from error
-    # A null byte is a ValueError before Python 3.12.
-    except (SyntaxError, ValueError) as error:
-        lineno = getattr(error, "lineno", None)
-        line = f" on line {lineno}" if lineno else ""
-        reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise InputError(
-            f"The file should be Python. Found {reason}{line} of {str(path)!r}. "
-            "Remedy: fix the file."
-        ) from error
-
-
-def _execute(path: Path, code: CodeType, spec: str) -> ModuleType:
-    name = "_steadygrad_task_" + hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
-    module = ModuleType(name)
-    module.__file__ = str(path)
-    # Dataclasses and pickles look their module up while the file is still being executed.
-    sys.modules[name] = module
-    try:
-        exec(code, module.__dict__)
-    except BaseException as error:
-        del sys.modules[name]
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise _factory_error(f"Importing the file of {spec}", error) from error
-    return module
-
-
-def _find_factory(module: ModuleType, factory: str, path: Path) -> Callable[[], Any]:
-    names = [
-        name
-        for name, value in vars(module).items()
-        if isinstance(value, FunctionType) and value.__module__ == module.__name__
-    ]
-    if not hasattr(module, factory):
-        near = get_close_matches(factory, names, n=1)
-        remedy = f"did you mean {near[0]!r}?" if near else f"define `def {factory}` in it."
-        raise InputError(
-            f"The file should define {factory!r}. Found "
-            f"{', '.join(names) or 'no function'} in {str(path)!r}. Remedy: {remedy}"
-        )
-    found = getattr(module, factory)
-    if not callable(found):
-        raise InputError(
-            f"{factory!r} in {str(path)!r} should be a function. Found {type(found).__name__}. "
-            f"Remedy: name a function of the file{': ' + ', '.join(names) if names else ''}."
-        )
-    return found  # type: ignore[no-any-return]
-
-
-def _call(factory: Callable[[], Any], spec: str) -> Any:
-    try:
-        return factory()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise _factory_error(spec, error) from error
-
-
-def _factory_error(where: str, error: BaseException) -> TaskFactoryError:
-    # An InputError already says what was expected, found and the remedy.
-    if isinstance(error, InputError):
-        return TaskFactoryError(f"{where}: {first_line(error)}")
-    return TaskFactoryError(
-        f"{where} should make a task. Found {reason(error)}. Remedy: --debug shows the traceback."
-    )
+    return file, name

@@ -5,10 +5,17 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten_with_path,
+    tree_map,
+    tree_unflatten,
+)
 
 from steadygrad._checks import InputError
 
-__all__ = ["Samples", "TensorSamples", "to_device"]
+__all__ = ["Samples", "TensorSamples", "rows_of", "to_device"]
 
 
 @runtime_checkable
@@ -33,58 +40,45 @@ class TensorSamples:
     """Samples held in tensors that share their first dimension.
 
     Args:
-        data: One tensor, or a tuple, list or mapping of tensors, each with shape ``(N, *)``.
-            Batches have the same structure.
+        data: One tensor, or a nest (tuples, lists, mappings) of tensors, each with shape
+            ``(N, *)``. Batches have the same structure.
 
     Raises:
         InputError: If there is no tensor, or their first dimensions differ.
     """
 
-    def __init__(self, data: Tensor | Sequence[Tensor] | Mapping[str, Tensor]) -> None:
-        tensors = _named_tensors(data)
-        lengths = {name: _length(name, tensor) for name, tensor in tensors.items()}
-        if len(set(lengths.values())) != 1:
-            found = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-            raise InputError(
-                "Parameter `data` should hold tensors with one common first dimension. "
-                f"Found {found or 'no tensor'}. Remedy: one row for each sample in every tensor."
-            )
-        self._data = data
-        self._length = next(iter(lengths.values()))
+    def __init__(self, data: Tensor | Sequence[Any] | Mapping[str, Any]) -> None:
+        self._tensors, self._spec = rows_of("data", data)
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._tensors[0])
 
     def batch(self, indices: Tensor) -> Any:
         """Picks the rows ``indices`` (shape ``(n,)``) out of every tensor."""
-        if isinstance(self._data, Tensor):
-            return self._data[indices]
-        if isinstance(self._data, Mapping):
-            return {name: tensor[indices] for name, tensor in self._data.items()}
-        return tuple(tensor[indices] for tensor in self._data)
+        return tree_unflatten([tensor[indices] for tensor in self._tensors], self._spec)
 
 
-def _named_tensors(data: Any) -> dict[str, Any]:
-    if isinstance(data, Tensor):
-        return {"data": data}
-    if isinstance(data, Mapping):
-        return {f"data[{name!r}]": tensor for name, tensor in data.items()}
-    if isinstance(data, (tuple, list)):
-        return {f"data[{i}]": tensor for i, tensor in enumerate(data)}
-    raise InputError(
-        "Parameter `data` should be a tensor, or a tuple, list or mapping of tensors. "
-        f"Found {type(data).__name__}. Remedy: convert it with torch.as_tensor."
-    )
+def rows_of(name: str, nest: Any) -> tuple[list[Tensor], TreeSpec]:
+    """The tensors of a nest that the caller knows as ``name``, and its structure.
 
-
-def _length(name: str, tensor: Any) -> int:
-    if not isinstance(tensor, Tensor) or tensor.ndim == 0:
-        found = "a 0-d tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise InputError(
-            f"Parameter `{name}` should be a tensor with one row for each sample. Found {found}. "
-            "Remedy: convert it with torch.as_tensor."
+    Raises:
+        InputError: If it holds anything but tensors with one common first dimension.
+    """
+    places, spec = tree_flatten_with_path(dict(nest) if isinstance(nest, Mapping) else nest)
+    leaves = [leaf for _, leaf in places]
+    lengths = {leaf.shape[:1] if isinstance(leaf, Tensor) else () for leaf in leaves}
+    if len(lengths) != 1 or () in lengths:
+        found = ", ".join(
+            f"{name}{keystr(place)}: "
+            f"{tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__}"
+            for place, leaf in places[:4]
         )
-    return len(tensor)
+        raise InputError(
+            f"Parameter `{name}` should hold tensors with one row for each sample. Found "
+            f"{found or 'no tensor'}. Remedy: torch.as_tensor of each; in place of a loader of "
+            "such batches, one of a map-style data set, and a collate_fn."
+        )
+    return leaves, spec
 
 
 def to_device(batch: Any, model: nn.Module) -> Any:
@@ -102,24 +96,17 @@ def to_device(batch: Any, model: nn.Module) -> Any:
         The same nest on the model's device.
     """
     like = next(model.parameters(), None)
-    return batch if like is None else _to_device(batch, like)
+    if like is None:
+        return batch
+    bits = torch.finfo(like.dtype).bits if like.is_floating_point() else 0
 
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            wider = leaf.is_floating_point() and bits > torch.finfo(leaf.dtype).bits
+            return leaf.to(like.device, like.dtype if wider else leaf.dtype, non_blocking=True)
+        if callable(getattr(leaf, "to", None)):
+            return leaf.to(like.device)
+        # Of a class that torch does not take apart.
+        return tree_map(move, dict(leaf)) if isinstance(leaf, Mapping) else leaf
 
-def _to_device(nest: Any, like: Tensor) -> Any:
-    if isinstance(nest, Tensor):
-        dtype = like.dtype if _is_wider(like, nest) else nest.dtype
-        return nest.to(like.device, dtype, non_blocking=True)
-    if callable(getattr(nest, "to", None)):
-        return nest.to(like.device)
-    if isinstance(nest, Mapping):
-        return {key: _to_device(item, like) for key, item in nest.items()}
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(_to_device(item, like) for item in nest))
-    if isinstance(nest, (tuple, list)):
-        return type(nest)(_to_device(item, like) for item in nest)
-    return nest
-
-
-def _is_wider(like: Tensor, tensor: Tensor) -> bool:
-    floating = like.is_floating_point() and tensor.is_floating_point()
-    return floating and torch.finfo(like.dtype).bits > torch.finfo(tensor.dtype).bits
+    return tree_map(move, batch)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.optim import Optimizer
 
 from steadygrad._checks import InputError, check_choice, check_count, check_number, shown
 from steadygrad.formulas.batch_size import PLAIN_LR_RULES
-from steadygrad.tasks.guard import reason
+from steadygrad.tasks.guard import TaskError, reason
 from steadygrad.tasks.samples import Samples
 
 __all__ = ["Task"]
@@ -133,26 +132,22 @@ class Task:
 
         Returns:
             What ``make_optimizer`` returns for the argument that ``optimizer_takes`` names.
-        """
-        try:
-            return self._optimizer(model, lr, self.optimizer_takes)
-        except Exception as error:
-            for takes in [kind for kind in OPTIMIZER_TAKES if kind != self.optimizer_takes]:
-                with suppress(Exception):
-                    if isinstance(self._optimizer(model, lr, takes), Optimizer):
-                        break
-            else:
-                raise
-            raise InputError(
-                f"Task.make_optimizer should run with optimizer_takes={self.optimizer_takes!r}. "
-                f"Found {reason(error)}. Remedy: optimizer_takes={takes!r}, with which it runs."
-            ) from error
 
-    def _optimizer(self, model: nn.Module, lr: float, takes: str) -> Optimizer:
-        if takes == "model":
-            return self.make_optimizer(model, lr)
+        Raises:
+            TaskError: If it raises.
+        """
+        takes = self.optimizer_takes
         # Lists: a factory may go through them once for each of its groups.
-        return self.make_optimizer(list(getattr(model, takes)()), lr)
+        given = model if takes == "model" else list(getattr(model, takes)())
+        try:
+            return self.make_optimizer(given, lr)
+        except Exception as error:
+            others = " or ".join(repr(kind) for kind in sorted({*OPTIMIZER_TAKES} - {takes}))
+            raise TaskError(
+                f"Task.make_optimizer should run without an error for optimizer_takes={takes!r}. "
+                f"Found {reason(error)}. Remedy: optimizer_takes={others}, if it is written for "
+                "that; --debug shows the traceback."
+            ) from error
 
     def lr_factor(self, samples_seen: float, total: int) -> float:
         r"""Computes the fraction of the peak learning rate at one point of a run.

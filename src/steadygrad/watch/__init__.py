@@ -3,14 +3,13 @@
 It finds the first non-finite tensor, norms of sharded gradients, and mistakes of accumulation.
 
 ``finding`` searches the tensors of a pass for its first fault, ``passes`` collects them, ``taps``
-are the hooks behind each module. ``norms`` and ``accumulation`` with its ``windows`` stand alone.
+are the hooks behind each module. ``norms`` and ``accumulation`` stand alone.
 """
 
-from steadygrad.watch.accumulation import check_accumulation
+from steadygrad.watch.accumulation import AccumulationCheck, Window, check_accumulation
 from steadygrad.watch.finding import Finding
 from steadygrad.watch.gradient_watch import GradientWatch
 from steadygrad.watch.norms import GradientNorms, gradient_norms
-from steadygrad.watch.windows import AccumulationCheck, Window
 
 __all__ = [
     "AccumulationCheck",

@@ -1,58 +1,44 @@
 """The first fault of a pass: a search through the tensors that it made."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 __all__ = ["Finding", "Habits", "Seen", "first_fault", "is_finite"]
 
-BATCH, WEIGHT, INPUT, OUTPUT = "batch", "weight", "input", "output"
-LOSS, GRADIENT, PARAMETER = "loss", "gradient", "parameter"
-LEFT, UNSEEN, UNKNOWN = "left", "unseen", "unknown"
-# Comes after all that a pass has seen, in the order of execution.
-_AFTER_ALL = 2
 # Rows that a finding lists at most.
 _MOST_ROWS = 16
 
 
+@dataclass(eq=False)
 class Seen:
     """A tensor that a module took or gave, in the order of the forward pass.
 
-    ``value`` and the gradients are True for one that is finite, None for one that was
-    not seen, and else numbers, one a row or one in all, that are finite exactly where it is.
+    ``value`` and the gradients are True for one that is finite, None for one that was not seen, and
+    else numbers, one a row or one in all, that are finite exactly where it is.
 
     Attributes:
         what: ``"batch"``, ``"output"``, or ``"input"`` for one that no module had given.
         name: Name of the module.
-        batch: Index of the pass.
-        value: Its values.
-        gradient: Its gradient.
         second: Its gradient in a later backward pass, if the loss contains its first one.
         takers: Modules that were handed this very tensor; None if unknown.
         returned: Whether the model returned it, so that its gradient is the loss's as well.
-        within: The part of its gradient that comes from within the model, if it was returned.
         weight: The weight whose gradient stands for its own; empty for none.
-        time: Number of the call in compiled code.
+        time: Number of the call, where some code is compiled.
     """
 
-    __slots__ = (
-        "batch", "gradient", "name", "returned", "second", "takers", "time", "value", "weight",
-        "what", "within",
-    )  # fmt: skip
-
-    def __init__(self, what: str, name: str, batch: int, value: Any = True) -> None:
-        self.what, self.name, self.batch, self.value = what, name, batch, value
-        self.gradient: Any = None
-        self.second: Any = None
-        self.within: Any = None
-        self.takers: list[str] | None = [name] if what == INPUT else []
-        self.returned, self.weight = False, ""
-        self.time: Any = None
+    what: Literal["batch", "input", "output"]
+    name: str
+    value: Any = True
+    gradient: Any = None
+    second: Any = None
+    takers: list[str] | None = field(default_factory=list)
+    returned: bool = False
+    weight: str = ""
+    time: Any = 0
 
 
 @dataclass(frozen=True)
@@ -82,10 +68,11 @@ class Finding:
     seen_in: str
     finite_before: str
     finite_after: str
-    batch: int
+    batch: int = -1
     rank: int = 0
     last: int = -1
-    order: tuple[int, int, bool] = field(default=(0, 0, False), repr=False)
+    # Place in the order of execution: forward, backward, a guess, or none known.
+    order: tuple[int, int, bool] = field(default=(3, 0, False), repr=False)
     rows: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -102,7 +89,7 @@ class Finding:
     @property
     def in_forward(self) -> bool:
         """Whether something was not finite before the backward pass began."""
-        return self.kind in (BATCH, WEIGHT, OUTPUT)
+        return self.kind in ("batch", "weight", "output")
 
     @property
     def row(self) -> int | None:
@@ -116,16 +103,16 @@ class Finding:
 
 
 _CAUSES = {
-    BATCH: "the batch itself is not finite",
-    WEIGHT: "the weight {} is not finite, before anything was computed with it",
-    OUTPUT: "the forward pass of {} made the first values that are not finite",
-    LOSS: "the loss is at fault: the model's outputs are finite, their gradient is not",
-    GRADIENT: "the backward pass of {} made a gradient that is not finite",
-    PARAMETER: "the gradient of {} is not finite, though that of its module's output is",
-    LEFT: "the gradient of {} is not finite, and no pass since the last report made it so",
-    UNSEEN: "the gradient of {} is not finite, and the watch has seen no forward pass: it was made "
-    "before torch.compile or after the forward pass, or the loop calls another module",
-    UNKNOWN: "a gradient is not finite, and what was seen does not say why",
+    "batch": "the batch itself is not finite",
+    "weight": "the weight {} is not finite, before anything was computed with it",
+    "output": "the forward pass of {} made the first values that are not finite",
+    "loss": "the loss is at fault: the model's outputs are finite, their gradient is not",
+    "gradient": "the backward pass of {} made a gradient that is not finite",
+    "parameter": "the gradient of {} is not finite, though that of its module's output is",
+    "left": "the gradient of {} is not finite, and no pass since the last report made it so",
+    "unseen": "the gradient of {} is not finite, and the watch has seen no forward pass: it was "
+    "made before torch.compile or after the forward pass, or the loop calls another module",
+    "unknown": "a gradient is not finite, and what was seen does not say why",
 }
 
 
@@ -138,83 +125,79 @@ class Habits:
     def __init__(self) -> None:
         self._passes, self._seen = 0, Counter[tuple[str, str, str]]()
 
-    def learn(self, seen: Sequence[Seen]) -> None:
+    def learn(self, seen: list[Seen]) -> None:
         """Takes note of a pass without a fault."""
         self._passes += 1
-        self._seen.update({_habit(one) for one in seen if not is_finite(one.value)})
+        self._seen.update({self._key(one) for one in seen if not is_finite(one.value)})
 
     def has(self, one: Seen) -> bool:
         """Whether a tensor that is not finite is like this in passes without a fault."""
-        habit = _habit(one)
-        return self._seen[habit] >= (self._passes if habit[2] == "nan" else 1) > 0
+        key = self._key(one)
+        return self._seen[key] >= (self._passes if key[2] == "nan" else 1) > 0
+
+    def _key(self, one: Seen) -> tuple[str, str, str]:
+        return one.what, one.name, _sort(one.value)
 
 
 def is_finite(found: Any) -> bool:
     """Whether a value or a gradient is finite; an unknown one counts as finite."""
-    if isinstance(found, Tensor):
-        return bool(torch.isfinite(found).all())
-    return found is not False
+    return bool(found.isfinite().all()) if isinstance(found, Tensor) else found is not False
 
 
 def first_fault(
-    seen: Sequence[Seen],
-    called: Collection[str],
-    weights: Sequence[str],
-    batch: int,
+    seen: list[Seen],
+    entries: list[Seen],
+    called: set[str],
+    weights: dict[str, str],
     habits: Habits,
-    broken: Sequence[str],
+    broken: list[str],
 ) -> Finding | None:
     """Finds the first non-finite value of a pass; None if all are finite.
 
     Forward comes first: a layer whose input is not finite has a weight gradient of 0 * NaN, though
     all gradients at outputs are finite.
 
-    Args:
-        seen: In the order of the forward pass; the backward pass goes through it from the end.
-        called: Names of all modules that were called.
-        weights: Names of weights that are not finite.
-        batch: Index of the pass.
-        habits: Tensors that are not finite though all is well.
-        broken: Names of parameters whose gradients the pass made non-finite.
+    The backward pass goes through ``seen`` from the end; ``entries`` are where other gradients may
+    have come in. ``called`` has the names of all modules that were called, ``weights`` of weights
+    that are not finite, and ``broken`` of parameters whose gradients the pass made non-finite.
     """
     at = _source(seen, habits)
-    if at is not None:
-        return _in_forward(seen, at, called, weights, batch)
-    found = _in_backward(seen, called, batch)
-    if found is not None or not broken:
-        return found
-    # Values that were thought to do no harm.
-    bad = [i for i, one in enumerate(seen) if not is_finite(one.value)]
-    at = next((i for i in bad if not habits.has(seen[i]) or _sort(seen[i].value) == "nan"), None)
-    if at is not None:
-        return _in_forward(seen, at, called, weights, batch)
-    return _of_parameter(broken[0], seen, batch)
+    # The only one, of which finite values were made, is a guess.
+    later = [one for one in seen[(at or 0) + 1 :] if not is_finite(one.value)]
+    sure = at is not None and not (_is_harmless(seen, at) and all(map(habits.has, later)))
+    found = _in_backward(seen, entries, called) if at is None else None
+    if at is None and found is None and broken:
+        # Values that were thought to do no harm.
+        bad = [i for i, one in enumerate(seen) if not is_finite(one.value)]
+        new = (i for i in bad if not habits.has(seen[i]) or _sort(seen[i].value) == "nan")
+        at, found = next(new, None), _of_parameter(broken[0], seen)
+    return found if at is None else _in_forward(seen, at, called, weights, sure)
 
 
-def _of_parameter(name: str, seen: Sequence[Seen], batch: int) -> Finding:
+def _of_parameter(name: str, seen: list[Seen]) -> Finding:
     """Finding of a parameter's gradient that is not finite, of which nothing else was seen.
 
     It is the parameter's own fault if what its module took, and the gradient of what it gave, is
     known to be finite.
     """
     owner = name.rpartition(".")[0]
-    gave = [one for one in seen if one.what == OUTPUT and one.name == owner]
-    took = [one for one in seen if one.takers is not None and owner in one.takers]
+    gave = [one for one in seen if one.what == "output" and one.name == owner]
     sure = any(one.gradient is not None or one.weight for one in gave)
     sure = sure and all(one.second is None and is_finite(one.gradient) for one in gave)
-    sure = sure and all(is_finite(one.value) for one in (*took, *gave))
-    kind, culprit = (PARAMETER, name) if sure else (UNKNOWN, "")
-    seen_in = f"the gradient of {name!r}"
-    return Finding(kind, culprit, seen_in, "", "", batch, last=batch, order=(_AFTER_ALL, 0, True))
+    sure = sure and all(is_finite(one.value) for one in (*_took(seen, owner), *gave))
+    kind, culprit = ("parameter", name) if sure else ("unknown", "")
+    return Finding(kind, culprit, f"the gradient of {name!r}", "", "")
 
 
-def _source(seen: Sequence[Seen], habits: Habits) -> int | None:
+def _source(seen: list[Seen], habits: Habits) -> int | None:
     """Index of the first value that is not finite without being a habit; None for none."""
     bad = [i for i, one in enumerate(seen) if not is_finite(one.value)]
     new = [i for i in bad if not habits.has(seen[i])]
     back = max((i for i, one in enumerate(seen) if not is_finite(one.gradient)), default=-1)
     while new and _is_harmless(seen, new[0]) and (new[1:] or back > new[0] or new == [0]):
-        if new[0] == 0 and new[1:] and not _is_source(seen, new[1]):
+        took = _took(seen, seen[new[1]].name) if new[1:] else []
+        # The batch is at fault if the next one was not made of finite tensors.
+        if new[0] == 0 and new[1:] and not (took and all(is_finite(one.value) for one in took)):
             break
         del new[0]
     if not new:
@@ -224,113 +207,107 @@ def _source(seen: Sequence[Seen], habits: Habits) -> int | None:
     return next((i for i in nan if seen[new[0]].name in (seen[i].takers or ())), new[0])
 
 
-def _is_harmless(seen: Sequence[Seen], at: int) -> bool:
+def _is_harmless(seen: list[Seen], at: int) -> bool:
     """Whether modules made finite values of it, and it is a mask's infinity, or of the batch."""
     one = seen[at]
-    gave = [other for other in seen if other.what == OUTPUT and other.name in (one.takers or ())]
+    gave = [other for other in seen if other.what == "output" and other.name in (one.takers or ())]
     made = all(is_finite(other.value) for other in gave)
     return made and (at == 0 or (bool(gave) and _sort(one.value) == "-inf"))
 
 
-def _is_source(seen: Sequence[Seen], at: int) -> bool:
-    """Whether all is finite that a module took."""
-    took = [one for one in seen if one.takers is not None and seen[at].name in one.takers]
-    return bool(took) and all(is_finite(one.value) for one in took)
+def _took(seen: list[Seen], name: str) -> list[Seen]:
+    return [one for one in seen if name in (one.takers or ())]
 
 
 def _in_forward(
-    seen: Sequence[Seen], at: int, called: Collection[str], weights: Sequence[str], batch: int
+    seen: list[Seen], at: int, called: set[str], weights: dict[str, str], sure: bool
 ) -> Finding:
-    one = seen[at]
-    kind, name = one.what, one.name
-    if kind == INPUT:
+    kind: str = seen[at].what
+    name = seen[at].name
+    if kind == "input":
         # No module gave it, so the code around this one did.
-        kind, name = OUTPUT, _around(name, called)
-    own = [w for w in weights if _around(w, called) == name] if kind == OUTPUT else []
-    kind, name = (WEIGHT, own[0]) if own else (kind, name)
-    finite = [is_finite(other.value) for other in seen]
-    bracket = _bracket(seen, at, finite, "")
-    return Finding(kind, name, *bracket, batch, order=(0, at, not own), rows=_rows(one.value))
+        kind, name = "output", _around(called, name)
+    uses = weights if kind == "output" else {}
+    own = [weights[use] for use in uses if _around(called, use) == name]
+    kind, name = ("weight", own[0]) if own else (kind, name)
+    bracket = _bracket(seen, at, [is_finite(one.value) for one in seen], "")
+    order = 0 if sure else 2, at, not own
+    return Finding(kind, name, *bracket, order=order, rows=_rows(seen[at].value))
 
 
-def _in_backward(seen: Sequence[Seen], called: Collection[str], batch: int) -> Finding | None:
+def _in_backward(seen: list[Seen], entries: list[Seen], called: set[str]) -> Finding | None:
     signals = [one for one in reversed(seen) if one.gradient is not None]
     finite = [is_finite(one.gradient) for one in signals]
-    second = next((one.second for one in reversed(seen) if not is_finite(one.second)), None)
+    # A loss may contain gradients, whose own derivative enters anywhere in the model.
+    bad = next((one.second for one in reversed(seen) if not is_finite(one.second)), None)
+    at, kind, name, bracket = 0, "loss", "", ("", "", "")
     if not all(finite):
         at = finite.index(False)
+        bad = signals[at].gradient
         kind, name = _backward_culprit(signals, at, finite, called)
         bracket = _bracket(signals, at, finite, "the gradient at ")
-        rows = _rows(signals[at].gradient)
-    elif second is not None:
-        # The loss contains gradients, whose own derivative enters anywhere in the model.
-        at, kind, name, rows, bracket = 0, LOSS, "", _rows(second), ("", "", "")
-    else:
+    came = (one for one in entries if is_finite(one.value) and not is_finite(one.gradient))
+    entry = next(came, None)
+    if entry is not None:
+        bad, kind, name = entry.gradient, "loss" if entry.returned else "unknown", ""
+        words = "a gradient that came in elsewhere than at the outputs, or that a hook changed"
+        bracket = (words, *bracket[1:])
+    if bad is None:
         return None
-    if kind == LOSS:
+    if kind == "loss":
         # What came before is the forward pass.
         bracket = "the gradient at the output of the model", _words(seen[-1]), bracket[2]
-    return Finding(kind, name, *bracket, batch, order=(1, at, True), rows=rows)
+    return Finding(kind, name, *bracket, order=(1, at, True), rows=_rows(bad))
 
 
 def _backward_culprit(
-    signals: Sequence[Seen], at: int, finite: Sequence[bool], called: Collection[str]
+    signals: list[Seen], at: int, finite: list[bool], called: set[str]
 ) -> tuple[str, str]:
     """Kind and name of the place between the last finite gradient and the first non-finite one."""
     one = signals[at]
-    if not at or (one.returned and is_finite(one.within)):
-        return LOSS, ""
+    if not at:
+        # What the model keeps, or an output that cannot be opened, may have code behind it.
+        return "loss" if one.returned or one.takers is None else "unknown", ""
     if one.weight and finite[at + 1 :] and all(finite[at + 1 :]):
         # Had the gradient at the output been at fault, it would have gone on.
-        return PARAMETER, one.weight
+        return "parameter", one.weight
     if one.takers is None:
-        return GRADIENT, signals[at - 1].name
+        return "gradient", signals[at - 1].name
     known = {other.name for other in signals[:at]}
     names = [name for name in one.takers if name in known]
     # Without the modules around one that took it too.
     names = [n for n in names if not any(other.startswith(f"{n}.") for other in names)]
     if len({*names}) == 1:
-        return GRADIENT, names[0]
-    if one.what == INPUT and not names:
-        return GRADIENT, one.name
+        return "gradient", names[0]
+    if one.what == "input" and not names:
+        return "gradient", one.name
     # None of several is known to be at fault: the module around them is named.
-    pairs = zip(*(n.split(".") for n in names or (one.name, signals[at - 1].name)), strict=False)
-    shared = [parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, pairs)]
-    return GRADIENT, _around(".".join([*shared, ""]), called)
+    names = names or [one.name, signals[at - 1].name]
+    return "gradient", _around(called, *(f"{n}." for n in names))
 
 
-def _around(name: str, called: Collection[str]) -> str:
-    """The innermost module around a name that was called itself."""
-    while name:
-        name = name.rpartition(".")[0]
-        if name in called:
-            return name
-    return ""
+def _around(called: set[str], *names: str) -> str:
+    """The innermost module around all of the names that was called itself."""
+    around = [m for m in called if all(name.startswith(f"{m}.") for name in names)]
+    return max(around, key=len, default="")
 
 
-def _bracket(
-    seen: Sequence[Seen], at: int, finite: Sequence[bool], prefix: str
-) -> tuple[str, str, str]:
+def _bracket(seen: list[Seen], at: int, finite: list[bool], prefix: str) -> tuple[str, str, str]:
     """The tensor in words, the last finite one before it and the next after it."""
-    before = next((i for i in range(at - 1, -1, -1) if finite[i]), None)
-    after = next((i for i in range(at + 1, len(seen)) if finite[i]), None)
-    found = [prefix + _words(seen[i]) if i is not None else "" for i in (at, before, after)]
-    return found[0], found[1], found[2]
+    words = [prefix + _words(one) if fine else "" for one, fine in zip(seen, finite, strict=True)]
+    before = next(filter(None, reversed(words[:at])), "")
+    return prefix + _words(seen[at]), before, next(filter(None, words[at + 1 :]), "")
 
 
 def _words(one: Seen) -> str:
-    if one.what == BATCH:
+    if one.what == "batch":
         return "the batch"
     return f"the {one.what} of {repr(one.name) if one.name else 'the model'}"
 
 
-def _habit(one: Seen) -> tuple[str, str, str]:
-    return one.what, one.name, _sort(one.value)
-
-
 def _sort(value: Any) -> str:
     """What a value that is not finite holds: ``"nan"``, ``"inf"`` or only ``"-inf"``."""
-    if is_finite(value) or value is False:
+    if is_finite(value):
         return ""
     if value.isnan().any():
         return "nan"
@@ -341,5 +318,4 @@ def _rows(found: Any) -> tuple[int, ...]:
     """Rows that are not finite; empty if the numbers are not those of rows."""
     if not isinstance(found, Tensor) or not found.ndim:
         return ()
-    rows: list[int] = found.isfinite().logical_not().nonzero()[:_MOST_ROWS, 0].tolist()
-    return tuple(rows)
+    return tuple(found.isfinite().logical_not().nonzero()[:_MOST_ROWS, 0].tolist())

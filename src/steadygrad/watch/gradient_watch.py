@@ -1,10 +1,9 @@
 """Names the module that first made something non-finite, in any training loop."""
 
-import math
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,29 +14,15 @@ from torch.autograd import Variable
 from steadygrad._checks import InputError, check_count, check_type
 from steadygrad._names import own_name
 from steadygrad.sharding import ShardSum, gather_json, process_world
-from steadygrad.watch.finding import (
-    GRADIENT,
-    LEFT,
-    PARAMETER,
-    UNKNOWN,
-    UNSEEN,
-    WEIGHT,
-    Finding,
-    Habits,
-    Seen,
-)
+from steadygrad.watch.finding import Finding, Habits, Seen, is_finite
 from steadygrad.watch.norms import GradientNorms, gradient_norms
-from steadygrad.watch.passes import Clock, Pass, finite_now, has_values, in_fake_mode, values
-from steadygrad.watch.taps import Tap, detach, is_compiled, is_watched, witnesses
+from steadygrad.watch.passes import Clock, Pass, has_values, look_each
+from steadygrad.watch.taps import Tap, detach, is_watched, witnesses
 
 __all__ = ["GradientWatch"]
 
 # Forward passes that may wait for a backward pass; an older one counts as over.
 _MOST_OPEN = 64
-# Findings that say nothing of the pass.
-_OF_PARAMETERS = (PARAMETER, LEFT, UNSEEN, UNKNOWN)
-# Gradients with no more elements are copied together, and checked by one call.
-_SMALL = 4096
 
 
 class GradientWatch:
@@ -61,6 +46,8 @@ class GradientWatch:
             device where it trains.
         process_group: Processes whose findings :meth:`report` compares: ``"all"``, None for this
             one alone, or a process group.
+        stop_after: Number of optimizer steps in a row with gradients that are not finite, after
+            which the next forward pass raises a RuntimeError. Default: never.
 
     Attributes:
         batches: Passes begun so far.
@@ -96,7 +83,7 @@ class GradientWatch:
                 )
         self.model, self._group = model, process_group
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.batches, self.clock = 0, Clock(device)
+        self.batches, self.clock = 0, Clock(device, self)
         self.current: Pass | None = None
         self._open: deque[Pass] = deque()
         self._closed: deque[Pass] = deque()
@@ -104,8 +91,8 @@ class GradientWatch:
         self._finding: Finding | None = None
         # Whether a pass without a fault came after the finding.
         self._recovered = True
-        # Backward passes since the last report, and gradients that were not finite then.
-        self._passes, self._left = 0, set[str]()
+        # Whether a pass ended since the last report, and gradients that were not finite then.
+        self._passed, self._left = False, set[str]()
         # Whether gradients may be left that were not finite before a pass.
         self._stale = False
         self._habits = Habits()
@@ -115,33 +102,23 @@ class GradientWatch:
         self._sum: ShardSum | None = None
         # Reduced gradients are those of all processes, and do not say which of them is at fault.
         weights = witnesses(model) if process_world(process_group).size == 1 else {}
-        self._taps = {
-            module: Tap(
-                own_name(name, model),
-                not any(part in weights for part in module.modules()),
-                self,
-                self.clock,
-            )
-            for name, module in model.named_modules()
-        }
-        for module, tap in self._taps.items():
-            tap.attach(module, model)
-        if any(is_compiled(module) for module in self._taps):
-            # Code that was compiled before has no hooks and would be reused without them.
-            torch.compiler.reset()
+        self._taps: dict[nn.Module, Tap] = {}
+        for name, module in model.named_modules():
+            hooked = not any(part in weights for part in module.modules())
+            self._taps[module] = Tap(own_name(name, model), hooked, self.clock)
+            self._taps[module].attach(module, model)
+            if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+                # Code that was compiled before has no hooks and would be reused without them.
+                torch.compiler.reset()
         # A watch that is dropped leaves no hooks behind either.
         self._detach = weakref.finalize(self, detach, [*self._taps])
-        self._detach.atexit = False
         # By module and name, and not by tensor: a cast or a wrapper may put another one there.
-        places = [(m._parameters, name, self._taps[m]) for m, name in weights.items()]
-        self._small = [place for place in places if _is_small(place[0][place[1]])]
-        self._large = [place for place in places if not _is_small(place[0][place[1]])]
+        self._witnesses = [(self._taps[m], m._parameters, leaf) for m, leaf in weights.items()]
 
     def close(self) -> None:
         """Takes the hooks away; the model is as it was. Findings can still be reported."""
         self._close()
         self._detach()
-        self._taps, self._small, self._large = {}, [], []
 
     def __enter__(self) -> "GradientWatch":
         return self
@@ -159,7 +136,7 @@ class GradientWatch:
         self._close()
         self._judge(wait=True)
         mine = self._finding or self._parameter_fault()
-        self._finding, self._recovered, self._passes = None, True, 0
+        self._finding, self._recovered, self._passed = None, True, False
         self._left = {*self._broken_gradients()} if mine is not None else set()
         world = process_world(self._group)
         if world.size == 1:
@@ -172,10 +149,8 @@ class GradientWatch:
         ]
         # A fault that is seen only in reduced gradients is dropped if another process knows the
         # pass that caused it.
-        faults = [fault for fault in faults if fault.kind not in _OF_PARAMETERS] or faults
-        latest = max((fault.last for fault in faults), default=0)
-        row = [fault for fault in faults if fault.last == latest]
-        return min(row, key=lambda fault: (fault.batch, *fault.order), default=None)
+        faults = [fault for fault in faults if fault.order[0] < 3] or faults
+        return min(faults, key=lambda f: (-f.last, f.batch, *f.order), default=None)
 
     def norms(self, group_of: Callable[[str], str] | None = None) -> GradientNorms:
         """Norms of the gradients as they are now, by parameter and by group.
@@ -191,27 +166,34 @@ class GradientWatch:
         Raises:
             RuntimeError: If ``stop_after`` steps in a row were not finite.
         """
-        if not torch.is_grad_enabled() or in_fake_mode():
+        # Tensors have shapes only, or are recorded, for a tool that plans, counts or traces.
+        keys = torch._C._TorchDispatchModeKey
+        odd = any(map(torch._C._get_dispatch_mode, (keys.FAKE, keys.PROXY)))
+        if not torch.is_grad_enabled() or odd or torch._C._is_tracing():
             self.current = None
             return
         self._judge(wait=False)
         if self._stop_after is not None and self._bad_steps + self._bad >= self._stop_after:
+            found = self._finding or self._parameter_fault()
+            if found and found.order[0] > 1 and process_world(self._group).size > 1:
+                words = f"{found.seen_in}, which may be that of another process"
+                found = replace(found, kind="unknown", name="", seen_in=words)
             raise RuntimeError(
                 f"Expected finite gradients. Found {self._bad_steps + self._bad} steps in a row "
-                f"with some that are not: {self._finding or self._parameter_fault()} "
+                f"with some that are not: {found} "
                 "Remedy: mend the cause, or a larger `stop_after`."
             )
-        if self._open:
-            self._open[-1].settle()
         self._last = None
-        self.current = Pass(self.batches, self.clock, inputs, self._await_backward)
+        # Weights' gradients would not say in which of several passes they broke.
+        every = not self.batches or bool(self._open)
+        self.current = Pass(self.batches, self.clock, inputs, every=every)
         self.batches += 1
         self._awaited = False
         self._open.append(self.current)
         if len(self._open) > _MOST_OPEN:
             self._finish(self._open.popleft())
 
-    def _await_backward(self, one: Pass) -> None:
+    def await_backward(self, one: Pass) -> None:
         """Begins a backward pass: asks the engine to close the open passes when it is over."""
         if one not in self._open:
             # The graph was kept: the same forward pass again.
@@ -221,7 +203,6 @@ class GradientWatch:
         if self._awaited:
             return
         self._awaited = True
-        self._passes += 1
         # Here and not in the forward pass, because a loop may clear gradients between the two.
         broken = {*self._broken_gradients()} if self._left or self._stale else set[str]()
         self._left &= broken
@@ -243,11 +224,12 @@ class GradientWatch:
         if self._open:
             last = self._open[-1]
             if self.clock.used:
-                last.add(tap.take(last.batch) for tap in self._taps.values())
-            if last.backward or self.clock.used:
-                self._ask_witnesses(last)
+                for tap in self._taps.values():
+                    tap.hand_over(last)
             # From now on each of several forward passes has its own hooks.
             several = sum(one.backward for one in self._open) > 1
+            if (last.backward and not several) or self.clock.used:
+                self._ask_witnesses(last)
             self.clock.detailed = self.clock.detailed or several
         self.current, self._awaited = None, False
         self._mark = self._gradient_mark()
@@ -256,83 +238,73 @@ class GradientWatch:
         self._judge(wait=False)
 
     def _finish(self, over: Pass) -> None:
-        self._passes += over.twice
-        # On a CPU, where a fault has to be explained and weights are still those of the pass.
-        every = self.clock.deferred
-        if every or (over.broken and self._recovered):
-            over.weights = self._seen_of(over, WEIGHT, lambda p: p)
-        every = every or self._stop_after is not None or over.strange(self._habits)
-        if over.backward and every:
-            over.gradients = self._seen_of(over, GRADIENT, lambda p: p.grad)
+        self._passed, over.window = True, self.batches
+        every = self.clock.deferred or (
+            over.broken
+            and any(not is_finite(x.value) and not self._habits.has(x) for x in over.seen)
+        )
+        if every:
+            # A fault has to be explained, and weights are still those of the pass.
+            over.weights, names = self._look(lambda p: p), dict[int, str]()
+            uses = self.model.named_parameters(remove_duplicate=False)
+            for name, p in ((own_name(n, self.model), p) for n, p in uses):
+                over.uses[name] = names.setdefault(id(p), name)
+        if over.backward and (every or self._stop_after is not None):
+            over.gradients = self._look(lambda p: p.grad)
+            over.broken = over.broken or False in over.gradients.values()
         over.close()
         self._closed.append(over)
 
-    def _seen_of(self, over: Pass, what: str, of: Callable[[Tensor], Any]) -> list[Seen]:
+    def _look(self, of: Callable[[Tensor], Any]) -> dict[str, Any]:
         """Looks at something of all parameters."""
-        every = {own_name(name, self.model): of(p) for name, p in self.model.named_parameters()}
-        some = {
-            name: x
-            for name, x in every.items()
-            if has_values(x) and (x.is_floating_point() or x.is_complex())
-        }
-        looks = self._look([*some.values()])
-        return [Seen(what, name, over.batch, look) for name, look in zip(some, looks, strict=True)]
+        named = ((own_name(n, self.model), of(p)) for n, p in self.model.named_parameters())
+        known = ((n, x) for n, x in named if has_values(x))
+        some = {n: x for n, x in known if x.is_floating_point() or x.is_complex()}
+        looks = look_each(some.values(), now=not self.clock.deferred)
+        return dict(zip(some, looks, strict=True))
 
     def _ask_witnesses(self, last: Pass) -> None:
         """Notes gradients of weights in the place of gradients at their modules' outputs."""
-        field = "second" if last.twice else "gradient"
-        found = self._gradients(last, self._small)
-        if found and not self.clock.deferred:
-            total = torch.cat([gradient for _, gradient in found]).sum()
-            if math.isfinite(total.item()):
-                for one, _ in found:
-                    setattr(one, field, True)
-                found = []
-        found += self._gradients(last, self._large)
-        looks = self._look([gradient for _, gradient in found])
-        for (one, _), found_now in zip(found, looks, strict=True):
-            setattr(one, field, found_now)
-            last.broken = last.broken or found_now is False
-
-    def _gradients(self, last: Pass, some: Any) -> list[tuple[Seen, Tensor]]:
-        found = []
-        for holder, name, tap in some:
-            one, weight = tap.output, holder.get(name)
+        found: list[tuple[Seen, Tensor]] = []
+        for tap, parameters, leaf in self._witnesses:
+            weight, name = parameters.get(leaf), f"{tap.name}.{leaf}".lstrip(".")
             if weight is None and not tap.hooked:
                 # Its bias was set to None, or pruning put another weight there.
                 tap.hooked = True
                 warnings.warn(
-                    f"{tap.prefix}{name} is no parameter any longer. GradientWatch does not see "
-                    f"the gradient at the output of {tap.name!r} in this pass.",
+                    f"{name} is no parameter any longer. GradientWatch does not see the gradient "
+                    f"at the output of {tap.name!r} in this pass.",
                     stacklevel=2,
                 )
+            one, gradient = tap.output, weight.grad if weight is not None else None
             # Weights of a module that was not called itself have a gradient all the same.
-            if tap.batch != last.batch or tap.hooked or one.gradient is not None:
+            if one is None or tap.batch != last.batch or tap.hooked or one.gradient is not None:
                 continue
-            if not has_values(weight.grad) or tap.prefix + name in last.left:
-                continue
-            one.weight = tap.prefix + name
-            found.append((one, weight.grad))
-        return found
-
-    def _look(self, tensors: list[Tensor]) -> list[Any]:
-        if not self.clock.deferred:
-            return [finite_now(tensor) for tensor in tensors]
-        # An empty tensor has no largest magnitude.
-        some = [x if x.numel() else x.new_zeros(1) for x in map(values, tensors)]
-        return [*torch._foreach_norm(some, math.inf)] if some else []
+            if has_values(gradient) and name not in last.left:
+                one.weight = name
+                found.append((one, gradient))
+        looks = look_each((gradient for _, gradient in found), now=not self.clock.deferred)
+        for (one, _), fine in zip(found, looks, strict=True):
+            setattr(one, "second" if last.twice else "gradient", fine)
+            last.broken = last.broken or fine is False
 
     def _judge(self, *, wait: bool) -> None:
-        """Looks at passes that have arrived on the host."""
-        while self._closed and self._closed[0].arrived(wait=wait):
-            self._last = over = self._closed.popleft()
-            fault = over.fault(self._habits)
-            if fault is None:
-                self._recovered = True
-            elif self._finding is None or self._recovered:
-                self._finding, self._recovered = replace(fault, last=over.batch), False
-            else:
-                self._finding = replace(self._finding, last=over.batch)
+        """Looks at passes that have arrived on the host, together at those of a backward pass."""
+        while self._closed:
+            window = self._closed[0].window
+            together = [one for one in self._closed if one.window == window]
+            if not all(one.arrived(wait=wait) for one in together):
+                return
+            for _ in together:
+                self._last = over = self._closed.popleft()
+            found = [fault for one in together if (fault := one.fault(self._habits))]
+            # What any of them saw in its forward pass comes first; backward goes from the last.
+            found.sort(key=lambda f: (f.order[0], f.batch if f.in_forward else -f.batch))
+            fault = found[0] if found else None
+            if fault is not None:
+                begun = None if self._recovered else self._finding
+                self._finding = replace(begun or fault, last=over.batch)
+            self._recovered = fault is None
             if over.fresh:
                 self._bad_steps, self._bad = self._bad_steps + 1 if self._bad else 0, False
             self._bad = self._bad or fault is not None
@@ -341,22 +313,15 @@ class GradientWatch:
 
     def _parameter_fault(self) -> Finding | None:
         """A gradient that is not finite though no pass shows why."""
-        name = next(self._broken_gradients(), None)
-        if name is None:
+        broken = self._broken_gradients()
+        if not broken:
             return None
-        last = self.batches - 1
-        if self._last is not None and self._passes and name not in self._left:
-            found = self._last.explain(self._habits, [name])
-            return found and replace(found, last=last)
-        kind = LEFT if self.batches else UNSEEN
+        name = broken[0]
+        if self._last is not None and self._passed and name not in self._left:
+            return self._last.explain(self._habits, [name])
+        kind, last = "left" if self.batches else "unseen", self.batches - 1
         return Finding(kind, name, f"the gradient of {name!r}", "", "", last, last=last)
 
-    def _broken_gradients(self) -> Iterator[str]:
+    def _broken_gradients(self) -> list[str]:
         """Names of the parameters whose gradients are not finite now."""
-        for name, p in self.model.named_parameters():
-            if has_values(p.grad) and not torch.isfinite(values(p.grad)).all():
-                yield own_name(name, self.model)
-
-
-def _is_small(weight: Tensor | None) -> bool:
-    return type(weight) is nn.Parameter and weight.ndim == 1 and weight.numel() <= _SMALL
+        return [n for n, x in self._look(lambda p: p.grad).items() if not is_finite(x)]

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from steadygrad._names import plain_name
 from steadygrad.formulas.tensors import exact, square_sums
-from steadygrad.sharding import ShardSum, aligned, local
+from steadygrad.sharding import ShardSum, aligned
+from steadygrad.watch.passes import values
 
 __all__ = ["GradientNorms", "gradient_norms"]
 
@@ -67,25 +68,17 @@ def gradient_norms(
     parameters = [*model.parameters()]
     device = parameters[0].device if parameters else torch.device("cpu")
     squares = torch.zeros(len(names), dtype=exact(device), device=device)
-    present = [i for i, p in enumerate(parameters) if p.grad is not None]
+    found = {i: p.grad for i, p in enumerate(parameters) if p.grad is not None}
+    present = [*found]
     if present:
-        gradients = [
-            _real(local(aligned(_dense(p.grad), p))) for p in parameters if p.grad is not None
-        ]
+        # A sparse one may have several parts of a row.
+        dense = [g.coalesce() if g.is_sparse else g for g in found.values()]
+        gradients = [values(aligned(g, parameters[i])) for i, g in zip(found, dense, strict=True)]
         squares[present] = square_sums(gradients, squares.dtype)
     # All parameters travel, those without a gradient as zeros: one length on every process.
     squares = (shard_sum or ShardSum(parameters))(squares[None])[0]
-    found = [names[i] for i in present]
-    return GradientNorms(found, [(group_of or _part)(name) for name in found], squares[present])
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    """The values of a sparse gradient, each row once."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _real(gradient: Tensor) -> Tensor:
-    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    names = [names[i] for i in present]
+    return GradientNorms(names, [(group_of or _part)(name) for name in names], squares[present])
 
 
 def _part(name: str) -> str:

@@ -1,15 +1,16 @@
 """A pass of one batch through the model, and the tensors that its modules took and gave.
 
 On a CPU, where reading a value needs no synchronisation, each tensor is checked immediately. On
-other devices the largest magnitude of each row is left on the device, all travel to the host
-together, and they are checked when they have arrived.
+other devices the sums of its rows are left on the device, all travel to the host together, and they
+are checked when they have arrived.
 """
 
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from dataclasses import replace
+from functools import partial, reduce
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,123 +20,113 @@ from torch.utils import _pytree
 from steadygrad._nests import attributes
 from steadygrad.formulas.tensors import exact
 from steadygrad.sharding import local
-from steadygrad.watch.finding import (
-    BATCH,
-    INPUT,
-    OUTPUT,
-    Finding,
-    Habits,
-    Seen,
-    first_fault,
-    is_finite,
-)
+from steadygrad.watch.finding import Finding, Habits, Seen, first_fault, is_finite
 
 if TYPE_CHECKING:
+    from steadygrad.watch.gradient_watch import GradientWatch
     from steadygrad.watch.taps import Tap
 
-__all__ = [
-    "Clock",
-    "Pass",
-    "finite_now",
-    "has_values",
-    "in_backward",
-    "in_fake_mode",
-    "largest",
-    "look",
-    "values",
-]
+__all__ = ["Clock", "Pass", "has_values", "in_backward", "look_each", "values"]
 
 _NARROW = (torch.float16, torch.bfloat16)
 _REAL = (*_NARROW, torch.float32, torch.float64)
 _KNOWN = (*_REAL, torch.complex64, torch.complex128)
+# Tensors with no more elements are copied together, and checked by one call.
+_SMALL = 4096
 
 
 class Clock:
-    """Counts module calls in compiled code, which cannot append to lists but can update a tensor.
+    """What a watch shares with its taps and passes.
+
+    Calls are counted in a tensor, which compiled code can update; it cannot append to lists.
 
     Attributes:
-        ticks: Number of calls, with shape ``()``.
+        watch: Gives the watch; None if it was dropped, and for a copy of a watched model.
+        ticks: Number of calls since there is compiled code, with shape ``()``.
         used: Whether there is compiled code.
         deferred: Whether a read waits for a device, so that it is left until later.
         detailed: Whether to hook all that modules give, and what code gives them, in every pass:
             after the first fault.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, watch: "GradientWatch | None" = None) -> None:
+        self.watch: Callable[[], GradientWatch | None]
+        self.watch = weakref.ref(watch) if watch else lambda: None
         self.ticks = torch.zeros((), dtype=torch.int64, device=device)
         self.used, self.deferred = False, device.type not in ("cpu", "meta")
         self.detailed = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Clock, (self.ticks.device,)
 
 
 class Pass:
     """Collects the observations of one batch.
 
-    Args:
-        batch: Index of the batch.
-        clock: The watch's clock, which says whether reads are deferred.
-        inputs: What the model was given.
-        await_backward: Called with the pass when a gradient arrives.
-
     Attributes:
         seen: Tensors in the order of the forward pass.
-        weights: Names of weights, and whether they are finite, where that was asked.
-        gradients: Names of parameters, and whether their gradients are finite, likewise.
+        entries: Gradients that are not from the model's own graph alone; ``value`` is that part.
+        weights, gradients: By name, what was seen of parameters, where that was asked.
+        uses: Name of the parameter by each of its names; a tied one has several.
         called: Names of the modules that were called.
         left: Parameters whose gradients were not finite before the backward pass: they say nothing
             of this one.
+        every: Whether to hook all that modules give, and what code gives them.
         backward: Whether a gradient has arrived.
-        broken: Whether something is known not to be finite.
+        broken: Whether something may not be finite.
         twice: Whether the loss contains gradients.
-        fresh: Whether no parameter had a gradient before: an optimizer's step begins.
+        window: Number of the backward pass that ended it, with the others of it.
+        fresh: Whether gradients were cleared before: an optimizer's step begins.
     """
 
-    def __init__(
-        self, batch: int, clock: Clock, inputs: Any, await_backward: "Callable[[Pass], None]"
-    ) -> None:
-        self.batch, self._clock = batch, clock
-        # A watch that is dropped takes its passes along.
-        self._await = weakref.WeakMethod(await_backward)
+    def __init__(self, batch: int, clock: Clock, inputs: Any, *, every: bool) -> None:
+        self.batch, self._clock, self.every, self.window = batch, clock, every, -1
+        self.weights, self.gradients = dict[str, Any](), dict[str, Any]()
+        self.called, self.left, self.uses = set[str](), set[str](), dict[str, str]()
+        self.backward = self.fresh = self.twice = False
+        self._copied: tuple[Tensor, torch.cuda.Event] | None = None
         tensors = [x for x in _tensors(inputs) if x.numel()]
         lengths = {x.shape[0] for x in tensors if x.ndim}
         self._rows = lengths.pop() if len(lengths) == 1 else 0
-        self._inputs = [(x.detach(), _version(x)) for x in tensors if x.dtype in _KNOWN]
-        self.seen = [Seen(BATCH, "", batch)]
+        found = [self._look(x) for x in tensors if x.dtype in _KNOWN]
+        # A mask may be minus infinity.
+        some = [x.clamp(min=0).to(clock.ticks.device) for x in found if x is not True]
+        given = Seen("batch", "", sum(some) if some else True)
+        self.broken = clock.deferred or not is_finite(given.value)
+        self.seen = [given]
+        self.entries, self._parts = list[Seen](), dict[tuple[int, int], list[Tensor]]()
+        self._first = torch._C._autograd._get_sequence_nr()
         # Here and not on the tensors, which other code may save.
-        self._notes: dict[int, tuple[weakref.ref[Tensor], int, Seen]] = {}
-        for tensor in tensors:
-            self._remember(tensor, self.seen[0])
-        if clock.deferred:
-            self.seen[0].value, self._inputs = self._greatest_inputs(), []
-        self.weights: list[Seen] = []
-        self.gradients: list[Seen] = []
-        self.called: set[str] = set()
-        self.left: set[str] = set()
-        self.backward = self.broken = self.fresh = self.twice = False
-        self._copied: tuple[Tensor, Any] | None = None
+        self._notes = {id(x): (weakref.ref(x), _version(x), given) for x in tensors}
+
+    def _look(self, tensor: Tensor) -> Any:
+        """True, or sums of each row, with shape ``(rows,)``; of all if it has other rows.
+
+        They are not finite where a value is not, and keep the sign of a mask's infinities.
+        """
+        numbers, rows = values(tensor), self._rows
+        if not (numbers.numel() and (self._clock.deferred or not _all_finite(numbers))):
+            return True
+        told = rows and not tensor.is_sparse and tensor.ndim and len(numbers) == rows
+        found = numbers.reshape(rows if told else 1, -1).sum(1, dtype=exact(numbers.device))
+        return found if told else found[0]
 
     def enter(self, tap: "Tap", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Notes what a module is given."""
         for leaf in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(leaf, Tensor):
-                self._take(tap, leaf)
-            elif isinstance(leaf, (list, tuple, dict)):
-                for tensor in _tensors(leaf):
-                    self._take(tap, tensor)
-
-    def _take(self, tap: "Tap", tensor: Tensor) -> None:
-        one = self._known(tensor)
-        if one is None:
-            self._note(tap, INPUT, tensor)
-        elif one.takers is not None and not in_backward():
-            one.takers.append(tap.name)
-
-    def _remember(self, tensor: Tensor, one: Seen) -> None:
-        self._notes[id(tensor)] = weakref.ref(tensor), _version(tensor), one
+            if isinstance(leaf, (Tensor, list, tuple, dict)):
+                for tensor in (leaf,) if isinstance(leaf, Tensor) else _tensors(leaf):
+                    one = self._known(tensor)
+                    if one is None:
+                        self._note(tap, "input", tensor)
+                    elif one.takers is not None and not in_backward():
+                        one.takers.append(tap.name)
 
     def _known(self, tensor: Tensor) -> Seen | None:
         """What was noted of a tensor; None if nothing was, or it was changed in place since."""
-        found, version, one = self._notes.get(id(tensor), (_nothing, 0, None))
-        return one if found() is tensor and version == _version(tensor) else None
+        note = self._notes.get(id(tensor))
+        known = note and note[0]() is tensor and note[1] == _version(tensor)
+        return note[2] if note and known else None
 
     def see(self, tap: "Tap", output: Any) -> None:
         """Notes what a module gave."""
@@ -145,76 +136,105 @@ class Pass:
             tap.hooked = tap.hooked or tap.batch == self.batch
             tap.batch = self.batch
             self.called.add(tap.name)
-        outputs = (output,) if type(output) is Tensor else floating(output)
+        outputs = (output,) if type(output) is Tensor else _tensors(output)
         for tensor in outputs:
             if self._known(tensor) in (None, self.seen[0]):
-                self._note(tap, OUTPUT, tensor)
+                self._note(tap, "output", tensor)
         if tap.root and not repeated:
             self._await_loss(outputs)
 
-    def _await_loss(self, outputs: Any) -> None:
-        """Hooks the gradients at what the model returned.
-
-        That of a tensor that modules took as well is a sum: the parts that come from within the
-        model are hooked one by one, where they leave the operations that took it.
-        """
-        taken: dict[tuple[Any, int], Seen] = {}
+    def _await_loss(self, outputs: Sequence[Tensor]) -> None:
+        """Hooks the gradients at what the model returned, and what else the loss may take."""
+        # In an object that is not known there is nothing to hook.
+        self._clock.detailed = self._clock.detailed or not outputs
+        self.every = taken = self.every or self._clock.detailed
         for tensor in outputs:
             one = self._known(tensor)
             if one is None or one.returned or tensor.grad_fn is None:
                 continue
             one.returned = True
             self._await_gradient(one, tensor)
-            if one.takers:
-                taken[tensor.grad_fn, tensor.output_nr] = one
-        nodes, known = [tensor.grad_fn for tensor in outputs] if taken else [], {None}
+            taken = taken or bool(one.takers)
+        if taken:
+            noted = [ref() for ref, _, one in self._notes.values() if one.what == "output"]
+            known = [tensor.grad_fn for tensor in noted if tensor is not None]
+            self._follow(known, {self._number(tensor.grad_fn) for tensor in outputs})
+
+    def _follow(self, nodes: list[Any], returned: set[int]) -> None:
+        """Compares gradients in the model's graph with the parts that come from within it."""
+        known: set[Any] = set()
         while nodes:
             node = nodes.pop()
-            if node in known:
+            number = -1 if node in known else self._number(node)
+            if number < 0:
                 continue
             known.add(node)
-            for i, edge in enumerate(node.next_functions):
-                if edge in taken:
-                    node.register_hook(partial(self._hand_on, taken[edge], i))
-                nodes.append(edge[0])
+            if self.every or number in returned:
+                node.register_prehook(partial(self._meet, number, number in returned))
+            edges = [(self._number(later), i) for later, i in node.next_functions]
+            asked = [at >= 0 and (self.every or at in returned) for at, _ in edges]
+            if any(asked):
+                node.register_hook(partial(self._part, edges, asked))
+            nodes += [later for later, _ in node.next_functions]
 
-    def _hand_on(self, one: Seen, number: int, gradients: Any, _: Any) -> None:
-        if has_values(gradients[number]):
-            self._set(one, "within", gradients[number])
+    def _number(self, node: Any) -> int:
+        """Number of a node, which does not keep its graph; -1 for leaves and for older nodes."""
+        number = node._sequence_nr() if node is not None and node.next_functions else -1
+        return number if number >= self._first else -1
 
-    def _note(self, tap: "Tap", what: str, tensor: Tensor) -> None:
+    def _part(self, edges: list[Any], asked: list[bool], gradients: Any, _: Any) -> None:
+        for edge, ask, gradient in zip(edges, asked, gradients, strict=True):
+            if ask and has_values(gradient):
+                self._parts.setdefault(edge, []).append(gradient)
+
+    def _meet(self, number: int, returned: bool, gradients: tuple[Tensor | None, ...]) -> None:
+        for i, gradient in enumerate(gradients):
+            parts = self._parts.pop((number, i), [])
+            # Where the loss contains gradients, the model's parts are in the loss as well.
+            twice = self.twice or torch.is_grad_enabled()
+            if twice or not has_values(gradient) or any(part is gradient for part in parts):
+                continue
+            whole, *inner = map(values, (gradient, *parts))
+            if any(part.shape != whole.shape for part in inner):
+                continue  # Sparse, or sharded in several ways.
+            one = Seen("output", "", returned=returned)
+            total = reduce(torch.add, inner) if inner else None
+            self._set(one, "gradient", whole)
+            self._set(one, "value", total)
+            self.entries.append(one)
+            kept = not (returned or self._clock.deferred)
+            if kept and (total is None or not torch.equal(total, whole)):
+                # The loss takes what the model keeps: later passes are measured as this one is.
+                self._clock.detailed = True
+
+    def _note(self, tap: "Tap", what: Literal["input", "output"], tensor: Tensor) -> None:
         if tensor.dtype not in _KNOWN or not has_values(tensor):
             return
-        if in_backward():
-            # Reentrant checkpointing: this forward pass is the one that has a graph.
-            one = tap.input if what == INPUT else tap.output
-            if one is None:
-                return
-        else:
-            one = Seen(what, tap.name, self.batch)
+        # Reentrant checkpointing: the forward pass within the backward pass has a graph.
+        one = getattr(tap, what) if in_backward() else Seen(what, tap.name)
+        if one is None:
+            return
+        if not in_backward():
+            setattr(tap, what, one)
             self.seen.append(one)
-            if what == INPUT:
-                tap.input = one
-            else:
-                tap.output = one
+            if what == "input":
+                one.takers = [tap.name]
             if self._clock.used:
-                one.time = self._clock.ticks.clone()
+                one.time = self._clock.ticks.add_(1).clone()
             self._set(one, "value", tensor)
-        self._remember(tensor, one)
-        if tap.hooked or not self.batch or self._clock.detailed:
+        self._notes[id(tensor)] = weakref.ref(tensor), _version(tensor), one
+        if tap.hooked or self.every or self._clock.detailed:
             self._await_gradient(one, tensor)
 
-    def _set(self, one: Seen, name: str, tensor: Tensor) -> None:
-        before = getattr(one, name)
-        if self._clock.deferred:
-            found = look(tensor, self._rows)
+    def _set(self, one: Seen, name: str, tensor: Tensor | None) -> None:
+        if not has_values(tensor):
+            return
+        before, found = getattr(one, name), self._look(tensor)
+        self.broken = self.broken or found is not True
+        if isinstance(before, Tensor):
             # Of several backward passes through one forward pass.
-            more = isinstance(before, Tensor) and isinstance(found, Tensor)
-            setattr(one, name, before + found if more else found)
-        elif is_finite(before):
-            fine = finite_now(tensor)
-            setattr(one, name, fine or look(tensor, self._rows))
-            self.broken = self.broken or not fine
+            found = before if found is True else found + before.to(found.device, non_blocking=True)
+        setattr(one, name, found)
 
     def _await_gradient(self, one: Seen, tensor: Tensor) -> None:
         node = tensor.grad_fn
@@ -223,129 +243,73 @@ class Pass:
             node.register_prehook(partial(self._arrive, one, tensor.output_nr))
 
     def _arrive(self, one: Seen, number: int, gradients: tuple[Tensor | None, ...]) -> None:
-        gradient = gradients[number]
+        gradient, name = gradients[number], "gradient"
         if not has_values(gradient):
             return
         if torch.is_grad_enabled():
             # With create_graph: the loss will contain this gradient, and go back through it.
             self.twice = self._clock.detailed = True
-            self._set(one, "gradient", gradient)
-            return
-        begun = self._await()
-        if begun is not None:
-            begun(self)
-        self.backward = True
-        self._set(one, "second" if self.twice else "gradient", gradient)
-
-    def add(self, found: Iterable[Seen]) -> None:
-        """Adds what compiled code has noted."""
-        found = [*found]
-        self.seen += found
-        self.called |= {one.name for one in self.seen}
-        if not self._clock.deferred:
-            numbers = (number for one in found for number in (one.value, one.gradient))
-            self.broken = self.broken or not all(map(is_finite, numbers))
-
-    def settle(self) -> None:
-        """Lets go of the inputs: another pass begins before its backward pass."""
-        if self._inputs:
-            found = self._greatest_inputs()
-            self.seen[0].value, self._inputs = True if is_finite(found) else found, []
-
-    def _greatest_inputs(self) -> Any:
-        """The largest number of each row: a mask may be minus infinity."""
-        found = []
-        # Those that the model changed in place are no longer what it was given.
-        for numbers in [values(x) for x, version in self._inputs if version == _version(x)]:
-            rows = self._rows if numbers.ndim and len(numbers) == self._rows else 1
-            found.append(numbers.reshape(rows, -1).amax(1).to(exact(numbers.device)))
-        if not found:
-            return True
-        greatest = torch.stack(torch.broadcast_tensors(*found)).amax(0)
-        return greatest if self._rows else greatest[0]
+        else:
+            watch = self._clock.watch()
+            if watch is not None:
+                watch.await_backward(self)
+            self.backward = True
+            name = "second" if self.twice else "gradient"
+        self._set(one, name, gradient)
 
     def close(self) -> None:
         """Sends the numbers from a device to the host; nothing waits for them."""
-        self._notes = {}
-        if not (self._clock.deferred or self._clock.used):
+        self._notes, self._parts = {}, {}
+        device = self._clock.ticks.device
+        owners = (*map(vars, (*self.seen, *self.entries)), self.weights, self.gradients)
+        found = [(own, key) for own in owners for key, x in own.items() if isinstance(x, Tensor)]
+        if device.type == "cpu" or not found:
             return
-        found = [value.reshape(-1) for _, _, value in self._on_device()]
-        if not found:
-            return
-        column = torch.cat([x.to(found[0].device, torch.float64) for x in found])
-        if column.device.type == "cpu":
-            self._copied = column, None
-            return
-        host = torch.empty_like(column, device="cpu", pin_memory=True)
-        arrived = torch.cuda.Event()
-        self._copied = host.copy_(column, non_blocking=True), arrived
+        numbers = [own[key].to(device, torch.float64, non_blocking=True) for own, key in found]
+        column = torch.cat([x.reshape(-1) for x in numbers])
+        host, arrived = torch.empty_like(column, device="cpu", pin_memory=True), torch.cuda.Event()
+        host.copy_(column, non_blocking=True)
         arrived.record()
+        self._copied = host, arrived
+        parts = host.split([x.numel() for x in numbers])
+        for (own, key), x, part in zip(found, numbers, parts, strict=True):
+            own[key] = part.view(x.shape)
 
     def arrived(self, *, wait: bool) -> bool:
         """Whether all numbers are on the host."""
-        if self._copied is None or self._copied[1] is None:
+        if self._copied is None:
             return True
         if wait:
             self._copied[1].synchronize()
         return bool(self._copied[1].query())
 
-    def strange(self, habits: Habits) -> bool:
-        """Whether something is not finite that may be all right, on a CPU."""
-        return self.broken and any(
-            not is_finite(one.value) and not habits.has(one) for one in self.seen
-        )
-
     def fault(self, habits: Habits) -> Finding | None:
-        """The first fault; all numbers must have arrived.
-
-        Args:
-            habits: Tensors that are not finite though all is well, to which this pass may add.
-        """
+        """The first fault, once all numbers have arrived; a pass without one adds to the habits."""
         if self._copied is not None:
-            self._unpack()
-        elif self.broken:
-            self.settle()
-        elif self.backward and not self.gradients:
-            habits.learn([])
-            return None
-        signals = [f for one in self.seen for f in (one.gradient, one.second)]
-        made = [g.name for g in self.gradients if not (is_finite(g.value) or g.name in self.left)]
-        if self.backward and not made and all(map(is_finite, signals)):
+            self.broken = not bool(self._copied[0].isfinite().all())
+        # While all is well, nothing is asked of single tensors.
+        seen, made = self.seen if self.broken else [], list[str]()
+        if self._clock.used:
+            self.seen = sorted(self.seen, key=lambda one: float(one.time))
+        if self.broken:
+            made = [n for n, x in self.gradients.items() if n not in self.left and not is_finite(x)]
+        fine = all(is_finite(found) for one in seen for found in (one.gradient, one.second))
+        if self.backward and fine and not made:
             if not self.left:
-                habits.learn(self.seen)
+                habits.learn(seen)
             return None
-        if not (self.backward or not is_finite(self.seen[-1].value)):
+        if not self.backward and is_finite(self.seen[-1].value):
             # An evaluation with gradients enabled. Only passes with a backward pass show which
             # infinities are normal.
             return None
         return self.explain(habits, made)
 
-    def explain(self, habits: Habits, broken: Sequence[str]) -> Finding | None:
+    def explain(self, habits: Habits, broken: list[str]) -> Finding | None:
         """The first fault, given the parameters whose gradients are not finite."""
-        self.settle()
-        weights = [one.name for one in self.weights if not is_finite(one.value)]
-        return first_fault(self.seen, self.called, weights, self.batch, habits, broken)
-
-    def _unpack(self) -> None:
-        """Puts the numbers that have arrived in the places of those on the device."""
-        assert self._copied is not None
-        entries = self._on_device()
-        parts = self._copied[0].split([number.numel() for _, _, number in entries])
-        fine = bool(self._copied[0].isfinite().all())
-        for (one, name, number), part in zip(entries, parts, strict=True):
-            if name == "time":
-                one.time = float(part)
-            else:
-                setattr(one, name, True if fine else part.view(number.shape))
-        self._copied = None
-        self.seen.sort(key=lambda one: -1 if one.what == BATCH else one.time or 0)
-
-    def _on_device(self) -> list[tuple[Seen, str, Tensor]]:
-        names = ("value", "gradient", "second", "within", "time")
-        every = [(one, name) for one in self.seen for name in names]
-        every += [(one, "value") for one in (*self.weights, *self.gradients)]
-        found = [(one, name, getattr(one, name)) for one, name in every]
-        return [entry for entry in found if isinstance(entry[2], Tensor)]
+        bad = {name for name, found in self.weights.items() if not is_finite(found)}
+        weights = {use: name for use, name in self.uses.items() if name in bad}
+        found = first_fault(self.seen, self.entries, self.called, weights, habits, broken)
+        return found and replace(found, batch=self.batch, last=self.batch)
 
 
 def in_backward() -> bool:
@@ -353,24 +317,15 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def in_fake_mode() -> bool:
-    """Whether tensors have shapes only, for a tool that plans or counts."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
 def has_values(tensor: Tensor | None) -> TypeGuard[Tensor]:
     """Whether there is a tensor, with values to look at and one shape."""
-    if tensor is None or tensor.is_meta or tensor.is_nested:
+    if tensor is None or tensor.is_meta or tensor.is_nested or isinstance(tensor, FakeTensor):
         return False
-    return type(tensor) is Tensor or not isinstance(tensor, FakeTensor)
+    return not torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _nothing() -> None:
-    return None
 
 
 def _tensors(nest: Any) -> list[Tensor]:
@@ -380,20 +335,14 @@ def _tensors(nest: Any) -> list[Tensor]:
         if isinstance(leaf, Tensor):
             found += [leaf] if has_values(leaf) else []
         else:
-            found += [tensor for part in attributes(leaf) for tensor in _tensors(part)]
+            parts = leaf.values() if isinstance(leaf, Mapping) else attributes(leaf)
+            found += [tensor for part in parts for tensor in _tensors(part)]
     return found
-
-
-def floating(nest: Any) -> list[Tensor]:
-    """Floating-point tensors among a module's outputs."""
-    return [tensor for tensor in _tensors(nest) if tensor.dtype in _KNOWN]
 
 
 def values(tensor: Tensor) -> Tensor:
     """This process's numbers of a tensor, dense and real."""
-    tensor = tensor.detach()
-    if type(tensor) is not Tensor:
-        tensor = local(tensor)
+    tensor = local(tensor.detach())
     if tensor.is_sparse:
         tensor = tensor._values()
     if tensor.is_complex():
@@ -402,37 +351,18 @@ def values(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in _REAL else tensor.float()
 
 
-def largest(tensor: Tensor) -> Any:
-    """The largest magnitude, which is not finite if any is not; for a device and compiled code."""
-    tensor = values(tensor)
-    return torch.linalg.vector_norm(tensor, math.inf) if tensor.numel() else True
+def look_each(tensors: Iterable[Tensor], *, now: bool) -> list[Any]:
+    """Whether each is finite; its largest magnitude, left on the device, if it is not read now."""
+    # An empty tensor has no largest magnitude.
+    numbers = [x if x.numel() else x.new_zeros(1) for x in map(values, tensors)]
+    if not now:
+        return [*torch._foreach_norm(numbers, math.inf)] if numbers else []
+    small = [x.flatten() for x in numbers if x.numel() <= _SMALL]
+    fine = bool(small) and _all_finite(torch.cat(small))
+    return [(fine and x.numel() <= _SMALL) or _all_finite(x) for x in numbers]
 
 
-def look(tensor: Tensor, rows: int) -> Any:
-    """Sums of each row, with shape ``(rows,)``; of all if it has other rows.
-
-    They are not finite where a value is not, and keep the sign of a mask's infinities.
-
-    Args:
-        tensor: The tensor.
-        rows: Rows of the batch; 0 if they cannot be told.
-    """
-    numbers = values(tensor)
-    if not numbers.numel():
-        return True
-    told = rows and not tensor.is_sparse and tensor.ndim and len(numbers) == rows
-    numbers = (
-        numbers.flatten(1)
-        if told and numbers.ndim > 1
-        else numbers.reshape(rows if told else 1, -1)
-    )
-    found = numbers.sum(1, dtype=exact(numbers.device))
-    return found if told else found[0]
-
-
-def finite_now(tensor: Tensor) -> bool:
-    """Whether all values are finite, on a CPU."""
-    tensor = values(tensor)
+def _all_finite(numbers: Tensor) -> bool:
     # The fastest check; float16 would overflow by adding up what is finite.
-    total = tensor.sum(dtype=torch.float32) if tensor.dtype in _NARROW else tensor.sum()
-    return math.isfinite(total.item()) or bool(torch.isfinite(tensor).all())
+    total = numbers.sum(dtype=torch.float32) if numbers.dtype in _NARROW else numbers.sum()
+    return math.isfinite(total.item()) or bool(torch.isfinite(numbers).all())

@@ -1,21 +1,18 @@
 """The hooks behind each module."""
 
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from steadygrad._nests import tree_map_tensors
-from steadygrad.watch.finding import OUTPUT, Seen
-from steadygrad.watch.passes import Clock, in_backward, largest
+from steadygrad.watch.finding import Seen, is_finite
+from steadygrad.watch.passes import Clock, Pass, in_backward, look_each
 
-if TYPE_CHECKING:
-    from steadygrad.watch.gradient_watch import GradientWatch
-
-__all__ = ["Tap", "detach", "is_compiled", "is_watched", "witnesses"]
+__all__ = ["Tap", "detach", "is_watched", "witnesses"]
 
 _TAP = "_steadygrad_tap"
 
@@ -27,16 +24,9 @@ class Tap:
     whether that is finite; likewise for a module that contains such leaves. Other outputs get a
     hook.
 
-    Args:
-        name: Name of the module.
-        hooked: Whether gradients at its outputs are hooked in every pass.
-        watch: The watch that gets the observations; None for a copy of a watched model.
-        clock: The watch's clock.
-
     Attributes:
+        hooked: Whether gradients at its outputs are hooked in every pass.
         plain: Whether it is one of torch's layers, which never changes its input.
-        root: Whether it is the model.
-        prefix: How names of modules within it begin.
         batch: Index of the last pass in which it was called.
         input: The last tensor that it took and no module had given.
         output: The last one that it gave.
@@ -45,21 +35,16 @@ class Tap:
         time: When the module was last at work in compiled code, by the watch's clock.
     """
 
-    def __init__(
-        self, name: str, hooked: bool, watch: "GradientWatch | None", clock: Clock
-    ) -> None:
-        self.name, self.hooked = name, hooked
+    def __init__(self, name: str, hooked: bool, clock: Clock) -> None:
+        self.name, self.hooked, self.clock = name, hooked, clock
         self.plain = self.root = False
-        self.prefix = f"{name}." if name else ""
-        self.batch, self.input, self.output = -1, None, None
-        self.watch: Callable[[], GradientWatch | None] = weakref.ref(watch) if watch else _nobody
-        self.clock, device = clock, clock.ticks.device
-        self.forward = torch.zeros((), device=device)
-        self.backward = torch.zeros((), device=device, requires_grad=True)
-        self.time = torch.zeros((), dtype=torch.int64, device=device)
-
-    input: Seen | None
-    output: Seen | None
+        self.hooks: list[RemovableHandle] = []
+        self.batch = -1
+        self.input: Seen | None = None
+        self.output: Seen | None = None
+        self.forward = torch.zeros((), device=clock.ticks.device)
+        self.backward = torch.zeros_like(self.forward, requires_grad=True)
+        self.time = torch.zeros_like(clock.ticks)
 
     def attach(self, module: nn.Module, model: nn.Module) -> None:
         """Puts the tap and its hooks behind a module."""
@@ -67,37 +52,37 @@ class Tap:
         # Its inputs are looked at after it, which saves a hook.
         self.plain = (
             type(module).__module__.startswith("torch.nn.modules")
-            and not (self.root or any(True for _ in module.children()))
+            and not (self.root or module._modules)
             and not getattr(module, "inplace", False)
         )
         # A copy of a watched model has hooks already.
         detach([module])
         module.__dict__[_TAP] = self
-        module.register_forward_hook(_after_forward, with_kwargs=True)
+        self.hooks = [module.register_forward_hook(_after_forward, with_kwargs=True)]
         if not self.plain:
-            module.register_forward_pre_hook(_before_forward, with_kwargs=True)
+            hook = module.register_forward_pre_hook(_before_forward, with_kwargs=True)
+            self.hooks.append(hook)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tap, (self.name, self.hooked, None, Clock(self.forward.device))
+        return Tap, (self.name, self.hooked, self.clock), {"hooks": self.hooks}
 
-    def take(self, batch: int) -> Seen:
-        """Hands over the numbers that compiled code left, and clears them."""
-        gradient, self.backward.grad = self.backward.grad, None
-        one = Seen(OUTPUT, self.name, batch, self.forward.clone())
-        # Half a tick before what ran outside of compiled code after it.
-        one.gradient, one.time, one.takers = gradient, self.time - 0.5, None
+    def hand_over(self, over: Pass) -> None:
+        """Adds the numbers that compiled code left to a pass, and clears them."""
+        one = Seen("output", self.name, self.forward.clone(), self.backward.grad, takers=None)
+        one.time, self.backward.grad = self.time.clone(), None
         self.forward.zero_()
-        self.output, self.batch = one, batch
-        return one
+        self.output, self.batch = one, over.batch
+        over.seen.append(one)
+        over.called.add(self.name)
+        over.broken = over.broken or not (is_finite(one.value) and is_finite(one.gradient))
 
     def trace(self, output: Any) -> Any:
         """Observes an output in compiled code: numbers in tensors that are changed in place."""
 
         def crossed(tensor: Tensor) -> Tensor:
-            self.forward.add_(largest(tensor))
+            self.forward.add_(*look_each([tensor], now=False))
             self.clock.used = True
-            self.clock.ticks.add_(1)
-            self.time.copy_(self.clock.ticks)
+            self.time.copy_(self.clock.ticks.add_(1))
             if not self.hooked:
                 return tensor
             through: Tensor = _Largest.apply(tensor, self.backward)  # type: ignore[no-untyped-call]
@@ -109,25 +94,14 @@ class Tap:
 def detach(modules: Iterable[nn.Module]) -> None:
     """Takes taps and their hooks away."""
     for module in modules:
-        module.__dict__.pop(_TAP, None)
-        for hooks, flags in (
-            (module._forward_hooks, module._forward_hooks_with_kwargs),
-            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-        ):
-            for key in [k for k, h in hooks.items() if h in (_after_forward, _before_forward)]:
-                del hooks[key]
-                flags.pop(key, None)
+        tap = module.__dict__.pop(_TAP, None)
+        for hook in tap.hooks if tap else ():
+            hook.remove()
 
 
 def is_watched(module: nn.Module) -> bool:
     """Whether a watch that still exists is attached to a module."""
-    return _TAP in module.__dict__ and module.__dict__[_TAP].watch() is not None
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile has a module, wrapped or in place."""
-    # The wrapper's own type would have to be imported, which takes seconds.
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    return _TAP in module.__dict__ and module.__dict__[_TAP].clock.watch() is not None
 
 
 def witnesses(model: nn.Module) -> Mapping[nn.Module, str]:
@@ -135,30 +109,21 @@ def witnesses(model: nn.Module) -> Mapping[nn.Module, str]:
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     found = {}
     for module in model.modules():
-        own = {leaf: p for leaf, p in module._parameters.items() if p is not None}
-        if any(True for _ in module.children()) or any(uses[id(p)] > 1 for p in own.values()):
-            continue
+        own = dict(module.named_parameters(recurse=False))
         sizes = {leaf: p.numel() for leaf, p in own.items() if p.requires_grad}
-        if sizes:
+        if sizes and not module._modules and all(uses[id(p)] == 1 for p in own.values()):
             found[module] = min(sizes, key=lambda leaf: sizes[leaf])
     return found
-
-
-def _nobody() -> None:
-    return None
 
 
 def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return
     tap = module.__dict__[_TAP]
-    watch = tap.watch()
-    if watch is None:
-        return
-    if tap.root:
-        if not in_backward():
-            watch.begin((args, kwargs))
-    elif watch.current is not None:
+    watch = tap.clock.watch()
+    if watch is not None and tap.root and not in_backward():
+        watch.begin((args, kwargs))
+    elif watch is not None and watch.current is not None:
         watch.current.enter(tap, args, kwargs)
 
 
@@ -169,7 +134,7 @@ def _after_forward(
     tap = module.__dict__[_TAP]
     if torch.compiler.is_compiling():
         return tap.trace(output) if torch.is_grad_enabled() else output
-    watch = tap.watch()
+    watch = tap.clock.watch()
     if watch is None or watch.current is None or torch._C._are_functorch_transforms_active():
         return output
     if tap.plain:
@@ -187,4 +152,4 @@ class _Largest(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, largest(gradient).float()
+        return gradient, look_each([gradient], now=False)[0].float()

@@ -37,11 +37,9 @@ def test_patience_waits_between_changes():
     assert follow(controller, 100.0, 90.0, 110.0, 7) == [2, 2, 2, 4, 4, 4, 8]
 
 
-def test_shrinks_unless_it_may_only_grow():
+def test_shrinks_by_half_at_most():
     down = BatchSizeController(8, count=16, patience=0)
     assert follow(down, 16.0, 12.0, 20.0, 4) == [8, 4, 2, 2]
-    up = BatchSizeController(8, count=16, patience=0, grow_only=True)
-    assert follow(up, 16.0, 12.0, 20.0, 4) == [16] * 4
 
 
 def test_unresolved_estimates_raise_but_never_lower():

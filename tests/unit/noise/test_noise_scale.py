@@ -110,7 +110,7 @@ def test_bad_calls(act, message):
         ({"accumulation": "none"}, "`accumulation`"),
         ({"history": 1}, "`history`.*at least 3"),
         ({"metric": "l1", "source": "per_example"}, "Found source='per_example'. Remedy"),
-        ({"groups": {"weight": "all"}}, "`groups` should be a function .* Found dict. Remedy"),
+        ({"groups": {"weight": "all"}}, "`groups`.*of type dict. Remedy"),
         ({"layers": "norm"}, "`layers` is for source='per_example' only"),
     ],
 )

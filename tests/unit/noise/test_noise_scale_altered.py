@@ -1,7 +1,6 @@
-"""`NoiseScale` notices gradients that are not what it saw, leaves them out, and says why once."""
+"""`NoiseScale` notices gradients that are not what it saw, leaves them out, and says so once."""
 
 import math
-import re
 import warnings
 
 import pytest
@@ -84,22 +83,22 @@ def told_a_scale_that_was_taken_out(model, noise, x, y):
     noise.step(grad_scale=1024.0)
 
 
-ALTERATIONS = {
-    clipped: "as after clipping",
-    clipped_by_value: "as after clipping",
-    cleared: r"Found no gradients\. .*Remedy: call noise.step\(\) before zero_grad",
-    left_over: "gradients of an earlier step",
-    not_seen: "gradients of an earlier step, of a backward pass that was not announced",
-    divided_by_parts: "divided after the backward passes.*`accumulation`",
-    divided_by_samples: "divided after the backward passes.*`accumulation`",
-    unscaled_without_a_scaler: r"another loss scale.*NoiseScale\(model, scaler=scaler\)",
-    told_a_scale_that_was_taken_out: r"another loss scale.*grad_scale=1.0",
-}
+ALTERATIONS = [
+    clipped,
+    clipped_by_value,
+    cleared,
+    left_over,
+    not_seen,
+    divided_by_parts,
+    divided_by_samples,
+    unscaled_without_a_scaler,
+    told_a_scale_that_was_taken_out,
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("alter", ALTERATIONS, ids=lambda alter: alter.__name__)
-def test_it_is_noticed_left_out_counted_and_named(alter, dtype):
+def test_it_is_noticed_left_out_counted_and_said(alter, dtype):
     model, x, y = make(dtype=dtype)
     noise = NoiseScale(model, samples=5)
     with warnings.catch_warnings(record=True) as caught:
@@ -125,7 +124,7 @@ def test_it_is_noticed_left_out_counted_and_named(alter, dtype):
     assert found == pytest.approx(expected, rel=1e-12, nan_ok=True)
     (warning,) = caught
     assert warning.filename == __file__
-    assert re.search(ALTERATIONS[alter], str(warning.message))
+    assert "noise.altered" in str(warning.message)
 
 
 @pytest.mark.parametrize("source", ["microbatch", "per_example", "accumulated"])
@@ -139,7 +138,7 @@ def test_every_source_notices(source):
         with noise.microbatch(5):
             loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    with pytest.warns(UserWarning, match="as after clipping"):
+    with pytest.warns(UserWarning, match="noise.altered"):
         noise.step()
     assert (noise.altered.item(), noise.estimate().measurements.item()) == (1, 1)
 
@@ -155,7 +154,7 @@ def test_every_metric_notices(metric):
     accumulate(model, x, y)
     noise.step()
     optimizer.zero_grad()
-    with pytest.warns(UserWarning, match="as after clipping"):
+    with pytest.warns(UserWarning, match="noise.altered"):
         clipped(model, noise, x, y)
     assert (noise.altered.item(), noise.estimate().measurements.item()) == (1, 1)
 
@@ -174,7 +173,7 @@ def test_an_overflow_is_no_alteration():
 def test_the_count_is_saved():
     model, x, y = make()
     noise = NoiseScale(model, samples=5)
-    with pytest.warns(UserWarning, match="as after clipping"):
+    with pytest.warns(UserWarning, match="noise.altered"):
         clipped(model, noise, x, y)
     other = NoiseScale(model)
     other.load_state_dict(noise.state_dict())
@@ -240,7 +239,7 @@ def test_on_an_accelerator_the_warning_comes_when_its_numbers_have_arrived(monke
     model, x, y = make()
     noise = NoiseScale(model, samples=5)
     monkeypatch.setattr(noise._alterations, "_on_host", False)
-    monkeypatch.setattr(noise._alterations, "_copy", lambda newest: (newest.clone(), Arrived()))
+    monkeypatch.setattr(noise._alterations, "_copy", lambda flag: (flag.clone(), Arrived()))
     noise.altered.fill_(7)  # as after a resume: says nothing of steps to come
     steps = []
     with warnings.catch_warnings(record=True) as caught:
@@ -250,7 +249,7 @@ def test_on_an_accelerator_the_warning_comes_when_its_numbers_have_arrived(monke
             (clipped if step == 20 else whole)(model, noise, x, y)
             steps += [step] * (len(caught) - len(steps))
     assert steps == [48]  # the copy was made at step 32
-    assert "as after clipping" in str(caught[0].message)
+    assert "noise.altered" in str(caught[0].message)
     assert noise.altered.item() == 8
 
 

@@ -397,7 +397,7 @@ def repeated(backward, around="no context", source="microbatch", steps=1):
     [("no context", "microbatch"), ("each", "microbatch"), ("each", "accumulated")],
 )
 def test_two_backward_passes_over_one_forward_pass_are_refused(backward, around, source):
-    with pytest.raises(InputError, match="one backward pass over each forward pass"):
+    with pytest.raises(InputError, match="same samples"):
         repeated(backward, around, source)
 
 
@@ -501,8 +501,10 @@ def test_a_micro_batch_without_samples_is_no_part(run, metric):
 def test_what_a_micro_batch_without_samples_adds_all_the_same_is_noticed():
     model, x, y = make(seed=0)
     noise = NoiseScale(model)
-    with pytest.warns(UserWarning, match="gradients of an earlier step"):
-        told_before(noise, [losses(model, x, y).mean().backward for _ in range(3)], [5, 0, 5])
+    with pytest.warns(UserWarning, match="noise.altered"):
+        told_before(
+            noise, [losses(model, x.clone(), y).mean().backward for _ in range(3)], [5, 0, 5]
+        )
     assert (noise.skipped.item(), noise.altered.item()) == (1, 1)
 
 

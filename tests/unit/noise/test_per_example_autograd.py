@@ -146,9 +146,9 @@ def test_switched_off_and_removed():
     taps = ExampleNorms(model)
     taps.enabled = False
     assert ex.measured(taps, model, batch) == {}
-    assert model.mix(torch.zeros(1, 14, ex.WIDTH)).grad_fn.name() != "_TappedLinearBackward"
+    assert model.mix(torch.zeros(1, 14, ex.WIDTH)).grad_fn.name() != "_TappedOutputBackward"
     taps.enabled = True
     taps.remove()
-    assert model.mix(torch.zeros(1, 14, ex.WIDTH)).grad_fn.name() != "_TappedLinearBackward"
+    assert model.mix(torch.zeros(1, 14, ex.WIDTH)).grad_fn.name() != "_TappedOutputBackward"
     assert all(not m._forward_hooks for m in model.modules())
     assert all(not p._backward_hooks for p in model.parameters())

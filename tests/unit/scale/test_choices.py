@@ -145,26 +145,18 @@ class Tower(nn.Module):
         self.inner.append(self.shared)
 
 
-class Parts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([Block()])
-
-
 MODEL_ERRORS = {
     "no match": (Model, {"heads": 2.0}, "Found 'heads', which matches none .* 'head'"),
     "tied": (Tied, {"up": 2.0}, "'up.weight', in the chosen 'up', and 'down.weight', in no chosen"),
     "tied, both": (Tied, {"up": 2.0, "down": 2.0}, "'down': no single divisor removes both scales"),
     "shared": (Tower, {"inner": 2.0}, "no single divisor removes both scales from its gradient"),
     "shared, chosen": (Tower, {"inner": 2.0, "shared": 4.0}, "both inside and outside"),
-    "no forward": (Parts, {"layers": 2.0}, "ModuleList without a forward. Remedy: .*'layers.\\*'"),
-    "parameters": (Listed, {"extra": 2.0}, "ParameterList without .* do not choose it\\.$"),
     "zero": (Model, {"a": 0.0}, r"layer_scales\['a'\]"),
     "negative": (Model, {"a": -2.0}, r"layer_scales\['a'\]"),
     "infinite": (Model, {"a": float("inf")}, r"layer_scales\['a'\]"),
     "text": (Model, {"a": "2"}, r"layer_scales\['a'\]"),
-    "no mapping": (Model, [("a", 2.0)], "Found list .* Remedy: {'blocks"),
-    "other word": (Model, "automatic", "Found str `'automatic'`"),
+    "no mapping": (Model, [("a", 2.0)], "`layer_scales` .* of type list. Remedy: {'blocks"),
+    "other word": (Model, "automatic", "`layer_scales` .* of type str"),
     "layer's own rule": (Model, {"a": LayerScale(2.0, growth_factor=0.5)}, "growth_factor"),
 }
 

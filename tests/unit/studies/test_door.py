@@ -149,13 +149,17 @@ def test_models_that_are_new_or_meant_to_be_alike(make):
     enter(make_model=make)
 
 
-def test_a_model_that_is_refused_is_left_as_it_is():
-    model = make_model()
-    trainer = make_trainer(make_task(make_model=lambda: model))
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(InputError, match="make_model"):
-        trainer.restart()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({"warmup_samples": 64}, "float32"),
+        ({"per_sample_loss": lambda model, batch: 1e3 * losses(model, batch)}, "float16"),
+    ],
+)
+def test_weights_that_an_ordinary_first_step_would_not_move(changes, dtype):
+    trainer = make_trainer(make_task(make_model=same(), **changes), dtype=dtype)
+    with pytest.raises(InputError, match=r"Task.make_model.*Remedy"):
+        trainer.try_once()
 
 
 def test_a_shared_part_that_no_optimizer_has_may_be_shared():
@@ -182,6 +186,17 @@ def scheduled(factor):
     return make
 
 
+def rated(rate):
+    """As Adafactor with steps of its own choice."""
+
+    def make(parameters, lr):
+        optimizer = SGD([{"params": p} for p in parameters], lr=lr)
+        optimizer.param_groups[0]["lr"] = rate
+        return optimizer
+
+    return make
+
+
 def with_another(parameter):
     return lambda parameters, lr: SGD([*parameters, parameter], lr=lr)
 
@@ -200,6 +215,12 @@ def turns(model, lr):
     return SGD(model.parameters(), lr=lr)
 
 
+def zeroes(model, lr):
+    """The first call alone changes anything."""
+    nn.init.zeros_(model[-1].weight)
+    return SGD(model.parameters(), lr=lr)
+
+
 def exchanges(model, lr):
     model[0] = nn.Linear(8, 16)
     return SGD(model.parameters(), lr=lr)
@@ -210,21 +231,24 @@ def exchanges(model, lr):
     [
         ({"make_optimizer": again()}, "returned before"),
         ({"make_optimizer": lambda p, lr: SGD(p, lr=0.5)}, "0.5 for 0.001"),
+        ({"make_optimizer": rated(None)}, "Found no number, 0.001"),
+        ({"make_optimizer": rated(torch.ones(2))}, "Found no number, 0.001"),
         ({"make_optimizer": scheduled(0.0)}, "Found 0 for 0.001"),
         ({"make_optimizer": with_another(EXTRA), "per_sample_loss": with_extra}, "1 others"),
-        ({"make_optimizer": turns, "optimizer_takes": "model"}, "change to the model"),
-        ({"make_optimizer": exchanges, "optimizer_takes": "model"}, "change to the model"),
+        ({"make_optimizer": turns, "optimizer_takes": "model"}, "with other values, exchanged"),
+        ({"make_optimizer": zeroes, "optimizer_takes": "model"}, "with other values, exchanged"),
+        ({"make_optimizer": exchanges, "optimizer_takes": "model"}, "with other values, exchanged"),
         (
             {"make_optimizer": lambda model, lr: SGD(model.parameters(), lr=lr)},
             "optimizer_takes='model'",
         ),
         (
             {"make_optimizer": lambda named, lr: SGD([p for _, p in named], lr=lr)},
-            "optimizer_takes='named_parameters'",
+            "optimizer_takes=.*'named_parameters'",
         ),
         (
             {"make_optimizer": lambda p, lr: SGD([*p], lr=lr), "optimizer_takes": "model"},
-            "optimizer_takes='parameters'",
+            "optimizer_takes=.* or 'parameters'",
         ),
     ],
 )
@@ -288,8 +312,60 @@ def with_norm():
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 1))
 
 
-def noisy(model, batch):
+def noisy(model, batch, losses=losses):
     return losses(model, (F.dropout(batch[0] + torch.randn_like(batch[0]), 0.5), batch[1]))
+
+
+class Statistics(nn.Module):
+    """A BatchNorm of a task's own, with dropout in one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 1)
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x):
+        x = self.body(F.dropout(x, 0.1, self.training))
+        if self.training:
+            self.mean = x.detach().mean(0)
+        return x - (x.mean(0) if self.training else self.mean)
+
+
+class Frozen(nn.BatchNorm1d):
+    def train(self, mode=True):
+        return super().train(False)
+
+
+class Texts:
+    """Rows of other lengths, padded to the longest of a batch."""
+
+    def __len__(self):
+        return 64
+
+    def batch(self, indices):
+        rows = [torch.full((1 + i % 7 * (i > 32),), 1.0 + i) for i in indices.tolist()]
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+class Text(nn.Module):
+    """Each token alone, with dropout, or with noise that evaluation mode does not turn off."""
+
+    def __init__(self, noise):
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.noise = noise
+
+    def forward(self, x):
+        return (self.head(F.dropout(x, 0.5, self.noise)[..., None])[..., 0] * (x > 0)).sum(1)
+
+
+def texts(noise):
+    return {
+        "make_model": lambda: Text(noise),
+        "train": Texts(),
+        "valid": Texts(),
+        "per_sample_loss": lambda model, batch: model(batch).square(),
+    }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -301,7 +377,13 @@ def noisy(model, batch):
         ({"per_sample_loss": by_statistics}, True),
         ({"per_sample_loss": of_a_mean}, True),
         ({"make_model": with_norm}, True),
+        ({"make_model": with_norm, "batch_size": 2}, True),
+        ({"make_model": Statistics}, True),
+        ({"per_sample_loss": lambda model, batch: noisy(model, batch, triplet)}, True),
         ({}, False),
+        (texts(noise=False), False),
+        (texts(noise=True), False),
+        ({"make_model": lambda: nn.Sequential(nn.Linear(8, 4), Frozen(4))}, False),
         ({"per_sample_loss": noisy}, False),
         ({"make_model": lambda: nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16))}, False),
         ({"batch_size": 1}, False),

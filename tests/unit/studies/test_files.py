@@ -14,7 +14,6 @@ from steadygrad.studies.files import digests, load_recorded_task, located
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.work import run_job
-from steadygrad.tasks.neighbours import NeighbourFinder
 from tests.unit.studies import framework
 from tests.unit.studies.framework import begin, contents, copy, go_on, lines, part
 from tests.unit.studies.results import rewrite_header
@@ -51,8 +50,7 @@ def home(tmp_path, monkeypatch):
     monkeypatch.chdir(write(tmp_path / "home"))
     # Of another test's folder.
     monkeypatch.delitem(sys.modules, "scale_of_mine", raising=False)
-    finders = [each for each in sys.meta_path if not isinstance(each, NeighbourFinder)]
-    monkeypatch.setattr(sys, "meta_path", finders)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     begin(tmp_path / "run", at=1000)
     return tmp_path / "home"
 

@@ -395,7 +395,7 @@ def test_named_parameters_reach_the_optimizer():
     names = []
 
     def make(named, lr):
-        names.extend(name for name, _ in named)
+        names[:] = [name for name, _ in named]
         return torch.optim.SGD([{"params": [p], "lr": lr} for _, p in named])
 
     trainer = make_trainer(make_task(make_optimizer=make, optimizer_takes="named_parameters"))
@@ -472,7 +472,7 @@ def test_each_repeat_has_weights_of_its_own():
 
 def test_a_lazy_model_is_refused_with_the_remedy():
     lazy = make_task(make_model=lambda: nn.Sequential(nn.LazyLinear(1)))
-    with pytest.raises(InputError, match=r"lazy ones. Remedy: run one batch"):
+    with pytest.raises(InputError, match=r"lazy parameters.*Remedy.*one batch through it"):
         make_trainer(lazy)
 
 

@@ -12,12 +12,12 @@ from steadygrad._checks import InputError
 from steadygrad.tasks.corpus import (
     OTHER,
     VOCABULARY,
-    decode,
     encode,
     is_held_out,
     read_corpus,
     source_names,
 )
+from tests.unit.tasks.tiny import decode
 
 
 def write(root: Path, names: list[str], text: str = "x = 1\n") -> Path:
@@ -107,10 +107,10 @@ def test_windows_line_ends_become_line_feeds(tmp_path):
 
 
 def test_a_missing_folder_has_a_remedy(tmp_path, monkeypatch):
-    with pytest.raises(InputError, match=r"zipped standard library.*Remedy"):
+    with pytest.raises(InputError, match=r"Found 0 and 0 under .*python311.*Remedy: .*zipped"):
         read_corpus(tmp_path / "python311.zip")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "none")})
-    with pytest.raises(InputError, match=r"Found none at .*none"):
+    with pytest.raises(InputError, match=r"Found 0 and 0 under .*none"):
         read_corpus()
 
 

@@ -199,15 +199,14 @@ def test_ready_batches_by_name_are_dictionaries():
 @pytest.mark.parametrize(
     ("loader", "found"),
     [
-        (3, "`loader`.*iterable of batches. Found int"),
-        ([], "`loader`.*at least one batch. Found none"),
-        ([(X, "text")], r"`loader`.*Found \(12, 3\), str"),
-        ([(X, X[:5])], r"Found \(12, 3\), \(5, 3\)"),
-        ([torch.tensor(1.0)], r"Found \(\)"),
+        ([], "`loader`.*Found .*no batch"),
+        ([(X, "text")], r"`loader`.*Found loader\[0\]: \(12, 3\), loader\[1\]: str"),
+        ([(X, X[:5])], r"loader\[0\]: \(12, 3\), loader\[1\]: \(5, 3\)"),
+        ([torch.tensor(1.0)], r"Found loader: \(\)"),
         ([()], "Found no tensor"),
-        ([X, X[:, :2]], "Found samples of different shapes"),
-        ([{"x": X}, {"y": X}], "Found batches of different structure"),
-        (DataLoader(DATA, batch_sampler=[[0], [1]]), "`batch_size`.*Found None"),
+        ([X, X[:, :2]], "Found RuntimeError: Sizes of tensors must match"),
+        ([{"x": X}, {"y": X}], "Found ValueError: batches of different structure"),
+        (DataLoader(DATA, batch_sampler=[[0], [1]]), "`batch_size`.*Found `batch_size = None`"),
         (DataLoader(DATA, batch_size=13), "batch is larger than the data"),
     ],
 )

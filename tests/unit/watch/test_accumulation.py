@@ -275,6 +275,16 @@ def test_one_micro_batch_of_many_in_bfloat16():
     assert found.windows[SHORT].ratio == pytest.approx(15 / 16, abs=0.02)  # five roundings
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_mean_of_means_in_bfloat16(seed):
+    """Within the roundings the direction is right."""
+    torch.manual_seed(seed)
+    x, y = torch.randn(16, 5).bfloat16(), torch.randn(16, 4).bfloat16()
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).bfloat16()
+    found = check_accumulation(model, lambda m, b: F.mse_loss(m(b[0]), b[1]), (x, y))
+    assert found.bugs == ["means"]
+
+
 def test_a_gradient_that_cancels():
     """At the minimum nothing is left of the gradient but roundings."""
     draw = torch.Generator().manual_seed(3)
@@ -450,7 +460,7 @@ REFUSED = {
     "order": (pairs, {"x": X}),
     "object": (of_record, Opaque(X, Y)),
     "object beside": (of_record, Named(X, Opaque(X, Y))),
-    "mapping": (classes, type("Attributes", (dict,), {})(x=X, y=Y)),
+    "mapping": (classes, type("Attributes", (dict,), {"__getattr__": dict.__getitem__})(x=X, y=Y)),
     "nothing": (lambda model, batch: model(X).square().mean(), {"x": 1.0}),
 }
 
@@ -461,6 +471,7 @@ def test_layout_that_is_refused(layout):
     with pytest.raises(InputError, match=r"`batch`.*`split=`") as refused:
         check_accumulation(nn.Linear(5, 3), loss, batch)
     assert "\n" not in str(refused.value)
+    assert "ndim" not in str(refused.value)
 
 
 def cut_packed(batch, indices):
@@ -642,6 +653,37 @@ def test_sample_without_labels(divisor, bug):
     loss = lambda model, batch: masked(batch) / count(batch)  # noqa: E731
     found = check_accumulation(model, loss, batch, accumulate=loop)
     assert found.windows[SINGLE].bug == bug
+
+
+def test_window_without_labels_is_left_out():
+    """Of prompts alone, and the rest of the batch is not."""
+    batch, model = tokens(), model_of()
+    batch["labels"][:8] = IGNORED
+    loss = lambda model, batch: token_sum(model, batch) / count(batch).clamp(min=1)  # noqa: E731
+    found = check_accumulation(
+        model, loss, batch, accumulate=lambda micros: right(model, micros), micro_batches=WINDOWS
+    )
+    names = [window.name.split()[0] for window in found.windows]
+    assert (names, found.bugs) == (["equal", "ragged", "short"], [])
+
+
+def correlation(model, x):
+    """Of a single sample it is 0 / 0."""
+    return torch.corrcoef(torch.stack([model(x)[:, 0], x.square().sum(1)]))[0, 1]
+
+
+def spread(model, x):
+    """Of a single sample it is zero."""
+    return (model(x)[:, 0] - model(x)[:, 0].mean()).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:cov:UserWarning")
+@pytest.mark.parametrize(("loss", "micro_batches"), [(correlation, 4), (spread, 8)])
+def test_loss_that_no_sample_has_alone(loss, micro_batches):
+    """So few weights that equal micro-batches have the whole gradient in their span."""
+    torch.manual_seed(0)
+    found = check_accumulation(nn.Linear(5, 1), loss, X, micro_batches=micro_batches)
+    assert [window.bug for window in found.windows] == ["batch"]
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])

@@ -163,6 +163,7 @@ def masks(x):
     ids=["the mask itself", "a later overflow", "a later root of zero"],
 )
 def test_mask_is_a_habit_and_its_nan_is_none(place, function, kind, before, deferred):
+    torch.manual_seed(0)  # a row that is masked as a whole would be a fault of the softmax
     model = nn.Sequential(
         nn.Linear(6, 6), Module(masks), nn.Softmax(-1), nn.Linear(6, 6), Module(lambda x: x)
     )

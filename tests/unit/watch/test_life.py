@@ -92,13 +92,12 @@ def test_refused_watch_leaves_no_hooks():
     assert hooks(model) == 0
 
 
-def test_passes_without_backward_let_their_inputs_go():
+def test_bad_batch_of_a_pass_without_backward():
     """Rollouts, and an evaluation with gradients enabled."""
     model, _ = make("sequential")
     watch = GradientWatch(model)
     for seed in range(4):
         model(data(seed)[0])
-    assert [len(one._inputs) for one in watch._open] == [0, 0, 0, 1]
     model(data()[0] * torch.nan)
     model(data()[0])
     found = watch.report()

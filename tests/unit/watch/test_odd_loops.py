@@ -1,6 +1,7 @@
 """Losses of gradients, hidden states, several backward passes; models that change; stops."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jacrev, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations, prune
 
 from steadygrad.watch import GradientWatch
@@ -236,6 +238,102 @@ def test_model_that_changes_trains_on(change):
     assert culprit(watch) == ("gradient", "1")
 
 
+def contrast(a, b):
+    return F.cross_entropy(F.normalize(a) @ F.normalize(b).T, torch.arange(len(a)))
+
+
+@pytest.mark.parametrize("healthy", [0, 2])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("call", [0, 1])
+@pytest.mark.parametrize("loss", [contrast, F.mse_loss, F.l1_loss])
+def test_model_that_is_called_twice_before_one_backward_pass(loss, call, masked, healthy):
+    """What either call saw in its forward pass comes first; a mask that did no harm does not."""
+    torch.manual_seed(0)
+    mask = torch.tensor([0, 0, -torch.inf, 0])
+    place = nn.Sequential(Module(lambda x: x + mask), nn.Softmax(-1)) if masked else nn.Tanh()
+    inner = nn.Sequential(nn.Linear(3, 4), place, Module(lambda x: x), nn.Linear(4, 3))
+    model = Module(lambda x: inner(x * 1.0))  # no module takes the batch itself
+    model.inner = inner
+    for fault in ("batch", "output", "gradient", "loss"):
+        watch = GradientWatch(model)
+        for step in range(healthy + 1):
+            outputs, broken = [], step == healthy
+            for i in range(2):
+                x, here = torch.randn(6, 3), broken and i == call
+                x[2] = torch.nan if here and fault == "batch" else x[2]
+                bad = {"output": lambda x: x / 0, "gradient": lambda x: x + root_of_zero(x)}
+                inner[2].function = bad.get(fault if here else "", lambda x: x)
+                outputs.append(model(x))
+            model.zero_grad()
+            (loss(*outputs) * (torch.nan if broken and fault == "loss" else 1)).backward()
+        found = watch.report()
+        name = "inner.2" if fault in ("output", "gradient") else ""
+        assert (found.kind, found.name) == (fault, name)
+        assert fault == "loss" or found.batch == 2 * healthy + call
+        assert fault != "batch" or found.row == 2
+        watch.close()
+
+
+class Keeps(nn.Module):
+    """Keeps a tensor: what its code made, a layer's output, or in an object that is not known."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.how, self.scale = how, torch.ones(5)
+
+    def forward(self, x):
+        h = self.a(x)
+        p = torch.softmax(h, -1)
+        self.kept = {"code": p, "layer": h, "aux": (p.sum(1) * self.scale).sqrt()}.get(self.how, p)
+        y = self.c(self.b(p * 2).tanh())
+        return y if self.how != "object" else SimpleNamespace(y=y, kept=[p])
+
+
+@pytest.mark.parametrize("healthy", [0, 2])
+@pytest.mark.parametrize("how", ["code", "layer", "object", "aux"])
+def test_loss_on_what_the_model_keeps(how, healthy):
+    """No module is blamed for a gradient that came in there."""
+    torch.manual_seed(0)
+    model = Keeps(how)
+    watch = GradientWatch(model)
+    for step in range(healthy + 1):
+        assert watch.report() is None
+        zero = torch.ones(5).index_fill(0, torch.tensor([2]), float(step < healthy))
+        model.scale, scale = (zero, 1) if how == "aux" else (model.scale, zero)
+        model.zero_grad()
+        output = model(torch.randn(5, 4))
+        kept = model.kept if how == "aux" else (model.kept.square().sum(1) * scale).sqrt()
+        (getattr(output, "y", output).sum() + kept.sum()).backward()
+    found = watch.report()
+    assert (found.kind, found.name, found.row) == ("unknown", "", 2)
+
+
+class Opaque:
+    def __init__(self, y):
+        self.inside = [y]
+
+
+class Box(dict):
+    pass
+
+
+@pytest.mark.parametrize(("wrap", "kind"), [(Opaque, "unknown"), (lambda y: Box(y=y), "loss")])
+def test_output_in_an_object_that_is_not_known(wrap, kind):
+    """Its passes are seen nevertheless, and a fault is not one that was left from before."""
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model = Module(lambda x: wrap(inner(x)))
+    model.inner = inner
+    watch, (x, _) = GradientWatch(model), data()
+    for factor, expected in ((1, None), (torch.nan, kind), (torch.nan, kind), (1, None)):
+        model.zero_grad()
+        output = model(x)
+        y = output["y"] if isinstance(output, Box) else output.inside[0]
+        (y.sum() * factor).backward()
+        found = watch.report()
+        assert (found and found.kind) == expected
+
+
 class Derived(nn.Module):
     """Its forward pass takes derivatives of a part of itself, sample by sample."""
 
@@ -265,6 +363,26 @@ def test_function_transforms():
     x[2, 1] = torch.nan
     F.l1_loss(model(x), torch.zeros(5, 1)).backward()
     assert watch.report().row == 2
+
+
+TRACES = {
+    "is_grads_batched": lambda model, x: torch.autograd.grad(
+        model(x), x, torch.eye(5)[:, :, None], is_grads_batched=True
+    ),
+    "vectorized": lambda model, x: torch.autograd.functional.jacobian(model, x, vectorize=True),
+    "jit": torch.jit.trace,
+    "fx": lambda model, x: make_fx(lambda x: model(x))(x.detach()),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("trace", TRACES)
+def test_batched_backward_passes_and_traces(trace):
+    model, x = critic(), torch.randn(5, 4, requires_grad=True)
+    watch = GradientWatch(model)
+    TRACES[trace](model, x)
+    model(x).sum().backward()
+    assert watch.report() is None
 
 
 def test_tensors_without_values():

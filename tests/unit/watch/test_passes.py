@@ -345,6 +345,17 @@ def test_inputs_of_minus_infinity_are_masks(deferred):
     assert watch.report().kind == "batch"
 
 
+def test_tied_weight_is_blamed_where_its_second_module_uses_it():
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9, bias=False))
+    model[2].weight = model[0].weight
+    with torch.no_grad():
+        model[0].weight[8] = torch.nan
+    watch = GradientWatch(model)
+    model(torch.randint(0, 8, (4, 5))).abs().mean().backward()
+    found = watch.report()
+    assert (found.kind, found.name, found.seen_in) == ("weight", "0.weight", "the output of '2'")
+
+
 @pytest.mark.parametrize("deferred", [False, True])
 def test_weight_of_its_own_module_is_blamed(deferred):
     model, _ = make("residual")

@@ -1,4 +1,4 @@
-"""The table of optimizers that ``compare`` knows: names, default learning rates and knobs."""
+"""The optimizers that ``compare`` trains with: those built in, the task's, and a user's own."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -14,16 +14,11 @@ from torch.optim import Optimizer
 
 from steadygrad._checks import InputError
 from steadygrad.optim import LAMB, LANS, ScaledAdam
-from steadygrad.studies.compare.schema import BASELINE, Settings
+from steadygrad.studies.compare.schema import BASELINE, KNOWN, OWN, Knobs, Settings, knobs_at
 from steadygrad.tasks import Task, load_function
 from steadygrad.tasks.made import make_optimizer
 
-__all__ = ["KNOWN", "OWN", "Entry", "entries_of", "made"]
-
-# Bounds of a knob. Its distance from 1, or from 0, is drawn on a logarithmic scale.
-DECAYS, BETAS, MOMENTA = (1e-3, 0.3), (0.9, 0.999), (0.8, 0.98)
-# Name of the task's own optimizer.
-OWN = "task"
+__all__ = ["Entry", "entries_of", "made"]
 
 
 @dataclass(frozen=True)
@@ -31,48 +26,26 @@ class Entry:
     """One optimizer.
 
     Attributes:
-        title: Name of the optimizer in sentences.
         lr: Default learning rate.
         make: ``(model, lr, **knobs) -> optimizer``.
         knobs: Bounds of two options beside the learning rate; empty where none can be tuned.
     """
 
-    title: str
     lr: float
     make: Callable[..., Optimizer]
-    knobs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-
-    def knobs_at(self, point: int) -> dict[str, float]:
-        """Values of the knobs at a quasi-random point, the same for all optimizers.
-
-        Point 0 is the optimizer's defaults. The others are the sequence R2 of Roberts (2018).
-        """
-        if point == 0:
-            return {}
-        ratio = 1.324717957244746
-        return {
-            name: _between(*bounds, (0.5 + point / ratio**axis) % 1)
-            for axis, (name, bounds) in enumerate(self.knobs.items(), start=1)
-        }
+    knobs: Knobs = field(default_factory=dict)
 
     def task(self, task: Task, lr: float, point: int, samples: int) -> Task:
         """The task with this optimizer and the schedule that all optimizers have."""
         return replace(
             task,
-            make_optimizer=partial(self.make, **self.knobs_at(point)),
+            make_optimizer=partial(self.make, **knobs_at(self.knobs, point)),
             optimizer_takes="model",
             lr=lr,
             lr_rule="constant",
             warmup_samples=samples // 10,
             lr_decay="linear",
         )
-
-
-def _between(low: float, high: float, place: float) -> float:
-    """A value between two, logarithmic in its distance from 0, or from 1 where it may be near."""
-    if high > 0.5:
-        return 1 - _between(1 - high, 1 - low, 1 - place)
-    return float(low * (high / low) ** place)
 
 
 def _plain(kind: Callable[..., Optimizer], model: nn.Module, lr: float, **knobs: Any) -> Optimizer:
@@ -121,20 +94,14 @@ def _muon(model: nn.Module, lr: float, weight_decay: float = 0.1, momentum: floa
     return Joined(muon, torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay))
 
 
-_ADAM = {"weight_decay": DECAYS, "beta2": BETAS}
-_SCALED = {"scalar_lr_scale": (0.01, 0.5), "beta2": BETAS}
-_SGD = {"weight_decay": (1e-5, 1e-2), "momentum": MOMENTA}
-_MUON = {"weight_decay": DECAYS, "momentum": MOMENTA}
-KNOWN: Mapping[str, Entry] = MappingProxyType(
-    {
-        BASELINE: Entry("AdamW", 1e-3, partial(_plain, torch.optim.AdamW), _ADAM),
-        "scaledadam": Entry("ScaledAdam", 3e-2, partial(_plain, ScaledAdam), _SCALED),
-        "lans": Entry("LANS", 1e-3, partial(_plain, LANS), _ADAM),
-        "lamb": Entry("LAMB", 1e-3, partial(_plain, LAMB), _ADAM),
-        "sgd": Entry("SGD", 0.1, partial(_plain, partial(torch.optim.SGD, momentum=0.9)), _SGD),
-        "muon": Entry("Muon", 1e-3, _muon, _MUON),
-    }
-)
+_MAKERS: Mapping[str, Callable[..., Optimizer]] = {
+    BASELINE: partial(_plain, torch.optim.AdamW),
+    "scaledadam": partial(_plain, ScaledAdam),
+    "lans": partial(_plain, LANS),
+    "lamb": partial(_plain, LAMB),
+    "sgd": partial(_plain, partial(torch.optim.SGD, momentum=0.9)),
+    "muon": _muon,
+}
 
 
 def entries_of(
@@ -150,8 +117,9 @@ def entries_of(
     Raises:
         InputError: If there is no such optimizer, or one is named twice.
     """
-    found = {BASELINE: KNOWN[BASELINE]}
-    known = {**KNOWN, OWN: Entry("the task's optimizer", task.lr, task.optimizer)}
+    known = {name: Entry(own.lr, _MAKERS[name], own.knobs) for name, own in KNOWN.items()}
+    known[OWN] = Entry(task.lr, task.optimizer)
+    found = {BASELINE: known[BASELINE]}
     names = [name.strip().lower() for name in settings.optimizers.split(",")]
     for name in [name for name in names if name != BASELINE]:
         if name not in known or name in found:
@@ -168,7 +136,7 @@ def entries_of(
                 f"--add should name functions by names of their own. Found {name!r} for two "
                 "optimizers. Remedy: another name for the function."
             )
-        found[name] = Entry(name, task.lr, _added(files.get(spec, spec)))
+        found[name] = Entry(task.lr, _added(files.get(spec, spec)))
     if len(found) == 1:
         raise InputError(
             "Expected an optimizer to compare with AdamW. Found none. Remedy: --optimizers lans."

@@ -1,17 +1,19 @@
-"""From a time budget to amounts of work, by arithmetic alone."""
+"""From a time budget to amounts of work and the list of trials, by arithmetic alone."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 
 import msgspec
 
 from steadygrad._checks import InputError
-from steadygrad.studies.compare.schema import Plan, Settings
-from steadygrad.studies.trials import Trial, makespan
-from steadygrad.tasks import Task
+from steadygrad.studies.compare.schema import KNOWN, Plan, Settings
+from steadygrad.studies.compare.search import LADDER, NEAR, WIDENINGS, Search
+from steadygrad.studies.folder import Results
+from steadygrad.studies.schema import Key
+from steadygrad.studies.trials import Job, Trial, evaluation_cost, makespan
 
-__all__ = ["make_plan"]
+__all__ = ["DEFAULTS", "MARKS", "TURNS", "make_plan", "make_trials"]
 
 # The machine is never quite free, and the report also takes time.
 SHARE_OF_BUDGET = 0.85
@@ -21,13 +23,21 @@ START_UP, START_UP_WORKERS = 4.0, 12.0
 LEVELS = ((10, True, 6400), (8, True, 3200), (5, True, 1600), (5, False, 200), (3, False, 40))
 # Least steps of a short run with the largest batch.
 LEAST_STEPS = 8
+# Seeds at the default learning rate; evaluations of a verdict's run; measurements of a step's time.
+DEFAULTS, MARKS, TURNS = 2, 4, 28
+
+Chosen = tuple[float, int, int]
+"""Octaves above the default learning rate, point of the other knobs, and seed of a training."""
+Choose = Callable[[Search, str], Chosen | None]
+"""The training of an optimizer; None where there is nothing to ask."""
 
 
 def make_plan(
     settings: Settings,
-    task: Task,
     optimizers: Sequence[str],
     *,
+    batch_size: int,
+    train_size: int,
     speed: float,
     workers: int,
     trials_of: Callable[[Plan], Sequence[Trial]],
@@ -39,32 +49,32 @@ def make_plan(
 
     Args:
         settings: The study's settings.
-        task: The task.
         optimizers: Names of the optimizers.
+        batch_size: The task's batch size.
+        train_size: Training samples; no batch is larger.
         speed: Samples a second of one trial.
         workers: Trials at a time.
         trials_of: The trials of a plan.
 
     Raises:
-        InputError: If batch sizes or length cannot be used, or the budget is too small for any
-            answer.
+        InputError: If batch sizes or length cannot be used, or the budget gives no answer.
     """
     if settings.seeds == 1:
         raise InputError(
             "--seeds should be at least 2, as one difference has no interval. Found 1. Remedy: "
             "--seeds 5."
         )
-    multiples, size = _multiples(settings.batches, task), task.batch_size
+    multiples = _multiples(settings.batches, train_size // batch_size)
     start_up = START_UP_WORKERS if workers > 1 else START_UP
     span = SHARE_OF_BUDGET * max(0.0, settings.budget - start_up) * speed
     # Every horizon is a whole number of steps at every batch size.
-    unit = 4 * math.lcm(*multiples) * size
-    least = math.ceil(4 * LEAST_STEPS * multiples[-1] * size / unit)
+    unit = 4 * math.lcm(*multiples) * batch_size
+    least = math.ceil(4 * LEAST_STEPS * multiples[-1] * batch_size / unit)
     given = _given(settings.samples, unit, least)
 
     def priced(seeds: int, full: bool, parts: int) -> Plan:
         plan = Plan(
-            batch_size=size,
+            batch_size=batch_size,
             optimizers=tuple(optimizers),
             multiples=multiples,
             horizons=(parts * unit // 4, parts * unit // 2, parts * unit),
@@ -81,7 +91,7 @@ def make_plan(
 
     for seeds, full, steps in LEVELS:
         prices = partial(priced, settings.seeds or seeds, full)
-        fewest = max(least, math.ceil(steps * size / unit))
+        fewest = max(least, math.ceil(steps * batch_size / unit))
         plan = prices(given) if given else _longest(prices, fewest, span)
         if plan.span <= span:
             return plan
@@ -106,12 +116,11 @@ def _given(samples: int, unit: int, least: int) -> int:
     return given
 
 
-def _multiples(text: str, task: Task) -> tuple[int, ...]:
+def _multiples(text: str, most: int) -> tuple[int, ...]:
     try:
         found = tuple(int(word) for word in text.split(","))
     except ValueError:
         found = ()
-    most = len(task.train) // task.batch_size
     if not found or found[0] != 1 or list(found) != sorted({*found}) or found[-1] > most:
         raise InputError(
             "--batches should be growing whole multiples of the task's batch size that begin with "
@@ -130,3 +139,83 @@ def _longest(priced: Callable[[int], Plan], fewest: int, span: float) -> Plan:
         middle = (low + high) // 2
         low, high = (middle, high) if priced(middle).span <= span else (low, middle)
     return priced(low)
+
+
+def make_trials(plan: Plan, valid_size: int) -> list[Trial]:
+    """All trials, in the order in which they are run; one evaluates ``valid_size`` samples."""
+    cost = TURNS * plan.batch_size * (1 + len(plan.optimizers))
+    speed = Trial(("speed",), cost, lambda results: {"kind": "speed"}, "time of a step")
+    return [speed, *_trainings(plan, evaluation_cost(valid_size))]
+
+
+def _trainings(plan: Plan, evaluation: int) -> Iterator[Trial]:
+    """At each batch size the search, the verdicts, and the runs at the default rates."""
+
+    def trials(
+        rung: int, asked: Mapping[Key, Choose], what: str, needs: tuple[Key, ...]
+    ) -> Generator[Trial, None, tuple[Key, ...]]:
+        """Trials of all optimizers, and their keys."""
+        keys = [(*key, name) for key in asked for name in plan.optimizers]
+        for key in keys:
+            cost = plan.horizons[rung] + (MARKS if key[0] == "verdict" else 1) * evaluation
+            job = partial(_job, plan, multiple, rung, str(key[-1]), asked[key[:-1]])
+            yield Trial(key, cost, job, f"{key[-1]}: {what} over {plan.horizons[rung]:,}", needs)
+        return tuple(keys)
+
+    for multiple in plan.multiples:
+        needs: tuple[Key, ...] = (("speed",),)
+        asked: dict[Key, Choose]
+        for rung in range(2 + plan.full):
+            for number in range(1 + WIDENINGS[rung]):
+                places = range(1 if number else len(NEAR if rung else LADDER))
+                search = "search", multiple, rung, number
+                asked = {(*search, p): partial(_searched, rung, number, p) for p in places}
+                needs = yield from trials(rung, asked, "learning rate", needs)
+            if rung == 1 and plan.points > 1:
+                points = range(1, plan.points)
+                asked = {("point", multiple, p): partial(_pointed, p) for p in points}
+                needs = yield from trials(1, asked, "other knobs", needs)
+        # The longer horizon first: a study that is cut short has said the more important. Seed by
+        # seed, so that pairs are whole.
+        for rung in (2, 1):
+            for seed in range(1, plan.seeds + 1):
+                asked = {("verdict", multiple, rung, seed): partial(_judged, rung, seed)}
+                yield from trials(rung, asked, f"seed {seed}", needs)
+        for seed in range(1, 1 + DEFAULTS * (multiple == 1)):
+            asked = {("default", 1, 2, seed): partial(_default, seed)}
+            yield from trials(2, asked, f"default rate, seed {seed}", needs)
+
+
+def _searched(rung: int, number: int, place: int, search: Search, name: str) -> Chosen | None:
+    """A rate of a ladder that is new in a round of widening."""
+    before = search.ladders(rung, number - 1)[name] if number else ()
+    steps = [step for step in search.ladders(rung, number)[name] if step not in before]
+    if place >= len(steps):
+        return None
+    return steps[place], search.point(name) if rung == 2 else 0, 0
+
+
+def _pointed(point: int, search: Search, name: str) -> Chosen | None:
+    # Without knobs it would be the same training.
+    return (search.best(name, 1), point, 0) if name in KNOWN else None
+
+
+def _judged(rung: int, seed: int, search: Search, name: str) -> Chosen | None:
+    point, step = search.tuned(name, rung)
+    return step, point, seed
+
+
+def _default(seed: int, search: Search, name: str) -> Chosen | None:
+    return 0, 0, seed
+
+
+def _job(
+    plan: Plan, multiple: int, rung: int, name: str, choose: Choose, results: Results
+) -> Job | None:
+    chosen = choose(Search(plan, results, multiple), name)
+    if chosen is None:
+        return None
+    # A step of one type: it is a part of the result's name.
+    (step, point, repeat), samples = chosen, plan.horizons[rung]
+    where = {"optimizer": name, "multiple": multiple, "samples": samples, "point": point}
+    return {"kind": "training", **where, "step": float(step), "repeat": repeat}

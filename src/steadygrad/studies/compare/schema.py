@@ -1,35 +1,69 @@
-"""Types of ``compare``."""
+"""Types of ``compare``: what is chosen and planned, what trials give, and what is concluded."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from steadygrad.studies.schema import CommonSettings, Count, Few, Positive, PositiveFloat, Result
+from steadygrad.studies.schema import Finding as CommonFinding
 from steadygrad.studies.schema import Header as CommonHeader
-
-__all__ = [
-    "BASELINE",
-    "LEAST_RATIO",
-    "MOST_RATIO",
-    "OPTIMIZERS",
-    "RESULTS",
-    "Header",
-    "Plan",
-    "Run",
-    "Settings",
-    "Speed",
-    "check",
-]
+from steadygrad.studies.schema import Summary as CommonSummary
 
 BASELINE = "adamw"
-# Those that are built in beside it.
-OPTIMIZERS = ("scaledadam", "lans", "lamb", "sgd", "muon")
+# Name of the task's own optimizer.
+OWN = "task"
 # Beyond these ratios of samples the baseline's loss curve is no guide.
 LEAST_RATIO, MOST_RATIO = 0.25, 4.0
 
 Step = Annotated[float, Meta(ge=-64, le=64)]
+Knobs = Mapping[str, tuple[float, float]]
+"""Bounds of two options beside the learning rate; empty where none can be tuned."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A built-in optimizer: its name in sentences, and its default learning rate."""
+
+    title: str
+    lr: float
+    knobs: Knobs = field(default_factory=dict)
+
+
+# A knob's distance from 0, or from 1 where it may be near, is drawn on a logarithmic scale.
+_BETAS, _DECAYS, _MOMENTA = (0.9, 0.999), (1e-3, 0.3), (0.8, 0.98)
+_ADAM: Knobs = {"weight_decay": _DECAYS, "beta2": _BETAS}
+KNOWN: Mapping[str, Known] = {
+    BASELINE: Known("AdamW", 1e-3, _ADAM),
+    "scaledadam": Known("ScaledAdam", 3e-2, {"scalar_lr_scale": (0.01, 0.5), "beta2": _BETAS}),
+    "lans": Known("LANS", 1e-3, _ADAM),
+    "lamb": Known("LAMB", 1e-3, _ADAM),
+    "sgd": Known("SGD", 0.1, {"weight_decay": (1e-5, 1e-2), "momentum": _MOMENTA}),
+    "muon": Known("Muon", 1e-3, {"weight_decay": _DECAYS, "momentum": _MOMENTA}),
+}
+
+
+def knobs_at(knobs: Knobs, point: int) -> dict[str, float]:
+    """Values of the knobs at a quasi-random point, the same place for all optimizers.
+
+    Point 0 is the optimizer's defaults. The others are the sequence R2 of Roberts (2018).
+    """
+    if point == 0:
+        return {}
+    ratio = 1.324717957244746
+    return {
+        name: _between(*bounds, (0.5 + point / ratio**axis) % 1)
+        for axis, (name, bounds) in enumerate(knobs.items(), start=1)
+    }
+
+
+def _between(low: float, high: float, place: float) -> float:
+    if high > 0.5:
+        return 1 - _between(1 - high, 1 - low, 1 - place)
+    return float(low * (high / low) ** place)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +103,7 @@ class Settings(CommonSettings):
         ),
     ] = 1
     samples: Annotated[
-        int,
-        Meta(ge=0, description="Length of the longest trainings; 0: as the budget allows."),
+        int, Meta(ge=0, description="Length of the longest trainings; 0: as the budget allows.")
     ] = 0
     seeds: Annotated[
         int,
@@ -123,17 +156,13 @@ class Header(CommonHeader, frozen=True, kw_only=True):
 
 
 class Speed(Result, frozen=True, tag="speed"):
-    """Costs of a step, measured in turns; ``time`` holds the seconds of a step with each optimizer.
-
-    Attributes:
-        state_bytes: Bytes of optimizer state for each weight, by optimizer.
-    """
+    """Bytes of state for each weight by optimizer; ``time`` holds the seconds of a step."""
 
     state_bytes: dict[str, float]
 
 
 class Run(Result, frozen=True, tag="training"):
-    """One training from scratch, with a whole learning-rate schedule.
+    """One training from the initial weights, with a whole learning-rate schedule.
 
     Attributes:
         multiple: Batch size over the task's.
@@ -158,6 +187,11 @@ class Run(Result, frozen=True, tag="training"):
     loss: float
     curve: tuple[tuple[Count, float], ...]
 
+    @property
+    def end(self) -> float:
+        """The loss; infinite also where it is no number."""
+        return math.inf if math.isnan(self.loss) else self.loss
+
 
 RESULTS = Speed | Run
 
@@ -170,3 +204,166 @@ def check(header: Header, result: Any) -> tuple[str, str] | None:
     if not isinstance(result, Run) or result.optimizer in known:
         return None
     return f"'optimizer' to be one of {', '.join(known)}", repr(result.optimizer)
+
+
+class Ratio(msgspec.Struct, frozen=True):
+    """A ratio with its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Difference(CommonFinding, frozen=True, kw_only=True, tag="difference"):
+    """Mean paired difference of a loss from AdamW's; below zero is better.
+
+    Attributes:
+        mean: The mean; infinite where the optimizer diverged, NaN where it cannot be said.
+        low: Lower end of its confidence interval; ``high`` is the upper one.
+        confidence: Confidence of the interval, 0.95 or more: Holm's for several comparisons.
+        p_value: P-value of Student's two-sided test, for this comparison alone.
+        verdict: ``"better"``, ``"worse"`` or ``"cannot tell"``.
+        needed: Seeds that would tell in four of five cases, were the mean the true one; None where
+            the verdict is known, or where no number of seeds up to eight thousand would.
+        rates_limit: Whether that is due to the search for learning rates.
+        bootstrap: Percentile interval of the mean, with the same confidence; None below ten pairs.
+    """
+
+    mean: float
+    low: float
+    high: float
+    confidence: float
+    p_value: float
+    verdict: str
+    needed: int | None = None
+    rates_limit: bool = False
+    bootstrap: tuple[float, float] | None = None
+
+
+class Verdict(Difference, frozen=True, kw_only=True, tag="verdict"):
+    """An optimizer against AdamW, at one batch size and length of training.
+
+    Attributes:
+        multiple: Batch size over the task's.
+        lr: Tuned learning rate.
+        sample_ratio: Samples that AdamW needs for the same loss, over those of the training, from a
+            quarter to four: at these it is only known to be beyond. Above 1 the optimizer saves.
+        time_ratio: Time to the same loss over AdamW's, by the time of a step; None at other batch
+            sizes than the task's.
+        losses: By seed; infinite where it diverged.
+        loss: Their mean; ``lost`` is the number of those that diverged.
+    """
+
+    optimizer: str
+    multiple: int
+    samples: int
+    lr: float
+    baseline_lr: float
+    loss: float
+    baseline_loss: float
+    lost: int
+    baseline_lost: int
+    sample_ratio: Ratio | None
+    time_ratio: Ratio | None
+    losses: dict[str, float]
+    baseline_losses: dict[str, float]
+
+
+class Tuned(msgspec.Struct, frozen=True, kw_only=True):
+    """The search for one optimizer's learning rate at one batch size.
+
+    Attributes:
+        lr: The tuned rate; None where the search is not done.
+        step: Octaves of it above the default.
+        knobs: Other options; empty for the defaults.
+        interior: Whether worse rates were tried on both sides of the best one.
+        tried: Losses by rung, and by octave.
+        plateau: Octaves of rates that cost at most a tenth more samples; None without any.
+        plateau_loss: The largest loss there.
+        effort: Expected best loss of 1, 3 and 9 rates picked at random, in the shortest runs.
+        default_loss: Mean loss at the default rate, by two of the seeds.
+    """
+
+    optimizer: str
+    multiple: int
+    lr: float | None
+    step: float
+    knobs: dict[str, float]
+    interior: bool | None
+    tried: dict[str, dict[str, float]]
+    plateau: float | None
+    plateau_loss: float | None
+    effort: dict[str, float]
+    default_loss: float | None
+
+
+class Critical(msgspec.Struct, frozen=True, kw_only=True):
+    """Critical batch size of an optimizer: at most a fifth more samples than the task's own.
+
+    Attributes:
+        overheads: Extra samples as a fraction, by batch size over the task's.
+        within: Largest batch size tried below all that cost more.
+        beyond: Smallest one that costs more; None if none does.
+    """
+
+    optimizer: str
+    overheads: dict[str, float]
+    intervals: dict[str, tuple[float, float]]
+    within: int
+    beyond: int | None
+
+
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """Time of a training step over AdamW's, and bytes of state for each weight."""
+
+    time_ratio: float
+    state_bytes: float
+
+
+class Flip(CommonFinding, frozen=True, tag="flip"):
+    """A verdict that changes its sign with the length of the training."""
+
+    optimizer: str
+    multiple: int
+    short: str
+    long: str
+    samples: tuple[int, int]
+
+
+class Edge(CommonFinding, frozen=True, tag="edge"):
+    """A best learning rate that is the last one tried; whether the answer hangs on it."""
+
+    optimizer: str
+    multiple: int
+    hangs: bool
+
+
+class Brackets(CommonFinding, frozen=True, tag="brackets"):
+    """Critical batch sizes by optimizer: at least the first, and below the second."""
+
+    sizes: dict[str, tuple[int, int | None]]
+
+
+class Summary(CommonSummary, frozen=True, kw_only=True):
+    """Content of ``summary.json``.
+
+    Attributes:
+        batch_size: The task's own.
+        findings: The most important first, of verdicts those after the longest trainings.
+        optimizers: Names in sentences, AdamW first.
+        verdicts: By batch size, the shorter trainings first.
+        critical: Empty where one batch size was tried.
+        trained: Number of trainings, and of those that ``diverged``.
+    """
+
+    batch_size: int
+    findings: tuple[Flip | Edge | Brackets | Verdict, ...]
+    optimizers: dict[str, str]
+    verdicts: tuple[Verdict, ...]
+    flips: tuple[Flip, ...]
+    tuned: tuple[Tuned, ...]
+    critical: tuple[Critical, ...]
+    costs: dict[str, Cost]
+    trained: int
+    diverged: int
+    diverged_by: dict[str, int]

@@ -1,63 +1,28 @@
 """Statistics of paired seeds: differences, several comparisons at a time, and samples saved."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from scipy import special
 
-from steadygrad.studies.compare.schema import LEAST_RATIO, MOST_RATIO
+from steadygrad.studies.compare.schema import LEAST_RATIO, MOST_RATIO, Difference, Ratio
 from steadygrad.studies.statistics import Floats
 
-__all__ = [
-    "Difference",
-    "SampleRatio",
-    "choice_variance",
-    "compare_pairs",
-    "sample_ratio",
-    "seeds_needed",
-]
+__all__ = ["choice_variance", "compare_pairs", "sample_ratio", "seeds_needed"]
 
-ALPHA = 0.05
-POWER = 0.8
+ALPHA, POWER = 0.05, 0.8
 # Mean squared errors of a chosen learning rate, in octaves squared: one that is always added, a
 # quarter of an octave; and the largest that noise can cause, as of a uniform draw from the two
 # octaves on either side of the best rate.
 LEAST_MISS, MOST_MISS = 1 / 16, 4 / 3
 # More seeds than anybody trains.
-MOST_SEEDS = 10_000
+MOST_SEEDS = 8192
 # With fewer pairs a bootstrap has too few different resamples.
-BOOTSTRAP_PAIRS = 10
-DRAWS = 4000
+BOOTSTRAP_PAIRS, DRAWS = 10, 4000
 # Exponents of a loss curve: the usual one of power laws, and two that it lies between.
 USUAL, FLAT, STEEP = 1 / 3, 0.0, 1.0
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Mean paired difference of a loss from the baseline's; below zero is better.
-
-    Attributes:
-        mean: The mean; infinite where the optimizer diverged, NaN where it cannot be said.
-        low: Lower end of its interval.
-        high: Upper end.
-        confidence: Confidence of the interval, 0.95 or more: Holm's for several comparisons.
-        p_value: P-value of Student's two-sided test, for this comparison alone.
-        verdict: ``"better"``, ``"worse"`` or ``"cannot tell"``.
-        needed: Seeds that would tell in four of five cases, were the mean the true one; None where
-            the verdict is known, or where no number of seeds would.
-        bootstrap: Percentile interval of the mean, with the same confidence; None below ten pairs.
-    """
-
-    mean: float
-    low: float
-    high: float
-    confidence: float
-    p_value: float
-    verdict: str
-    needed: int | None = None
-    bootstrap: tuple[float, float] | None = None
 
 
 def compare_pairs(
@@ -79,8 +44,7 @@ def compare_pairs(
             did, NaN where both did.
         choices: Variance of each mean that comes from the choice of learning rates, which all seeds
             share: :func:`choice_variance` of both optimizers. Default: none.
-        family: Number of comparisons that Holm's rule counts, those that have no pairs yet
-            included. Default: those that are given.
+        family: Number of comparisons that Holm's rule counts. Default: those that are given.
 
     References:
         | A Simple Sequentially Rejective Multiple Test Procedure (Holm, 1979)
@@ -92,15 +56,13 @@ def compare_pairs(
     p_values = [_p_value(own, choice) for own, choice in zip(differences, choices, strict=True)]
     found: dict[int, Difference] = {}
     level, decided = ALPHA, True
-    for index in sorted(range(len(p_values)), key=p_values.__getitem__):
+    for i in sorted(range(len(p_values)), key=p_values.__getitem__):
         # Holm's rule: after the first comparison without a verdict no later one gets a verdict.
         if decided:
             level = ALPHA / (family - len(found))
-            decided = p_values[index] <= level
-        found[index] = _judge(
-            differences[index], choices[index], p_values[index], level=level, decided=decided
-        )
-    return [found[index] for index in range(len(p_values))]
+            decided = p_values[i] <= level
+        found[i] = _judge(differences[i], choices[i], p_values[i], level, decided=decided)
+    return [found[i] for i in range(len(p_values))]
 
 
 def choice_variance(bend: float, noise: float) -> float:
@@ -124,23 +86,17 @@ def choice_variance(bend: float, noise: float) -> float:
 
 def _p_value(differences: Floats, choice: float) -> float:
     """P-value of Student's test; of Barnard's for more divergence, where a seed diverged."""
+    count = len(differences)
     if not np.isfinite(differences).all():
         own, base = (int((differences == end).sum()) for end in (math.inf, -math.inf))
-        return _more_often(own - base, len(differences)) if own > base else 1.0
+        # The largest one is at a divergence rate of one half: the excess plus the number of seeds
+        # is then binomial.
+        ways = (math.comb(2 * count, k) for k in range(count + own - base, 2 * count + 1))
+        return sum(ways) / 4.0**count if own > base else 1.0
     mean, error = differences.mean(), _error(differences, choice)
     if error == 0:
         return float(mean == 0)
-    return 2 * float(special.stdtr(len(differences) - 1, -abs(mean) / error))
-
-
-def _more_often(excess: int, count: int) -> float:
-    """Largest probability that the first of two equal optimizers diverges more often by chance.
-
-    Both have the same divergence rate; the first diverges on at least ``excess`` more of ``count``
-    seeds than the second. The probability is largest if each run diverges with probability one
-    half; then the excess plus the number of seeds is binomial.
-    """
-    return sum(math.comb(2 * count, k) for k in range(count + excess, 2 * count + 1)) / 4.0**count
+    return 2 * float(special.stdtr(count - 1, -abs(mean) / error))
 
 
 def _error(differences: Floats, choice: float) -> float:
@@ -153,25 +109,27 @@ def _limit(level: float, count: int) -> float:
 
 
 def _judge(
-    differences: Floats, choice: float, p_value: float, *, level: float, decided: bool
+    differences: Floats, choice: float, p_value: float, level: float, *, decided: bool
 ) -> Difference:
-    confidence = 1 - level
-    if not np.isfinite(differences).all():
-        if decided:
-            return Difference(math.inf, math.inf, math.inf, confidence, p_value, "worse")
-        return Difference(math.nan, -math.inf, math.inf, confidence, p_value, "cannot tell")
-    mean, error = float(differences.mean()), _error(differences, choice)
-    half = _limit(level, len(differences)) * error
-    needed = None if decided else seeds_needed(mean, float(differences.std(ddof=1)), level, choice)
+    count, finite = len(differences), bool(np.isfinite(differences).all())
+    mean, low, high = (math.inf,) * 3 if decided else (math.nan, -math.inf, math.inf)
+    needed, limits = None, False
+    if finite:
+        mean, spread = float(differences.mean()), float(differences.std(ddof=1))
+        half = _limit(level, count) * _error(differences, choice)
+        low, high = mean - half, mean + half
+        needed = None if decided else seeds_needed(mean, spread, level, choice)
+        limits = not decided and needed is None and choice > spread**2 / MOST_SEEDS
     return Difference(
         mean=mean,
-        low=mean - half,
-        high=mean + half,
-        confidence=confidence,
+        low=low,
+        high=high,
+        confidence=1 - level,
         p_value=p_value,
         verdict=("better" if mean < 0 else "worse") if decided else "cannot tell",
-        needed=needed and max(needed, len(differences) + 1),
-        bootstrap=_bootstrap(differences, confidence),
+        needed=needed and max(needed, count + 1),
+        rates_limit=limits,
+        bootstrap=_bootstrap(differences, 1 - level) if finite else None,
     )
 
 
@@ -196,7 +154,7 @@ def seeds_needed(
         choice: As in :func:`compare_pairs`; more seeds do not lessen it.
 
     Returns:
-        The number; None where it is beyond ten thousand, or the mean is zero.
+        The number; None where it is beyond eight thousand, or the mean is zero.
     """
 
     def power(count: int) -> float:
@@ -206,28 +164,8 @@ def seeds_needed(
 
     if mean == 0 or spread == 0:
         return None if mean == 0 else 2
-    low, high = 1, 2
-    while power(high) < POWER:
-        low, high = high, 2 * high
-        if high > MOST_SEEDS:
-            return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if power(middle) >= POWER else (middle, high)
-    return high
-
-
-@dataclass(frozen=True)
-class SampleRatio:
-    """Samples that the baseline needs for the same loss, over the samples of the training.
-
-    Above 1 the optimizer saves samples. The value and the interval's ends lie between a quarter
-    and four: beyond them the baseline's loss curve is no guide.
-    """
-
-    value: float
-    low: float
-    high: float
+    found = 2 + bisect_left(range(2, MOST_SEEDS + 1), POWER, key=power)
+    return found if found <= MOST_SEEDS else None
 
 
 def sample_ratio(
@@ -237,8 +175,8 @@ def sample_ratio(
     *,
     ahead: bool = False,
     choice: float = 0.0,
-) -> SampleRatio | None:
-    r"""Expresses a difference of losses in samples.
+) -> Ratio | None:
+    r"""Samples that the baseline needs for the same loss, over those of the training.
 
     The baseline's loss falls by :math:`s` with twice the samples. On a power law with exponent
     :math:`\alpha` it changes by :math:`d = -\rho s` with :math:`r` times the samples:
@@ -247,7 +185,8 @@ def sample_ratio(
 
     Where the octave lies ahead of the differences' length, :math:`1 - 2^{-\alpha}` takes the place
     of :math:`2^\alpha - 1`. The value takes the exponent to be a third; the interval's ends let it
-    be anything from 0 to 1.
+    be anything from 0 to 1. All lie between a quarter and four: beyond them the baseline's loss
+    curve is no guide.
 
     The interval of :math:`\rho` is Fieller's: all for which Student's test of
     :math:`d + \rho s = 0` does not reject. It leaves out :math:`\rho = 0`, a ratio of one, exactly
@@ -282,7 +221,7 @@ def sample_ratio(
     low, high = (
         [_ratio(rho / a, to, ahead) for to in (FLAT, STEEP)] for rho in (-b - root, -b + root)
     )
-    return SampleRatio(_ratio(-mean / fall, USUAL, ahead), min(low), max(high))
+    return Ratio(_ratio(-mean / fall, USUAL, ahead), min(low), max(high))
 
 
 def _ratio(octaves: float, exponent: float, ahead: bool) -> float:

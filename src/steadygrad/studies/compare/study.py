@@ -1,14 +1,14 @@
 """The study behind ``steadygrad compare``."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from steadygrad.studies.compare.findings import summarize
 from steadygrad.studies.compare.optimizers import Entry, entries_of
-from steadygrad.studies.compare.plan import make_plan
-from steadygrad.studies.compare.runner import Runner, slowdown
-from steadygrad.studies.compare.schema import Header, Plan, Settings
-from steadygrad.studies.compare.summary import summarize
-from steadygrad.studies.compare.trials import make_trials
+from steadygrad.studies.compare.plan import make_plan, make_trials
+from steadygrad.studies.compare.schema import Header, Plan, Settings, Summary
+from steadygrad.studies.compare.trials import slowdown
 from steadygrad.studies.folder import Results
 from steadygrad.studies.schema import Key, Result
 from steadygrad.studies.study import Study, Workplace
@@ -24,11 +24,8 @@ class Compare(Study):
 
     name = "compare"
     header: Header
-
-    def __init__(self, header: Header) -> None:
-        super().__init__(header)
-        # Made once: a user's file runs when its functions are loaded.
-        self._entries: Mapping[str, Entry] = {}
+    # Made once: a user's file runs when its functions are loaded.
+    _entries: Mapping[str, Entry] = MappingProxyType({})
 
     @classmethod
     def make_plan(cls, settings: Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
@@ -39,8 +36,9 @@ class Compare(Study):
         valid = len(task.valid) * (trainer.context.size if task.evaluate else 1)
         return make_plan(
             settings,
-            task,
             tuple(entries),
+            batch_size=task.batch_size,
+            train_size=len(task.train),
             # All have as many trials, so that the mean time of their steps counts.
             speed=speed / slowdown(trainer, entries),
             workers=workers,
@@ -57,13 +55,10 @@ class Compare(Study):
         return make_trials(self.plan, self.header.task.valid_size)
 
     def run(self, job: Job, place: Workplace) -> Result:
-        """Runs one trial."""
+        """Runs one trial, which is given the optimizers by name."""
         task = place.trainer.task
         self._entries = self._entries or entries_of(self.header.settings, task, self.files)
-        fields = {name: value for name, value in job.items() if name != "kind"}
-        runner = Runner(self.plan, self._entries, place)
-        event: Result = getattr(runner, str(job["kind"]))(**fields)
-        return event
+        return super().run({**job, "entries": self._entries}, place)
 
     def milestones(self) -> Mapping[str, Key]:
         """The ends of the search and of the verdicts, at the task's batch size and at all."""
@@ -75,7 +70,7 @@ class Compare(Study):
         }
         return {**found, "larger batches": keys[-1]} if len(self.plan.multiples) > 1 else found
 
-    def summarize(self, results: Results, status: str) -> dict[str, Any]:
+    def summarize(self, results: Results, status: str) -> Summary:
         """The verdicts and their evidence."""
         return summarize(self.header, results, status)
 

@@ -1,246 +1,152 @@
-"""The trials of ``compare``, and the search for learning rates that decides which they are.
-
-Every optimizer gets the same trials: complete short schedules on a ladder of learning rates, runs
-twice as long at the best and its two neighbours, and so on. Where the best rate of one optimizer is
-at the end of its ladder, the ladders of all grow. Then come the verdicts, on seeds of their own.
-"""
+"""The trials of ``compare``: what each kind does with a trainer."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+import time
+from collections.abc import Mapping
+from statistics import fmean, median
+from typing import Any
 
-from steadygrad.studies.compare.optimizers import KNOWN
-from steadygrad.studies.compare.schema import Plan, Run
-from steadygrad.studies.folder import Results
-from steadygrad.studies.schema import Key
-from steadygrad.studies.trials import Job, Trial, evaluation_cost
+import torch
+from torch.optim import Optimizer
 
-__all__ = ["DEFAULTS", "MARKS", "TURNS", "Search", "center", "make_trials"]
+from steadygrad.studies.compare.optimizers import Entry, made
+from steadygrad.studies.compare.plan import MARKS, TURNS
+from steadygrad.studies.compare.schema import Plan, Run, Speed
+from steadygrad.studies.order import main_order
+from steadygrad.studies.study import Workplace
+from steadygrad.studies.trainer import Diverged, Rate, Trainer
+from steadygrad.tasks import guarded
+from steadygrad.tasks.made import check_gradients
 
-# Octaves of the first ladder around an optimizer's default rate, and around the best rate of
-# shorter runs.
-LADDER, NEAR = (-2, -1, 0, 1, 2), (-1, 0, 1)
-# Rates that a ladder may grow by, in short runs, in those twice as long, and in the longest.
-WIDENINGS = (4, 1, 1)
-# Seeds at the default learning rate.
-DEFAULTS = 2
-# Evaluations of a verdict's run.
-MARKS = 4
-# Measurements of a step's time.
-TURNS = 28
+__all__ = ["TRIALS", "slowdown", "speed", "training"]
 
-Ladders = Mapping[str, Sequence[int]]
+# Turns before the study.
+FIRST_TURNS = 6
 
-
-def center(multiple: int) -> int:
-    """Octaves by which the learning rate's default follows the batch size: the square root."""
-    return round(math.log2(multiple) / 2)
+Entries = Mapping[str, Entry]
 
 
-class Search:
-    """The search for the learning rates, as far as its trials are recorded.
+def training(
+    plan: Plan,
+    place: Workplace,
+    entries: Entries,
+    optimizer: str,
+    multiple: int,
+    samples: int,
+    point: int,
+    step: float,
+    repeat: int,
+) -> Run:
+    """Trains from the initial weights; all optimizers see the same data and random numbers."""
+    trainer, task, entry = place.trainer, place.trainer.task, entries[optimizer]
+    lr = entry.lr * 2.0**step
+    trainer.task = entry.task(task, lr, point, samples)
+    try:
+        trainer.restart(repeat)
+        trainer.seed_everything("run", repeat)
+        what = f"{optimizer} at {lr:.3g} over {samples:,}"
+        curve = _curve(place, multiple * plan.batch_size, samples, repeat, what)
+    except Diverged:
+        curve = [(samples, math.inf)]
+    finally:
+        trainer.task = task
+    return Run(
+        optimizer=optimizer,
+        multiple=multiple,
+        samples=samples,
+        point=point,
+        step=step,
+        repeat=repeat,
+        lr=lr,
+        loss=curve[-1][1],
+        curve=tuple(curve),
+    )
 
-    Decisions read only what earlier rounds of the search have asked for, so that they are the same
-    whatever else has been recorded meanwhile. They are kept: a search is made anew for a results
-    that has grown.
 
-    Args:
-        plan: The plan.
-        results: The results.
-        multiple: Batch size over the task's.
+def speed(plan: Plan, place: Workplace, entries: Entries) -> Speed:
+    """Measures a step with each optimizer, and counts the bytes of its state."""
+    trainer, model = place.trainer, place.trainer.model
+    optimizers = {name: made(name, entry, model) for name, entry in entries.items()}
+    seconds = _seconds(trainer, optimizers, TURNS)
+    numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trainer.restart()
+    held = {name: _state_bytes(optimizer) / numel for name, optimizer in optimizers.items()}
+    return Speed(state_bytes=held, time=seconds)
+
+
+TRIALS = {"speed": speed, "training": training}
+
+
+def _curve(
+    place: Workplace, size: int, samples: int, repeat: int, what: str
+) -> list[tuple[int, float]]:
+    """Trains, and evaluates at the end; for the verdicts also on the way."""
+    trainer, count = place.trainer, MARKS if repeat else 1
+    order, at = main_order(len(trainer.task.train), trainer.seed, repeat), 0
+    found: list[tuple[int, float]] = []
+    for seen in trainer.run(order, 0, samples, size, rate=Rate(total=samples)):
+        place.advance(seen - at, what)
+        at = seen
+        if at * count >= samples * (len(found) + 1):
+            loss = place.evaluate()
+            found.append((at, loss if math.isfinite(loss) else math.inf))
+    return found
+
+
+def slowdown(trainer: Trainer, entries: Entries) -> float:
+    """Mean time of a training step over that with the task's own optimizer; at least 1.
+
+    All optimizers take steps here: one that is broken shows before the study begins. The result is
+    rounded to a quarter power of two, so that a slightly busier machine makes the same plan.
     """
-
-    def __init__(self, plan: Plan, results: Results, multiple: int) -> None:
-        self.plan, self.results, self.multiple = plan, results, multiple
-        # Rung of the verdict on the longest horizon.
-        self.last = 2 if plan.full else 1
-        self._ladders: dict[tuple[int, int], Ladders] = {}
-
-    def loss(
-        self, optimizer: str, rung: int, step: float, point: int | None = None
-    ) -> float | None:
-        """Loss of the search's seed; infinite where it diverged, None where it is not recorded.
-
-        The default point of the other knobs is the one that the rung is searched at.
-        """
-        if point is None:
-            point = self.point(optimizer) if rung == 2 else 0
-        samples = self.plan.horizons[rung]
-        run = self.results.get(Run, optimizer, self.multiple, samples, point, step, 0)
-        if run is None:
-            return None
-        return math.inf if math.isnan(run.loss) else run.loss
-
-    def ladders(self, rung: int, rounds: int | None = None) -> Ladders:
-        """Steps that each optimizer tries in a rung, after some rounds of widening."""
-        rounds = WIDENINGS[rung] if rounds is None else rounds
-        if (rung, rounds) not in self._ladders:
-            self._ladders[rung, rounds] = self._widened(rung, rounds)
-        return self._ladders[rung, rounds]
-
-    def _widened(self, rung: int, rounds: int) -> Ladders:
-        if not rounds:
-            first = {name: center(self.multiple) for name in self.plan.optimizers}
-            middles = {name: self.best(name, rung - 1) for name in first} if rung else first
-            offsets = NEAR if rung else LADDER
-            return {name: [best + offset for offset in offsets] for name, best in middles.items()}
-        found = self.ladders(rung, rounds - 1)
-        sides = {name: self._edge(name, rung, steps) for name, steps in found.items()}
-        if not any(sides.values()):
-            return found
-        return {
-            name: [steps[0] - 1, *steps]
-            if (sides[name] or self._nearer(name, rung, steps)) < 0
-            else [*steps, steps[-1] + 1]
-            for name, steps in found.items()
-        }
-
-    def tried(self, optimizer: str, rung: int) -> dict[int, float]:
-        """Recorded losses, by step."""
-        losses = {step: self.loss(optimizer, rung, step) for step in self.ladders(rung)[optimizer]}
-        return {step: loss for step, loss in losses.items() if loss is not None}
-
-    def is_done(self, optimizer: str, rung: int) -> bool:
-        """Whether everything up to a rung is recorded."""
-        rungs = range(rung + 1)
-        return all(len(self.tried(optimizer, r)) == len(self.ladders(r)[optimizer]) for r in rungs)
-
-    def best(self, optimizer: str, rung: int) -> int:
-        """The step with the lowest loss; the lower one of equals."""
-        return self._best(optimizer, rung, self.ladders(rung)[optimizer])
-
-    def is_interior(self, optimizer: str, rung: int) -> bool:
-        """Whether the best step has worse neighbours on both sides."""
-        return not self._edge(optimizer, rung, self.ladders(rung)[optimizer])
-
-    def point(self, optimizer: str) -> int:
-        """The best point of the other knobs."""
-        step, points = self.best(optimizer, 1), range(self.plan.points)
-        return min(points, key=lambda point: (self._known(optimizer, 1, step, point), point))
-
-    def tuned(self, optimizer: str, rung: int) -> tuple[int, float]:
-        """Point of the other knobs, and step of the learning rate, of the verdict at a rung.
-
-        The step is where the parabola through the best one and its neighbours has its minimum, so
-        that no optimizer profits from a ladder that happens to contain its best rate.
-        """
-        rung = min(rung, self.last)
-        point, best = self.point(optimizer), self.best(optimizer, rung)
-        below, _, above = self._near(optimizer, rung)
-        bend = self.bend(optimizer, rung)
-        # Before the last rung, points but the default one were tried at one rate only.
-        if (point and rung < 2) or not 0 < bend < math.inf:
-            return point, float(best)
-        # A quarter of an octave is as fine as it matters.
-        return point, best + round(2 * (below - above) / bend) / 4
-
-    def bend(self, optimizer: str, rung: int) -> float:
-        """Second difference of the losses around the best rate.
-
-        Infinite if the run at the best rate or at a neighbouring rate diverged or is missing.
-        """
-        below, at, above = self._near(optimizer, min(rung, self.last))
-        return below - 2 * at + above if at < math.inf else math.inf
-
-    def _near(self, optimizer: str, rung: int) -> list[float]:
-        """Losses at the best rate and beside it."""
-        best = self.best(optimizer, rung)
-        return [self._known(optimizer, rung, best + offset) for offset in NEAR]
-
-    def _known(self, optimizer: str, rung: int, step: int, point: int | None = None) -> float:
-        loss = self.loss(optimizer, rung, step, point)
-        return math.inf if loss is None else loss
-
-    def _best(self, optimizer: str, rung: int, steps: Sequence[int]) -> int:
-        return min(steps, key=lambda step: (self._known(optimizer, rung, step), step))
-
-    def _edge(self, optimizer: str, rung: int, steps: Sequence[int]) -> int:
-        """Side of the ladder on which the best step has no neighbour: -1, 1, or 0 for none."""
-        best = self._best(optimizer, rung, steps)
-        return -1 if best == steps[0] else int(best == steps[-1])
-
-    def _nearer(self, optimizer: str, rung: int, steps: Sequence[int]) -> int:
-        """Side of the ladder whose end has the lower loss."""
-        low, high = (self._known(optimizer, rung, step) for step in (steps[0], steps[-1]))
-        return -1 if low <= high else 1
+    optimizers = trainer.context.together(
+        lambda: {name: made(name, entry, trainer.model) for name, entry in entries.items()}
+    )
+    seconds = _seconds(trainer, {"": trainer.optimizer, **optimizers}, FIRST_TURNS)
+    trainer.restart()
+    found = fmean(seconds[name] for name in entries) / seconds[""]
+    # The same on every rank.
+    return float(2.0 ** (max(0, round(4 * math.log2(trainer.context.gather(found)[0]))) / 4))
 
 
-def make_trials(plan: Plan, valid_size: int) -> list[Trial]:
-    """All trials, in the order in which they are recorded; one evaluates ``valid_size`` samples."""
-    cost = TURNS * plan.batch_size * (1 + len(plan.optimizers))
-    speed = Trial(("speed",), cost, lambda results: {"kind": "speed"}, "time of a step")
-    return [speed, *_trainings(plan, evaluation_cost(valid_size))]
+def _seconds(trainer: Trainer, optimizers: Mapping[str, Optimizer], turns: int) -> dict[str, float]:
+    """Seconds of a training step of the task's batch with each optimizer, measured in turns.
+
+    At a learning rate of zero the weights stay, so that all steps see the same gradients.
+    """
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+    backward: list[float] = []
+    steps: dict[str, list[float]] = {name: [] for name in optimizers}
+    for _ in range(turns):
+        trainer.context.poll()
+        for name, optimizer in optimizers.items():
+            # Before each step, as in training: whichever step came first after a common one would
+            # find other caches than the rest.
+            began = _clock(trainer)
+            trainer.backward(torch.arange(trainer.task.batch_size))
+            backward.append(_clock(trainer) - began)
+            check_gradients(optimizer, trainer.model, f"The optimizer {name}")
+            began = _clock(trainer)
+            with guarded(f"A step of the optimizer {name}"):
+                optimizer.step()
+            steps[name].append(_clock(trainer) - began)
+            trainer.model.zero_grad()
+    # The first third warms up.
+    common = median(backward[len(backward) // 3 :])
+    return {name: common + median(found[turns // 3 :]) for name, found in steps.items()}
 
 
-def _trainings(plan: Plan, evaluation: int) -> Iterator[Trial]:
-    def trials(rung: int, needs: tuple[Key, ...], what: str, *key: str | int) -> Iterator[Trial]:
-        cost = plan.horizons[rung] + (MARKS if key[0] == "verdict" else 1) * evaluation
-        for name in plan.optimizers:
-            called = f"{name}: {what} over {plan.horizons[rung]:,}"
-            yield Trial((*key, name), cost, partial(_job, plan, (*key, name)), called, needs)
-
-    def searches(multiple: int) -> Iterator[list[Trial]]:
-        """The search with one batch size: groups of trials, each of which needs the one before."""
-        needs: tuple[Key, ...] = (("speed",),)
-        for rung in range(2 + plan.full):
-            for number in range(1 + WIDENINGS[rung]):
-                places = range(1 if number else len(NEAR if rung else LADDER))
-                key = "search", multiple, rung, number
-                group = [t for p in places for t in trials(rung, needs, "learning rate", *key, p)]
-                needs = tuple(trial.key for trial in group)
-                yield group
-            if rung == 1 and plan.points > 1:
-                points, what = range(1, plan.points), "other knobs"
-                group = [t for p in points for t in trials(1, needs, what, "point", multiple, p)]
-                needs = tuple(trial.key for trial in group)
-                yield group
-
-    for multiple in plan.multiples:
-        needs: tuple[Key, ...] = ()
-        for group in searches(multiple):
-            needs = tuple(trial.key for trial in group)
-            yield from group
-        # The longer horizon first: a study that is cut short has said the more important. Seed by
-        # seed, so that pairs are whole.
-        for rung in (2, 1):
-            for seed in range(1, plan.seeds + 1):
-                yield from trials(rung, needs, f"seed {seed}", "verdict", multiple, rung, seed)
-        if multiple == 1:
-            for seed in range(1, DEFAULTS + 1):
-                yield from trials(2, needs, f"default rate, seed {seed}", "default", 1, 2, seed)
+def _clock(trainer: Trainer) -> float:
+    device = trainer.context.device
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+    return time.monotonic()
 
 
-def _job(plan: Plan, key: Key, results: Results) -> Job | None:
-    """The job of a trial; None where the search has nothing to ask."""
-    kind, multiple, name = key[0], int(key[1]), str(key[-1])
-    rung, point, repeat, numbers = 1, 0, 0, [int(part) for part in key[2:-1]]
-    step: float
-    search = Search(plan, results, multiple)
-    if kind == "search":
-        rung, number, place = numbers
-        before = search.ladders(rung, number - 1)[name] if number else ()
-        steps = [step for step in search.ladders(rung, number)[name] if step not in before]
-        if place >= len(steps):
-            return None
-        step, point = steps[place], search.point(name) if rung == 2 else 0
-    elif kind == "point":
-        point, step = numbers[0], search.best(name, 1)
-        # Without knobs it would be the same training.
-        if name not in KNOWN:
-            return None
-    elif kind == "verdict":
-        rung, repeat = numbers
-        point, step = search.tuned(name, rung)
-    else:
-        rung, repeat = numbers
-        step = 0
-    return {
-        "kind": "training",
-        "optimizer": name,
-        "multiple": multiple,
-        "samples": plan.horizons[rung],
-        "point": point,
-        # A number of one type: it is a part of the event's name.
-        "step": float(step),
-        "repeat": repeat,
-    }
+def _state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of an optimizer's state; a tensor that parameters share counts once."""
+    values: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = {id(value): value for value in values if isinstance(value, torch.Tensor)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -45,9 +45,20 @@ def deaf(model, lr):
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+def unrated(model, lr):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer.param_groups[0]["lr"] = None
+    return optimizer
+
+
 def turns(model, lr):
     with torch.no_grad():
         model[0].weight.neg_()
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def zeroes(model, lr):
+    torch.nn.init.zeros_(model[0].weight)
     return torch.optim.AdamW(model.parameters(), lr=lr)
 
 

@@ -1,15 +1,18 @@
 """Small runs of ``compare`` with a plan made by hand, and records that are made up."""
 
+import math
+import random
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from steadygrad.studies.compare.findings import summarize
+from steadygrad.studies.compare.plan import make_trials
 from steadygrad.studies.compare.schema import Header, Plan, Run, Settings, Speed
 from steadygrad.studies.compare.study import Compare
-from steadygrad.studies.compare.trials import make_trials
 from steadygrad.studies.deadline import Deadline
-from steadygrad.studies.folder import Results
+from steadygrad.studies.folder import SCHEMA, Results
 from steadygrad.studies.run import start
 from tests.unit.studies.framework import TINY, Watcher, tiny
 from tests.unit.studies.results import RUNTIME, TASK
@@ -51,8 +54,8 @@ def begin(folder, factory="make_task", *, at=0, plan=PLAN, **settings):
 def header_of(plan, **fields):
     """A header around a plan."""
     return Header(
-        schema=1, study="compare", task=TASK, runtime=RUNTIME, environment={},
-        settings=Settings(), plan=plan, **fields,
+        **{"schema": SCHEMA, "study": "compare", "task": TASK, "runtime": RUNTIME}
+        | {"environment": {}, "settings": Settings(), "plan": plan, **fields}
     )  # fmt: skip
 
 
@@ -78,6 +81,23 @@ def record(plan, loss_of, keep=lambda event: True, speed=True):
     return Results(filter(keep, journal))
 
 
+def noisy(shifts, spread=0.01, fall=0.2):
+    """Losses that fall with the samples; ``shifts`` of an optimizer by horizon."""
+
+    def loss_of(optimizer, multiple, samples, point, step, repeat):
+        own = shifts.get(optimizer, {}).get(samples, 0.0)
+        noise = random.Random(f"{optimizer}{samples}{repeat}{multiple}").gauss(0, spread)
+        common = random.Random(f"{repeat}").gauss(0, 0.1)
+        return 2 - fall * math.log2(samples) + own + noise + common + 0.05 * step**2
+
+    return loss_of
+
+
+def summary(plan, loss_of, status="complete", **options):
+    """The summary of such a study."""
+    return summarize(header_of(plan), record(plan, loss_of, **options), status)
+
+
 def made(loss, **fields):
     """A run's event."""
     return Run(
@@ -86,5 +106,6 @@ def made(loss, **fields):
 
 
 __all__ = [
-    "ADDED", "ALL", "PLAN", "TINY", "begin", "header_of", "made", "planned", "record",
+    "ADDED", "ALL", "PLAN", "TINY",
+    "begin", "header_of", "made", "noisy", "planned", "record", "summary",
 ]  # fmt: skip

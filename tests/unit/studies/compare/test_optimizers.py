@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.studies.compare.optimizers import KNOWN, entries_of, made
-from steadygrad.studies.compare.runner import slowdown
-from steadygrad.studies.compare.schema import Settings
+from steadygrad.studies.compare.optimizers import entries_of, made
+from steadygrad.studies.compare.schema import Settings, knobs_at
+from steadygrad.studies.compare.trials import slowdown
 from tests.unit.studies.compare.runs import ADDED, ALL
 from tests.unit.studies.framework import make_trainer
 from tests.unit.studies.tiny_task import make_model, make_task
+
+KNOWN = entries_of(Settings(optimizers=",".join(ALL)), make_task())
 
 
 class Tied(nn.Module):
@@ -123,8 +125,8 @@ def test_frozen_parameters_are_left_out(name):
 @pytest.mark.parametrize("name", ALL)
 def test_knobs_reach_the_optimizer_and_stay_within_their_bounds(name):
     entry = KNOWN[name]
-    assert entry.knobs_at(0) == {}
-    found = [entry.knobs_at(point) for point in range(1, 65)]
+    assert knobs_at(entry.knobs, 0) == {}
+    found = [knobs_at(entry.knobs, point) for point in range(1, 65)]
     assert len({tuple(knobs.values()) for knobs in found}) == 64
     places = []
     for knob, (low, high) in entry.knobs.items():
@@ -179,8 +181,12 @@ def test_names():
         "a hole": ("lans,,sgd", "", "Found ''"),
         "no function": ("lans", str(ADDED), "--add should name a function in a file.*Found"),
         "no file": ("lans", "nowhere.py:adamax", "Found 'nowhere.py:adamax': no such file"),
-        "not there": ("lans", f"{ADDED}:adamix", "should define 'adamix'.*did you mean 'adamax'"),
-        "no callable": ("lans", f"{ADDED}:not_a_function", "Found int"),
+        "not there": (
+            "lans",
+            f"{ADDED}:adamix",
+            "should define 'adamix', a function. Found adamax,",
+        ),
+        "no callable": ("lans", f"{ADDED}:not_a_function", "should define 'not_a_function'"),
         "added twice": ("lans", f"{ADDED}:adamax,{ADDED}:adamax", "Found 'adamax' for two"),
         "the baseline": ("lans", f"{ADDED}:adamw", "Found 'adamw' for two optimizers"),
     }.values(),
@@ -198,14 +204,16 @@ def test_optimizers_that_cannot_be_compared(optimizers, add, message):
         "raises": "The optimizer raises should run without an error. Found RuntimeError: it broke.",
         "is_none": "The optimizer is_none should return a torch.optim.Optimizer. Found NoneType",
         "of_parameters": "The optimizer of_parameters should run without an error. Found TypeError",
-        "of_others": "should return an optimizer of the model's parameters. Found 1 others",
-        "deaf": "should have the learning rate that its function is handed. Found 0.001 for 0.001.",
-        "casts": "casts should be made without a change to the model. Found parameters of another",
-        "freezes": "freezes should be made without a change to the model. Found parameters of a",
-        "hooks": "hooks should be made without a change to the model. Found .* with other hooks",
-        "turns": "turns should be made without a change to the model. Found .* other values",
-        "exchanges": "exchanges should be made without a change to the model. Found .* exchanged",
-        "same": "The optimizer same should be a new optimizer at each call",
+        "of_others": "should train the parameters of the model .* Found no gradient",
+        "deaf": "at the learning rate that it is handed.* Found 0.001 for 0.001 and for",
+        "unrated": "at the learning rate that it is handed.* Found no number for 0.001 and for",
+        "casts": "casts should .* and leave the model as it is. Found parameters with",
+        "freezes": "freezes should .* and leave the model as it is. Found .* frozen",
+        "hooks": "hooks should .* and leave the model as it is. Found .* with other hooks",
+        "turns": "turns should .* and leave the model as it is. Found .* other values",
+        "zeroes": "zeroes should .* and leave the model as it is. Found .* other values",
+        "exchanges": "exchanges should .* and leave the model as it is. Found .* exchanged",
+        "same": "The optimizer same should make a new optimizer.* Found the one that was returned",
         "no_step": "A step of the optimizer no_step should run without an error. Found Runtime.*no",
     }.items(),
 )
@@ -235,7 +243,7 @@ def test_the_mean_time_of_a_step_slows_the_plan_down(monkeypatch):
         )
     }
     trainer.optimizer = stepping(torch.optim.SGD, 1.0)(trainer.model.parameters(), lr=0.1)
-    monkeypatch.setattr("steadygrad.studies.compare.runner._clock", lambda trainer: clock["now"])
+    monkeypatch.setattr("steadygrad.studies.compare.trials._clock", lambda trainer: clock["now"])
     # Rounded to a quarter power of two.
     assert slowdown(trainer, timed) == 2 ** (6 / 4)
 
@@ -243,7 +251,7 @@ def test_the_mean_time_of_a_step_slows_the_plan_down(monkeypatch):
 def test_optimizers_that_are_faster_do_not_speed_the_plan_up(monkeypatch):
     trainer = make_trainer()
     monkeypatch.setattr(
-        "steadygrad.studies.compare.runner._seconds",
+        "steadygrad.studies.compare.trials._seconds",
         lambda trainer, optimizers, turns: {"": 1.0, "adamw": 0.5, "sgd": 0.25},
     )
     assert slowdown(trainer, entries("sgd")) == 1.0

@@ -5,9 +5,8 @@ import re
 import pytest
 
 from steadygrad._checks import InputError
-from steadygrad.studies.compare.plan import LEVELS, make_plan
+from steadygrad.studies.compare.plan import LEVELS, make_plan, make_trials
 from steadygrad.studies.compare.schema import Settings
-from steadygrad.studies.compare.trials import make_trials
 from tests.unit.studies.tiny_task import make_task
 
 NAMES = ("adamw", "scaledadam", "lans")
@@ -16,8 +15,9 @@ NAMES = ("adamw", "scaledadam", "lans")
 def plan_for(budget, *, speed=200.0, workers=1, names=NAMES, **settings):
     return make_plan(
         Settings(budget=budget, **settings),
-        make_task(),
         names,
+        batch_size=4,
+        train_size=len(make_task().train),
         speed=speed,
         workers=workers,
         trials_of=lambda plan: make_trials(plan, 64),

@@ -9,11 +9,11 @@ import torch
 
 from steadygrad._checks import InputError
 from steadygrad.studies.checkpoint import Checkpoints
-from steadygrad.studies.compare.optimizers import KNOWN, entries_of
-from steadygrad.studies.compare.runner import Runner, _state_bytes
-from steadygrad.studies.compare.schema import Run, Settings, Speed
+from steadygrad.studies.compare.optimizers import entries_of
+from steadygrad.studies.compare.plan import TURNS
+from steadygrad.studies.compare.schema import KNOWN, Run, Settings, Speed, knobs_at
 from steadygrad.studies.compare.study import Compare
-from steadygrad.studies.compare.trials import TURNS
+from steadygrad.studies.compare.trials import _state_bytes, speed, training
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.run import StudyFailed, start
 from steadygrad.studies.strict_json import dumps
@@ -114,19 +114,21 @@ def test_losses_fall_and_adamw_learns(whole):
 
 
 class Places:
-    """A runner in this process."""
+    """Trials in this process."""
 
     def __init__(self, task=None, **settings):
-        self.trainer = make_trainer(task)
-        entries = entries_of(Settings(**settings), self.trainer.task)
-        self.told = []
-        place = Workplace(
+        self.trainer, self.told = make_trainer(task), []
+        self.entries = entries_of(Settings(**settings), self.trainer.task)
+        self.place = Workplace(
             self.trainer, Checkpoints.__new__(Checkpoints), lambda n, what: self.told.append(n)
         )
-        self.runner = Runner(PLAN, entries, place)
 
     def train(self, optimizer, *, step=0, repeat=1, samples=128, multiple=1, point=0):
-        return self.runner.training(optimizer, multiple, samples, point, step, repeat)
+        key = optimizer, multiple, samples, point, step, repeat
+        return training(PLAN, self.place, self.entries, *key)
+
+    def speed(self):
+        return speed(PLAN, self.place, self.entries)
 
 
 def test_pairs_share_weights_data_and_random_numbers(monkeypatch):
@@ -166,7 +168,7 @@ def test_a_training_has_the_batch_size_the_options_and_the_schedule_that_it_is_n
     trainer.step = watched
     places.train("lans", step=1.5, multiple=4, point=3, samples=640)
     (group,) = trainer.optimizer.param_groups
-    knobs = KNOWN["lans"].knobs_at(3)
+    knobs = knobs_at(KNOWN["lans"].knobs, 3)
     assert (group["weight_decay"], group["betas"][1]) == (knobs["weight_decay"], knobs["beta2"])
     assert [size for size, _ in seen] == [16] * 40
     # Linear from nothing over the first tenth, and to nothing over the rest.
@@ -181,7 +183,7 @@ def test_a_training_is_the_same_whatever_ran_before():
     places = Places(optimizers="muon,sgd")
     first = places.train("muon", repeat=2)
     places.train("sgd", step=10, samples=64)
-    places.runner.speed()
+    places.speed()
     places.train("adamw", multiple=4)
     assert places.train("muon", repeat=2) == first
     assert Places(optimizers="muon").train("muon", repeat=2) == first
@@ -221,14 +223,14 @@ def test_the_time_of_a_step_leaves_the_weights(monkeypatch):
     monkeypatch.setattr(torch.optim.SGD, "step", watched)
     backward, passes = places.trainer.backward, []
     monkeypatch.setattr(places.trainer, "backward", lambda *a: passes.append(backward(*a)))
-    speed = places.runner.speed()
+    found = places.speed()
     # A backward pass before each step, as in training.
     assert len(passes) == 3 * TURNS
     # All steps see the same weights.
     assert rates == [[0.0]] * TURNS
-    assert isinstance(speed, Speed)
-    assert set(speed.time) == set(speed.state_bytes) == {"adamw", "muon", "sgd"}
-    assert all(seconds > 0 for seconds in speed.time.values())
+    assert isinstance(found, Speed)
+    assert set(found.time) == set(found.state_bytes) == {"adamw", "muon", "sgd"}
+    assert all(seconds > 0 for seconds in found.time.values())
     for own, other in zip(before, places.trainer.model.parameters(), strict=True):
         assert torch.equal(own, other)
 
@@ -257,9 +259,7 @@ def test_a_diverging_optimizer_ends_in_a_verdict(tmp_path):
     found = outcome.summary
     assert [row["verdict"] for row in found["verdicts"]] == ["worse", "worse"]
     assert found["diverged"] == found["diverged_by"]["wild"] > 0
-    assert found["words"][0] == (
-        "wild is worse than AdamW over 128 rows: it diverged on 3 of 3 seeds, AdamW on 0."
-    )
+    assert [row["lost"] for row in found["verdicts"]] == [3, 3]
     assert watcher.done == watcher.total
 
 
@@ -286,8 +286,8 @@ def without_times(folder):
     found = read_run(folder).summary
     assert found["costs"]
     rows = [{**row, "time_ratio": None} for row in found["verdicts"]]
-    words = [word.partition(" A step takes")[0] for word in found["words"]]
-    return dumps({**found, "costs": None, "verdicts": rows, "words": words})
+    said = dict.fromkeys(("costs", "findings", "table", "remarks"))
+    return dumps({**found, **said, "verdicts": rows})
 
 
 def test_with_any_results_it_goes_on_to_the_same_summary(whole, tmp_path):
@@ -356,7 +356,7 @@ def test_a_broken_optimizer_leaves_nothing_behind(tmp_path, monkeypatch, name):
 
 def test_a_task_that_breaks_later_keeps_what_is_measured(tmp_path, monkeypatch):
     # So that it breaks in the search.
-    monkeypatch.setattr("steadygrad.studies.compare.runner.TURNS", 3)
+    monkeypatch.setattr("steadygrad.studies.compare.trials.TURNS", 3)
     with pytest.raises(StudyFailed, match=r"over 32.*: Task.per_sample_loss .* Found Runtime"):
         begin(tmp_path / "run", "loss_raises_later", at=-1, optimizers="lans,sgd")
     assert read_run(tmp_path / "run").summary["status"] == "failed"

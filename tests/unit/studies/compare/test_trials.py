@@ -5,8 +5,9 @@ import random
 
 import pytest
 
+from steadygrad.studies.compare.plan import make_trials
 from steadygrad.studies.compare.schema import Run
-from steadygrad.studies.compare.trials import Search, center, make_trials
+from steadygrad.studies.compare.search import Search, center
 from steadygrad.studies.folder import Results
 from tests.unit.studies.compare.runs import made, planned, record
 

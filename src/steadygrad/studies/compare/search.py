@@ -1,0 +1,136 @@
+"""The search for learning rates, which decides what is trained and at which rate it is judged.
+
+Every optimizer gets the same trials: complete short schedules on a ladder of learning rates, runs
+twice as long at the best and its two neighbours, and so on. Where the best rate of one optimizer is
+at the end of its ladder, the ladders of all grow.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from steadygrad.studies.compare.schema import Plan, Run
+from steadygrad.studies.folder import Results
+
+__all__ = ["LADDER", "NEAR", "WIDENINGS", "Search", "center"]
+
+# Octaves of the first ladder around an optimizer's default rate, and around the best rate of
+# shorter runs.
+LADDER, NEAR = (-2, -1, 0, 1, 2), (-1, 0, 1)
+# Rates that a ladder may grow by, in short runs, in those twice as long, and in the longest.
+WIDENINGS = (4, 1, 1)
+
+Ladders = Mapping[str, Sequence[int]]
+
+
+def center(multiple: int) -> int:
+    """Octaves by which the learning rate's default follows the batch size: the square root."""
+    return round(math.log2(multiple) / 2)
+
+
+class Search:
+    """The search with one batch size, as far as its trials are recorded.
+
+    Decisions read only what earlier rounds of the search have asked for, so that they are the same
+    whatever else has been recorded meanwhile. They are kept: results that have grown need another.
+    """
+
+    def __init__(self, plan: Plan, results: Results, multiple: int) -> None:
+        self.plan, self.results, self.multiple = plan, results, multiple
+        # Rung of the verdict on the longest horizon.
+        self.last = 2 if plan.full else 1
+        self._ladders: dict[tuple[int, int], Ladders] = {}
+
+    def loss(
+        self, optimizer: str, rung: int, step: float, point: int | None = None
+    ) -> float | None:
+        """Loss of the search's seed; infinite where it diverged, None where it is not recorded.
+
+        The default point of the other knobs is the one that the rung is searched at.
+        """
+        if point is None:
+            point = self.point(optimizer) if rung == 2 else 0
+        samples = self.plan.horizons[rung]
+        run = self.results.get(Run, optimizer, self.multiple, samples, point, step, 0)
+        return None if run is None else run.end
+
+    def ladders(self, rung: int, rounds: int | None = None) -> Ladders:
+        """Steps that each optimizer tries in a rung, after some rounds of widening."""
+        rounds = WIDENINGS[rung] if rounds is None else rounds
+        if (rung, rounds) not in self._ladders:
+            self._ladders[rung, rounds] = self._widened(rung, rounds)
+        return self._ladders[rung, rounds]
+
+    def _widened(self, rung: int, rounds: int) -> Ladders:
+        if not rounds:
+            names, offsets = self.plan.optimizers, NEAR if rung else LADDER
+            middles = {n: self.best(n, rung - 1) if rung else center(self.multiple) for n in names}
+            return {name: [best + offset for offset in offsets] for name, best in middles.items()}
+        found = self.ladders(rung, rounds - 1)
+        sides = {name: self._edge(name, rung, steps) for name, steps in found.items()}
+        if not any(sides.values()):
+            return found
+        for name, steps in found.items():
+            # Those whose best rate is inside grow at the end with the lower loss.
+            low, high = (self._known(name, rung, step) for step in (steps[0], steps[-1]))
+            sides[name] = sides[name] or (-1 if low <= high else 1)
+        return {
+            name: [steps[0] - 1, *steps] if sides[name] < 0 else [*steps, steps[-1] + 1]
+            for name, steps in found.items()
+        }
+
+    def tried(self, optimizer: str, rung: int) -> dict[int, float]:
+        """Recorded losses, by step."""
+        losses = {step: self.loss(optimizer, rung, step) for step in self.ladders(rung)[optimizer]}
+        return {step: loss for step, loss in losses.items() if loss is not None}
+
+    def is_done(self, optimizer: str, rung: int) -> bool:
+        """Whether everything up to a rung is recorded."""
+        rungs = range(rung + 1)
+        return all(len(self.tried(optimizer, r)) == len(self.ladders(r)[optimizer]) for r in rungs)
+
+    def best(self, optimizer: str, rung: int, steps: Sequence[int] = ()) -> int:
+        """The step with the lowest loss; the lower one of equals. Default: of the whole ladder."""
+        steps = steps or self.ladders(rung)[optimizer]
+        return min(steps, key=lambda step: (self._known(optimizer, rung, step), step))
+
+    def is_interior(self, optimizer: str, rung: int) -> bool:
+        """Whether the best step has worse neighbours on both sides."""
+        return not self._edge(optimizer, rung, self.ladders(rung)[optimizer])
+
+    def point(self, optimizer: str) -> int:
+        """The best point of the other knobs."""
+        step, points = self.best(optimizer, 1), range(self.plan.points)
+        return min(points, key=lambda point: (self._known(optimizer, 1, step, point), point))
+
+    def tuned(self, optimizer: str, rung: int) -> tuple[int, float]:
+        """Point of the other knobs, and step of the learning rate, of the verdict at a rung.
+
+        The step is where the parabola through the best one and its neighbours has its minimum, so
+        that no optimizer profits from a ladder that happens to contain its best rate.
+        """
+        rung = min(rung, self.last)
+        point, best = self.point(optimizer), self.best(optimizer, rung)
+        (below, _, above), bend = self._near(optimizer, rung), self.bend(optimizer, rung)
+        # Before the last rung, points but the default one were tried at one rate only.
+        if (point and rung < 2) or not 0 < bend < math.inf:
+            return point, float(best)
+        # A quarter of an octave is as fine as it matters.
+        return point, best + round(2 * (below - above) / bend) / 4
+
+    def bend(self, optimizer: str, rung: int) -> float:
+        """Second difference of the losses around the best rate; infinite if one of them is."""
+        below, at, above = self._near(optimizer, min(rung, self.last))
+        return below - 2 * at + above if at < math.inf else math.inf
+
+    def _near(self, optimizer: str, rung: int) -> list[float]:
+        best = self.best(optimizer, rung)
+        return [self._known(optimizer, rung, best + offset) for offset in NEAR]
+
+    def _known(self, optimizer: str, rung: int, step: int, point: int | None = None) -> float:
+        loss = self.loss(optimizer, rung, step, point)
+        return math.inf if loss is None else loss
+
+    def _edge(self, optimizer: str, rung: int, steps: Sequence[int]) -> int:
+        """Side of the ladder on which the best step has no neighbour: -1, 1, or 0 for none."""
+        best = self.best(optimizer, rung, steps)
+        return -1 if best == steps[0] else int(best == steps[-1])

@@ -1,0 +1,321 @@
+"""The numbers of a study, and what is found in them."""
+
+import math
+import random
+
+import pytest
+
+from steadygrad.studies.compare.schema import Brackets, Edge, Flip, Verdict
+from tests.unit.studies.compare.runs import noisy, planned, summary
+
+PLAN = planned(seeds=5)
+
+
+def row_of(found, optimizer, samples, multiple=1):
+    (row,) = (
+        row
+        for row in found.verdicts
+        if (row.optimizer, row.samples, row.multiple) == (optimizer, samples, multiple)
+    )
+    return row
+
+
+def findings(found, kind):
+    return [each for each in found.findings if isinstance(each, kind)]
+
+
+def test_a_planted_flip_is_found_first():
+    found = summary(PLAN, noisy({"lans": {64: -0.2, 128: 0.2}}))
+    flip = Flip(optimizer="lans", multiple=1, short="better", long="worse", samples=(64, 128))
+    assert found.flips == found.findings[:1] == (flip,)
+
+
+@pytest.mark.parametrize("short", [0.0, -0.2])
+def test_no_flip_where_the_order_stays_or_is_not_known(short):
+    found = summary(PLAN, noisy({"lans": {64: short, 128: -0.2}}))
+    assert found.flips == ()
+    said = [row_of(found, "lans", samples).verdict for samples in (64, 128)]
+    assert said == ["better" if short else "cannot tell", "better"]
+
+
+def test_verdicts_are_found_in_the_order_diverged_better_cannot_tell_worse():
+    plan = planned(seeds=5, optimizers=("adamw", "muon", "lamb", "lans", "sgd"))
+    shifts = {"lans": {64: 0.3, 128: 0.3}, "sgd": {64: -0.3, 128: -0.3}}
+
+    def loss_of(**fields):
+        lost = (fields["optimizer"], fields["repeat"]) == ("muon", 3)
+        return math.inf if lost else noisy(shifts, spread=0.02)(**fields)
+
+    found = summary(plan, loss_of)
+    rows = [(row.optimizer, row.verdict, row.lost) for row in findings(found, Verdict)]
+    assert rows == [
+        ("muon", "cannot tell", 1),
+        ("sgd", "better", 0),
+        ("lamb", "cannot tell", 0),
+        ("lans", "worse", 0),
+    ]
+    # After the longest trainings only.
+    assert {row.samples for row in findings(found, Verdict)} == {128}
+    assert len(found.verdicts) == 8
+
+
+def test_a_verdict_in_units_that_people_use():
+    found = summary(PLAN, noisy({"lans": {64: -0.05, 128: -0.05}}, spread=0.002))
+    row = row_of(found, "lans", 128)
+    # A quarter of an octave; the interval knows that both rates are known to a quarter octave only.
+    assert row.sample_ratio.value == pytest.approx(1.2, abs=0.05)
+    assert 1.05 < row.sample_ratio.low < 2**0.25 < row.sample_ratio.high
+    # A step takes 1.25 of AdamW's time in the made record.
+    cost = found.costs["lans"]
+    assert (cost.time_ratio, cost.state_bytes) == (1.25, 7.0)
+    assert row.time_ratio.value == pytest.approx(1.25 / row.sample_ratio.value)
+    assert row.time_ratio.low <= row.time_ratio.value <= row.time_ratio.high
+    assert row.lr == row.baseline_lr == 1e-3
+    assert row.loss - row.baseline_loss == pytest.approx(row.mean)
+
+
+@pytest.mark.parametrize("exponent", [1 / 3, 1.0])
+def test_samples_saved_are_covered_at_both_lengths(exponent):
+    """LANS is as good as AdamW with 1.3 times the samples, on two power laws."""
+
+    def loss_of(optimizer, samples, step, repeat, **fields):
+        seen = samples * (1.3 if optimizer == "lans" else 1.0)
+        noise = random.Random(f"{optimizer} {samples} {repeat}").gauss(0, 1e-5)
+        return 1 + 5 * seen**-exponent + 0.05 * step**2 + 0.1 * repeat + noise
+
+    found = summary(PLAN, loss_of)
+    for samples in (64, 128):
+        ratio = row_of(found, "lans", samples).sample_ratio
+        assert ratio.low <= 1.3 <= ratio.high
+        # The value takes the exponent to be a third; the rest is noise.
+        assert ratio.value == pytest.approx(1.3, rel=0.01 if exponent < 1 else 0.1)
+
+
+def test_steps_are_timed_at_the_tasks_batch_size_only():
+    plan = planned(seeds=5, multiples=(1, 4))
+    found = summary(plan, noisy({"lans": {64: -0.05, 128: -0.05}}, spread=0.002))
+    assert {row.multiple: row.time_ratio is None for row in found.verdicts} == {1: False, 4: True}
+
+
+def test_a_plateau_is_that_of_its_own_length():
+    """An octave beside the best rate costs a tenth more samples: two octaves, at any length."""
+
+    def loss_of(samples, step, **fields):
+        return 1 + 5 * (samples / (1 + 0.1 * step**2)) ** (-1 / 3)
+
+    assert summary(PLAN, loss_of).tuned[0].plateau == pytest.approx(2.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(("shift", "bound"), [(-3.0, 4.0), (3.0, 0.25)])
+def test_a_ratio_that_is_out_of_sight_is_a_bound(shift, bound):
+    ratio = row_of(
+        summary(PLAN, noisy({"lans": {64: shift, 128: shift}})), "lans", 128
+    ).sample_ratio
+    assert (ratio.value, ratio.low, ratio.high) == (bound, bound, bound)
+
+
+def test_a_diverging_optimizer_is_not_hidden():
+    def loss_of(**fields):
+        return math.inf if fields["optimizer"] == "sgd" else noisy({})(**fields)
+
+    found = summary(PLAN, loss_of)
+    row = row_of(found, "sgd", 128)
+    assert (row.verdict, row.mean, row.lost, row.baseline_lost) == ("worse", math.inf, 5, 0)
+    assert row.losses == dict.fromkeys("12345", math.inf)
+    assert row.sample_ratio is None
+    # Its ladder grew downwards: 5 + 4, 3 + 1 and 3 + 1 rates; 5 seeds twice, and 2 at the default.
+    assert found.diverged == found.diverged_by["sgd"] == 9 + 4 + 4 + 10 + 2
+    # No rate beyond those tried is in sight.
+    assert findings(found, Edge) == []
+
+
+@pytest.mark.parametrize(
+    ("lost", "verdict"), [((3,), "cannot tell"), ((1, 2, 4, 5), "worse")], ids=["one", "four"]
+)
+def test_diverged_seeds_are_counted(lost, verdict):
+    def loss_of(**fields):
+        own = fields["optimizer"] == "lans" and fields["repeat"] in lost
+        return math.inf if own and fields["samples"] == 128 else noisy({})(**fields)
+
+    found = summary(PLAN, loss_of)
+    assert row_of(found, "lans", 128).verdict == verdict
+    assert findings(found, Verdict)[0].lost == len(lost)
+
+
+def test_a_baseline_that_diverges_gives_no_verdict():
+    def loss_of(**fields):
+        lost = fields["optimizer"] == "adamw" and fields["repeat"] in (2, 3)
+        return math.inf if lost else noisy({"lans": {128: -0.5}})(**fields)
+
+    found = summary(PLAN, loss_of)
+    assert {(row.verdict, row.baseline_lost) for row in found.verdicts} == {("cannot tell", 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "multiple", "shifts", "hangs"),
+    [
+        # It is behind, and may be better.
+        ("sgd", 1, {"sgd": 9}, True),
+        ("sgd", 4, {"sgd": 9}, True),
+        # It is behind, but another one is ahead of both.
+        ("sgd", 4, {"sgd": 9, "lans": -9}, False),
+        ("adamw", 1, {"lans": -9}, True),
+        # It is ahead.
+        ("lans", 1, {}, False),
+    ],
+)
+def test_the_best_rate_at_the_end_of_those_tried(name, multiple, shifts, hangs):
+    plan = planned(seeds=5, multiples=(1, 4))
+
+    def loss_of(optimizer, step, **fields):
+        own = noisy({n: {64: shift, 128: shift} for n, shift in shifts.items()})
+        loss = own(optimizer=optimizer, step=step, **fields)
+        at_end = (optimizer, fields["multiple"]) == (name, multiple)
+        return loss - (0.3 * step + 0.05 * step**2) * at_end
+
+    found = summary(plan, loss_of)
+    assert findings(found, Edge) == [Edge(optimizer=name, multiple=multiple, hangs=hangs)]
+    assert [(t.optimizer, t.multiple) for t in found.tuned if not t.interior] == [(name, multiple)]
+
+
+def test_tuned_settings_by_hand():
+    found = summary(PLAN, lambda step, samples, **f: 1 - 0.2 * math.log2(samples) + abs(step - 1))
+    row = found.tuned[1]
+    assert (row.step, row.lr, row.interior) == (1, 2e-3, True)
+    assert row.tried["0"] == {str(step): pytest.approx(abs(step - 1)) for step in (-2, -1, 0, 1, 2)}
+    # An octave of samples is 0.2 of loss, and a tenth more is 0.157 of that, on both sides.
+    assert row.plateau == pytest.approx(2 * 0.2 * (1.1 ** (1 / 3) - 1) / (1 - 0.5 ** (1 / 3)))
+    # Losses 0, 1, 1, 2, 3: their mean; of three drawn, the least is 0 in 6 of 10 and else 1.
+    assert row.effort == pytest.approx({"1": 7 / 5, "3": 4 / 10, "9": 0.0})
+    # At step 0, an octave from the best, over 128 samples.
+    assert row.default_loss == pytest.approx(1 - 0.2 * 7 + 1)
+
+
+def test_default_rates_are_compared_on_the_same_seeds():
+    """AdamW's best rate is its default, so that all of its seeds are known there."""
+
+    def loss_of(optimizer, step, repeat, **fields):
+        best = {"adamw": 0, "lans": 1, "sgd": -1}[optimizer]
+        return 1 + 0.1 * abs(step - best) + repeat
+
+    values = {row.optimizer: row.default_loss for row in summary(PLAN, loss_of).tuned}
+    assert values == pytest.approx({"adamw": 2.5, "lans": 2.6, "sgd": 2.6})
+
+
+def by_batch(extra):
+    """Losses as after so many times fewer samples, by multiple, on a curve of 0.2 an octave."""
+
+    def loss_of(optimizer, multiple, samples, repeat, step, **fields):
+        effective = samples / (1 + extra[optimizer].get(multiple, 0.0))
+        shift = 0.001 * random.Random(f"{optimizer}{multiple}{repeat}{samples}").gauss(0, 1)
+        off = step - {1: 0, 4: 1, 16: 2}[multiple]
+        return 2 - 0.2 * math.log2(effective) + shift + 0.1 * repeat + 0.1 * off**2
+
+    return loss_of
+
+
+def twins(seeds, curvature, number, better=0.0):
+    """Verdict on AdamW with its ladder half an octave aside, ``better`` by so much noise."""
+    generator = random.Random(number)
+
+    def loss_of(optimizer, samples, step, repeat, **fields):
+        twin = optimizer == "twin"
+        noise = generator.gauss(0, 1) + 10 * repeat - better * twin
+        return 2 - 0.2 * math.log2(samples) + 0.01 * (curvature * (step - 0.5 * twin) ** 2 + noise)
+
+    plan = planned(optimizers=("adamw", "twin"), seeds=seeds)
+    return row_of(summary(plan, loss_of), "twin", 128).verdict
+
+
+@pytest.mark.parametrize("seeds", [5, 10])
+@pytest.mark.parametrize("curvature", [0.2, 1.0, 5.0])
+def test_twins_are_told_apart_in_one_study_of_twenty_at_most(seeds, curvature):
+    """Although each rate is tried on one seed, and the rates of their ladders differ."""
+    told = sum(twins(seeds, curvature, number) != "cannot tell" for number in range(250))
+    # 5 %, and three standard deviations; 7 to 12 % if the choice of rates were taken to be exact.
+    assert told <= 0.0914 * 250
+
+
+@pytest.mark.slow
+def test_a_difference_of_three_standard_deviations_is_found():
+    assert sum(twins(5, 1.0, number, better=3.0) == "better" for number in range(100)) >= 80
+
+
+def test_critical_batch_sizes():
+    plan = planned(multiples=(1, 4, 16), seeds=5, horizons=(256, 512, 1024))
+    extra = {"adamw": {4: 0.05, 16: 0.8}, "lans": {4: 0.0, 16: 0.1}, "sgd": {4: 0.3, 16: 1.0}}
+    found = summary(plan, by_batch(extra))
+    brackets = {row.optimizer: (row.within, row.beyond) for row in found.critical}
+    assert brackets == {"adamw": (16, 64), "lans": (64, None), "sgd": (4, 16)}
+    assert findings(found, Brackets) == [Brackets(sizes=brackets)]
+    for row in found.critical:
+        for multiple, true in extra[row.optimizer].items():
+            low, high = row.intervals[str(multiple)]
+            assert low <= row.overheads[str(multiple)] <= high
+            # The curve's exponent is 0 here: one end of those that the interval allows.
+            assert low - 0.02 <= true <= high + 0.02
+
+
+def test_a_batch_size_that_diverges_is_beyond_the_critical_one():
+    plan = planned(multiples=(1, 4, 16), horizons=(256, 512, 1024))
+    curve = by_batch({"adamw": {}, "lans": {}, "sgd": {}})
+
+    def loss_of(**fields):
+        lost = fields["optimizer"] == "lans" and fields["multiple"] == 4
+        return math.inf if lost else curve(**fields)
+
+    found = summary(plan, loss_of)
+    (row,) = (row for row in found.critical if row.optimizer == "lans")
+    # One that is fine beyond it does not count.
+    assert (row.within, row.beyond) == (4, 16)
+    assert row.overheads["4"] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("keep", "verdicts"),
+    {
+        "nothing": (lambda e: False, 0),
+        "the step's time": (lambda e: e.key[0] == "speed", 0),
+        "the search": (lambda e: e.key[0] == "speed" or not e.repeat, 0),
+        "one seed": (lambda e: e.key[0] == "speed" or e.repeat < 2, 0),
+        "two long seeds": (
+            lambda e: e.key[0] == "speed" or not e.repeat or (e.repeat < 3 and e.samples == 128),
+            2,
+        ),
+        "all but the last": (lambda e: e.key[-1] != 5 or e.samples == 128, 4),
+    }.values(),
+)
+def test_parts_of_a_record(keep, verdicts):
+    found = summary(PLAN, noisy({"lans": {128: -0.2}}), "interrupted", keep=keep)
+    assert len(found.verdicts) == verdicts
+    assert len(findings(found, Verdict)) == min(verdicts, 2)
+    assert (found.table is None) == (not verdicts)
+    # The search that is not done has no result.
+    assert all((row.lr is None) == (row.interior is None) for row in found.tuned)
+    assert (found.tuned[0].lr is not None) == (found.trained >= 33)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_finding_contradicts_another(seed):
+    """In studies with losses at random, divergence, and missing trials."""
+    generator = random.Random(seed)
+    shifts = {n: {s: generator.gauss(0, 0.05) for s in (64, 128)} for n in ("lans", "sgd")}
+    curve = noisy(shifts, spread=generator.choice([0.001, 0.03]), fall=generator.choice([0.2, 0]))
+    lost, part = generator.choice([0.0, 0.05]), generator.choice([0.0, 0.3])
+
+    def loss_of(**fields):
+        return math.inf if random.Random(f"{seed}{fields}").random() < lost else curve(**fields)
+
+    plan = planned(seeds=generator.choice([2, 5, 10]))
+    kept = lambda event: random.Random(f"{seed}{event.key}").random() >= part  # noqa: E731
+    found = summary(plan, loss_of, keep=kept)
+    for row in found.verdicts:
+        assert (row.verdict == "better") == (row.high < 0)
+        assert (row.verdict == "worse") == (row.low > 0)
+        assert (row.needed is None) or row.needed > len(row.losses)
+        assert not row.rates_limit or (row.verdict == "cannot tell" and row.needed is None)
+        if ratio := row.sample_ratio:
+            assert (ratio.low > 1) == (row.verdict == "better")
+            assert (ratio.high < 1) == (row.verdict == "worse")
+    assert "nan" not in " ".join((found.answer, *found.remarks))
+    assert len(found.remarks) <= 3
