@@ -7,7 +7,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
 import msgspec
 import torch
@@ -23,7 +23,13 @@ from steadygrad.studies.schema import Summary
 from steadygrad.studies.strict_json import dumps
 from steadygrad.tasks import Task
 
+if TYPE_CHECKING:
+    from steadygrad.studies.advise.schema import Summary as Advice
+    from steadygrad.studies.compare.schema import Summary as Comparison
+
 __all__ = ["StudyResult", "advise", "command", "compare", "inspect"]
+
+S = TypeVar("S")
 
 
 def command(name: str, values: dict[str, Any], began: float) -> int:
@@ -44,13 +50,15 @@ def command(name: str, values: dict[str, Any], began: float) -> int:
         return 128 + stopped.reason
     except StudyFailed as error:
         outcome, failed = error.outcome, error
-    if outcome.is_main:
-        text = _shown(outcome, sys.stderr if json else sys.stdout)
-        (note if json else emit)(text)
-        if json:
-            emit(dumps(outcome.summary, indent=2))
-    if failed:
-        raise failed
+    try:
+        if outcome.is_main:
+            text = _shown(outcome, sys.stderr if json else sys.stdout)
+            (note if json else emit)(text)
+            if json:
+                emit(dumps(outcome.summary, indent=2))
+    finally:
+        if failed:
+            raise failed
     return 128 + outcome.stopped_by if outcome.stopped_by else 0
 
 
@@ -68,8 +76,8 @@ def _shown(outcome: Outcome, stream: TextIO | None) -> str:
     return rendered(*parts, stream=stream) + page
 
 
-@dataclass(frozen=True)
-class StudyResult:
+@dataclass(frozen=True, repr=False)
+class StudyResult(Generic[S]):
     """What a study found: printed, its answer and table; in a notebook, its page.
 
     Attributes:
@@ -79,7 +87,7 @@ class StudyResult:
         folder: The run's folder, for ``resume=``; its ``report.html`` is the page.
     """
 
-    summary: Any
+    summary: S
     folder: Path
     _outcome: Outcome
 
@@ -87,7 +95,7 @@ class StudyResult:
         """The summary in plain values, as in ``summary.json``."""
         return self._outcome.summary
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return _shown(self._outcome, None)
 
     def _repr_html_(self) -> str:
@@ -97,7 +105,7 @@ class StudyResult:
 
 def advise(
     task: Task | str | None = None, *, budget: float | str | None = None, **options: Any
-) -> StudyResult:
+) -> "StudyResult[Advice]":
     """Which batch size to train at: ``steadygrad advise`` from Python.
 
     The study, its numbers and its folder are those of the command. A signal ends it as it ends the
@@ -125,14 +133,14 @@ def advise(
 
 def compare(
     task: Task | str | None = None, *, budget: float | str | None = None, **options: Any
-) -> StudyResult:
+) -> "StudyResult[Comparison]":
     """Whether another optimizer is worth it: ``steadygrad compare``, as :func:`advise`."""
     return _study("compare", task, budget, **options)
 
 
 def inspect(
     task: Task | str | None = None, *, budget: float | str | None = None, **options: Any
-) -> StudyResult:
+) -> StudyResult[Any]:
     """Where float16 gradients are lost: ``steadygrad inspect``, as :func:`advise`."""
     return _study("inspect", task, budget, **options)
 
@@ -146,7 +154,7 @@ def _study(
     resume: str | Path | None = None,
     progress: bool = True,
     **given: Any,
-) -> StudyResult:
+) -> StudyResult[Any]:
     if isinstance(task, str):
         given["task"] = task
     elif not (task is None or isinstance(task, Task)):
