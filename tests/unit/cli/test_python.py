@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,10 +104,10 @@ def test_what_cannot_be_used_is_named_and_nothing_is_written(task, options, mess
 
 SCRIPT = f"""
 import steadygrad
-from tests.unit.cli.quick import quick, tiny
+from tests.unit.cli.quick import quick
 
 with quick():
-    found = steadygrad.advise(tiny(), workers=2, out="OUT", **{PLAIN})
+    found = steadygrad.advise("tiny.py:make_task", workers=2, out="run", **{PLAIN})
 print(found.summary.answer)
 """
 
@@ -114,8 +115,14 @@ print(found.summary.answer)
 @pytest.mark.slow
 def test_a_script_without_a_guard_may_have_workers(tmp_path):
     """Spawn would run it again in every worker."""
-    (tmp_path / "script.py").write_text(SCRIPT.replace("OUT", str(tmp_path / "run")))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    shutil.copy(tiny().rpartition(":")[0], tmp_path / "tiny.py")
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
-    command = [sys.executable, str(tmp_path / "script.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **paths})
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, **paths},
+        capture_output=True,
+        text=True,
+    )
     assert (done.stderr, done.stdout.count("\n")) == ("", 1)
