@@ -155,9 +155,9 @@ def table(s: Summary) -> Table | None:
         scale = power(own[layer.name]) if layer.name in own else "–"
         verdict = ", ".join(text for text, layers in verdicts.items() if layer.name in layers)
         rows.append((layer_title(layer.name), lost, overflows, scale, verdict or "–"))
-    scales = (f"{TITLES[phase]} ({power(t.loss_scale)})" for phase, t in s.phases.items())
+    scales = (f"{TITLES[phase]} ({power(run.loss_scale)})" for phase, run in s.phases.items())
     heads = ("layer", "zero or subnormal", "steps that overflow", "scale of its own", "verdict")
-    title = f"{s.task}: gradients in float16, {' / '.join(scales)}"
+    title = f"{s.task}: {' / '.join(scales)}"
     return Table(title, heads, tuple(rows), text_columns=1) if rows else None
 
 
