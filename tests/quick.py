@@ -159,9 +159,6 @@ CASES = {
         "test_hostile_names_run_nothing_and_do_not_widen_the_page": 0,
         "test_up_to_six_optimizers_have_colours_of_their_own": 2,
     },
-    "unit/report/test_inspect.py": {
-        "test_on_a_phone_and_on_a_desk": 1,
-    },
     "unit/studies/advise/test_check.py": {
         "test_the_interval_covers_the_truth_whatever_the_spread": 1,
     },
@@ -195,6 +192,9 @@ CASES = {
     },
     "unit/studies/inspect/test_forward.py": {
         "test_accumulation": 1,
+    },
+    "unit/studies/inspect/test_page.py": {
+        "test_on_a_phone_and_on_a_desk": 1,
     },
     "unit/studies/inspect/test_resume.py": {
         "test_a_lost_checkpoint_is_trained_again": 0,

@@ -145,6 +145,7 @@ DRAWING = [
     for path in sorted((SOURCE / "studies").rglob("*.py"))
     if path.parent.name == "report"
     or path.stem in {"charts", "folder", "frame", "html", "page", "schema", "text"}
+    or path.stem in {"analysis", "findings", "words"}
     or path == SOURCE / "studies/trials.py"
 ]
 
