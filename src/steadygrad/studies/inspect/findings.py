@@ -1,5 +1,6 @@
 """What a study found: a pure function of the header and the results."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -23,7 +24,7 @@ def summarize(header: schema.Header, results: Results, status: str) -> Summary:
     compared = len(phases[BEFORE]) == len(phases[SEARCH]) == PARTS
     found, proposal = diagnose(parts if compared else []), propose(parts) if compared else None
     verdict, forward = _verdict(phases, found, proposal), _forward(phases)
-    trained = len(phases[AFTER]) == PARTS
+    before, after = results.get(schema.Phase, BEFORE), results.get(schema.Phase, AFTER)
     if proposal:
         # Where no gradient was finite there is nothing to propose.
         unseen = verdict == "unseen"
@@ -36,7 +37,7 @@ def summarize(header: schema.Header, results: Results, status: str) -> Summary:
         forward if compared else None,
         *_effects(found, "nonfinite_at_any_scale"),
         schema.Accumulated(bugs=tuple(cut for cut in cuts if cut.bug)) if cuts else None,
-        schema.Remedy(trained=trained) if verdict in ("layers", "higher") else None,
+        schema.Remedy(loss=_loss(before, after)) if verdict in ("layers", "higher") else None,
         schema.Shortened(steps=header.plan.steps) if short else None,
         *_effects(found, "regressed", "overflowed_after", "internal_underflow", "limiting"),
     )
@@ -50,8 +51,8 @@ def summarize(header: schema.Header, results: Results, status: str) -> Summary:
         diagnosis=found,
         proposal=proposal,
         phases={
-            phase: _training(phases[phase], results.get(schema.Phase, phase))
-            for phase in (BEFORE, AFTER)
+            phase: _training(phases[phase], end)
+            for phase, end in ((BEFORE, before), (AFTER, after))
             if phases[phase]
         },
         layers=tuple(_layers(phases)),
@@ -96,6 +97,13 @@ def _effects(found: schema.Diagnosis, *names: Any) -> Iterable[schema.Effect]:
     for name in names:
         if layers := getattr(found, name):
             yield schema.Effect(name=name, layers=layers)
+
+
+def _loss(before: schema.Phase | None, after: schema.Phase | None) -> Any:
+    if before is None or after is None:
+        return "unknown"
+    one, own = (math.inf if end.valid_loss is None else end.valid_loss for end in (before, after))
+    return "lower" if own < one else "not lower"
 
 
 def _training(parts: list[Part], end: schema.Phase | None) -> schema.Training:

@@ -49,25 +49,24 @@ def _heat(phases: Mapping[str, Sequence[Part]], layers: Sequence[str], kind: str
     """Shares of each layer's gradients by exponent, with one loss scale and the proposed scales."""
     held = {phase: analysis.counts_of(parts) for phase, parts in phases.items()}
     drawn = [phase for phase in SHOWN if any(k == kind for _, k in held[phase])]
-    rows = [name for name in layers if any((name, kind) in held[phase] for phase in drawn)]
+    names = [name for name in layers if any((name, kind) in held[phase] for phase in drawn)]
 
     def paint(figure: Figure, narrow: bool) -> None:
         panels = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
+        most = 13 if narrow else 24
+        titles = [layer_title(name) for name in names]
+        # Names of layers differ at their ends.
+        titles = [name if len(name) <= most else "…" + name[1 - most :] for name in titles]
         for axes, phase in zip(panels, drawn, strict=True):
-            _paint(axes, [held[phase].get((name, kind)) for name in rows])
-            _dress(axes, [_short(layer_title(name), 13 if narrow else 24) for name in rows])
+            _paint(axes, [held[phase].get((name, kind)) for name in names])
+            axes.set_ylim(len(names) - 0.4, -0.6)
+            axes.set_yticks(range(len(names)), titles)
             axes.set_title(TITLES[phase], loc="left", fontsize=11.5, color=INK)
         panels[-1].set_xlabel("binary exponent of the gradient in float16")
 
     spoken = f"Exponents of the gradients of {kind}, layer by layer, before and after."
-    return charts.chart(
-        f"heat-{kind}", spoken, paint, height=90 + len(drawn) * (50 + 21 * len(rows))
-    )
-
-
-def _short(title: str, most: int) -> str:
-    # Names of layers differ at their ends.
-    return title if len(title) <= most else "…" + title[1 - most :]
+    height = 90 + len(drawn) * (50 + 21 * len(names))
+    return charts.chart(f"heat-{kind}", spoken, paint, height=height)
 
 
 def _paint(axes: Axes, rows: Sequence[Counts | None]) -> None:
@@ -85,6 +84,14 @@ def _paint(axes: Axes, rows: Sequence[Counts | None]) -> None:
         if boxes:
             cells = PolyCollection(boxes, facecolors=colour, alpha=alphas, linewidths=0)
             axes.add_collection(cells)
+    axes.set_xlim(ZERO - 0.5, NOT_FINITE + 1.5)
+    axes.grid(visible=False)
+    exponents = [LEAST, NORMAL, -5, 5, OVER]
+    words = ["0", *(f"{exponent}".replace("-", "−") for exponent in exponents), "∞"]
+    axes.set_xticks([ZERO + 0.5, *exponents, NOT_FINITE + 0.5], words)
+    axes.tick_params(axis="x", labelbottom=True)
+    for x in (LEAST - 1, NORMAL, OVER):
+        axes.axvline(x, color=MUTED, linewidth=1.0, linestyle=(0, (3, 2)))
 
 
 def _cells(row: Counts) -> dict[int, float]:
@@ -95,19 +102,6 @@ def _cells(row: Counts) -> dict[int, float]:
         column = min(max(exponent, LEAST - 2), OVER + 2)
         found[column] = found.get(column, 0.0) + count / row.total
     return found
-
-
-def _dress(axes: Axes, names: Sequence[str]) -> None:
-    axes.set_xlim(ZERO - 0.5, NOT_FINITE + 1.5)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.grid(visible=False)
-    axes.set_yticks(range(len(names)), names)
-    exponents = [LEAST, NORMAL, -5, 5, OVER]
-    words = ["0", *(f"{exponent}".replace("-", "−") for exponent in exponents), "∞"]
-    axes.set_xticks([ZERO + 0.5, *exponents, NOT_FINITE + 0.5], words)
-    axes.tick_params(axis="x", labelbottom=True)
-    for x in (LEAST - 1, NORMAL, OVER):
-        axes.axvline(x, color=MUTED, linewidth=1.0, linestyle=(0, (3, 2)))
 
 
 def _training(phases: Mapping[str, Sequence[Part]], task: str) -> Markup | None:

@@ -42,12 +42,7 @@ def make_plan(
 ) -> Plan:
     """The steps that the settings name; without a number as many as the budget has time for.
 
-    Args:
-        settings: The study's.
-        plan: Batch size and layers.
-        valid_size: Samples in one evaluation.
-        speed: Training speed of one trial, in samples a second.
-        workers: Trials at a time.
+    ``plan`` tells batch size and layers; ``speed`` is that of one trial, in samples a second.
     """
     start_up = START_UP_WORKERS if workers > 1 else START_UP
     span = SHARE_OF_BUDGET * max(0.0, settings.budget - start_up) * speed / REPEATED

@@ -11,13 +11,7 @@ from steadygrad.scale.choose import parts_of
 from steadygrad.studies.order import generators_kept
 from steadygrad.studies.trainer import Trainer
 
-__all__ = [
-    "FIRST_SCALE",
-    "follow_one_scale",
-    "given_scales",
-    "nonfinite_at_any_scale",
-    "searched_scales",
-]
+__all__ = ["follow_one_scale", "given_scales", "nonfinite_at_any_scale", "searched_scales"]
 
 # As torch.amp.GradScaler begins, and as it moves.
 FIRST_SCALE, BACKOFF, INTERVAL = 2.0**16, 0.5, 2000
@@ -60,15 +54,9 @@ def follow_one_scale(
 ) -> None:
     """Backs the loss scale off for an overflow in a layer that has no scale of its own.
 
-    Its growth then begins anew, as in torch's scaler. An overflow that no scale prevents moves
-    no scale.
-
-    Args:
-        scaler: After its update.
-        culprits: Layers in which the step was not finite.
-        before: The scaler's state before the update.
-        layer_scales: Layers that have a scale of their own, and back off by themselves.
-        nonfinite: Culprits that are not finite at any scale.
+    Its growth then begins anew, as in torch's scaler. A layer of ``layer_scales`` has backed off by
+    itself. An overflow in one that is ``nonfinite`` at any scale moves no scale. ``before`` is the
+    scaler's state before its update.
     """
     state = scaler.state_dict()
     layers, old = state["layers"], before["layers"]
@@ -86,19 +74,16 @@ def nonfinite_at_any_scale(
 ) -> list[str]:
     """Layers whose gradients in a step are not finite whatever the scale.
 
-    Forward and backward pass of the step that was just skipped are repeated with a loss scale of
-    2**-60 and no layer scales, on the whole batch's sample numbers of shape ``(n,)`` and with the
-    random numbers that ``restore_rng`` brings back. Weights, buffers, scales and random numbers
-    are afterwards as they were.
+    Forward and backward pass of the step that was just skipped are repeated on the whole batch with
+    a loss scale of 2**-60 and no layer scales, and with the random numbers that ``restore_rng``
+    brings back. Weights, buffers, scales and random numbers are afterwards as they were.
     """
     scaler = trainer.scaler
     state = scaler.state_dict()
     buffers = [(buffer, buffer.clone()) for buffer in trainer.model.buffers()]
-    layers = {
-        name: {**row, "scale": 1.0 if name else PROBE_SCALE}
-        for name, row in state["layers"].items()
-    }
-    scaler.load_state_dict({**state, "layers": layers})
+    rows = state["layers"].items()
+    probe = {name: {**row, "scale": 1.0 if name else PROBE_SCALE} for name, row in rows}
+    scaler.load_state_dict({**state, "layers": probe})
     with generators_kept(trainer.context.device):
         restore_rng()
         trainer.backward(indices)

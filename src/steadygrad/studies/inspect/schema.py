@@ -18,7 +18,6 @@ KINDS = ("activations", "weights")
 # Steps of a phase where none are given, at most and at least.
 STEPS, LEAST_STEPS = 200, 16
 PhaseName = Literal["before", "search", "after"]
-Number = Annotated[int, Meta(ge=-1 << 62, lt=1 << 62)]
 ABOUT_STEPS = (
     "Optimizer steps with one loss scale; as many find scales, and as many try those proposed. "
     f"Default: {STEPS}, or as many as the budget has time for."
@@ -60,16 +59,10 @@ class Header(schema.Header, frozen=True, kw_only=True):
 
 
 class Histogram(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of exponents.
-
-    Attributes:
-        low: Exponent of the first count.
-        counts: Values of each exponent from ``low`` on.
-        over: Values that are not finite.
-    """
+    """Counts of values by exponent, from ``low`` on; ``over``: those that are not finite."""
 
     zero: Count
-    low: Number
+    low: Annotated[int, Meta(ge=-1 << 62, lt=1 << 62)]
     counts: tuple[Count, ...]
     over: Count
 
@@ -160,12 +153,9 @@ def check(header: Header, result: Any) -> tuple[str, str] | None:
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
-    """Scales to train with; all are powers of two.
+    """Scales to train with, all powers of two, and the line of Python that makes the scaler.
 
-    Attributes:
-        loss_scale: Scale of the loss, and so of every layer without one of its own.
-        layer_scales: Scales of the layers that need one of their own.
-        code: The line of Python that makes the scaler.
+    ``loss_scale`` is that of every layer without one of its own, which multiplies it.
     """
 
     loss_scale: float
@@ -277,9 +267,9 @@ class Accumulated(Finding, frozen=True, tag="accumulated"):
 
 
 class Remedy(Finding, frozen=True, tag="remedy"):
-    """The proposed scales are to be trained with; ``trained``: they were."""
+    """The proposed scales, and their validation loss beside that of one loss scale."""
 
-    trained: bool
+    loss: Literal["lower", "not lower", "unknown"]
 
 
 class Effect(Finding, frozen=True, tag="effect"):
@@ -298,10 +288,10 @@ class Summary(schema.Summary, frozen=True, kw_only=True):
     """Content of ``summary.json``.
 
     Attributes:
-        findings: The most important first, after the verdict.
+        findings: The verdict, then the most important first.
         diagnosis: Empty before two phases can be compared.
-        proposal: None before that, and where no step was finite.
-        phases: The trainings with one loss scale and with the proposed scales, once begun.
+        proposal: None before that, and where no gradient was finite.
+        phases: ``"before"``, with one loss scale, and ``"after"``, with the proposed; once begun.
         layers: All layers with a gradient, in the order of the model.
     """
 

@@ -172,14 +172,10 @@ def _forward_fault(watch: GradientWatch, trainer: Trainer, indices: Tensor) -> s
 
 
 class ExponentHistograms:
-    """Adds up the exponents of all steps of a part.
+    """Adds up the exponents of all steps of a part; ``unscaled``: without their scales as well.
 
     Of a skipped step only the values that are not finite are counted: in the layers before the
     overflow the gradients are not those of the batch.
-
-    Args:
-        names: Names of the layers, the loss first.
-        unscaled: Whether to count the gradients without their scales as well.
     """
 
     def __init__(self, names: Sequence[str], *, unscaled: bool = False) -> None:
@@ -188,9 +184,8 @@ class ExponentHistograms:
         self._unscaled = torch.zeros_like(self._counts)
         self._largest = torch.full(self._counts.shape[:2], -torch.inf)
         self._overflows, self._nonfinite = Counter[str](), Counter[str]()
-        self._forward = Counter[str]()
+        self._forward, self._skipped = Counter[str](), 0
         self._overflowed_at: dict[str, float] = {}
-        self._skipped = 0
 
     def add_forward(self, cause: str) -> None:
         """Counts a step whose forward pass was not finite: its gradients tell nothing of layers."""
@@ -220,30 +215,25 @@ class ExponentHistograms:
 
     def fields(self) -> dict[str, Any]:
         """The fields of a :class:`Part`; layers without any value of a kind are left out."""
-        held, plain = self._by_kind(self._counts), self._by_kind(self._unscaled)
-        largest = {
-            kind: {name: row[self._names.index(name)] for name in held[kind]}
-            for kind, row in zip(KINDS, self._largest.tolist(), strict=True)
-        }
-        return {
+        fields: dict[str, Any] = {
             "skipped": self._skipped,
             "forward": dict(self._forward),
             "overflows": dict(self._overflows),
             "at_any_scale": dict(self._nonfinite),
             "overflowed_at": self._overflowed_at,
-            "largest": largest,
-            "plain": plain,
-            **held,
+            "plain": {},
+            "largest": {},
         }
+        for i, kind in enumerate(KINDS):
+            largest = dict(zip(self._names, self._largest[i].tolist(), strict=True))
+            fields[kind] = self._by_name(self._counts[i])
+            fields["plain"][kind] = self._by_name(self._unscaled[i])
+            fields["largest"][kind] = {name: largest[name] for name in fields[kind]}
+        return fields
 
-    def _by_kind(self, counts: Tensor) -> dict[str, dict[str, schema.Histogram]]:
-        rows = zip(KINDS, counts, strict=True)
-        return {
-            kind: {
-                n: _histogram(row) for n, row in zip(self._names, held, strict=True) if row.any()
-            }
-            for kind, held in rows
-        }
+    def _by_name(self, counts: Tensor) -> dict[str, schema.Histogram]:
+        rows = zip(self._names, counts, strict=True)
+        return {name: _histogram(row) for name, row in rows if row.any()}
 
 
 def _moved(counts: Tensor, log2_scales: Tensor) -> Tensor:

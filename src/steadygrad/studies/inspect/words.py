@@ -25,6 +25,11 @@ EFFECTS = {
     "smaller parts or bfloat16 helps.",
     "limiting": "Overflow in {} keeps the loss scale from being larger.",
 }
+REMEDIES = {
+    "lower": "Train with",
+    "not lower": "The validation loss was not lower with",
+    "unknown": "Try to train with",
+}
 # The verdict, as it is said of all steps or of some, and its reason.
 VERDICTS = {
     "unmeasured": ("no layer can be judged yet", ": the study {end} before scales were found"),
@@ -66,22 +71,21 @@ def answer(s: Summary) -> str:
 
 def _told(s: Summary) -> dict[str, str]:
     """What the verdicts tell."""
-    found, before, after = s.diagnosis, s.phases.get(BEFORE), s.phases.get(AFTER)
-    own = f"scales of their own for {_few(s.proposal.layer_scales if s.proposal else ())}"
+    found, proposal = s.diagnosis, s.proposal or Proposal(loss_scale=1.0, layer_scales={})
+    before, after = s.phases.get(BEFORE), s.phases.get(AFTER)
+    own = f"scales of their own for {_few(proposal.layer_scales)}"
     guess = "" if after and after.whole else " (predicted, not trained)"
-    losses = f"try {own}{guess}"
+    losses, skipped = f"try {own}{guess}", before.skipped if before else 0
     if before and after and after.whole and (s.status == "complete" or after.valid_loss):
         both = f"{_loss(after.valid_loss)}, with one loss scale {_loss(before.valid_loss)}"
         losses = f"with {own} the validation loss after {_steps(after.steps)} is {both}"
-    skipped = before.skipped if before else 0
+    inside = "at the boundaries of every layer"
     return {
         "end": ENDS.get(s.status, ""),
         "scale": power(before.loss_scale) if before else "",
-        "where": "at the boundaries of every layer"
-        if found.internal_underflow
-        else "for every layer (torch.amp.GradScaler)",
+        "where": inside if found.internal_underflow else "for every layer (torch.amp.GradScaler)",
         "overflows": f" after {_steps(skipped)} with an overflow" * (skipped > 0),
-        "start": power(s.proposal.loss_scale) if s.proposal else "",
+        "start": power(proposal.loss_scale),
         "guess": guess,
         "underflowing": _in("underflowing", found.underflowing),
         "losses": losses,
@@ -123,7 +127,7 @@ def _remedy(found: schema.Remedy, s: Summary) -> str:
     said = f"torch.amp.GradScaler(init_scale={_python(s.proposal.loss_scale)})"
     if s.proposal.layer_scales:
         said = f'{s.proposal.code}, or with "auto" in place of the scales'
-    return f"{'Train' if found.trained else 'Try to train'} with {said}."
+    return f"{REMEDIES[found.loss]} {said}."
 
 
 def _effect(found: schema.Effect, s: Summary) -> str:

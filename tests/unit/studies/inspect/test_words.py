@@ -137,7 +137,7 @@ REMARKS = {
         schema.Accumulated(bugs=()),
     "Accumulation over 2 + 2: it depends on the other samples.": schema.Accumulated(bugs=(BUG,)),
     'Train with LayerwiseGradScaler(model, {"early": 2.0**21}, init_scale=2.0**8), or with "auto" '
-    "in place of the scales.": schema.Remedy(trained=True),
+    "in place of the scales.": schema.Remedy(loss="lower"),
     "With the proposed scales more gradients underflow than with one loss scale in a (75%).":
         schema.Effect(name="regressed", layers={"a": 0.75}),
     "The proposed scales overflowed in a (3 steps): leave dynamic scaling on (the default), for "
@@ -160,8 +160,11 @@ def test_remarks(expected):
 
 def test_one_scale_as_a_remedy():
     found = summary_of(tiny())
-    assert found.findings[1:] == (schema.Remedy(trained=False),)
+    assert found.findings[1:] == (schema.Remedy(loss="unknown"),)
     assert found.remarks == ("Try to train with torch.amp.GradScaler(init_scale=2.0**51).",)
+    found = summary_of([*tiny(), LOSSES[0], replace(LOSSES[1], valid_loss=2.5)])
+    assert found.findings[1] == schema.Remedy(loss="not lower")
+    assert found.remarks[0].startswith("The validation loss was not lower with torch.amp.GradSc")
     proposal = schema.Proposal(loss_scale=0.25, layer_scales={})
     assert words.code(proposal) == "LayerwiseGradScaler(model, {}, init_scale=2.0**(-2))"
 
