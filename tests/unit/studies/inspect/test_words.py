@@ -178,10 +178,8 @@ def test_one_scale_as_a_remedy():
     ],
 )
 def test_a_sentence_agrees_with_any_number_of_layers(names, said):
-    limiting, found = (
-        schema.Effect(name="limiting", layers=dict.fromkeys(names, 3)),
-        summary_of(FINE),
-    )
+    limiting = schema.Effect(name="limiting", layers=dict.fromkeys(names, 3))
+    found = summary_of(FINE)
     (text,) = words.remarks(replace(found, findings=(found.findings[0], limiting)))
     assert text == f"Overflow in {said} keeps the loss scale from being larger."
 
