@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -68,7 +67,9 @@ def summarize(header: schema.Header, results: Results, status: str) -> Summary:
     )
 
 
-def _verdict(phases: Phases, found: schema.Diagnosis, proposal: schema.Proposal | None) -> Any:
+def _verdict(
+    phases: Phases, found: schema.Diagnosis, proposal: schema.Proposal | None
+) -> schema.VerdictName:
     if proposal is None:
         return "unmeasured"
     last = phases[BEFORE][-1]
@@ -93,13 +94,13 @@ def _forward(phases: Phases) -> schema.Forward | None:
     return None
 
 
-def _effects(found: schema.Diagnosis, *names: Any) -> Iterable[schema.Effect]:
+def _effects(found: schema.Diagnosis, *names: schema.EffectName) -> Iterable[schema.Effect]:
     for name in names:
         if layers := getattr(found, name):
             yield schema.Effect(name=name, layers=layers)
 
 
-def _loss(before: schema.Phase | None, after: schema.Phase | None) -> Any:
+def _loss(before: schema.Phase | None, after: schema.Phase | None) -> schema.LossName:
     if before is None or after is None:
         return "unknown"
     one, own = (math.inf if end.valid_loss is None else end.valid_loss for end in (before, after))

@@ -18,6 +18,11 @@ KINDS = ("activations", "weights")
 # Steps of a phase where none are given, at most and at least.
 STEPS, LEAST_STEPS = 200, 16
 PhaseName = Literal["before", "search", "after"]
+VerdictName = Literal["enough", "higher", "layers", "spread", "zero", "unseen", "unmeasured"]
+EffectName = Literal[
+    "nonfinite_at_any_scale", "regressed", "overflowed_after", "internal_underflow", "limiting"
+]
+LossName = Literal["lower", "not lower", "unknown"]
 ABOUT_STEPS = (
     "Optimizer steps with one loss scale; as many find scales, and as many try those proposed. "
     f"Default: {STEPS}, or as many as the budget has time for."
@@ -239,7 +244,7 @@ class Verdict(Finding, frozen=True, tag="verdict"):
     gradients are ``"unseen"``, for no step was finite; or two phases are not yet measured.
     """
 
-    verdict: Literal["enough", "higher", "layers", "spread", "zero", "unseen", "unmeasured"]
+    verdict: VerdictName
 
 
 class Unfinished(Finding, frozen=True, tag="unfinished"):
@@ -269,15 +274,13 @@ class Accumulated(Finding, frozen=True, tag="accumulated"):
 class Remedy(Finding, frozen=True, tag="remedy"):
     """The proposed scales, and their validation loss beside that of one loss scale."""
 
-    loss: Literal["lower", "not lower", "unknown"]
+    loss: LossName
 
 
 class Effect(Finding, frozen=True, tag="effect"):
     """Layers with a field of the diagnosis: shares of their gradients, or numbers of steps."""
 
-    name: Literal[
-        "nonfinite_at_any_scale", "regressed", "overflowed_after", "internal_underflow", "limiting"
-    ]
+    name: EffectName
     layers: dict[str, float]
 
 

@@ -78,7 +78,7 @@ def _told(s: Summary) -> dict[str, str]:
     losses, skipped = f"try {own}{guess}", before.skipped if before else 0
     if before and after and after.whole and (s.status == "complete" or after.valid_loss):
         both = f"{_loss(after.valid_loss)}, with one loss scale {_loss(before.valid_loss)}"
-        losses = f"with {own} the validation loss after {_steps(after.steps)} is {both}"
+        losses = f"with {own} the validation loss after {after.steps:,} optimizer steps is {both}"
     inside = "at the boundaries of every layer"
     return {
         "end": ENDS.get(s.status, ""),

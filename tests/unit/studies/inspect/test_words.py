@@ -50,7 +50,7 @@ def fine(**fields):
 
 
 OWN = "No single loss scale fits all layers: {} scales of their own for early"
-BOTH = OWN.format("with") + " the validation loss after 8 steps is {}, with one loss scale 2."
+BOTH = OWN + " the validation loss after 8 optimizer steps is {}, with one loss scale 2."
 GUESS = " (predicted, not trained)"
 HIGHER = (
     "One loss scale is enough if it starts at 2^51{}: at 2^8, where it settled, gradients "
@@ -69,8 +69,8 @@ EARLY = "No layer can be judged yet: the study was interrupted before scales wer
 @pytest.mark.parametrize(
     ("results", "status", "expected"),
     [
-        ([*UNDERFLOWING, *AFTER, *LOSSES], "complete", BOTH.format(1)),
-        ([*UNDERFLOWING, *AFTER, *LOST], "complete", BOTH.format("not finite")),
+        ([*UNDERFLOWING, *AFTER, *LOSSES], "complete", BOTH.format("with", 1)),
+        ([*UNDERFLOWING, *AFTER, *LOST], "complete", BOTH.format("with", "not finite")),
         ([*UNDERFLOWING, *AFTER], "budget", OWN.format("try") + "."),
         (UNDERFLOWING, "budget", OWN.format("try") + f"{GUESS}."),
         ([*tiny(), *parts("after", {"a": counts(5, 9)}, {})], "complete", HIGHER.format("")),
