@@ -183,7 +183,7 @@ def options_of(command: str) -> Options:
     else:
         options = Options(command, STUDIES[command], _epilog(command))
         for name, (kind, meta, default) in _settings(command).items():
-            shown = "" if kind is bool or default == "" else f" (default: {default})"
+            shown = "" if kind is bool or default in ("", None) else f" (default: {default})"
             text = f"{meta.description or ''}{shown}"
             complete = words_or_files(_tasks()) if name == "task" else None
             options.add(_flag(name), text, _metavar(name, kind), complete)
@@ -214,7 +214,8 @@ def chosen(study: str, values: Mapping[str, Any]) -> dict[str, Any]:
             if kind is str and not value.strip():
                 raise ValueError(value)
         except ValueError:
-            remedy = f"{_flag(name)} {default}" if default != "" else f"leave {_flag(name)} away"
+            given = default not in ("", None)
+            remedy = f"{_flag(name)} {default}" if given else f"leave {_flag(name)} away"
             raise InputError(
                 f"{_flag(name)} should be {_expected(name, kind, meta)}. Found {value!r}. "
                 f"Remedy: {remedy}, or see steadygrad {study} --help."
@@ -241,7 +242,10 @@ def _settings(study: str) -> dict[str, tuple[Any, Any, Any]]:
     hints = get_type_hints(settings, include_extras=True)
     for field in fields(settings):
         # The empty Meta counts where a field has none of its own.
-        kind, meta, *_ = get_args(Annotated[hints[field.name], Meta()])
+        hint = hints[field.name]
+        # An option that may be left away, with None for what is chosen then.
+        hint = get_args(hint)[0] if field.default is None else hint
+        kind, meta, *_ = get_args(Annotated[hint, Meta()])
         default: Any = field.default
         found[field.name] = kind, meta, f"{default / 60:g}m" if field.name == "budget" else default
     return found

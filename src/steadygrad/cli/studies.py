@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext, redirect_stdout, suppress
 from datetime import datetime
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,12 +96,8 @@ def _report(name: str, outcome: "Outcome", write: Callable[[Path], Path], *, jso
             "Remedy: continue with --resume RUN --budget TIME."
         )
     summary = cleaned(outcome.summary)
-    if "answer" in summary:
-        table = [drawn(summary["table"])] if summary["table"] else []
-        parts = [summary["answer"], *table, *summary["remarks"]]
-    else:  # until its slice is drawn anew
-        table = import_module(f"steadygrad.studies.{name}.report.terminal").table(summary)
-        parts = [*summary["words"], table] if table else summary["words"]
+    table = [drawn(summary["table"])] if summary["table"] else []
+    parts = [summary["answer"], *table, *summary["remarks"]]
     text = rendered(*parts, stream=sys.stderr if json else sys.stdout) + page
     if json:
         note(text)

@@ -178,7 +178,7 @@ USAGE = {
     "tolerance": (["advise", "--tolerance", "-1"], "a number from 0.01 to 1. Found '-1'. Remedy:"),
     "tolerance is nan": (["advise", "--tolerance", "nan"], "Found 'nan'. Remedy: --tolerance 0.2"),
     "steps": (["inspect", "--steps", "15"], "--steps should be an integer of at least 16. Found"),
-    "steps are words": (["inspect", "--steps", "many"], "Found 'many'. Remedy: --steps 200, or"),
+    "steps are words": (["inspect", "--steps", "many"], "Found 'many'. Remedy: leave --steps aw"),
     "empty task": (["advise", ""], "TASK should be a text that is not empty. Found ''. Remedy: T"),
     "empty address": (
         ["advise", "--dask", ""],
