@@ -23,6 +23,7 @@ EXPECTED = {
     "my_loader_task.py": "",
     "my_hf_task.py": "",
     "my_optimizer.py": "steps of Lion",
+    "slurm_executor.py": "[0, 1, 2, 3] from jobs",
     "scaled_adam.py": "clipping threshold",
     "lans.py": "trust ratio",
     "gradient_watch.py": "the backward pass of '2' made a gradient that is not finite",
@@ -39,14 +40,14 @@ def test_every_example_is_listed():
 
 
 # Packages that are not among those of the tests.
-NEEDED = {"my_hf_task.py": "transformers"}
+NEEDED = {"my_hf_task.py": "transformers", "slurm_executor.py": "submitit"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPECTED)
 def test_runs(name):
     if name in NEEDED and find_spec(NEEDED[name]) is None:
-        pytest.skip(f"{NEEDED[name]} is of the dependency group hf, which `make test` leaves out")
+        pytest.skip(f"{NEEDED[name]} is of another dependency group, which `make test` leaves out")
     command = [sys.executable, "-W", "error", name]
     done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
