@@ -1,5 +1,6 @@
 """Every example runs as it stands, from its own folder, and prints what it promises."""
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -52,3 +53,14 @@ def test_runs(name):
     done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert EXPECTED[name] in done.stdout
+
+
+def test_the_first_program_of_the_readme_prints_what_it_says(capsys):
+    text = (EXAMPLES.parent / "README.md").read_text()
+    code, said = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", text, re.S).groups()
+    exec(code, {})
+    found, numbers = capsys.readouterr().out, r"\d+\.\d"
+    assert re.sub(numbers, "", found) == re.sub(numbers, "", said)
+    # Another processor's roundings move the last digit.
+    for a, b in zip(re.findall(numbers, found), re.findall(numbers, said), strict=True):
+        assert float(a) == pytest.approx(float(b), abs=0.11)
