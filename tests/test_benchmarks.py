@@ -35,7 +35,11 @@ def test_advice_is_held_against_the_largest_batch_that_is_good(monkeypatch, size
     plan = planned(optimizers=("adamw", "task"), multiples=(1, 4, 16), horizons=(256, 512, 1024))
     extra = {"adamw": {}, "task": {4: 0.05, 16: 0.8}}
     swept = json.loads(dumps(summary(plan, by_batch(extra))))
-    advice = {"recommendation": {"batch_size": size, "basis": "trained"}, "words": ["In words."]}
+    advice = {
+        "recommendation": {"batch_size": size, "basis": "trained"},
+        "answer": "In words.",
+        "remarks": [],
+    }
     text = report(advice, swept, 4, "`advise`")
     assert "Largest batch with at most 20% more samples: **16**." in text
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]

@@ -19,10 +19,11 @@ from steadygrad.studies.advise.plan import make_trials
 from steadygrad.studies.advise.schema import Header, Plan, Settings
 from steadygrad.studies.advise.trials import TRIALS
 from steadygrad.studies.folder import SCHEMA, Results
-from steadygrad.studies.order import Order, seed_for
+from steadygrad.studies.order import Order
 from steadygrad.studies.schema import Runtime, TaskInfo
 from steadygrad.studies.study import Workplace
 from steadygrad.studies.trainer import Rate
+from steadygrad.studies.trials import seed_for
 
 __all__ = ["CompiledTrainer", "header_of", "run_study", "start_at"]
 

@@ -5,11 +5,12 @@ Symbols: ``B`` a batch size in samples, :math:`B_c` the critical one, ``S`` opti
 :math:`E_\min`. Functions take floats or tensors and return the same.
 """
 
-from typing import TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeVar
 
 from steadygrad._checks import InputError, check_choice
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "LR_RULES",
@@ -19,7 +20,7 @@ __all__ = [
     "steps_ratio",
 ]
 
-F = TypeVar("F", float, Tensor)
+F = TypeVar("F", float, "Tensor")
 
 # Rules that need nothing but the two batch sizes, and all of them.
 PLAIN_LR_RULES = ("sqrt", "linear", "constant")

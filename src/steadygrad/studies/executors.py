@@ -35,7 +35,6 @@ class Workers:
         make: Makes an executor; called again after its workers were lost.
         count: Number of workers that are there now.
         end: Ends an executor, with its workers in mid-trial where it can.
-        leave: Called when no further executor will be made. Default: nothing.
     """
 
     def __init__(
@@ -44,9 +43,8 @@ class Workers:
         count: Callable[[], int],
         *,
         end: Callable[[Any], None] = _shut_down,
-        leave: Callable[[], None] = lambda: None,
     ) -> None:
-        self._make, self._count, self._end, self._leave = make, count, end, leave
+        self._make, self._count, self._end = make, count, end
         self._executor = make()
 
     @property
@@ -75,8 +73,6 @@ class Workers:
         """Ends the workers, in mid-trial too; calling it again does nothing."""
         with suppress(Exception):
             self._end(self._executor)
-        with suppress(Exception):
-            self._leave()
 
 
 def cuda_devices() -> list[str]:
@@ -192,15 +188,14 @@ def dask_workers(address: str) -> Workers:
     Raises:
         InputError: If Dask is not installed, nothing answers, or there is no worker.
     """
-    client = _dask_client(address)
-    # A worker's threads share torch's generator: they take turns.
-    workers = len(client.nthreads())
-    if not workers:
-        client.close()
-        raise InputError(
-            f"The Dask scheduler at {address!r} should have workers. Found none. "
-            "Remedy: `dask worker ADDRESS --nthreads 1` on each machine."
-        )
+    client: Any = None
+    workers = 1
+
+    def make() -> Executor:
+        nonlocal client
+        # Anew: one whose scheduler is lost takes jobs, and never ends them.
+        client = _dask_client(address)
+        return client.get_executor(pure=False)  # type: ignore[no-any-return]
 
     def present() -> int:
         nonlocal workers
@@ -210,9 +205,16 @@ def dask_workers(address: str) -> Workers:
             workers = max(1, len(there))
         return workers
 
-    return Workers(
-        lambda: client.get_executor(pure=False),
-        present,
-        end=lambda executor: executor.shutdown(wait=False),
-        leave=lambda: client.close(timeout=5.0),
-    )
+    def end(executor: Executor) -> None:
+        executor.shutdown(wait=False)
+        client.close(timeout=5.0)
+
+    found = Workers(make, present, end=end)
+    # A worker's threads share torch's generator: they take turns.
+    if not client.nthreads():
+        found.close()
+        raise InputError(
+            f"The Dask scheduler at {address!r} should have workers. Found none. "
+            "Remedy: `dask worker ADDRESS --nthreads 1` on each machine."
+        )
+    return found

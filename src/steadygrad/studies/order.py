@@ -1,6 +1,5 @@
 """Seeds, random generators and data orders: pure functions of the study's seed and of names."""
 
-import hashlib
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from steadygrad.studies.trials import seed_for
+
 __all__ = [
     "Order",
     "branch_order",
@@ -16,14 +17,7 @@ __all__ = [
     "generators_kept",
     "main_order",
     "seed_everything",
-    "seed_for",
 ]
-
-
-def seed_for(seed: int, *names: object) -> int:
-    """A seed for one trial: the same on every machine, unrelated to its neighbours'."""
-    text = "/".join(str(name) for name in ("steadygrad", seed, *names))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def seed_everything(seed: int, *names: object) -> None:

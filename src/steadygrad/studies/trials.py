@@ -3,6 +3,7 @@
 This module and all that analyses results import no torch.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 from steadygrad.studies.folder import Results
 from steadygrad.studies.schema import Key
 
-__all__ = ["Job", "Trial", "evaluation_cost", "makespan", "tails"]
+__all__ = ["Job", "Trial", "evaluation_cost", "makespan", "seed_for", "tails"]
 
 Job = Mapping[str, Any]
 """Work for a worker as plain values: the kind of its result, its key fields, and parameters."""
@@ -40,6 +41,12 @@ class Trial:
     def called(self, job: Job) -> str:
         """The name of a job in messages."""
         return self.what + (f", repeat {job['repeat']}" if "repeat" in job else "")
+
+
+def seed_for(seed: int, *names: object) -> int:
+    """A seed for one trial: the same on every machine, unrelated to its neighbours'."""
+    text = "/".join(str(name) for name in ("steadygrad", seed, *names))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def evaluation_cost(samples: int) -> int:

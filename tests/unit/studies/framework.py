@@ -4,6 +4,7 @@ The plan is made by hand: it has every kind of trial, and trains some hundreds o
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -189,6 +190,12 @@ def contents(folder):
     """What a run holds: the bytes of its header and results."""
     files = [folder / "header.json", *(folder / "results").iterdir()]
     return {path.name: path.read_bytes() for path in files}
+
+
+def timeless(folder):
+    """The bytes of a run's results, but for their times."""
+    files = (folder / "results").iterdir()
+    return {path.name: re.sub(rb'"time": {.*?}', b"", path.read_bytes()) for path in files}
 
 
 def wait_for(condition, seconds=120.0):

@@ -113,17 +113,18 @@ class Setting:
     def __init__(self, trials, folder, *, workers=3, seed=0, known=(), monitor=None):
         (folder / "results").mkdir(exist_ok=True, parents=True)
         self.folder, self.study, self.executor = folder, Toy(trials), Shuffled(seed)
-        self.made = self.left = 0
+        self.made = self.ended = 0
         self.workers, self.results = workers, Results(known)
         self.monitor, self.deadline = monitor or Watcher(), Deadline()
-        self.pool = Workers(self.make, lambda: self.workers, leave=self.leave)
+        self.pool = Workers(self.make, lambda: self.workers, end=self.end)
 
     def make(self):
         self.made += 1
         return self.executor
 
-    def leave(self):
-        self.left += 1
+    def end(self, executor):
+        self.ended += 1
+        executor.shutdown()
 
     def keep(self, result):
         if self.results.add(result):
@@ -164,7 +165,7 @@ def test_many_orders_give_equal_results_and_equal_files(tmp_path, monkeypatch):
         assert setting.run(monkeypatch) == ALL
         assert sorted(setting.executor.ran) == list(range(8))
         assert setting.executor.most <= 3
-        assert (setting.monitor.done, setting.left) == (80, 1)
+        assert (setting.monitor.done, setting.ended) == (80, 1)
         assert [path.name for path in setting.folder.iterdir()] == ["results"]
         orders.add(tuple(setting.executor.ran))
         files.append(setting.files)
@@ -273,7 +274,7 @@ def test_workers_lost_twice_are_the_end(tmp_path, monkeypatch, fault):
     assert isinstance(found.value.__cause__, (CancelledError, OSError, BrokenProcessPool))
     assert "\n" not in str(found.value) + setting.monitor.lines[0]
     assert len(setting.files) == len(list(setting.results)) >= 3
-    assert (setting.made, setting.left) == (2, 1)
+    assert (setting.made, setting.ended) == (2, 2)
 
 
 def test_a_result_that_came_before_the_death_is_kept(tmp_path, monkeypatch):
@@ -316,7 +317,7 @@ def test_a_trial_that_fails_ends_the_study_and_keeps_the_rest(tmp_path, monkeypa
     assert kept == {*setting.executor.ran} - {4}
     assert len(setting.files) == len(kept)
     assert not (tmp_path / "stop").exists()
-    assert setting.left == 1
+    assert setting.ended == 1
 
 
 def test_a_trial_that_was_told_to_stop_is_not_kept(tmp_path, monkeypatch):

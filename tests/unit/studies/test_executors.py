@@ -1,12 +1,18 @@
-"""How long trials take side by side."""
+"""How long trials take side by side, and the executors that run them."""
 
 import logging
+import sys
 
 import pytest
+import torch
 
 from steadygrad._checks import InputError
 from steadygrad.studies.executors import cuda_devices, dask_workers
+from steadygrad.studies.folder import read_run
+from steadygrad.studies.run import StudyFailed
 from steadygrad.studies.trials import makespan, tails
+from tests.unit.studies.framework import FILES, begin, go_on, left, part, timeless
+from tests.unit.studies.results import assert_one_line
 from tests.unit.studies.test_coordinator import trial
 
 
@@ -63,7 +69,7 @@ def test_a_scheduler_that_is_not_there_is_said_with_the_remedy(monkeypatch):
         raise OSError("no answer")
 
     monkeypatch.setattr(distributed, "Client", refuse)
-    with pytest.raises(InputError, match=r"answer at 'nowhere:1'.*Remedy: start one with `dask"):
+    with pytest.raises(InputError, match="nowhere:1"):
         dask_workers("nowhere:1")
 
 
@@ -71,7 +77,7 @@ def test_a_scheduler_that_is_not_there_is_said_with_the_remedy(monkeypatch):
 def test_an_address_without_a_port_makes_no_client(address, monkeypatch):
     distributed = pytest.importorskip("distributed")
     monkeypatch.setattr(distributed, "Client", lambda *args, **options: pytest.fail("made"))
-    with pytest.raises(InputError, match=f"should be HOST:PORT. Found '{address}'. Remedy: "):
+    with pytest.raises(InputError, match=f"--dask .*'{address}'"):
         dask_workers(address)
     # A scheduler that is lost later is one line, and not a logged traceback as well.
     for name in ("distributed", "distributed.client", "distributed.core"):
@@ -96,3 +102,124 @@ def test_workers_share_the_devices_that_the_launcher_gave(given, expected, monke
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     assert cuda_devices() == expected
+
+
+# Executors of the user's own
+
+POOLS = """
+from concurrent.futures import Future, ThreadPoolExecutor
+
+
+class Own:
+    \"\"\"It says nothing of its workers.\"\"\"
+
+    def submit(self, function, *arguments):
+        future = Future()
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, wait=True, *, cancel_futures=False):
+        pass
+
+
+class Dies(Own):
+    def submit(self, function, *arguments):
+        raise OSError("no node\\nis left")
+
+
+def threads():
+    return ThreadPoolExecutor(3)
+
+
+def nothing():
+    return None
+
+
+def raising():
+    raise OSError("no cluster")
+"""
+
+
+@pytest.fixture
+def pools(tmp_path, monkeypatch):
+    """A file with executors, which is a module as well."""
+    (tmp_path / "pools_of_mine.py").write_text(POOLS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield f"{tmp_path}/pools_of_mine.py"
+    sys.modules.pop("pools_of_mine", None)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    begin(folder, at=None)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("spec", "workers"),
+    [
+        ("{file}:threads", 0),
+        ("pools_of_mine:threads", 2),
+        ("{file}:Own", 1),
+        ("pools_of_mine:Own", 2),
+    ],
+)
+def test_an_executor_of_ones_own_gives_the_same_files(whole, pools, tmp_path, spec, workers):
+    spec = spec.format(file=pools)
+    outcome, watcher = begin(tmp_path / "run", at=None, workers=workers, executor=spec)
+    assert outcome.summary["status"] == "complete"
+    assert (watcher.done, watcher.lines) == (watcher.total, [])
+    assert timeless(tmp_path / "run") == timeless(whole)
+    assert left(tmp_path / "run") == FILES
+
+
+def test_a_run_goes_on_with_or_without_an_executor(whole, pools, tmp_path):
+    folder = tmp_path / "run"
+    begin(folder, at=400)
+    part(folder, 2000, executor=f"{pools}:threads")
+    assert read_run(folder).header.settings.executor == ""
+    _, watcher = go_on(folder)
+    assert watcher.lines == []
+    assert timeless(folder) == timeless(whole)
+
+
+def test_an_executor_that_is_lost_twice_keeps_the_run(pools, tmp_path):
+    with pytest.raises(StudyFailed, match="OSError: no node") as error:
+        begin(tmp_path / "run", at=None, workers=1, executor=f"{pools}:Dies")
+    assert "\n" not in str(error.value)
+    assert read_run(tmp_path / "run").summary["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("spec", "part"),
+    [
+        ("{file}:nothing", "NoneType"),
+        ("{file}:raising", "OSError: no cluster"),
+        ("{file}:absent", "absent"),
+        ("{file}.py:threads", "pools_of_mine.py.py"),
+        ("{file}:Own", "--workers"),
+        ("pools_of_mine:absent", "absent"),
+        ("no.such.module:threads", "no"),
+        ("threads", "threads"),
+        (":threads", "threads"),
+        ("pools_of_mine:", "pools_of_mine"),
+        ("json:dumps", "TypeError"),
+    ],
+)
+def test_what_makes_no_executor_is_refused(pools, tmp_path, spec, part):
+    spec = spec.format(file=pools)
+    with pytest.raises(InputError) as error:
+        begin(tmp_path / "run", workers=0, executor=spec)
+    assert_one_line(error, part)
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_ways_to_run_trials_are_refused(pools, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="--dask and --executor"):
+        begin(tmp_path / "run", dask="nowhere:1", executor=f"{pools}:threads")
+    assert not (tmp_path / "run").exists()

@@ -30,6 +30,7 @@ from tests.unit.studies.framework import (
     python,
     recorded,
     summary,
+    timeless,
     wait_for,
 )
 
@@ -70,7 +71,7 @@ def test_a_worker_that_is_killed_in_mid_trial(base, whole, tmp_path):
     outcome = resume(folder, {"workers": 2}, monitor=watcher)
     assert outcome.summary["status"] == "complete"
     assert len(killed) == 1
-    assert any(line.startswith("a worker died: ") for line in watcher.lines)
+    assert [line.split(" (")[0] for line in watcher.lines] == ["workers were lost"]
     assert watcher.done == watcher.total
     assert lines(folder) == lines(whole)
     assert summary(folder) == summary(whole)
@@ -92,7 +93,7 @@ def test_a_coordinator_that_is_interrupted_then_killed(base, whole, tmp_path):
         wait_for(lambda: not any(map(alive, workers)), 20)
     run = read_run(folder)
     assert run.summary["status"] == "interrupted"
-    assert lines(folder) == lines(whole)[: len(lines(folder))]
+    assert {*lines(folder)} < {*lines(whole)}
     assert not (folder / "stop").exists()
     before = recorded(folder)
     with launched(folder, workers=2) as process:
@@ -109,21 +110,27 @@ def test_a_coordinator_that_is_interrupted_then_killed(base, whole, tmp_path):
     assert watcher.lines == []
 
 
-def test_one_process_killed_at_three_random_moments(base, whole, tmp_path):
-    folder, moments = copy(base, tmp_path / "run"), random.Random(0)
-    start = recorded(folder)
-    for share in (2, 12, 20):
-        with launched(folder, workers=1) as process:
-            wait_for(lambda least=start + share: recorded(folder) >= least)
-            time.sleep(0.2 * moments.random())
-            process.kill()
-    assert recorded(folder) < recorded(whole)
-    go_on(folder, workers=1)
-    assert lines(folder) == lines(whole)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_at_random_moments_and_resumed_to_the_same_bytes(base, whole, tmp_path, workers):
+    """SIGKILL of the whole group: nothing can be tidied up."""
+    folder, moments = copy(base, tmp_path / "run"), random.Random(workers)
+    for most in (6, 12, 18, 23):
+        least = moments.randint(recorded(folder), most)
+        with launched(folder, workers=workers) as process:
+            wait_for(lambda least=least: recorded(folder) >= least or process.poll() is not None)
+            time.sleep(0.3 * moments.random())
+            os.killpg(process.pid, signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL
+        assert timeless(folder).items() <= timeless(whole).items()
+    outcome, watcher = go_on(folder, workers=workers)
+    assert outcome.summary["status"] == "complete"
+    assert watcher.lines == []
+    assert timeless(folder) == timeless(whole)
     assert summary(folder) == summary(whole)
+    assert left(folder) == FILES
 
 
-def test_workers_that_die_three_times_leave_a_partial_summary(base, tmp_path):
+def test_workers_that_die_twice_leave_a_partial_summary(base, tmp_path):
     """Each dies of its own trial, as when memory is short."""
     folder = copy(base, tmp_path / "run")
     pids, watcher = set(), Watcher()
@@ -138,16 +145,13 @@ def test_workers_that_die_three_times_leave_a_partial_summary(base, tmp_path):
     thread = threading.Thread(target=kill_all)
     thread.start()
     try:
-        with pytest.raises(
-            StudyFailed, match=r"Found 3 that died in training to 64 samples\. Remedy: fewer"
-        ):
+        with pytest.raises(StudyFailed, match="fewer --workers"):
             resume(folder, {"workers": 2}, monitor=watcher)
     finally:
         over.set()
         thread.join()
-    assert len(pids) >= 3
-    # Twice tried again, with whatever ran beside it.
-    assert watcher.lines.count("a worker died: training to 64 samples is tried again.") == 2
+    assert len(pids) >= 2
+    assert len(watcher.lines) == 1
     assert read_run(folder).summary["status"] == "failed"
 
 
@@ -193,12 +197,12 @@ def test_a_dask_cluster_that_loses_a_worker_and_then_its_scheduler(
 
         cut = copy(base, tmp_path / "cut")
         watcher = Watcher(1500, process.kill)
-        with pytest.raises(StudyFailed, match=r"Found no scheduler any more.*--resume") as failed:
+        with pytest.raises(StudyFailed, match=r"Dask scheduler should answer.*--resume") as failed:
             resume(cut, given, monitor=watcher)
     assert failed.value.outcome.folder == Path(cut)
     kept = lines(cut)
     assert 1 <= len(kept) < 25
-    assert kept == lines(whole)[: len(kept)]
+    assert {*kept} < {*lines(whole)}
     assert read_run(cut).summary["status"] == "failed"
     go_on(cut, workers=1)
     assert lines(cut) == lines(whole)

@@ -23,9 +23,8 @@ from steadygrad.studies.advise.schema import (
     Scratch,
 )
 from steadygrad.studies.folder import Results
-from steadygrad.studies.order import seed_for
 from steadygrad.studies.schema import Key
-from steadygrad.studies.trials import Job
+from steadygrad.studies.trials import Job, seed_for
 
 __all__ = ["Chooser", "Evidence"]
 

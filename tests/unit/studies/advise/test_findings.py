@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -177,3 +179,9 @@ def test_half_lives(optimizer, keep):
     expected = size * math.log(2) / (0.001 * math.sqrt(size / 8) * 0.1)
     decays = optimizer == "AdamW"
     assert advice.decay_half_life == (pytest.approx(expected) if decays else None)
+
+
+def test_what_concludes_and_draws_imports_no_torch():
+    modules = ("plan", "analysis", "findings", "words", "page")
+    code = "import sys\n" + "".join(f"import steadygrad.studies.advise.{m}\n" for m in modules)
+    subprocess.run([sys.executable, "-c", f"{code}assert 'torch' not in sys.modules"], check=True)
