@@ -27,6 +27,7 @@ OWN_EXTRAS = {
     "compare": (*STUDY_EXTRAS, "scipy"),
     "tasks": (),
     "init": (),
+    "doctor": (),
 }
 
 
@@ -80,6 +81,10 @@ def _run(arguments: list[str], began: float) -> int:
         return 0
     if command == "report":
         return _report(values)
+    if command == "doctor":
+        from steadygrad.cli import doctor
+
+        return doctor.run(values)
     if command in OTHERS:
         from steadygrad.cli import own_tasks
 

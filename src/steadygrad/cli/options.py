@@ -32,6 +32,7 @@ OTHERS: Mapping[str, tuple[str, ...]] = {
     "report": ("Draw the page of a run again from its record.", "RUN", "Folder of the run."),
     "tasks": ("List the built-in tasks.",),
     "init": ("Write a task to begin with.", "FILE", "File to write, such as my_task.py."),
+    "doctor": ("Say what is installed, what is missing, and which path a step takes here.",),
 }
 # Examples of each command, after those of every study.
 EXAMPLES = {
@@ -41,13 +42,14 @@ EXAMPLES = {
     "report": ("steadygrad report runs/mine",),
     "tasks": ("steadygrad tasks", "steadygrad advise digits-classifier --budget 2m"),
     "init": ("steadygrad init my_task.py", "steadygrad advise my_task.py:make_task --budget 2m"),
+    "doctor": ("steadygrad doctor", "steadygrad doctor --json"),
 }
 EXAMPLES_OF_ALL = (
     "steadygrad {0} --budget 5m",
     "steadygrad {0} path/to/file.py:make_task --out runs/mine",
     "steadygrad {0} --resume runs/mine --budget 1h",
 )
-PAGES = {"report": "reports", "init": "tasks"}
+PAGES = {"report": "reports", "init": "tasks", "doctor": "install"}
 AUTO = "auto"
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 # A bound from here on is there for the record's format and tells a user nothing.
@@ -177,6 +179,8 @@ def options_of(command: str) -> Options:
     if command in OTHERS:
         text, *place = OTHERS[command]
         options = Options(command, text, _epilog(command))
+        if command == "doctor":
+            options.add("--json", "Print it as JSON.")
         if place:
             flag, about = place
             options.add(flag, about, complete=FOLDERS if command == "report" else None)

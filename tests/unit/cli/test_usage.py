@@ -20,7 +20,7 @@ def test_version(arguments, capsys):
     assert capsys.readouterr().out == f"steadygrad {__version__}\n"
 
 
-OTHERS = [["report"], ["tasks"], ["init"]]
+OTHERS = [["report"], ["tasks"], ["init"], ["doctor"]]
 # Options of one study only, of which its examples show one or two.
 OWN = {
     "advise": {"tolerance"},
@@ -67,7 +67,7 @@ def test_the_overview_names_every_command(capsys):
     assert "report Draw the page of a run again from its record." in out
 
 
-@pytest.mark.parametrize("command", [*STUDIES, "report", "tasks", "init"])
+@pytest.mark.parametrize("command", [*STUDIES, "report", "tasks", "init", "doctor"])
 def test_the_parser_for_completions_has_every_option(command, capsys):
     with pytest.raises(SystemExit):
         parser().parse_args([command, "--help-me"])
@@ -130,16 +130,16 @@ def test_the_help_of_an_option_has_its_bounds_choices_and_default(capsys):
 USAGE = {
     "nothing": (
         [],
-        "a command: advise, compare, inspect, report, tasks or init. Found none. Remedy: stead",
+        "a command: advise, compare, inspect, report, tasks, init or doctor. Found none.",
     ),
     "unknown command": (["advize"], "Found 'advize'. Remedy: steadygrad advise, or steadygrad --h"),
     "empty command": (
         [""],
-        "Expected a command: advise, compare, inspect, report, tasks or init. Found ''. Remedy:",
+        "Expected a command: advise, compare, inspect, report, tasks, init or doctor. Found ''.",
     ),
     "no command": (
         ["--json"],
-        "Expected a command: advise, compare, inspect, report, tasks or init. Found '--json'",
+        "Expected a command: advise, compare, inspect, report, tasks, init or doctor. Found '--js",
     ),
     "unknown flag": (["advise", "--sed", "1"], "Found '--sed'. Remedy: --seed, or steadygrad adv"),
     "unknown flag with =": (["advise", "--bdget=5m"], "Found '--bdget=5m'. Remedy: --budget, or"),
