@@ -72,6 +72,13 @@ COMMANDS: Mapping[str, Command] = {
         "tasks",
         {"FILE": {"help": "File to write, such as my_task.py."}},
     ),
+    "doctor": Command(
+        "Say what is installed, what is missing, and which path a step takes here.",
+        "steadygrad.cli.doctor:run",
+        ("steadygrad doctor", "steadygrad doctor --json"),
+        "install",
+        {"--json": {"action": "store_true", "help": "Print it as JSON."}},
+    ),
 }
 # Examples of each study; {} is its name.
 EXAMPLES = (

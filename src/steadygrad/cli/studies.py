@@ -19,13 +19,13 @@ from steadygrad.cli.progress import make_monitor
 from steadygrad.studies.deadline import Deadline, StudyInterrupted
 from steadygrad.studies.order import generators_kept
 from steadygrad.studies.run import Outcome, StudyFailed, conduct
-from steadygrad.studies.schema import Summary
 from steadygrad.studies.strict_json import dumps
 from steadygrad.tasks import Task
 
 if TYPE_CHECKING:
     from steadygrad.studies.advise.schema import Summary as Advice
     from steadygrad.studies.compare.schema import Summary as Comparison
+    from steadygrad.studies.inspect.schema import Summary as Inspection
 
 __all__ = ["StudyResult", "advise", "command", "compare", "inspect"]
 
@@ -65,13 +65,8 @@ def command(name: str, values: dict[str, Any], began: float) -> int:
 def _shown(outcome: Outcome, stream: TextIO | None) -> str:
     """The answer, the table, the remarks, and where the page is."""
     summary = cleaned(outcome.summary)
-    if "answer" in summary:
-        table = [drawn(summary["table"])] if summary["table"] else []
-        parts = [summary["answer"], *table, *summary["remarks"]]
-    else:  # until its slice is drawn anew
-        terminal = import_module(f"steadygrad.studies.{summary['study']}.report.terminal")
-        made = terminal.table(summary)
-        parts = [*summary["words"], made] if made else summary["words"]
+    table = [drawn(summary["table"])] if summary["table"] else []
+    parts = [summary["answer"], *table, *summary["remarks"]]
     page = f"\n\nReport: {printable(str(outcome.page))}" if outcome.page else ""
     return rendered(*parts, stream=stream) + page
 
@@ -140,7 +135,7 @@ def compare(
 
 def inspect(
     task: Task | str | None = None, *, budget: float | str | None = None, **options: Any
-) -> StudyResult[Any]:
+) -> "StudyResult[Inspection]":
     """Where float16 gradients are lost: ``steadygrad inspect``, as :func:`advise`."""
     return _study("inspect", task, budget, **options)
 
@@ -188,7 +183,5 @@ def _study(
         torch.set_num_threads(threads)
     if outcome.stopped_by:
         signal.raise_signal(outcome.stopped_by)
-    kind = getattr(import_module(f"steadygrad.studies.{name}.schema"), "Summary", None)
-    typed = kind is not None and issubclass(kind, Summary)
-    summary = msgspec.convert(outcome.summary, kind) if typed else outcome.summary
-    return StudyResult(summary, outcome.folder, outcome)
+    kind = import_module(f"steadygrad.studies.{name}.schema").Summary
+    return StudyResult(msgspec.convert(outcome.summary, kind), outcome.folder, outcome)

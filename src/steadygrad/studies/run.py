@@ -38,7 +38,7 @@ from steadygrad.studies.folder import (
     write_result,
     write_summary,
 )
-from steadygrad.studies.schema import FREE, Header, Result, Summary
+from steadygrad.studies.schema import FREE, Header, Result
 from steadygrad.studies.study import Study, study_class, study_of
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.work import Coordinator, Monitor, Worker, run_serial
@@ -326,14 +326,9 @@ def _completed(run: Run, more_time: bool, monitor: Monitor) -> Outcome | None:
 def _summary(study: Study, results: Results, status: str) -> dict[str, Any]:
     common = {"schema": SCHEMA, "study": study.name, "status": status}
     summary = study.summarize(results, status)
-    if isinstance(summary, Summary):
-        if study.header.task.dependent:
-            remarks = (*summary.remarks, DEPENDENT)
-            summary = msgspec.structs.replace(summary, remarks=remarks)
-        return {**summary.to_dict(), **common}
-    # Until its slice is drawn anew.
-    found: dict[str, Any] = common | summary
-    return found | {"words": [*found["words"], DEPENDENT]} if study.header.task.dependent else found
+    if study.header.task.dependent:
+        summary = msgspec.structs.replace(summary, remarks=(*summary.remarks[:2], DEPENDENT))
+    return {**summary.to_dict(), **common}
 
 
 def _cluster(stack: ExitStack, settings: Any, context: DistributedContext) -> Workers | None:

@@ -19,7 +19,7 @@ def test_version(arguments, capsys):
     assert capsys.readouterr().out == f"steadygrad {__version__}\n"
 
 
-OTHERS = [["report"], ["tasks"], ["init"]]
+OTHERS = [["report"], ["tasks"], ["init"], ["doctor"]]
 # Options of one study only, of which its examples show one or two.
 OWN = {
     "advise": {"tolerance"},
@@ -115,7 +115,7 @@ def test_the_help_of_an_option_has_its_bounds_choices_and_default(capsys):
     assert "whatever the batch size. --out" in out
 
 
-LIST = "Expected a command: advise, compare, inspect, report, tasks or init."
+LIST = "Expected a command: advise, compare, inspect, report, tasks, init or doctor."
 # A command line, and what its error names: the argument, and what was found.
 USAGE = {
     "nothing": ([], f"{LIST} Found none."),
