@@ -57,7 +57,7 @@ class Workers:
     def submit(self, *call: Any) -> "Future[Any]":
         """Hands a function and its arguments to a worker."""
         try:
-            with _signals_later(), _without_main():
+            with _signals_later(), _bare():
                 return self._executor.submit(*call)
         # An executor that broke while nothing ran says so here.
         except Exception as error:
@@ -104,13 +104,17 @@ def _signals_later() -> Iterator[None]:
 
 
 @contextmanager
-def _without_main() -> Iterator[None]:
-    """A process that is started meanwhile does not run this one's script again, as spawn would."""
-    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+def _bare() -> Iterator[None]:
+    """A process that is started meanwhile does not run this one's script again, as spawn would.
+
+    Nor does it take the standard library's modules from the task's folder, which is first here.
+    """
+    main, path = sys.modules["__main__"], sys.path[:]
+    sys.modules["__main__"], sys.path[:] = ModuleType("__main__"), [*path[1:], *path[:1]]
     try:
         yield
     finally:
-        sys.modules["__main__"] = main
+        sys.modules["__main__"], sys.path[:] = main, path
 
 
 def process_workers(workers: int, devices: Sequence[str] = ()) -> Workers:
