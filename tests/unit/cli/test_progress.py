@@ -4,8 +4,6 @@ import math
 from itertools import pairwise
 
 import pytest
-from rich.console import Console as RichConsole
-from rich.progress import Progress
 
 from steadygrad.cli.progress import Monitor, duration
 
@@ -220,20 +218,3 @@ def test_lines_are_clean(capsys):
     monitor.say("a\nb")
     lines = capsys.readouterr().err.splitlines()
     assert lines[1:] == [r"100%      0s left  run\x1b[2J", r"steadygrad: a\nb"]
-
-
-def test_the_bar_shows_the_same_time(capsys):
-    clock = Clock(120.0)
-    console = RichConsole(force_terminal=True, width=300, highlight=False, legacy_windows=False)
-    with Progress(console=console, auto_refresh=False) as bar:
-        monitor = Monitor(clock.left, clock, bar=bar)
-        (task,) = bar.tasks
-        assert task.fields["left"] == "?"
-        monitor.begin(1000, 0, POINTS)
-        clock.now = 30.0
-        monitor.advance(50, "training")
-        assert task.fields["left"] == "1m30s"
-        assert (task.completed, task.total, task.description) == (50, 1000, "training")
-        for clock.now in (60.0, 90.0):
-            monitor.advance(100, "training")
-    assert "what is measured after 400 rows and 1,600 rows" in capsys.readouterr().out
