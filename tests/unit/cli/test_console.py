@@ -56,13 +56,15 @@ def test_which_monitor(monkeypatch, capsys):
         monitor.say("no line")
     assert capsys.readouterr().err == "steadygrad: a line\n"
     monkeypatch.setattr(RichConsole, "is_terminal", True)
-    with make_monitor(True, lambda: math.inf) as monitor:
+    with make_monitor(True, lambda: 90.0) as monitor:
         monitor.begin(100, 10, {})
+        monitor.clock = lambda: monitor.began + 20
         monitor.advance(5, "training")
         monitor.advance(5, "")
         monitor.say("a [line]")
         (task,) = monitor.bar.tasks
         assert (task.completed, task.total, task.description) == (20, 100, "training")
+        assert task.fields["left"] == "1m30s"
         monitor.advance(1, "[red]\x1b")
         assert task.description == r"[red]\x1b"
     assert "a [line]" in capsys.readouterr().err
