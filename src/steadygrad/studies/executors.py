@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
@@ -17,7 +19,6 @@ from typing import Any
 import torch
 
 from steadygrad._checks import InputError
-from steadygrad.studies.work import begin_worker
 from steadygrad.tasks import guarded
 from steadygrad.tasks.registry import load_function
 
@@ -33,7 +34,7 @@ class Workers:
 
     Args:
         make: Makes an executor; called again after its workers were lost.
-        count: Number of workers that are there now.
+        count: Number of workers that are there now; a cluster may grow.
         end: Ends an executor, with its workers in mid-trial where it can.
     """
 
@@ -44,19 +45,14 @@ class Workers:
         *,
         end: Callable[[Any], None] = _shut_down,
     ) -> None:
-        self._make, self._count, self._end = make, count, end
-        self._executor = make()
-
-    @property
-    def workers(self) -> int:
-        """Jobs at a time; a cluster may grow."""
-        return self._count()
+        self._make, self.count, self._end = make, count, end
+        self.executor = make()
 
     def submit(self, *call: Any) -> "Future[Any]":
         """Hands a function and its arguments to a worker."""
         try:
             with _signals_later():
-                return self._executor.submit(*call)
+                return self.executor.submit(*call)
         # An executor that broke while nothing ran says so here.
         except Exception as error:
             future: Future[Any] = Future()
@@ -65,24 +61,13 @@ class Workers:
 
     def renew(self) -> None:
         """Makes another executor after workers were lost."""
-        with suppress(Exception):
-            self._end(self._executor)
-        self._executor = self._make()
+        self.close()
+        self.executor = self._make()
 
     def close(self) -> None:
         """Ends the workers, in mid-trial too; calling it again does nothing."""
         with suppress(Exception):
-            self._end(self._executor)
-
-
-def cuda_devices() -> list[str]:
-    """Names of the CUDA devices that this process may use, as ``CUDA_VISIBLE_DEVICES`` takes them.
-
-    Someone who shares a machine names some of its devices, by number or by UUID.
-    """
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in given.split(",")] if given else map(str, range(1024))
-    return [name for name, _ in zip(names, range(torch.cuda.device_count()), strict=False)]
+            self._end(self.executor)
 
 
 @contextmanager
@@ -101,16 +86,25 @@ def _signals_later() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def cuda_devices() -> list[str]:
+    """Names of the CUDA devices that this process may use, as ``CUDA_VISIBLE_DEVICES`` takes them.
+
+    Someone who shares a machine names some of its devices, by number or by UUID.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in given.split(",")] if given else map(str, range(1024))
+    return [name for name, _ in zip(names, range(torch.cuda.device_count()), strict=False)]
+
+
 def process_workers(workers: int, devices: Sequence[str] = ()) -> Workers:
     """Worker processes on this machine, each on one of ``devices``: names of CUDA devices."""
     context = multiprocessing.get_context("spawn")
 
     def make() -> Executor:
-        queue = context.SimpleQueue() if devices else None
+        queue = context.SimpleQueue()
         for worker in range(workers):
-            if queue is not None:
-                queue.put(devices[worker % len(devices)])
-        return ProcessPoolExecutor(workers, context, begin_worker, (os.getpid(), queue))
+            queue.put(devices[worker % len(devices)] if devices else None)
+        return ProcessPoolExecutor(workers, context, _begin_worker, (os.getpid(), queue))
 
     def kill(executor: Any) -> None:
         for process in list((getattr(executor, "_processes", None) or {}).values()):
@@ -118,6 +112,24 @@ def process_workers(workers: int, devices: Sequence[str] = ()) -> Workers:
         _shut_down(executor)
 
     return Workers(make, lambda: workers, end=kill)
+
+
+def _begin_worker(parent: int, devices: Any) -> None:
+    """Prepares a worker process: it leaves signals to its coordinator, and ends with it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # What a task prints must not mix with the coordinator's output.
+    os.dup2(2, 1)
+    if (device := devices.get()) is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = device
+
+    def watch() -> None:
+        # A coordinator that was killed leaves its workers waiting for jobs for ever.
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def made_workers(spec: str, workers: int) -> Workers:
@@ -147,39 +159,11 @@ def made_workers(spec: str, workers: int) -> Workers:
         return made  # type: ignore[no-any-return]
 
     found = Workers(make, lambda: workers)
-    workers = workers or getattr(found._executor, "_max_workers", 0)
+    workers = workers or getattr(found.executor, "_max_workers", 0)
     if not workers:
         found.close()
-        raise InputError(
-            f"{what} does not say how many trials it runs at a time. Found --workers 0. "
-            "Remedy: --workers N."
-        )
+        raise InputError(f"{what} does not say how many workers it has. Remedy: --workers N.")
     return found
-
-
-def _dask_client(address: str) -> Any:
-    try:
-        # The package's types are not annotated.
-        Client: Any = import_module("distributed").Client
-    except ModuleNotFoundError as error:
-        raise InputError(
-            "--dask needs the package distributed. Found none. "
-            'Remedy: pip install "steadygrad[dask]".'
-        ) from error
-    for name in ("distributed", "distributed.client"):  # tens of lines on a lost scheduler
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    if not re.fullmatch(r"(\w+://)?\S+:\d+", address):
-        raise InputError(
-            f"--dask should be HOST:PORT. Found {address!r}. "
-            "Remedy: the address that `dask scheduler` prints."
-        )
-    try:
-        return Client(address, timeout="10s", set_as_default=False)
-    except (OSError, TimeoutError, ValueError) as error:
-        raise InputError(
-            f"A Dask scheduler should answer at {address!r}. Found {type(error).__name__}. "
-            "Remedy: start one with `dask scheduler`, and workers with `dask worker ADDRESS`."
-        ) from error
 
 
 def dask_workers(address: str) -> Workers:
@@ -218,3 +202,25 @@ def dask_workers(address: str) -> Workers:
             "Remedy: `dask worker ADDRESS --nthreads 1` on each machine."
         )
     return found
+
+
+def _dask_client(address: str) -> Any:
+    try:
+        # The package's types are not annotated.
+        Client: Any = import_module("distributed").Client
+    except ModuleNotFoundError as error:
+        raise InputError(
+            "--dask needs the package distributed. Found none. "
+            'Remedy: pip install "steadygrad[dask]".'
+        ) from error
+    for name in ("distributed", "distributed.client"):  # tens of lines on a lost scheduler
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        if not re.fullmatch(r"(\w+://)?\S+:\d+", address):
+            raise ValueError
+        return Client(address, timeout="10s", set_as_default=False)
+    except (OSError, TimeoutError, ValueError) as error:
+        raise InputError(
+            f"--dask should be the HOST:PORT of a Dask scheduler that answers. Found {address!r} "
+            f"({type(error).__name__}). Remedy: the address that `dask scheduler` prints."
+        ) from error

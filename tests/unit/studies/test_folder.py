@@ -383,7 +383,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_half_one(tmp_path: Path, monkeyp
         assert_one_line(error, "No space left", "--resume")
     with pytest.raises(RunError) as error:
         write_page(run.folder, "new")
-    assert_one_line(error, "page", "steadygrad report")
+    assert_one_line(error, "report.html", "--resume")
     assert names(run.folder) == before
     assert losses(run.folder) == [2.0]
     assert (run.folder / "report.html").read_text() == "old"
