@@ -137,8 +137,7 @@ class DistributedContext:
         """Averages numbers over the ranks, and ends them all when one has to stop.
 
         Raises:
-            StudyInterrupted: On every rank, if the budget is over by rank 0's clock, or a signal
-                came.
+            StudyInterrupted: If the budget is over by rank 0's clock, or a signal came to a rank.
         """
         flags = self.deadline.flags
         if not self.is_main:
@@ -166,9 +165,9 @@ class DistributedContext:
             result = work()
         except InputError as found:
             error = found
-        failed = next((text for text in self.gather(str(error) if error else None) if text), None)
-        if failed is not None:
-            raise error or InputError(failed)
+        for text in self.gather(str(error) if error else None):
+            if text:
+                raise error or InputError(text)
         return result  # type: ignore[return-value]
 
     def on_main(self, work: Callable[[], T]) -> T | None:

@@ -289,7 +289,7 @@ def _writing(path: Path) -> Iterator[None]:
         other = "name a folder with --out that you may write to, on a disk with free space."
         raise RunError(
             f"Cannot write to {str(path)!r}: {error.strerror or error}. "
-            f"Remedy: {'free space there, then --resume.' if begun else other}"
+            f"Remedy: {'make room there, then --resume.' if begun else other}"
         ) from error
 
 

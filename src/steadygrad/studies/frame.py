@@ -27,7 +27,7 @@ def opening(run: Run, title: str, figures: Iterable[Figure], notes: Iterable[str
         for name, value, detail in figures
     ]
     files = len(run.unreadable)
-    broken = [f"{files} results could not be read, and were left out."] if files else []
+    broken = [f"Results that cannot be read, and are left out: {files}."] if files else []
     missing = " ".join([*notes, *broken])
     return el(
         "header",

@@ -16,12 +16,14 @@ from typing import Any
 import msgspec
 
 from steadygrad._checks import InputError
-from steadygrad.studies import charts, text
-from steadygrad.studies.folder import Run, read_run, understanding, write_page
+from steadygrad.studies import text
+from steadygrad.studies.folder import HEADER, Run, read_run, understanding, write_page
 
 try:
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
+
+    from steadygrad.studies import charts
 except ModuleNotFoundError as error:
     raise InputError(
         f'A page needs {error.name}. Found none. Remedy: pip install "steadygrad[cli]".'
@@ -39,23 +41,16 @@ def render(run: Run) -> str:
     A partial run is drawn too, and the page says what is missing.
 
     Raises:
-        InputError: If Matplotlib is not installed, or the run makes no sense.
+        InputError: If the run makes no sense.
     """
     study = run.header.study
     if find_spec(f"steadygrad.studies.{study}.page") is None:  # until its slice is drawn anew
         with understanding(run.folder):
             return str(import_module(f"steadygrad.studies.{study}.report").page(run))
-    try:
-        view = import_module(f"steadygrad.studies.{study}.page").view
-    except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] != "matplotlib":
-            raise
-        raise InputError(
-            'A page needs matplotlib. Found none. Remedy: pip install "steadygrad[cli]".'
-        ) from error
+    view = import_module(f"steadygrad.studies.{study}.page").view
     missing = []
     if run.unreadable:
-        missing.append(f"{len(run.unreadable)} results could not be read, and were left out.")
+        missing.append(f"Results that cannot be read, and are left out: {len(run.unreadable)}.")
     if run.summary is None:
         missing.append("The run was stopped, or is still going.")
     common = {
@@ -72,15 +67,13 @@ def render(run: Run) -> str:
 
 
 def write(folder: Path) -> Path:
-    """Draws the page of the run in ``folder`` again, into its ``report.html``.
-
-    Returns:
-        The path of the page.
+    """Draws the page of the run in ``folder`` again, and returns its path.
 
     Raises:
         InputError: If the run cannot be read or drawn, or the page cannot be written.
     """
-    folder = Path(folder)
+    # Its header may name it.
+    folder = Path(folder).parent if Path(folder).name == HEADER else Path(folder)
     return write_page(folder, render(read_run(folder)))
 
 

@@ -17,7 +17,6 @@ import torch
 from steadygrad._checks import InputError, launched
 from steadygrad.studies.calibration import calibrate, resolve_device
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
-from steadygrad.studies.decays import second_moment_places
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.environment import environment
 from steadygrad.studies.executors import (
@@ -40,6 +39,7 @@ from steadygrad.studies.folder import (
     write_result,
     write_summary,
 )
+from steadygrad.studies.learning_rate import second_moment_places
 from steadygrad.studies.schema import FREE, Header, Result, Runtime, Summary, TaskInfo
 from steadygrad.studies.study import Study, study_class, study_of
 from steadygrad.studies.trainer import Trainer

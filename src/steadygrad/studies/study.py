@@ -28,25 +28,16 @@ Advance = Callable[[int, str], None]
 
 @dataclass
 class Workplace:
-    """The surroundings of a job: device, workers and folders.
-
-    Attributes:
-        repeated: Results of trials that were run again because a checkpoint was lost.
-    """
+    """The surroundings of a job."""
 
     trainer: Trainer
     checkpoints: Checkpoints
     advance: Advance
+    # Results of trials that were run again because a checkpoint was lost.
     repeated: list[Result] = field(default_factory=list)
 
     def state(self, name: str, samples: int, again: Callable[[], Result]) -> State:
-        """A state of training: read, or trained again by the trial that leaves it.
-
-        Args:
-            name: The checkpoint's.
-            samples: Samples seen there.
-            again: Runs the trial.
-        """
+        """The state after ``samples``: read, or trained ``again`` by the trial that leaves it."""
         found = self.checkpoints.load(name, samples)
         # On every rank or on none: training again takes all of them.
         if all(self.trainer.context.gather(found is not None)) and found is not None:
@@ -62,11 +53,7 @@ class Workplace:
 
 
 class Study(ABC):
-    """An experiment behind a command, whose name is ``name``.
-
-    Args:
-        header: The run's, with the study's own settings and plan.
-    """
+    """An experiment behind a command, whose name is ``name``."""
 
     name: ClassVar[str]
     # Whether a loss that is not finite ends it.
@@ -81,9 +68,7 @@ class Study(ABC):
     @classmethod
     def schema(cls) -> Schema:
         """The types of the study."""
-        found = schema_of(cls.name)
-        assert found is not None
-        return found
+        return schema_of(cls.name)  # type: ignore[return-value]
 
     @classmethod
     def dtype(cls, settings: Any) -> str:
@@ -139,23 +124,17 @@ class Study(ABC):
     def trials(self) -> Sequence[Trial]:
         """All trials, in the order of the plan."""
 
-    @classmethod
-    def functions(cls) -> Mapping[str, Callable[..., Result]]:
-        """The function of each kind of trial: ``(plan, place, **parameters) -> Result``."""
-        found: Mapping[str, Callable[..., Result]] = import_module(
-            f"steadygrad.studies.{cls.name}.trials"
-        ).TRIALS
-        return found
-
     def run(self, job: Job, place: Workplace) -> Result:
-        """Does one job.
+        """Does one job, by ``TRIALS``: a ``(plan, place, **parameters) -> Result`` of each kind.
 
         Raises:
             StudyInterrupted: When the study has to stop.
             InputError: If training diverges where it must not, or the task's code raises.
         """
+        trials = import_module(f"steadygrad.studies.{self.name}.trials").TRIALS
         parameters = {name: value for name, value in job.items() if name != "kind"}
-        return self.functions()[job["kind"]](self.plan, place, **parameters)
+        result: Result = trials[job["kind"]](self.plan, place, **parameters)
+        return result
 
     @abstractmethod
     def milestones(self) -> Mapping[str, Key]:
@@ -189,11 +168,7 @@ class Study(ABC):
 
 
 def study_class(name: str) -> type[Study]:
-    """The class of a study.
-
-    Raises:
-        InputError: If there is no such study.
-    """
+    """The class of a study."""
     if name not in STUDIES:
         raise InputError(
             f"Expected a study: {', '.join(STUDIES)}. Found {name!r}. Remedy: one of these."

@@ -85,7 +85,6 @@ class Trainer(TaskModel):
     ) -> None:
         super().__init__(task, seed, dtype, context, micro_batch_size)
         self.scaling, self._keep_half_life, self._finite = scaling, keep_half_life, finite
-        self._look_every = 1 if context.device.type == "cpu" else LOOK_EVERY
         self.dependent = False
         # Names of the model's tensors that training changes beside those of the optimizer.
         self._moving: set[str] = set()
@@ -95,11 +94,10 @@ class Trainer(TaskModel):
         """Begins with a new optimizer, or continues with that of a state."""
         make, what = partial(self.task.optimizer, self.model), "Task.make_optimizer"
         if first:
-            optimizer = make_optimizer(make, self.model, self.task.lr, what)
+            self.optimizer = make_optimizer(make, self.model, self.task.lr, what)
         else:
             with guarded(what):
-                optimizer = check_optimizer(make(self.task.lr), self.model, what)
-        self.optimizer = optimizer
+                self.optimizer = check_optimizer(make(self.task.lr), self.model, what)
         if hasattr(self.scaler, "remove"):
             self.scaler.remove()  # its hooks would scale for the next one too
         if self.scaling is not None:
@@ -107,10 +105,10 @@ class Trainer(TaskModel):
         else:
             enabled = self.dtype is torch.float16
             self.scaler = torch.amp.GradScaler(self.context.device.type, enabled=enabled)
-        self.set_rate = RateSetter(optimizer, self.task, self._keep_half_life)
+        self.set_rate = RateSetter(self.optimizer, self.task, self._keep_half_life)
         if state is not None:
             self.scaler.load_state_dict(copy.deepcopy(state.scaler))
-            self.context.load_optimizer(self.model, optimizer, state.optimizer)
+            self.context.load_optimizer(self.model, self.optimizer, state.optimizer)
         self.set_rate(Rate())
         self.model.zero_grad()
         self.model.train()
@@ -144,13 +142,7 @@ class Trainer(TaskModel):
         return State(model, optimizer, scaler, samples, self.steps)
 
     def try_once(self) -> None:
-        """Evaluates, trains and saves once: a broken task shows before the study begins.
-
-        Raises:
-            InputError: If the losses are not one finite number for each sample, the evaluation
-                changes the weights, the optimizer's state cannot be saved and loaded, or models
-                are not made anew.
-        """
+        """Evaluates, trains and saves once: a broken task is refused before the study begins."""
         together, before = self.context.together, fingerprints(self.model)
         # Two others are made, and some optimizers begin with large states.
         del self.optimizer, self.set_rate
@@ -174,12 +166,12 @@ class Trainer(TaskModel):
                 "Remedy: look for NaN in the validation data."
             )
         after = fingerprints(self.model)
-        moved = [n for n, _ in self.model.named_parameters() if before.get(n) != after.get(n)]
-        if moved:
-            raise TaskError(
-                f"Task.evaluate should leave the model as it is. Found changes of {moved[0]!r}. "
-                "Remedy: do not train in Task.evaluate, and restore any weights that it replaces."
-            )
+        for name, _ in self.model.named_parameters():
+            if before.get(name) != after.get(name):
+                raise TaskError(
+                    f"Task.evaluate should leave the model as it is. Found changes of {name!r}. "
+                    "Remedy: no training in Task.evaluate; weights that it replaces are put back."
+                )
 
     def _check_losses(self) -> int:
         """Checks the losses of as many samples of a batch as fit into memory; says how many."""
@@ -211,15 +203,6 @@ class Trainer(TaskModel):
         self.context.together(lambda: self._fits(compare, 2))
         self.dependent = any(map(any, self.context.gather(found)))
 
-    def _check_whole(self, share: int) -> None:
-        if self.dependent and self.micro_batch_size < share:
-            raise InputError(
-                f"Batches of {share} samples should not be cut into micro-batches: a sample's loss "
-                "depends on the others, and smaller batches would train another objective. Found "
-                f"micro_batch_size = {self.micro_batch_size}. Remedy: no Task.micro_batch_size; a "
-                "smaller --budget or more memory where they do not fit."
-            )
-
     def fit_micro_batch(self, largest: int) -> None:
         """Finds micro-batches that fit into memory, by halves; the model's buffers may change.
 
@@ -241,11 +224,18 @@ class Trainer(TaskModel):
 
         share = -(-largest // context.size)
         self.micro_batch_size = min(self.task.micro_batch_size or largest, share)
-        self._check_whole(share)
-        # All ranks take the size that fits on each of them.
-        while not all(context.gather(context.together(fits))):
+        while True:
+            if self.dependent and self.micro_batch_size < share:
+                raise InputError(
+                    f"Batches of {share} samples, whose losses depend on one another, should not "
+                    f"be cut. Found micro_batch_size = {self.micro_batch_size}. Remedy: no "
+                    "Task.micro_batch_size; a smaller --budget or more memory where they do not "
+                    "fit."
+                )
+            # All ranks take the size that fits on each of them.
+            if all(context.gather(context.together(fits))):
+                return
             self.micro_batch_size //= 2
-            self._check_whole(share)
 
     def by_halves(self, work: Callable[[], T]) -> T:
         """Does something; a single rank halves its micro-batch where memory runs out."""
@@ -256,7 +246,7 @@ class Trainer(TaskModel):
                 whole = self.context.size > 1 or self.micro_batch_size == 1 or self.dependent
                 if whole or not is_out_of_memory(error):
                     raise
-            self.free_memory()
+            self._free_memory()
             self.micro_batch_size //= 2
 
     def _fits(self, work: Callable[[], object], size: int) -> bool:
@@ -268,8 +258,13 @@ class Trainer(TaskModel):
                 raise
             return False
         finally:
-            self.free_memory()
+            self._free_memory()
         return True
+
+    def _free_memory(self) -> None:
+        self.model.zero_grad()
+        if self.context.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def step(self, indices: Tensor, ready: Iterator[Any] | None = None) -> None:
         """One optimizer step on a global batch; nothing here waits for an accelerator."""
@@ -293,8 +288,7 @@ class Trainer(TaskModel):
             if self._finite and not math.isfinite(value):
                 raise Diverged(
                     f"The training loss should stay finite. Found {value} within {self.steps} "
-                    f"steps. Remedy: a lower Task.lr than {self.task.lr:g}, or look for NaN in "
-                    "the data."
+                    f"steps. Remedy: a lower Task.lr than {self.task.lr:g}, data without NaN."
                 )
             self._looked_at.append(value)
 
@@ -338,7 +332,7 @@ class Trainer(TaskModel):
             # Halfway through the batch: a linear factor is then its mean over the batch.
             self.set_rate(rate, position + offset + batch_size / 2)
             self.step(order.take(position, batch_size), ready)
-            if number % self._look_every == 0:
+            if number % (1 if self.context.device.type == "cpu" else LOOK_EVERY) == 0:
                 self.look()
             yield position + batch_size
         self.look()

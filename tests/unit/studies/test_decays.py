@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 
 from steadygrad._checks import InputError
 from steadygrad.optim import LAMB, LANS, ScaledAdam
-from steadygrad.studies.decays import second_moment_places
-from steadygrad.studies.learning_rate import Rate, RateSetter
+from steadygrad.studies.learning_rate import Rate, RateSetter, second_moment_places
 from tests.unit.studies.test_trainer import make_task
 
 
