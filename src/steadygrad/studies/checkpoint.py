@@ -16,8 +16,6 @@ from steadygrad.studies.environment import environment
 from steadygrad.studies.folder import read_file, replace_file
 from steadygrad.tasks.guard import reason
 
-__all__ = ["Checkpoints", "State", "on_host"]
-
 # Bytes of a checkpoint: reading one takes twice as much memory.
 LARGEST = int(environment()["memory_bytes"] or 1 << 40) // 2
 

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["BUDGET", "Deadline", "StudyInterrupted", "WorkerDeadline", "stop_if"]
-
 BUDGET = 0
 # In order of precedence: a signal is reported even when the budget is over as well.
 REASONS = (signal.SIGTERM, signal.SIGINT, BUDGET)

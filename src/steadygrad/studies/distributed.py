@@ -28,8 +28,6 @@ from steadygrad.sharding import (
 from steadygrad.studies.deadline import Deadline, stop_if
 from steadygrad.tasks.guard import guarded
 
-__all__ = ["DistributedContext"]
-
 T = TypeVar("T")
 
 # Seconds for the backend's threads to come to rest.
@@ -37,14 +35,9 @@ PAUSE = 0.25
 
 
 class DistributedContext:
-    """This process in the group that shares one model.
+    """This process, of number ``rank``, in the group that shares one model.
 
-    Args:
-        deadline: Asked at every poll.
-        rank: Number of this process.
-        size: Number of processes.
-        device: This process's device.
-        sharding: ``"ddp"`` keeps the whole model on every rank, ``"fsdp2"`` a shard of it.
+    By ``"ddp"`` every rank keeps the whole model, by ``"fsdp2"`` a shard of it.
     """
 
     def __init__(
@@ -155,11 +148,7 @@ class DistributedContext:
         return found
 
     def together(self, work: Callable[[], T]) -> T:
-        """Does something on every rank; fails on all of them if it fails on one.
-
-        Raises:
-            InputError: The first rank's that had one.
-        """
+        """Does something on every rank; fails on all of them if it fails on one."""
         result, error = None, None
         try:
             result = work()

@@ -10,8 +10,6 @@ from typing import Any
 
 from steadygrad import __version__
 
-__all__ = ["environment"]
-
 
 def environment(accelerator: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Describes machine, packages and versions; loads no torch, which knows the accelerator."""

@@ -10,9 +10,9 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -22,7 +22,7 @@ from steadygrad._checks import InputError
 from steadygrad.tasks import guarded
 from steadygrad.tasks.registry import load_function
 
-__all__ = ["Workers", "cuda_devices", "dask_workers", "made_workers", "process_workers"]
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def _shut_down(executor: Executor) -> None:
@@ -50,14 +50,20 @@ class Workers:
 
     def submit(self, *call: Any) -> "Future[Any]":
         """Hands a function and its arguments to a worker."""
+        # A process that is started meanwhile never gets Ctrl-C: it would die of one that comes
+        # before it can leave that to the coordinator.
+        masks = hasattr(signal, "pthread_sigmask")  # not on Windows
+        before = masks and signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            with _signals_later():
-                return self.executor.submit(*call)
+            return self.executor.submit(*call)
         # An executor that broke while nothing ran says so here.
         except Exception as error:
             future: Future[Any] = Future()
             future.set_exception(error)
             return future
+        finally:
+            if before is not False:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def renew(self) -> None:
         """Makes another executor after workers were lost."""
@@ -68,22 +74,6 @@ class Workers:
         """Ends the workers, in mid-trial too; calling it again does nothing."""
         with suppress(Exception):
             self._end(self.executor)
-
-
-@contextmanager
-def _signals_later() -> Iterator[None]:
-    """Delivers signals only afterwards; a process that is started meanwhile never gets them.
-
-    A worker would otherwise die of Ctrl-C before it can leave that to the coordinator.
-    """
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def cuda_devices() -> list[str]:
@@ -116,7 +106,7 @@ def process_workers(workers: int, devices: Sequence[str] = ()) -> Workers:
 
 def _begin_worker(parent: int, devices: Any) -> None:
     """Prepares a worker process: it leaves signals to its coordinator, and ends with it."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # What a task prints must not mix with the coordinator's output.
     os.dup2(2, 1)
@@ -138,9 +128,6 @@ def made_workers(spec: str, workers: int) -> Workers:
     Args:
         spec: Function that makes it: ``module:factory`` or ``path/file.py:factory``.
         workers: Trials at a time; 0: as many as the executor says that it has.
-
-    Raises:
-        InputError: If there is no such function, or it makes no executor.
     """
     module, _, name = spec.rpartition(":")
     what = f"--executor {spec}"
@@ -167,11 +154,7 @@ def made_workers(spec: str, workers: int) -> Workers:
 
 
 def dask_workers(address: str) -> Workers:
-    """The workers of the Dask cluster whose scheduler is at ``address``, as ``host:port``.
-
-    Raises:
-        InputError: If Dask is not installed, nothing answers, or there is no worker.
-    """
+    """The workers of the Dask cluster whose scheduler is at ``address``, as ``host:port``."""
     client: Any = None
     workers = 1
 
@@ -209,10 +192,7 @@ def _dask_client(address: str) -> Any:
         # The package's types are not annotated.
         Client: Any = import_module("distributed").Client
     except ModuleNotFoundError as error:
-        raise InputError(
-            "--dask needs the package distributed. Found none. "
-            'Remedy: pip install "steadygrad[dask]".'
-        ) from error
+        raise InputError('--dask needs Dask. Remedy: pip install "steadygrad[dask]".') from error
     for name in ("distributed", "distributed.client"):  # tens of lines on a lost scheduler
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:

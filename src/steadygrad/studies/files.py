@@ -16,8 +16,6 @@ from steadygrad._checks import InputError
 from steadygrad.studies.folder import HEADER, Run, read_file, replace_file
 from steadygrad.tasks import BUILT_IN, Task, load_task, sources
 
-__all__ = ["digests", "load_recorded_task", "located", "remember", "trusted"]
-
 
 def located(settings: Any, folder: str = "", typed: Any = ()) -> dict[str, str]:
     """Absolute places of the functions in files that settings name.

@@ -19,27 +19,8 @@ from typing import IO, Any, TypeVar
 import msgspec
 
 from steadygrad._checks import InputError
-from steadygrad.studies.schema import Header, Key, Result, Schema, schema_of
+from steadygrad.studies.schema import Header, Key, Result, schema_of
 from steadygrad.studies.strict_json import dumps, loads
-
-__all__ = [
-    "HEADER",
-    "SCHEMA",
-    "Results",
-    "Run",
-    "RunError",
-    "create",
-    "open_file",
-    "read_file",
-    "read_header",
-    "read_run",
-    "refuse_links",
-    "replace_file",
-    "understanding",
-    "write_page",
-    "write_result",
-    "write_summary",
-]
 
 SCHEMA = 3
 HEADER, SUMMARY, PAGE, RESULTS = "header.json", "summary.json", "report.html", "results"
@@ -157,8 +138,8 @@ def write_page(folder: Path, html: str) -> Path:
     return folder / PAGE
 
 
-def read_header(folder: Path) -> tuple[Any, Schema]:
-    """The header of a run, and the types of its study.
+def read_header(folder: Path) -> tuple[Any, Any]:
+    """The header of a run, and the module of its study's types.
 
     Raises:
         RunError: If there is none, or its version or its study is not known.
@@ -186,7 +167,7 @@ def read_header(folder: Path) -> tuple[Any, Schema]:
     if schema is None:
         raise _wrong(path, "the header of a known study", f"study = {found.get('study')!r}")
     try:
-        header = msgspec.convert(found, schema.header)
+        header = msgspec.convert(found, schema.Header)
         if wrong := schema.check(header, None):
             raise _wrong(path, *wrong)
     except (msgspec.ValidationError, UnicodeError) as error:
@@ -198,9 +179,6 @@ def read_run(folder: Path) -> Run:
     """Reads a run's header, its results, and its summary where there is one.
 
     A result that cannot be read is left out: its trial is run again.
-
-    Raises:
-        RunError: As :func:`read_header`.
     """
     folder = Path(folder)
     header, schema = read_header(folder)
@@ -225,9 +203,9 @@ def refuse_links(folder: Path) -> None:
             )
 
 
-def _read_result(path: Path, header: Header, schema: Schema) -> Result | None:
+def _read_result(path: Path, header: Header, schema: Any) -> Result | None:
     with suppress(OSError, ValueError, RecursionError):
-        result: Result = msgspec.convert(loads(read_file(path)), schema.results)
+        result: Result = msgspec.convert(loads(read_file(path)), schema.RESULTS)
         if path.name == _name(result.key) and schema.check(header, result) is None:
             return result
     return None

@@ -14,14 +14,10 @@ from steadygrad._checks import InputError
 from steadygrad.formulas.batch_size import learning_rate
 from steadygrad.tasks import Task
 
-__all__ = ["Rate", "RateSetter", "second_moment_places"]
-
 # Samples of a run whose learning rate does not decay.
 ENDLESS = 1 << 62
 # Options of the optimizer that follow the batch size.
 OPTIONS = ("lr", "betas", "weight_decay")
-# Gradients of two trials; a first step shows least of all else that moves a state.
-_FIRST, _FALLING = (1.0,), (3.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -120,8 +116,9 @@ def second_moment_places(optimizer: Optimizer) -> list[int | None]:
     devices = {p.device for g in groups for p in g["params"] if p.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices=[*devices]):
-            first = _candidates(optimizer, _FIRST, _is_proportional)
-            falling = _candidates(optimizer, _FALLING, _is_moved)
+            first = _candidates(optimizer, (1.0,), _is_proportional)
+            # A first step shows least of all else that moves a state.
+            falling = _candidates(optimizer, (3.0, 1.0), _is_moved)
     except Exception:  # Another program's step may raise anything: nothing is known then.
         return [None] * len(groups)
     pairs = zip(first, falling, strict=True)

@@ -26,8 +26,6 @@ from steadygrad.tasks import (
 if TYPE_CHECKING:
     from steadygrad.noise import NoiseScale
 
-__all__ = ["TaskModel"]
-
 # Most samples in one forward pass of an evaluation.
 EVALUATION_SIZE = 128
 
@@ -93,10 +91,7 @@ class TaskModel:
     ) -> Tensor:
         """Adds a global batch's gradients to ``.grad``, times the loss scale; takes no step.
 
-        Args:
-            indices: Sample numbers of the whole batch, shape ``(n,)``.
-            ready: Batches for this rank's micro-batches, in order. Default: made here.
-            exchange: Whether the ranks average their gradients.
+        Its micro-batches on this rank may be ``ready``; else they are made here.
 
         Returns:
             The mean loss of this rank's samples, shape ``()``.
@@ -114,7 +109,7 @@ class TaskModel:
             parts.append(loss.detach())
         return sum(parts[1:], parts[0])
 
-    def validation_loss(self) -> float:
+    def _validation_loss(self) -> float:
         """The task's own evaluation, or the mean loss over its validation samples."""
         with generators_kept(self.context.device), self._autocast(), torch.no_grad():
             self.seed_everything("evaluate")

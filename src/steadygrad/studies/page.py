@@ -29,8 +29,6 @@ except ModuleNotFoundError as error:
         f'A page needs {error.name}. Found none. Remedy: pip install "steadygrad[cli]".'
     ) from error
 
-__all__ = ["render", "write"]
-
 # HTML has no way to write these, and half a surrogate pair cannot be encoded.
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 

@@ -40,13 +40,11 @@ from steadygrad.studies.folder import (
     write_summary,
 )
 from steadygrad.studies.learning_rate import second_moment_places
-from steadygrad.studies.schema import FREE, Header, Result, Runtime, Summary, TaskInfo
+from steadygrad.studies.schema import FREE, Header, Result, Runtime, Summary, TaskInfo, schema_of
 from steadygrad.studies.study import Study, study_class, study_of
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.work import Coordinator, Monitor, Worker, recorded_trainer, run_serial
 from steadygrad.tasks import load_task
-
-__all__ = ["Outcome", "StudyFailed", "resume", "start"]
 
 DEPENDENT = (
     "A sample's loss depends on the other samples of its batch. The batch size is part of what is "
@@ -85,12 +83,7 @@ def start(
 ) -> Outcome:
     """Runs a study in a folder that is absent or empty.
 
-    Args:
-        name: Name of the study.
-        settings: The study's settings.
-        folder: The run's folder.
-        deadline: Ends the study early. Default: when the budget, from now on, is over.
-        monitor: Watches.
+    A deadline ends it early. Default: when the budget, from now on, is over.
 
     Raises:
         InputError: For anything that cannot be used; nothing is written then.
@@ -99,7 +92,7 @@ def start(
     kind, deadline = study_class(name), deadline or Deadline()
     try:
         # Those made in Python are checked as strictly as the command line's.
-        settings = msgspec.convert(asdict(settings), kind.schema().settings)
+        settings = msgspec.convert(asdict(settings), schema_of(name).Settings)
     except msgspec.ValidationError as error:
         raise InputError(f"{error}. Found {settings}. Remedy: another value.") from None
     device = resolve_device(settings.device)
@@ -234,10 +227,8 @@ def _cluster(stack: ExitStack, settings: Any, context: DistributedContext) -> Wo
             f"{' and '.join(named)}: expected one way to run trials, each in one process. Found "
             f"{len(named)}, in {context.size} processes. Remedy: one of them, without torchrun."
         )
-    if settings.dask:
-        pool = dask_workers(settings.dask)
-    else:
-        pool = made_workers(settings.executor, settings.workers)
+    dask, executor = settings.dask, settings.executor
+    pool = dask_workers(dask) if dask else made_workers(executor, settings.workers)
     stack.callback(pool.close)
     return pool
 
@@ -357,7 +348,7 @@ def _make_header(
         workers=workers,
     )
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    header: Header = kind.schema().header(
+    header: Header = schema_of(kind.name).Header(
         schema=SCHEMA,
         study=kind.name,
         task=describe_task(trainer, settings.task),

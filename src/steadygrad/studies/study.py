@@ -11,16 +11,13 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from steadygrad._checks import InputError
 from steadygrad.studies.checkpoint import Checkpoints, State
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.folder import Results
-from steadygrad.studies.schema import STUDIES, Header, Key, Result, Schema, Summary, schema_of
+from steadygrad.studies.schema import Header, Key, Result, Summary, kinds_of, schema_of
 from steadygrad.studies.trainer import Scaling, Trainer
 from steadygrad.studies.trials import Job, Trial, evaluation_cost
 from steadygrad.tasks import Task
-
-__all__ = ["Advance", "Study", "Workplace", "study_class", "study_of"]
 
 Advance = Callable[[int, str], None]
 """Told how many samples of work are done, as they are done, and on what."""
@@ -66,11 +63,6 @@ class Study(ABC):
         self.plan = header.plan
 
     @classmethod
-    def schema(cls) -> Schema:
-        """The types of the study."""
-        return schema_of(cls.name)  # type: ignore[return-value]
-
-    @classmethod
     def dtype(cls, settings: Any) -> str:
         """Type that training computes in."""
         return str(settings.dtype)
@@ -103,13 +95,7 @@ class Study(ABC):
     @classmethod
     @abstractmethod
     def make_plan(cls, settings: Any, trainer: Trainer, *, speed: float, workers: int) -> Any:
-        """Chooses the amounts of work.
-
-        Args:
-            settings: The study's settings.
-            trainer: For the task and the model.
-            speed: Samples a second of one trial.
-            workers: Trials at a time.
+        """Chooses the amounts of work, for so many trials at a time, of ``speed`` samples a second.
 
         Raises:
             InputError: If the budget is too small for any answer.
@@ -142,10 +128,7 @@ class Study(ABC):
 
     @abstractmethod
     def summarize(self, results: Results, status: str) -> Summary | dict[str, Any]:
-        """The content of ``summary.json``: a pure function of the results and the status.
-
-        The status is ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
-        """
+        """The content of ``summary.json``: a pure function of the results and the status."""
 
     def too_little(self, summary: Mapping[str, Any]) -> str | None:
         """The reason why a study has no result at all; None where it has one."""
@@ -153,7 +136,7 @@ class Study(ABC):
 
     def key_of(self, job: Job) -> Key:
         """The key of the result that a job gives."""
-        names = self.schema().kinds[job["kind"]].key_fields
+        names = kinds_of(schema_of(self.name).RESULTS)[job["kind"]].key_fields
         return (job["kind"], *(job[name] for name in names))
 
     def finished(self, results: Results) -> set[Key]:
@@ -169,10 +152,6 @@ class Study(ABC):
 
 def study_class(name: str) -> type[Study]:
     """The class of a study."""
-    if name not in STUDIES:
-        raise InputError(
-            f"Expected a study: {', '.join(STUDIES)}. Found {name!r}. Remedy: one of these."
-        )
     found: type[Study] = import_module(f"steadygrad.studies.{name}.study").STUDY
     return found
 

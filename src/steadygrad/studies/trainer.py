@@ -33,8 +33,6 @@ from steadygrad.tasks.made import (
     make_optimizer,
 )
 
-__all__ = ["Diverged", "Rate", "Scaling", "Trainer"]
-
 # Steps between two reads of the losses on an accelerator, where a read synchronises.
 LOOK_EVERY = 16
 
@@ -64,11 +62,7 @@ class Trainer(TaskModel):
 
     Attributes:
         dependent: Whether a sample's loss depends on the rest of its batch; no batch is cut then.
-        set_rate: Sets the optimizer's learning rate.
         steps: Optimizer steps taken.
-
-    Raises:
-        InputError: If the batch cannot be shared equally, or the task's code cannot be used.
     """
 
     def __init__(
@@ -204,23 +198,18 @@ class Trainer(TaskModel):
         self.dependent = any(map(any, self.context.gather(found)))
 
     def fit_micro_batch(self, largest: int) -> None:
-        """Finds micro-batches that fit into memory, by halves; the model's buffers may change.
+        """Finds micro-batches of a batch of ``largest`` samples that fit into memory, by halves.
 
-        Args:
-            largest: Samples of the largest batch of the study.
+        The model's buffers may change.
         """
         context = self.context
 
-        def fits() -> bool:
-            size, exchange = self.micro_batch_size, context.sharding == "fsdp2"
-            indices = torch.arange(size * context.size) % len(self.task.train)
+        def work() -> None:
+            count = self.micro_batch_size * context.size
+            indices = torch.arange(count) % len(self.task.train)
             # Without an exchange: a rank without memory would leave the others waiting.
-
-            def work() -> None:
-                self.backward(indices, exchange=exchange)
-                check_gradients(self.optimizer, self.model, "Task.make_optimizer")
-
-            return self._fits(work, size)
+            self.backward(indices, exchange=context.sharding == "fsdp2")
+            check_gradients(self.optimizer, self.model, "Task.make_optimizer")
 
         share = -(-largest // context.size)
         self.micro_batch_size = min(self.task.micro_batch_size or largest, share)
@@ -233,7 +222,8 @@ class Trainer(TaskModel):
                     "fit."
                 )
             # All ranks take the size that fits on each of them.
-            if all(context.gather(context.together(fits))):
+            fits = context.together(lambda: self._fits(work, self.micro_batch_size))
+            if all(context.gather(fits)):
                 return
             self.micro_batch_size //= 2
 
@@ -312,15 +302,10 @@ class Trainer(TaskModel):
         rate: Rate | None = None,
         seen: int | None = None,
     ) -> Iterator[int]:
-        """Trains over the positions ``start`` to ``stop`` of an order.
+        """Trains over the positions ``start`` to ``stop`` of an order, in whole batches.
 
-        Args:
-            order: The order.
-            start: First position.
-            stop: Position after the last.
-            batch_size: Samples of each step; what is left after the last whole batch is left out.
-            rate: Learning rate. Default: the task's own.
-            seen: Samples that the run has seen at ``start``. Default: ``start``.
+        The default ``rate`` is the task's own. At ``start`` the run has ``seen`` so many samples;
+        by default as many as ``start``.
 
         Yields:
             After each step, the position reached.
@@ -348,4 +333,4 @@ class Trainer(TaskModel):
     def evaluate(self) -> float:
         """The validation loss, after a read of the losses so far."""
         self.look()
-        return self.validation_loss()
+        return self._validation_loss()

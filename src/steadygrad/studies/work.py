@@ -34,8 +34,6 @@ from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Job, Trial, tails
 from steadygrad.tasks.guard import reason
 
-__all__ = ["Coordinator", "Monitor", "Worker", "WorkersLost", "recorded_trainer", "run_serial"]
-
 # Written when the workers have to stop.
 STOP_FILE = "stop"
 # Seconds that running trials get to notice that the study has to stop.

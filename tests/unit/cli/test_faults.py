@@ -165,7 +165,7 @@ def test_a_page_that_cannot_be_written_costs_no_result(folder, flags, capsys):
     assert main(["report", str(folder)]) == 2
     assert capsys.readouterr() == ("", f"{line}\n")
     (folder / "report.html").rmdir()
-    assert main(["report", str(folder)]) == 0
+    assert main(["report", str(folder / "header.json")]) == 0
 
 
 def test_a_second_interrupt_says_how_to_go_on(tmp_path, monkeypatch, capsys):

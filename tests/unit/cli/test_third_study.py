@@ -14,7 +14,7 @@ from rich.table import Table
 
 from steadygrad.cli import main
 from steadygrad.studies.folder import read_run
-from steadygrad.studies.schema import STUDIES, CommonSettings, Header, Result, schema_of
+from steadygrad.studies.schema import STUDIES, CommonSettings, Header, Result
 from steadygrad.studies.study import Study
 from steadygrad.studies.trials import Trial
 from tests.unit.cli.conftest import PLAIN
@@ -110,9 +110,6 @@ def tally(monkeypatch):
     module("steadygrad.studies.tally.report.terminal", table=table)
     monkeypatch.setattr("steadygrad.studies.page.render", lambda run: "<html></html>")
     monkeypatch.setitem(STUDIES, "tally", "How many rounds there are.")
-    schema_of.cache_clear()
-    yield
-    schema_of.cache_clear()
 
 
 def test_its_help(capsys):
