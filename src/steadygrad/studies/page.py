@@ -41,12 +41,7 @@ def render(run: Run) -> str:
     Raises:
         InputError: If the run makes no sense.
     """
-    study = run.header.study
-    if find_spec(f"steadygrad.studies.{study}.page") is None:  # until its slice is drawn anew
-        with understanding(run.folder):
-            return str(import_module(f"steadygrad.studies.{study}.report").page(run))
-    view = import_module(f"steadygrad.studies.{study}.page").view
-    missing = []
+    study, missing = run.header.study, []
     if run.unreadable:
         missing.append(f"Results that cannot be read, and are left out: {len(run.unreadable)}.")
     if run.summary is None:
@@ -60,6 +55,9 @@ def render(run: Run) -> str:
     with understanding(run.folder), warnings.catch_warnings():
         # Of odd numbers in a run: many lines, about lines of Matplotlib's code.
         warnings.simplefilter("ignore")
+        if find_spec(f"steadygrad.studies.{study}.page") is None:  # until its slice is drawn anew
+            return str(import_module(f"steadygrad.studies.{study}.report").page(run))
+        view = import_module(f"steadygrad.studies.{study}.page").view
         template = _environment().get_template(f"{study}/page.html")
         return template.render({**common, **view(run)})
 
