@@ -8,7 +8,16 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "steadygrad"
 PAGE = ROOT / "docs" / "install.md"
 # Named tuples have these, and Python's own modules the rest.
-PYTHON = {"_asdict", "_fields", "_make", "_replace", "_exit", "_getframe", "_processes"}
+PYTHON = {
+    "_asdict",
+    "_fields",
+    "_make",
+    "_replace",
+    "_exit",
+    "_getframe",
+    "_max_workers",
+    "_processes",
+}
 
 
 def is_private(name):

@@ -2,8 +2,8 @@
 
 __all__ = ["STUDIES"]
 
-# Name and question of each study. A study named x is the command `steadygrad x`; its settings and
-# events are in ``record.schema.x``, its experiment in ``studies.x``, its page in ``report.x``.
+# Name and question of each study. A study named x is the command `steadygrad x`, and the folder
+# ``studies/x``.
 STUDIES = {
     "advise": "Which batch size to train at: measured by training, with the noise scale beside it.",
     "compare": "Whether another optimizer is worth it, tuned alike and judged on fresh seeds.",

@@ -11,8 +11,6 @@ from steadygrad.studies.environment import environment
 from steadygrad.studies.order import Order
 from steadygrad.studies.trainer import Trainer
 
-__all__ = ["calibrate", "resolve_device"]
-
 WARM_UP_STEPS = 4
 SECONDS = 0.3
 # Workers pay for their start, and share the memory's bandwidth.
@@ -29,16 +27,10 @@ WORKER_BYTES = 1 << 30
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that a setting stands for here: auto prefers CUDA, then the CPU.
-
-    Raises:
-        InputError: If the device is not there.
-    """
+    """The device that a setting stands for here: auto prefers CUDA, then the CPU."""
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not there.get(name, True):
-        raise InputError(
-            f"The device {name} should be available. Found none. Remedy: --device cpu."
-        )
+        raise InputError(f"Expected a device {name}. Found none. Remedy: --device cpu.")
     if name == "auto":
         name = "cuda" if there["cuda"] else "cpu"
     return torch.device(name)
@@ -47,12 +39,8 @@ def resolve_device(name: str) -> torch.device:
 def calibrate(settings: Any, trainer: Trainer, cluster: int) -> tuple[float, int]:
     """Chooses workers and threads, and measures the speed of a trial; sets the threads.
 
-    On a CPU the speed is the task's own figure, unless the machine is slower than that.
-
-    Args:
-        settings: The study's settings.
-        trainer: Freshly started; it is so again afterwards.
-        cluster: Workers of a cluster; 0 for this machine's.
+    On a CPU the speed is the task's own figure, unless the machine is slower than that. The trainer
+    is freshly started, before and afterwards; ``cluster`` is 0 for workers of this machine.
 
     Returns:
         Samples a second of one trial, and trials at a time.
@@ -83,7 +71,11 @@ def _choose_workers(settings: Any, trainer: Trainer, cluster: int) -> int:
         return asked or max(1, cores // threads)
     workers = 1
     if settings.budget >= LEAST_BUDGET:
-        workers = min(cores, MOST_WORKERS, _fitting(trainer))
+        # They fit into half of the memory.
+        memory = environment()["memory_bytes"] or 4 * WORKER_BYTES
+        weights = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
+        fitting = max(1, int(memory // 2 // (WORKER_BYTES + 8 * weights)))
+        workers = min(cores, MOST_WORKERS, fitting)
     if cores == 1 or workers == threads == 1:
         return 1
     whole = _measured_speed(trainer)
@@ -96,30 +88,23 @@ def _choose_workers(settings: Any, trainer: Trainer, cluster: int) -> int:
     return 1
 
 
-def _fitting(trainer: Trainer) -> int:
-    """Workers that fit into half of the memory."""
-    memory = environment()["memory_bytes"] or 4 * WORKER_BYTES
-    weights = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
-    return max(1, int(memory // 2 // (WORKER_BYTES + 8 * weights)))
-
-
 def _measured_speed(trainer: Trainer) -> float:
     """Samples a second, with micro-batches that fit into memory; the same on every rank."""
-    return trainer.by_halves(lambda: _timed(trainer))
+    context, size, data = trainer.context, trainer.task.batch_size, trainer.task.train
 
-
-def _timed(trainer: Trainer) -> float:
-    task, context = trainer.task, trainer.context
-    steps = trainer.run(Order(len(task.train), trainer.seed, "speed"), 0, 1 << 40, task.batch_size)
-    for _ in range(WARM_UP_STEPS):
-        next(steps)
-    began, seen = time.monotonic(), 0
-    # Every rank takes part until rank 0 has seen enough.
-    while context.gather(time.monotonic() - began < SECONDS)[0]:
-        for _ in range(4):
+    def measure() -> float:
+        steps = trainer.run(Order(len(data), trainer.seed, "speed"), 0, 1 << 40, size)
+        for _ in range(WARM_UP_STEPS):
             next(steps)
-            seen += task.batch_size
-    trainer.look()
-    measured: float = context.gather(seen / (time.monotonic() - began))[0]
+        began, seen = time.monotonic(), 0
+        # Every rank takes part until rank 0 has seen enough.
+        while context.gather(time.monotonic() - began < SECONDS)[0]:
+            for _ in range(4):
+                next(steps)
+                seen += size
+        trainer.look()
+        return seen / (time.monotonic() - began)
+
+    measured = context.gather(trainer.by_halves(measure))[0]
     trainer.restart()
     return measured

@@ -16,18 +16,6 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from steadygrad.studies.text import clean, short, size
 
-__all__ = [
-    "chart",
-    "cross",
-    "dots",
-    "label",
-    "label_lines",
-    "losses",
-    "octaves_axis",
-    "panel",
-    "samples_axis",
-]
-
 Painter = Callable[[Figure, bool], None]
 
 # Matplotlib wants real colours. Each of these stands for one of the page's CSS variables, which

@@ -3,8 +3,6 @@
 import copy
 import hashlib
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
@@ -17,8 +15,6 @@ from steadygrad._checks import InputError
 from steadygrad.studies.environment import environment
 from steadygrad.studies.folder import read_file, replace_file
 from steadygrad.tasks.guard import reason
-
-__all__ = ["Checkpoints", "State", "on_host"]
 
 # Bytes of a checkpoint: reading one takes twice as much memory.
 LARGEST = int(environment()["memory_bytes"] or 1 << 40) // 2
@@ -41,11 +37,7 @@ class State:
     steps: int
 
     def reread(self) -> "State":
-        """The state as it is once it was written and read again.
-
-        Raises:
-            InputError: If it holds anything but tensors, numbers, texts and nests of them.
-        """
+        """The state as it is once it was written and read again."""
         try:
             return _unpack(_pack(self, ""))[1]
         except Exception as error:
@@ -69,11 +61,9 @@ def on_host(nest: Any) -> Any:
 
 
 class Checkpoints:
-    """The checkpoints of a run: one file each, with the run, its name and its SHA-256.
+    """The checkpoints in a run's folder: one file each, with its name, its SHA-256 and the run.
 
-    Args:
-        folder: The run's folder.
-        run: Identifier of the run; checkpoints of other runs are ignored.
+    Those of another run, by its identifier ``run``, are ignored.
     """
 
     def __init__(self, folder: Path, run: str = "") -> None:
@@ -81,18 +71,18 @@ class Checkpoints:
         self._last: tuple[str, State] | None = None
 
     def save(self, name: str, state: State) -> None:
-        """Writes a checkpoint; an older one of the same name stays until it is whole.
-
-        Raises:
-            InputError: If it cannot be written.
-        """
+        """Writes a checkpoint; an older one of the same name stays until it is whole."""
         self._last = name, state
         path = self._path(name)
-        with _nothing_in_place("a folder for checkpoints", self._folder):
+        try:
             self._folder.mkdir(exist_ok=True)
-        with _nothing_in_place("a checkpoint", path):
             if path.is_dir() and not path.is_symlink():
                 rmtree(path)
+        except OSError as error:
+            raise InputError(
+                f"Expected a folder for checkpoints at {str(self._folder)!r}. Found "
+                f"{error.strerror}. Remedy: remove what is in its place."
+            ) from error
         replace_file(path, _pack(state, f"{name} {self._run}"))
 
     def load(self, name: str, samples: int) -> State | None:
@@ -118,17 +108,6 @@ class Checkpoints:
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.pt"
-
-
-@contextmanager
-def _nothing_in_place(what: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputError(
-            f"Expected {what} at {str(path)!r}. Found {error.strerror}. "
-            "Remedy: remove what is in its place."
-        ) from error
 
 
 def _pack(state: State, name: str) -> bytes:

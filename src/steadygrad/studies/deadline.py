@@ -4,12 +4,10 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-
-__all__ = ["BUDGET", "Deadline", "StudyInterrupted", "WorkerDeadline", "stop_if"]
 
 BUDGET = 0
 # In order of precedence: a signal is reported even when the budget is over as well.
@@ -34,16 +32,11 @@ def stop_if(flags: Sequence[float]) -> None:
 class Deadline:
     """Remembers that the study should end; the training loop asks between optimizer steps.
 
-    Args:
-        began: Reading of the clock from which the budget counts. Default: now.
-        clock: Seconds that only ever grow.
+    The budget counts from ``began``, a reading of ``time.monotonic()``. Default: now.
     """
 
-    def __init__(
-        self, began: float | None = None, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._clock = clock
-        self._began = clock() if began is None else began
+    def __init__(self, began: float | None = None) -> None:
+        self._began = time.monotonic() if began is None else began
         self._deadline = math.inf
         self._signal = 0
 
@@ -53,7 +46,7 @@ class Deadline:
 
     def left(self) -> float:
         """Seconds of the budget that are left; infinite before there is one."""
-        return self._deadline - self._clock()
+        return self._deadline - time.monotonic()
 
     @property
     def flags(self) -> list[float]:

@@ -28,8 +28,6 @@ from steadygrad.sharding import (
 from steadygrad.studies.deadline import Deadline, stop_if
 from steadygrad.tasks.guard import guarded
 
-__all__ = ["DistributedContext"]
-
 T = TypeVar("T")
 
 # Seconds for the backend's threads to come to rest.
@@ -37,14 +35,9 @@ PAUSE = 0.25
 
 
 class DistributedContext:
-    """This process in the group that shares one model.
+    """This process, of number ``rank``, in the group that shares one model.
 
-    Args:
-        deadline: Asked at every poll.
-        rank: Number of this process.
-        size: Number of processes.
-        device: This process's device.
-        sharding: ``"ddp"`` keeps the whole model on every rank, ``"fsdp2"`` a shard of it.
+    By ``"ddp"`` every rank keeps the whole model, by ``"fsdp2"`` a shard of it.
     """
 
     def __init__(
@@ -137,8 +130,7 @@ class DistributedContext:
         """Averages numbers over the ranks, and ends them all when one has to stop.
 
         Raises:
-            StudyInterrupted: On every rank, if the budget is over by rank 0's clock, or a signal
-                came.
+            StudyInterrupted: If the budget is over by rank 0's clock, or a signal came to a rank.
         """
         flags = self.deadline.flags
         if not self.is_main:
@@ -156,19 +148,15 @@ class DistributedContext:
         return found
 
     def together(self, work: Callable[[], T]) -> T:
-        """Does something on every rank; fails on all of them if it fails on one.
-
-        Raises:
-            InputError: The first rank's that had one.
-        """
+        """Does something on every rank; fails on all of them if it fails on one."""
         result, error = None, None
         try:
             result = work()
         except InputError as found:
             error = found
-        failed = next((text for text in self.gather(str(error) if error else None) if text), None)
-        if failed is not None:
-            raise error or InputError(failed)
+        for text in self.gather(str(error) if error else None):
+            if text:
+                raise error or InputError(text)
         return result  # type: ignore[return-value]
 
     def on_main(self, work: Callable[[], T]) -> T | None:

@@ -10,21 +10,9 @@ from typing import Any
 
 from steadygrad import __version__
 
-__all__ = ["environment"]
-
 
 def environment(accelerator: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Describes machine, packages and versions; loads no torch.
-
-    Args:
-        accelerator: What only torch knows, from a study that runs on a GPU: its name, its
-            memory, its library's version.
-
-    Returns:
-        ``python``, ``steadygrad`` and ``torch`` versions (``torch`` is ``None`` when absent),
-        ``platform``, ``cpu`` (its name), ``cores`` (those this process may use) and
-        ``memory_bytes`` (the machine's; ``None`` when unknown), then what ``accelerator`` holds.
-    """
+    """Describes machine, packages and versions; loads no torch, which knows the accelerator."""
     found = {
         "python": platform.python_version(),
         "steadygrad": __version__,

@@ -9,6 +9,8 @@ import os
 import re
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
@@ -19,11 +21,10 @@ from typing import Any
 import torch
 
 from steadygrad._checks import InputError
-from steadygrad.studies.work import begin_worker
 from steadygrad.tasks import guarded
 from steadygrad.tasks.registry import load_function
 
-__all__ = ["Workers", "cuda_devices", "dask_workers", "made_workers", "process_workers"]
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def _shut_down(executor: Executor) -> None:
@@ -35,7 +36,7 @@ class Workers:
 
     Args:
         make: Makes an executor; called again after its workers were lost.
-        count: Number of workers that are there now.
+        count: Number of workers that are there now; a cluster may grow.
         end: Ends an executor, with its workers in mid-trial where it can.
     """
 
@@ -46,35 +47,36 @@ class Workers:
         *,
         end: Callable[[Any], None] = _shut_down,
     ) -> None:
-        self._make, self._count, self._end = make, count, end
-        self._executor = make()
-
-    @property
-    def workers(self) -> int:
-        """Jobs at a time; a cluster may grow."""
-        return self._count()
+        self._make, self.count, self._end = make, count, end
+        self.executor = make()
 
     def submit(self, *call: Any) -> "Future[Any]":
         """Hands a function and its arguments to a worker."""
+        # A process that is started meanwhile never gets Ctrl-C: it would die of one that comes
+        # before it can leave that to the coordinator.
+        masks = hasattr(signal, "pthread_sigmask")  # not on Windows
+        before = masks and signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            with _signals_later(), _bare():
-                return self._executor.submit(*call)
+            with _bare():
+                return self.executor.submit(*call)
         # An executor that broke while nothing ran says so here.
         except Exception as error:
             future: Future[Any] = Future()
             future.set_exception(error)
             return future
+        finally:
+            if before is not False:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def renew(self) -> None:
         """Makes another executor after workers were lost."""
-        with suppress(Exception):
-            self._end(self._executor)
-        self._executor = self._make()
+        self.close()
+        self.executor = self._make()
 
     def close(self) -> None:
         """Ends the workers, in mid-trial too; calling it again does nothing."""
         with suppress(Exception):
-            self._end(self._executor)
+            self._end(self.executor)
 
 
 def cuda_devices() -> list[str]:
@@ -85,22 +87,6 @@ def cuda_devices() -> list[str]:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in given.split(",")] if given else map(str, range(1024))
     return [name for name, _ in zip(names, range(torch.cuda.device_count()), strict=False)]
-
-
-@contextmanager
-def _signals_later() -> Iterator[None]:
-    """Delivers signals only afterwards; a process that is started meanwhile never gets them.
-
-    A worker would otherwise die of Ctrl-C before it can leave that to the coordinator.
-    """
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -122,11 +108,10 @@ def process_workers(workers: int, devices: Sequence[str] = ()) -> Workers:
     context = multiprocessing.get_context("spawn")
 
     def make() -> Executor:
-        queue = context.SimpleQueue() if devices else None
+        queue = context.SimpleQueue()
         for worker in range(workers):
-            if queue is not None:
-                queue.put(devices[worker % len(devices)])
-        return ProcessPoolExecutor(workers, context, begin_worker, (os.getpid(), queue))
+            queue.put(devices[worker % len(devices)] if devices else None)
+        return ProcessPoolExecutor(workers, context, _begin_worker, (os.getpid(), queue))
 
     def kill(executor: Any) -> None:
         for process in list((getattr(executor, "_processes", None) or {}).values()):
@@ -136,15 +121,30 @@ def process_workers(workers: int, devices: Sequence[str] = ()) -> Workers:
     return Workers(make, lambda: workers, end=kill)
 
 
+def _begin_worker(parent: int, devices: Any) -> None:
+    """Prepares a worker process: it leaves signals to its coordinator, and ends with it."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    # What a task prints must not mix with the coordinator's output.
+    os.dup2(2, 1)
+    if (device := devices.get()) is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = device
+
+    def watch() -> None:
+        # A coordinator that was killed leaves its workers waiting for jobs for ever.
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def made_workers(spec: str, workers: int) -> Workers:
     """Workers of an executor of the user's own, such as submitit's or Ray's.
 
     Args:
         spec: Function that makes it: ``module:factory`` or ``path/file.py:factory``.
         workers: Trials at a time; 0: as many as the executor says that it has.
-
-    Raises:
-        InputError: If there is no such function, or it makes no executor.
     """
     module, _, name = spec.rpartition(":")
     what = f"--executor {spec}"
@@ -163,47 +163,15 @@ def made_workers(spec: str, workers: int) -> Workers:
         return made  # type: ignore[no-any-return]
 
     found = Workers(make, lambda: workers)
-    workers = workers or getattr(found._executor, "_max_workers", 0)
+    workers = workers or getattr(found.executor, "_max_workers", 0)
     if not workers:
         found.close()
-        raise InputError(
-            f"{what} does not say how many trials it runs at a time. Found --workers 0. "
-            "Remedy: --workers N."
-        )
+        raise InputError(f"{what} does not say how many workers it has. Remedy: --workers N.")
     return found
 
 
-def _dask_client(address: str) -> Any:
-    try:
-        # The package's types are not annotated.
-        Client: Any = import_module("distributed").Client
-    except ModuleNotFoundError as error:
-        raise InputError(
-            "--dask needs the package distributed. Found none. "
-            'Remedy: pip install "steadygrad[dask]".'
-        ) from error
-    for name in ("distributed", "distributed.client"):  # tens of lines on a lost scheduler
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    if not re.fullmatch(r"(\w+://)?\S+:\d+", address):
-        raise InputError(
-            f"--dask should be HOST:PORT. Found {address!r}. "
-            "Remedy: the address that `dask scheduler` prints."
-        )
-    try:
-        return Client(address, timeout="10s", set_as_default=False)
-    except (OSError, TimeoutError, ValueError) as error:
-        raise InputError(
-            f"A Dask scheduler should answer at {address!r}. Found {type(error).__name__}. "
-            "Remedy: start one with `dask scheduler`, and workers with `dask worker ADDRESS`."
-        ) from error
-
-
 def dask_workers(address: str) -> Workers:
-    """The workers of the Dask cluster whose scheduler is at ``address``, as ``host:port``.
-
-    Raises:
-        InputError: If Dask is not installed, nothing answers, or there is no worker.
-    """
+    """The workers of the Dask cluster whose scheduler is at ``address``, as ``host:port``."""
     client: Any = None
     workers = 1
 
@@ -234,3 +202,22 @@ def dask_workers(address: str) -> Workers:
             "Remedy: `dask worker ADDRESS --nthreads 1` on each machine."
         )
     return found
+
+
+def _dask_client(address: str) -> Any:
+    try:
+        # The package's types are not annotated.
+        Client: Any = import_module("distributed").Client
+    except ModuleNotFoundError as error:
+        raise InputError('--dask needs Dask. Remedy: pip install "steadygrad[dask]".') from error
+    for name in ("distributed", "distributed.client"):  # tens of lines on a lost scheduler
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        if not re.fullmatch(r"(\w+://)?\S+:\d+", address):
+            raise ValueError
+        return Client(address, timeout="10s", set_as_default=False)
+    except (OSError, TimeoutError, ValueError) as error:
+        raise InputError(
+            f"--dask should be the HOST:PORT of a Dask scheduler that answers. Found {address!r} "
+            f"({type(error).__name__}). Remedy: the address that `dask scheduler` prints."
+        ) from error

@@ -16,8 +16,6 @@ from steadygrad._checks import InputError
 from steadygrad.studies.folder import HEADER, Run, read_file, replace_file
 from steadygrad.tasks import BUILT_IN, Task, load_task, sources
 
-__all__ = ["OBJECT", "digests", "load_recorded_task", "located", "remember", "trusted"]
-
 # Stands in the settings for a task that no other process can load.
 OBJECT = "a Task object"
 
@@ -38,11 +36,7 @@ def located(settings: Any, folder: str = "", typed: Any = ()) -> dict[str, str]:
 
 
 def trusted(run: Run, given: Mapping[str, Any]) -> dict[str, str]:
-    """Places of the functions that a run goes on with.
-
-    Raises:
-        InputError: If only the record of another user or machine names them; with the command.
-    """
+    """Places of the functions that a run goes on with; refused if only a stranger names them."""
     settings, study = run.header.settings, run.header.study
     add = getattr(settings, "add", "")
     unsaid = ("task" not in given and settings.task not in BUILT_IN) or ("add" not in given and add)
@@ -75,11 +69,7 @@ def _mark(folder: Path) -> Path:
 
 
 def load_recorded_task(header: Any, files: Mapping[str, str]) -> Task:
-    """The task of a record, if the functions' ``files`` are still those recorded.
-
-    Raises:
-        InputError: If one of them has changed.
-    """
+    """The task of a record; refused if one of the functions' ``files`` has changed."""
     for spec, place in files.items():
         for name, digest in header.files.get(spec, {}).items():
             path = Path(place).parent / name

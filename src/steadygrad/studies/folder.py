@@ -19,27 +19,8 @@ from typing import IO, Any, TypeVar
 import msgspec
 
 from steadygrad._checks import InputError
-from steadygrad.studies.schema import Header, Key, Result, Schema, schema_of
+from steadygrad.studies.schema import Header, Key, Result, schema_of
 from steadygrad.studies.strict_json import dumps, loads
-
-__all__ = [
-    "HEADER",
-    "SCHEMA",
-    "Results",
-    "Run",
-    "RunError",
-    "create",
-    "open_file",
-    "read_file",
-    "read_header",
-    "read_run",
-    "refuse_links",
-    "replace_file",
-    "understanding",
-    "write_page",
-    "write_result",
-    "write_summary",
-]
 
 SCHEMA = 3
 HEADER, SUMMARY, PAGE, RESULTS = "header.json", "summary.json", "report.html", "results"
@@ -92,9 +73,7 @@ class Run:
     """A run's folder as it was read.
 
     Attributes:
-        folder: Folder of the run.
         header: The header; its class is the study's own.
-        results: Results of the trials that are done.
         summary: Content of ``summary.json``; None where there is none that can be read.
         unreadable: Names of files that hold no result of this run.
     """
@@ -111,11 +90,7 @@ class Run:
 
 
 def create(folder: Path, header: Header) -> None:
-    """Begins a run in a folder that is absent or empty.
-
-    Args:
-        folder: Made when absent, with its parents.
-        header: The header.
+    """Begins a run in a folder that is absent or empty; it is made with its parents.
 
     Raises:
         InputError: If the folder is not empty or cannot be written. Nothing is written then.
@@ -145,15 +120,11 @@ def create(folder: Path, header: Header) -> None:
 
 
 def write_result(folder: Path, result: Result) -> None:
-    """Writes one result's file.
-
-    Raises:
-        RunError: If it cannot be written.
-    """
+    """Writes one result's file."""
     path = folder / RESULTS / _name(result.key)
     with _writing(path):
         path.parent.mkdir(exist_ok=True)
-        _write_beside(path, _text(msgspec.to_builtins(result), None))
+    replace_file(path, _text(msgspec.to_builtins(result), None))
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
@@ -162,20 +133,13 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
 
 
 def write_page(folder: Path, html: str) -> Path:
-    """Replaces ``report.html``, and returns its path.
-
-    Raises:
-        RunError: If the page cannot be written; the old one is then still there.
-    """
-    path = folder / PAGE
-    again = f"make room for it, then `steadygrad report {path.parent}`."
-    with _writing(path, "the page", f"The results are kept. Remedy: {again}"):
-        _write_beside(path, html.encode("utf-8", "replace"))
-    return path
+    """Replaces ``report.html``, and returns its path."""
+    replace_file(folder / PAGE, html.encode("utf-8", "replace"))
+    return folder / PAGE
 
 
-def read_header(folder: Path) -> tuple[Any, Schema]:
-    """The header of a run, and the types of its study.
+def read_header(folder: Path) -> tuple[Any, Any]:
+    """The header of a run, and the module of its study's types.
 
     Raises:
         RunError: If there is none, or its version or its study is not known.
@@ -183,14 +147,10 @@ def read_header(folder: Path) -> tuple[Any, Schema]:
     path = folder / HEADER
     try:
         found = loads(read_file(path))
-    except (FileNotFoundError, NotADirectoryError):
-        raise RunError(
-            f"Expected the folder of a run, with a {HEADER} in it. Found none in {str(folder)!r}. "
-            "Remedy: pass the folder that --out named."
-        ) from None
     except OSError as error:
         raise RunError(
-            f"Cannot read {str(path)!r}: {error.strerror}. Remedy: make it a readable file."
+            f"Expected the folder of a run, with a {HEADER} in it. Found {str(folder)!r}, "
+            f"{error.strerror}. Remedy: pass the folder that --out named."
         ) from error
     except (ValueError, RecursionError):
         found = None
@@ -207,7 +167,7 @@ def read_header(folder: Path) -> tuple[Any, Schema]:
     if schema is None:
         raise _wrong(path, "the header of a known study", f"study = {found.get('study')!r}")
     try:
-        header = msgspec.convert(found, schema.header)
+        header = msgspec.convert(found, schema.Header)
         if wrong := schema.check(header, None):
             raise _wrong(path, *wrong)
     except (msgspec.ValidationError, UnicodeError) as error:
@@ -219,32 +179,22 @@ def read_run(folder: Path) -> Run:
     """Reads a run's header, its results, and its summary where there is one.
 
     A result that cannot be read is left out: its trial is run again.
-
-    Raises:
-        RunError: As :func:`read_header`.
     """
     folder = Path(folder)
     header, schema = read_header(folder)
-    found, unreadable = list[Result](), list[str]()
-    for path in sorted((folder / RESULTS).glob("*.json")):
-        result = _read_result(path, header, schema)
-        if result is None:
-            unreadable.append(path.name)
-        else:
-            found.append(result)
+    paths = sorted((folder / RESULTS).glob("*.json"))
+    found = {path.name: _read_result(path, header, schema) for path in paths}
+    results = Results(result for result in found.values() if result is not None)
+    unreadable = tuple(name for name, result in found.items() if result is None)
     summary = None
     with suppress(OSError, ValueError, RecursionError):
         summary = loads(read_file(folder / SUMMARY))
     fits = isinstance(summary, dict) and summary.get("study") == header.study
-    return Run(folder, header, Results(found), summary if fits else None, tuple(unreadable))
+    return Run(folder, header, results, summary if fits else None, unreadable)
 
 
 def refuse_links(folder: Path) -> None:
-    """Refuses to go on where what is written in the run's folder would land elsewhere.
-
-    Raises:
-        RunError: If a folder in it is a link.
-    """
+    """Refuses to go on where a folder in the run's is a link: what is written lands elsewhere."""
     for path in folder.iterdir():
         if path.is_symlink() and path.is_dir():
             raise RunError(
@@ -253,9 +203,9 @@ def refuse_links(folder: Path) -> None:
             )
 
 
-def _read_result(path: Path, header: Header, schema: Schema) -> Result | None:
+def _read_result(path: Path, header: Header, schema: Any) -> Result | None:
     with suppress(OSError, ValueError, RecursionError):
-        result: Result = msgspec.convert(loads(read_file(path)), schema.results)
+        result: Result = msgspec.convert(loads(read_file(path)), schema.RESULTS)
         if path.name == _name(result.key) and schema.check(header, result) is None:
             return result
     return None
@@ -282,8 +232,43 @@ def replace_file(path: Path, data: bytes) -> None:
     Raises:
         RunError: If the file cannot be written; the old one is then still there.
     """
+    # A name that nobody can guess, made anew: it is no link that came with the folder, and no
+    # other process writes it. The rename replaces a link at `path`, and does not follow it.
+    part = path.with_name(f".{secrets.token_hex(8)}.part")
     with _writing(path):
-        _write_beside(path, data)
+        try:
+            with open(part, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        except BaseException:
+            with suppress(OSError):
+                part.unlink()
+            raise
+    # The rename itself is on the disk only after this; Windows cannot open a folder and
+    # some network file systems refuse to sync one.
+    with suppress(OSError):
+        handle = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turns a failure to write ``path`` into one line with the reason and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        # A run that is begun continues in its own folder.
+        begun = any(os.path.exists(place / HEADER) for place in path.parents[:2])
+        other = "name a folder with --out that you may write to, on a disk with free space."
+        raise RunError(
+            f"Cannot write to {str(path)!r}: {error.strerror or error}. "
+            f"Remedy: {'make room there, then --resume.' if begun else other}"
+        ) from error
 
 
 def open_file(path: Path) -> IO[bytes]:
@@ -306,45 +291,6 @@ def read_file(path: Path, most: int = MOST) -> bytes:
     if max(size, len(data)) > most:
         raise OSError(errno.EFBIG, f"It is larger than {most:,} bytes", str(path))
     return data
-
-
-@contextmanager
-def _writing(path: Path, what: str = "to", remedy: str = "") -> Iterator[None]:
-    """Turns a failure to write ``path`` into one line with the reason and the remedy."""
-    try:
-        yield
-    except OSError as error:
-        # A run that is begun continues in its own folder.
-        begun = any(os.path.exists(place / HEADER) for place in path.parents[:2])
-        other = "name a folder with --out that you may write to, on a disk with free space."
-        remedy = remedy or f"Remedy: {'free space there, then --resume.' if begun else other}"
-        raise RunError(
-            f"Cannot write {what} {str(path)!r}: {error.strerror or error}. {remedy}"
-        ) from error
-
-
-def _write_beside(path: Path, data: bytes) -> None:
-    # A name that nobody can guess, made anew: it is no link that came with the folder, and no
-    # other process writes it. The rename replaces a link at `path`, and does not follow it.
-    part = path.with_name(f".{secrets.token_hex(8)}.part")
-    try:
-        with open(part, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink()
-        raise
-    # The rename itself is on the disk only after this; Windows cannot open a folder and
-    # some network file systems refuse to sync one.
-    with suppress(OSError):
-        handle = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _name(key: Key) -> str:

@@ -25,8 +25,6 @@ from steadygrad.tasks import (
 if TYPE_CHECKING:
     from steadygrad.noise import NoiseScale
 
-__all__ = ["TaskModel"]
-
 # Most samples in one forward pass of an evaluation.
 EVALUATION_SIZE = 128
 
@@ -35,9 +33,7 @@ class TaskModel:
     """A task's model on the processes that share every batch; see :class:`Trainer`.
 
     Attributes:
-        model: The model.
-        wrapped: The same, so that its backward pass averages gradients over all ranks.
-        scaler: Scales losses.
+        wrapped: The model, so that its backward pass averages gradients over all ranks.
     """
 
     def __init__(
@@ -71,12 +67,6 @@ class TaskModel:
         """Seeds Python's, numpy's and torch's generators for one trial."""
         seed_everything(self.seed, *names)
 
-    def free_memory(self) -> None:
-        """Gives cached memory back to the device."""
-        self.model.zero_grad()
-        if self.context.device.type == "cuda":
-            torch.cuda.empty_cache()
-
     def _batch(self, indices: Tensor) -> Any:
         with guarded("Task.train.batch"):
             return to_device(self.task.train.batch(indices), self.model)
@@ -100,10 +90,7 @@ class TaskModel:
     ) -> Tensor:
         """Adds a global batch's gradients to ``.grad``, times the loss scale; takes no step.
 
-        Args:
-            indices: Sample numbers of the whole batch, shape ``(n,)``.
-            ready: Batches for this rank's micro-batches, in order. Default: made here.
-            exchange: Whether the ranks average their gradients.
+        Its micro-batches on this rank may be ``ready``; else they are made here.
 
         Returns:
             The mean loss of this rank's samples, shape ``()``.
@@ -121,7 +108,7 @@ class TaskModel:
             parts.append(loss.detach())
         return sum(parts[1:], parts[0])
 
-    def validation_loss(self) -> float:
+    def _validation_loss(self) -> float:
         """The task's own evaluation, or the mean loss over its validation samples."""
         with generators_kept(self.context.device), self._autocast(), torch.no_grad():
             self.seed_everything("evaluate")
@@ -152,7 +139,8 @@ class TaskModel:
         """The sum of the losses of some validation samples."""
         if not len(indices):
             return 0.0
-        size, samples = min(self.micro_batch_size, EVALUATION_SIZE), _Some(self.task.valid, indices)
+        size = min(self.micro_batch_size, EVALUATION_SIZE)
+        samples = _Some(self.task.valid, indices)
         with guarded("Task.per_sample_loss on Task.valid"):
             mean = mean_loss(self.task, self.model, samples, micro_batch_size=size)
         return mean * len(indices)
@@ -171,16 +159,10 @@ class TaskModel:
             noise.remove()
 
     def measure(self, noise: "NoiseScale", order: Order, steps: int, parts: int) -> Iterator[int]:
-        """Measures gradients on samples from the start of an order.
-
-        Args:
-            noise: The estimator.
-            order: The order.
-            steps: Measurements.
-            parts: Batches of the task's size in each.
+        """Measures gradients on samples from the start of an order, ``parts`` batches each time.
 
         Yields:
-            After each measurement, the samples used so far.
+            After each of ``steps`` measurements, the samples used so far.
         """
         world, scale = self.context.size, self.scaler.get_scale()
         size = min(self.task.batch_size // world, self.micro_batch_size)

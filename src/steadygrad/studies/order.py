@@ -10,15 +10,6 @@ from torch import Tensor
 
 from steadygrad.studies.trials import seed_for
 
-__all__ = [
-    "Order",
-    "branch_order",
-    "generators",
-    "generators_kept",
-    "main_order",
-    "seed_everything",
-]
-
 
 def seed_everything(seed: int, *names: object) -> None:
     """Seeds Python's, numpy's and torch's generators with :func:`seed_for`."""

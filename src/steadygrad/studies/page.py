@@ -14,18 +14,18 @@ from typing import Any
 import msgspec
 
 from steadygrad._checks import InputError
-from steadygrad.studies import charts, text
-from steadygrad.studies.folder import Run, read_run, understanding, write_page
+from steadygrad.studies import text
+from steadygrad.studies.folder import HEADER, Run, read_run, understanding, write_page
 
 try:
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
+
+    from steadygrad.studies import charts
 except ModuleNotFoundError as error:
     raise InputError(
         f'A page needs {error.name}. Found none. Remedy: pip install "steadygrad[cli]".'
     ) from error
-
-__all__ = ["render", "write"]
 
 
 def render(run: Run) -> str:
@@ -34,20 +34,11 @@ def render(run: Run) -> str:
     A partial run is drawn too, and the page says what is missing.
 
     Raises:
-        InputError: If Matplotlib is not installed, or the run makes no sense.
+        InputError: If the run makes no sense.
     """
-    study = run.header.study
-    try:
-        view = import_module(f"steadygrad.studies.{study}.page").view
-    except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] != "matplotlib":
-            raise
-        raise InputError(
-            'A page needs matplotlib. Found none. Remedy: pip install "steadygrad[cli]".'
-        ) from error
-    missing = []
+    study, missing = run.header.study, []
     if run.unreadable:
-        missing.append(f"{len(run.unreadable)} results could not be read, and were left out.")
+        missing.append(f"Results that cannot be read, and are left out: {len(run.unreadable)}.")
     if run.summary is None:
         missing.append("The run was stopped, or is still going.")
     common = {
@@ -59,20 +50,19 @@ def render(run: Run) -> str:
     with understanding(run.folder), warnings.catch_warnings():
         # Of odd numbers in a run: many lines, about lines of Matplotlib's code.
         warnings.simplefilter("ignore")
+        view = import_module(f"steadygrad.studies.{study}.page").view
         template = _environment().get_template(f"{study}/page.html")
         return template.render({**common, **view(run)})
 
 
 def write(folder: Path) -> Path:
-    """Draws the page of the run in ``folder`` again, into its ``report.html``.
-
-    Returns:
-        The path of the page.
+    """Draws the page of the run in ``folder`` again, and returns its path.
 
     Raises:
         InputError: If the run cannot be read or drawn, or the page cannot be written.
     """
-    folder = Path(folder)
+    # Its header may name it.
+    folder = Path(folder).parent if Path(folder).name == HEADER else Path(folder)
     return write_page(folder, render(read_run(folder)))
 
 

@@ -1,9 +1,12 @@
-"""A study from its first check to its summary, however it ends."""
+"""A study from its first check to its summary, however it ends; what its run's header says."""
 
+import math
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
-from datetime import datetime
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime, timezone
+from functools import partial
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
@@ -15,7 +18,6 @@ import torch
 from steadygrad._checks import InputError, launched
 from steadygrad.studies.calibration import calibrate, resolve_device
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
-from steadygrad.studies.description import changes, make_header
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.environment import environment
 from steadygrad.studies.executors import (
@@ -25,7 +27,7 @@ from steadygrad.studies.executors import (
     made_workers,
     process_workers,
 )
-from steadygrad.studies.files import OBJECT, load_recorded_task, located, remember, trusted
+from steadygrad.studies.files import OBJECT, digests, located, remember, trusted
 from steadygrad.studies.folder import (
     SCHEMA,
     Results,
@@ -38,13 +40,11 @@ from steadygrad.studies.folder import (
     write_result,
     write_summary,
 )
-from steadygrad.studies.schema import FREE, Header, Result
+from steadygrad.studies.schema import FREE, Header, Result, Runtime, TaskInfo, schema_of
 from steadygrad.studies.study import Study, study_class, study_of
 from steadygrad.studies.trainer import Trainer
-from steadygrad.studies.work import Coordinator, Monitor, Worker, run_serial
+from steadygrad.studies.work import Coordinator, Monitor, Worker, recorded_trainer, run_serial
 from steadygrad.tasks import Task, load_task
-
-__all__ = ["Outcome", "StudyFailed", "conduct", "resume", "start"]
 
 DEPENDENT = (
     "A sample's loss depends on the other samples of its batch. The batch size is part of what is "
@@ -110,7 +110,7 @@ def conduct(
         StudyInterrupted: By a signal before the run was begun.
     """
     page = import_module("steadygrad.studies.page")  # says now if an extra is missing
-    kind = study_class(name)
+    study_class(name)
     if task is not None:
         given = {"workers": 1, **given, "task": OBJECT}
         if given["workers"] > 1 or given.get("dask") or given.get("executor"):
@@ -118,7 +118,7 @@ def conduct(
                 "Expected a task that workers can load. Found a Task, which only this process "
                 "has. Remedy: task='path/to/file.py:make_task', or no workers."
             )
-    settings = _checked(kind, kind.schema().settings(**given))
+    settings = _checked(name, schema_of(name).Settings(**given))
     if out is not None and continued is not None and out.resolve() != continued.resolve():
         raise InputError(
             f"--resume continues a run in its own folder. Found --out {str(out)!r} as well. "
@@ -156,6 +156,14 @@ def conduct(
     return outcome
 
 
+def _checked(name: str, settings: Any) -> Any:
+    """Checks settings made in Python as strictly as the command line's."""
+    try:
+        return msgspec.convert(asdict(settings), schema_of(name).Settings)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{error}. Found {settings}. Remedy: another value.") from None
+
+
 def start(
     name: str,
     settings: Any,
@@ -167,21 +175,14 @@ def start(
 ) -> Outcome:
     """Runs a study in a folder that is absent or empty.
 
-    Args:
-        name: Name of the study.
-        settings: The study's settings.
-        folder: The run's folder.
-        task: The task. Default: loaded, as the settings name it.
-        deadline: Ends the study early. Default: when the budget, from now on, is over.
-        monitor: Watches.
+    The task is loaded where none is given. A deadline ends the study early. Default: when the
+    budget, from now on, is over.
 
     Raises:
         InputError: For anything that cannot be used; nothing is written then.
         StudyFailed: If training diverges, or the task's code raises, later on.
     """
-    kind = study_class(name)
-    settings = _checked(kind, settings)
-    deadline = deadline or Deadline()
+    kind, deadline, settings = study_class(name), deadline or Deadline(), _checked(name, settings)
     device = resolve_device(settings.device)
     joined = DistributedContext.joined(deadline, device, settings.sharding)
     with joined as context, ExitStack() as stack:
@@ -189,18 +190,18 @@ def start(
         trainer = kind.make_trainer(task, settings, context)
         trainer.try_once()
         cluster = _cluster(stack, settings, context)
-        speed, workers = calibrate(settings, trainer, cluster.workers if cluster else 0)
+        speed, workers = calibrate(settings, trainer, cluster.count() if cluster else 0)
         plan = kind.make_plan(settings, trainer, speed=speed, workers=workers)
         trainer.fit_micro_batch(kind.largest_batch(plan, task))
         trainer.restart()
-        header = make_header(kind, settings, trainer, workers, plan)
+        header = _make_header(kind, settings, trainer, workers, plan)
         context.on_main(lambda: create(folder, header))
         deadline.limit(settings.budget)
         context.on_main(lambda: remember(folder))
         study = kind(header)
         study.files = located(settings)
-        session = _Session(folder, study, trainer, Results(), monitor)
-        return session.run(cluster or _local_workers(workers, header), deadline)
+        pool = cluster or _local_workers(workers, header)
+        return _run(study, folder, trainer, Results(), pool, monitor)
 
 
 def resume(
@@ -247,20 +248,14 @@ def resume(
             f"Python. Remedy: steadygrad.{header.study}(task, resume={str(folder)!r}) there."
         )
     refuse_links(folder)
-    deadline, runtime = deadline or Deadline(), header.runtime
-    device = resolve_device(runtime.device)
-    torch.set_num_threads(runtime.threads)
+    deadline, device = deadline or Deadline(), resolve_device(header.runtime.device)
     joined = DistributedContext.joined(deadline, device, settings.sharding)
     with joined as context, ExitStack() as stack:
         study = study_of(header)
         # Only rank 0's machine knows which runs were begun there.
-        found = context.gather(context.on_main(lambda: trusted(run, given)))[0]
-        study.files = files = found or {}
-        task = task or context.together(lambda: load_recorded_task(header, files))
-        trainer = study.make_trainer(task, settings, context, runtime.micro_batch_size)
-        trainer.dependent = header.task.dependent
-        trainer.second_moment = header.task.beta2 is not None
-        for warning in changes(header, trainer):
+        study.files = context.gather(context.on_main(lambda: trusted(run, given)))[0] or {}
+        trainer = recorded_trainer(study, context, task)
+        for warning in _changes(header, trainer):
             monitor.say(warning)
         for file in run.unreadable:
             monitor.say(f"results/{file} cannot be read: its trial is run again.")
@@ -268,22 +263,8 @@ def resume(
         context.gather(None)
         cluster = _cluster(stack, settings, context)
         deadline.limit(settings.budget)
-        session = _Session(folder, study, trainer, run.results, monitor)
-        return session.run(cluster or _local_workers(settings.workers, header), deadline)
-
-
-def _checked(kind: type[Study], settings: Any) -> Any:
-    """Checks settings made in Python as strictly as the command line's."""
-    schema = kind.schema().settings
-    if not isinstance(settings, schema):
-        raise InputError(
-            f"Expected {schema.__module__}.{schema.__name__}. Found {type(settings).__name__}. "
-            f"Remedy: the settings of {kind.name}."
-        )
-    try:
-        return msgspec.convert(asdict(settings), schema)
-    except msgspec.ValidationError as error:
-        raise InputError(f"{error}. Found {settings}. Remedy: another value.") from None
+        pool = cluster or _local_workers(settings.workers, header)
+        return _run(study, folder, trainer, run.results, pool, monitor)
 
 
 def _agreed(header: Any, given: Mapping[str, Any]) -> Any:
@@ -297,12 +278,8 @@ def _agreed(header: Any, given: Mapping[str, Any]) -> Any:
                 f"--resume takes {name} = {recorded!r} from the record. Found {value!r}. "
                 f"Remedy: leave {flag} away, or start a new run with --out."
             )
-    free = {
-        "dask": "",
-        "executor": "",
-        **{name: value for name, value in given.items() if name in FREE},
-    }
-    return replace(header.settings, **free)
+    free = {name: value for name, value in given.items() if name in FREE}
+    return replace(header.settings, **{"dask": "", "executor": "", **free})
 
 
 def _completed(run: Run, more_time: bool, monitor: Monitor) -> Outcome | None:
@@ -315,8 +292,7 @@ def _completed(run: Run, more_time: bool, monitor: Monitor) -> Outcome | None:
         return None
     is_main = launched()[0] == 0
     if is_main and more_time:
-        left = "this run is complete: all planned trials are done, so more time changes nothing."
-        monitor.say(f"{left} Remedy: start a new run with a longer --budget.")
+        monitor.say("this run is complete. Remedy: start a new run with a longer --budget.")
     summary = _summary(study, run.results, "complete")
     if is_main and summary != run.summary:
         write_summary(run.folder, summary)
@@ -341,10 +317,8 @@ def _cluster(stack: ExitStack, settings: Any, context: DistributedContext) -> Wo
             f"{' and '.join(named)}: expected one way to run trials, each in one process. Found "
             f"{len(named)}, in {context.size} processes. Remedy: one of them, without torchrun."
         )
-    if settings.dask:
-        pool = dask_workers(settings.dask)
-    else:
-        pool = made_workers(settings.executor, settings.workers)
+    dask, executor = settings.dask, settings.executor
+    pool = dask_workers(dask) if dask else made_workers(executor, settings.workers)
     stack.callback(pool.close)
     return pool
 
@@ -361,67 +335,168 @@ def _local_workers(workers: int, header: Header) -> Workers | None:
     return process_workers(workers, cuda_devices() if runtime.device == "cuda" else ())
 
 
-@dataclass
-class _Session:
-    """A study while it runs."""
+def _run(
+    study: Study,
+    folder: Path,
+    trainer: Trainer,
+    results: Results,
+    pool: Workers | None,
+    monitor: Monitor,
+) -> Outcome:
+    """Runs all trials, and writes the summary however that ends."""
+    context, worker = trainer.context, Worker(study, folder, trainer)
 
-    folder: Path
-    study: Study
-    trainer: Trainer
-    results: Results
-    monitor: Monitor
+    def keep(result: Result) -> None:
+        if results.add(result) and context.is_main:
+            write_result(folder, result)
 
-    def run(self, pool: Workers | None, deadline: Deadline) -> Outcome:
-        """Runs all trials, and writes the summary however that ends."""
-        study, folder, results, monitor = self.study, self.folder, self.results, self.monitor
-        is_main, worker = self.trainer.context.is_main, Worker(study, folder, self.trainer)
-        with understanding(folder):
-            self._begin()
-        status, reason = "complete", 0
-        try:
-            try:
-                if pool is None:
-                    run_serial(study, results, self._keep, worker, monitor)
-                else:
-                    Coordinator(study, results, self._keep, pool, folder, deadline, monitor).run()
-            except StudyInterrupted as stopped:
-                reason = stopped.reason
-                status = "budget" if reason == BUDGET else "interrupted"
-            summary = self._end(status)
-            if status == "complete":
-                worker.checkpoints.remove()
-        except RunError:
-            raise
-        except InputError as error:
-            summary = self._end("failed")
-            outcome = Outcome(folder, summary, study.too_little(summary), is_main=is_main)
-            more = (
-                f"The results are kept. --resume {folder} continues where the cause was outside of "
-                "the task's files; a changed task needs a new run."
-            )
-            raise StudyFailed(f"{error} {more}", outcome) from error
-        too_little = study.too_little(summary) if status == "budget" else None
-        return Outcome(folder, summary, too_little, reason, is_main)
-
-    def _begin(self) -> None:
-        costs = {trial.key: trial.cost for trial in self.study.trials()}
-        ends = dict(zip(costs, accumulate(costs.values()), strict=True))
-        done = sum(costs[key] for key in self.study.finished(self.results))
-        milestones = {name: ends[key] for name, key in self.study.milestones().items()}
-        self.monitor.begin(sum(costs.values()), done, milestones)
-
-    def _keep(self, result: Result) -> None:
-        """Takes a new result; one that is known is only compared."""
-        if self.results.add(result) and self.trainer.context.is_main:
-            write_result(self.folder, result)
-
-    def _end(self, status: str) -> dict[str, Any]:
-        summary = _summary(self.study, self.results, status)
-        if self.trainer.context.is_main:
-            if self.results.differing:
-                self.monitor.say(
-                    f"{self.results.differing} numbers differ from those recorded: the machine or "
-                    "its libraries are not the same."
+    def end(status: str) -> dict[str, Any]:
+        summary = _summary(study, results, status)
+        if context.is_main:
+            if results.differing:
+                monitor.say(
+                    "the machine or its libraries are not those of the record: numbers that "
+                    f"differ from it: {results.differing}."
                 )
-            write_summary(self.folder, summary)
+            write_summary(folder, summary)
         return summary
+
+    with understanding(folder):
+        _tell(study, results, monitor)
+    status, reason = "complete", 0
+    try:
+        try:
+            if pool is None:
+                run_serial(study, results, keep, worker, monitor)
+            else:
+                Coordinator(study, results, keep, pool, folder, context.deadline, monitor).run()
+        except StudyInterrupted as stopped:
+            reason = stopped.reason
+            status = "budget" if reason == BUDGET else "interrupted"
+        summary = end(status)
+        if status == "complete":
+            worker.checkpoints.remove()
+    except RunError:
+        raise
+    except InputError as error:
+        summary = end("failed")
+        outcome = Outcome(folder, summary, study.too_little(summary), is_main=context.is_main)
+        more = (
+            f"The results are kept. --resume {folder} continues where the cause was outside of "
+            "the task's files; a changed task needs a new run."
+        )
+        raise StudyFailed(f"{error} {more}", outcome) from error
+    too_little = study.too_little(summary) if status == "budget" else None
+    return Outcome(folder, summary, too_little, reason, context.is_main)
+
+
+def _tell(study: Study, results: Results, monitor: Monitor) -> None:
+    """Tells the monitor what there is to do, and what is done."""
+    costs = {trial.key: trial.cost for trial in study.trials()}
+    ends = dict(zip(costs, accumulate(costs.values()), strict=True))
+    milestones = {name: ends[key] for name, key in study.milestones().items()}
+    done = sum(costs[key] for key in study.finished(results))
+    monitor.begin(sum(costs.values()), done, milestones)
+
+
+def describe_task(trainer: Trainer, spec: str) -> TaskInfo:
+    """Describes a trainer's task, its model and its optimizer; ``spec`` names the task."""
+    task, group = trainer.task, trainer.optimizer.param_groups[0]
+    common = {field.name for field in fields(task)} & {*TaskInfo.__struct_fields__}
+    values = {name: getattr(task, name) for name in common}
+    return TaskInfo(
+        **{**values, "provenance": dict(task.provenance)},
+        spec=spec,
+        dependent=trainer.dependent,
+        parameters=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        train_size=len(task.train),
+        valid_size=len(task.valid),
+        optimizer=type(trainer.optimizer).__name__,
+        beta2=float(group["betas"][1]) if trainer.second_moment and "betas" in group else None,
+        weight_decay=float(group["weight_decay"]) if "weight_decay" in group else None,
+    )
+
+
+def accelerator(device: torch.device) -> dict[str, Any]:
+    """Describes the GPU that a study runs on, and the version of its library; empty on a CPU."""
+    if device.type != "cuda":
+        return {}
+    found = torch.cuda.get_device_properties(device)
+    library = {"hip": torch.version.hip} if torch.version.hip else {"cuda": torch.version.cuda}
+    return {"gpu": found.name, "gpu_memory_bytes": found.total_memory, **library}
+
+
+def _make_header(
+    kind: type[Study], settings: Any, trainer: Trainer, workers: int, plan: Any
+) -> Header:
+    context = trainer.context
+    runtime = Runtime(
+        device=context.device.type,
+        dtype=kind.dtype(settings),
+        world_size=context.size,
+        sharding=context.sharding,
+        threads=torch.get_num_threads(),
+        micro_batch_size=trainer.micro_batch_size,
+        workers=workers,
+    )
+    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    header: Header = schema_of(kind.name).Header(
+        schema=SCHEMA,
+        study=kind.name,
+        task=describe_task(trainer, settings.task),
+        settings=settings,
+        plan=plan,
+        runtime=runtime,
+        environment=environment(accelerator(context.device)),
+        files=digests(located(settings)),
+        first_losses=_first_losses(trainer),
+        time={"created": created, "folder": os.getcwd()},
+    )
+    return header
+
+
+def _first_losses(trainer: Trainer) -> tuple[float, ...]:
+    """The losses before training, if a model that is made anew has them again."""
+    found = []
+    for _ in range(2):
+        found.append(trainer.first_losses())
+        trainer.restart()
+    return found[0] if found[0] == found[1] else ()
+
+
+def _changes(header: Header, trainer: Trainer) -> list[str]:
+    """Warnings about changes that may alter the last digits when a run continues.
+
+    Raises:
+        InputError: If the study cannot continue to the same numbers at all.
+    """
+    then, now = header.task, describe_task(trainer, header.task.spec)
+    for name in then.__struct_fields__:
+        _check_same(name, getattr(then, name), getattr(now, name), "the task as it was")
+    world = header.runtime.world_size, trainer.context.size
+    _check_same("world_size", *world, "torchrun --nproc-per-node as before")
+    before, after = header.environment, environment(accelerator(trainer.context.device))
+    names = {"torch": "torch", "cpu": "the processor", "gpu": "the GPU"}
+    changed = [
+        f"{text} was {before.get(name)} and is {after.get(name)}: the numbers may differ in the "
+        "last digits."
+        for name, text in names.items()
+        if before.get(name) != after.get(name)
+    ]
+    # On another machine the last digits differ, and no more is known.
+    if header.first_losses and not changed:
+        losses = header.first_losses, trainer.first_losses()
+        if not all(map(partial(math.isclose, rel_tol=1e-5, abs_tol=1e-9), *losses)):
+            _check_same("losses before training", *losses, "the task and its data as they were")
+    return changed
+
+
+def _check_same(name: str, then: Any, now: Any, remedy: str) -> None:
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in {**then, **now}:
+            _check_same(key, then.get(key), now.get(key), remedy)
+    elif then != now:
+        raise InputError(
+            f"Expected {name} = {then!r} as in the record. Found {now!r}. "
+            f"Remedy: {remedy}, or a new run with --out."
+        )

@@ -1,11 +1,10 @@
 """Types that all studies share: settings, the header of a run, and the result of a trial.
 
-A study's own are in its ``schema`` module: ``Settings``, ``Header`` and the union ``RESULTS``.
+A study's own are in its ``schema`` module: ``Settings``, ``Header`` and the union ``RESULTS``, and
+``check(header, result)``: what was expected and found where they do not fit one another, or None.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -13,27 +12,6 @@ import msgspec
 from msgspec import Meta
 
 from steadygrad._studies import STUDIES
-
-__all__ = [
-    "FREE",
-    "STUDIES",
-    "TASKS",
-    "CommonSettings",
-    "Count",
-    "Few",
-    "Finding",
-    "Header",
-    "Key",
-    "Positive",
-    "PositiveFloat",
-    "Result",
-    "Runtime",
-    "Schema",
-    "Summary",
-    "Table",
-    "TaskInfo",
-    "schema_of",
-]
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Positive = Annotated[int, Meta(ge=1, lt=1 << 62)]
@@ -256,34 +234,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return fields
 
 
-@dataclass(frozen=True)
-class Schema:
-    """Types of one study.
-
-    Attributes:
-        header: Class of the header.
-        results: Union of the classes of the results.
-        settings: Dataclass of what a user chooses; it is the command line as well.
-        check: ``(header, result)`` to None, or to what was expected and found where a result does
-            not fit the plan.
-    """
-
-    header: Any
-    results: Any
-    settings: Any
-    check: Callable[[Any, Any], tuple[str, str] | None]
-
-    @cached_property
-    def kinds(self) -> dict[str, Any]:
-        """The classes of results by the name of their kind."""
-        classes = get_args(self.results) or (self.results,)
-        return {kind.__struct_config__.tag: kind for kind in classes}
+def schema_of(study: object) -> Any:
+    """The module of a study's types; None if there is no such study."""
+    return import_module(f"steadygrad.studies.{study}.schema") if str(study) in STUDIES else None
 
 
-@cache
-def schema_of(study: object) -> Schema | None:
-    """The schema of a study; None if there is no such study."""
-    if study not in STUDIES:
-        return None
-    module = import_module(f"steadygrad.studies.{study}.schema")
-    return Schema(module.Header, module.RESULTS, module.Settings, module.check)
+def kinds_of(results: Any) -> dict[str, Any]:
+    """The classes of results by the name of their kind."""
+    return {kind.__struct_config__.tag: kind for kind in get_args(results) or (results,)}

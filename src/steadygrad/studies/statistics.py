@@ -5,16 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Floats",
-    "Variances",
-    "isotonic",
-    "quantile",
-    "redraw",
-    "residual_variances",
-    "unimodal",
-]
-
 Floats = NDArray[np.float64]
 
 

@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["dumps", "loads"]
-
 _LOOKS_NON_FINITE = re.compile(r"\\*(nan|inf|-inf)")
 
 

@@ -11,16 +11,13 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from steadygrad._checks import InputError
 from steadygrad.studies.checkpoint import Checkpoints, State
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.folder import Results
-from steadygrad.studies.schema import STUDIES, Header, Key, Result, Schema, Summary, schema_of
+from steadygrad.studies.schema import Header, Key, Result, Summary, kinds_of, schema_of
 from steadygrad.studies.trainer import Scaling, Trainer
 from steadygrad.studies.trials import Job, Trial, evaluation_cost
 from steadygrad.tasks import Task
-
-__all__ = ["Advance", "Study", "Workplace", "study_class", "study_of"]
 
 Advance = Callable[[int, str], None]
 """Told how many samples of work are done, as they are done, and on what."""
@@ -28,25 +25,16 @@ Advance = Callable[[int, str], None]
 
 @dataclass
 class Workplace:
-    """The surroundings of a job: device, workers and folders.
-
-    Attributes:
-        repeated: Results of trials that were run again because a checkpoint was lost.
-    """
+    """The surroundings of a job."""
 
     trainer: Trainer
     checkpoints: Checkpoints
     advance: Advance
+    # Results of trials that were run again because a checkpoint was lost.
     repeated: list[Result] = field(default_factory=list)
 
     def state(self, name: str, samples: int, again: Callable[[], Result]) -> State:
-        """A state of training: read, or trained again by the trial that leaves it.
-
-        Args:
-            name: The checkpoint's.
-            samples: Samples seen there.
-            again: Runs the trial.
-        """
+        """The state after ``samples``: read, or trained ``again`` by the trial that leaves it."""
         found = self.checkpoints.load(name, samples)
         # On every rank or on none: training again takes all of them.
         if all(self.trainer.context.gather(found is not None)) and found is not None:
@@ -62,11 +50,7 @@ class Workplace:
 
 
 class Study(ABC):
-    """An experiment behind a command, whose name is ``name``.
-
-    Args:
-        header: The run's, with the study's own settings and plan.
-    """
+    """An experiment behind a command, whose name is ``name``."""
 
     name: ClassVar[str]
     # Whether a loss that is not finite ends it.
@@ -77,13 +61,6 @@ class Study(ABC):
     def __init__(self, header: Any) -> None:
         self.header = header
         self.plan = header.plan
-
-    @classmethod
-    def schema(cls) -> Schema:
-        """The types of the study."""
-        found = schema_of(cls.name)
-        assert found is not None
-        return found
 
     @classmethod
     def dtype(cls, settings: Any) -> str:
@@ -118,13 +95,7 @@ class Study(ABC):
     @classmethod
     @abstractmethod
     def make_plan(cls, settings: Any, trainer: Trainer, *, speed: float, workers: int) -> Any:
-        """Chooses the amounts of work.
-
-        Args:
-            settings: The study's settings.
-            trainer: For the task and the model.
-            speed: Samples a second of one trial.
-            workers: Trials at a time.
+        """Chooses the amounts of work, for so many trials at a time, of ``speed`` samples a second.
 
         Raises:
             InputError: If the budget is too small for any answer.
@@ -139,23 +110,17 @@ class Study(ABC):
     def trials(self) -> Sequence[Trial]:
         """All trials, in the order of the plan."""
 
-    @classmethod
-    def functions(cls) -> Mapping[str, Callable[..., Result]]:
-        """The function of each kind of trial: ``(plan, place, **parameters) -> Result``."""
-        found: Mapping[str, Callable[..., Result]] = import_module(
-            f"steadygrad.studies.{cls.name}.trials"
-        ).TRIALS
-        return found
-
     def run(self, job: Job, place: Workplace) -> Result:
-        """Does one job.
+        """Does one job, by ``TRIALS``: a ``(plan, place, **parameters) -> Result`` of each kind.
 
         Raises:
             StudyInterrupted: When the study has to stop.
             InputError: If training diverges where it must not, or the task's code raises.
         """
+        trials = import_module(f"steadygrad.studies.{self.name}.trials").TRIALS
         parameters = {name: value for name, value in job.items() if name != "kind"}
-        return self.functions()[job["kind"]](self.plan, place, **parameters)
+        result: Result = trials[job["kind"]](self.plan, place, **parameters)
+        return result
 
     @abstractmethod
     def milestones(self) -> Mapping[str, Key]:
@@ -163,10 +128,7 @@ class Study(ABC):
 
     @abstractmethod
     def summarize(self, results: Results, status: str) -> Summary:
-        """The content of ``summary.json``: a pure function of the results and the status.
-
-        The status is ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
-        """
+        """The content of ``summary.json``: a pure function of the results and the status."""
 
     def too_little(self, summary: Mapping[str, Any]) -> str | None:
         """The reason why a study has no result at all; None where it has one."""
@@ -174,7 +136,7 @@ class Study(ABC):
 
     def key_of(self, job: Job) -> Key:
         """The key of the result that a job gives."""
-        names = self.schema().kinds[job["kind"]].key_fields
+        names = kinds_of(schema_of(self.name).RESULTS)[job["kind"]].key_fields
         return (job["kind"], *(job[name] for name in names))
 
     def finished(self, results: Results) -> set[Key]:
@@ -189,15 +151,7 @@ class Study(ABC):
 
 
 def study_class(name: str) -> type[Study]:
-    """The class of a study.
-
-    Raises:
-        InputError: If there is no such study.
-    """
-    if name not in STUDIES:
-        raise InputError(
-            f"Expected a study: {', '.join(STUDIES)}. Found {name!r}. Remedy: one of these."
-        )
+    """The class of a study."""
     found: type[Study] = import_module(f"steadygrad.studies.{name}.study").STUDY
     return found
 

@@ -5,18 +5,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = [
-    "clean",
-    "interval",
-    "listed",
-    "loss",
-    "percent",
-    "percent_interval",
-    "short",
-    "show",
-    "size",
-]
-
 # From this overhead on it is only known that it is large.
 MOST = 3.0
 # Up to this one it is only known that it is less.

@@ -33,8 +33,6 @@ from steadygrad.tasks.made import (
     optimizer_of,
 )
 
-__all__ = ["Diverged", "Rate", "Scaling", "Trainer"]
-
 # Steps between two reads of the losses on an accelerator, where a read synchronises.
 LOOK_EVERY = 16
 
@@ -65,11 +63,7 @@ class Trainer(TaskModel):
     Attributes:
         dependent: Whether a sample's loss depends on the rest of its batch; no batch is cut then.
         second_moment: Whether the second of two betas is a second moment's decay.
-        set_rate: Sets the optimizer's learning rate.
         steps: Optimizer steps taken.
-
-    Raises:
-        InputError: If the batch cannot be shared equally, or the task's code cannot be used.
     """
 
     def __init__(
@@ -86,7 +80,6 @@ class Trainer(TaskModel):
     ) -> None:
         super().__init__(task, seed, dtype, context, micro_batch_size)
         self.scaling, self._keep_half_life, self._finite = scaling, keep_half_life, finite
-        self._look_every = 1 if context.device.type == "cpu" else LOOK_EVERY
         self.dependent = self.second_moment = False
         context.together(partial(self._begin, first=True))
 
@@ -94,10 +87,9 @@ class Trainer(TaskModel):
         """Begins with a new optimizer, or continues with that of a state."""
         make, what = partial(self.task.optimizer, self.model), "Task.make_optimizer"
         if first:
-            optimizer = make_optimizer(make, self.model, self.task.lr, what)
+            self.optimizer = make_optimizer(make, self.model, self.task.lr, what)
         else:
-            optimizer = optimizer_of(make, self.task.lr, what)
-        self.optimizer = optimizer
+            self.optimizer = optimizer_of(make, self.task.lr, what)
         if hasattr(self.scaler, "remove"):
             self.scaler.remove()  # its hooks would scale for the next one too
         if self.scaling is not None:
@@ -105,10 +97,10 @@ class Trainer(TaskModel):
         else:
             enabled = self.dtype is torch.float16
             self.scaler = torch.amp.GradScaler(self.context.device.type, enabled=enabled)
-        self.set_rate = RateSetter(optimizer, self.task, self._keep_half_life)
+        self.set_rate = RateSetter(self.optimizer, self.task, self._keep_half_life)
         if state is not None:
             self.scaler.load_state_dict(copy.deepcopy(state.scaler))
-            self.context.load_optimizer(self.model, optimizer, state.optimizer)
+            self.context.load_optimizer(self.model, self.optimizer, state.optimizer)
         self.set_rate(Rate())
         self.model.zero_grad()
         self.model.train()
@@ -139,13 +131,7 @@ class Trainer(TaskModel):
         return State(model, optimizer, scaler, samples, self.steps)
 
     def try_once(self) -> None:
-        """Evaluates, trains and saves once: a broken task shows before the study begins.
-
-        Raises:
-            InputError: If the losses are not one finite number for each sample, the evaluation
-                changes the weights, the optimizer's state cannot be saved and loaded, or models
-                are not made anew.
-        """
+        """Evaluates, trains and saves once: a broken task is refused before the study begins."""
         together, before = self.context.together, fingerprints(self.model)
         count = together(self._check_losses)
         self._check_company(count)
@@ -172,12 +158,12 @@ class Trainer(TaskModel):
                 "Remedy: look for NaN in the validation data."
             )
         after = fingerprints(self.model)
-        moved = [n for n, _ in self.model.named_parameters() if before.get(n) != after.get(n)]
-        if moved:
-            raise TaskError(
-                f"Task.evaluate should leave the model as it is. Found changes of {moved[0]!r}. "
-                "Remedy: do not train in Task.evaluate, and restore any weights that it replaces."
-            )
+        for name, _ in self.model.named_parameters():
+            if before.get(name) != after.get(name):
+                raise TaskError(
+                    f"Task.evaluate should leave the model as it is. Found changes of {name!r}. "
+                    "Remedy: no training in Task.evaluate; weights that it replaces are put back."
+                )
 
     def _check_losses(self) -> int:
         """Checks the losses of as many samples of a batch as fit into memory; says how many."""
@@ -212,41 +198,35 @@ class Trainer(TaskModel):
         self.context.together(lambda: self._fits(compare, 2))
         self.dependent = any(map(any, self.context.gather(found)))
 
-    def _check_whole(self, share: int) -> None:
-        if self.dependent and self.micro_batch_size < share:
-            raise InputError(
-                f"Batches of {share} samples should not be cut into micro-batches: a sample's loss "
-                "depends on the others, and smaller batches would train another objective. Found "
-                f"micro_batch_size = {self.micro_batch_size}. Remedy: no Task.micro_batch_size; a "
-                "smaller --budget or more memory where they do not fit."
-            )
-
     def fit_micro_batch(self, largest: int) -> None:
-        """Finds micro-batches that fit into memory, by halves; the model's buffers may change.
+        """Finds micro-batches of a batch of ``largest`` samples that fit into memory, by halves.
 
-        Args:
-            largest: Samples of the largest batch of the study.
+        The model's buffers may change.
         """
         context = self.context
 
-        def fits() -> bool:
-            size, exchange = self.micro_batch_size, context.sharding == "fsdp2"
-            indices = torch.arange(size * context.size) % len(self.task.train)
+        def work() -> None:
+            count = self.micro_batch_size * context.size
+            indices = torch.arange(count) % len(self.task.train)
             # Without an exchange: a rank without memory would leave the others waiting.
-
-            def work() -> None:
-                self.backward(indices, exchange=exchange)
-                check_gradients(self.optimizer, self.model, "Task.make_optimizer")
-
-            return self._fits(work, size)
+            self.backward(indices, exchange=context.sharding == "fsdp2")
+            check_gradients(self.optimizer, self.model, "Task.make_optimizer")
 
         share = -(-largest // context.size)
         self.micro_batch_size = min(self.task.micro_batch_size or largest, share)
-        self._check_whole(share)
-        # All ranks take the size that fits on each of them.
-        while not all(context.gather(context.together(fits))):
+        while True:
+            if self.dependent and self.micro_batch_size < share:
+                raise InputError(
+                    f"Batches of {share} samples, whose losses depend on one another, should not "
+                    f"be cut. Found micro_batch_size = {self.micro_batch_size}. Remedy: no "
+                    "Task.micro_batch_size; a smaller --budget or more memory where they do not "
+                    "fit."
+                )
+            # All ranks take the size that fits on each of them.
+            fits = context.together(lambda: self._fits(work, self.micro_batch_size))
+            if all(context.gather(fits)):
+                return
             self.micro_batch_size //= 2
-            self._check_whole(share)
 
     def by_halves(self, work: Callable[[], T]) -> T:
         """Does something; a single rank halves its micro-batch where memory runs out."""
@@ -257,7 +237,7 @@ class Trainer(TaskModel):
                 whole = self.context.size > 1 or self.micro_batch_size == 1 or self.dependent
                 if whole or not is_out_of_memory(error):
                     raise
-            self.free_memory()
+            self._free_memory()
             self.micro_batch_size //= 2
 
     def _fits(self, work: Callable[[], object], size: int) -> bool:
@@ -269,8 +249,13 @@ class Trainer(TaskModel):
                 raise
             return False
         finally:
-            self.free_memory()
+            self._free_memory()
         return True
+
+    def _free_memory(self) -> None:
+        self.model.zero_grad()
+        if self.context.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def step(self, indices: Tensor, ready: Iterator[Any] | None = None) -> None:
         """One optimizer step on a global batch; nothing here waits for an accelerator."""
@@ -294,8 +279,7 @@ class Trainer(TaskModel):
             if self._finite and not math.isfinite(value):
                 raise Diverged(
                     f"The training loss should stay finite. Found {value} within {self.steps} "
-                    f"steps. Remedy: a lower Task.lr than {self.task.lr:g}, or look for NaN in "
-                    "the data."
+                    f"steps. Remedy: a lower Task.lr than {self.task.lr:g}, data without NaN."
                 )
             self._looked_at.append(value)
 
@@ -319,15 +303,10 @@ class Trainer(TaskModel):
         rate: Rate | None = None,
         seen: int | None = None,
     ) -> Iterator[int]:
-        """Trains over the positions ``start`` to ``stop`` of an order.
+        """Trains over the positions ``start`` to ``stop`` of an order, in whole batches.
 
-        Args:
-            order: The order.
-            start: First position.
-            stop: Position after the last.
-            batch_size: Samples of each step; what is left after the last whole batch is left out.
-            rate: Learning rate. Default: the task's own.
-            seen: Samples that the run has seen at ``start``. Default: ``start``.
+        The default ``rate`` is the task's own. At ``start`` the run has ``seen`` so many samples;
+        by default as many as ``start``.
 
         Yields:
             After each step, the position reached.
@@ -339,7 +318,7 @@ class Trainer(TaskModel):
             # Halfway through the batch: a linear factor is then its mean over the batch.
             self.set_rate(rate, position + offset + batch_size / 2)
             self.step(order.take(position, batch_size), ready)
-            if number % self._look_every == 0:
+            if number % (1 if self.context.device.type == "cpu" else LOOK_EVERY) == 0:
                 self.look()
             yield position + batch_size
         self.look()
@@ -355,4 +334,4 @@ class Trainer(TaskModel):
     def evaluate(self) -> float:
         """The validation loss, after a read of the losses so far."""
         self.look()
-        return self.validation_loss()
+        return self._validation_loss()

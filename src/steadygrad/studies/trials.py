@@ -13,8 +13,6 @@ from typing import Any
 from steadygrad.studies.folder import Results
 from steadygrad.studies.schema import Key
 
-__all__ = ["Job", "Trial", "evaluation_cost", "makespan", "seed_for", "tails"]
-
 Job = Mapping[str, Any]
 """Work for a worker as plain values: the kind of its result, its key fields, and parameters."""
 

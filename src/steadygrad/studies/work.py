@@ -1,7 +1,5 @@
 """Runs the trials of a study: one after another in this process, or side by side in workers."""
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
@@ -19,6 +17,7 @@ from steadygrad._checks import InputError
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.deadline import Deadline, StudyInterrupted, WorkerDeadline, stop_if
 from steadygrad.studies.distributed import DistributedContext
+from steadygrad.studies.executors import Workers
 from steadygrad.studies.files import load_recorded_task
 from steadygrad.studies.folder import (
     HEADER,
@@ -33,9 +32,8 @@ from steadygrad.studies.strict_json import dumps, loads
 from steadygrad.studies.study import Advance, Study, Workplace, study_of
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Job, Trial, tails
+from steadygrad.tasks import Task
 from steadygrad.tasks.guard import reason
-
-__all__ = ["Coordinator", "Monitor", "Pool", "Worker", "WorkersLost", "begin_worker", "run_serial"]
 
 # Written when the workers have to stop.
 STOP_FILE = "stop"
@@ -65,23 +63,6 @@ class Monitor(Protocol):
         """A line for the user, such as a warning."""
 
 
-class Pool(Protocol):
-    """Workers that run jobs; see :mod:`steadygrad.studies.executors`."""
-
-    @property
-    def workers(self) -> int:
-        """Jobs at a time; a cluster may grow."""
-
-    def submit(self, *call: Any) -> "Future[list[Result]]":
-        """Hands a function and its arguments to a worker."""
-
-    def renew(self) -> None:
-        """Makes the pool usable again after workers were lost."""
-
-    def close(self) -> None:
-        """Ends the workers, in mid-trial too."""
-
-
 class Worker:
     """Runs the jobs of the run in ``folder``."""
 
@@ -96,17 +77,16 @@ class Worker:
         Returns:
             Results of earlier trials that had to be repeated for it, then the job's own.
         """
-        began, trainer = time.monotonic(), self.trainer
-        # An earlier job may have halved the micro-batch for lack of memory; that must not change
-        # this job's results.
-        trainer.micro_batch_size = self._micro_batch_size
+        began = time.monotonic()
+        # An earlier job may have halved them; that must not change this job's results.
+        self.trainer.micro_batch_size = self._micro_batch_size
 
         def attempt() -> list[Result]:
-            place = Workplace(trainer, self.checkpoints, advance)
+            place = Workplace(self.trainer, self.checkpoints, advance)
             result = self.study.run(job, place)
             return [*place.repeated, result]
 
-        *repeated, result = trainer.by_halves(attempt)
+        *repeated, result = self.trainer.by_halves(attempt)
         seconds = {"seconds": round(time.monotonic() - began, 3)}
         return [*repeated, msgspec.structs.replace(result, time=result.time | seconds)]
 
@@ -145,22 +125,12 @@ def _naming(trial: Trial, job: Job) -> Iterator[None]:
 
 @dataclass
 class Coordinator:
-    """Runs the trials of a study side by side.
-
-    Args:
-        study: The study.
-        results: Results that are there.
-        keep: Takes each new result.
-        pool: The workers; closed at the end.
-        folder: The run's folder, which all workers share.
-        deadline: Asked five times a second.
-        monitor: Watches.
-    """
+    """Runs the trials of a study side by side, in workers that share the run's folder."""
 
     study: Study
     results: Results
     keep: Keep
-    pool: Pool
+    pool: Workers
     folder: Path
     deadline: Deadline
     monitor: Monitor
@@ -179,7 +149,7 @@ class Coordinator:
         self.renewed = False
 
     def run(self) -> None:
-        """Runs all trials whose results are not there.
+        """Runs all trials whose results are not there, and closes the pool.
 
         Raises:
             StudyInterrupted: When the study has to stop.
@@ -211,17 +181,18 @@ class Coordinator:
 
     def _submit(self) -> None:
         """Gives free workers the ready trials that begin the longest chains."""
+        # Two trials may ask for the same result.
         busy = {self.study.key_of(job) for _, job in self.running.values()}
-        workers = self.pool.workers
+        workers = self.pool.count()
         for trial in self.by_urgency:
             if len(self.running) >= workers:
                 return
-            if trial.key in self.done or not self.done.issuperset(trial.needs):
-                continue
-            job = self.jobs[trial.key]
-            assert job is not None
-            # Two trials may ask for the same result.
-            if self.study.key_of(job) not in busy:
+            job = self.jobs.get(trial.key)
+            if (
+                trial.key not in self.done
+                and job is not None
+                and self.study.key_of(job) not in busy
+            ):
                 busy.add(self.study.key_of(job))
                 self._start(trial, job)
 
@@ -237,11 +208,10 @@ class Coordinator:
             try:
                 with _naming(*self.running[future]):
                     found = future.result()
-            except StudyInterrupted:
+            except (StudyInterrupted, InputError) as error:
                 del self.running[future]
-            except InputError:
-                del self.running[future]
-                raise
+                if isinstance(error, InputError):
+                    raise
             except Exception as error:  # a worker died, or cannot be reached
                 lost = error
             else:
@@ -253,16 +223,15 @@ class Coordinator:
         """Starts the trials anew that were lost with their workers, once."""
         if self.renewed:
             raise WorkersLost(
-                "Expected workers that stay reachable and survive their trials. Found "
-                f"{reason(error)}, for the second time. Remedy: fewer --workers if memory is "
-                "short; --workers 1 shows an error of the trial itself."
+                f"Expected workers that survive their trials. Found {reason(error)}, for the "
+                "second time. Remedy: fewer --workers if memory is short; --workers 1 shows an "
+                "error of the trial itself."
             ) from error
         self.renewed = True
         self.monitor.say(f"workers were lost ({reason(error)}): their trials are tried once more.")
         self.pool.renew()
-        entries = list(self.running.values())
-        self.running.clear()
-        for trial, job in entries:
+        lost, self.running = self.running, {}
+        for trial, job in lost.values():
             self._start(trial, job)
 
     def _take(self, future: "Future[list[Result]]", found: list[Result]) -> None:
@@ -277,48 +246,18 @@ class Coordinator:
         """Lets running trials notice the end, keeps finished ones, and ends the workers."""
         with suppress(RunError):
             replace_file(self.folder / STOP_FILE, b"")
-            ended, _ = wait(self.running, GRACE)
-            for future in ended:
+            for future in wait(self.running, GRACE)[0]:
                 with suppress(Exception):
                     self._take(future, future.result())
         self.pool.close()
         (self.folder / STOP_FILE).unlink(missing_ok=True)
 
 
-def begin_worker(parent: int, devices: Any = None) -> None:
-    """Prepares a worker process: it leaves signals to its coordinator, and ends with it.
-
-    Args:
-        parent: The coordinator's process number.
-        devices: Queue of names of CUDA devices, one for each worker. Default: none.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    # What a task prints must not mix with the coordinator's output.
-    os.dup2(2, 1)
-    if devices is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices.get()
-
-    def watch() -> None:
-        # A coordinator that was killed leaves its workers waiting for jobs for ever.
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 _lock = threading.Lock()
 
 
 def run_job(folder: str, job: Job, files: str) -> list[Result]:
-    """Does one job in a worker process that shares the run's folder.
-
-    Args:
-        folder: The run's folder.
-        job: The job.
-        files: Places of the user's functions, as JSON.
-    """
+    """Does one job in a worker process; ``files`` are places of the user's functions, as JSON."""
     with _lock:  # a cluster's worker may have several threads, and torch's seed is global
         # A cluster's workers outlive a run, and another one may be in its folder.
         worker = _worker(folder, read_file(Path(folder) / HEADER), files)
@@ -329,14 +268,23 @@ def run_job(folder: str, job: Job, files: str) -> list[Result]:
 def _worker(folder: str, header_text: bytes, files: str) -> Worker:
     """This process's worker for a run, made once."""
     path = Path(folder)
-    header, _ = read_header(path)
-    runtime = header.runtime
-    torch.set_num_threads(runtime.threads)
-    study = study_of(header)
+    study = study_of(read_header(path)[0])
     study.files = loads(files)
-    context = DistributedContext(WorkerDeadline(path / STOP_FILE), device=runtime.device)
-    task = load_recorded_task(header, study.files)
+    deadline, device = WorkerDeadline(path / STOP_FILE), study.header.runtime.device
+    return Worker(study, path, recorded_trainer(study, DistributedContext(deadline, device=device)))
+
+
+def recorded_trainer(
+    study: Study, context: DistributedContext, task: Task | None = None
+) -> Trainer:
+    """The trainer of a recorded run, with the threads that it began with.
+
+    The task is loaded where none is given.
+    """
+    header, runtime = study.header, study.header.runtime
+    torch.set_num_threads(runtime.threads)
+    task = task or context.together(lambda: load_recorded_task(header, study.files))
     trainer = study.make_trainer(task, header.settings, context, runtime.micro_batch_size)
     trainer.dependent = header.task.dependent
     trainer.second_moment = header.task.beta2 is not None
-    return Worker(study, path, trainer)
+    return trainer

@@ -157,12 +157,12 @@ def test_a_page_that_cannot_be_written_costs_no_result(folder, flags, capsys):
     assert json.loads(out) == summary if flags else summary["answer"] in " ".join(out.split())
     assert "Report:" not in out + err
     line = err.splitlines()[-1]
-    assert line.startswith(f"steadygrad: Cannot write the page {str(folder / 'report.html')!r}: Is")
-    assert line.endswith(f"Remedy: make room for it, then `steadygrad report {folder}`.")
+    assert line.startswith(f"steadygrad: Cannot write to {str(folder / 'report.html')!r}: Is")
+    assert line.endswith("Remedy: make room there, then --resume.")
     assert main(["report", str(folder)]) == 2
     assert capsys.readouterr() == ("", f"{line}\n")
     (folder / "report.html").rmdir()
-    assert main(["report", str(folder)]) == 0
+    assert main(["report", str(folder / "header.json")]) == 0
 
 
 def test_a_second_interrupt_says_how_to_go_on(tmp_path, monkeypatch, capsys):

@@ -13,15 +13,7 @@ from msgspec import Meta
 
 from steadygrad.cli import main
 from steadygrad.studies.folder import read_run
-from steadygrad.studies.schema import (
-    STUDIES,
-    CommonSettings,
-    Header,
-    Result,
-    Summary,
-    Table,
-    schema_of,
-)
+from steadygrad.studies.schema import STUDIES, CommonSettings, Header, Result, Summary, Table
 from steadygrad.studies.study import Study
 from steadygrad.studies.trials import Trial
 from tests.unit.cli.conftest import PLAIN
@@ -117,9 +109,6 @@ def tally(monkeypatch):
     module("steadygrad.studies.tally.study", STUDY=Tally)
     monkeypatch.setattr("steadygrad.studies.page.render", lambda run: "<html></html>")
     monkeypatch.setitem(STUDIES, "tally", "How many rounds there are.")
-    schema_of.cache_clear()
-    yield
-    schema_of.cache_clear()
 
 
 def test_its_help(capsys):

@@ -197,7 +197,7 @@ def test_a_dask_cluster_that_loses_a_worker_and_then_its_scheduler(
 
         cut = copy(base, tmp_path / "cut")
         watcher = Watcher(1500, process.kill)
-        with pytest.raises(StudyFailed, match=r"Dask scheduler should answer.*--resume") as failed:
+        with pytest.raises(StudyFailed, match=r"--dask should be.*--resume") as failed:
             resume(cut, given, monitor=watcher)
     assert failed.value.outcome.folder == Path(cut)
     kept = lines(cut)

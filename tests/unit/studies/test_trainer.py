@@ -17,9 +17,10 @@ from steadygrad.studies.advise.schema import Branch, Noise, Point, Scratch, Sett
 from steadygrad.studies.calibration import calibrate
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.folder import read_run
+from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order, main_order
 from steadygrad.studies.run import start
-from steadygrad.studies.trainer import Rate, Trainer
+from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.work import Worker
 from steadygrad.tasks import TensorSamples
 from tests.unit.studies import tiny_task

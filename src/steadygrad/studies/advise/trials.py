@@ -16,9 +16,10 @@ from steadygrad.studies.advise.plan import (
     stretches,
 )
 from steadygrad.studies.advise.schema import Branch, Noise, Plan, Point, Scratch, Stage
+from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order, branch_order, main_order
 from steadygrad.studies.study import Workplace
-from steadygrad.studies.trainer import Diverged, Rate
+from steadygrad.studies.trainer import Diverged
 
 __all__ = ["TRIALS", "branch", "noise", "point", "scratch"]
 

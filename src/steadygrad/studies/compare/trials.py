@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 from steadygrad.studies.compare.optimizers import Entry, made
 from steadygrad.studies.compare.plan import MARKS, TURNS
 from steadygrad.studies.compare.schema import Plan, Run, Speed
+from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import main_order
 from steadygrad.studies.study import Workplace
-from steadygrad.studies.trainer import Diverged, Rate, Trainer
+from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.tasks import guarded
 from steadygrad.tasks.made import check_gradients
 
