@@ -113,9 +113,10 @@ def _split(spec: str) -> tuple[Path, str]:
     # Functions of os.path are False, not an error, for names that are too long for a file system.
     if not os.path.isfile(file) or not name.isidentifier():
         near = get_close_matches(spec, BUILT_IN, n=1)
+        found = repr(spec) if len(spec) < 300 else shown(spec)  # the end of a path says most
         hint = f"did you mean {near[0]!r}?" if near else f"a path, relative to {Path.cwd()}."
         raise InputError(
             f"The task should be one of {', '.join(BUILT_IN)}, or a function in a file that is "
-            f"there, as path/file.py:make_task. Found {shown(spec)}. Remedy: {hint}"
+            f"there, as path/file.py:make_task. Found {found}. Remedy: {hint}"
         )
     return file, name
