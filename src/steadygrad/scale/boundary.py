@@ -158,7 +158,7 @@ class ScaleHooks:
 
     def __init__(self, index: int, layers: Layers, table: ScaleTable) -> None:
         name, module, parent = layers.layers[index]
-        self._table, self._name = table, repr(name)
+        self.table, self._name = table, repr(name)
         self._enter = _ScalePath(into=parent, out_of=index, over=(index,))
         self._leave = _ScalePath(into=index, out_of=parent, times=(index,))
         self._entered: list[Tensor] = []  # in compiled code, while it is traced
@@ -188,7 +188,7 @@ class ScaleHooks:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the model belongs to no scaler: its gradients must not be scaled.
-        return copyreg.__newobj__, (ScaleHooks,), {"_table": None}  # type: ignore[attr-defined]
+        return copyreg.__newobj__, (ScaleHooks,), {"table": None}  # type: ignore[attr-defined]
 
     def remove(self) -> None:
         """Removes the hooks."""
@@ -196,7 +196,7 @@ class ScaleHooks:
             handle.remove()
 
     def _is_active(self) -> bool:
-        return self._table is not None and self._table.enabled and torch.is_grad_enabled()
+        return self.table is not None and self.table.enabled and torch.is_grad_enabled()
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._is_active():
@@ -226,7 +226,7 @@ class ScaleHooks:
         return tree_map_tensors(lambda tensor: self._cross(tensor, path), nest, where)
 
     def _cross(self, tensor: Tensor, path: _ScalePath) -> Tensor:
-        table, origin = self._table, tensor
+        table, origin = self.table, tensor
         # A compiler cannot read versions; inductor leaves out the roundings in between itself.
         compiling = torch.compiler.is_compiling()
         tag = None if compiling else getattr(tensor, _TAG, None)
@@ -246,7 +246,7 @@ class ScaleHooks:
     def _hand_back(self, tensor: Tensor) -> Tensor:
         """Applies a module's in-place change of an argument to the caller's tensor."""
         tag = getattr(tensor, _TAG, None)
-        if tag is not None and tag.table is self._table:
+        if tag is not None and tag.table is self.table:
             # The tag keeps the caller's tensor alive.
             delattr(tensor, _TAG)
             if tensor._version:
@@ -266,7 +266,7 @@ def check_no_boundary(model: nn.Module, chosen: Sequence[Layer]) -> None:
     for name, module in model.named_modules():
         owners = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]
         # That of a copied model has no table, and belongs to no scaler.
-        if any(isinstance(owner, ScaleHooks) and owner._table is not None for owner in owners):
+        if any(isinstance(owner, ScaleHooks) and owner.table is not None for owner in owners):
             for layer in chosen:
                 if module in {*layer.module.modules()} or layer.module in {*module.modules()}:
                     raise InputError(
