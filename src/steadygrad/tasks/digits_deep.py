@@ -1,4 +1,4 @@
-"""A classifier with a second loss in a physical unit, which float16 bears with no single loss scale.
+"""A classifier with a second loss in a physical unit: in float16 no single loss scale bears both.
 
 Residual blocks read the sixteen 2 x 2 patches of a digit, and the mean over patches is classified.
 A second head estimates a by-product from the same features, the area of ink, and its gradient ends
@@ -70,7 +70,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(n, features)`` to ``(n, outputs)``."""
-        z = self.linear(x)
+        z: Tensor = self.linear(x)
         return self.mean + self.spread * z.to(torch.promote_types(z.dtype, torch.float32))
 
 
@@ -142,4 +142,5 @@ def all_losses(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor
     """Cross-entropy, and the squared error of the area in its unit, with shape ``(n,)``."""
     x, labels, areas = batch
     logits, found = model(x)
-    return F.cross_entropy(logits, labels, reduction="none") + (found - areas).square()
+    error: Tensor = found - areas
+    return F.cross_entropy(logits, labels, reduction="none") + error.square()
