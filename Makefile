@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: advise compare test test-slow test-integrations fuzz lint types check docs docs-links bench gpu clean
+.PHONY: advise compare test test-slow test-integrations fuzz lint types check contents docs docs-links bench gpu clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "steadygrad needs Python 3.10 or newer, found " + sys.version.split()[0] + ". Remedy: make PYTHON=/path/to/python3.12")'
@@ -48,6 +48,9 @@ types: $(VENV)/.installed
 	$(BIN)/mypy
 
 check: test test-slow lint types
+
+contents:  ## llms.txt and AGENTS.md, from the table of contents
+	$(PYTHON) docs/contents.py
 
 docs: $(VENV)/.docs  ## the pages, with the tutorials run; warnings and broken links within are errors
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -24,7 +24,8 @@ def absolute(text: str, home: str, tag: str) -> str:
 
     parts = re.split(r"(```.*?```)", text, flags=re.S)
     parts[::2] = [LINK.sub(whole, part) for part in parts[::2]]
-    return "".join(parts).replace("<this repository>", home)
+    clone = "In a clone of this repository"
+    return "".join(parts).replace(clone, f"{clone} (`git clone {home} && cd steadygrad`)")
 
 
 def main(home: str, tag: str, root: str = ".") -> None:

@@ -1,5 +1,6 @@
 """Every example runs as it stands, from its own folder, and prints what it promises."""
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,12 +18,14 @@ EXPECTED = {
     "tutorials/nan_in_float16.py": "attributed to patch.2",
     "tutorials/optimizer.py": "standard deviation between seeds",
     "tutorials/your_model.py": "longest run",
+    "advise.py": "status: complete",
     "noise_scale_in_a_loop.py": "noise scale",
     "split_batch.py": "noise scale",
     "my_task.py": "",
     "my_loader_task.py": "",
     "my_hf_task.py": "",
     "my_optimizer.py": "steps of Lion",
+    "slurm_executor.py": "[0, 1, 2, 3] from jobs",
     "scaled_adam.py": "clipping threshold",
     "lans.py": "trust ratio",
     "gradient_watch.py": "the backward pass of '2' made a gradient that is not finite",
@@ -39,15 +42,26 @@ def test_every_example_is_listed():
 
 
 # Packages that are not among those of the tests.
-NEEDED = {"my_hf_task.py": "transformers"}
+NEEDED = {"my_hf_task.py": "transformers", "slurm_executor.py": "submitit"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPECTED)
 def test_runs(name):
     if name in NEEDED and find_spec(NEEDED[name]) is None:
-        pytest.skip(f"{NEEDED[name]} is of the dependency group hf, which `make test` leaves out")
+        pytest.skip(f"{NEEDED[name]} is of another dependency group, which `make test` leaves out")
     command = [sys.executable, "-W", "error", name]
     done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert EXPECTED[name] in done.stdout
+
+
+def test_the_first_program_of_the_readme_prints_what_it_says(capsys):
+    text = (EXAMPLES.parent / "README.md").read_text()
+    code, said = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", text, re.S).groups()
+    exec(code, {})
+    found, numbers = capsys.readouterr().out, r"\d+\.\d"
+    assert re.sub(numbers, "", found) == re.sub(numbers, "", said)
+    # Another processor's roundings move the last digit.
+    for a, b in zip(re.findall(numbers, found), re.findall(numbers, said), strict=True):
+        assert float(a) == pytest.approx(float(b), abs=0.11)

@@ -2,7 +2,7 @@
 Which batch size for my own model?
 ==================================
 
-``steadygrad advise`` trains a model at several batch sizes, and says which of them cost more data
+``steadygrad.advise`` trains a model at several batch sizes, and says which of them cost more data
 than they are worth. A function of yours makes the task: a model, data loaders, one loss for each
 sample, and the learning rate at your batch size.
 
@@ -10,11 +10,7 @@ Here the model is a perceptron of scikit-learn's handwritten digits, trained by 
 default learning rate.
 """
 
-import inspect
-import io
 import tempfile
-import textwrap
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -24,7 +20,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from steadygrad.cli import main
+import steadygrad
 from steadygrad.studies.advise.schema import Branch, Point, Scratch
 from steadygrad.studies.folder import read_run
 from steadygrad.tasks import Task
@@ -75,29 +71,30 @@ def make_task() -> Task:
 # Run it
 # ------
 #
-# With the code above in a file ``digits_task.py`` the command is
+# The budget and the speed decide how much is planned. Here ``samples_per_second`` says a speed far
+# below the real one, so the plan is small, and the same on every machine that is faster than that.
+# Leave that line out of your own task.
+
+with tempfile.TemporaryDirectory() as folder:
+    out = Path(folder, "run")
+    result = steadygrad.advise(make_task(), budget="2m", threads=1, out=out, progress=False)
+    run = read_run(out)  # all that was measured; the folder has report.html as well
+
+print(result)
+
+# %%
+# As the last line of a notebook's cell, ``result`` is the page, while its folder is there;
+# ``result.summary`` has every number by name. With the code above in a file ``digits_task.py`` the
+# same study is
 #
 # .. code-block:: sh
 #
 #    steadygrad advise digits_task.py:make_task --budget 2m
 #
-# The budget and the speed decide how much is planned. Here ``samples_per_second`` says a speed far
-# below the real one, so the plan is small, and the same on every machine that is faster than that.
-# Leave that line out of your own task.
-#
-# The script calls the same command from Python, and copies its own first part into the file.
+# which, like ``steadygrad.advise("digits_task.py:make_task")``, can train on several workers.
 
-with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
-    file, out = Path(folder, "digits_task.py"), Path(folder, "run")
-    file.write_text(Path(inspect.getsourcefile(make_task) or "").read_text().partition("# %%")[0])
-    options = ["--budget", "2m", "--workers", "1", "--threads", "1", "--out", str(out)]
-    with redirect_stderr(io.StringIO()) as progress:
-        code = main(["advise", f"{file}:make_task", *options])
-    assert code == 0, progress.getvalue()
-    run = read_run(out)  # the folder has report.html as well
-
-for line in (run.summary["answer"], *run.summary["remarks"]):
-    print(textwrap.fill(line, 96, subsequent_indent="    "))
+best = result.summary.recommendation
+print(f"batch size {best.batch_size}, learning rate {best.lr:.2g} ({best.basis})")
 
 # %%
 # How to read it
@@ -120,7 +117,7 @@ for line in (run.summary["answer"], *run.summary["remarks"]):
 # orders of the data. A batch size above the dashed line needs more than the tolerated images.
 
 plan = run.header.plan
-points = [point for point in run.summary["points"] if point["critical"]]
+points = [point for point in result.summary.points if point.critical]
 figure, axes = plt.subplots(
     1, len(points), figsize=(4 * len(points), 3.2), layout="constrained", squeeze=False
 )
@@ -133,11 +130,11 @@ for number, (axis, point) in enumerate(zip(axes[0], points, strict=True)):
     axis.plot(sizes, [sum(ends[size]) / len(ends[size]) for size in sizes])
     for size in sizes:
         axis.plot([size] * len(ends[size]), ends[size], "o", color="C0", alpha=0.5)
-    if point["resolved"]:
-        axis.axhline(point["critical"]["level"], color="0.4", linestyle="--", label="tolerated")
+    if point.resolved:
+        axis.axhline(point.critical.level, color="0.4", linestyle="--", label="tolerated")
         axis.legend(frameon=False)
     axis.set(xscale="log", xlabel="batch size", ylabel="loss, unseen images")
-    axis.set_title(f"from {point['samples']:,} images on")
+    axis.set_title(f"from {point.samples:,} images on")
     axis.set_xticks(sizes, map(str, sizes))
     axis.minorticks_off()
 
@@ -174,9 +171,9 @@ print(f"longest run: {plan.length / run.header.task.train_size:.1f} passes over 
 print(f"largest batch in the branches: {plan.batch_size * max(map(max, plan.multiples))} images")
 print(f"from scratch: at most {plan.candidates} larger batch sizes, {plan.seeds} seeds each")
 for point in points:
-    critical = point["critical"]
-    said = f"{critical['value']:.0f}, 95 % interval {critical['low']:.0f} to {critical['high']:.0f}"
-    print(f"critical batch size after {point['samples']:,} images: {said}")
+    critical = point.critical
+    said = f"{critical.value:.0f}, 95 % interval {critical.low:.0f} to {critical.high:.0f}"
+    print(f"critical batch size after {point.samples:,} images: {said}")
 
 # %%
 # - Critical batch sizes grow with training. Advice from a run of this length says little about one

@@ -20,6 +20,9 @@ _HOMES = {
     "LAMB": "steadygrad.optim",
     "LANS": "steadygrad.optim",
     "Task": "steadygrad.tasks",
+    "advise": "steadygrad.cli.studies",
+    "compare": "steadygrad.cli.studies",
+    "inspect": "steadygrad.cli.studies",
 }
 
 __all__ = [
@@ -34,6 +37,9 @@ __all__ = [
     "SplitBatchNoiseScale",
     "Task",
     "__version__",
+    "advise",
+    "compare",
+    "inspect",
 ]
 
 

@@ -7,27 +7,21 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 from steadygrad import __version__
 from steadygrad._checks import InputError, launched
 from steadygrad._studies import STUDIES
-from steadygrad.cli.console import complain, emit, printable
-from steadygrad.cli.options import OTHERS, folder_of, near, options_of, overview
+from steadygrad.cli.console import complain, emit
+from steadygrad.cli.options import COMMANDS, near, options_of, parser
 
 __all__ = ["main"]
 
 HELP = ("-h", "--help")
-# What a command needs beyond the library itself: `pip install "steadygrad[cli]"`.
-STUDY_EXTRAS = ("rich", "matplotlib", "msgspec", "numpy")
-OWN_EXTRAS = {
-    "report": ("matplotlib", "msgspec"),
-    "compare": (*STUDY_EXTRAS, "scipy"),
-    "tasks": (),
-    "init": (),
-}
+# What a study needs beyond the library itself: `pip install "steadygrad[cli]"`.
+STUDY_EXTRAS = ("jinja2", "matplotlib", "msgspec", "rich", "scipy")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,50 +56,32 @@ def _run(arguments: list[str], began: float) -> int:
         arguments = [*arguments[1:], "--help"]
     command, *words = arguments or [""]
     if "--version" in arguments or command in HELP:
-        emit(f"steadygrad {__version__}" if "--version" in arguments else overview())
+        overview = parser(whole=False).format_help().rstrip()
+        emit(f"steadygrad {__version__}" if "--version" in arguments else overview)
         return 0
-    commands = (*STUDIES, *OTHERS)
+    commands = (*STUDIES, *COMMANDS)
     if command not in commands:
         raise InputError(
             f"Expected a command: {', '.join(commands[:-1])} or {commands[-1]}. "
             f"Found {repr(command) if arguments else 'none'}. "
             f"Remedy: {near(command, commands, 'steadygrad ')}steadygrad --help."
         )
-    needed = OWN_EXTRAS.get(command, STUDY_EXTRAS)
-    _check_extras(needed and ("msgspec",) if any(word in HELP for word in words) else needed)
-    options = options_of(command)
-    values = options.read(words)
-    if "help" in values:
-        emit(options.help())
-        return 0
-    if command == "report":
-        return _report(values)
-    if command in OTHERS:
-        from steadygrad.cli import own_tasks
-
-        return own_tasks.run(command, values)
-    from steadygrad.cli import studies
-
-    return studies.run(command, values, began)
-
-
-def _check_extras(names: Sequence[str]) -> None:
-    missing = [name for name in names if find_spec(name) is None]
-    if missing:
+    asked = any(word in HELP for word in words)
+    needed = COMMANDS[command].needs if command in COMMANDS else STUDY_EXTRAS
+    if missing := [name for name in needed if not asked and find_spec(name) is None]:
         raise InputError(
-            f"This command needs {', '.join(names)}. Found no {', '.join(missing)}. "
+            f"This command needs {', '.join(needed)}. Found no {', '.join(missing)}. "
             'Remedy: pip install "steadygrad[cli]".'
         )
+    options = options_of(command)
+    if asked:
+        emit(options.format_help().rstrip())
+        return 0
+    values = options.read(words)
+    if command in COMMANDS:
+        module, _, function = COMMANDS[command].home.partition(":")
+        code: int = getattr(import_module(module), function)(values)
+        return code
+    from steadygrad.cli import studies
 
-
-def _report(values: Mapping[str, Any]) -> int:
-    """Draws the page of a run again, and prints its path."""
-    if "run" not in values:
-        raise InputError(
-            "Expected the folder of a run. Found none. Remedy: steadygrad report runs/mine."
-        )
-    folder = folder_of("RUN", values["run"])
-    from steadygrad.studies.page import write
-
-    emit(printable(str(write(folder))))
-    return 0
+    return studies.command(command, values, began)

@@ -37,13 +37,9 @@ def emit(text: str) -> None:
     try:
         _write(text, sys.stdout)
     except OSError as error:
-        closed = isinstance(error, BrokenPipeError)
-        remedy = "send it to a file with free space"
-        if closed:
-            remedy = "let the program at the other end of the pipe read all output"
         raise InputError(
             f"Expected standard output to take what is printed. Found {error.strerror}. Remedy: "
-            f"{remedy}; a run's results are in its folder."
+            "a pipe that is read to its end, or a file with free space; results are in the folder."
         ) from error
 
 
@@ -93,13 +89,11 @@ def rendered(*parts: Any, stream: TextIO | None) -> str:
 
 def drawn(table: Mapping[str, Any]) -> Any:
     """A summary's table as rich draws it."""
-    from rich.table import Column, Table
+    from rich.table import Table
 
-    justify = [
-        "left" if i < table["text_columns"] else "right" for i in range(len(table["columns"]))
-    ]
-    heads = zip(table["columns"], justify, strict=True)
-    found = Table(*(Column(name, justify=side) for name, side in heads), title=table["title"])  # type: ignore[arg-type]
+    found = Table(title=table["title"])
+    for number, name in enumerate(table["columns"]):
+        found.add_column(name, justify="left" if number < table["text_columns"] else "right")
     for row in table["rows"]:
         found.add_row(*row)
     return found

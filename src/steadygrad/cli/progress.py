@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
 from steadygrad.cli.console import PLAIN, note, printable
 from steadygrad.studies.text import listed
 
-__all__ = ["BarMonitor", "LineMonitor", "Monitor", "duration", "make_monitor"]
+__all__ = ["Monitor", "duration", "make_monitor"]
 
 Clock = Callable[[], float]
 
@@ -22,8 +22,8 @@ TOLD_AFTER_SHARE = 0.01
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it: ``45s``, ``3m20s``, ``1h05m``; ``?`` for NaN."""
-    if math.isnan(seconds):
+    """A time as people say it: ``45s``, ``3m20s``, ``1h05m``; ``?`` for infinity."""
+    if seconds == math.inf:
         return "?"
     minutes, whole = divmod(max(0, round(seconds)), 60)
     if minutes < 60:
@@ -32,80 +32,99 @@ def duration(seconds: float) -> str:
 
 
 class Monitor:
-    """Knows how far a study is and says nothing, as on all ranks but the first."""
+    """Tells how far a study is, how long it takes, and what its budget will cut.
 
-    def __init__(self, budget_left: Clock, clock: Clock = time.monotonic) -> None:
-        self._budget_left, self._clock = budget_left, clock
+    Without a bar it prints lines: at every twentieth of the work, and when a while went by without
+    one. A while is 20 seconds, or a thirtieth of the time so far where that is longer: these lines
+    are 30 in the first ten minutes, and about 100 in a day.
+
+    Args:
+        budget_left: Seconds until the budget is over.
+        clock: Seconds that only ever grow.
+        write: Prints a line.
+        bar: Draws the progress instead of lines; it shows its task's field ``left``.
+    """
+
+    def __init__(
+        self,
+        budget_left: Clock,
+        clock: Clock = time.monotonic,
+        write: Callable[[str], None] = note,
+        bar: Progress | None = None,
+    ) -> None:
+        self.budget_left, self.clock, self.write, self.bar = budget_left, clock, write, bar
+        self.task = bar.add_task("preparing", total=None, left="?") if bar else TaskID(0)
 
     def begin(self, total: int, done: int, points: Mapping[str, int]) -> None:
         """Starts the clock; ``done`` of the work was done before."""
-        self._total, self._done, self._first, self._points = total, done, done, points
-        self._began, self._warned = self._clock(), False
-        self._known: tuple[float, int] | None = None
-        self._show_begin()
+        self.total, self.done, self.first, self.points = total, done, done, points
+        self.began, self.warned = self.clock(), False
+        self.twentieth, self.printed, self.what = int(20 * self.part), 0.0, ""
+        # Time and work done at the end of the slow beginning.
+        self.known: tuple[float, int] | None = None
+        if self.bar:
+            self.bar.reset(self.task, total=total, completed=done)
+        else:
+            self.write(f"{total:,} samples of work, {done:,} of them done")
 
     def advance(self, samples: int, what: str) -> None:
         """Counts work that was done; says once which points the budget will cut."""
-        self._done += samples
-        if warning := self._warning():
-            self.say(warning)
-        self._show(samples, printable(what))
+        self.done += samples
+        if not self.warned and (cut := self._cut()):
+            self.warned = True
+            self.say(cut)
+        self._show(printable(what))
 
     def skip(self, samples: int) -> None:
         """Counts work that is not needed, which says nothing about the speed."""
-        self._done += samples
-        self._first += samples
-        if self._known is not None:
-            self._known = self._known[0], self._known[1] + samples
-        self._show(samples, "")
+        self.done += samples
+        self.first += samples
+        if self.known is not None:
+            self.known = self.known[0], self.known[1] + samples
+        self._show("")
 
     def say(self, line: str) -> None:
-        """Takes a line for the user."""
+        """Prints a line for the user, above the bar."""
+        self.write(f"steadygrad: {printable(line)}")
 
-    def _show_begin(self) -> None:
-        pass
-
-    def _show(self, samples: int, what: str) -> None:
-        pass
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since it began."""
-        return self._clock() - self._began
+    def _show(self, what: str) -> None:
+        self.what, left = what or self.what, duration(self.left())
+        if self.bar:
+            self.bar.update(self.task, completed=self.done, description=self.what, left=left)
+            return
+        twentieth, elapsed = int(20 * self.part), self.clock() - self.began
+        if twentieth > self.twentieth or elapsed - self.printed >= max(20.0, elapsed / 30):
+            self.twentieth, self.printed = twentieth, elapsed
+            self.write(f"{self.part:4.0%}  {left:>6} left  {self.what}")
 
     @property
     def part(self) -> float:
         """The part of the work that is done, 0 to 1."""
-        return min(1.0, self._done / self._total)
+        return min(1.0, self.done / self.total)
 
     def left(self) -> float:
-        """Seconds until the study ends, with its work or with its budget; NaN if nothing tells."""
-        needed, budget = self._needed(), self._budget_left()
-        return budget if budget < needed or (math.isnan(needed) and budget < math.inf) else needed
+        """Seconds until the work or the budget ends; infinite before anything tells."""
+        new, rest = self.done - self.first, max(0, self.total - self.done)
+        needed = math.inf
+        if rest == 0 or new > TOLD_AFTER_SHARE * self.total:
+            needed = rest * (self.clock() - self.began) / max(1, new)
+        return min(needed, self.budget_left())
 
-    def _needed(self) -> float:
-        """Seconds for the rest of the work at the speed so far; NaN before that says anything."""
-        new = self._done - self._first
-        rest = max(0, self._total - self._done)
-        known = rest == 0 or new > TOLD_AFTER_SHARE * self._total
-        return rest * self.elapsed / new if known and new else math.nan
-
-    def _warning(self) -> str | None:
-        """Once, as soon as it is known: which points the budget will cut."""
-        now, share = self._clock(), KNOWN_AFTER_SHARE * (self._total - self._first)
-        if self._known is None:
-            self._known = (now, self._done) if self._done - self._first >= share else None
-            return None
-        began, done = self._known
-        new, budget = self._done - done, max(0.0, self._budget_left())
-        needed = (self._total - self._done) * (now - began) / max(1, new)
-        if self._warned or new < share or needed <= MARGIN * budget + 1:
-            return None
-        reached = self._done + new * budget / (now - began)
-        cut = [name for name, end in self._points.items() if end > reached]
+    def _cut(self) -> str:
+        """What the budget will cut, as soon as that is known; empty if nothing."""
+        now, share = self.clock(), KNOWN_AFTER_SHARE * (self.total - self.first)
+        if self.known is None:
+            self.known = (now, self.done) if self.done - self.first >= share else None
+            return ""
+        began, done = self.known
+        new, budget = self.done - done, max(0.0, self.budget_left())
+        needed = (self.total - self.done) * (now - began) / max(1, new)
+        if new < share or needed <= MARGIN * budget + 1:
+            return ""
+        reached = self.done + new * budget / (now - began)
+        cut = [name for name, end in self.points.items() if end > reached]
         if not cut:
-            return None
-        self._warned = True
+            return ""
         return (
             f"at the present speed the work takes {duration(needed)} more and the budget ends in "
             f"{duration(budget)}: what is measured after {listed(cut)} will be cut short or left "
@@ -113,61 +132,16 @@ class Monitor:
         )
 
 
-class LineMonitor(Monitor):
-    """Prints plain lines: at every twentieth of the work, and when a while went by without one.
-
-    A while is 20 seconds, or a thirtieth of the time so far where that is longer: the lines
-    between the twentieths are 30 in the first ten minutes, and about 100 in a day.
-    """
-
-    _what = ""
-
-    def _show_begin(self) -> None:
-        self._twentieth, self._printed = int(20 * self.part), 0.0
-        note(f"{self._total:,} samples of work, {self._done:,} of them done")
-
-    def _show(self, samples: int, what: str) -> None:
-        self._what = what or self._what
-        twentieth, elapsed = int(20 * self.part), self.elapsed
-        if twentieth == self._twentieth and elapsed - self._printed < max(20.0, elapsed / 30):
-            return
-        self._twentieth, self._printed = twentieth, elapsed
-        note(f"{self.part:4.0%}  {duration(self.left()):>6} left  {self._what}")
-
-    def say(self, line: str) -> None:
-        """Prints the line."""
-        note(f"steadygrad: {printable(line)}")
-
-
-class BarMonitor(Monitor):
-    """Draws a bar with the time left; ``progress`` shows the field ``left`` of its task."""
-
-    def __init__(self, progress: Progress, *clocks: Clock) -> None:
-        super().__init__(*clocks)
-        self._progress = progress
-        self._task = progress.add_task("preparing", total=None, left="")
-
-    def _show_begin(self) -> None:
-        self._progress.reset(self._task, total=self._total, completed=self._done)
-
-    def _show(self, samples: int, what: str) -> None:
-        left = "" if math.isnan(self.left()) else f"{duration(self.left())} left"
-        self._progress.update(self._task, advance=samples, description=what or None, left=left)
-
-    def say(self, line: str) -> None:
-        """Prints the line above the bar."""
-        self._progress.console.print(f"steadygrad: {printable(line)}", markup=False)
-
-
 @contextmanager
 def make_monitor(is_main: bool, budget_left: Clock) -> Iterator[Monitor]:
     """A bar in a terminal, plain lines elsewhere, silence on all ranks but the first."""
     console = Console(stderr=True, **PLAIN)
     if not is_main or not console.is_terminal:
-        yield (LineMonitor if is_main else Monitor)(budget_left)
+        yield Monitor(budget_left, write=note if is_main else lambda line: None)
         return
     what = TextColumn("{task.description:<40}", markup=False)
-    left = TextColumn("{task.fields[left]}", markup=False)
+    left = TextColumn("{task.fields[left]} left", markup=False)
     columns = what, BarColumn(), TaskProgressColumn(), left
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield BarMonitor(progress, budget_left)
+    # What is written to standard error meanwhile comes above the bar.
+    with Progress(*columns, console=console, transient=True) as bar:
+        yield Monitor(budget_left, bar=bar)

@@ -1,114 +1,187 @@
-"""The command of every study: run or resume it, write its page, print its result."""
+"""The studies, from the command line and from Python: two thin layers over one function."""
 
+import html
+import signal
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, redirect_stdout, suppress
-from datetime import datetime
-from functools import partial
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
+
+import msgspec
+import torch
 
 from steadygrad._checks import InputError, launched
-from steadygrad.cli.console import cleaned, complain, drawn, emit, note, printable, rendered
-from steadygrad.cli.options import chosen, folder_of, settings_class
+from steadygrad.cli.console import cleaned, drawn, emit, note, printable, rendered
+from steadygrad.cli.options import seconds
+from steadygrad.cli.progress import make_monitor
+from steadygrad.studies.deadline import Deadline, StudyInterrupted
+from steadygrad.studies.order import generators_kept
+from steadygrad.studies.run import Outcome, StudyFailed, conduct
+from steadygrad.studies.strict_json import dumps
+from steadygrad.tasks import Task
 
 if TYPE_CHECKING:
-    from steadygrad.studies.run import Outcome
+    from steadygrad.studies.advise.schema import Summary as Advice
+    from steadygrad.studies.compare.schema import Summary as Comparison
+    from steadygrad.studies.inspect.schema import Summary as Inspection
 
-__all__ = ["run"]
+__all__ = ["StudyResult", "advise", "command", "compare", "inspect"]
+
+S = TypeVar("S")
 
 
-def run(name: str, values: Mapping[str, Any], began: float) -> int:
-    """Runs or resumes a study, writes its page, prints its findings and gives the exit code.
+def command(name: str, values: dict[str, Any], began: float) -> int:
+    """Runs or resumes a study, prints its findings, and gives the exit code.
 
     The budget counts from ``began``, a reading of ``time.monotonic()``.
     """
-    given = chosen(name, values)
-    folders = {key: folder_of(f"--{key}", values[key]) for key in ("out", "resume") & values.keys()}
-
-    from steadygrad.cli.progress import make_monitor
-    from steadygrad.studies.deadline import Deadline, StudyInterrupted
-    from steadygrad.studies.page import write
-    from steadygrad.studies.run import StudyFailed
-
-    (study, folder), deadline = _study(name, given, folders), Deadline(began)
-    failed: StudyFailed | None = None
-    with deadline.signals():
-        try:
-            monitoring = make_monitor(launched()[0] == 0, deadline.left)
-            # What the task prints must not mix with --json.
-            with monitoring as monitor, redirect_stdout(sys.stderr):
-                outcome = study(deadline=deadline, monitor=monitor)
-        except StudyFailed as error:
-            outcome, failed = error.outcome, error
-        except StudyInterrupted as stopped:
-            # Before the record was begun: there is nothing to report.
-            return 128 + stopped.reason
-        except KeyboardInterrupt:
-            if (folder / "header.json").exists():
-                complain(f"stopped; --resume {folder} continues the run.")
-            raise
+    deadline, failed = Deadline(began), None
+    json, _ = values.pop("json", False), values.pop("debug", None)
+    folders = {"out": values.pop("out", None), "continued": values.pop("resume", None)}
+    try:
+        monitoring = make_monitor(launched()[0] == 0, deadline.left)
+        # What the task prints must not mix with --json.
+        with monitoring as monitor, redirect_stdout(sys.stderr):
+            outcome = conduct(name, values, **folders, deadline=deadline, monitor=monitor)
+    except StudyInterrupted as stopped:
+        # Before the record was begun: there is nothing to report.
+        return 128 + stopped.reason
+    except StudyFailed as error:
+        outcome, failed = error.outcome, error
+    try:
         if outcome.is_main:
-            # Why a study failed matters more than why its page did.
-            with suppress(Exception) if failed else nullcontext():
-                _report(name, outcome, write, json="json" in values)
-        elif outcome.too_little:
-            return 2
-    if failed:
-        raise failed
+            text = _shown(outcome, sys.stderr if json else sys.stdout)
+            (note if json else emit)(text)
+            if json:
+                emit(dumps(outcome.summary, indent=2))
+    finally:
+        if failed:
+            raise failed
     return 128 + outcome.stopped_by if outcome.stopped_by else 0
 
 
-def _study(
-    name: str, given: Mapping[str, Any], folders: Mapping[str, Path]
-) -> "tuple[Callable[..., Outcome], Path]":
-    """Returns the function that starts or resumes the run, and the run's folder.
-
-    The function still needs a deadline and a monitor.
-    """
-    from steadygrad.studies.run import resume, start
-
-    out, folder = folders.get("out"), folders.get("resume")
-    if folder is None:
-        out = out or Path(f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
-        return partial(start, name, settings_class(name)(**given), out), out
-    if out is not None and out.resolve() != folder.resolve():
-        raise InputError(
-            f"--resume continues a run in its own folder. Found --out {str(out)!r} as well. "
-            "Remedy: leave --out away."
-        )
-    return partial(resume, folder, given, name=name), folder
-
-
-def _report(name: str, outcome: "Outcome", write: Callable[[Path], Path], *, json: bool) -> None:
-    """Writes the page, and prints the words and the table."""
-    from steadygrad.studies.strict_json import dumps
-
-    page, failed = "", None
-    try:
-        page = f"\n\nReport: {printable(str(write(outcome.folder)))}"
-    except InputError as error:
-        failed = error
-    if outcome.too_little:
-        note(page.strip() or "No page could be written.")
-        raise InputError(
-            f"{outcome.too_little}. Found {str(outcome.folder)!r} unfinished. "
-            "Remedy: continue with --resume RUN --budget TIME."
-        )
+def _shown(outcome: Outcome, stream: TextIO | None) -> str:
+    """The answer, the table, the remarks, and where the page is."""
     summary = cleaned(outcome.summary)
-    if "answer" in summary:
-        table = [drawn(summary["table"])] if summary["table"] else []
-        parts = [summary["answer"], *table, *summary["remarks"]]
-    else:  # until its slice is drawn anew
-        table = import_module(f"steadygrad.studies.{name}.report.terminal").table(summary)
-        parts = [*summary["words"], table] if table else summary["words"]
-    text = rendered(*parts, stream=sys.stderr if json else sys.stdout) + page
-    if json:
-        note(text)
-        emit(dumps(outcome.summary, indent=2))
-    else:
-        emit(text)
-    if failed:
-        # The results stand, in the folder and above.
-        raise failed
+    table = [drawn(summary["table"])] if summary["table"] else []
+    parts = [summary["answer"], *table, *summary["remarks"]]
+    page = f"\n\nReport: {printable(str(outcome.page))}" if outcome.page else ""
+    return rendered(*parts, stream=stream) + page
+
+
+@dataclass(frozen=True, repr=False)
+class StudyResult(Generic[S]):
+    """What a study found: printed, its answer and table; in a notebook, its page.
+
+    Attributes:
+        summary: The answer in one sentence (``answer``), the ``table``, the ``remarks``, the
+            ``findings`` and all numbers. Its fields are those of ``Summary`` in the study's
+            ``schema`` module, such as ``summary.recommendation.batch_size``.
+        folder: The run's folder, for ``resume=``; its ``report.html`` is the page.
+    """
+
+    summary: S
+    folder: Path
+    _outcome: Outcome
+
+    def to_dict(self) -> dict[str, Any]:
+        """The summary in plain values, as in ``summary.json``."""
+        return self._outcome.summary
+
+    def __repr__(self) -> str:
+        return _shown(self._outcome, None)
+
+    def _repr_html_(self) -> str:
+        page = html.escape((self.folder / "report.html").read_text(encoding="utf-8"))
+        return f'<iframe sandbox srcdoc="{page}" style="width: 100%; height: 40em"></iframe>'
+
+
+def advise(
+    task: Task | str | None = None, *, budget: float | str | None = None, **options: Any
+) -> "StudyResult[Advice]":
+    """Which batch size to train at: ``steadygrad advise`` from Python.
+
+    The study, its numbers and its folder are those of the command. A signal ends it as it ends the
+    command, and is then delivered as ever; the folder keeps what was measured. Random generators
+    and torch's number of threads are afterwards what they were.
+
+    Args:
+        task: A built-in name or ``"path/to/file.py:make_task"``, which workers can load; or a
+            :class:`steadygrad.Task`, whose trials run one after another in this process. Default:
+            ``"char-lm"``, or the task of the run that is resumed.
+        budget: Seconds, or a text such as ``"5m"``. Default: five minutes, or as recorded.
+        options: The options of the command, such as ``tolerance=0.1``, ``workers=4``,
+            ``out="runs/mine"`` or ``resume="runs/mine"``; ``progress=False`` prints none.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ValueError: For anything that cannot be used, such as a task whose code raises. Results
+            until then are kept in the folder.
+        TypeError: For an option that the study does not have.
+    """
+    return _study("advise", task, budget, **options)
+
+
+def compare(
+    task: Task | str | None = None, *, budget: float | str | None = None, **options: Any
+) -> "StudyResult[Comparison]":
+    """Whether another optimizer is worth it: ``steadygrad compare``, as :func:`advise`."""
+    return _study("compare", task, budget, **options)
+
+
+def inspect(
+    task: Task | str | None = None, *, budget: float | str | None = None, **options: Any
+) -> "StudyResult[Inspection]":
+    """Where float16 gradients are lost: ``steadygrad inspect``, as :func:`advise`."""
+    return _study("inspect", task, budget, **options)
+
+
+def _study(
+    name: str,
+    task: Task | str | None,
+    budget: float | str | None,
+    *,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    progress: bool = True,
+    **given: Any,
+) -> StudyResult[Any]:
+    if isinstance(task, str):
+        given["task"] = task
+    elif not (task is None or isinstance(task, Task)):
+        raise InputError(
+            f"Parameter `task` should be a Task or the name of one. Found {type(task).__name__}. "
+            "Remedy: call the function that makes it, or 'path/to/file.py:make_task'."
+        )
+    if budget is not None:
+        try:
+            given["budget"] = seconds(budget) if isinstance(budget, str) else float(budget)
+        except ValueError as error:
+            raise InputError(f"Parameter `budget`: {error}. Found {budget!r}.") from None
+    deadline, threads = Deadline(), torch.get_num_threads()
+    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    try:
+        monitoring = make_monitor(progress and launched()[0] == 0, deadline.left)
+        with monitoring as monitor, generators_kept(device):
+            outcome = conduct(
+                name,
+                given,
+                task=task if isinstance(task, Task) else None,
+                out=Path(out) if out else None,
+                continued=Path(resume) if resume else None,
+                deadline=deadline,
+                monitor=monitor,
+            )
+    except StudyInterrupted as stopped:
+        signal.raise_signal(stopped.reason)
+        raise
+    finally:
+        torch.set_num_threads(threads)
+    if outcome.stopped_by:
+        signal.raise_signal(outcome.stopped_by)
+    kind = import_module(f"steadygrad.studies.{name}.schema").Summary
+    return StudyResult(msgspec.convert(outcome.summary, kind), outcome.folder, outcome)

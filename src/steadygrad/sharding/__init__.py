@@ -5,7 +5,7 @@ Everything here also works without a process group, where a sum over ranks is th
 
 from steadygrad.sharding.packed_sum import PackedSum
 from steadygrad.sharding.partial_gradients import PartialGradients
-from steadygrad.sharding.processes import join_processes, leave_processes
+from steadygrad.sharding.processes import check_gloo, join_processes, leave_processes
 from steadygrad.sharding.rank_sum import RankSum
 from steadygrad.sharding.shard_sum import ShardSum
 from steadygrad.sharding.shards import (
@@ -40,6 +40,7 @@ __all__ = [
     "World",
     "ZeroSum",
     "aligned",
+    "check_gloo",
     "data_parallel_world",
     "first_shard",
     "fsdp_modules",

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from steadygrad._checks import launched
 
-__all__ = ["join_processes", "leave_processes"]
+__all__ = ["check_gloo", "join_processes", "leave_processes"]
 
 
 def join_processes(device: torch.device) -> tuple[int, int, torch.device]:
@@ -37,3 +37,17 @@ def leave_processes() -> None:
     """Ends the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def check_gloo() -> None:
+    """Makes a group of this process alone, and adds a number over it.
+
+    Raises:
+        Exception: As torch does, where gloo is missing or finds no address of this machine.
+    """
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.ones(()))
+    finally:
+        leave_processes()

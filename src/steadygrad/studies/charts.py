@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from steadygrad.studies.text import short, size
+from steadygrad.studies.text import clean, short, size
 
 __all__ = [
     "chart",
@@ -121,12 +121,15 @@ def _adopt(svg: str, name: str, description: str, size: tuple[float, float]) -> 
     own = partial(re.sub, r'(\bid="|url\(#|\bhref="#)', rf"\g<1>{name}-")
     body = re.sub(r"<[^>]*>", lambda tag: own(tag.group().replace("xlink:href", "href")), body)
     view = f"0 0 {size[0]:g} {size[1]:g}"
-    opening = Markup('<svg role="img" aria-label="{}" viewBox="{}">').format(description, view)
+    opening = Markup('<svg role="img" aria-label="{}" viewBox="{}">').format(
+        clean(description), view
+    )
     return opening + Markup(body.strip())
 
 
 def label(text: str) -> str:
     """A name from a record, short enough to stand in a chart."""
+    text = clean(text)
     return text if len(text) <= 24 else text[:23] + "…"
 
 

@@ -8,10 +8,12 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -55,7 +57,7 @@ class Workers:
     def submit(self, *call: Any) -> "Future[Any]":
         """Hands a function and its arguments to a worker."""
         try:
-            with _signals_later():
+            with _signals_later(), _bare():
                 return self._executor.submit(*call)
         # An executor that broke while nothing ran says so here.
         except Exception as error:
@@ -99,6 +101,20 @@ def _signals_later() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _bare() -> Iterator[None]:
+    """A process that is started meanwhile does not run this one's script again, as spawn would.
+
+    Nor does it take the standard library's modules from the task's folder, which is first here.
+    """
+    main, path = sys.modules["__main__"], sys.path[:]
+    sys.modules["__main__"], sys.path[:] = ModuleType("__main__"), [*path[1:], *path[:1]]
+    try:
+        yield
+    finally:
+        sys.modules["__main__"], sys.path[:] = main, path
 
 
 def process_workers(workers: int, devices: Sequence[str] = ()) -> Workers:

@@ -16,7 +16,10 @@ from steadygrad._checks import InputError
 from steadygrad.studies.folder import HEADER, Run, read_file, replace_file
 from steadygrad.tasks import BUILT_IN, Task, load_task, sources
 
-__all__ = ["digests", "load_recorded_task", "located", "remember", "trusted"]
+__all__ = ["OBJECT", "digests", "load_recorded_task", "located", "remember", "trusted"]
+
+# Stands in the settings for a task that no other process can load.
+OBJECT = "a Task object"
 
 
 def located(settings: Any, folder: str = "", typed: Any = ()) -> dict[str, str]:
@@ -30,7 +33,7 @@ def located(settings: Any, folder: str = "", typed: Any = ()) -> dict[str, str]:
         spec: str(Path("" if name in typed else folder, os.path.expanduser(spec)).absolute())
         for name, specs in named.items()
         for spec in specs
-        if spec and spec not in BUILT_IN
+        if spec and spec not in (*BUILT_IN, OBJECT)
     }
 
 

@@ -4,12 +4,10 @@ A study's page is its template, ``page.html``, over ``base.html``, and its modul
 ``view(run)`` gives the template the charts and tables that it shows.
 """
 
-import re
 import warnings
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,6 @@ except ModuleNotFoundError as error:
 
 __all__ = ["render", "write"]
 
-# HTML has no way to write these, and half a surrogate pair cannot be encoded.
-_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
-
 
 def render(run: Run) -> str:
     """Draws a run's page; the same run gives the same page, byte for byte.
@@ -42,9 +37,6 @@ def render(run: Run) -> str:
         InputError: If Matplotlib is not installed, or the run makes no sense.
     """
     study = run.header.study
-    if find_spec(f"steadygrad.studies.{study}.page") is None:  # until its slice is drawn anew
-        with understanding(run.folder):
-            return str(import_module(f"steadygrad.studies.{study}.report").page(run))
     try:
         view = import_module(f"steadygrad.studies.{study}.page").view
     except ModuleNotFoundError as error:
@@ -100,9 +92,9 @@ def _environment() -> Environment:
 
 
 def _clean(value: Any) -> Any:
-    """The value without characters that no HTML page can hold; ``\ufffd`` takes their place."""
+    """A text without characters that no page can hold; markup stays as it is."""
     if isinstance(value, str) and not isinstance(value, Markup):
-        return _FORBIDDEN.sub("\ufffd", value)
+        return text.clean(value)
     return value
 
 

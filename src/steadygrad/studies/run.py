@@ -1,8 +1,10 @@
 """A study from its first check to its summary, however it ends."""
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from steadygrad.studies.executors import (
     made_workers,
     process_workers,
 )
-from steadygrad.studies.files import load_recorded_task, located, remember, trusted
+from steadygrad.studies.files import OBJECT, load_recorded_task, located, remember, trusted
 from steadygrad.studies.folder import (
     SCHEMA,
     Results,
@@ -36,13 +38,13 @@ from steadygrad.studies.folder import (
     write_result,
     write_summary,
 )
-from steadygrad.studies.schema import FREE, Header, Result, Summary
+from steadygrad.studies.schema import FREE, Header, Result
 from steadygrad.studies.study import Study, study_class, study_of
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.work import Coordinator, Monitor, Worker, run_serial
-from steadygrad.tasks import load_task
+from steadygrad.tasks import Task, load_task
 
-__all__ = ["Outcome", "StudyFailed", "resume", "start"]
+__all__ = ["Outcome", "StudyFailed", "conduct", "resume", "start"]
 
 DEPENDENT = (
     "A sample's loss depends on the other samples of its batch. The batch size is part of what is "
@@ -59,6 +61,7 @@ class Outcome:
         too_little: What is missing where the study says nothing at all; None otherwise.
         stopped_by: The signal that ended it; 0 otherwise.
         is_main: Whether this process wrote the files.
+        page: The page, where it was drawn.
     """
 
     folder: Path
@@ -66,18 +69,101 @@ class Outcome:
     too_little: str | None = None
     stopped_by: int = 0
     is_main: bool = True
+    page: Path | None = None
 
 
 class StudyFailed(InputError):
-    """A trial failed after the run was begun: ``outcome`` has the results until then."""
+    """A trial failed after the run was begun, or the page: ``outcome`` has the results."""
 
     def __init__(self, message: str, outcome: Outcome) -> None:
         super().__init__(message)
         self.outcome = outcome
 
 
+def conduct(
+    name: str,
+    given: Mapping[str, Any],
+    *,
+    task: Task | None = None,
+    out: Path | None = None,
+    continued: Path | None = None,
+    deadline: Deadline,
+    monitor: Monitor,
+) -> Outcome:
+    """Starts or resumes a study, and draws its page, for the command line and for Python.
+
+    SIGINT and SIGTERM end it like its budget meanwhile.
+
+    Args:
+        name: Name of the study.
+        given: The settings that are not as by default or, for a run that continues, as recorded.
+        task: A task that only this process has, in place of a setting.
+        out: Folder of a new run. Default: one in ``runs``, named by the time.
+        continued: Folder of a run to resume.
+        deadline: Ends the study early.
+        monitor: Watches.
+
+    Raises:
+        InputError: For anything that cannot be used, or if the budget was over too early for any
+            answer.
+        StudyFailed: If training diverges, the task's code raises, or no page can be written.
+        StudyInterrupted: By a signal before the run was begun.
+    """
+    page = import_module("steadygrad.studies.page")  # says now if an extra is missing
+    kind = study_class(name)
+    if task is not None:
+        given = {"workers": 1, **given, "task": OBJECT}
+        if given["workers"] > 1 or given.get("dask") or given.get("executor"):
+            raise InputError(
+                "Expected a task that workers can load. Found a Task, which only this process "
+                "has. Remedy: task='path/to/file.py:make_task', or no workers."
+            )
+    settings = _checked(kind, kind.schema().settings(**given))
+    if out is not None and continued is not None and out.resolve() != continued.resolve():
+        raise InputError(
+            f"--resume continues a run in its own folder. Found --out {str(out)!r} as well. "
+            "Remedy: leave --out away."
+        )
+    folder = continued or out or Path(f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
+    common: dict[str, Any] = {"task": task, "deadline": deadline, "monitor": monitor}
+    with deadline.signals():
+        try:
+            if continued is None:
+                outcome = start(name, settings, folder, **common)
+            else:
+                outcome = resume(folder, given, name=name, **common)
+        except StudyFailed as error:
+            # Why a study failed matters more than why its page did.
+            with suppress(Exception):
+                if error.outcome.is_main:
+                    error.outcome = replace(error.outcome, page=page.write(folder))
+            raise
+        except KeyboardInterrupt:
+            if (folder / "header.json").exists():
+                monitor.say(f"stopped; --resume {folder} continues the run.")
+            raise
+        if outcome.is_main:
+            try:
+                outcome = replace(outcome, page=page.write(folder))
+            except InputError as error:
+                if not outcome.too_little:
+                    raise StudyFailed(str(error), outcome) from error
+    if outcome.too_little:
+        raise InputError(
+            f"{outcome.too_little}. Found {str(folder)!r} unfinished. "
+            "Remedy: continue with --resume RUN --budget TIME."
+        )
+    return outcome
+
+
 def start(
-    name: str, settings: Any, folder: Path, *, deadline: Deadline | None = None, monitor: Monitor
+    name: str,
+    settings: Any,
+    folder: Path,
+    *,
+    task: Task | None = None,
+    deadline: Deadline | None = None,
+    monitor: Monitor,
 ) -> Outcome:
     """Runs a study in a folder that is absent or empty.
 
@@ -85,6 +171,7 @@ def start(
         name: Name of the study.
         settings: The study's settings.
         folder: The run's folder.
+        task: The task. Default: loaded, as the settings name it.
         deadline: Ends the study early. Default: when the budget, from now on, is over.
         monitor: Watches.
 
@@ -98,7 +185,7 @@ def start(
     device = resolve_device(settings.device)
     joined = DistributedContext.joined(deadline, device, settings.sharding)
     with joined as context, ExitStack() as stack:
-        task = context.together(lambda: load_task(settings.task))
+        task = task or context.together(lambda: load_task(settings.task))
         trainer = kind.make_trainer(task, settings, context)
         trainer.try_once()
         cluster = _cluster(stack, settings, context)
@@ -121,6 +208,7 @@ def resume(
     given: Mapping[str, Any] | None = None,
     *,
     name: str = "",
+    task: Task | None = None,
     deadline: Deadline | None = None,
     monitor: Monitor,
 ) -> Outcome:
@@ -132,6 +220,7 @@ def resume(
         folder: The run's folder.
         given: Settings that a user names again; only ``FREE`` ones may differ from the record.
         name: Name of the study that the record must be of. Default: any.
+        task: The task, where the run was started with one.
         deadline: As for :func:`start`.
         monitor: Watches.
 
@@ -152,6 +241,11 @@ def resume(
         done = _completed(run, "budget" in given, monitor)
     if done is not None:
         return done
+    if settings.task == OBJECT and task is None:
+        raise InputError(
+            f"Expected a task that can be loaded. Found {str(folder)!r}, begun with {OBJECT} in "
+            f"Python. Remedy: steadygrad.{header.study}(task, resume={str(folder)!r}) there."
+        )
     refuse_links(folder)
     deadline, runtime = deadline or Deadline(), header.runtime
     device = resolve_device(runtime.device)
@@ -162,7 +256,7 @@ def resume(
         # Only rank 0's machine knows which runs were begun there.
         found = context.gather(context.on_main(lambda: trusted(run, given)))[0]
         study.files = files = found or {}
-        task = context.together(lambda: load_recorded_task(header, files))
+        task = task or context.together(lambda: load_recorded_task(header, files))
         trainer = study.make_trainer(task, settings, context, runtime.micro_batch_size)
         trainer.dependent = header.task.dependent
         trainer.second_moment = header.task.beta2 is not None
@@ -232,14 +326,9 @@ def _completed(run: Run, more_time: bool, monitor: Monitor) -> Outcome | None:
 def _summary(study: Study, results: Results, status: str) -> dict[str, Any]:
     common = {"schema": SCHEMA, "study": study.name, "status": status}
     summary = study.summarize(results, status)
-    if isinstance(summary, Summary):
-        if study.header.task.dependent:
-            remarks = (*summary.remarks, DEPENDENT)
-            summary = msgspec.structs.replace(summary, remarks=remarks)
-        return {**summary.to_dict(), **common}
-    # Until its slice is drawn anew.
-    found: dict[str, Any] = common | summary
-    return found | {"words": [*found["words"], DEPENDENT]} if study.header.task.dependent else found
+    if study.header.task.dependent:
+        summary = msgspec.structs.replace(summary, remarks=(*summary.remarks[:2], DEPENDENT))
+    return {**summary.to_dict(), **common}
 
 
 def _cluster(stack: ExitStack, settings: Any, context: DistributedContext) -> Workers | None:

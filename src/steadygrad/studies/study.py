@@ -162,7 +162,7 @@ class Study(ABC):
         """Names of the study's milestones, and the last trial of each."""
 
     @abstractmethod
-    def summarize(self, results: Results, status: str) -> Summary | dict[str, Any]:
+    def summarize(self, results: Results, status: str) -> Summary:
         """The content of ``summary.json``: a pure function of the results and the status.
 
         The status is ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.

@@ -1,15 +1,34 @@
-"""Numbers as people read them."""
+"""Numbers and texts as people read them."""
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["interval", "listed", "loss", "percent", "percent_interval", "short", "show", "size"]
+__all__ = [
+    "clean",
+    "interval",
+    "listed",
+    "loss",
+    "percent",
+    "percent_interval",
+    "short",
+    "show",
+    "size",
+]
 
 # From this overhead on it is only known that it is large.
 MOST = 3.0
 # Up to this one it is only known that it is less.
 LEAST = -0.333
+
+# HTML has no way to write these, and half a surrogate pair cannot be encoded.
+_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
+
+def clean(text: str) -> str:
+    """The text without characters that no page can hold; ``\ufffd`` takes their place."""
+    return _FORBIDDEN.sub("\ufffd", text)
 
 
 def show(value: Any, digits: int = 3) -> str:

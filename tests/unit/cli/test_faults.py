@@ -49,8 +49,6 @@ def test_standard_output_that_takes_nothing(case, reason, folder):
     line = f"steadygrad: Expected standard output to take what is printed. Found {reason}. Remedy: "
     assert code == 2
     assert err.splitlines()[-1].startswith(line)
-    remedy = "Remedy: let the program at the other end of the pipe read all output"
-    assert (remedy in err) == (reason == "Broken pipe")
     assert "Traceback" not in err
     assert "Exception ignored" not in err
     # Only --json prints more than this line.

@@ -32,7 +32,9 @@ def loaded(*arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["tasks", "--help"], ["init", "--help"]], ids=" ".join
+    "arguments",
+    [["--help"], ["--version"], ["tasks", "--help"], ["init", "--help"], ["doctor", "--help"]],
+    ids=" ".join,
 )
 def test_the_overview_needs_no_extra(arguments):
     ours, extras = loaded(*arguments)

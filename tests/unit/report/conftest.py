@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markupsafe import Markup
 from msgspec.structs import replace
 
 from steadygrad.studies import charts
 from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.folder import Results, Run
-from steadygrad.studies.html import Html
 from steadygrad.studies.page import render
 from tests.unit.studies.advise.events import make_header, studied
 
@@ -79,7 +79,7 @@ def make_run() -> MakeRun:
 @pytest.fixture
 def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages without drawings, for tests of what they say: drawing takes seconds."""
-    monkeypatch.setattr(charts, "_svg", lambda *_, **__: Html(""))
+    monkeypatch.setattr(charts, "_svg", lambda *_, **__: Markup(""))
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,8 @@ from steadygrad.studies.charts import (
     panel,
     samples_axis,
 )
+from steadygrad.studies.page import render
+from tests.unit.report.conftest import made_run
 
 NASTY = '<script>alert(1)</script> id="x" #010105 $x$ 字\x00'
 
@@ -59,13 +61,13 @@ def test_ids_differ_between_charts_and_references_meet_them():
 
 
 def test_colours_are_the_pages_own():
-    page = panel("one", "a", paint)
-    assert "var(--critical)" in page
-    assert "var(--ink)" in page
-    tags = "".join(re.findall(r"<[^>]*>", page))
-    assert not re.search(r"#[0-9a-fA-F]{6}\b", tags)
-    assert "font-family" not in tags
-    assert "<style" not in tags  # it would apply to the whole page
+    drawn = "".join(re.findall(r"<[^>]*>", panel("one", "a", paint)))
+    used = set(re.findall(r"#[0-9a-fA-F]{6}\b", drawn))
+    assert {CRITICAL, INK} <= used <= set(VARIABLES)
+    assert "<style" not in drawn  # it would apply to the whole page
+    page = render(made_run())
+    for colour in used:
+        assert f'[style*="fill: {colour}"] {{ fill: var(--{VARIABLES[colour]})' in page
 
 
 def colours() -> dict[str, dict[str, str]]:

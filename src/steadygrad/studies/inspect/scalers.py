@@ -1,19 +1,24 @@
-"""The gradient scaler of each phase; all of them measure, and name layers."""
+"""The gradient scaler of each phase, which names layers, and whose fault an overflow is."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler
 from steadygrad.scale.choose import parts_of
+from steadygrad.studies.order import generators_kept
+from steadygrad.studies.trainer import Trainer
 
-__all__ = ["FIRST_SCALE", "follow_one_scale", "given_scales", "searched_scales"]
+__all__ = ["follow_one_scale", "given_scales", "nonfinite_at_any_scale", "searched_scales"]
 
 # As torch.amp.GradScaler begins, and as it moves.
 FIRST_SCALE, BACKOFF, INTERVAL = 2.0**16, 0.5, 2000
 # Below it float32 has too little room as well.
 LEAST_SCALE = 2.0**-100
+# Gradients that overflow only because they are large are finite at this scale.
+PROBE_SCALE = 2.0**-60
 
 
 def given_scales(
@@ -49,15 +54,9 @@ def follow_one_scale(
 ) -> None:
     """Backs the loss scale off for an overflow in a layer that has no scale of its own.
 
-    Its growth then begins anew, as in torch's scaler. An overflow that no scale prevents moves
-    no scale.
-
-    Args:
-        scaler: After its update.
-        culprits: Layers in which the step was not finite.
-        before: The scaler's state before the update.
-        layer_scales: Layers that have a scale of their own, and back off by themselves.
-        nonfinite: Culprits that are not finite at any scale.
+    Its growth then begins anew, as in torch's scaler. A layer of ``layer_scales`` has backed off by
+    itself. An overflow in one that is ``nonfinite`` at any scale moves no scale. ``before`` is the
+    scaler's state before its update.
     """
     state = scaler.state_dict()
     layers, old = state["layers"], before["layers"]
@@ -68,3 +67,32 @@ def follow_one_scale(
         scale = max(LEAST_SCALE, old[""]["scale"] * BACKOFF)
         layers[""].update(scale=scale, growth_tracker=0)
     scaler.load_state_dict(state)
+
+
+def nonfinite_at_any_scale(
+    trainer: Trainer, indices: Tensor, restore_rng: Callable[[], None]
+) -> list[str]:
+    """Layers whose gradients in a step are not finite whatever the scale.
+
+    Forward and backward pass of the step that was just skipped are repeated on the whole batch with
+    a loss scale of 2**-60 and no layer scales, and with the random numbers that ``restore_rng``
+    brings back. Weights, buffers, scales and random numbers are afterwards as they were.
+    """
+    scaler = trainer.scaler
+    state = scaler.state_dict()
+    buffers = [(buffer, buffer.clone()) for buffer in trainer.model.buffers()]
+    rows = state["layers"].items()
+    probe = {name: {**row, "scale": 1.0 if name else PROBE_SCALE} for name, row in rows}
+    scaler.load_state_dict({**state, "layers": probe})
+    with generators_kept(trainer.context.device):
+        restore_rng()
+        trainer.backward(indices)
+    scaler.unscale_(trainer.optimizer)
+    scaler.update()
+    found: list[str] = scaler.culprits()
+    trainer.optimizer.zero_grad()
+    scaler.load_state_dict(state)
+    with torch.no_grad():
+        for buffer, kept in buffers:
+            buffer.copy_(kept)
+    return found

@@ -1,68 +1,43 @@
-"""Types of ``inspect``."""
+"""Types of ``inspect``: what is chosen and planned, what trials give, and what is concluded."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from steadygrad.studies.schema import CommonSettings, Count, Positive, Result
-from steadygrad.studies.schema import Header as CommonHeader
-
-__all__ = [
-    "AFTER",
-    "BEFORE",
-    "KINDS",
-    "PARTS",
-    "PHASES",
-    "RESULTS",
-    "SEARCH",
-    "Accumulation",
-    "Cut",
-    "Header",
-    "Histogram",
-    "Part",
-    "Phase",
-    "Plan",
-    "Settings",
-    "check",
-    "layer_title",
-    "layers_of",
-]
+from steadygrad.studies import schema
+from steadygrad.studies.schema import Count, Finding, Positive, Result
 
 BEFORE, SEARCH, AFTER = "before", "search", "after"
 PHASES = (BEFORE, SEARCH, AFTER)
+TITLES = {BEFORE: "one loss scale", SEARCH: "finding scales", AFTER: "the proposed scales"}
 # Parts of a phase. The second half of them counts, when the phase's scales have settled.
 PARTS = 8
 KINDS = ("activations", "weights")
-# What every page and sentence calls the layer whose name is empty.
-OUTSIDE = "the rest of the model"
-
+# Steps of a phase where none are given, at most and at least.
+STEPS, LEAST_STEPS = 200, 16
 PhaseName = Literal["before", "search", "after"]
-Number = Annotated[int, Meta(ge=-1 << 62, lt=1 << 62)]
+VerdictName = Literal["enough", "higher", "layers", "spread", "zero", "unseen", "unmeasured"]
+EffectName = Literal[
+    "nonfinite_at_any_scale", "regressed", "overflowed_after", "internal_underflow", "limiting"
+]
+LossName = Literal["lower", "not lower", "unknown"]
+ABOUT_STEPS = (
+    "Optimizer steps with one loss scale; as many find scales, and as many try those proposed. "
+    f"Default: {STEPS}, or as many as the budget has time for."
+)
+ABOUT_ACCUMULATION = (
+    "Check as well that the gradient is the same however a batch is cut into micro-batches."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(CommonSettings):
+class Settings(schema.CommonSettings):
     """Settings of ``steadygrad inspect``."""
 
-    steps: Annotated[
-        int,
-        Meta(
-            ge=16,
-            le=1 << 40,
-            description="Optimizer steps with one loss scale; as many find scales, and as many "
-            "try those proposed.",
-        ),
-    ] = 200
-    accumulation: Annotated[
-        bool,
-        Meta(
-            description="Check as well that the gradient is the same however a batch is cut into "
-            "micro-batches."
-        ),
-    ] = False
+    steps: Annotated[int, Meta(ge=LEAST_STEPS, le=1 << 40, description=ABOUT_STEPS)] | None = None
+    accumulation: Annotated[bool, Meta(description=ABOUT_ACCUMULATION)] = False
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +56,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     work: Positive
 
 
-class Header(CommonHeader, frozen=True, kw_only=True):
+class Header(schema.Header, frozen=True, kw_only=True):
     """Header of ``inspect``."""
 
     settings: Settings
@@ -89,16 +64,10 @@ class Header(CommonHeader, frozen=True, kw_only=True):
 
 
 class Histogram(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of exponents.
-
-    Attributes:
-        low: Exponent of the first count.
-        counts: Values of each exponent from ``low`` on.
-        over: Values that are not finite.
-    """
+    """Counts of values by exponent, from ``low`` on; ``over``: those that are not finite."""
 
     zero: Count
-    low: Number
+    low: Annotated[int, Meta(ge=-1 << 62, lt=1 << 62)]
     counts: tuple[Count, ...]
     over: Count
 
@@ -126,12 +95,6 @@ class Part(Result, frozen=True, tag="part"):
     """
 
     key_fields = ("phase", "part")
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """In the order of training."""
-        return PHASES.index(self.phase), self.part
-
     phase: PhaseName
     part: Annotated[int, Meta(ge=0, lt=PARTS)]
     steps: Count
@@ -148,12 +111,16 @@ class Part(Result, frozen=True, tag="part"):
     largest: dict[str, dict[str, float]]
     forward: dict[str, Count] = msgspec.field(default_factory=dict)
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """In the order of training."""
+        return PHASES.index(self.phase), self.part
+
 
 class Phase(Result, frozen=True, tag="phase"):
     """Validation loss at the end of a phase; None where it is not finite."""
 
     key_fields = ("phase",)
-
     phase: PhaseName
     valid_loss: float | None
 
@@ -179,29 +146,160 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
 class Accumulation(Result, frozen=True, tag="accumulation"):
     """Gradients of one batch, cut in several ways."""
 
-    key_fields = ()
-
     cuts: tuple[Cut, ...]
 
 
 RESULTS = Part | Phase | Accumulation
 
 
-def layer_title(name: str) -> str:
-    """A layer as it is shown; the empty name stands for all that lies outside of the layers."""
-    return name or OUTSIDE
-
-
-def layers_of(parts: Sequence[Part]) -> list[str]:
-    """All layers with a gradient, in the order of the model, the loss first."""
-    seen = {name for part in parts for kind in KINDS for name in getattr(part, kind)}
-    return [name for name in (parts[0].scales if parts else ()) if name in seen]
-
-
 def check(header: Header, result: Any) -> tuple[str, str] | None:
-    """Describes the error of a part that counts a layer's gradients without scales only."""
-    for kind in KINDS if isinstance(result, Part) else ():
-        alone = result.plain.get(kind, {}).keys() - getattr(result, kind).keys()
-        if alone:
-            return f"the layers of 'plain' to be among those of {kind!r}", f"{min(alone)!r}"
+    """Every part can be made sense of."""
     return None
+
+
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    """Scales to train with, all powers of two, and the line of Python that makes the scaler.
+
+    ``loss_scale`` is that of every layer without one of its own, which multiplies it.
+    """
+
+    loss_scale: float
+    layer_scales: dict[str, float]
+    code: str = ""
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """Float16's effect on each layer, by its name; values that become zero or subnormal are lost.
+
+    Attributes:
+        fault: Whether one loss scale is not enough.
+        underflowing: Share of the gradients lost with one loss scale, and not with one a layer.
+        limiting: Number of steps with an overflow, for layers whose overflows keep the loss scale
+            too low for the underflowing layers.
+        regressed: Share of the gradients lost with the proposed scales, and not with one.
+        nonfinite_at_any_scale: Steps of one training with gradients that no scale makes finite.
+        overflowed_after: Steps with an overflow that a smaller scale than proposed prevents.
+        internal_underflow: Share of the weight gradients lost at any scale, perhaps inside.
+        forward: Steps of one training whose forward pass was not finite, by the cause in words.
+    """
+
+    fault: bool
+    underflowing: dict[str, float]
+    limiting: dict[str, int]
+    regressed: dict[str, float]
+    nonfinite_at_any_scale: dict[str, int]
+    overflowed_after: dict[str, int]
+    internal_underflow: dict[str, float]
+    forward: dict[str, int]
+
+
+class Training(msgspec.Struct, frozen=True, kw_only=True):
+    """A training so far: its last part's mean training loss, and the scale of the loss at the end.
+
+    ``valid_loss``: None where it was not measured or is not finite. ``whole``: all steps are done.
+    """
+
+    steps: int
+    skipped: int
+    loss: float | None
+    loss_scale: float
+    valid_loss: float | None
+    whole: bool
+
+
+class Shares(msgspec.Struct, frozen=True, kw_only=True):
+    """Shares of scaled gradients that float16 changes; flushed values are zero."""
+
+    zero: float
+    subnormal: float
+    overflow: float
+
+    @property
+    def lost(self) -> float:
+        """Share that is zero or subnormal."""
+        return self.zero + self.subnormal
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """Shares once the scales have settled; steps with an overflow from the beginning."""
+
+    activations: Shares | None
+    weights: Shares | None
+    overflows: int
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer with one loss scale, and with the proposed scales."""
+
+    name: str
+    before: Seen
+    after: Seen
+
+
+class Verdict(Finding, frozen=True, tag="verdict"):
+    """What the answer is.
+
+    ``verdict``: one loss scale is ``"enough"``; it is if it starts ``"higher"``; ``"layers"`` need
+    scales of their own; exponents are too widely ``"spread"`` for any; the loss is ``"zero"``; all
+    gradients are ``"unseen"``, for no step was finite; or two phases are not yet measured.
+    """
+
+    verdict: VerdictName
+
+
+class Unfinished(Finding, frozen=True, tag="unfinished"):
+    """The study ended before all steps were trained."""
+
+
+class Shortened(Finding, frozen=True, tag="shortened"):
+    """The budget had time for fewer steps than usual."""
+
+    steps: int
+
+
+class Forward(Finding, frozen=True, tag="forward"):
+    """Steps, of all of a training's, whose forward pass was not finite, by cause."""
+
+    causes: dict[str, int]
+    count: int
+    steps: int
+
+
+class Accumulated(Finding, frozen=True, tag="accumulated"):
+    """Whether a gradient is that of the whole batch however it is cut; ``bugs``: cuts with one."""
+
+    bugs: tuple[Cut, ...]
+
+
+class Remedy(Finding, frozen=True, tag="remedy"):
+    """The proposed scales, and their validation loss beside that of one loss scale."""
+
+    loss: LossName
+
+
+class Effect(Finding, frozen=True, tag="effect"):
+    """Layers with a field of the diagnosis: shares of their gradients, or numbers of steps."""
+
+    name: EffectName
+    layers: dict[str, float]
+
+
+Findings = Verdict | Unfinished | Shortened | Forward | Accumulated | Remedy | Effect
+
+
+class Summary(schema.Summary, frozen=True, kw_only=True):
+    """Content of ``summary.json``.
+
+    Attributes:
+        findings: The verdict, then the most important first.
+        diagnosis: Empty before two phases can be compared.
+        proposal: None before that, and where no gradient was finite.
+        phases: ``"before"``, with one loss scale, and ``"after"``, with the proposed; once begun.
+        layers: All layers with a gradient, in the order of the model.
+    """
+
+    findings: tuple[Findings, ...]
+    diagnosis: Diagnosis
+    proposal: Proposal | None
+    phases: dict[str, Training]
+    layers: tuple[Layer, ...]

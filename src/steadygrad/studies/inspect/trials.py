@@ -1,172 +1,159 @@
-"""The trials of ``inspect``, and how each is run.
-
-A part is an eighth of a phase of training, and starts from the state after the part before it. The
-phases that use one loss scale and that find scales do not need each other. The phase that tries
-the proposed scales needs both: the proposal is arithmetic on what they recorded.
-"""
+"""The trials of ``inspect``: what each kind does with a trainer, and the counts that it keeps."""
 
 import math
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from steadygrad.formulas.exponents import BINS, LOWEST, NONFINITE_BIN, largest_exponents
+from steadygrad.scale import MeasuredExponents
 from steadygrad.studies.checkpoint import State
-from steadygrad.studies.folder import Results
-from steadygrad.studies.inspect import scalers
-from steadygrad.studies.inspect.diagnosis import propose
-from steadygrad.studies.inspect.histogram import ExponentHistograms
-from steadygrad.studies.inspect.nonfinite import nonfinite_at_any_scale
-from steadygrad.studies.inspect.schema import (
-    AFTER,
-    BEFORE,
-    PARTS,
-    PHASES,
-    SEARCH,
-    Part,
-    Phase,
-    Plan,
-)
+from steadygrad.studies.inspect import scalers, schema
+from steadygrad.studies.inspect.plan import steps_of
+from steadygrad.studies.inspect.schema import AFTER, KINDS, PARTS, SEARCH, TITLES, Part, Plan
 from steadygrad.studies.order import generators, generators_kept, main_order
-from steadygrad.studies.schema import Key
 from steadygrad.studies.study import Workplace
 from steadygrad.studies.trainer import Trainer
-from steadygrad.studies.trials import Job, Trial, evaluation_cost
-from steadygrad.watch import GradientWatch
+from steadygrad.tasks import to_device
+from steadygrad.watch import GradientWatch, check_accumulation
 
-__all__ = ["TITLES", "Runner", "make_trials"]
+__all__ = ["TRIALS", "ExponentHistograms", "accumulation", "part", "phase"]
 
-TITLES = {BEFORE: "one loss scale", SEARCH: "finding scales", AFTER: "the proposed scales"}
-
-
-def make_trials(plan: Plan, valid_size: int) -> list[Trial]:
-    """All trials, in the order in which they are recorded; one evaluates ``valid_size`` samples."""
-    found: list[Trial] = []
-    measured = tuple(("part", phase, part) for phase in (BEFORE, SEARCH) for part in range(PARTS))
-    for phase in PHASES:
-        first: tuple[Key, ...] = measured if phase == AFTER else ()
-        needs = first
-        for part in range(PARTS):
-            key: Key = ("part", phase, part)
-            start, stop = _steps(plan, part)
-            cost = (stop - start) * plan.batch_size
-            found.append(Trial(key, cost, partial(_job, key), TITLES[phase], needs))
-            needs = (*first, key)
-        if phase != SEARCH:
-            key, cost = ("phase", phase), evaluation_cost(valid_size)
-            what = f"evaluating {TITLES[phase]}"
-            found.append(Trial(key, cost, partial(_job, key), what, needs))
-    return found
+# Micro-batches of a window, and samples of the smallest batch that is cut.
+MICRO_BATCHES, LEAST_SAMPLES = 4, 8
 
 
-def _steps(plan: Plan, part: int) -> tuple[int, int]:
-    """First step of a part, and the step after its last one."""
-    return plan.steps * part // PARTS, plan.steps * (part + 1) // PARTS
+def part(plan: Plan, place: Workplace, phase: schema.PhaseName, part: int, **scales: Any) -> Part:
+    """Trains over a part of a phase, and keeps the state after it; ``scales`` are those to try."""
+    trainer, (_, last) = place.trainer, steps_of(plan, part)
+    _enter(plan, place, phase, part, scales)
+    # Phases see the same data and the same random numbers.
+    trainer.seed_everything("train", part)
+    histograms = _train(plan, place, phase, part, scales.get("layer_scales", {}))
+    finite = [loss for loss in trainer.take_losses() if math.isfinite(loss)]
+    samples = last * plan.batch_size
+    state = trainer.state(samples)
+    # The other ranks continue, and may read the file, when it is written.
+    trainer.context.on_main(lambda: _keep(place, phase, part, state))
+    return Part(
+        phase=phase,
+        part=part,
+        steps=last,
+        samples=samples,
+        loss=math.fsum(finite) / len(finite) if finite else None,
+        scales={name: math.log2(scale) for name, scale in trainer.scaler.get_scales().items()},
+        **histograms.fields(),
+    )
 
 
-def _job(key: Key, results: Results) -> Job:
-    """The job; one that tries the proposed scales carries them."""
-    job: dict[str, Any] = dict(zip(("kind", "phase", "part"), key, strict=False))
-    if job["phase"] == AFTER:
-        job["proposal"] = vars(propose(results.select(Part)))
-    return job
+def phase(plan: Plan, place: Workplace, phase: schema.PhaseName, **scales: Any) -> schema.Phase:
+    """Evaluates the model at the end of a phase."""
+    _enter(plan, place, phase, PARTS, scales)
+    place.trainer.context.on_main(lambda: place.checkpoints.drop(f"{phase}-{PARTS - 2}"))
+    loss = place.evaluate()
+    return schema.Phase(phase=phase, valid_loss=loss if math.isfinite(loss) else None)
 
 
-class Runner:
-    """Runs trials of one phase, with the scales of its job."""
+def accumulation(plan: Plan, place: Workplace) -> schema.Accumulation:
+    """Compares the first samples' gradient with its accumulation over micro-batches, in float32."""
+    trainer, task = place.trainer, place.trainer.task
+    trainer.restart()
+    trainer.seed_everything("accumulation")
+    count = min(max(LEAST_SAMPLES, plan.batch_size), len(task.train))
 
-    def __init__(self, job: Job, plan: Plan, place: Workplace) -> None:
-        self.phase, self.plan, self.place, self.trainer = job["phase"], plan, place, place.trainer
-        self.proposal: Mapping[str, Any] = job.get("proposal", {})
+    def mean(model: nn.Module, indices: Tensor) -> Tensor:
+        return task.per_sample_loss(model, to_device(task.train.batch(indices), model)).mean()
 
-    def part(self, part: int) -> Part:
-        """Trains over a part of the phase, and keeps the state after it."""
-        trainer, (first, last) = self.trainer, _steps(self.plan, part)
-        self._enter(part)
-        # Phases see the same data and the same random numbers.
-        trainer.seed_everything("train", part)
-        histograms = self._train(first, last)
-        finite = [loss for loss in trainer.take_losses() if math.isfinite(loss)]
-        samples = last * self.plan.batch_size
-        state = trainer.state(samples)
-        # The other ranks continue, and may read the file, when it is written.
-        trainer.context.on_main(lambda: self._keep(part, state))
-        return Part(
-            phase=self.phase,
-            part=part,
-            steps=last,
-            samples=samples,
-            loss=math.fsum(finite) / len(finite) if finite else None,
-            scales={name: math.log2(scale) for name, scale in trainer.scaler.get_scales().items()},
-            **histograms.fields(),
-        )
+    def by_samples(micros: Sequence[Tensor]) -> None:
+        total = sum(map(len, micros))
+        for micro in micros:
+            torch.autograd.backward(mean(trainer.model, micro) * (len(micro) / total))
 
-    def evaluate(self) -> Phase:
-        """Evaluates the model at the end of the phase."""
-        self._enter(PARTS)
-        checkpoints = self.place.checkpoints
-        self.trainer.context.on_main(lambda: checkpoints.drop(f"{self.phase}-{PARTS - 2}"))
-        loss = self.place.evaluate()
-        return Phase(phase=self.phase, valid_loss=loss if math.isfinite(loss) else None)
+    found = check_accumulation(
+        trainer.model,
+        mean,
+        torch.arange(count),
+        accumulate=by_samples,
+        micro_batches=MICRO_BATCHES,
+        # The task says what one sample is: their order is not asked.
+        split=lambda indices, rows: indices[rows],
+        samples=count,
+    )
+    fields = schema.Cut.__struct_fields__
+    cuts = ({name: getattr(window, name) for name in fields} for window in found.windows)
+    return schema.Accumulation(cuts=tuple(schema.Cut(**cut) for cut in cuts))
 
-    def _enter(self, parts: int) -> None:
-        """Puts the trainer into the state after a number of parts of the phase."""
-        state, last = None, parts - 1
-        if parts:
-            samples = _steps(self.plan, last)[1] * self.plan.batch_size
-            state = self.place.state(f"{self.phase}-{last}", samples, partial(self.part, last))
-        given = partial(scalers.given_scales, **self.proposal)
-        self.trainer.scaling = scalers.searched_scales if self.phase == SEARCH else given
-        if "torch._dynamo" in sys.modules:
-            # A new scaler has new hooks: a compiled model would be compiled once more each time,
-            # until the compiler's limit is reached.
-            torch.compiler.reset()
-        if state is None:
-            self.trainer.restart()
-        else:
-            self.trainer.load(state)
 
-    def _keep(self, part: int, state: State) -> None:
-        """Keeps a state, and drops states that no trial needs any more."""
-        self.place.checkpoints.save(f"{self.phase}-{part}", state)
-        # The one before is needed once more if this part is killed before it is recorded.
-        self.place.checkpoints.drop(f"{self.phase}-{part - 2}")
-        for searched in range(PARTS) if self.phase == AFTER else ():
-            self.place.checkpoints.drop(f"{SEARCH}-{searched}")
+TRIALS = {"part": part, "phase": phase, "accumulation": accumulation}
 
-    def _train(self, first: int, last: int) -> ExponentHistograms:
-        """Trains over some steps, counts them, and moves the scales by the rule of the phase."""
-        trainer, size, searching = self.trainer, self.plan.batch_size, self.phase == SEARCH
-        order = main_order(len(trainer.task.train), trainer.seed)
-        histograms = ExponentHistograms([*trainer.scaler.get_scales()], unscaled=searching)
-        device = trainer.context.device
-        before, restore_rng = trainer.scaler.state_dict(), generators(device)
-        watch = GradientWatch(trainer.model)
-        for end in trainer.run(order, first * size, last * size, size):
-            scaler, nonfinite = trainer.scaler, list[str]()
-            culprits, measured = scaler.culprits(), scaler.measured
-            indices = order.take(end - size, size)
-            forward = _forward_fault(watch, trainer, indices) if culprits else None
-            if forward is not None:
-                # No scale would have prevented it, so none moves.
-                scaler.load_state_dict(before)
-                histograms.add_forward(forward)
-            elif culprits and not searching:
-                found = nonfinite_at_any_scale(trainer, indices, restore_rng)
-                nonfinite = [name for name in culprits if name in found]
-                own = self.proposal.get("layer_scales", {})
-                scalers.follow_one_scale(scaler, culprits, before, own, nonfinite)
-                watch.report()  # of the repeated step
-            if forward is None:
-                histograms.add(measured, culprits, nonfinite)
-            before, restore_rng = scaler.state_dict(), generators(device)
-            self.place.advance(size, TITLES[self.phase])
-        watch.close()
-        return histograms
+
+def _enter(
+    plan: Plan, place: Workplace, phase: schema.PhaseName, parts: int, scales: Mapping[str, Any]
+) -> None:
+    """Puts the trainer into the state after a number of parts of a phase."""
+    trainer, state, last = place.trainer, None, parts - 1
+    if parts:
+        samples = steps_of(plan, last)[1] * plan.batch_size
+        again = partial(part, plan, place, phase, last, **scales)
+        state = place.state(f"{phase}-{last}", samples, again)
+    given = partial(scalers.given_scales, **scales)
+    trainer.scaling = scalers.searched_scales if phase == SEARCH else given
+    if "torch._dynamo" in sys.modules:
+        # A new scaler has new hooks: a compiled model would be compiled once more each time,
+        # until the compiler's limit is reached.
+        torch.compiler.reset()
+    if state is None:
+        trainer.restart()
+    else:
+        trainer.load(state)
+
+
+def _keep(place: Workplace, phase: schema.PhaseName, part: int, state: State) -> None:
+    """Keeps a state, and drops states that no trial needs any more."""
+    place.checkpoints.save(f"{phase}-{part}", state)
+    # The one before is needed once more if this part is killed before it is recorded.
+    place.checkpoints.drop(f"{phase}-{part - 2}")
+    for searched in range(PARTS) if phase == AFTER else ():
+        place.checkpoints.drop(f"{SEARCH}-{searched}")
+
+
+def _train(
+    plan: Plan, place: Workplace, phase: schema.PhaseName, part: int, own: Mapping[str, float]
+) -> "ExponentHistograms":
+    """Trains over a part, counts its steps, and moves the scales by the rule of the phase."""
+    trainer, size, searching = place.trainer, plan.batch_size, phase == SEARCH
+    first, last = steps_of(plan, part)
+    order = main_order(len(trainer.task.train), trainer.seed)
+    histograms = ExponentHistograms([*trainer.scaler.get_scales()], unscaled=searching)
+    device = trainer.context.device
+    before, restore_rng = trainer.scaler.state_dict(), generators(device)
+    watch = GradientWatch(trainer.model)
+    for end in trainer.run(order, first * size, last * size, size):
+        scaler, nonfinite = trainer.scaler, list[str]()
+        culprits, measured = scaler.culprits(), scaler.measured
+        indices = order.take(end - size, size)
+        forward = _forward_fault(watch, trainer, indices) if culprits else None
+        if forward is not None:
+            # No scale would have prevented it, so none moves.
+            scaler.load_state_dict(before)
+            histograms.add_forward(forward)
+        elif culprits and not searching:
+            found = scalers.nonfinite_at_any_scale(trainer, indices, restore_rng)
+            nonfinite = [name for name in culprits if name in found]
+            scalers.follow_one_scale(scaler, culprits, before, own, nonfinite)
+            watch.report()  # of the repeated step
+        if forward is None:
+            histograms.add(measured, culprits, nonfinite)
+        before, restore_rng = scaler.state_dict(), generators(device)
+        place.advance(size, TITLES[phase])
+    watch.close()
+    return histograms
 
 
 def _forward_fault(watch: GradientWatch, trainer: Trainer, indices: Tensor) -> str | None:
@@ -182,3 +169,85 @@ def _forward_fault(watch: GradientWatch, trainer: Trainer, indices: Tensor) -> s
     nan = any(isinstance(x, Tensor) and bool(x.isnan().any()) for x in leaves)
     more = ", and NaN is in the batch" if any(context.gather(nan)) else ""
     return f"the loss is not finite, though the model's outputs are{more}"
+
+
+class ExponentHistograms:
+    """Adds up the exponents of all steps of a part; ``unscaled``: without their scales as well.
+
+    Of a skipped step only the values that are not finite are counted: in the layers before the
+    overflow the gradients are not those of the batch.
+    """
+
+    def __init__(self, names: Sequence[str], *, unscaled: bool = False) -> None:
+        self._names, self._keeps_unscaled = list(names), unscaled
+        self._counts = torch.zeros(len(KINDS), len(names), BINS, dtype=torch.float64)
+        self._unscaled = torch.zeros_like(self._counts)
+        self._largest = torch.full(self._counts.shape[:2], -torch.inf)
+        self._overflows, self._nonfinite = Counter[str](), Counter[str]()
+        self._forward, self._skipped = Counter[str](), 0
+        self._overflowed_at: dict[str, float] = {}
+
+    def add_forward(self, cause: str) -> None:
+        """Counts a step whose forward pass was not finite: its gradients tell nothing of layers."""
+        self._skipped += 1
+        self._forward[cause] += 1
+
+    def add(
+        self, measured: MeasuredExponents, culprits: Sequence[str], nonfinite: Sequence[str] = ()
+    ) -> None:
+        """Counts a step with its culprits, and the culprits that are non-finite at any scale."""
+        counts = torch.stack([measured.activations, measured.weights]).cpu()
+        scales = measured.scales.cpu().log2()
+        self._overflows.update(culprits)
+        self._nonfinite.update(nonfinite)
+        for name in (name for name in culprits if name not in nonfinite):
+            scale = scales[self._names.index(name)].item()
+            self._overflowed_at[name] = min(scale, self._overflowed_at.get(name, scale))
+        if culprits:
+            self._skipped += 1
+            self._counts[..., NONFINITE_BIN] += counts[..., NONFINITE_BIN]
+            return
+        self._counts += counts
+        if self._keeps_unscaled:
+            self._unscaled += _moved(counts, -scales)
+        largest = largest_exponents(counts.flatten(0, 1)).view_as(self._largest) - scales
+        self._largest = torch.maximum(self._largest, largest)
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a :class:`Part`; layers without any value of a kind are left out."""
+        fields: dict[str, Any] = {
+            "skipped": self._skipped,
+            "forward": dict(self._forward),
+            "overflows": dict(self._overflows),
+            "at_any_scale": dict(self._nonfinite),
+            "overflowed_at": self._overflowed_at,
+            "plain": {},
+            "largest": {},
+        }
+        for i, kind in enumerate(KINDS):
+            largest = dict(zip(self._names, self._largest[i].tolist(), strict=True))
+            fields[kind] = self._by_name(self._counts[i])
+            fields["plain"][kind] = self._by_name(self._unscaled[i])
+            fields["largest"][kind] = {name: largest[name] for name in fields[kind]}
+        return fields
+
+    def _by_name(self, counts: Tensor) -> dict[str, schema.Histogram]:
+        rows = zip(self._names, counts, strict=True)
+        return {name: _histogram(row) for name, row in rows if row.any()}
+
+
+def _moved(counts: Tensor, log2_scales: Tensor) -> Tensor:
+    """Counts of the values multiplied by the layers' scales, however large or small they get."""
+    place = torch.arange(BINS) + log2_scales.round().to(torch.int64)[:, None]
+    place = place.clamp(1, NONFINITE_BIN - 1)
+    # Zeros stay zero, and values that are not finite stay so.
+    place[:, 0], place[:, NONFINITE_BIN] = 0, NONFINITE_BIN
+    return torch.zeros_like(counts).scatter_add_(2, place.expand(len(counts), -1, -1), counts)
+
+
+def _histogram(row: Tensor) -> schema.Histogram:
+    zero, *finite, over = (round(count) for count in row.tolist())
+    places = [place for place, count in enumerate(finite) if count]
+    first, last = (places[0], places[-1] + 1) if places else (0, 0)
+    counts = tuple(finite[first:last])
+    return schema.Histogram(zero=zero, low=LOWEST + first, counts=counts, over=over)

@@ -5,12 +5,22 @@ from pathlib import Path
 import pytest
 
 from steadygrad.studies.deadline import Deadline
-from steadygrad.studies.folder import read_run
-from steadygrad.studies.inspect.schema import Part, Settings
+from steadygrad.studies.folder import Results, read_run
+from steadygrad.studies.inspect import schema
+from steadygrad.studies.inspect.findings import summarize
+from steadygrad.studies.inspect.schema import Histogram, Part, Settings
 from steadygrad.studies.run import start
 from tests.unit.studies.framework import Watcher
+from tests.unit.studies.results import RUNTIME, changed, make_header
 
 STUDIES = Path(__file__).parent.parent
+HEADER = make_header(
+    study="inspect",
+    kind=schema.Header,
+    settings=Settings(task="tiny_task.py:make_task", steps=80),
+    plan=schema.Plan(batch_size=4, steps=80, layers=("early", "late"), work=1004),
+    runtime=changed(RUNTIME, dtype="float16"),
+)
 
 
 def spec(factory):
@@ -35,3 +45,35 @@ def parts_of(folder, phase=None):
     """The recorded parts, of one phase or of all."""
     found = read_run(folder).select(Part)
     return [part for part in found if phase in (None, part.phase)]
+
+
+def counts(low, *numbers, zero=0, over=0):
+    return Histogram(zero=zero, low=low, counts=numbers, over=over)
+
+
+def parts(
+    phase, weights, largest, overflows=None, *, kind="weights", plain=None, settled=8.0, **fields
+):
+    """Eight equal parts of a phase; layers have gradients of one kind only."""
+    other = {"weights": "activations", "activations": "weights"}[kind]
+    same = {
+        "overflows": overflows or {},
+        "at_any_scale": {},
+        "overflowed_at": dict.fromkeys(overflows or {}, 9.0),
+        "scales": {"": settled, **dict.fromkeys(weights, 0.0)},
+        kind: weights,
+        other: {},
+        "largest": {kind: largest, other: {}},
+        "plain": {kind: plain or {}, other: {}},
+        "skipped": 0,
+        **fields,
+    }
+    return [
+        Part(phase=phase, part=part, steps=part + 1, samples=part + 1, loss=1.0, **same)
+        for part in range(8)
+    ]
+
+
+def summary_of(results, status="complete"):
+    """The summary of some results."""
+    return summarize(HEADER, Results(results), status)

@@ -23,7 +23,7 @@ def test_first_finding(some):
     count = sum(part.forward.get(CAUSE, 0) for part in parts)
     assert 0 < count < sum(part.skipped for part in parts) < 64
     assert some.summary["diagnosis"]["forward"] == {CAUSE: count}
-    assert some.summary["words"][0].startswith(f"In {count} of 64 steps, {CAUSE}.")
+    assert some.summary["remarks"][0].startswith(f"In {count} steps {CAUSE}: ")
     assert some.summary["diagnosis"]["nonfinite_at_any_scale"] == {}
 
 
@@ -35,20 +35,20 @@ def test_such_steps_move_no_scale(some):
     assert {name for part in parts for name in part.at_any_scale} == set()
 
 
-def test_page_says_so(some):
+def test_answer_and_page_say_so(some):
     count = some.summary["diagnosis"]["forward"][CAUSE]
-    assert f"the forward pass is not finite in {count} of 64 steps" in render(some)
+    said = f"The forward pass is not finite in {count} of 64 steps, where no loss scale helps, so "
+    assert some.summary["answer"].startswith(said)
+    assert said in render(some)
 
 
 def test_no_step_is_finite(tmp_path):
     look(tmp_path / "run", spec("always_overflowing"))
     run = read_run(tmp_path / "run")
     assert run.summary["status"] == "complete"
-    assert run.summary["words"] == [
-        run.summary["words"][0],
-        "No step was finite, so nothing can be said of the gradients.",
-    ]
-    assert run.summary["words"][0].startswith(f"In 16 of 16 steps, {CAUSE}.")
+    assert run.summary["answer"].endswith("first: nothing can be said of the gradients.")
+    assert run.summary["remarks"][0].startswith(f"In 16 steps {CAUSE}: ")
+    assert run.summary["proposal"] is None
     assert [part.loss for part in parts_of(run.folder)] == [None] * 24
     assert "no loss scale" in render(run)
 
@@ -60,7 +60,7 @@ def test_a_loss_that_is_not_finite_is_no_fault_of_a_layer(factory, nan, tmp_path
     ((cause, count),) = run.summary["diagnosis"]["forward"].items()
     assert 0 < count < 64
     assert ("NaN is in the batch" in cause) == nan
-    assert ("Look for NaN" in run.summary["words"][0]) == nan
+    assert ("look for NaN" in run.summary["remarks"][0]) == nan
     assert run.summary["diagnosis"]["nonfinite_at_any_scale"] == {}
 
 
@@ -71,5 +71,5 @@ def test_accumulation(factory, bug, tmp_path):
     (found,) = run.select(Accumulation)
     assert len(found.cuts) == (1 if bug else 4)
     assert found.cuts[0].bug == bug
-    said = [words for words in run.summary["words"] if words.startswith("Accumulat")]
+    said = [words for words in run.summary["remarks"] if words.startswith("Accumulat")]
     assert ("depends on the other samples" in said[0]) == bool(bug)

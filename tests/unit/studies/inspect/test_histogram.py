@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from steadygrad.formulas.exponents import exponent_histograms
+from steadygrad.formulas.exponents import exponent_histograms, shares
 from steadygrad.scale import MeasuredExponents
-from steadygrad.studies.inspect.histogram import ExponentHistograms, add_up, lost_at
+from steadygrad.studies.inspect.analysis import Counts
 from steadygrad.studies.inspect.schema import Histogram
+from steadygrad.studies.inspect.trials import ExponentHistograms, _histogram
 
 NAMES = ["", "a"]
 
@@ -49,13 +50,19 @@ def test_what_gradients_would_be_without_scales():
     histograms.add(measured([0.0, 64.0, 2.0**-148], (1.0, 64.0)), [])
     fields = histograms.fields()
     for kind in ("activations", "weights"):
-        found = add_up([fields["plain"][kind]["a"]])
+        found = Counts.sum([fields["plain"][kind]["a"]])
         # 8/8, 64/64; 2/8; what is beyond float32 stays at its end.
-        places = {0: 2, 1: 1, 1 + 149 - 2: 1, 1 + 149: 2}
-        assert {i: int(n) for i, n in enumerate(found.tolist()) if n} == places
+        exponents = {exponent: n for exponent, n in found.exponents.items() if n}
+        assert (found.zero, exponents) == (2, {-149: 1, -2: 1, 0: 2})
     assert ExponentHistograms(NAMES).fields()["plain"] == {"activations": {}, "weights": {}}
 
 
 def test_what_a_scale_makes_zero_or_subnormal():
-    (row,) = exponent_histograms([torch.tensor([0.0, 1.0, 2.0**-10, 2.0**-14, torch.inf])])
-    assert [lost_at(row, log2) for log2 in (0, -1, -5, -30)] == pytest.approx([0, 1, 2, 3])
+    """As torch counts it for float16."""
+    (row,) = exponent_histograms([torch.tensor([0.0, 1.0, 2.0**-10, 2.0**-14, 2.0**15, torch.inf])])
+    held = Counts.sum([_histogram(row.double())])
+    assert [held.lost(log2) for log2 in (0, -1, -5, -45)] == pytest.approx([0, 1, 2, 4])
+    for log2 in (-30, -12, 0, 1):
+        found = shares(row[None], log2)
+        expected = (found.flushed.item(), found.subnormal.item(), found.overflow.item())
+        assert held.fates(log2) == pytest.approx(expected)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.inspect import scalers
-from steadygrad.studies.inspect.nonfinite import nonfinite_at_any_scale
+from steadygrad.studies.inspect.scalers import nonfinite_at_any_scale
 from steadygrad.studies.order import generators
 from steadygrad.studies.trainer import Trainer
 from tests.unit.studies.fp16_task import Explode

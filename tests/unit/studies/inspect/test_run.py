@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from steadygrad.studies.folder import Results, read_run
-from steadygrad.studies.inspect import trials
-from steadygrad.studies.inspect.diagnosis import Proposal, propose
-from steadygrad.studies.inspect.schema import Part
+from steadygrad.studies.inspect import plan
+from steadygrad.studies.inspect.analysis import propose
+from steadygrad.studies.inspect.schema import TITLES, Part, Proposal
 from steadygrad.studies.inspect.study import Inspect
 from steadygrad.studies.order import main_order, seed_for
 from steadygrad.tasks import load_task
@@ -29,10 +29,12 @@ def test_the_deep_network_names_its_layers(tmp_path):
     assert all(2.0**14 <= scale <= 2.0**26 for scale in scales)
     assert 2.0**-2 <= proposal["loss_scale"] <= 2.0**6
     assert "trunk.1" not in proposal["layer_scales"]
-    first, second = outcome.summary["words"][:2]
-    assert first.startswith("No single loss scale fits all layers. At 2^")
-    assert all(name in first for name in diagnosis["underflowing"])
-    assert second.startswith("Overflow in trunk.")
+    own = "with scales of their own for patch.0, patch.1, patch.2 and "
+    assert outcome.summary["answer"].startswith(f"No single loss scale fits all layers: {own}")
+    rows = {row[0]: row[-1] for row in outcome.summary["table"]["rows"]}
+    assert [name for name, verdict in rows.items() if "underflows" in verdict] == [
+        *diagnosis["underflowing"]
+    ]
     # What the early layers gain costs the last ones something, and it is said.
     assert set(diagnosis["regressed"]) <= {"", "trunk.0", "trunk.1"}
     phases = outcome.summary["phases"]
@@ -46,10 +48,9 @@ def test_nothing_is_at_fault_in_the_language_model(tmp_path):
     summary = look(tmp_path / "run", spec("small_char_lm")).summary
     assert not any(summary["diagnosis"].values())
     assert summary["proposal"]["layer_scales"] == {}
-    assert summary["words"][0].startswith(
-        "One loss scale is enough for every layer. It settled at 2^"
+    assert summary["answer"].startswith(
+        "One loss scale is enough for every layer (torch.amp.GradScaler): it settled at 2^"
     )
-    assert summary["words"][-1] == "torch.amp.GradScaler is enough."
     names = [row["name"] for row in summary["layers"]]
     # Under autocast the gradients of embeddings and norms are float32: nothing can be lost.
     assert names == ["", "blocks.0", "blocks.1", "head"]
@@ -81,7 +82,7 @@ def test_an_overflow_is_attributed_to_its_layer(factory, tmp_path):
     assert sum(event.at_any_scale.get("blocks.1", 0) for event in before) == broken["blocks.1"]
     assert 2.0**13 <= phases["before"]["loss_scale"] < 2.0**16
     assert phases["after"]["loss_scale"] == outcome.summary["proposal"]["loss_scale"]
-    assert outcome.summary["words"][0].startswith("In blocks.1, gradients were not finite in ")
+    assert outcome.summary["answer"].startswith("Gradients are not finite at any scale in blocks.1")
 
 
 def test_a_healthy_network_has_no_culprit(whole):
@@ -133,7 +134,7 @@ def test_who_overflows_because_it_is_large_is_not_broken(tmp_path):
     skipped = summary["phases"]["after"]["skipped"]
     assert summary["diagnosis"]["overflowed_after"] == {"": skipped}
     assert skipped > 0
-    assert "proposed scales overflowed in the rest of the model" in summary["words"][1]
+    assert "proposed scales overflowed in the rest of the model" in summary["remarks"][0]
 
 
 def test_a_scale_for_sparse_gradients(tmp_path):
@@ -148,8 +149,8 @@ def test_a_scale_for_sparse_gradients(tmp_path):
 
 def test_a_layer_with_a_scale_of_its_own_backs_off_alone(tmp_path, monkeypatch):
     """The last training with scales that are far too large for one layer."""
-    chosen = Proposal(2.0**8, {"last": 2.0**12})
-    monkeypatch.setattr(trials, "propose", lambda parts: chosen)
+    chosen = Proposal(loss_scale=2.0**8, layer_scales={"last": 2.0**12})
+    monkeypatch.setattr(plan, "propose", lambda parts: chosen)
     look(tmp_path / "run", spec("healthy"))
     after = parts_of(tmp_path / "run", "after")
     assert {name for event in after for name in event.overflows} == {"last"}
@@ -167,11 +168,12 @@ def test_the_last_training_is_told_the_scales_in_its_jobs(whole):
     known = [part for part in run.select(Part) if part.phase != "after"]
     # In the order in which workers may have ended them.
     journal = Results(known[::-1])
-    proposal = outcome.summary["proposal"]
-    assert vars(propose(known)) == {k: proposal[k] for k in ("loss_scale", "layer_scales")}
+    proposal = propose(known)
+    tried = {"loss_scale": proposal.loss_scale, "layer_scales": proposal.layer_scales}
+    assert tried == {name: outcome.summary["proposal"][name] for name in tried}
     for trial in Inspect(run.header).trials():
         job = trial.job(journal)
-        scales = {} if trial.key[1] != "after" else {"proposal": vars(propose(known))}
+        scales = {} if trial.key[1] != "after" else tried
         fields = ("kind", "phase", "part") if trial.key[0] == "part" else ("kind", "phase")
         assert job == dict(zip(fields, trial.key, strict=True)) | scales
 
@@ -180,7 +182,7 @@ def test_what_each_trial_needs(whole):
     """The first two trainings do not wait for each other; the third waits for both."""
     study = Inspect(read_run(whole[0].folder).header)
     needs = {trial.key: set(trial.needs) for trial in study.trials()}
-    keys = {phase: [("part", phase, part) for part in range(8)] for phase in trials.TITLES}
+    keys = {phase: [("part", phase, part) for part in range(8)] for phase in TITLES}
     for phase in ("before", "search"):
         assert needs[keys[phase][0]] == set()
         assert needs[keys[phase][5]] == {keys[phase][4]}

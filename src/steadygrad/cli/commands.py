@@ -1,4 +1,4 @@
-"""The commands ``steadygrad tasks`` and ``steadygrad init``."""
+"""The commands beside the studies: functions of their options' values that give the exit code."""
 
 import re
 from collections.abc import Mapping
@@ -8,17 +8,20 @@ from shlex import quote
 from typing import Any
 
 from steadygrad._checks import InputError
-from steadygrad.cli.console import emit
+from steadygrad.cli.console import emit, printable
 
-__all__ = ["run"]
-
-
-def run(command: str, values: Mapping[str, Any]) -> int:
-    """Runs one of the two commands."""
-    return _tasks() if command == "tasks" else _init(str(values.get("file", "")))
+__all__ = ["init", "report", "tasks"]
 
 
-def _tasks() -> int:
+def report(values: Mapping[str, Any]) -> int:
+    """Draws the page of a run again, and prints its path."""
+    from steadygrad.studies.page import write
+
+    emit(printable(str(write(values["RUN"]))))
+    return 0
+
+
+def tasks(values: Mapping[str, Any]) -> int:
     """Prints the name and the first line of each built-in task."""
     from steadygrad.tasks import BUILT_IN
 
@@ -30,8 +33,9 @@ def _tasks() -> int:
     return 0
 
 
-def _init(name: str) -> int:
+def init(values: Mapping[str, Any]) -> int:
     """Writes a task that runs as it is; a file that exists is left alone."""
+    name = values["FILE"]
     path = Path(name)
     # A name that is not printable cannot be pasted; bytes that are no UTF-8 are not printable.
     if not name.endswith(".py") or not path.suffix or not name.isprintable():
@@ -39,8 +43,13 @@ def _init(name: str) -> int:
             "FILE should name a file of Python, in characters that can be printed. "
             f"Found {name!r}. Remedy: such as my_task.py."
         )
+    text = (resources.files("steadygrad.tasks") / "template.py").read_text(encoding="utf-8")
+    # Its docstring names the file, unless that would need quotes.
+    plain = re.fullmatch(r"[\w./-]+", path.as_posix())
+    text = text.replace("examples/my_task.py", path.as_posix() if plain else "FILE")
     try:
-        _write_new(path, _template(path).encode())
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise InputError(
             f"FILE should be a new file that can be written. Found {name}: "
@@ -48,21 +57,3 @@ def _init(name: str) -> int:
         ) from None
     emit(f"{name}: now run `steadygrad advise {quote(f'{name}:make_task')} --budget 2m`")
     return 0
-
-
-def _template(path: Path) -> str:
-    """The text of the task. Its docstring names the file, unless that would need quotes."""
-    text = (resources.files("steadygrad.tasks") / "template.py").read_text(encoding="utf-8")
-    plain = re.fullmatch(r"[\w./-]+", path.as_posix())
-    return text.replace("examples/my_task.py", path.as_posix() if plain else "FILE")
-
-
-def _write_new(path: Path, data: bytes) -> None:
-    """Writes a file that does not exist, or leaves none behind."""
-    with path.open("xb") as file:
-        try:
-            file.write(data)
-            file.flush()
-        except BaseException:
-            path.unlink()
-            raise

@@ -1,0 +1,19 @@
+"""Which batch size a task should be trained at, from Python.
+
+python examples/advise.py
+"""
+
+import tempfile
+from pathlib import Path
+
+from my_task import make_task
+
+import steadygrad
+
+with tempfile.TemporaryDirectory() as folder:
+    result = steadygrad.advise(
+        make_task(), budget="20s", threads=1, out=Path(folder, "run"), progress=False
+    )
+
+print(result)  # the answer in one sentence, its table, remarks
+print("status:", result.summary.status)

@@ -1,0 +1,120 @@
+"""The command ``steadygrad doctor``: one text that answers a question about an installation."""
+
+import json
+import platform
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
+
+from steadygrad import __version__
+from steadygrad.cli.console import cleaned, emit
+
+__all__ = ["BRINGS", "examined", "run"]
+
+# What each extra brings.
+BRINGS = {
+    "cli": "the commands advise, compare and inspect, and their reports",
+    "cpu": "compiled loops for the optimizers' steps on a CPU",
+    "dask": "trials of a study on a Dask cluster",
+    "torchjd": "TorchJD's aggregators in LossBalancer",
+    "transformers": "the adapter to Hugging Face's Trainer",
+    "lightning": "the adapter to Lightning",
+    "accelerate": "the recipe for Accelerate",
+    "tensorboard": "logging to TensorBoard",
+}
+
+
+def run(values: Mapping[str, Any]) -> int:
+    """Prints what was found, as JSON or with a line for each value."""
+    found = cleaned(examined())
+    lines = [f"{name:20}  {value}" for name, value in found.items()]
+    emit(json.dumps(found, indent=2) if values.get("json") else "\n".join(lines))
+    return 0
+
+
+def examined() -> dict[str, Any]:
+    """Versions, machine, a step on each device, gloo, and the extras that are missing."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "steadygrad": __version__,
+        **{name: _version(name) for name in ("torch", "numpy", "numba", "triton")},
+        **_tried("import torch", _here),
+        **_tried("extras", _missing),
+    }
+
+
+def _tried(name: str, look: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+    """What a look finds, or the error that ends it: an installation may be broken anywhere."""
+    try:
+        found = look(*arguments)
+    except Exception as error:
+        found = " ".join(f"fails: {type(error).__name__}: {error}".split())[:300]
+    return found if isinstance(found, dict) else {name: found or "works"}
+
+
+def _here() -> dict[str, Any]:
+    import torch
+
+    from steadygrad.sharding import check_gloo
+
+    devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    found: dict[str, Any] = {name: torch.cuda.get_device_name(name) for name in devices}
+    found["threads"] = torch.get_num_threads()
+    found["instruction set"] = torch.backends.cpu.get_cpu_capability()
+    for device in ("cpu", *devices, *["mps"] * torch.backends.mps.is_available()):
+        found |= _tried(f"step on {device}", _step, device)
+    return found | _tried("loops kept in", _kept_in) | _tried("gloo", check_gloo)
+
+
+def _version(package: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
+def _cpu_name() -> str:
+    file = Path("/proc/cpuinfo")
+    name = file.exists() and re.search(r"model name\s*: (.+)", file.read_text(errors="replace"))
+    return name[1] if name else platform.processor() or platform.machine()
+
+
+def _missing() -> dict[str, str]:
+    """Extras of which a package is missing: what they bring, and how to get them."""
+    lines = requires("steadygrad") or ()
+    needs = [re.match(r"([\w.-]+).*\bextra == .([\w-]+)", line) for line in lines]
+    absent = sorted({need[2] for need in needs if need and _version(need[1]) is None})
+    return {f"missing {x}": f"{BRINGS[x]}: pip install 'steadygrad[{x}]'" for x in absent}
+
+
+def _step(device: str) -> str:
+    """One step of LANS with default options, on two threads, judged by multi-tensor calls."""
+    import torch
+
+    from steadygrad.kernels import wants_fused
+    from steadygrad.optim import LANS
+
+    own, other = torch.linspace(-1, 1, 100_000, device=device).repeat(2, 1).unbind()
+    own.grad, other.grad = own.cos(), other.cos()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        LANS([own]).step()
+    LANS([other], foreach=True).step()
+    torch.testing.assert_close(own, other)
+    # A step that finds no kernels though it looks for them warns.
+    fused = wants_fused(None, None, own.device.type) and not caught
+    path = "compiled loops (Numba)" if fused else "multi-tensor calls"
+    return " ".join([path, *(f"({warning.message})" for warning in caught)])
+
+
+def _kept_in() -> str:
+    from numba.core.caching import FunctionCache
+
+    from steadygrad.kernels.numba import lans
+
+    return str(FunctionCache(lans.apply_kernel).cache_path)

@@ -1,0 +1,236 @@
+"""Which layers float16 hurts, and which scales prevent it: arithmetic on the counts of a run."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from steadygrad.studies.inspect import schema
+from steadygrad.studies.inspect.schema import AFTER, BEFORE, KINDS, PARTS, PHASES, SEARCH, Part
+
+__all__ = ["Counts", "by_phase", "counts_of", "diagnose", "layers_of", "propose", "shares_of"]
+
+# float16: exponents of its least subnormal number, its least normal one, and the first too large.
+LEAST, NORMAL, OVER = -24, -14, 16
+# A layer underflows if more than this share of its gradients is zero or subnormal by the scale.
+UNDERFLOW = 0.1
+# Binades kept free between the largest gradient seen and overflow, for gradients may grow; and the
+# same for the loss scale, whose layers have less room.
+HEADROOM, LOSS_HEADROOM = 4, 2
+# Binades above the one loss scale within which an overflow limits it.
+NEAR = 2
+# Weight gradients may underflow inside a layer if more than the first share of them is zero or
+# subnormal at any scale, but less than the second share of the gradients at its boundary.
+WEIGHTS_LOST, BOUNDARY_LOST = 0.9, 0.5
+# Binades by which a layer's own scale must exceed the others' to be proposed.
+WORTH = 4
+# Exponents of all proposed scales lie within plus and minus this.
+MOST = 100
+
+Place = tuple[str, str]
+"""A layer and a kind."""
+
+
+class Counts(NamedTuple):
+    """A sum of histograms: zeros, values that are not finite, the others by exponent."""
+
+    zero: int
+    over: int
+    exponents: Counter[int]
+
+    @classmethod
+    def sum(cls, histograms: Sequence[schema.Histogram]) -> "Counts":
+        """Adds up histograms."""
+        exponents = Counter[int]()
+        for found in histograms:
+            exponents.update(dict(enumerate(found.counts, start=found.low)))
+        return cls(sum(h.zero for h in histograms), sum(h.over for h in histograms), exponents)
+
+    @property
+    def total(self) -> int:
+        """Number of all values, at least one."""
+        return max(1, self.zero + self.over + self.exponents.total())
+
+    def fates(self, log2_scale: float = 0.0) -> tuple[float, float, float]:
+        """Shares that a scale makes zero, subnormal and infinite, of what is not zero already."""
+        flushed, subnormal, over = 0, 0, self.over
+        for exponent, count in self.exponents.items():
+            scaled = exponent + log2_scale
+            # From half of the least number on values are rounded to it.
+            flushed += count * (scaled < LEAST - 1)
+            subnormal += count * (LEAST - 1 <= scaled < NORMAL)
+            over += count * (scaled >= OVER)
+        return flushed / self.total, subnormal / self.total, over / self.total
+
+    def lost(self, log2_scale: float) -> float:
+        """Number of nonzero values that a scale makes zero or subnormal."""
+        flushed, subnormal, _ = self.fates(log2_scale)
+        return (flushed + subnormal) * self.total
+
+
+def by_phase(parts: Iterable[Part]) -> dict[str, list[Part]]:
+    """The parts of each phase, in the order of training."""
+    ordered = sorted(parts, key=lambda part: part.part)
+    return {phase: [part for part in ordered if part.phase == phase] for phase in PHASES}
+
+
+def layers_of(parts: Sequence[Part]) -> list[str]:
+    """All layers with a gradient, in the order of the model, the loss first."""
+    seen = {name for part in parts for kind in KINDS for name in getattr(part, kind)}
+    return [name for name in (parts[0].scales if parts else ()) if name in seen]
+
+
+def counts_of(phase: Sequence[Part]) -> dict[Place, Counts]:
+    """Each layer's gradients in the second half of a phase."""
+    settled, found = phase[PARTS // 2 :], {}
+    for name, kind in product(layers_of(settled), KINDS):
+        own = [held[name] for part in settled if name in (held := getattr(part, kind))]
+        if own:
+            found[name, kind] = Counts.sum(own)
+    return found
+
+
+def shares_of(phase: Sequence[Part]) -> dict[Place, schema.Shares]:
+    """Shares of each layer's gradients that float16 changes, in the second half of a phase."""
+    found = {}
+    for place, held in counts_of(phase).items():
+        flushed, subnormal, over = held.fates()
+        zero = held.zero / held.total + flushed
+        found[place] = schema.Shares(zero=zero, subnormal=subnormal, overflow=over)
+    return found
+
+
+def diagnose(parts: Iterable[Part]) -> schema.Diagnosis:
+    """Diagnoses float16's effect on each layer; parts come in any order, some may be missing."""
+    phases = by_phase(parts)
+    before, after, own = phases[BEFORE], phases[AFTER], shares_of(phases[SEARCH])
+    underflowing, limit = _underflowing(before, phases[SEARCH]), _settled(before) + NEAR
+    near = {name for part in before for name, at in part.overflowed_at.items() if at <= limit}
+    limiting = {name: count for name, count in _overflows(before).items() if name in near}
+    nonfinite = {**_total(after, "at_any_scale"), **_total(before, "at_any_scale")}
+    forward = {**_total(after, "forward"), **_total(before, "forward")}
+    internal = {}
+    for (name, kind), held in own.items():
+        if name and kind == "weights" and held.lost > WEIGHTS_LOST:
+            arrives = own.get((name, "activations"))
+            if arrives and arrives.lost < BOUNDARY_LOST:
+                internal[name] = held.lost
+    return schema.Diagnosis(
+        fault=bool(forward or underflowing or nonfinite),
+        underflowing=underflowing,
+        # If nothing underflows, these only brought the scale down from its start, as they should.
+        limiting=limiting if underflowing else {},
+        regressed=_large(_excess(shares_of(after), shares_of(before))),
+        nonfinite_at_any_scale=nonfinite,
+        overflowed_after=dict(_overflows(after)),
+        internal_underflow=internal,
+        forward=forward,
+    )
+
+
+def propose(parts: Iterable[Part]) -> schema.Proposal:
+    """Scales that leave headroom above the largest gradient seen in each layer.
+
+    One scale if that is enough: no larger than the one that settled if nothing underflows, and a
+    larger one if that prevents the underflow. Otherwise a loss scale for the layers that do not
+    underflow, and scales of their own for layers with more room above it, or less. Parts after the
+    first two phases are ignored.
+    """
+    phases = by_phase(parts)
+    before, search = phases[BEFORE], phases[SEARCH]
+    underflowing, room = _underflowing(before, search), _room(before + search)
+    settled, spare = _settled(before), HEADROOM - LOSS_HEADROOM
+    one = _bounded(min(room.values(), default=0) + spare)
+    if not underflowing:
+        # It is larger only where a layer's gradients were never seen to be finite.
+        loss = min(one, _bounded(math.floor(settled)))
+        return schema.Proposal(loss_scale=2.0**loss, layer_scales={})
+    prevents = (
+        one > settled
+        and all(at > one for part in before for at in part.overflowed_at.values())
+        and _large(_lost_under(search, settled)).keys() >= underflowing.keys()
+        and not _large(_lost_under(search, one))
+    )
+    if prevents:
+        return schema.Proposal(loss_scale=2.0**one, layer_scales={})
+    # The rest of the model cannot have a scale of its own.
+    wide = [log2 for name, log2 in room.items() if not name or name not in underflowing]
+    loss = _bounded(min(wide or room.values(), default=0) + spare)
+    own = {name: log2 - loss for name, log2 in room.items() if name}
+    own = {name: log2 for name, log2 in own.items() if log2 >= WORTH or log2 < -spare}
+    scales = {name: 2.0 ** _bounded(log2) for name, log2 in own.items()}
+    return schema.Proposal(loss_scale=2.0**loss, layer_scales=scales)
+
+
+def _settled(before: Sequence[Part]) -> float:
+    """Base-2 logarithm of the one loss scale at the end of the first phase."""
+    return before[-1].scales[""] if before else 0.0
+
+
+def _total(phase: Sequence[Part], field: str) -> Counter[str]:
+    return sum((Counter(getattr(part, field)) for part in phase), Counter())
+
+
+def _overflows(phase: Sequence[Part]) -> Counter[str]:
+    """Steps in which a layer overflowed that a smaller scale would have prevented."""
+    return _total(phase, "overflows") - _total(phase, "at_any_scale")
+
+
+def _excess(
+    shares: Mapping[Place, schema.Shares], other: Mapping[Place, schema.Shares]
+) -> dict[Place, float]:
+    """Share of the gradients that is zero or subnormal in one phase, less that in another."""
+    return {at: held.lost - other[at].lost for at, held in shares.items() if at in other}
+
+
+def _large(shares: Mapping[Place, float]) -> dict[str, float]:
+    """The largest share of each layer, where it counts as underflow."""
+    found: dict[str, float] = {}
+    for (name, _), share in shares.items():
+        if share > UNDERFLOW:
+            found[name] = max(share, found.get(name, 0.0))
+    return found
+
+
+def _underflowing(before: Sequence[Part], search: Sequence[Part]) -> dict[str, float]:
+    """Share of each layer's gradients that underflows by the one scale, where it is large.
+
+    The larger of two rates. The first is the increase in zero and subnormal values over all
+    values. In a layer whose gradients are mostly exact zeros that is small, so the second is the
+    increase over the nonzero values, but no more than float16 must lose of the measured exponents
+    at that scale: more zeros may also come from convergence.
+    """
+    own = shares_of(search)
+    shares, predicted = _excess(shares_of(before), own), _lost_under(search, _settled(before))
+    for place, lost in shares.items():
+        relative = lost / max(1e-12, 1.0 - own[place].zero)
+        shares[place] = max(lost, min(relative, predicted[place]))
+    return _large(shares)
+
+
+def _lost_under(search: Sequence[Part], log2_scale: float) -> dict[Place, float]:
+    """Share of the nonzero values that one loss scale makes zero or subnormal, not their own."""
+    settled, found = search[PARTS // 2 :], {}
+    for name, kind in product(layers_of(settled), KINDS):
+        held = [(getattr(part, kind), part.plain.get(kind, {})) for part in settled]
+        own = [(h[name], plain[name]) for h, plain in held if name in h and name in plain]
+        plain = Counts.sum([each for _, each in own])
+        # Subnormal with a scale of its own as well: the exponents are spread that widely.
+        lost = Counts.sum([each for each, _ in own]).lost(0.0)
+        found[name, kind] = (plain.lost(log2_scale) - lost) / max(1, plain.exponents.total())
+    return found
+
+
+def _room(parts: Sequence[Part]) -> dict[str, int]:
+    """Base-2 logarithm of the largest scale that leaves each layer its headroom."""
+    largest: dict[str, float] = {}
+    for part in parts:
+        for name, exponent in (pair for held in part.largest.values() for pair in held.items()):
+            largest[name] = max(exponent, largest.get(name, exponent))
+    finite = {name: exponent for name, exponent in largest.items() if math.isfinite(exponent)}
+    return {name: int(OVER - 1 - HEADROOM - exponent) for name, exponent in finite.items()}
+
+
+def _bounded(log2: int) -> int:
+    return max(-MOST, min(MOST, log2))

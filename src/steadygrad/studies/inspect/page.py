@@ -1,0 +1,129 @@
+"""What the template ``page.html`` shows of a run: its charts and numbers."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+
+from steadygrad.studies import charts
+from steadygrad.studies.charts import CRITICAL, INK, MUTED, NOISE, SCHEDULE
+from steadygrad.studies.folder import Run
+from steadygrad.studies.inspect import analysis
+from steadygrad.studies.inspect.analysis import LEAST, NORMAL, OVER, Counts
+from steadygrad.studies.inspect.schema import AFTER, BEFORE, KINDS, TITLES, Part, Summary
+from steadygrad.studies.inspect.words import layer_title, power
+
+__all__ = ["view"]
+
+# Columns of what has no exponent, apart from the others.
+ZERO, NOT_FINITE = LEAST - 4, OVER + 4
+MOST_LAYERS = 40
+# Smaller shares are not drawn, overflows apart.
+FAINTEST = 1e-4
+SHOWN = (BEFORE, AFTER)
+
+
+def view(run: Run) -> dict[str, Any]:
+    """The values of the template's own sections."""
+    parts = run.select(Part)
+    phases = {phase: analysis.by_phase(parts)[phase] for phase in SHOWN}
+    layers = analysis.layers_of(parts)
+    found = msgspec.convert(run.summary, Summary) if run.summary else None
+    return {
+        "found": found,
+        "titles": {phase: TITLES[phase] for phase in SHOWN if phases[phase]},
+        "heats": {kind: _heat(phases, layers[:MOST_LAYERS], kind) for kind in KINDS if layers},
+        "more_layers": max(0, len(layers) - MOST_LAYERS),
+        "training": _training(phases, run.header.task.name),
+        "layer_title": layer_title,
+        "power": power,
+    }
+
+
+def _heat(phases: Mapping[str, Sequence[Part]], layers: Sequence[str], kind: str) -> Markup:
+    """Shares of each layer's gradients by exponent, with one loss scale and the proposed scales."""
+    held = {phase: analysis.counts_of(parts) for phase, parts in phases.items()}
+    drawn = [phase for phase in SHOWN if any(k == kind for _, k in held[phase])]
+    names = [name for name in layers if any((name, kind) in held[phase] for phase in drawn)]
+
+    def paint(figure: Figure, narrow: bool) -> None:
+        panels = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
+        most = 13 if narrow else 24
+        titles = [layer_title(name) for name in names]
+        # Names of layers differ at their ends.
+        titles = [name if len(name) <= most else "…" + name[1 - most :] for name in titles]
+        for axes, phase in zip(panels, drawn, strict=True):
+            _paint(axes, [held[phase].get((name, kind)) for name in names])
+            axes.set_ylim(len(names) - 0.4, -0.6)
+            axes.set_yticks(range(len(names)), titles)
+            axes.set_title(TITLES[phase], loc="left", fontsize=11.5, color=INK)
+        panels[-1].set_xlabel("binary exponent of the gradient in float16")
+
+    spoken = f"Exponents of the gradients of {kind}, layer by layer, before and after."
+    height = 90 + len(drawn) * (50 + 21 * len(names))
+    return charts.chart(f"heat-{kind}", spoken, paint, height=height)
+
+
+def _paint(axes: Axes, rows: Sequence[Counts | None]) -> None:
+    for colour in (CRITICAL, NOISE):
+        boxes, alphas = [], []
+        for y, row in enumerate(rows):
+            for x, share in _cells(row).items() if row else ():
+                # One infinity is enough to leave a step out.
+                visible = share >= FAINTEST or (x >= OVER and share > 0)
+                if visible and (NORMAL <= x < OVER) == (colour == CRITICAL):
+                    low, high = y - 0.42, y + 0.42
+                    boxes.append([(x, low), (x + 1, low), (x + 1, high), (x, high)])
+                    # A tenth of the values and all of them should both be seen.
+                    alphas.append(min(1.0, 0.12 + 0.88 * math.sqrt(min(1.0, share / 0.3))))
+        if boxes:
+            cells = PolyCollection(boxes, facecolors=colour, alpha=alphas, linewidths=0)
+            axes.add_collection(cells)
+    axes.set_xlim(ZERO - 0.5, NOT_FINITE + 1.5)
+    axes.grid(visible=False)
+    exponents = [LEAST, NORMAL, -5, 5, OVER]
+    words = ["0", *(f"{exponent}".replace("-", "−") for exponent in exponents), "∞"]
+    axes.set_xticks([ZERO + 0.5, *exponents, NOT_FINITE + 0.5], words)
+    axes.tick_params(axis="x", labelbottom=True)
+    for x in (LEAST - 1, NORMAL, OVER):
+        axes.axvline(x, color=MUTED, linewidth=1.0, linestyle=(0, (3, 2)))
+
+
+def _cells(row: Counts) -> dict[int, float]:
+    """Shares by the left edges of their columns."""
+    # What lies beyond the axis is gathered at its ends: it has been flushed, or has overflowed.
+    found = {ZERO: row.zero / row.total, NOT_FINITE: row.over / row.total}
+    for exponent, count in row.exponents.items():
+        column = min(max(exponent, LEAST - 2), OVER + 2)
+        found[column] = found.get(column, 0.0) + count / row.total
+    return found
+
+
+def _training(phases: Mapping[str, Sequence[Part]], task: str) -> Markup | None:
+    """Training loss over steps, with one loss scale and with the proposed scales."""
+    points = (
+        (phase, [(p.steps, p.loss) for p in phases[phase] if p.loss is not None]) for phase in SHOWN
+    )
+    curves = {phase: curve for phase, curve in points if curve}
+    if not curves:
+        return None
+
+    def paint(figure: Figure, narrow: bool) -> None:
+        axes, labels = figure.subplots(), []
+        for phase, curve in curves.items():
+            colour = SCHEDULE if phase == BEFORE else CRITICAL
+            axes.plot(*zip(*curve, strict=True), color=colour, linewidth=2, marker="o", ms=4)
+            labels.append((*curve[-1], TITLES[phase], colour))
+        axes.set_xlim(0, max(label[0] for label in labels) * (1.75 if narrow else 1.3))
+        axes.set_xlabel("optimizer steps")
+        axes.set_ylabel("training loss")
+        figure.canvas.draw()
+        charts.label_lines(axes, labels, gap=14)
+
+    spoken = f"Training loss of {task} over steps, with one loss scale and the proposed scales."
+    return charts.chart("training", spoken, paint, height=260)

@@ -1,0 +1,128 @@
+"""The studies from Python: the command's numbers, typed, printed and drawn."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import steadygrad
+from steadygrad.cli import main
+from steadygrad.studies.advise.schema import Summary
+from steadygrad.studies.folder import read_run
+from steadygrad.studies.run import write_result
+from steadygrad.studies.strict_json import dumps
+from tests.unit.cli.quick import ROOT, tiny
+from tests.unit.studies.framework import contents, timeless
+from tests.unit.studies.tiny_task import make_task
+
+PLAIN = {"device": "cpu", "threads": 1, "progress": False}
+
+
+def test_a_task_object_gives_the_numbers_of_its_factory(tmp_path, capsys):
+    found = steadygrad.advise(make_task(), budget="2m", out=tmp_path / "run", **PLAIN)
+    assert capsys.readouterr() == ("", "")
+    again = steadygrad.advise(tiny(), workers=1, budget=120, out=str(tmp_path / "again"), **PLAIN)
+    assert timeless(found.folder) == timeless(again.folder)
+    assert isinstance(found.summary, Summary)
+    assert found.summary == again.summary
+    assert found.summary.recommendation.batch_size == 4
+    assert dumps(found.to_dict()) == dumps(read_run(found.folder).summary)
+    assert str(found).startswith(found.summary.answer)
+    assert "verdict" in str(found)
+    assert "&lt;title&gt;" in found._repr_html_()
+    assert read_run(found.folder).header.settings.budget == 120
+
+
+def test_generators_and_threads_are_left_as_they_were(tmp_path):
+    torch.set_num_threads(2)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    steadygrad.advise(make_task(), out=tmp_path / "run", **PLAIN)
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert after == before
+    assert torch.get_num_threads() == 2
+
+
+def test_ctrl_c_ends_it_and_the_same_task_goes_on(tmp_path, monkeypatch, capsys):
+    folder, tasks, killed = tmp_path / "run", [make_task(), make_task()], []
+    whole = steadygrad.advise(make_task(), out=tmp_path / "whole", **PLAIN)
+
+    def write(*arguments):
+        path = write_result(*arguments)
+        if len(list(folder.glob("results/*"))) == 3 and not killed:
+            killed.append(path)
+            os.kill(os.getpid(), signal.SIGINT)
+        return path
+
+    monkeypatch.setattr("steadygrad.studies.run.write_result", write)
+    with pytest.raises(KeyboardInterrupt):
+        steadygrad.advise(tasks[0], out=folder, **PLAIN)
+    assert read_run(folder).summary["status"] == "interrupted"
+    # No other process has the task, and no built-in one takes its place.
+    assert main(["advise", "--resume", str(folder)]) == 2
+    assert "begun with a Task object" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"takes task = 'a Task object' from the record"):
+        steadygrad.advise("char-lm", resume=folder, progress=False)
+    other = make_task(lr=0.5)
+    with pytest.raises(ValueError, match=r"Expected lr = 0\.001"):
+        steadygrad.advise(other, resume=folder, progress=False)
+    found = steadygrad.advise(tasks[1], resume=folder, progress=False)
+    assert found.to_dict() == whole.to_dict()
+    assert timeless(folder) == timeless(whole.folder)
+    # A complete run needs no task.
+    before = contents(folder)
+    assert steadygrad.advise(resume=folder, progress=False).summary == found.summary
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        (make_task, {}, "`task` should be a Task or the name of one"),
+        ("no-task", {}, "Found 'no-task'"),
+        ("char-lm", {"budget": "soon"}, "`budget`.*30s, 5m or 2h. Found 'soon'"),
+        ("char-lm", {"budget": 0}, "budget"),
+        ("char-lm", {"tolerance": 2}, "tolerance"),
+        (make_task(), {"workers": 2}, "only this process has"),
+        (make_task(), {"dask": "host:1"}, "only this process has"),
+    ],
+)
+def test_what_cannot_be_used_is_named_and_nothing_is_written(task, options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        steadygrad.advise(task, out=tmp_path / "run", **{**PLAIN, **options})
+    with pytest.raises(TypeError, match="tolerence"):
+        steadygrad.advise("char-lm", tolerence=0.1)
+    assert list(tmp_path.iterdir()) == []
+
+
+SCRIPT = f"""
+import steadygrad
+from tests.unit.cli.quick import quick
+
+with quick():
+    found = steadygrad.advise("tiny.py:make_task", workers=2, out="run", **{PLAIN})
+print(found.summary.answer)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_may_have_workers(tmp_path):
+    """Spawn would run it again in every worker."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    shutil.copy(tiny().rpartition(":")[0], tmp_path / "tiny.py")
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, **paths},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stderr, done.stdout.count("\n")) == ("", 1)
