@@ -52,7 +52,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         threads = torch.get_num_threads()
         run = look(Path(folder) / "run", "digits-deep", steps=steps, seed=seed, threads=threads)
-    names = "diagnosis", "proposal", "phases", "words"
+    names = "diagnosis", "proposal", "phases", "answer"
     found["inspect"] = {name: run.summary[name] for name in names}
     found["kernels"] = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
     print(json.dumps(found))
