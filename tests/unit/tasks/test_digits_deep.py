@@ -16,8 +16,10 @@ from steadygrad.tasks.digits_deep import digit_losses
 
 ROOT = Path(__file__).parents[3]
 STARVED = {"embed", *(f"blocks.{i}" for i in range(6)), "pool", "digit"}
-# What is allowed for: the loss of guessing is ln 10 = 2.30.
+# The loss of guessing is ln 10 = 2.30.
 UNTRAINED, TRAINED = 2.2, 1.7
+# Alone, the digits train at 2**-8, and do not at 2**-12.
+TOO_SMALL = 2.0**-16
 
 
 def check_verdict(summary):
@@ -31,7 +33,7 @@ def check_verdict(summary):
     assert {*proposal["layer_scales"]} == STARVED
     assert min(proposal["layer_scales"].values()) >= 2.0**30
     before, after = summary["phases"]["before"], summary["phases"]["after"]
-    assert 2.0**-24 <= before["loss_scale"] <= 2.0**-17
+    assert before["loss_scale"] <= TOO_SMALL
     assert after["skipped"] <= 5
     assert before["valid_loss"] > UNTRAINED
     assert after["valid_loss"] < TRAINED
@@ -55,7 +57,7 @@ def test_the_verdict_is_the_same_everywhere(seed, threads, kernels):
     check_verdict(found["inspect"])
     one, auto = found["one"], found["auto"]
     assert one["loss"] > UNTRAINED
-    assert -24 <= math.log2(one["scale"]) <= -17
+    assert one["scale"] <= TOO_SMALL
     assert auto["loss"] < TRAINED
     # Nine binades below float16's largest number.
     assert max(one["forward"], auto["forward"]) < 2.0**7
