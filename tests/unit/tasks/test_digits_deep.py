@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 STARVED = {"embed", *(f"blocks.{i}" for i in range(6)), "pool", "digit"}
 # The loss of guessing is ln 10 = 2.30.
 UNTRAINED, TRAINED = 2.2, 1.7
-# Alone, the digits train at 2**-8, and do not at 2**-12.
+# Alone, the digits train at 2**-6, and do not at 2**-8.
 TOO_SMALL = 2.0**-16
 
 
@@ -40,14 +41,17 @@ def check_verdict(summary):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["default", "avx2", "avx512"])
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("seed", "threads", "kernels"),
+    # Without vectors it takes three times as long.
+    [*product(range(3), [1, 2], ["avx2", "avx512"]), (0, 1, "default")],
+)
 def test_the_verdict_is_the_same_everywhere(seed, threads, kernels):
     """48 steps of each training; whichever instruction sets the processor lacks are left out."""
     if kernels == "avx512" and torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("needs AVX-512")
     more = {"OMP_NUM_THREADS": str(threads), "ATEN_CPU_CAPABILITY": kernels}
+    more["OMP_WAIT_POLICY"] = "passive"  # two threads that spin are slow beside other work
     command = [sys.executable, "-m", "tests.unit.tasks.deep_runs", str(seed), "48"]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | more, capture_output=True, text=True, check=True
@@ -59,8 +63,8 @@ def test_the_verdict_is_the_same_everywhere(seed, threads, kernels):
     assert one["loss"] > UNTRAINED
     assert one["scale"] <= TOO_SMALL
     assert auto["loss"] < TRAINED
-    # Nine binades below float16's largest number.
-    assert max(one["forward"], auto["forward"]) < 2.0**7
+    # Eight binades below float16's largest number.
+    assert max(one["forward"], auto["forward"]) < 2.0**8
 
 
 def test_the_report_in_the_documentation_has_this_verdict():
