@@ -15,7 +15,7 @@ EXPECTED = {
     "tutorials/batch_size.py": "noise scale",
     "tutorials/layer_scales.py": "under its own",
     "tutorials/losses.py": "share asked for",
-    "tutorials/nan_in_float16.py": "attributed to patch.2",
+    "tutorials/nan_in_float16.py": "attributed to blocks.2",
     "tutorials/optimizer.py": "standard deviation between seeds",
     "tutorials/your_model.py": "longest run",
     "advise.py": "status: complete",

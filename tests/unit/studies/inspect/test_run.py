@@ -16,34 +16,6 @@ from tests.unit.studies.framework import tiny
 from tests.unit.studies.inspect.runs import look, parts_of, spec
 
 
-@pytest.mark.slow
-def test_the_deep_network_names_its_layers(tmp_path):
-    outcome = look(tmp_path / "run", "digits-deep", steps=20)
-    diagnosis, proposal = outcome.summary["diagnosis"], outcome.summary["proposal"]
-    assert set(diagnosis["underflowing"]) == {"patch.0", "patch.1", "patch.2", "patch.3"}
-    assert set(diagnosis["limiting"]) <= {"trunk.0", "trunk.1"}
-    assert diagnosis["limiting"]
-    assert diagnosis["nonfinite_at_any_scale"] == {}
-    # By hand, from the construction: 2**20 for the first layers and 2**4 for the last.
-    scales = [proposal["layer_scales"][name] for name in diagnosis["underflowing"]]
-    assert all(2.0**14 <= scale <= 2.0**26 for scale in scales)
-    assert 2.0**-2 <= proposal["loss_scale"] <= 2.0**6
-    assert "trunk.1" not in proposal["layer_scales"]
-    own = "with scales of their own for patch.0, patch.1, patch.2 and "
-    assert outcome.summary["answer"].startswith(f"No single loss scale fits all layers: {own}")
-    rows = {row[0]: row[-1] for row in outcome.summary["table"]["rows"]}
-    assert [name for name, verdict in rows.items() if "underflows" in verdict] == [
-        *diagnosis["underflowing"]
-    ]
-    # What the early layers gain costs the last ones something, and it is said.
-    assert set(diagnosis["regressed"]) <= {"", "trunk.0", "trunk.1"}
-    phases = outcome.summary["phases"]
-    assert phases["after"]["skipped"] == 0
-    assert phases["before"]["skipped"] >= 5
-    # 20 steps are enough for a gap; the losses start at ln 10.
-    assert phases["after"]["valid_loss"] < phases["before"]["valid_loss"] - 0.1
-
-
 def test_nothing_is_at_fault_in_the_language_model(tmp_path):
     summary = look(tmp_path / "run", spec("small_char_lm")).summary
     assert not any(summary["diagnosis"].values())
