@@ -66,7 +66,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # Lines of a room with its docstrings, at most: who needs more takes as much away elsewhere. They
 # come down as rooms are drawn anew; a study's folder is a room of its own.
 CEILINGS = {
-    "cli": 936,
+    "cli": 938,
     "integrations": 1366,
     "studies": 3798,
     "studies/advise": 2450,

@@ -123,7 +123,9 @@ def errors_without_remedy(path):
     """Lines of the errors of ours that say what was found, and not what to do about it."""
     for node in ast.walk(ast.parse(path.read_text())):
         name = getattr(getattr(node, "func", None), "id", "")
-        if isinstance(node, ast.Call) and name.endswith("Error") and node.args:
+        # argparse's own errors end with the parser's remedy.
+        ours = name.endswith("Error") and name != "ArgumentTypeError"
+        if isinstance(node, ast.Call) and ours and node.args:
             texts = [c.value for c in ast.walk(node.args[0]) if isinstance(c, ast.Constant)]
             message = "".join(text for text in texts if isinstance(text, str))
             if "Found" in message and "Remedy" not in message:

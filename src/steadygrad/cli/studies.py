@@ -161,7 +161,7 @@ def _study(
         try:
             given["budget"] = seconds(budget) if isinstance(budget, str) else float(budget)
         except ValueError as error:
-            raise InputError(f"Parameter `budget`: {error}. Found {budget!r}.") from None
+            raise InputError(f"Parameter `budget`: {error}. Found {budget!r}. Remedy: 5m.") from None
     deadline, threads = Deadline(), torch.get_num_threads()
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     try:
@@ -181,6 +181,8 @@ def _study(
         raise
     finally:
         torch.set_num_threads(threads)
+    if outcome.stopped_by == signal.SIGINT:
+        raise KeyboardInterrupt
     if outcome.stopped_by:
         signal.raise_signal(outcome.stopped_by)
     kind = import_module(f"steadygrad.studies.{name}.schema").Summary
