@@ -161,7 +161,7 @@ def _study(
         try:
             given["budget"] = seconds(budget) if isinstance(budget, str) else float(budget)
         except ValueError as error:
-            raise InputError(f"Parameter `budget`: {error}. Found {budget!r}. Remedy: 5m.") from None
+            raise InputError(f"`budget`: {error}. Found {budget!r}. Remedy: 5m.") from None
     deadline, threads = Deadline(), torch.get_num_threads()
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     try:
