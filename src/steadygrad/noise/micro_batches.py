@@ -54,8 +54,9 @@ class MicroBatches:
         self._by_example, self._alike = by_example, alike
         self._together = meter.world.size if shared else 1
         self.borders = PassBorders(self._begin, self._end, self._spoil)
-        # Passes of the step before, and the most that two steps in a row had.
-        self._last = self._usual = 0
+        # Passes of the last four steps, and of the last three in a row that were alike.
+        self._counts: tuple[int, ...] = ()
+        self._usual = 0
 
     def clear(self) -> None:
         """Starts a new step."""
@@ -183,13 +184,16 @@ class MicroBatches:
         return None
 
     def more(self) -> tuple[bool, bool]:
-        """Whether this step, and the very first one before it, have more passes than others.
+        """Whether this step, and the one before the first three that are alike, have more passes.
 
-        As where a penalty has its own at times. More is what no two steps in a row have had.
+        As where a penalty has its own at times. More is what is above the count of three steps in
+        a row, and above the last step's.
         """
-        usual, last, passes = self._usual, self._last, self._passes
-        self._usual, self._last = max(usual, min(last, passes)), passes
-        return 0 < usual < passes > last, usual == 0 < passes < last
+        known, self._counts = self._usual, (*self._counts[-3:], self._passes)
+        *before, last, passes = (0, *self._counts)
+        if before[-1:] == [last] == [passes]:
+            self._usual = passes
+        return 0 < known < passes > last, known == 0 < self._usual < self._counts[0]
 
     def step(self) -> Step:
         """The whole step, whose number of parts is known by now."""

@@ -258,7 +258,7 @@ class NoiseScale:
         if wrong is None and not self._parts.broken:
             more, first_had_more = self._parts.more()
         if first_had_more:
-            self._history.forget()
+            self._history.leave_out(age=2)
         if wrong is None and not more:
             self._whole = True
         else:

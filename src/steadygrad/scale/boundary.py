@@ -181,6 +181,8 @@ class ScaleHooks:
 
         self._note_call, self._note_argument = note_call, note_argument
         self._refuse_changes = refuse_changes
+        # Compiled code is guarded by this text: a new scaler's hooks are traced anew.
+        self._key = f"{name} {id(self)}"
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, with_kwargs=True),
@@ -202,7 +204,7 @@ class ScaleHooks:
         if not self._is_active():
             return None
         if torch.compiler.is_compiling():
-            _at_trace_time(self._note_call)
+            _at_trace_time(self._key, self._note_call)
         else:
             self._note_call()
         where = f"an argument of {self._name}"
@@ -216,7 +218,7 @@ class ScaleHooks:
             return output
         left = self._cross_nest(output, self._leave, f"an output of {self._name}")
         if torch.compiler.is_compiling():
-            _at_trace_time(self._refuse_changes)
+            _at_trace_time(self._key, self._refuse_changes)
         else:
             for nest in (*args, *kwargs.values()):
                 tree_map_tensors(self._hand_back, nest, f"an argument of {self._name}")
@@ -240,7 +242,7 @@ class ScaleHooks:
         if not compiling:
             setattr(crossed, _TAG, _BoundaryTag(table, origin, origin._version, path, tensor))
         elif path is self._enter:
-            _at_trace_time(self._note_argument, crossed)
+            _at_trace_time(self._key, self._note_argument, crossed)
         return crossed
 
     def _hand_back(self, tensor: Tensor) -> Tensor:
@@ -254,11 +256,12 @@ class ScaleHooks:
         return tensor
 
 
-def _at_trace_time(callback: Any, tensor: Tensor | None = None) -> None:
+def _at_trace_time(key: str, callback: Any, tensor: Tensor | None = None) -> None:
     """Runs a callback while dynamo traces; compiled code cannot read versions or change objects."""
     from torch._dynamo.comptime import comptime  # its import takes a second
 
-    comptime(callback)
+    if key:
+        comptime(callback)
 
 
 def check_no_boundary(model: nn.Module, chosen: Sequence[Layer]) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from steadygrad._checks import InputError
 from steadygrad.tasks import guarded
-from steadygrad.tasks.registry import load_function
+from steadygrad.tasks.registry import FOLDERS, load_function
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -93,10 +93,11 @@ def cuda_devices() -> list[str]:
 def _bare() -> Iterator[None]:
     """A process that is started meanwhile does not run this one's script again, as spawn would.
 
-    Nor does it take the standard library's modules from the task's folder, which is first here.
+    Nor does it take the standard library's modules from the tasks' folders, which are first here.
     """
     main, path = sys.modules["__main__"], sys.path[:]
-    sys.modules["__main__"], sys.path[:] = ModuleType("__main__"), [*path[1:], *path[:1]]
+    sys.modules["__main__"] = ModuleType("__main__")
+    sys.path[:] = sorted(path, key=FOLDERS.__contains__)
     try:
         yield
     finally:

@@ -29,6 +29,8 @@ BUILT_IN: Mapping[str, Callable[[], Task]] = MappingProxyType(
     }
 )
 DEFAULT = "char-lm"
+# Folders of tasks that were loaded, which are first in ``sys.path``.
+FOLDERS: set[str] = set()
 
 
 def load_task(spec: str) -> Task:
@@ -69,6 +71,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     """
     path, name = _split(spec)
     folder = str(path.parent)
+    FOLDERS.add(folder)
     sys.path[:] = [folder, *(other for other in sys.path if other != folder)]
     importlib.invalidate_caches()
     module = ModuleType("_steadygrad_task_" + hashlib.sha256(os.fsencode(path)).hexdigest()[:12])
