@@ -73,7 +73,7 @@ CEILINGS = {
     "studies/compare": 2031,
     "studies/inspect": 1526,
     "tasks": 2142,
-    "noise": 3350,
+    "noise": 3327,
     "balance": 1922,
     "scale": 1636,
     "watch": 1751,

@@ -205,10 +205,6 @@ class History:
         self.ring[self.pushed % self.capacity].copy_(torch.stack(measured))
         self.pushed += 1
 
-    def leave_out(self, age: int) -> None:
-        """Leaves out a kept measurement; 0 is the newest."""
-        self.ring[(self.pushed - 1 - age) % self.capacity].fill_(torch.inf)
-
     def drop(self) -> None:
         """Counts a measurement that was left out for what its gradients were."""
         self.ring[self.pushed % self.capacity].fill_(torch.nan)

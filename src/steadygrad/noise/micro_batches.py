@@ -54,9 +54,6 @@ class MicroBatches:
         self._by_example, self._alike = by_example, alike
         self._together = meter.world.size if shared else 1
         self.borders = PassBorders(self._begin, self._end, self._spoil)
-        # Passes of the last four steps, and of the last three in a row that were alike.
-        self._counts: tuple[int, ...] = ()
-        self._usual = 0
 
     def clear(self) -> None:
         """Starts a new step."""
@@ -65,7 +62,7 @@ class MicroBatches:
         self._open: Part | None = None
         self.sums = PartSums()
         self.broken = self._idle = False
-        self._alien, self._passes = "", 0
+        self._alien = ""
         self.repeats.turn()
         self._explicit: bool | None = None
         self._kinds: set[tuple[float | None, int]] = set()
@@ -143,7 +140,7 @@ class MicroBatches:
             self._meter.drop_part()
             self._idle = True
             return
-        self._passes, self._alien = self._passes + 1, self._alien or alien
+        self._alien = self._alien or alien
         self._meter.end_part(part, self._loss_scale.of_part(part.loss_scale))
         self._explicit = part.explicit
         self.sums.add(part.weight, part.samples * self._together, part.count)
@@ -182,18 +179,6 @@ class MicroBatches:
                 f"{sorted(self._kinds, key=str)}. Remedy: drop the last, smaller one."
             )
         return None
-
-    def more(self) -> tuple[bool, bool]:
-        """Whether this step, and the one before the first three that are alike, have more passes.
-
-        As where a penalty has its own at times. More is what is above the count of three steps in
-        a row, and above the last step's.
-        """
-        known, self._counts = self._usual, (*self._counts[-3:], self._passes)
-        *before, last, passes = (0, *self._counts)
-        if before[-1:] == [last] == [passes]:
-            self._usual = passes
-        return 0 < known < passes > last, known == 0 < self._usual < self._counts[0]
 
     def step(self) -> Step:
         """The whole step, whose number of parts is known by now."""

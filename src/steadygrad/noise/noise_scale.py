@@ -254,12 +254,8 @@ class NoiseScale:
             self._count(self._steps + 1)
             return
         self._parts.borders.finish()
-        wrong, more, first_had_more = self._parts.wrong(), False, False
-        if wrong is None and not self._parts.broken:
-            more, first_had_more = self._parts.more()
-        if first_had_more:
-            self._history.leave_out(age=2)
-        if wrong is None and not more:
+        wrong = self._parts.wrong()
+        if wrong is None:
             self._whole = True
         else:
             self._parts.broken = True

@@ -83,33 +83,6 @@ def test_a_penalty_on_the_weights_is_no_micro_batch():
         run(penalises, steps=1)
 
 
-@pytest.mark.parametrize("first", [0, 5])
-def test_a_pass_of_its_own_at_times_leaves_those_steps_out(first):
-    """Lazy regularisation, with a forward pass of its own, in every sixteenth step."""
-
-    def lazily(model, noise, batches, step):
-        for x, y in batches:
-            squared(model(x), y).div(4).backward()
-        if step % 16 == first:
-            x = batches[0][0].clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-            (50 * gradient.square().sum()).backward()
-        noise.step()
-
-    found, expected = run(lazily), run(plain)
-    assert found.resolved
-    assert found.reason is None
-    assert found.skipped == 4
-    assert found.value == pytest.approx(expected.value.item(), rel=0.35)
-
-
-def test_more_passes_from_some_step_on_are_measured():
-    def grows(model, noise, batches, step):
-        plain(model, noise, batches if step < 30 else batches + [(x + 1, y) for x, y in batches], 0)
-
-    assert run(grows).skipped == 1
-
-
 def test_steps_whose_number_of_passes_varies_are_all_measured():
     def varies(model, noise, batches, step):
         more = batches + [(x + 1, y) for x, y in batches]
