@@ -66,12 +66,12 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # Lines of a room with its docstrings, at most: who needs more takes as much away elsewhere. They
 # come down as rooms are drawn anew; a study's folder is a room of its own.
 CEILINGS = {
-    "cli": 938,
+    "cli": 930,
     "integrations": 1366,
-    "studies": 3799,
-    "studies/advise": 2450,
-    "studies/compare": 2031,
-    "studies/inspect": 1526,
+    "studies": 3815,
+    "studies/advise": 2444,
+    "studies/compare": 2025,
+    "studies/inspect": 1517,
     "tasks": 2142,
     "noise": 3327,
     "balance": 1922,

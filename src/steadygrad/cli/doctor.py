@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 from typing import Any
 
 from steadygrad import __version__
@@ -41,7 +40,6 @@ def examined() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": _cpu_name(),
         "steadygrad": __version__,
         **{name: _version(name) for name in ("torch", "numpy", "numba", "triton")},
         **_tried("import torch", _here),
@@ -76,12 +74,6 @@ def _version(package: str) -> str | None:
     with suppress(PackageNotFoundError):
         return version(package)
     return None
-
-
-def _cpu_name() -> str:
-    file = Path("/proc/cpuinfo")
-    name = file.exists() and re.search(r"model name\s*: (.+)", file.read_text(errors="replace"))
-    return name[1] if name else platform.processor() or platform.machine()
 
 
 def _missing() -> dict[str, str]:

@@ -9,8 +9,7 @@ import hashlib
 import os
 import re
 import secrets
-import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,9 @@ from typing import IO, Any, TypeVar
 import msgspec
 
 from steadygrad._checks import InputError
-from steadygrad.studies.schema import Header, Key, Result, schema_of
+from steadygrad.studies.schema import SCHEMA, Header, Key, Result, schema_of
 from steadygrad.studies.strict_json import dumps, loads
 
-SCHEMA = 3
 HEADER, SUMMARY, PAGE, RESULTS = "header.json", "summary.json", "report.html", "results"
 # Bytes of a file of a run; a result with ten thousand layers has a hundredth of it.
 MOST = 1 << 28
@@ -273,24 +271,18 @@ def _writing(path: Path) -> Iterator[None]:
 
 def open_file(path: Path) -> IO[bytes]:
     """Opens a file for reading, and neither a pipe nor a device; ``OSError`` if it is one."""
-    wait_for_nobody = getattr(os, "O_NONBLOCK", 0)  # Windows has no such flag
-    opener: Callable[[str, int], int] = lambda name, flags: os.open(name, flags | wait_for_nobody)  # noqa: E731
-    file = open(path, "rb", opener=opener)  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "It is no regular file", str(path))
-    return file
+    return path.open("rb")
 
 
 def read_file(path: Path, most: int = MOST) -> bytes:
     """The content of a file of at most ``most`` bytes; ``OSError`` if it is anything else."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        # Files such as those of /proc have no size.
-        data = b"" if size > most else file.read((size or most) + 1) or b""
-    if max(size, len(data)) > most:
-        raise OSError(errno.EFBIG, f"It is larger than {most:,} bytes", str(path))
-    return data
+        if size > most:
+            raise OSError(errno.EFBIG, f"It is larger than {most:,} bytes", str(path))
+        return file.read(size)
 
 
 def _name(key: Key) -> str:

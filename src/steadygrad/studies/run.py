@@ -1,19 +1,15 @@
-"""A study from its first check to its summary, however it ends; what its run's header says."""
+"""A study from its first check to its summary, however it ends."""
 
-import math
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, fields, replace
-from datetime import datetime, timezone
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from steadygrad._checks import InputError, launched
 from steadygrad.studies.calibration import calibrate, resolve_device
@@ -27,9 +23,9 @@ from steadygrad.studies.executors import (
     made_workers,
     process_workers,
 )
-from steadygrad.studies.files import OBJECT, digests, located, remember, trusted
+from steadygrad.studies.files import OBJECT, located, remember, trusted
 from steadygrad.studies.folder import (
-    SCHEMA,
+    HEADER,
     Results,
     Run,
     RunError,
@@ -40,7 +36,9 @@ from steadygrad.studies.folder import (
     write_result,
     write_summary,
 )
-from steadygrad.studies.schema import FREE, Header, Result, Runtime, TaskInfo, schema_of
+from steadygrad.studies.header import changes, make_header
+from steadygrad.studies.schema import FREE, Header, Result, schema_of
+from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.study import Study, study_class, study_of
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.work import Coordinator, Monitor, Worker, recorded_trainer, run_serial
@@ -110,7 +108,6 @@ def conduct(
         StudyInterrupted: By a signal before the run was begun.
     """
     page = import_module("steadygrad.studies.page")  # says now if an extra is missing
-    study_class(name)
     if task is not None:
         given = {"workers": 1, **given, "task": OBJECT}
         if given["workers"] > 1 or given.get("dask") or given.get("executor"):
@@ -139,7 +136,7 @@ def conduct(
                     error.outcome = replace(error.outcome, page=page.write(folder))
             raise
         except KeyboardInterrupt:
-            if (folder / "header.json").exists():
+            if (folder / HEADER).exists():
                 monitor.say(f"stopped; --resume {folder} continues the run.")
             raise
         if outcome.is_main:
@@ -194,7 +191,7 @@ def start(
         plan = kind.make_plan(settings, trainer, speed=speed, workers=workers)
         trainer.fit_micro_batch(kind.largest_batch(plan, task))
         trainer.restart()
-        header = _make_header(kind, settings, trainer, workers, plan)
+        header = make_header(kind, settings, trainer, workers, plan)
         context.on_main(lambda: create(folder, header))
         deadline.limit(settings.budget)
         context.on_main(lambda: remember(folder))
@@ -255,7 +252,7 @@ def resume(
         # Only rank 0's machine knows which runs were begun there.
         study.files = context.gather(context.on_main(lambda: trusted(run, given)))[0] or {}
         trainer = recorded_trainer(study, context, task)
-        for warning in _changes(header, trainer):
+        for warning in changes(header, trainer):
             monitor.say(warning)
         for file in run.unreadable:
             monitor.say(f"results/{file} cannot be read: its trial is run again.")
@@ -294,17 +291,17 @@ def _completed(run: Run, more_time: bool, monitor: Monitor) -> Outcome | None:
     if is_main and more_time:
         monitor.say("this run is complete. Remedy: start a new run with a longer --budget.")
     summary = _summary(study, run.results, "complete")
-    if is_main and summary != run.summary:
+    # As texts: a NaN is not equal to itself.
+    if is_main and dumps(summary) != dumps(run.summary):
         write_summary(run.folder, summary)
     return Outcome(run.folder, summary, is_main=is_main)
 
 
 def _summary(study: Study, results: Results, status: str) -> dict[str, Any]:
-    common = {"schema": SCHEMA, "study": study.name, "status": status}
     summary = study.summarize(results, status)
     if study.header.task.dependent:
         summary = msgspec.structs.replace(summary, remarks=(*summary.remarks[:2], DEPENDENT))
-    return {**summary.to_dict(), **common}
+    return summary.to_dict()
 
 
 def _cluster(stack: ExitStack, settings: Any, context: DistributedContext) -> Workers | None:
@@ -397,106 +394,3 @@ def _tell(study: Study, results: Results, monitor: Monitor) -> None:
     milestones = {name: ends[key] for name, key in study.milestones().items()}
     done = sum(costs[key] for key in study.finished(results))
     monitor.begin(sum(costs.values()), done, milestones)
-
-
-def describe_task(trainer: Trainer, spec: str) -> TaskInfo:
-    """Describes a trainer's task, its model and its optimizer; ``spec`` names the task."""
-    task, group = trainer.task, trainer.optimizer.param_groups[0]
-    common = {field.name for field in fields(task)} & {*TaskInfo.__struct_fields__}
-    values = {name: getattr(task, name) for name in common}
-    return TaskInfo(
-        **{**values, "provenance": dict(task.provenance)},
-        spec=spec,
-        dependent=trainer.dependent,
-        parameters=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
-        train_size=len(task.train),
-        valid_size=len(task.valid),
-        optimizer=type(trainer.optimizer).__name__,
-        beta2=float(group["betas"][1]) if trainer.second_moment and "betas" in group else None,
-        weight_decay=float(group["weight_decay"]) if "weight_decay" in group else None,
-    )
-
-
-def accelerator(device: torch.device) -> dict[str, Any]:
-    """Describes the GPU that a study runs on, and the version of its library; empty on a CPU."""
-    if device.type != "cuda":
-        return {}
-    found = torch.cuda.get_device_properties(device)
-    library = {"hip": torch.version.hip} if torch.version.hip else {"cuda": torch.version.cuda}
-    return {"gpu": found.name, "gpu_memory_bytes": found.total_memory, **library}
-
-
-def _make_header(
-    kind: type[Study], settings: Any, trainer: Trainer, workers: int, plan: Any
-) -> Header:
-    context = trainer.context
-    runtime = Runtime(
-        device=context.device.type,
-        dtype=kind.dtype(settings),
-        world_size=context.size,
-        sharding=context.sharding,
-        threads=torch.get_num_threads(),
-        micro_batch_size=trainer.micro_batch_size,
-        workers=workers,
-    )
-    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    header: Header = schema_of(kind.name).Header(
-        schema=SCHEMA,
-        study=kind.name,
-        task=describe_task(trainer, settings.task),
-        settings=settings,
-        plan=plan,
-        runtime=runtime,
-        environment=environment(accelerator(context.device)),
-        files=digests(located(settings)),
-        first_losses=_first_losses(trainer),
-        time={"created": created, "folder": os.getcwd()},
-    )
-    return header
-
-
-def _first_losses(trainer: Trainer) -> tuple[float, ...]:
-    """The losses before training, if a model that is made anew has them again."""
-    found = []
-    for _ in range(2):
-        found.append(trainer.first_losses())
-        trainer.restart()
-    return found[0] if found[0] == found[1] else ()
-
-
-def _changes(header: Header, trainer: Trainer) -> list[str]:
-    """Warnings about changes that may alter the last digits when a run continues.
-
-    Raises:
-        InputError: If the study cannot continue to the same numbers at all.
-    """
-    then, now = header.task, describe_task(trainer, header.task.spec)
-    for name in then.__struct_fields__:
-        _check_same(name, getattr(then, name), getattr(now, name), "the task as it was")
-    world = header.runtime.world_size, trainer.context.size
-    _check_same("world_size", *world, "torchrun --nproc-per-node as before")
-    before, after = header.environment, environment(accelerator(trainer.context.device))
-    names = {"torch": "torch", "cpu": "the processor", "gpu": "the GPU"}
-    changed = [
-        f"{text} was {before.get(name)} and is {after.get(name)}: the numbers may differ in the "
-        "last digits."
-        for name, text in names.items()
-        if before.get(name) != after.get(name)
-    ]
-    # On another machine the last digits differ, and no more is known.
-    if header.first_losses and not changed:
-        losses = header.first_losses, trainer.first_losses()
-        if not all(map(partial(math.isclose, rel_tol=1e-5, abs_tol=1e-9), *losses)):
-            _check_same("losses before training", *losses, "the task and its data as they were")
-    return changed
-
-
-def _check_same(name: str, then: Any, now: Any, remedy: str) -> None:
-    if isinstance(then, dict) and isinstance(now, dict):
-        for key in {**then, **now}:
-            _check_same(key, then.get(key), now.get(key), remedy)
-    elif then != now:
-        raise InputError(
-            f"Expected {name} = {then!r} as in the record. Found {now!r}. "
-            f"Remedy: {remedy}, or a new run with --out."
-        )

@@ -6,7 +6,7 @@ A study's own are in its ``schema`` module: ``Settings``, ``Header`` and the uni
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +21,10 @@ PositiveFloat = Annotated[float, Meta(gt=0, lt=1e300)]
 Key = tuple[str | int | float, ...]
 """The kind of a result, and the values that tell it from others of its kind."""
 
+S = TypeVar("S", bound="Summary")
+
+# Version of the folder's format.
+SCHEMA = 3
 # Settings that --resume may change: they decide when a study ends, not its numbers.
 FREE = ("budget", "workers", "dask", "executor")
 # Names of the built-in tasks.
@@ -219,14 +223,19 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         remarks: At most three more sentences, the most important first.
     """
 
-    schema: int
+    schema: int = SCHEMA
     study: str
     status: str
     task: str
     sample: str
-    answer: str
-    table: Table | None
-    remarks: tuple[str, ...]
+    answer: str = ""
+    table: Table | None = None
+    remarks: tuple[str, ...] = ()
+
+    def worded(self: S, words: Any) -> S:
+        """The same with answer, table and remarks, as the study's module of ``words`` has them."""
+        said = {name: getattr(words, name)(self) for name in ("answer", "table", "remarks")}
+        return msgspec.structs.replace(self, **said)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as in ``summary.json``."""

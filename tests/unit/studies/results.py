@@ -13,14 +13,13 @@ from steadygrad.studies.advise import schema as advise
 from steadygrad.studies.advise.schema import Branch, Noise, Plan, Point, Scratch, Settings, Stage
 from steadygrad.studies.folder import (
     HEADER,
-    SCHEMA,
     Run,
     create,
     read_run,
     write_result,
     write_summary,
 )
-from steadygrad.studies.schema import Header, Result, Runtime, TaskInfo
+from steadygrad.studies.schema import SCHEMA, Header, Result, Runtime, TaskInfo
 
 TASK = TaskInfo(
     spec="tiny_task.py:make_task",

@@ -9,7 +9,7 @@ from steadygrad.formulas.schedule import BatchSizeSchedule
 from steadygrad.studies.advise import schema, words
 from steadygrad.studies.advise.analysis import Evidence
 from steadygrad.studies.advise.schema import Header, Noise, Point, Recommendation, Stage, Summary
-from steadygrad.studies.folder import SCHEMA, Results
+from steadygrad.studies.folder import Results
 
 __all__ = ["summarize"]
 
@@ -40,7 +40,6 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         going_on,
     )
     found = Summary(
-        schema=SCHEMA,
         study="advise",
         status=status,
         task=header.task.name,
@@ -55,13 +54,8 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         going_on=going_on,
         checked=tuple(evidence.checked),
         points=tuple(_measured(evidence, point) for point in evidence.points),
-        answer="",
-        table=None,
-        remarks=(),
     )
-    return replace(
-        found, answer=words.answer(found), table=words.table(found), remarks=words.remarks(found)
-    )
+    return found.worded(words)
 
 
 def _recommendation(evidence: Evidence) -> Recommendation:

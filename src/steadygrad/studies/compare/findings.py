@@ -19,7 +19,7 @@ from steadygrad.studies.compare.schema import (
     Summary,
     Verdict,
 )
-from steadygrad.studies.folder import SCHEMA, Results
+from steadygrad.studies.folder import Results
 
 __all__ = ["find", "summarize"]
 
@@ -41,14 +41,10 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
     critical = map(evidence.critical, plan.optimizers if len(plan.multiples) > 1 else ())
     verdicts = tuple(row for multiple in plan.multiples for row in evidence.verdicts(multiple))
     found = Summary(
-        schema=SCHEMA,
         study="compare",
         status=status,
         task=task.name,
         sample=task.sample,
-        answer="",
-        table=None,
-        remarks=(),
         batch_size=plan.batch_size,
         findings=(),
         optimizers=titles,
@@ -61,9 +57,7 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         diverged=sum(lost.values()),
         diverged_by=lost,
     )
-    found = replace(found, findings=tuple(find(found)))
-    said = {"answer": words.answer(found), "table": words.table(found)}
-    return replace(found, remarks=words.remarks(found), **said)
+    return replace(found, findings=tuple(find(found))).worded(words)
 
 
 def find(s: Summary) -> Iterator[Flip | Edge | Brackets | Verdict]:

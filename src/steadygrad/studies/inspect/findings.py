@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from steadygrad.studies.folder import SCHEMA, Results
+from steadygrad.studies.folder import Results
 from steadygrad.studies.inspect import schema, words
 from steadygrad.studies.inspect.analysis import by_phase, diagnose, layers_of, propose, shares_of
 from steadygrad.studies.inspect.schema import AFTER, BEFORE, PARTS, SEARCH, STEPS, Part, Summary
@@ -41,7 +41,6 @@ def summarize(header: schema.Header, results: Results, status: str) -> Summary:
         *_effects(found, "regressed", "overflowed_after", "internal_underflow", "limiting"),
     )
     summary = Summary(
-        schema=SCHEMA,
         study="inspect",
         status=status,
         task=header.task.name,
@@ -55,16 +54,8 @@ def summarize(header: schema.Header, results: Results, status: str) -> Summary:
             if phases[phase]
         },
         layers=tuple(_layers(phases)),
-        answer="",
-        table=None,
-        remarks=(),
     )
-    return replace(
-        summary,
-        answer=words.answer(summary),
-        table=words.table(summary),
-        remarks=words.remarks(summary),
-    )
+    return summary.worded(words)
 
 
 def _verdict(

@@ -17,8 +17,8 @@ from steadygrad.studies.advise.schema import (
     Settings,
     Stage,
 )
-from steadygrad.studies.folder import SCHEMA, Results
-from steadygrad.studies.schema import Result, Runtime, TaskInfo
+from steadygrad.studies.folder import Results
+from steadygrad.studies.schema import SCHEMA, Result, Runtime, TaskInfo
 
 LENGTH = 4096
 SIZES = [8 * 2**i for i in range(7)]

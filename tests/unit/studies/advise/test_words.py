@@ -1,24 +1,17 @@
 """One example of each template of words, and the run of the pages, word by word."""
 
 import re
-from html import unescape
-from pathlib import Path
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
-from steadygrad.cli.console import drawn, rendered
 from steadygrad.studies.advise import schema, words
 from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.advise.schema import Summary
-from steadygrad.studies.folder import Results, read_run
-from steadygrad.studies.page import render
+from steadygrad.studies.folder import Results
 from tests.unit.studies.advise.events import make_header, measured, studied
 from tests.unit.studies.advise.random_records import random_record
 
-HERE = Path(__file__).parent
-RECORDED = HERE.parents[3] / "docs" / "records" / "advise"
 STAGES = tuple(schema.Stage(from_samples=at, batch_size=b, lr=0.001) for at, b in ((0, 8), (9, 24)))
 
 
@@ -248,19 +241,6 @@ def test_one_sentence_one_table_three_remarks(first):
         assert summary.answer.startswith("Preliminary") == (
             summary.status != "complete" and basis != "none"
         )
-
-
-def test_the_recorded_run_says_today_what_it_said():
-    """Numbers as they were recorded; terminal and page, word by word."""
-    recorded = read_run(RECORDED)
-    found = summarize(recorded.header, recorded.results, "complete")
-    assert msgspec.convert(recorded.summary, Summary) == found
-    terminal = rendered(found.answer, drawn(found.to_dict()["table"]), *found.remarks, stream=None)
-    assert f"{terminal}\n" == (HERE / "terminal.txt").read_text()
-    page = re.sub(r"<(style|svg)\b.*?</\1>", "", render(recorded), flags=re.DOTALL)
-    page = page.partition("<h2>Where the numbers come from")[0]
-    lines = (" ".join(unescape(re.sub("<[^>]*>", " ", line)).split()) for line in page.split("\n"))
-    assert "\n".join(line for line in lines if line) + "\n" == (HERE / "page.txt").read_text()
 
 
 def test_the_whole_study_in_words():

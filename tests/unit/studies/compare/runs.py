@@ -12,8 +12,9 @@ from steadygrad.studies.compare.plan import make_trials
 from steadygrad.studies.compare.schema import Header, Plan, Run, Settings, Speed
 from steadygrad.studies.compare.study import Compare
 from steadygrad.studies.deadline import Deadline
-from steadygrad.studies.folder import SCHEMA, Results
+from steadygrad.studies.folder import Results
 from steadygrad.studies.run import start
+from steadygrad.studies.schema import SCHEMA
 from tests.unit.studies.framework import TINY, Watcher, tiny
 from tests.unit.studies.results import RUNTIME, TASK
 

@@ -1,24 +1,15 @@
 """One example of each template of words, and the recorded run, word by word."""
 
 import math
-import re
-from html import unescape
-from pathlib import Path
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
-from steadygrad.cli.console import drawn, rendered
 from steadygrad.studies.compare import words
-from steadygrad.studies.compare.findings import find, summarize
+from steadygrad.studies.compare.findings import find
 from steadygrad.studies.compare.schema import Brackets, Edge, Flip, Ratio, Summary
-from steadygrad.studies.folder import read_run
-from steadygrad.studies.page import render
 from tests.unit.studies.compare.runs import noisy, planned, summary
 
-HERE = Path(__file__).parent
-RECORDED = HERE.parents[3] / "docs" / "records" / "compare"
 STAY = "Stay with AdamW at learning rate 0.001"
 
 
@@ -189,16 +180,3 @@ def test_a_bound_is_said_as_one(found):
     row = replace(found.verdicts[-2], sample_ratio=samples, time_ratio=time)
     assert words.ratios(row) == ("≤ 0.25 (≤ 0.25 to 0.50)", "≥ 5.00 (2.50 to ≥ 5.00)")
     assert words.ratios(replace(row, sample_ratio=None, time_ratio=None)) == ("–", "–")
-
-
-def test_the_recorded_run_says_today_what_it_said():
-    """Numbers as they were recorded; terminal and page, word by word."""
-    recorded = read_run(RECORDED)
-    found = summarize(recorded.header, recorded.results, "complete")
-    assert msgspec.convert(recorded.summary, Summary) == found
-    terminal = rendered(found.answer, drawn(found.to_dict()["table"]), *found.remarks, stream=None)
-    assert f"{terminal}\n" == (HERE / "terminal.txt").read_text()
-    page = re.sub(r"<(style|svg)\b.*?</\1>", "", render(recorded), flags=re.DOTALL)
-    page = page.partition("<h2>Where the numbers come from")[0]
-    lines = (" ".join(unescape(re.sub("<[^>]*>", " ", line)).split()) for line in page.split("\n"))
-    assert "\n".join(line for line in lines if line) + "\n" == (HERE / "page.txt").read_text()

@@ -1,24 +1,12 @@
 """One example of each template of words, and the run of the pages, word by word."""
 
-import re
-from html import unescape
-from pathlib import Path
-
-import msgspec
 import pytest
 from msgspec.structs import replace
 
-from steadygrad.cli.console import drawn, rendered
-from steadygrad.studies.folder import read_run
 from steadygrad.studies.inspect import schema, words
-from steadygrad.studies.inspect.findings import summarize
-from steadygrad.studies.inspect.schema import Summary
-from steadygrad.studies.page import render
 from tests.unit.studies.inspect.runs import counts, parts, summary_of
 from tests.unit.studies.inspect.test_analysis import LARGEST, UNDERFLOWING
 
-HERE = Path(__file__).parent
-RECORDED = HERE.parents[3] / "docs" / "records" / "inspect"
 CALM = {"early": counts(0, 9), "late": counts(0, 9)}
 FINE = [part for phase in ("before", "search") for part in parts(phase, CALM, LARGEST)]
 AFTER = parts("after", CALM, LARGEST)
@@ -194,16 +182,3 @@ def test_the_table():
         ("late", "0.0% / 30.0%", "16 / 0", "–", "limiting, regressed"),
     )
     assert summary_of([], "budget").table is None
-
-
-def test_the_recorded_run_says_today_what_it_said():
-    """Numbers as they were recorded; terminal and page, word by word."""
-    recorded = read_run(RECORDED)
-    found = summarize(recorded.header, recorded.results, "complete")
-    assert msgspec.convert(recorded.summary, Summary) == found
-    terminal = rendered(found.answer, drawn(found.to_dict()["table"]), *found.remarks, stream=None)
-    assert f"{terminal}\n" == (HERE / "terminal.txt").read_text()
-    page = re.sub(r"<(style|svg)\b.*?</\1>", "", render(recorded), flags=re.DOTALL)
-    page = page.partition("<h2>Where the numbers come from")[0]
-    lines = (" ".join(unescape(re.sub("<[^>]*>", " ", line)).split()) for line in page.split("\n"))
-    assert "\n".join(line for line in lines if line) + "\n" == (HERE / "page.txt").read_text()

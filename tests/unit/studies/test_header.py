@@ -11,7 +11,7 @@ from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.environment import environment
 from steadygrad.studies.folder import read_run
-from steadygrad.studies.run import accelerator, describe_task
+from steadygrad.studies.header import accelerator, describe_task
 from steadygrad.studies.trainer import Trainer
 from tests.unit.studies.framework import PLAN, begin, make_trainer, tiny
 from tests.unit.studies.tiny_task import make_task

@@ -1,0 +1,121 @@
+"""The header of a run: what it says of the task and the machine, and whether that has changed."""
+
+import math
+import os
+from dataclasses import fields
+from datetime import datetime, timezone
+from functools import partial
+from typing import Any
+
+import torch
+
+from steadygrad._checks import InputError
+from steadygrad.studies.environment import environment
+from steadygrad.studies.files import digests, located
+from steadygrad.studies.schema import SCHEMA, Header, Runtime, TaskInfo, schema_of
+from steadygrad.studies.study import Study
+from steadygrad.studies.trainer import Trainer
+
+
+def describe_task(trainer: Trainer, spec: str) -> TaskInfo:
+    """Describes a trainer's task, its model and its optimizer; ``spec`` names the task."""
+    task, group = trainer.task, trainer.optimizer.param_groups[0]
+    common = {field.name for field in fields(task)} & {*TaskInfo.__struct_fields__}
+    values = {name: getattr(task, name) for name in common}
+    return TaskInfo(
+        **{**values, "provenance": dict(task.provenance)},
+        spec=spec,
+        dependent=trainer.dependent,
+        parameters=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        train_size=len(task.train),
+        valid_size=len(task.valid),
+        optimizer=type(trainer.optimizer).__name__,
+        beta2=float(group["betas"][1]) if trainer.second_moment and "betas" in group else None,
+        weight_decay=float(group["weight_decay"]) if "weight_decay" in group else None,
+    )
+
+
+def accelerator(device: torch.device) -> dict[str, Any]:
+    """Describes the GPU that a study runs on, and the version of its library; empty on a CPU."""
+    if device.type != "cuda":
+        return {}
+    found = torch.cuda.get_device_properties(device)
+    library = {"hip": torch.version.hip} if torch.version.hip else {"cuda": torch.version.cuda}
+    return {"gpu": found.name, "gpu_memory_bytes": found.total_memory, **library}
+
+
+def make_header(
+    kind: type[Study], settings: Any, trainer: Trainer, workers: int, plan: Any
+) -> Header:
+    """The header of a new run; ``workers`` is the number that the plan was made for."""
+    context = trainer.context
+    runtime = Runtime(
+        device=context.device.type,
+        dtype=kind.dtype(settings),
+        world_size=context.size,
+        sharding=context.sharding,
+        threads=torch.get_num_threads(),
+        micro_batch_size=trainer.micro_batch_size,
+        workers=workers,
+    )
+    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    header: Header = schema_of(kind.name).Header(
+        schema=SCHEMA,
+        study=kind.name,
+        task=describe_task(trainer, settings.task),
+        settings=settings,
+        plan=plan,
+        runtime=runtime,
+        environment=environment(accelerator(context.device)),
+        files=digests(located(settings)),
+        first_losses=_first_losses(trainer),
+        time={"created": created, "folder": os.getcwd()},
+    )
+    return header
+
+
+def _first_losses(trainer: Trainer) -> tuple[float, ...]:
+    """The losses before training, if a model that is made anew has them again."""
+    found = []
+    for _ in range(2):
+        found.append(trainer.first_losses())
+        trainer.restart()
+    return found[0] if found[0] == found[1] else ()
+
+
+def changes(header: Header, trainer: Trainer) -> list[str]:
+    """Warnings about changes that may alter the last digits when a run continues.
+
+    Raises:
+        InputError: If the study cannot continue to the same numbers at all.
+    """
+    then, now = header.task, describe_task(trainer, header.task.spec)
+    for name in then.__struct_fields__:
+        _check_same(name, getattr(then, name), getattr(now, name), "the task as it was")
+    world = header.runtime.world_size, trainer.context.size
+    _check_same("world_size", *world, "torchrun --nproc-per-node as before")
+    before, after = header.environment, environment(accelerator(trainer.context.device))
+    names = {"torch": "torch", "cpu": "the processor", "gpu": "the GPU"}
+    changed = [
+        f"{text} was {before.get(name)} and is {after.get(name)}: the numbers may differ in the "
+        "last digits."
+        for name, text in names.items()
+        if before.get(name) != after.get(name)
+    ]
+    # On another machine the last digits differ, and no more is known.
+    if header.first_losses and not changed:
+        losses = header.first_losses, trainer.first_losses()
+        if not all(map(partial(math.isclose, rel_tol=1e-5, abs_tol=1e-9), *losses)):
+            _check_same("losses before training", *losses, "the task and its data as they were")
+    return changed
+
+
+def _check_same(name: str, then: Any, now: Any, remedy: str) -> None:
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in {**then, **now}:
+            _check_same(key, then.get(key), now.get(key), remedy)
+    elif then != now:
+        raise InputError(
+            f"Expected {name} = {then!r} as in the record. Found {now!r}. "
+            f"Remedy: {remedy}, or a new run with --out."
+        )
