@@ -28,7 +28,7 @@ BRINGS = {
 
 
 def run(values: Mapping[str, Any]) -> int:
-    """Prints what was found, as JSON or with a line for each value."""
+    """Prints the findings, as JSON or with a line for each value."""
     found = cleaned(examined())
     lines = [f"{name:20}  {value}" for name, value in found.items()]
     emit(json.dumps(found, indent=2) if values.get("json") else "\n".join(lines))
@@ -48,7 +48,7 @@ def examined() -> dict[str, Any]:
 
 
 def _tried(name: str, look: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-    """What a look finds, or the error that ends it: an installation may be broken anywhere."""
+    """The values of a look, or its error: an installation may be broken anywhere."""
     try:
         found = look(*arguments)
     except Exception as error:

@@ -95,7 +95,7 @@ UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
 class Parser(ArgumentParser):
-    """Raises what argparse would print; what a command line does not name has no value."""
+    """A parser whose errors are raised; options that are left away have no value."""
 
     def __init__(self, command: str, text: str, examples: Iterable[str], page: str) -> None:
         lines = "\n  ".join(["examples:", *examples])

@@ -32,7 +32,7 @@ def duration(seconds: float) -> str:
 
 
 class Monitor:
-    """Tells how far a study is, how long it takes, and what its budget will cut.
+    """Shows a study's progress, the time left, and the parts that its budget will cut.
 
     Without a bar it prints lines: at every twentieth of the work, and when a while went by without
     one. A while is 20 seconds, or a thirtieth of the time so far where that is longer: these lines
@@ -111,7 +111,7 @@ class Monitor:
         return min(needed, self.budget_left())
 
     def _cut(self) -> str:
-        """What the budget will cut, as soon as that is known; empty if nothing."""
+        """A warning of the parts that the budget will cut, once known; else an empty text."""
         now, share = self.clock(), KNOWN_AFTER_SHARE * (self.total - self.first)
         if self.known is None:
             self.known = (now, self.done) if self.done - self.first >= share else None

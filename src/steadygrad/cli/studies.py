@@ -73,7 +73,7 @@ def _shown(outcome: Outcome, stream: TextIO | None) -> str:
 
 @dataclass(frozen=True, repr=False)
 class StudyResult(Generic[S]):
-    """What a study found: printed, its answer and table; in a notebook, its page.
+    """The result of a study: printed, its answer and table; in a notebook, its page.
 
     Attributes:
         summary: The answer in one sentence (``answer``), the ``table``, the ``remarks``, the

@@ -206,7 +206,7 @@ class History:
         self.pushed += 1
 
     def drop(self) -> None:
-        """Counts a measurement that was left out for what its gradients were."""
+        """Counts a step that was left out because of its gradients."""
         self.ring[self.pushed % self.capacity].fill_(torch.nan)
         self.pushed += 1
 

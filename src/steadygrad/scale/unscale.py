@@ -126,7 +126,7 @@ class StepUnscaler:
         return carried
 
     def _gradients_by_layer(self, optimizer: Optimizer) -> tuple[Gradients, Gradients]:
-        """Collects this process's gradients, and those that are measured."""
+        """Collects this process's gradients, and the measured ones among them."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients: Gradients = defaultdict(list)
         measured: Gradients = defaultdict(list)

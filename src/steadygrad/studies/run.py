@@ -388,7 +388,7 @@ def _run(
 
 
 def _tell(study: Study, results: Results, monitor: Monitor) -> None:
-    """Tells the monitor what there is to do, and what is done."""
+    """Tells the monitor the planned work, and the part that is done."""
     costs = {trial.key: trial.cost for trial in study.trials()}
     ends = dict(zip(costs, accumulate(costs.values()), strict=True))
     milestones = {name: ends[key] for name, key in study.milestones().items()}

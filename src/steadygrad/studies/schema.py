@@ -106,7 +106,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """What results of one kind are ordered by. Default: the key."""
+        """The sort key among results of one kind. Default: the key."""
         return self.key
 
     @property
@@ -171,7 +171,7 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run is. Each study's header adds its ``settings`` and its ``plan``.
+    """The identity of a run. Each study's header adds its ``settings`` and its ``plan``.
 
     Attributes:
         schema: Version of the folder's format.

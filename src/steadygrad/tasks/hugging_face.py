@@ -123,7 +123,7 @@ def columns_of(model: nn.Module) -> frozenset[str]:
 def collate_columns(
     items: list[Any], *, collate: Callable[[list[Any]], Any], columns: frozenset[str]
 ) -> Any:
-    """Collates what ``n`` samples have of some columns; none: of all."""
+    """Collates some columns of ``n`` samples; none: of all."""
     rows = map(_columns, items)
     return collate([{k: v for k, v in row.items() if k in columns or not columns} for row in rows])
 

@@ -111,7 +111,7 @@ def check_model_maker(
 def make_optimizer(
     make: Callable[[float], Any], model: nn.Module, lr: float, what: str, *, varied: bool = False
 ) -> Optimizer:
-    """Makes an optimizer, and a second one to see what the function does with its learning rate.
+    """Makes an optimizer, and a second one to see whether the learning rate is used.
 
     Args:
         make: From a learning rate, which some groups may multiply or leave aside, to an optimizer.
@@ -157,7 +157,7 @@ def _rate(group: Mapping[str, Any]) -> float:
 
 
 def _traits(model: nn.Module, layout: bool) -> tuple[list[Any], list[Any]]:
-    """What an optimizer's maker must leave as it is, and the objects themselves."""
+    """The traits of a model that an optimizer's maker must leave alone, and their owners."""
     ps = list(model.parameters())
     kinds = [(p.requires_grad, *(p._backward_hooks or ())) for p in ps]
     held = [*model.modules(), *ps]
@@ -165,7 +165,7 @@ def _traits(model: nn.Module, layout: bool) -> tuple[list[Any], list[Any]]:
 
 
 def optimizer_of(make: Callable[[float], Any], lr: float, what: str) -> Optimizer:
-    """What a function makes of a learning rate, if it is an optimizer; ``what`` is its name.
+    """The optimizer that a function makes of a learning rate; ``what`` is its name.
 
     Raises:
         TaskError: If it is none, or the function raises.

@@ -368,7 +368,7 @@ def _compared(products: Tensor) -> tuple[float, float]:
 
 
 def _fit(products: Tensor, vector: int) -> tuple[Tensor, float]:
-    """Least-squares weights of the micro-batches' gradients in a vector, and what is left of it."""
+    """Least-squares weights of the micro-batches' gradients in a vector, and the residual."""
     inner, with_it = products[_PARTS:, _PARTS:], products[_PARTS:, vector].nan_to_num(0, 0, 0)
     weights: Tensor = torch.linalg.lstsq(inner, with_it[:, None], driver="gelsd").solution[:, 0]
     fitted = 2 * weights @ products[_PARTS:, vector] - weights @ inner @ weights

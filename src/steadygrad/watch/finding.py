@@ -306,7 +306,7 @@ def _words(one: Seen) -> str:
 
 
 def _sort(value: Any) -> str:
-    """What a value that is not finite holds: ``"nan"``, ``"inf"`` or only ``"-inf"``."""
+    """The kind of a value that is not finite: ``"nan"``, ``"inf"`` or only ``"-inf"``."""
     if is_finite(value):
         return ""
     if value.isnan().any():

@@ -36,7 +36,7 @@ _SMALL = 4096
 
 
 class Clock:
-    """What a watch shares with its taps and passes.
+    """State that a watch shares with its taps and passes.
 
     Calls are counted in a tensor, which compiled code can update; it cannot append to lists.
 
@@ -112,7 +112,7 @@ class Pass:
         return found if told else found[0]
 
     def enter(self, tap: "Tap", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Notes what a module is given."""
+        """Notes the inputs of a module."""
         for leaf in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(leaf, (Tensor, list, tuple, dict)):
                 for tensor in (leaf,) if isinstance(leaf, Tensor) else _tensors(leaf):
@@ -123,13 +123,13 @@ class Pass:
                         one.takers.append(tap.name)
 
     def _known(self, tensor: Tensor) -> Seen | None:
-        """What was noted of a tensor; None if nothing was, or it was changed in place since."""
+        """The notes on a tensor; None if nothing was, or it was changed in place since."""
         note = self._notes.get(id(tensor))
         known = note and note[0]() is tensor and note[1] == _version(tensor)
         return note[2] if note and known else None
 
     def see(self, tap: "Tap", output: Any) -> None:
-        """Notes what a module gave."""
+        """Notes the outputs of a module."""
         repeated = in_backward()
         if not repeated:
             # The weights' gradients would not say in which of the module's calls they broke.
@@ -144,7 +144,7 @@ class Pass:
             self._await_loss(outputs)
 
     def _await_loss(self, outputs: Sequence[Tensor]) -> None:
-        """Hooks the gradients at what the model returned, and what else the loss may take."""
+        """Hooks the gradients at the outputs and at other tensors that the loss may take."""
         # In an object that is not known there is nothing to hook.
         self._clock.detailed = self._clock.detailed or not outputs
         self.every = taken = self.every or self._clock.detailed

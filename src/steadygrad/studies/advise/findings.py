@@ -1,4 +1,4 @@
-"""What a study found: a pure function of the header and the results."""
+"""The findings of a study: a pure function of the header and the results."""
 
 import math
 

@@ -373,7 +373,7 @@ Others = Schedule | GoingOn | Larger | Flat | Unplanned | Unfinished
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What a point of training gave; ``resolved``: whether it tells batch sizes apart."""
+    """Measurements at a point of training; ``resolved``: whether it tells batch sizes apart."""
 
     samples: int
     valid_loss: float

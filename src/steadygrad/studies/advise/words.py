@@ -223,7 +223,7 @@ def _extra(overhead: float, s: Summary) -> str:
 
 
 def _needs(run: Checked, s: Summary) -> str:
-    """What a run cost, with its confidence interval."""
+    """The extra samples of a run, with their confidence interval."""
     if math.isinf(run.loss):
         return "diverged"
     goal = f"more {plural(s.sample)} than batch {s.batch_size:,}"

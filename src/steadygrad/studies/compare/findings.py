@@ -1,4 +1,4 @@
-"""What a study found: a pure function of the header and the results."""
+"""The findings of a study: a pure function of the header and the results."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ __all__ = ["find", "summarize"]
 
 
 def summarize(header: Header, results: Results, status: str) -> Summary:
-    """The numbers, what they say, and the words for it.
+    """The summary of a study: numbers, findings and words.
 
     Args:
         header: The run's header.

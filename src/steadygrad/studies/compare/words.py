@@ -109,7 +109,7 @@ def _brackets(found: schema.Brackets, s: Summary) -> str:
 
 @said.register
 def _verdict(row: Verdict, s: Summary) -> str:
-    """The seeds that diverged, the time of one that is better, what would tell of the others."""
+    """Diverged seeds, the time of a better optimizer, or the seeds that would decide."""
     name, at, seeds = s.optimizers[row.optimizer], _at(row.multiple, s), len(row.losses)
     if row.lost:
         return f"{name} diverged on {row.lost} of {seeds} seeds{at}, AdamW on {row.baseline_lost}."

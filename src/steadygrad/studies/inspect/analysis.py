@@ -53,7 +53,7 @@ class Counts(NamedTuple):
         return max(1, self.zero + self.over + self.exponents.total())
 
     def fates(self, log2_scale: float = 0.0) -> tuple[float, float, float]:
-        """Shares that a scale makes zero, subnormal and infinite, of what is not zero already."""
+        """Shares of the nonzero values that a scale makes zero, subnormal and infinite."""
         flushed, subnormal, over = 0, 0, self.over
         for exponent, count in self.exponents.items():
             scaled = exponent + log2_scale

@@ -1,4 +1,4 @@
-"""What the template ``page.html`` shows of a run: its charts and numbers."""
+"""Charts and tables of the template ``page.html``: its charts and numbers."""
 
 import math
 from collections.abc import Mapping, Sequence

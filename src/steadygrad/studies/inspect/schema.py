@@ -237,7 +237,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(Finding, frozen=True, tag="verdict"):
-    """What the answer is.
+    """The kind of answer.
 
     ``verdict``: one loss scale is ``"enough"``; it is if it starts ``"higher"``; ``"layers"`` need
     scales of their own; exponents are too widely ``"spread"`` for any; the loss is ``"zero"``; all

@@ -70,7 +70,7 @@ def answer(s: Summary) -> str:
 
 
 def _told(s: Summary) -> dict[str, str]:
-    """What the verdicts tell."""
+    """The sentence of each verdict, by its name."""
     found, proposal = s.diagnosis, s.proposal or Proposal(loss_scale=1.0, layer_scales={})
     before, after = s.phases.get(BEFORE), s.phases.get(AFTER)
     own = f"scales of their own for {_few(proposal.layer_scales)}"
