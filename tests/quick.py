@@ -192,7 +192,7 @@ CASES = {
         "test_nothing_is_at_fault_in_the_language_model": 0,
         "test_who_overflows_because_it_is_large_is_not_broken": 0,
     },
-    "unit/studies/test_description.py": {
+    "unit/studies/test_header.py": {
         "test_a_task_without_betas_and_weight_decay": 0,
         "test_ranks_keep_the_threads_that_their_launcher_gave_them": 0,
         "test_the_header_says_what_was_run": 0,
