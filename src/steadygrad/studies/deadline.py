@@ -32,13 +32,14 @@ def stop_if(flags: Sequence[float]) -> None:
 class Deadline:
     """Remembers that the study should end; the training loop asks between optimizer steps.
 
-    The budget counts from ``began``, a reading of ``time.monotonic()``. Default: now.
+    The budget counts from ``began``, a reading of ``time.monotonic()``. Default: now. A worker's is
+    over when the file ``stop`` is there.
     """
 
-    def __init__(self, began: float | None = None) -> None:
+    def __init__(self, began: float | None = None, stop: Path | None = None) -> None:
         self._began = time.monotonic() if began is None else began
         self._deadline = math.inf
-        self._signal = 0
+        self._stop, self._signal = stop, 0
 
     def limit(self, seconds: float) -> None:
         """Sets the budget. Before that there is none."""
@@ -51,7 +52,7 @@ class Deadline:
     @property
     def flags(self) -> list[float]:
         """1.0 for each of ``REASONS`` that holds."""
-        late = self.left() <= 0
+        late = self.left() <= 0 or (self._stop is not None and self._stop.exists())
         return [float(self._signal == reason if reason else late) for reason in REASONS]
 
     @contextmanager
@@ -71,22 +72,3 @@ class Deadline:
         self._signal = number
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, default)
-
-
-class WorkerDeadline(Deadline):
-    """The deadline of a worker process: a file that the coordinator writes."""
-
-    # Seconds between two checks, as a network's file system is slow to ask.
-    INTERVAL = 0.25
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path, self._next, self._over = path, 0.0, False
-
-    @property
-    def flags(self) -> list[float]:
-        """1.0 for the budget once the file is there."""
-        now = time.monotonic()
-        if now >= self._next:
-            self._next, self._over = now + self.INTERVAL, self._path.exists()
-        return [0.0, 0.0, float(self._over)]

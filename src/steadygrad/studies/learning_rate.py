@@ -45,9 +45,6 @@ class RateSetter:
         task: The task.
         keep_half_life: Whether Adam's second moment and the weight decay keep their half-life in
             samples at every batch size.
-
-    Raises:
-        InputError: If they are to, and the betas are not two.
     """
 
     def __init__(self, optimizer: Optimizer, task: Task, keep_half_life: bool) -> None:
@@ -56,9 +53,6 @@ class RateSetter:
             {name: copy.deepcopy(group[name]) for name in OPTIONS if name in group}
             for group in optimizer.param_groups
         ]
-        for options in self._options if keep_half_life else ():
-            if len(options.get("betas", (0, 0))) != 2:
-                raise _no_half_life(optimizer)
 
     def __call__(self, rate: Rate, seen: float = 0) -> None:
         """Sets a learning rate, after ``seen`` samples of the run."""
@@ -88,16 +82,12 @@ def has_second_moment(optimizer: Optimizer, *, needed: bool) -> bool:
     betas = optimizer.param_groups[0].get("betas", ())
     found = len(betas) == 2 and not names.isdisjoint(("exp_avg_sq", "exp_inf"))
     if needed and betas and not found:
-        raise _no_half_life(optimizer)
+        raise InputError(
+            "Option `--keep-half-life` needs an optimizer with two betas, the second of them for "
+            f"its second moment exp_avg_sq. Found {type(optimizer).__name__} with betas {betas}. "
+            "Remedy: leave it out."
+        )
     return found
-
-
-def _no_half_life(optimizer: Optimizer) -> InputError:
-    return InputError(
-        "Option `--keep-half-life` needs an optimizer with two betas, the second of them for its "
-        f"second moment exp_avg_sq. Found {type(optimizer).__name__} with betas "
-        f"{optimizer.param_groups[0].get('betas')}. Remedy: leave it out."
-    )
 
 
 def _keep_half_life(

@@ -15,7 +15,7 @@ import torch
 
 from steadygrad._checks import InputError
 from steadygrad.studies.checkpoint import Checkpoints
-from steadygrad.studies.deadline import Deadline, StudyInterrupted, WorkerDeadline, stop_if
+from steadygrad.studies.deadline import Deadline, StudyInterrupted, stop_if
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.executors import Workers
 from steadygrad.studies.files import load_recorded_task
@@ -270,7 +270,7 @@ def _worker(folder: str, header_text: bytes, files: str) -> Worker:
     path = Path(folder)
     study = study_of(read_header(path)[0])
     study.files = loads(files)
-    deadline, device = WorkerDeadline(path / STOP_FILE), study.header.runtime.device
+    deadline, device = Deadline(stop=path / STOP_FILE), study.header.runtime.device
     return Worker(study, path, recorded_trainer(study, DistributedContext(deadline, device=device)))
 
 
