@@ -1,8 +1,7 @@
 """Seeds, random generators and data orders: pure functions of the study's seed and of names."""
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -19,32 +18,15 @@ def seed_everything(seed: int, *names: object) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
 
-def generators(device: torch.device) -> Callable[[], None]:
-    """Remembers Python's, numpy's and torch's generators; a call of the result restores them."""
-    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-    # Only CUDA's functions take a device.
-    place = (device,) if device.type == "cuda" else ()
-    own = module and module.get_rng_state(*place)
-
-    def restore() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(host)
-        if module is not None:
-            module.set_rng_state(own, *place)
-
-    return restore
-
-
-@contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
-    """Puts the generators back into their states afterwards."""
-    restore = generators(device)
-    try:
-        yield
-    finally:
-        restore()
+def generators_kept(device: torch.device) -> ExitStack:
+    """Puts Python's, numpy's and torch's generators back into their states when it is closed."""
+    kept = ExitStack()
+    kept.callback(random.setstate, random.getstate())
+    kept.callback(np.random.set_state, np.random.get_state())
+    own = [] if device.type == "cpu" else [torch.get_device_module(device)]
+    for module in (torch, *own):
+        kept.callback(module.set_rng_state, module.get_rng_state())
+    return kept
 
 
 class Order:

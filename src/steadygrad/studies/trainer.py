@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,15 +15,19 @@ from steadygrad._checks import InputError
 from steadygrad.studies.checkpoint import State, on_host
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.learning_rate import Rate, RateSetter, has_second_moment
-from steadygrad.studies.model import TaskModel
-from steadygrad.studies.order import Order
+from steadygrad.studies.order import Order, generators_kept, seed_everything
 from steadygrad.tasks import (
+    Samples,
     Task,
     TaskError,
     batches,
     check_losses,
+    check_model,
+    evaluating,
     guarded,
     is_out_of_memory,
+    mean_loss,
+    to_device,
 )
 from steadygrad.tasks.losses import depend_on_company
 from steadygrad.tasks.made import (
@@ -35,6 +40,8 @@ from steadygrad.tasks.made import (
 
 # Steps between two reads of the losses on an accelerator, where a read synchronises.
 LOOK_EVERY = 16
+# Most samples in one forward pass of an evaluation.
+EVALUATION_SIZE = 128
 
 T = TypeVar("T")
 Scaling = Callable[[nn.Module], Any]
@@ -44,8 +51,8 @@ class Diverged(InputError):
     """The training or validation loss is not finite."""
 
 
-class Trainer(TaskModel):
-    """A model that can be put into any state and trained from there.
+class Trainer:
+    """A task's model that can be put into any state, and measured or trained from there.
 
     Args:
         task: What to train.
@@ -61,6 +68,7 @@ class Trainer(TaskModel):
             Default: torch's, in float16 only.
 
     Attributes:
+        wrapped: The model, so that its backward pass averages gradients over all ranks.
         dependent: Whether a sample's loss depends on the rest of its batch; no batch is cut then.
         second_moment: Whether the second of two betas is a second moment's decay.
         steps: Optimizer steps taken.
@@ -78,25 +86,41 @@ class Trainer(TaskModel):
         finite: bool = True,
         scaling: Scaling | None = None,
     ) -> None:
-        super().__init__(task, seed, dtype, context, micro_batch_size)
-        self.scaling, self._keep_half_life, self._finite = scaling, keep_half_life, finite
+        if task.batch_size % context.size:
+            raise InputError(
+                f"The batch size should be a multiple of the {context.size} processes. Found "
+                f"batch_size = {task.batch_size}. Remedy: another --nproc-per-node."
+            )
+        self.task, self.seed, self.context = task, seed, context
+        self.micro_batch_size = micro_batch_size or task.micro_batch_size or len(task.train)
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        half = self.dtype is torch.float16
+        self.scaling = scaling or (
+            lambda model: torch.amp.GradScaler(context.device.type, enabled=half)
+        )
+        self._keep_half_life, self._finite = keep_half_life, finite
         self.dependent = self.second_moment = False
-        context.together(partial(self._begin, first=True))
+        self.scaler: Any = None
+        self.model = context.together(lambda: self._make_anew(0))
+        self.wrapped = context.wrap(self.model)
+        make, what = partial(task.optimizer, self.model), "Task.make_optimizer"
+        context.together(lambda: make_optimizer(make, self.model, task.lr, what))
+        context.together(self._begin)
 
-    def _begin(self, state: State | None = None, *, first: bool = False) -> None:
+    def _make_anew(self, repeat: int) -> nn.Module:
+        self.seed_everything("init", repeat)
+        with guarded("Task.make_model"):
+            model = check_model(self.task.make_model())
+            dtype = torch.float64 if self.dtype is torch.float64 else None
+            return model.to(self.context.device, dtype)
+
+    def _begin(self, state: State | None = None) -> None:
         """Begins with a new optimizer, or continues with that of a state."""
-        make, what = partial(self.task.optimizer, self.model), "Task.make_optimizer"
-        if first:
-            self.optimizer = make_optimizer(make, self.model, self.task.lr, what)
-        else:
-            self.optimizer = optimizer_of(make, self.task.lr, what)
+        make = partial(self.task.optimizer, self.model)
+        self.optimizer = optimizer_of(make, self.task.lr, "Task.make_optimizer")
         if hasattr(self.scaler, "remove"):
             self.scaler.remove()  # its hooks would scale for the next one too
-        if self.scaling is not None:
-            self.scaler = self.scaling(self.model)
-        else:
-            enabled = self.dtype is torch.float16
-            self.scaler = torch.amp.GradScaler(self.context.device.type, enabled=enabled)
+        self.scaler = self.scaling(self.model)
         self.set_rate = RateSetter(self.optimizer, self.task, self._keep_half_life)
         if state is not None:
             self.scaler.load_state_dict(copy.deepcopy(state.scaler))
@@ -105,6 +129,7 @@ class Trainer(TaskModel):
         self.model.zero_grad()
         self.model.train()
         self.steps = state.steps if state else 0
+        # Of steps whose losses were not read yet, and of those that were.
         self._losses: list[Tensor] = []
         self._looked_at: list[float] = []
 
@@ -114,10 +139,6 @@ class Trainer(TaskModel):
         self.context.load_model(self.model, on_host(fresh.state_dict()))
         del fresh
         self._begin()
-
-    def _make_anew(self, repeat: int) -> nn.Module:
-        self.seed_everything("init", repeat)
-        return self._make_model()
 
     def load(self, state: State) -> None:
         """Goes on from a state, at the task's own learning rate."""
@@ -130,17 +151,23 @@ class Trainer(TaskModel):
         model, optimizer, scaler = map(on_host, (model, optimizer, self.scaler.state_dict()))
         return State(model, optimizer, scaler, samples, self.steps)
 
+    def seed_everything(self, *names: object) -> None:
+        """Seeds Python's, numpy's and torch's generators for one trial."""
+        seed_everything(self.seed, *names)
+
     def try_once(self) -> None:
         """Evaluates, trains and saves once: a broken task is refused before the study begins."""
-        together, before = self.context.together, fingerprints(self.model)
-        count = together(self._check_losses)
-        self._check_company(count)
+        together, size = self.context.together, self.task.batch_size
+        before = fingerprints(self.model)
+        self.fit_micro_batch(size)
+        self._find_company()
+        if self.dependent:
+            self.fit_micro_batch(size)  # refused where that cuts the batch
         together(self._check_evaluation)
-        self.fit_micro_batch(self.task.batch_size)
         # So that the step changes weights: its rate is not zero, and its scale does not overflow.
         self.set_rate(Rate(), self.task.warmup_samples)
         self.scaler.update(1.0)
-        self.by_halves(lambda: self.step(torch.arange(self.task.batch_size)))
+        self.step(torch.arange(size))
         self.look()
         self.second_moment = together(
             lambda: has_second_moment(self.optimizer, needed=self._keep_half_life)
@@ -149,6 +176,23 @@ class Trainer(TaskModel):
         after = fingerprints(self.model)
         together(lambda: check_model_maker(self._make_anew, before, after))
         self.restart()
+
+    def _find_company(self) -> None:
+        """Finds out whether the losses of a batch's samples depend on one another."""
+        total = len(self.task.train)
+        types = {self.dtype, *(p.dtype for p in self.model.parameters() if p.is_floating_point())}
+        eps = max(torch.finfo(dtype).eps for dtype in types)
+
+        def losses(indices: Tensor, seed: int) -> tuple[Tensor, Any]:
+            self.seed_everything("company", seed)
+            batch = self.batch(indices)
+            # A nested tensor has none.
+            shapes = tree_map(lambda x: getattr(x, "is_nested", True) or x.shape, batch)
+            return self.losses(batch, len(indices)), shapes
+
+        size = min(max(2, self.micro_batch_size), total)
+        found = depend_on_company(losses, self.model, size, total, eps)
+        self.dependent = any(self.context.gather(found))
 
     def _check_evaluation(self) -> None:
         before, value = fingerprints(self.model), self.evaluate()
@@ -165,55 +209,29 @@ class Trainer(TaskModel):
                     "Remedy: no training in Task.evaluate; weights that it replaces are put back."
                 )
 
-    def _check_losses(self) -> int:
-        """Checks the losses of as many samples of a batch as fit into memory; says how many."""
-        count = min(self.task.batch_size // self.context.size, self.micro_batch_size)
-
-        def check() -> None:
-            losses = self.losses(self._batch(torch.arange(count)), count)
-            check_losses(losses, count, finite=self._finite)
-
-        while not self._fits(check, count):
-            count //= 2
-        return count
-
-    def _check_company(self, count: int) -> None:
-        """Finds out whether the losses of a batch's samples depend on one another."""
-        total, found = len(self.task.train), list[bool]()
-        types = {self.dtype, *(p.dtype for p in self.model.parameters() if p.is_floating_point())}
-        eps = max(torch.finfo(dtype).eps for dtype in types)
-
-        def losses(indices: Tensor, seed: int) -> tuple[Tensor, Any]:
-            self.seed_everything("company", seed)
-            batch = self._batch(indices)
-            # A nested tensor has none.
-            shapes = tree_map(lambda x: getattr(x, "is_nested", True) or x.shape, batch)
-            return self.losses(batch, len(indices)), shapes
-
-        def compare() -> None:
-            size = min(max(2, count), total)
-            found.append(depend_on_company(losses, self.model, size, total, eps))
-
-        # Where two do not fit it is not known.
-        self.context.together(lambda: self._fits(compare, 2))
-        self.dependent = any(map(any, self.context.gather(found)))
-
     def fit_micro_batch(self, largest: int) -> None:
         """Finds micro-batches of a batch of ``largest`` samples that fit into memory, by halves.
 
         The model's buffers may change.
+
+        Raises:
+            InputError: If losses or gradients are not as they should be, one sample does not fit,
+                or the batch would be cut and must not be.
         """
         context = self.context
 
         def work() -> None:
-            count = self.micro_batch_size * context.size
-            indices = torch.arange(count) % len(self.task.train)
+            count = self.micro_batch_size
+            indices = torch.arange(count * context.size) % len(self.task.train)
+            losses = self.losses(self.batch(context.share(indices)), count)
+            check_losses(losses, count, finite=self._finite)
+            del losses
             # Without an exchange: a rank without memory would leave the others waiting.
             self.backward(indices, exchange=context.sharding == "fsdp2")
             check_gradients(self.optimizer, self.model, "Task.make_optimizer")
 
         share = -(-largest // context.size)
-        self.micro_batch_size = min(self.task.micro_batch_size or largest, share)
+        self.micro_batch_size = min(self.task.micro_batch_size or share, share)
         while True:
             if self.dependent and self.micro_batch_size < share:
                 raise InputError(
@@ -223,39 +241,74 @@ class Trainer(TaskModel):
                     "fit."
                 )
             # All ranks take the size that fits on each of them.
-            fits = context.together(lambda: self._fits(work, self.micro_batch_size))
-            if all(context.gather(fits)):
+            if all(context.gather(context.together(lambda: self._fits(work)))):
                 return
             self.micro_batch_size //= 2
 
     def by_halves(self, work: Callable[[], T]) -> T:
         """Does something; a single rank halves its micro-batch where memory runs out."""
-        while True:
-            try:
-                return work()
-            except TaskError as error:
-                whole = self.context.size > 1 or self.micro_batch_size == 1 or self.dependent
-                if whole or not is_out_of_memory(error):
-                    raise
-            self._free_memory()
+        if self.context.size > 1 or self.dependent:
+            return work()
+        found: list[T] = []
+        while not self._fits(lambda: found.append(work())):
             self.micro_batch_size //= 2
+        return found[0]
 
-    def _fits(self, work: Callable[[], object], size: int) -> bool:
-        """Whether work on ``size`` samples at a time fits into this rank's memory."""
+    def _fits(self, work: Callable[[], object]) -> bool:
+        """Whether the micro-batches of some work fit into this rank's memory."""
         try:
             work()
         except TaskError as error:
-            if not is_out_of_memory(error) or size == 1:
+            if not is_out_of_memory(error) or self.micro_batch_size == 1:
                 raise
             return False
         finally:
-            self._free_memory()
+            self.model.zero_grad()
+            if self.context.device.type == "cuda":
+                torch.cuda.empty_cache()
         return True
 
-    def _free_memory(self) -> None:
-        self.model.zero_grad()
-        if self.context.device.type == "cuda":
-            torch.cuda.empty_cache()
+    def batch(self, indices: Tensor) -> Any:
+        """Training samples, on the model's device."""
+        with guarded("Task.train.batch"):
+            return to_device(self.task.train.batch(indices), self.model)
+
+    def _autocast(self) -> torch.autocast:
+        enabled = self.dtype in (torch.float16, torch.bfloat16)
+        dtype = self.dtype if enabled else None
+        return torch.autocast(self.context.device.type, dtype=dtype, enabled=enabled)
+
+    def losses(self, batch: Any, count: int) -> Tensor:
+        """Per-sample losses of a batch on this rank, with shape ``(count,)``."""
+        with guarded("Task.per_sample_loss"), self._autocast():
+            losses: Any = self.task.per_sample_loss(self.wrapped, batch)
+        # Only checks that cost no wait for the device.
+        if not isinstance(losses, Tensor) or losses.shape != (count,):
+            check_losses(losses, count)
+        return losses  # type: ignore[no-any-return]
+
+    def backward(
+        self, indices: Tensor, ready: Iterator[Any] | None = None, *, exchange: bool = True
+    ) -> Tensor:
+        """Adds a global batch's gradients to ``.grad``, times the loss scale; takes no step.
+
+        Its micro-batches on this rank may be ``ready``; else they are made here.
+
+        Returns:
+            The mean loss of this rank's samples, shape ``()``.
+        """
+        share = self.context.share(indices)
+        micros = torch.split(share, self.micro_batch_size)
+        parts = []
+        for number, micro in enumerate(micros, start=1):
+            batch = self.batch(micro) if ready is None else to_device(next(ready), self.model)
+            # Ranks exchange gradients only with the last micro-batch of a step.
+            with self.context.averaging(self.wrapped, exchange and number == len(micros)):
+                loss = self.losses(batch, len(micro)).mean() * (len(micro) / len(share))
+                with guarded("The backward pass of Task.per_sample_loss"):
+                    self.scaler.scale(loss).backward()
+            parts.append(loss.detach())
+        return sum(parts[1:], parts[0])
 
     def step(self, indices: Tensor, ready: Iterator[Any] | None = None) -> None:
         """One optimizer step on a global batch; nothing here waits for an accelerator."""
@@ -266,8 +319,11 @@ class Trainer(TaskModel):
         self.optimizer.zero_grad()
         self.steps += 1
 
-    def look(self) -> None:
-        """Reads the losses since the last call, and asks whether to stop.
+    def look(self) -> list[float]:
+        """Reads the losses, and asks whether to stop.
+
+        Returns:
+            The mean losses over all ranks of the steps since :meth:`take_losses`.
 
         Raises:
             Diverged: If one of them is not finite.
@@ -282,15 +338,11 @@ class Trainer(TaskModel):
                     f"steps. Remedy: a lower Task.lr than {self.task.lr:g}, data without NaN."
                 )
             self._looked_at.append(value)
-
-    def last_loss(self) -> float:
-        """The mean training loss of the last step."""
-        return float(self._losses[-1]) if self._losses else self._looked_at[-1]
+        return self._looked_at
 
     def take_losses(self) -> list[float]:
         """The training losses of the steps since the last call."""
-        self.look()
-        taken, self._looked_at = self._looked_at, []
+        taken, self._looked_at = self.look(), []
         return taken
 
     def run(
@@ -332,6 +384,53 @@ class Trainer(TaskModel):
         return iter(batches(self.task.train, micros, device, workers))
 
     def evaluate(self) -> float:
-        """The validation loss, after a read of the losses so far."""
+        """The validation loss: by the task's own evaluation, or the mean over its samples."""
         self.look()
-        return self._validation_loss()
+        with generators_kept(self.context.device), self._autocast(), torch.no_grad():
+            self.seed_everything("evaluate")
+            if self.task.evaluate is not None:
+                with guarded("Task.evaluate"), evaluating(self.model):
+                    return float(self.task.evaluate(self.model, self.task.valid))
+            # What cannot be shared equally is evaluated on every rank: a sharded model needs as
+            # many forward passes of each.
+            count, world = len(self.task.valid), self.context.size
+            shared, rest = torch.arange(count).split([count - count % world, count % world])
+            (total,) = self.context.sum([self._summed(self.context.share(shared))])
+            return (total + self._summed(rest)) / count
+
+    def first_losses(self) -> tuple[float, ...]:
+        """Mean losses of some samples at the present weights: they show a task that has changed."""
+        task, size = self.task, self.micro_batch_size
+        counts = min(task.batch_size // self.context.size, size), min(size, EVALUATION_SIZE)
+        lengths = len(task.train), len(task.valid)
+        places = [torch.arange(n) * m // n for n, m in zip(counts, lengths, strict=True)]
+        with generators_kept(self.context.device), self._autocast():
+            self.seed_everything("first")
+            found = [self.losses(self.batch(places[0]), counts[0]).detach().mean().item()]
+            if task.evaluate is None:
+                found.append(self._summed(places[1]) / counts[1])
+        return tuple(self.context.gather(found)[0])
+
+    def _summed(self, indices: Tensor) -> float:
+        """The sum of the losses of some validation samples."""
+        if not len(indices):
+            return 0.0
+        size = min(self.micro_batch_size, EVALUATION_SIZE)
+        samples = _Some(self.task.valid, indices)
+        with guarded("Task.per_sample_loss on Task.valid"):
+            mean = mean_loss(self.task, self.model, samples, micro_batch_size=size)
+        return mean * len(indices)
+
+
+@dataclass
+class _Some:
+    """Some of a task's samples."""
+
+    samples: Samples
+    indices: Tensor
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def batch(self, indices: Tensor) -> Any:
+        return self.samples.batch(self.indices[indices])

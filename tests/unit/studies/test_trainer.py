@@ -14,17 +14,20 @@ from torch import nn
 
 from steadygrad._checks import InputError
 from steadygrad.studies.advise.schema import Branch, Noise, Point, Scratch, Settings
+from steadygrad.studies.advise.trials import noise
 from steadygrad.studies.calibration import calibrate
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order, main_order
 from steadygrad.studies.run import start
+from steadygrad.studies.study import Workplace
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.work import Worker
 from steadygrad.tasks import TensorSamples
 from tests.unit.studies import tiny_task
 from tests.unit.studies.framework import (
+    PLAN,
     ROOT,
     Watcher,
     begin,
@@ -81,7 +84,13 @@ def test_a_run_with_micro_batches_is_the_run_without(micro):
     assert runs[0][2] == pytest.approx(runs[1][2], abs=1e-12)
 
 
-def test_the_task_bounds_the_micro_batch():
+def measured(trainer, folder):
+    """The noise scale at the first point of the hand-made plan."""
+    place = Workplace(trainer, Checkpoints(folder), lambda samples, what: None)
+    return noise(PLAN, place, 0)
+
+
+def test_the_task_bounds_the_micro_batch(tmp_path):
     seen = []
 
     def watched(model, batch):
@@ -95,10 +104,10 @@ def test_the_task_bounds_the_micro_batch():
     seen.clear()
     trainer.step(torch.arange(16))
     trainer.evaluate()
-    with trainer.noise_scale() as noise:
-        list(trainer.measure(noise, main_order(4096, 0), 2, 2))
-    # 16 of training; 64 of validation; and twice 30 of 32, the most whole micro-batches.
-    assert seen == [6, 6, 4] + [6] * 10 + [4] + [6] * 10
+    # 16 of training; 64 of validation; and twice 126 of 128, the most whole micro-batches.
+    assert seen == [6, 6, 4] + [6] * 10 + [4]
+    assert measured(trainer, tmp_path).samples == 252
+    assert seen[-43:] == [4] + [6] * 42
 
 
 def test_out_of_memory_halves_the_micro_batch():
@@ -125,7 +134,7 @@ def test_one_sample_that_does_not_fit_is_the_end():
         trainer.fit_micro_batch(8)
 
 
-def test_an_error_in_the_backward_pass_of_a_measurement_is_the_tasks():
+def test_an_error_in_the_backward_pass_of_a_measurement_is_the_tasks(tmp_path):
     class Full(torch.autograd.Function):
         @staticmethod
         def forward(ctx, losses):
@@ -135,13 +144,11 @@ def test_an_error_in_the_backward_pass_of_a_measurement_is_the_tasks():
         def backward(ctx, gradient):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    task = make_task(per_sample_loss=lambda m, b: Full.apply(tiny_task.losses(m, b)))
-    trainer = make_trainer(task)
-    with (
-        trainer.noise_scale() as noise,
-        pytest.raises(InputError, match=r"The backward pass .*out of memory"),
-    ):
-        list(trainer.measure(noise, main_order(4096, 0), 1, 2))
+    trainer = make_trainer()
+    measured(trainer, tmp_path)
+    trainer.task = make_task(per_sample_loss=lambda m, b: Full.apply(tiny_task.losses(m, b)))
+    with pytest.raises(InputError, match=r"The backward pass .*out of memory"):
+        measured(trainer, tmp_path)
 
 
 def test_memory_that_runs_out_in_a_job_changes_this_job_only(tmp_path):
@@ -186,8 +193,8 @@ def test_a_study_that_runs_out_of_memory_ends_with_an_answer(tmp_path):
         losses = [[getattr(event, name) for event in run.select(kind)] for run in (one, two)]
         # float32 sums in another order, over at most 64 steps.
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    noise = [[event.samples for event in run.select(Noise)] for run in (one, two)]
-    assert noise[0] == noise[1] == [64, 64]
+    used = [[event.samples for event in run.select(Noise)] for run in (one, two)]
+    assert used[0] == used[1] == [64, 64]
 
 
 @pytest.mark.slow

@@ -5,7 +5,10 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
+
 from steadygrad.formulas.batch_size import learning_rate
+from steadygrad.noise import NoiseScale
 from steadygrad.studies.advise.plan import (
     END_MARKS,
     FRACTIONS,
@@ -20,6 +23,7 @@ from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order, branch_order, main_order
 from steadygrad.studies.study import Workplace
 from steadygrad.studies.trainer import Diverged
+from steadygrad.tasks import guarded
 
 __all__ = ["TRIALS", "branch", "noise", "point", "scratch"]
 
@@ -66,15 +70,27 @@ def point(plan: Plan, place: Workplace, point: int) -> Point:
 
 def noise(plan: Plan, place: Workplace, point: int) -> Noise:
     """Measures the gradient noise scale at a point."""
-    trainer, what, used = place.trainer, f"noise scale at {plan.points[point]:,} samples", 0
+    trainer, context, base = place.trainer, place.trainer.context, place.trainer.task.batch_size
     _go_to(plan, place, point)
     trainer.seed_everything("noise", point)
-    order, steps = _order(plan, place, point, "noise"), plan.noise_steps[point]
-    with trainer.noise_scale() as noise:
-        for samples in trainer.measure(noise, order, steps, MICRO_BATCHES):
-            place.advance(samples - used, what)
-            used = samples
-        found = noise.estimate().as_dict()
+    scale, size = trainer.scaler.get_scale(), min(base // context.size, trainer.micro_batch_size)
+    count = base * MICRO_BATCHES // (size * context.size)
+    samples, order = count * size * context.size, _order(plan, place, point, "noise")
+    # The weights stand still, and all measurements count alike.
+    noise = NoiseScale(trainer.wrapped, decay=1.0, drift=False)
+    for step in range(plan.noise_steps[point]):
+        context.poll()
+        share = context.share(order.take(step * samples, samples))
+        for micro in torch.split(share, size):
+            with noise.microbatch(size, loss_scale=scale):
+                loss = trainer.losses(trainer.batch(micro), size).mean()
+                with guarded("The backward pass of Task.per_sample_loss"):
+                    (loss * (scale / count)).backward()
+        noise.step()
+        trainer.model.zero_grad()
+        place.advance(samples, f"noise scale at {plan.points[point]:,} samples")
+    noise.remove()
+    found, used = noise.estimate().as_dict(), plan.noise_steps[point] * samples
     trainer.look()
     names = set(Noise.__struct_fields__) - {"point", "samples", "time"}
     return Noise(point=point, samples=used, **{name: found[name] for name in names})

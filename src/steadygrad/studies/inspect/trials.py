@@ -17,7 +17,7 @@ from steadygrad.studies.checkpoint import State
 from steadygrad.studies.inspect import scalers, schema
 from steadygrad.studies.inspect.plan import steps_of
 from steadygrad.studies.inspect.schema import AFTER, KINDS, PARTS, SEARCH, TITLES, Part, Plan
-from steadygrad.studies.order import generators, generators_kept, main_order
+from steadygrad.studies.order import generators_kept, main_order
 from steadygrad.studies.study import Workplace
 from steadygrad.studies.trainer import Trainer
 from steadygrad.tasks import to_device
@@ -132,7 +132,7 @@ def _train(
     order = main_order(len(trainer.task.train), trainer.seed)
     histograms = ExponentHistograms([*trainer.scaler.get_scales()], unscaled=searching)
     device = trainer.context.device
-    before, restore_rng = trainer.scaler.state_dict(), generators(device)
+    before, kept = trainer.scaler.state_dict(), generators_kept(device)
     watch = GradientWatch(trainer.model)
     for end in trainer.run(order, first * size, last * size, size):
         scaler, nonfinite = trainer.scaler, list[str]()
@@ -144,13 +144,13 @@ def _train(
             scaler.load_state_dict(before)
             histograms.add_forward(forward)
         elif culprits and not searching:
-            found = scalers.nonfinite_at_any_scale(trainer, indices, restore_rng)
+            found = scalers.nonfinite_at_any_scale(trainer, indices, kept.close)
             nonfinite = [name for name in culprits if name in found]
             scalers.follow_one_scale(scaler, culprits, before, own, nonfinite)
             watch.report()  # of the repeated step
         if forward is None:
             histograms.add(measured, culprits, nonfinite)
-        before, restore_rng = scaler.state_dict(), generators(device)
+        before, kept = scaler.state_dict(), generators_kept(device)
         place.advance(size, TITLES[phase])
     watch.close()
     return histograms
@@ -161,7 +161,7 @@ def _forward_fault(watch: GradientWatch, trainer: Trainer, indices: Tensor) -> s
     found, context = watch.report(), trainer.context
     if found is not None and found.in_forward:
         return found.cause
-    if all(map(math.isfinite, context.sum([trainer.last_loss()]))):
+    if math.isfinite(trainer.look()[-1]):
         return None
     with generators_kept(context.device):
         batch = trainer.task.train.batch(context.share(indices))

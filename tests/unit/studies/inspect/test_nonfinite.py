@@ -12,7 +12,7 @@ from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.inspect import scalers
 from steadygrad.studies.inspect.scalers import nonfinite_at_any_scale
-from steadygrad.studies.order import generators
+from steadygrad.studies.order import generators_kept
 from steadygrad.studies.trainer import Trainer
 from tests.unit.studies.fp16_task import Explode
 from tests.unit.studies.tiny_task import make_task
@@ -49,7 +49,7 @@ INDICES = torch.arange(4)
 
 
 def probed(trainer):
-    before = generators(trainer.context.device)
+    before = generators_kept(trainer.context.device).close
     trainer.step(INDICES)
     return trainer.scaler.culprits(), nonfinite_at_any_scale(trainer, INDICES, before)
 
@@ -80,7 +80,7 @@ def test_it_leaves_no_trace():
     kept, host = copy.deepcopy(trainer.state(4)), torch.get_rng_state()
     python, array = random.getstate(), np.random.get_state()[1].tolist()
     trainer.task.train.batch = drawing(trainer.task.train.batch)
-    restore = generators(trainer.context.device)
+    restore = generators_kept(trainer.context.device).close
     assert nonfinite_at_any_scale(trainer, INDICES, restore) == ["1"]
     now = trainer.state(4)
     assert now.scaler == kept.scaler
