@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from markupsafe import Markup
@@ -20,20 +21,9 @@ Painter = Callable[[Figure, bool], None]
 
 # Matplotlib wants real colours. Each of these stands for one of the page's CSS variables, which
 # differ between light, dark and print.
-NAMES = (
-    "ink",
-    "muted",
-    "grid",
-    "paper",
-    "critical",
-    "noise",
-    "schedule",
-    "band",
-    "fourth",
-    "fifth",
-)
+NAMES = ("ink", "muted", "grid", "paper", "critical", "noise", "schedule", "band")
 VARIABLES = {f"#0101{number:02}": name for number, name in enumerate(NAMES, start=1)}
-INK, MUTED, GRID, PAPER, CRITICAL, NOISE, SCHEDULE, BAND, FOURTH, FIFTH = VARIABLES
+INK, MUTED, GRID, PAPER, CRITICAL, NOISE, SCHEDULE, BAND = VARIABLES
 
 WIDE, NARROW, PANEL = 800, 380, 240
 
@@ -178,13 +168,7 @@ def label_lines(axes: Axes, labels: Sequence[tuple[float, float, str, str]], gap
     """
     labels = sorted(labels, key=lambda label: label[1])
     heights = [axes.transData.transform(label[:2])[1] * 72 / axes.figure.dpi for label in labels]
-    placed = list(heights)
-    # What makes room for one pair takes it from the next, but less each time.
-    for _ in range(20 * len(labels)):
-        for upper in range(1, len(placed)):
-            overlap = max(0.0, gap - (placed[upper] - placed[upper - 1]))
-            placed[upper - 1] -= overlap / 2
-            placed[upper] += overlap / 2
+    placed = accumulate(heights, lambda below, height: max(below + gap, height))
     for (x, y, name, colour), height, spot in zip(labels, heights, placed, strict=True):
         axes.annotate(
             name,

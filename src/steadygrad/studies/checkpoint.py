@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from steadygrad._checks import InputError
 from steadygrad.studies.environment import environment
@@ -50,14 +51,13 @@ class State:
 
 def on_host(nest: Any) -> Any:
     """A copy of a nest of dictionaries, lists and tensors in the host's memory."""
-    if isinstance(nest, Tensor):
+
+    def copied(leaf: Any) -> Any:
         # A copy of its own: the step that follows changes the original in place.
-        return nest.detach().to("cpu", copy=True)
-    if isinstance(nest, dict):
-        return {key: on_host(item) for key, item in nest.items()}
-    if isinstance(nest, (list, tuple)):
-        return type(nest)(on_host(item) for item in nest)
-    return copy.deepcopy(nest)
+        is_tensor = isinstance(leaf, Tensor)
+        return leaf.detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(leaf)
+
+    return tree_map(copied, nest)
 
 
 class Checkpoints:
@@ -73,17 +73,14 @@ class Checkpoints:
     def save(self, name: str, state: State) -> None:
         """Writes a checkpoint; an older one of the same name stays until it is whole."""
         self._last = name, state
-        path = self._path(name)
         try:
             self._folder.mkdir(exist_ok=True)
-            if path.is_dir() and not path.is_symlink():
-                rmtree(path)
         except OSError as error:
             raise InputError(
                 f"Expected a folder for checkpoints at {str(self._folder)!r}. Found "
                 f"{error.strerror}. Remedy: remove what is in its place."
             ) from error
-        replace_file(path, _pack(state, f"{name} {self._run}"))
+        replace_file(self._path(name), _pack(state, f"{name} {self._run}"))
 
     def load(self, name: str, samples: int) -> State | None:
         """Reads a checkpoint; None if it is missing, damaged, another run's or at other samples."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -75,8 +76,12 @@ def overflowing(hot: float = HOT) -> Task:
     return make_task(make_model=make)
 
 
-def always_overflowing() -> Task:
-    return overflowing(hot=-math.inf)
+always_overflowing = partial(overflowing, hot=-math.inf)
+sequential = partial(make_task, make_model=lambda: Net(residual=False, explodes=True))
+residual = partial(make_task, make_model=lambda: Net(residual=True, explodes=True))
+healthy = partial(make_task, make_model=lambda: Net(residual=True, explodes=False))
+# For every sample.
+always = partial(make_task, make_model=lambda: Net(residual=True, explodes=True, hot=-math.inf))
 
 
 def batch_norm() -> Task:
@@ -84,23 +89,6 @@ def batch_norm() -> Task:
     return make_task(
         make_model=lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
     )
-
-
-def sequential() -> Task:
-    return make_task(make_model=lambda: Net(residual=False, explodes=True))
-
-
-def residual() -> Task:
-    return make_task(make_model=lambda: Net(residual=True, explodes=True))
-
-
-def healthy() -> Task:
-    return make_task(make_model=lambda: Net(residual=True, explodes=False))
-
-
-def always() -> Task:
-    """It does so for every sample."""
-    return make_task(make_model=lambda: Net(residual=True, explodes=True, hot=-math.inf))
 
 
 def noisy() -> Task:
@@ -117,8 +105,7 @@ def wide_net() -> nn.Module:
     return nn.Sequential(first, nn.Tanh(), middle, nn.Tanh(), nn.Linear(32, 1))
 
 
-def plain() -> Task:
-    return make_task(make_model=wide_net)
+plain = partial(make_task, make_model=wide_net)
 
 
 def unlabelled() -> Task:
@@ -210,10 +197,6 @@ class Padded(nn.Module):
         return self.head((self.second(self.first(self.table(tokens))) * mask).sum(1))
 
 
-def padded() -> Task:
-    return make_task(make_model=Padded)
-
-
-def small_char_lm() -> Task:
-    """The built-in language model, narrower and evaluated on less."""
-    return char_lm(context=32, width=48, valid_sequences=32)
+padded = partial(make_task, make_model=Padded)
+# The built-in language model, narrower and evaluated on less.
+small_char_lm = partial(char_lm, context=32, width=48, valid_sequences=32)

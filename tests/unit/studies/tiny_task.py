@@ -4,6 +4,7 @@ import math
 import random
 import time
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -82,25 +83,12 @@ def slow() -> Task:
     return make_task(per_sample_loss=slowly, samples_per_second=10_000.0)
 
 
-def unmeasured() -> Task:
-    return make_task(samples_per_second=None)
-
-
-def other_data() -> Task:
-    return make_task(provenance={"corpus": "made up", "sha256": "1" * 64})
-
-
-def already_a_mean() -> Task:
-    return make_task(per_sample_loss=lambda model, batch: losses(model, batch).mean())
-
-
-def not_finite() -> Task:
-    return make_task(per_sample_loss=lambda model, batch: losses(model, batch) * math.nan)
-
-
-def diverging() -> Task:
-    """Finite at first: the record has begun when training goes wrong."""
-    return make_task(make_optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=1e9 * lr))
+unmeasured = partial(make_task, samples_per_second=None)
+other_data = partial(make_task, provenance={"corpus": "made up", "sha256": "1" * 64})
+already_a_mean = partial(make_task, per_sample_loss=lambda m, batch: losses(m, batch).mean())
+not_finite = partial(make_task, per_sample_loss=lambda m, batch: losses(m, batch) * math.nan)
+# Finite at first: the record has begun when training goes wrong.
+diverging = partial(make_task, make_optimizer=lambda ps, lr: torch.optim.SGD(ps, lr=1e9 * lr))
 
 
 def diverging_branches() -> Task:
@@ -135,32 +123,18 @@ def boom(*arguments):
     raise RuntimeError("it broke\nsecond line")
 
 
-def model_raises() -> Task:
-    return make_task(make_model=boom)
-
-
-def model_is_none() -> Task:
-    return make_task(make_model=lambda: None)
-
-
-def wrong_shapes() -> Task:
-    return make_task(make_model=lambda: nn.Linear(5, 1))
-
-
-def optimizer_raises() -> Task:
-    return make_task(make_optimizer=boom)
-
-
-def optimizer_is_none() -> Task:
-    return make_task(make_optimizer=lambda parameters, lr: None)
-
-
-def optimizer_cannot_step() -> Task:
-    return make_task(make_optimizer=lambda parameters, lr: torch.optim.LBFGS(parameters, lr=lr))
-
-
-def evaluate_raises() -> Task:
-    return make_task(evaluate=boom)
+model_raises = partial(make_task, make_model=boom)
+model_is_none = partial(make_task, make_model=lambda: None)
+wrong_shapes = partial(make_task, make_model=lambda: nn.Linear(5, 1))
+frozen = partial(make_task, make_model=lambda: make_model().requires_grad_(False))
+on_meta = partial(make_task, make_model=lambda: make_model().to("meta"))
+optimizer_raises = partial(make_task, make_optimizer=boom)
+optimizer_is_none = partial(make_task, make_optimizer=lambda parameters, lr: None)
+optimizer_cannot_step = partial(make_task, make_optimizer=lambda ps, lr: torch.optim.LBFGS(ps, lr))
+evaluate_raises = partial(make_task, evaluate=boom)
+evaluate_is_none = partial(make_task, evaluate=lambda model, samples: None)
+empty = partial(make_task, train=make_data(0, 0))
+batch_too_large = partial(make_task, batch_size=5000)
 
 
 def loss_raises_later() -> Task:
@@ -172,19 +146,13 @@ def loss_is_a_mean_later() -> Task:
     return make_task(per_sample_loss=later)
 
 
+def mean(model: nn.Module, samples: TensorSamples) -> float:
+    """An evaluation of a task's own."""
+    return float(losses(model, samples.batch(torch.arange(len(samples)))).mean())
+
+
 def evaluate_raises_later() -> Task:
-    def evaluate(model: nn.Module, samples: TensorSamples) -> float:
-        return float(losses(model, samples.batch(torch.arange(len(samples)))).mean())
-
-    return make_task(evaluate=call_after(20, evaluate, boom))
-
-
-def empty() -> Task:
-    return make_task(train=make_data(0, 0))
-
-
-def batch_too_large() -> Task:
-    return make_task(batch_size=5000)
+    return make_task(evaluate=call_after(20, mean, boom))
 
 
 def raising() -> Task:
@@ -227,12 +195,8 @@ class LoadRaises(torch.optim.SGD):
         boom()
 
 
-def state_raises() -> Task:
-    return make_task(make_optimizer=lambda parameters, lr: StateRaises(parameters, lr=lr))
-
-
-def load_raises() -> Task:
-    return make_task(make_optimizer=lambda parameters, lr: LoadRaises(parameters, lr=lr))
+state_raises = partial(make_task, make_optimizer=lambda parameters, lr: StateRaises(parameters, lr))
+load_raises = partial(make_task, make_optimizer=lambda parameters, lr: LoadRaises(parameters, lr))
 
 
 def state_raises_later() -> Task:
@@ -256,10 +220,6 @@ def trains_another_model() -> Task:
     return make_task(make_optimizer=lambda _, lr: torch.optim.SGD(other.parameters(), lr=lr))
 
 
-def on_meta() -> Task:
-    return make_task(make_model=lambda: make_model().to("meta"))
-
-
 def buffer_on_meta() -> Task:
     def model() -> nn.Module:
         made = make_model()
@@ -269,18 +229,12 @@ def buffer_on_meta() -> Task:
     return make_task(make_model=model)
 
 
-def still() -> Task:
-    """Its optimizer ignores the learning rate that it is given, and has none."""
-    return make_task(make_optimizer=lambda parameters, lr: _Still(parameters, lr=lr))
-
-
-class _Still(torch.optim.AdamW):
+class Still(torch.optim.AdamW):
     def step(self, closure=None) -> None:
         """Moves nothing."""
 
 
-def frozen() -> Task:
-    return make_task(make_model=lambda: make_model().requires_grad_(False))
+still = partial(make_task, make_optimizer=lambda parameters, lr: Still(parameters, lr=lr))
 
 
 def evaluate_trains() -> Task:
@@ -293,10 +247,6 @@ def evaluate_trains() -> Task:
     return make_task(evaluate=evaluate)
 
 
-def evaluate_is_none() -> Task:
-    return make_task(evaluate=lambda model, samples: None)
-
-
 def evaluate_borrows() -> Task:
     """Evaluates other weights, and puts its own back."""
 
@@ -305,10 +255,10 @@ def evaluate_borrows() -> Task:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.5)
-            loss = losses(model, samples.batch(torch.arange(len(samples)))).mean()
+            loss = mean(model, samples)
             for parameter, before in zip(model.parameters(), own, strict=True):
                 parameter.copy_(before)
-        return float(loss)
+        return loss
 
     return make_task(evaluate=evaluate)
 
@@ -332,14 +282,9 @@ def shared() -> Task:
 
 def evaluated() -> Task:
     """With an evaluation of its own."""
-
-    def evaluate(model: nn.Module, samples: TensorSamples) -> float:
-        return float(losses(model, samples.batch(torch.arange(len(samples)))).mean())
-
-    return replace(shared(), evaluate=evaluate)
+    return replace(shared(), evaluate=mean)
 
 
 def paced() -> Task:
     """The numbers of ``make_task``, slowly enough to be interrupted on the way."""
-    task = slow()
-    return replace(task, samples_per_second=200.0)
+    return replace(slow(), samples_per_second=200.0)
