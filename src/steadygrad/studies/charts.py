@@ -87,12 +87,8 @@ def _svg(name: str, description: str, paint: Painter, size: tuple[float, float])
         drawing = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
         paint(drawing, size[0] < WIDE)
         drawing.savefig(out, format="svg", transparent=True)
-    return _adopt(out.getvalue(), name, description, size)
-
-
-def _adopt(svg: str, name: str, description: str, size: tuple[float, float]) -> Markup:
-    """Makes a stand-alone SVG part of the page."""
-    body = svg[svg.index(">", svg.index("<svg")) + 1 :]
+    # The stand-alone SVG becomes a part of the page.
+    body = out.getvalue().partition("<svg")[2].partition(">")[2]
     # The metadata hold the date. A style would apply to the whole page; style.css has its rule.
     body = re.sub(r"<(metadata|style)\b.*?</\1>", "", body, flags=re.DOTALL)
     # One page has several drawings. Only in tags: a label that spells `id="` stays what it is.

@@ -68,11 +68,9 @@ class Checkpoints:
 
     def __init__(self, folder: Path, run: str = "") -> None:
         self._folder, self._run = folder / "checkpoints", run
-        self._last: tuple[str, State] | None = None
 
     def save(self, name: str, state: State) -> None:
         """Writes a checkpoint; an older one of the same name stays until it is whole."""
-        self._last = name, state
         try:
             self._folder.mkdir(exist_ok=True)
         except OSError as error:
@@ -84,16 +82,12 @@ class Checkpoints:
 
     def load(self, name: str, samples: int) -> State | None:
         """Reads a checkpoint; None if it is missing, damaged, another run's or at other samples."""
-        if self._last is not None and self._last[0] == name:
-            return self._last[1]
         try:
             found, state = _unpack(read_file(self._path(name), LARGEST))
         except Exception:  # whatever a damaged file makes torch raise
             return None
-        if found != f"{name} {self._run}" or state.samples != samples:
-            return None
-        self._last = name, state
-        return state
+        mine = found == f"{name} {self._run}" and state.samples == samples
+        return state if mine else None
 
     def drop(self, name: str) -> None:
         """Deletes one of them."""

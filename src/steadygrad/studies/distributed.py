@@ -53,7 +53,7 @@ class DistributedContext:
         self.rank, self.size = rank, size
         self.device = torch.device(device)
         self.sharding = sharding if size > 1 else "none"
-        self._world = World("ddp" if size > 1 else "single", size=size)
+        self._world = World(size=size)
 
     @classmethod
     @contextmanager

@@ -10,14 +10,6 @@ from torch import Tensor
 from steadygrad.studies.trials import seed_for
 
 
-def seed_everything(seed: int, *names: object) -> None:
-    """Seeds Python's, numpy's and torch's generators with :func:`seed_for`."""
-    seed = seed_for(seed, *names)
-    random.seed(seed)
-    torch.manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-
-
 def generators_kept(device: torch.device) -> ExitStack:
     """Puts Python's, numpy's and torch's generators back into their states when it is closed."""
     kept = ExitStack()

@@ -2,11 +2,13 @@
 
 import copy
 import math
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -15,7 +17,8 @@ from steadygrad._checks import InputError
 from steadygrad.studies.checkpoint import State, on_host
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.learning_rate import Rate, RateSetter, has_second_moment
-from steadygrad.studies.order import Order, generators_kept, seed_everything
+from steadygrad.studies.order import Order, generators_kept
+from steadygrad.studies.trials import seed_for
 from steadygrad.tasks import (
     Samples,
     Task,
@@ -153,7 +156,10 @@ class Trainer:
 
     def seed_everything(self, *names: object) -> None:
         """Seeds Python's, numpy's and torch's generators for one trial."""
-        seed_everything(self.seed, *names)
+        seed = seed_for(self.seed, *names)
+        random.seed(seed)
+        torch.manual_seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
 
     def try_once(self) -> None:
         """Evaluates, trains and saves once: a broken task is refused before the study begins."""

@@ -1,7 +1,7 @@
 """An `advise` run, whole or cut short, and a way to look at its page."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -86,3 +86,15 @@ def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
 def whole_page() -> str:
     """The page of the whole run, with its drawings."""
     return render(made_run())
+
+
+def luminance(colour: Sequence[float]) -> float:
+    """The relative luminance of red, green and blue, each from 0 to 1 (WCAG 2)."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: Sequence[float], other: Sequence[float]) -> float:
+    """The contrast ratio of two colours, from 1 to 21 (WCAG 2)."""
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)

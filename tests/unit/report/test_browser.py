@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from steadygrad.studies.page import render
+from tests.unit.report.conftest import contrast, luminance
 
 CHROMIUM = shutil.which("chromium")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
@@ -82,16 +83,9 @@ class Look:
         self.console = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
 
 
-def luminance(colour: str) -> float:
-    channels = [float(part) / 255 for part in re.findall(r"[\d.]+", colour)[:3]]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    """The contrast ratio of two colours, from 1 to 21 (WCAG 2)."""
-    dark, light = sorted((luminance(one), luminance(other)))
-    return (light + 0.05) / (dark + 0.05)
+def channels(colour: str) -> list[float]:
+    """Those of a browser's ``rgb(red, green, blue)``."""
+    return [float(part) / 255 for part in re.findall(r"[\d.]+", colour)[:3]]
 
 
 def assert_well_shown(look: Look, charts: int) -> None:
@@ -102,9 +96,9 @@ def assert_well_shown(look: Look, charts: int) -> None:
         assert view["charts"] == charts
         assert view["widest"] <= width
         # 4.5 is what WCAG AA asks of small text.
-        assert contrast(view["ink"], view["paper"]) > 4.5
+        assert contrast(channels(view["ink"]), channels(view["paper"])) > 4.5
         if charts:
-            assert contrast(view["label"], view["paper"]) > 4.5
+            assert contrast(channels(view["label"]), channels(view["paper"])) > 4.5
             # A line of 10 px has a box of 11 px or more: still readable on a phone.
             assert view["labelSize"] > 10
 
@@ -113,7 +107,7 @@ def assert_well_shown(look: Look, charts: int) -> None:
 def test_whole_page_on_a_phone_and_on_a_desk(whole_page: str, tmp_path: Path, mode: str):
     look = Look(whole_page, tmp_path, *([DARK] if mode == "dark" else []))
     assert_well_shown(look, charts=4)
-    assert (luminance(look.desk["paper"]) < 0.1) == (mode == "dark")
+    assert (luminance(channels(look.desk["paper"])) < 0.1) == (mode == "dark")
 
 
 @pytest.mark.parametrize(("points", "charts"), [(0, 0), (1, 1), (2, 2)])

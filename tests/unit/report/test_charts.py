@@ -7,6 +7,7 @@ from typing import Any
 
 import matplotlib as mpl
 import pytest
+from matplotlib.colors import to_rgb
 
 from steadygrad.studies.charts import (
     CRITICAL,
@@ -20,7 +21,7 @@ from steadygrad.studies.charts import (
     samples_axis,
 )
 from steadygrad.studies.page import render
-from tests.unit.report.conftest import made_run
+from tests.unit.report.conftest import contrast, made_run
 
 NASTY = '<script>alert(1)</script> id="x" #010105 $x$ 字\x00'
 
@@ -79,20 +80,14 @@ def colours() -> dict[str, dict[str, str]]:
     }
 
 
-def luminance(colour: str) -> float:
-    channels = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
 @pytest.mark.parametrize("mode", ["light", "dark"])
 def test_the_style_sheet_has_every_colour_with_enough_contrast(mode: str):
     found = colours()[mode]
     assert set(VARIABLES.values()) <= set(found)
     # WCAG AA: 4.5 for text, 3 for what has to be seen in a drawing.
     for name in ("ink", "muted", "critical", "noise", "schedule"):
-        low, high = sorted((luminance(found[name]), luminance(found["paper"])))
-        assert (high + 0.05) / (low + 0.05) >= (3.0 if name == "schedule" else 4.5), name
+        seen = contrast(to_rgb(found[name]), to_rgb(found["paper"]))
+        assert seen >= (3.0 if name == "schedule" else 4.5), name
 
 
 def test_labels_are_escaped_and_whole():

@@ -13,7 +13,7 @@ from steadygrad._checks import InputError
 from steadygrad.studies.advise.schema import Noise
 from steadygrad.studies.folder import read_run
 from tests.unit.studies.framework import PLAN, begin, go_on, lines, make_trainer
-from tests.unit.studies.tiny_task import losses, make_model, make_task
+from tests.unit.studies.tiny_task import losses, make_model, make_task, mean
 
 
 def enter(**changes):
@@ -277,6 +277,17 @@ def test_optimizers_that_are_not_new_or_not_as_asked(changes, found):
 )
 def test_optimizers_as_asked(changes):
     enter(**changes)
+
+
+def test_an_evaluation_may_borrow_the_weights():
+    def evaluate(model, samples):
+        own = copy.deepcopy(model.state_dict())
+        nn.init.zeros_(model[0].weight)
+        loss = mean(model, samples)
+        model.load_state_dict(own)
+        return loss
+
+    enter(evaluate=evaluate)
 
 
 def test_a_loss_of_another_model():

@@ -247,22 +247,6 @@ def evaluate_trains() -> Task:
     return make_task(evaluate=evaluate)
 
 
-def evaluate_borrows() -> Task:
-    """Evaluates other weights, and puts its own back."""
-
-    def evaluate(model: nn.Module, samples: TensorSamples) -> float:
-        own = [parameter.detach().clone() for parameter in model.parameters()]
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.5)
-            loss = mean(model, samples)
-            for parameter, before in zip(model.parameters(), own, strict=True):
-                parameter.copy_(before)
-        return loss
-
-    return make_task(evaluate=evaluate)
-
-
 def augmented() -> Task:
     """Draws from Python's and from numpy's generator."""
     import numpy as np
