@@ -46,8 +46,10 @@ def calibrate(settings: Any, trainer: Trainer, cluster: int) -> tuple[float, int
         Samples a second of one trial, and trials at a time.
     """
     workers = _choose_workers(settings, trainer, cluster)
-    measured, figure = _measured_speed(trainer), trainer.task.samples_per_second
-    if trainer.context.device.type == "cpu" and figure is not None and measured >= figure:
+    measured, figure = _measured_speed(trainer), None
+    if trainer.context.device.type == "cpu":
+        figure = trainer.task.samples_per_second
+    if figure is not None and measured >= figure:
         return figure, workers
     # Rounded down to a quarter power of two: a slightly busier machine makes the same plan.
     return 2.0 ** (math.floor(4 * math.log2(measured)) / 4), workers

@@ -124,6 +124,16 @@ def test_one_sample_that_does_not_fit_is_the_end():
         trainer.fit_micro_batch(8)
 
 
+def test_a_loss_that_is_not_finite_in_the_largest_batch_is_seen_before_training():
+    x, y = make_task().train.batch(torch.arange(4096))
+    y[40] = math.nan
+    trainer = make_trainer(make_task(train=TensorSamples((x, y))))
+    trainer.try_once()
+    trainer.fit_micro_batch(32)
+    with pytest.raises(InputError, match=r"all finite. Found 1 .*NaN in the data"):
+        trainer.fit_micro_batch(64)
+
+
 def test_an_error_in_the_backward_pass_of_a_measurement_is_the_tasks(tmp_path):
     class Full(torch.autograd.Function):
         @staticmethod
