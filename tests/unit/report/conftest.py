@@ -1,13 +1,15 @@
 """An `advise` run, whole or cut short, and a way to look at its page."""
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from markupsafe import Markup
+from matplotlib.colors import to_rgb
 from msgspec.structs import replace
 
 from steadygrad.studies import charts
@@ -88,13 +90,15 @@ def whole_page() -> str:
     return render(made_run())
 
 
-def luminance(colour: Sequence[float]) -> float:
-    """The relative luminance of red, green and blue, each from 0 to 1 (WCAG 2)."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
+def luminance(colour: str) -> float:
+    """The relative luminance (WCAG 2) of ``#rrggbb``, or of a browser's ``rgb(r, g, b)``."""
+    parts = [float(part) / 255 for part in re.findall(r"[\d.]+", colour)[:3]]
+    channels = to_rgb(colour) if colour.startswith("#") else parts
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(one: Sequence[float], other: Sequence[float]) -> float:
+def contrast(one: str, other: str) -> float:
     """The contrast ratio of two colours, from 1 to 21 (WCAG 2)."""
     dark, light = sorted((luminance(one), luminance(other)))
     return (light + 0.05) / (dark + 0.05)
