@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from steadygrad.studies.folder import Results
 from steadygrad.studies.inspect import schema
-from steadygrad.studies.inspect.analysis import propose
+from steadygrad.studies.inspect.analysis import by_phase, propose
 from steadygrad.studies.inspect.schema import (
     AFTER,
     BEFORE,
@@ -21,7 +21,6 @@ from steadygrad.studies.inspect.schema import (
     SEARCH,
     STEPS,
     TITLES,
-    Part,
     Plan,
 )
 from steadygrad.studies.schema import Key
@@ -85,6 +84,6 @@ def _job(key: Key, results: Results) -> Job:
     """The job; one that tries the proposed scales carries them."""
     job: dict[str, Any] = dict(zip(("kind", "phase", "part"), key, strict=False))
     if job["phase"] == AFTER:
-        found = propose(results.select(Part))
+        found = propose(by_phase(results))
         job |= {"loss_scale": found.loss_scale, "layer_scales": found.layer_scales}
     return job

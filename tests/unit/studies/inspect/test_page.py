@@ -106,13 +106,10 @@ def boxes(axes):
     """The boxes of the drawing: strength by row, left edge and colour."""
     names = [label.get_text() for label in axes.get_yticklabels()]
     found = {}
-    for collection in axes.collections:
-        # One strength for each box.
-        assert len(collection.get_paths()) == len(collection.get_alpha())
-        colour = to_hex(collection.get_facecolor()[0])
-        for path, alpha in zip(collection.get_paths(), collection.get_alpha(), strict=True):
-            (x, y), (_, top) = path.vertices.min(axis=0), path.vertices.max(axis=0)
-            found[names[round((y + top) / 2)], x, colour] = alpha
+    (drawn,) = axes.collections
+    for path, colour in zip(drawn.get_paths(), drawn.get_facecolor(), strict=True):
+        (x, y), (_, top) = path.vertices.min(axis=0), path.vertices.max(axis=0)
+        found[names[round((y + top) / 2)], x, to_hex(colour)] = colour[3]
     return found
 
 

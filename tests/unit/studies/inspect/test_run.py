@@ -7,7 +7,7 @@ import torch
 
 from steadygrad.studies.folder import Results, read_run
 from steadygrad.studies.inspect import plan
-from steadygrad.studies.inspect.analysis import propose
+from steadygrad.studies.inspect.analysis import by_phase, propose
 from steadygrad.studies.inspect.schema import TITLES, Part, Proposal
 from steadygrad.studies.inspect.study import Inspect
 from steadygrad.studies.order import main_order, seed_for
@@ -140,7 +140,7 @@ def test_the_last_training_is_told_the_scales_in_its_jobs(whole):
     known = [part for part in run.select(Part) if part.phase != "after"]
     # In the order in which workers may have ended them.
     journal = Results(known[::-1])
-    proposal = propose(known)
+    proposal = propose(by_phase(journal))
     tried = {"loss_scale": proposal.loss_scale, "layer_scales": proposal.layer_scales}
     assert tried == {name: outcome.summary["proposal"][name] for name in tried}
     for trial in Inspect(run.header).trials():
