@@ -104,11 +104,6 @@ class Part(Result, frozen=True, tag="part"):
     largest: dict[str, dict[str, float]]
     forward: dict[str, Count] = msgspec.field(default_factory=dict)
 
-    @property
-    def place(self) -> tuple[int, int]:
-        """In the order of training."""
-        return PHASES.index(self.phase), self.part
-
 
 class Phase(Result, frozen=True, tag="phase"):
     """Validation loss at the end of a phase; None where it is not finite."""

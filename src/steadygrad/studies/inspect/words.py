@@ -52,38 +52,37 @@ def answer(s: Summary) -> str:
 def _verdict(verdict: str, s: Summary) -> tuple[str, str]:
     """The verdict, as it is said of all steps or of some, and its reason."""
     if verdict == "unmeasured":
-        why = f": the study {ENDS.get(s.status, '')} before scales were found"
-        return "no layer can be judged yet", why
-    before, after = s.phases[BEFORE], s.phases.get(AFTER)
-    at, underflowing = power(before.loss_scale), _in("underflowing", s.diagnosis.underflowing)
+        why = f"the study {ENDS.get(s.status, '')} before scales were found"
+        return "no layer can be judged yet", f": {why}"
+    found, before, after = s.diagnosis, s.phases[BEFORE], s.phases.get(AFTER)
+    at = power(before.loss_scale)
     if s.proposal is None:
-        why = f": none was finite, down to a scale of {at}"
-        return "nothing can be said of the gradients", why
+        why = f"none was finite, down to a scale of {at}"
+        return "nothing can be said of the gradients", f": {why}"
+    if verdict == "zero":
+        return "the training loss is exactly 0 at the end, and so are its gradients", ""
+    if verdict == "enough":
+        where = "for every layer (torch.amp.GradScaler)"
+        if found.internal_underflow:
+            where = "at the boundaries of every layer"
+        more = f" after {_steps(before.skipped)} with an overflow" if before.skipped else ""
+        return f"one loss scale is enough {where}", f": it settled at {at}{more}"
+    starved = f"gradients underflow in {_in('underflowing', found.underflowing)}"
+    if verdict == "spread":
+        why = "where one loss scale settled: their exponents are too widely spread"
+        return f"no scale prevents that {starved}", f" at {at}, {why}"
     guess = "" if after and after.whole else " (predicted, not trained)"
-    match verdict:
-        case "zero":
-            return "the training loss is exactly 0 at the end, and so are its gradients", ""
-        case "enough":
-            inside = "at the boundaries of every layer"
-            every = "for every layer (torch.amp.GradScaler)"
-            where = inside if s.diagnosis.internal_underflow else every
-            more = f" after {_steps(before.skipped)} with an overflow" if before.skipped else ""
-            return f"one loss scale is enough {where}", f": it settled at {at}{more}"
-        case "higher":
-            start = power(s.proposal.loss_scale)
-            why = f": at {at}, where it settled, gradients underflow in {underflowing}"
-            return f"one loss scale is enough if it starts at {start}{guess}", why
-        case "spread":
-            settled = f" at {at}, where one loss scale settled"
-            why = f"{settled}: their exponents are too widely spread"
-            return f"no scale prevents that gradients underflow in {underflowing}", why
+    if verdict == "higher":
+        start = power(s.proposal.loss_scale)
+        why = f"at {at}, where it settled, {starved}"
+        return f"one loss scale is enough if it starts at {start}{guess}", f": {why}"
     own = f"scales of their own for {_few(s.proposal.layer_scales)}"
-    why = f": try {own}{guess}"
     if after and after.whole and (s.status == "complete" or after.valid_loss):
         both = f"{_loss(after.valid_loss)}, with one loss scale {_loss(before.valid_loss)}"
-        steps = f"{after.steps:,} optimizer steps"
-        why = f": with {own} the validation loss after {steps} is {both}"
-    return "no single loss scale fits all layers", why
+        why = f"with {own} the validation loss after {after.steps:,} optimizer steps is {both}"
+    else:
+        why = f"try {own}{guess}"
+    return "no single loss scale fits all layers", f": {why}"
 
 
 def remarks(s: Summary) -> tuple[str, ...]:
@@ -118,9 +117,8 @@ def _remark(found: schema.Findings, s: Summary) -> str:
             if s.proposal.layer_scales:
                 said = f'{s.proposal.code}, or with "auto" in place of the scales'
             return f"{REMEDIES[found.loss]} {said}."
-        case schema.Effect():
-            return EFFECTS[found.name].format(_in(found.name, found.layers))
-    raise TypeError(found)
+    assert isinstance(found, schema.Effect)
+    return EFFECTS[found.name].format(_in(found.name, found.layers))
 
 
 def table(s: Summary) -> Table | None:
@@ -180,9 +178,7 @@ def _in(name: str, layers: dict[str, float]) -> str:
 
 def _few(names: Iterable[str]) -> str:
     found = [*names]
-    return listed(
-        [*found[:3], f"{len(found) - 3} more layers"] if len(found) > 4 else found or [""]
-    )
+    return listed([*found[:3], f"{len(found) - 3} more layers"] if len(found) > 4 else found)
 
 
 def _steps(count: float) -> str:
