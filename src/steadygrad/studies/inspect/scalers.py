@@ -68,12 +68,13 @@ def follow_one_scale(
 def nonfinite_at_any_scale(
     trainer: Trainer, indices: Tensor, restore_rng: Callable[[], None]
 ) -> list[str]:
-    """Layers whose gradients in the step that was just skipped are not finite whatever the scale.
+    """Culprits of the step that was just skipped that are not finite whatever the scale.
 
     It is repeated with a loss scale of 2**-60, no layer scales, and the random numbers that
     ``restore_rng`` brings back. Weights, buffers, scales and random numbers stay as they were.
     """
     scaler, state = trainer.scaler, trainer.scaler.state_dict()
+    culprits = scaler.culprits()
     buffers = [(buffer, buffer.clone()) for buffer in trainer.model.buffers()]
     rows = state["layers"].items()
     probe = {name: {**row, "scale": 1.0 if name else PROBE_SCALE} for name, row in rows}
@@ -83,10 +84,10 @@ def nonfinite_at_any_scale(
         trainer.backward(indices)
     scaler.unscale_(trainer.optimizer)
     scaler.update()
-    found: list[str] = scaler.culprits()
+    again = scaler.culprits()
     trainer.optimizer.zero_grad()
     scaler.load_state_dict(state)
     with torch.no_grad():
         for buffer, kept in buffers:
             buffer.copy_(kept)
-    return found
+    return [name for name in culprits if name in again]

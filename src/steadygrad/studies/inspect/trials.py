@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from steadygrad.formulas.exponents import BINS, LOWEST, NONFINITE_BIN, largest_exponents
 from steadygrad.scale import MeasuredExponents
-from steadygrad.studies.checkpoint import State
 from steadygrad.studies.inspect import scalers, schema
 from steadygrad.studies.inspect.plan import steps_of
 from steadygrad.studies.inspect.schema import AFTER, KINDS, PARTS, SEARCH, TITLES, Part, Plan
@@ -40,8 +39,16 @@ def part(plan: Plan, place: Workplace, phase: schema.PhaseName, part: int, **sca
     finite = [loss for loss in trainer.take_losses() if math.isfinite(loss)]
     samples = last * plan.batch_size
     state = trainer.state(samples)
+
+    def keep() -> None:
+        place.checkpoints.save(f"{phase}-{part}", state)
+        # The one before is needed once more if this part is killed before it is recorded.
+        place.checkpoints.drop(f"{phase}-{part - 2}")
+        for searched in range(PARTS) if phase == AFTER else ():
+            place.checkpoints.drop(f"{SEARCH}-{searched}")
+
     # The other ranks continue, and may read the file, when it is written.
-    trainer.context.on_main(lambda: _keep(place, phase, part, state))
+    trainer.context.on_main(keep)
     return Part(
         phase=phase,
         part=part,
@@ -114,15 +121,6 @@ def _enter(
         trainer.load(state)
 
 
-def _keep(place: Workplace, phase: schema.PhaseName, part: int, state: State) -> None:
-    """Keeps a state, and drops states that no trial needs any more."""
-    place.checkpoints.save(f"{phase}-{part}", state)
-    # The one before is needed once more if this part is killed before it is recorded.
-    place.checkpoints.drop(f"{phase}-{part - 2}")
-    for searched in range(PARTS) if phase == AFTER else ():
-        place.checkpoints.drop(f"{SEARCH}-{searched}")
-
-
 def _train(
     plan: Plan, place: Workplace, phase: schema.PhaseName, part: int, own: Mapping[str, float]
 ) -> "ExponentHistograms":
@@ -144,8 +142,7 @@ def _train(
             scaler.load_state_dict(before)
             histograms.add_forward(forward)
         elif culprits and not searching:
-            found = scalers.nonfinite_at_any_scale(trainer, indices, restore_rng)
-            nonfinite = [name for name in culprits if name in found]
+            nonfinite = scalers.nonfinite_at_any_scale(trainer, indices, restore_rng)
             scalers.follow_one_scale(scaler, culprits, before, own, nonfinite)
             watch.report()  # of the repeated step
         if forward is None:
