@@ -80,7 +80,8 @@ CAUSE = "the forward pass of 'a' made the first values that are not finite"
 
 def test_an_answer_that_hangs_on_a_condition_opens_with_it():
     fault = [replace(UNDERFLOWING[0], forward={CAUSE: 3}), *UNDERFLOWING[1:]]
-    found = summary_of([*fault, *AFTER])
+    # What came later is not the first fault.
+    found = summary_of([*fault, replace(AFTER[0], forward={"later": 1}), *AFTER[1:]])
     assert found.answer == (
         "The forward pass is not finite in 3 of 8 steps, where no loss scale helps, so mend that "
         "first; in the other steps no single loss scale fits all layers."
