@@ -15,6 +15,9 @@ __all__ = ["follow_one_scale", "given_scales", "nonfinite_at_any_scale", "search
 
 # As torch.amp.GradScaler begins, and as it moves.
 FIRST_SCALE, BACKOFF, INTERVAL = 2.0**16, 0.5, 2000
+# Below it float32 has too little room. A loss that changes with every call may lead there: the
+# repeated step is another one, and so is finite.
+LEAST_SCALE = 2.0**-100
 # Gradients that overflow only because they are large are finite at this scale.
 PROBE_SCALE = 2.0**-60
 
@@ -61,7 +64,8 @@ def follow_one_scale(
     for name in ("", *nonfinite) if nonfinite else ():
         layers[name].update({key: old[name][key] for key in ("scale", "growth_tracker")})
     if not {*culprits} <= {*layer_scales, *nonfinite}:
-        layers[""].update(scale=old[""]["scale"] * BACKOFF, growth_tracker=0)
+        scale = max(LEAST_SCALE, old[""]["scale"] * BACKOFF)
+        layers[""].update(scale=scale, growth_tracker=0)
     scaler.load_state_dict(state)
 
 

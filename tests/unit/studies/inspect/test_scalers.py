@@ -44,6 +44,14 @@ def test_one_scale_moves_as_torch_s(net):
     assert [one for one, _ in seen] == [2.0**16] * 4 + [2.0**15] * 6 + [2.0**16] * 4
 
 
+def test_it_has_a_floor(net):
+    scaler = scalers.given_scales(net, 2 * scalers.LEAST_SCALE)
+    for _ in range(3):
+        before = step(scaler, net, spoilt=1)
+        scalers.follow_one_scale(scaler, scaler.culprits(), before)
+    assert scaler.get_scale() == scalers.LEAST_SCALE
+
+
 def test_whose_overflow_moves_what(net):
     scaler = scalers.given_scales(net, 2.0**8, {"1": 2.0**4})
     assert scaler.get_scales() == {"": 2.0**8, "0": 1.0, "1": 2.0**4}
