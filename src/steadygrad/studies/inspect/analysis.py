@@ -4,12 +4,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
-from typing import NamedTuple
 
+from steadygrad.studies.folder import Results
 from steadygrad.studies.inspect import schema
-from steadygrad.studies.inspect.schema import AFTER, BEFORE, KINDS, PARTS, PHASES, SEARCH, Part
+from steadygrad.studies.inspect.schema import BEFORE, KINDS, PARTS, PHASES, SEARCH, Part
 
-__all__ = ["Counts", "by_phase", "counts_of", "diagnose", "layers_of", "propose", "shares_of"]
+__all__ = ["Exponents", "by_phase", "counts_of", "diagnose", "layers_of", "propose", "shares_of"]
 
 # float16: exponents of its least subnormal number, its least normal one, and the first too large.
 LEAST, NORMAL, OVER = -24, -14, 16
@@ -28,51 +28,17 @@ WORTH = 4
 # Exponents of all proposed scales lie within plus and minus this.
 MOST = 100
 
+Phases = Mapping[str, Sequence[Part]]
 Place = tuple[str, str]
 """A layer and a kind."""
+Exponents = Counter[float]
+"""Number of values by exponent: zeros have minus infinity, values that are not finite infinity."""
 
 
-class Counts(NamedTuple):
-    """A sum of histograms: zeros, values that are not finite, the others by exponent."""
-
-    zero: int
-    over: int
-    exponents: Counter[int]
-
-    @classmethod
-    def sum(cls, histograms: Sequence[schema.Histogram]) -> "Counts":
-        """Adds up histograms."""
-        exponents = Counter[int]()
-        for found in histograms:
-            exponents.update(dict(enumerate(found.counts, start=found.low)))
-        return cls(sum(h.zero for h in histograms), sum(h.over for h in histograms), exponents)
-
-    @property
-    def total(self) -> int:
-        """Number of all values, at least one."""
-        return max(1, self.zero + self.over + self.exponents.total())
-
-    def fates(self, log2_scale: float = 0.0) -> tuple[float, float, float]:
-        """Shares of the nonzero values that a scale makes zero, subnormal and infinite."""
-        flushed, subnormal, over = 0, 0, self.over
-        for exponent, count in self.exponents.items():
-            scaled = exponent + log2_scale
-            # From half of the least number on values are rounded to it.
-            flushed += count * (scaled < LEAST - 1)
-            subnormal += count * (LEAST - 1 <= scaled < NORMAL)
-            over += count * (scaled >= OVER)
-        return flushed / self.total, subnormal / self.total, over / self.total
-
-    def lost(self, log2_scale: float) -> float:
-        """Number of nonzero values that a scale makes zero or subnormal."""
-        flushed, subnormal, _ = self.fates(log2_scale)
-        return (flushed + subnormal) * self.total
-
-
-def by_phase(parts: Iterable[Part]) -> dict[str, list[Part]]:
+def by_phase(results: Results) -> dict[str, list[Part]]:
     """The parts of each phase, in the order of training."""
-    ordered = sorted(parts, key=lambda part: part.part)
-    return {phase: [part for part in ordered if part.phase == phase] for phase in PHASES}
+    parts = results.select(Part)
+    return {phase: [part for part in parts if part.phase == phase] for phase in PHASES}
 
 
 def layers_of(parts: Sequence[Part]) -> list[str]:
@@ -81,36 +47,53 @@ def layers_of(parts: Sequence[Part]) -> list[str]:
     return [name for name in (parts[0].scales if parts else ()) if name in seen]
 
 
-def counts_of(phase: Sequence[Part]) -> dict[Place, Counts]:
-    """Each layer's gradients in the second half of a phase."""
+def counts_of(phase: Sequence[Part], *, plain: bool = False) -> dict[Place, Exponents]:
+    """Each layer's gradients in the second half of a phase; ``plain``: as without scales."""
     settled, found = phase[PARTS // 2 :], {}
     for name, kind in product(layers_of(settled), KINDS):
-        own = [held[name] for part in settled if name in (held := getattr(part, kind))]
+        held = (part.plain.get(kind, {}) if plain else getattr(part, kind) for part in settled)
+        own = Exponents()
+        for histogram in (histograms[name] for histograms in held if name in histograms):
+            own.update({-math.inf: histogram.zero, math.inf: histogram.over})
+            own.update({histogram.low + i: count for i, count in enumerate(histogram.counts)})
         if own:
-            found[name, kind] = Counts.sum(own)
+            found[name, kind] = own
     return found
+
+
+def within(held: Exponents, low: float, high: float, log2_scale: float = 0.0) -> int:
+    """Number of values whose exponent a scale moves to ``low`` or above it, and below ``high``."""
+    return sum(count for e, count in held.items() if low <= e + log2_scale < high)
+
+
+def lost(held: Exponents, log2_scale: float = 0.0) -> int:
+    """Number of nonzero values that a scale makes zero or subnormal in float16."""
+    return within(held, -math.inf, NORMAL, log2_scale) - held[-math.inf]
 
 
 def shares_of(phase: Sequence[Part]) -> dict[Place, schema.Shares]:
     """Shares of each layer's gradients that float16 changes, in the second half of a phase."""
     found = {}
     for place, held in counts_of(phase).items():
-        flushed, subnormal, over = held.fates()
-        zero = held.zero / held.total + flushed
-        found[place] = schema.Shares(zero=zero, subnormal=subnormal, overflow=over)
+        total = max(1, held.total())
+        found[place] = schema.Shares(
+            # From half of the least number on values are rounded to it.
+            zero=within(held, -math.inf, LEAST - 1) / total,
+            subnormal=within(held, LEAST - 1, NORMAL) / total,
+            overflow=(held.total() - within(held, -math.inf, OVER)) / total,
+        )
     return found
 
 
-def diagnose(parts: Iterable[Part]) -> schema.Diagnosis:
-    """Diagnoses float16's effect on each layer; parts come in any order, some may be missing."""
-    phases = by_phase(parts)
-    before, after, own = phases[BEFORE], phases[AFTER], shares_of(phases[SEARCH])
-    underflowing, limit = _underflowing(before, phases[SEARCH]), _settled(before) + NEAR
+def diagnose(phases: Phases) -> schema.Diagnosis:
+    """Diagnoses float16's effect on each layer; the first phase has begun."""
+    before, search, after = (phases[phase] for phase in PHASES)
+    underflowing, limit = _underflowing(before, search), before[-1].scales[""] + NEAR
     near = {name for part in before for name, at in part.overflowed_at.items() if at <= limit}
     limiting = {name: count for name, count in _overflows(before).items() if name in near}
-    nonfinite = {**_total(after, "at_any_scale"), **_total(before, "at_any_scale")}
-    forward = {**_total(after, "forward"), **_total(before, "forward")}
-    internal = {}
+    nonfinite = {**added_up(after, "at_any_scale"), **added_up(before, "at_any_scale")}
+    forward = {**added_up(after, "forward"), **added_up(before, "forward")}
+    own, internal = shares_of(search), {}
     for (name, kind), held in own.items():
         if name and kind == "weights" and held.lost > WEIGHTS_LOST:
             arrives = own.get((name, "activations"))
@@ -129,18 +112,17 @@ def diagnose(parts: Iterable[Part]) -> schema.Diagnosis:
     )
 
 
-def propose(parts: Iterable[Part]) -> schema.Proposal:
+def propose(phases: Phases) -> schema.Proposal:
     """Scales that leave headroom above the largest gradient seen in each layer.
 
     One scale if that is enough: no larger than the one that settled if nothing underflows, and a
     larger one if that prevents the underflow. Otherwise a loss scale for the layers that do not
-    underflow, and scales of their own for layers with more room above it, or less. Parts after the
-    first two phases are ignored.
+    underflow, and scales of their own for layers with more room above it, or less. It rests on the
+    first two phases.
     """
-    phases = by_phase(parts)
     before, search = phases[BEFORE], phases[SEARCH]
-    underflowing, room = _underflowing(before, search), _room(before + search)
-    settled, spare = _settled(before), HEADROOM - LOSS_HEADROOM
+    underflowing, room = _underflowing(before, search), _room([*before, *search])
+    settled, spare = before[-1].scales[""], HEADROOM - LOSS_HEADROOM
     one = _bounded(min(room.values(), default=0) + spare)
     if not underflowing:
         # It is larger only where a layer's gradients were never seen to be finite.
@@ -163,18 +145,14 @@ def propose(parts: Iterable[Part]) -> schema.Proposal:
     return schema.Proposal(loss_scale=2.0**loss, layer_scales=scales)
 
 
-def _settled(before: Sequence[Part]) -> float:
-    """Base-2 logarithm of the one loss scale at the end of the first phase."""
-    return before[-1].scales[""] if before else 0.0
-
-
-def _total(phase: Sequence[Part], field: str) -> Counter[str]:
+def added_up(phase: Sequence[Part], field: str) -> Counter[str]:
+    """Adds up a field of counts."""
     return sum((Counter(getattr(part, field)) for part in phase), Counter())
 
 
 def _overflows(phase: Sequence[Part]) -> Counter[str]:
     """Steps in which a layer overflowed that a smaller scale would have prevented."""
-    return _total(phase, "overflows") - _total(phase, "at_any_scale")
+    return added_up(phase, "overflows") - added_up(phase, "at_any_scale")
 
 
 def _excess(
@@ -201,32 +179,29 @@ def _underflowing(before: Sequence[Part], search: Sequence[Part]) -> dict[str, f
     increase over the nonzero values, but no more than float16 must lose of the measured exponents
     at that scale: more zeros may also come from convergence.
     """
-    own = shares_of(search)
-    shares, predicted = _excess(shares_of(before), own), _lost_under(search, _settled(before))
-    for place, lost in shares.items():
-        relative = lost / max(1e-12, 1.0 - own[place].zero)
-        shares[place] = max(lost, min(relative, predicted[place]))
+    own, predicted = shares_of(search), _lost_under(search, before[-1].scales[""])
+    shares = _excess(shares_of(before), own)
+    for at, more in shares.items():
+        relative = more / max(1e-12, 1.0 - own[at].zero)
+        shares[at] = max(more, min(relative, predicted.get(at, 0.0)))
     return _large(shares)
 
 
 def _lost_under(search: Sequence[Part], log2_scale: float) -> dict[Place, float]:
     """Share of the nonzero values that one loss scale makes zero or subnormal, not their own."""
-    settled, found = search[PARTS // 2 :], {}
-    for name, kind in product(layers_of(settled), KINDS):
-        held = [(getattr(part, kind), part.plain.get(kind, {})) for part in settled]
-        own = [(h[name], plain[name]) for h, plain in held if name in h and name in plain]
-        plain = Counts.sum([each for _, each in own])
+    own, found = counts_of(search), {}
+    for at, plain in counts_of(search, plain=True).items():
+        nonzero = plain.total() - plain[-math.inf] - plain[math.inf]
         # Subnormal with a scale of its own as well: the exponents are spread that widely.
-        lost = Counts.sum([each for each, _ in own]).lost(0.0)
-        found[name, kind] = (plain.lost(log2_scale) - lost) / max(1, plain.exponents.total())
+        found[at] = (lost(plain, log2_scale) - lost(own.get(at, Exponents()))) / max(1, nonzero)
     return found
 
 
-def _room(parts: Sequence[Part]) -> dict[str, int]:
+def _room(parts: Iterable[Part]) -> dict[str, int]:
     """Base-2 logarithm of the largest scale that leaves each layer its headroom."""
     largest: dict[str, float] = {}
-    for part in parts:
-        for name, exponent in (pair for held in part.largest.values() for pair in held.items()):
+    for held in (held for part in parts for held in part.largest.values()):
+        for name, exponent in held.items():
             largest[name] = max(exponent, largest.get(name, exponent))
     finite = {name: exponent for name, exponent in largest.items() if math.isfinite(exponent)}
     return {name: int(OVER - 1 - HEADROOM - exponent) for name, exponent in finite.items()}

@@ -1,46 +1,42 @@
 """The findings of a study: a pure function of the header and the results."""
 
 import math
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
 from steadygrad.studies.folder import Results
-from steadygrad.studies.inspect import schema, words
-from steadygrad.studies.inspect.analysis import by_phase, diagnose, layers_of, propose, shares_of
+from steadygrad.studies.inspect import analysis, schema, words
+from steadygrad.studies.inspect.analysis import Phases
 from steadygrad.studies.inspect.schema import AFTER, BEFORE, PARTS, SEARCH, STEPS, Part, Summary
 
 __all__ = ["summarize"]
 
-Phases = dict[str, list[Part]]
-
 
 def summarize(header: schema.Header, results: Results, status: str) -> Summary:
     """Draws the conclusions; ``status`` is as in :class:`steadygrad.studies.schema.Summary`."""
-    parts = results.select(Part)
-    phases = by_phase(parts)
-    compared = len(phases[BEFORE]) == len(phases[SEARCH]) == PARTS
-    found, proposal = diagnose(parts if compared else []), propose(parts) if compared else None
-    verdict, forward = _verdict(phases, found, proposal), _forward(phases)
-    before, after = results.get(schema.Phase, BEFORE), results.get(schema.Phase, AFTER)
-    if proposal:
+    phases = analysis.by_phase(results)
+    ends = {phase: results.get(schema.Phase, phase) for phase in (BEFORE, AFTER)}
+    verdict: schema.VerdictName = "unmeasured"
+    found, proposal = schema.Diagnosis(), None
+    if len(phases[BEFORE]) == len(phases[SEARCH]) == PARTS:
+        found, proposal = analysis.diagnose(phases), analysis.propose(phases)
+        verdict = _verdict(phases[BEFORE], found, proposal)
         # Where no gradient was finite there is nothing to propose.
-        unseen = verdict == "unseen"
-        proposal = None if unseen else replace(proposal, code=words.code(proposal))
-    cuts = [cut for result in results.select(schema.Accumulation) for cut in result.cuts]
+        proposal = None if verdict == "unseen" else replace(proposal, code=words.code(proposal))
+    checked = results.get(schema.Accumulation)
     short = header.settings.steps is None and header.plan.steps < STEPS
     findings = (
         schema.Verdict(verdict=verdict),
         None if status == "complete" else schema.Unfinished(),
-        forward if compared else None,
+        _forward(phases) if found.forward else None,
         *_effects(found, "nonfinite_at_any_scale"),
-        schema.Accumulated(bugs=tuple(cut for cut in cuts if cut.bug)) if cuts else None,
-        schema.Remedy(loss=_loss(before, after)) if verdict in ("layers", "higher") else None,
+        schema.Accumulated(bugs=tuple(c for c in checked.cuts if c.bug)) if checked else None,
+        schema.Remedy(loss=_loss(**ends)) if verdict in ("layers", "higher") else None,
         schema.Shortened(steps=header.plan.steps) if short else None,
         *_effects(found, "regressed", "overflowed_after", "internal_underflow", "limiting"),
     )
-    summary = Summary(
+    return Summary(
         study="inspect",
         status=status,
         task=header.task.name,
@@ -48,41 +44,32 @@ def summarize(header: schema.Header, results: Results, status: str) -> Summary:
         findings=tuple(finding for finding in findings if finding is not None),
         diagnosis=found,
         proposal=proposal,
-        phases={
-            phase: _training(phases[phase], end)
-            for phase, end in ((BEFORE, before), (AFTER, after))
-            if phases[phase]
-        },
-        layers=tuple(_layers(phases)),
-    )
-    return summary.worded(words)
+        phases={name: _training(phases[name], ends[name]) for name in ends if phases[name]},
+        layers=tuple(_layers(phases, analysis.layers_of(results.select(Part)))),
+    ).worded(words)
 
 
 def _verdict(
-    phases: Phases, found: schema.Diagnosis, proposal: schema.Proposal | None
+    before: Sequence[Part], found: schema.Diagnosis, proposal: schema.Proposal
 ) -> schema.VerdictName:
-    if proposal is None:
-        return "unmeasured"
-    last = phases[BEFORE][-1]
     # Of steps that are left out only what is not finite is counted.
-    if all(held.overflow == 1 for held in shares_of(phases[BEFORE]).values()):
+    if all(held.overflow == 1 for held in analysis.shares_of(before).values()):
         return "unseen"
-    if last.loss == 0:
+    if before[-1].loss == 0:
         return "zero"
     if not found.underflowing:
         return "enough"
     if proposal.layer_scales:
         return "layers"
-    higher = not found.limiting and proposal.loss_scale > 2.0 ** last.scales[""]
+    higher = not found.limiting and proposal.loss_scale > 2.0 ** before[-1].scales[""]
     return "higher" if higher else "spread"
 
 
-def _forward(phases: Phases) -> schema.Forward | None:
-    for parts in (phases[BEFORE], phases[AFTER]):
-        causes = sum((Counter(part.forward) for part in parts), Counter[str]())
-        if causes:
-            return schema.Forward(causes=dict(causes), count=causes.total(), steps=parts[-1].steps)
-    return None
+def _forward(phases: Phases) -> schema.Forward:
+    """Of the first training with such a step."""
+    parts = next(held for held in (phases[BEFORE], phases[AFTER]) if any(p.forward for p in held))
+    causes = analysis.added_up(parts, "forward")
+    return schema.Forward(causes=dict(causes), count=causes.total(), steps=parts[-1].steps)
 
 
 def _effects(found: schema.Diagnosis, *names: schema.EffectName) -> Iterable[schema.Effect]:
@@ -98,7 +85,7 @@ def _loss(before: schema.Phase | None, after: schema.Phase | None) -> schema.Los
     return "lower" if own < one else "not lower"
 
 
-def _training(parts: list[Part], end: schema.Phase | None) -> schema.Training:
+def _training(parts: Sequence[Part], end: schema.Phase | None) -> schema.Training:
     return schema.Training(
         steps=parts[-1].steps,
         skipped=sum(part.skipped for part in parts),
@@ -109,15 +96,15 @@ def _training(parts: list[Part], end: schema.Phase | None) -> schema.Training:
     )
 
 
-def _layers(phases: Phases) -> Iterable[schema.Layer]:
-    shares = {phase: shares_of(parts) for phase, parts in phases.items()}
-    for name in layers_of([part for parts in phases.values() for part in parts]):
-        before, after = (
-            schema.Seen(
-                activations=shares[phase].get((name, "activations")),
-                weights=shares[phase].get((name, "weights")),
+def _layers(phases: Phases, names: Iterable[str]) -> Iterable[schema.Layer]:
+    shares = {phase: analysis.shares_of(phases[phase]) for phase in (BEFORE, AFTER)}
+    for name in names:
+        seen = {
+            phase: schema.Seen(
+                activations=held.get((name, "activations")),
+                weights=held.get((name, "weights")),
                 overflows=sum(part.overflows.get(name, 0) for part in phases[phase]),
             )
-            for phase in (BEFORE, AFTER)
-        )
-        yield schema.Layer(name=name, before=before, after=after)
+            for phase, held in shares.items()
+        }
+        yield schema.Layer(name=name, **seen)

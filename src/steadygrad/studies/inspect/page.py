@@ -1,21 +1,22 @@
 """Charts and tables of the template ``page.html``: its charts and numbers."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from steadygrad.studies import charts
 from steadygrad.studies.charts import CRITICAL, INK, MUTED, NOISE, SCHEDULE
 from steadygrad.studies.folder import Run
 from steadygrad.studies.inspect import analysis
-from steadygrad.studies.inspect.analysis import LEAST, NORMAL, OVER, Counts
-from steadygrad.studies.inspect.schema import AFTER, BEFORE, KINDS, TITLES, Part, Summary
+from steadygrad.studies.inspect.analysis import LEAST, NORMAL, OVER, Exponents, Phases, Place
+from steadygrad.studies.inspect.schema import AFTER, BEFORE, KINDS, TITLES, Part
 from steadygrad.studies.inspect.words import layer_title, power
 
 __all__ = ["view"]
@@ -25,19 +26,17 @@ ZERO, NOT_FINITE = LEAST - 4, OVER + 4
 MOST_LAYERS = 40
 # Smaller shares are not drawn, overflows apart.
 FAINTEST = 1e-4
-SHOWN = (BEFORE, AFTER)
+# The trainings that are shown, and the colours of their losses.
+COLOURS = {BEFORE: SCHEDULE, AFTER: CRITICAL}
 
 
 def view(run: Run) -> dict[str, Any]:
     """The values of the template's own sections."""
-    parts = run.select(Part)
-    phases = {phase: analysis.by_phase(parts)[phase] for phase in SHOWN}
-    layers = analysis.layers_of(parts)
-    found = msgspec.convert(run.summary, Summary) if run.summary else None
+    phases, layers = analysis.by_phase(run.results), analysis.layers_of(run.select(Part))
+    held = {phase: analysis.counts_of(phases[phase]) for phase in COLOURS}
     return {
-        "found": found,
-        "titles": {phase: TITLES[phase] for phase in SHOWN if phases[phase]},
-        "heats": {kind: _heat(phases, layers[:MOST_LAYERS], kind) for kind in KINDS if layers},
+        "titles": {phase: TITLES[phase] for phase in COLOURS if phases[phase]},
+        "heats": {kind: _heat(held, layers[:MOST_LAYERS], kind) for kind in KINDS if layers},
         "more_layers": max(0, len(layers) - MOST_LAYERS),
         "training": _training(phases, run.header.task.name),
         "layer_title": layer_title,
@@ -45,10 +44,9 @@ def view(run: Run) -> dict[str, Any]:
     }
 
 
-def _heat(phases: Mapping[str, Sequence[Part]], layers: Sequence[str], kind: str) -> Markup:
+def _heat(held: Mapping[str, Mapping[Place, Exponents]], layers: list[str], kind: str) -> Markup:
     """Shares of each layer's gradients by exponent, with one loss scale and the proposed scales."""
-    held = {phase: analysis.counts_of(parts) for phase, parts in phases.items()}
-    drawn = [phase for phase in SHOWN if any(k == kind for _, k in held[phase])]
+    drawn = [phase for phase in COLOURS if any(k == kind for _, k in held[phase])]
     names = [name for name in layers if any((name, kind) in held[phase] for phase in drawn)]
 
     def paint(figure: Figure, narrow: bool) -> None:
@@ -69,21 +67,19 @@ def _heat(phases: Mapping[str, Sequence[Part]], layers: Sequence[str], kind: str
     return charts.chart(f"heat-{kind}", spoken, paint, height=height)
 
 
-def _paint(axes: Axes, rows: Sequence[Counts | None]) -> None:
-    for colour in (CRITICAL, NOISE):
-        boxes, alphas = [], []
-        for y, row in enumerate(rows):
-            for x, share in _cells(row).items() if row else ():
-                # One infinity is enough to leave a step out.
-                visible = share >= FAINTEST or (x >= OVER and share > 0)
-                if visible and (NORMAL <= x < OVER) == (colour == CRITICAL):
-                    low, high = y - 0.42, y + 0.42
-                    boxes.append([(x, low), (x + 1, low), (x + 1, high), (x, high)])
-                    # A tenth of the values and all of them should both be seen.
-                    alphas.append(min(1.0, 0.12 + 0.88 * math.sqrt(min(1.0, share / 0.3))))
-        if boxes:
-            cells = PolyCollection(boxes, facecolors=colour, alpha=alphas, linewidths=0)
-            axes.add_collection(cells)
+def _paint(axes: Axes, rows: Sequence[Exponents | None]) -> None:
+    boxes, colours = [], []
+    for y, row in enumerate(rows):
+        low, high = y - 0.42, y + 0.42
+        for x, share in _cells(row).items() if row else ():
+            # One infinity is enough to leave a step out.
+            if share >= FAINTEST or (x >= OVER and share > 0):
+                colour = CRITICAL if NORMAL <= x < OVER else NOISE
+                # A tenth of the values and all of them should both be seen.
+                alpha = min(1.0, 0.12 + 0.88 * math.sqrt(min(1.0, share / 0.3)))
+                boxes.append([(x, low), (x + 1, low), (x + 1, high), (x, high)])
+                colours.append(to_rgba(colour, alpha))
+    axes.add_collection(PolyCollection(boxes, facecolors=colours, linewidths=0))
     axes.set_xlim(ZERO - 0.5, NOT_FINITE + 1.5)
     axes.grid(visible=False)
     exponents = [LEAST, NORMAL, -5, 5, OVER]
@@ -94,29 +90,30 @@ def _paint(axes: Axes, rows: Sequence[Counts | None]) -> None:
         axes.axvline(x, color=MUTED, linewidth=1.0, linestyle=(0, (3, 2)))
 
 
-def _cells(row: Counts) -> dict[int, float]:
+def _cells(row: Exponents) -> dict[int, float]:
     """Shares by the left edges of their columns."""
-    # What lies beyond the axis is gathered at its ends: it has been flushed, or has overflowed.
-    found = {ZERO: row.zero / row.total, NOT_FINITE: row.over / row.total}
-    for exponent, count in row.exponents.items():
-        column = min(max(exponent, LEAST - 2), OVER + 2)
-        found[column] = found.get(column, 0.0) + count / row.total
-    return found
+    columns = Counter[int]()
+    for exponent, count in row.items():
+        # What lies beyond the axis is gathered at its ends: it was flushed, or has overflowed.
+        ends = (LEAST - 2, OVER + 2) if math.isfinite(exponent) else (ZERO, NOT_FINITE)
+        columns[int(min(max(exponent, ends[0]), ends[1]))] += count
+    return {column: count / max(1, row.total()) for column, count in columns.items()}
 
 
-def _training(phases: Mapping[str, Sequence[Part]], task: str) -> Markup | None:
+def _training(phases: Phases, task: str) -> Markup | None:
     """Training loss over steps, with one loss scale and with the proposed scales."""
-    points = (
-        (phase, [(p.steps, p.loss) for p in phases[phase] if p.loss is not None]) for phase in SHOWN
-    )
-    curves = {phase: curve for phase, curve in points if curve}
+    losses = {
+        name: [(p.steps, p.loss) for p in parts if p.loss is not None]
+        for name, parts in phases.items()
+    }
+    curves = {phase: losses[phase] for phase in COLOURS if losses[phase]}
     if not curves:
         return None
 
     def paint(figure: Figure, narrow: bool) -> None:
         axes, labels = figure.subplots(), []
         for phase, curve in curves.items():
-            colour = SCHEDULE if phase == BEFORE else CRITICAL
+            colour = COLOURS[phase]
             axes.plot(*zip(*curve, strict=True), color=colour, linewidth=2, marker="o", ms=4)
             labels.append((*curve[-1], TITLES[phase], colour))
         axes.set_xlim(0, max(label[0] for label in labels) * (1.75 if narrow else 1.3))

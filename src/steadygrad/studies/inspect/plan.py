@@ -12,18 +12,8 @@ from msgspec.structs import replace
 
 from steadygrad.studies.folder import Results
 from steadygrad.studies.inspect import schema
-from steadygrad.studies.inspect.analysis import propose
-from steadygrad.studies.inspect.schema import (
-    AFTER,
-    BEFORE,
-    PARTS,
-    PHASES,
-    SEARCH,
-    STEPS,
-    TITLES,
-    Part,
-    Plan,
-)
+from steadygrad.studies.inspect.analysis import by_phase, propose
+from steadygrad.studies.inspect.schema import AFTER, BEFORE, PARTS, PHASES, SEARCH, TITLES, Plan
 from steadygrad.studies.schema import Key
 from steadygrad.studies.trials import Job, Trial, evaluation_cost, makespan
 
@@ -46,13 +36,13 @@ def make_plan(
     """
     start_up = START_UP_WORKERS if workers > 1 else START_UP
     span = SHARE_OF_BUDGET * max(0.0, settings.budget - start_up) * speed / REPEATED
-    steps = settings.steps or STEPS
-    while True:
+    fewer = range(schema.STEPS, schema.LEAST_STEPS - 1, -PARTS)
+    for steps in [settings.steps] if settings.steps else fewer:
         plan = replace(plan, steps=steps)
         trials = make_trials(plan, valid_size)
-        if settings.steps or steps == schema.LEAST_STEPS or makespan(trials, workers) <= span:
-            return replace(plan, work=sum(trial.cost for trial in trials))
-        steps = max(schema.LEAST_STEPS, steps - PARTS)
+        if makespan(trials, workers) <= span:
+            break
+    return replace(plan, work=sum(trial.cost for trial in trials))
 
 
 def make_trials(plan: Plan, valid_size: int, *, accumulation: bool = False) -> list[Trial]:
@@ -82,9 +72,8 @@ def steps_of(plan: Plan, part: int) -> tuple[int, int]:
 
 
 def _job(key: Key, results: Results) -> Job:
-    """The job; one that tries the proposed scales carries them."""
     job: dict[str, Any] = dict(zip(("kind", "phase", "part"), key, strict=False))
     if job["phase"] == AFTER:
-        found = propose(results.select(Part))
+        found = propose(by_phase(results))
         job |= {"loss_scale": found.loss_scale, "layer_scales": found.layer_scales}
     return job

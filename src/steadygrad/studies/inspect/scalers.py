@@ -15,7 +15,8 @@ __all__ = ["follow_one_scale", "given_scales", "nonfinite_at_any_scale", "search
 
 # As torch.amp.GradScaler begins, and as it moves.
 FIRST_SCALE, BACKOFF, INTERVAL = 2.0**16, 0.5, 2000
-# Below it float32 has too little room as well.
+# Below it float32 has too little room. A loss that changes with every call may lead there: the
+# repeated step is another one, and so is finite.
 LEAST_SCALE = 2.0**-100
 # Gradients that overflow only because they are large are finite at this scale.
 PROBE_SCALE = 2.0**-60
@@ -55,12 +56,11 @@ def follow_one_scale(
     """Backs the loss scale off for an overflow in a layer that has no scale of its own.
 
     Its growth then begins anew, as in torch's scaler. A layer of ``layer_scales`` has backed off by
-    itself. An overflow in one that is ``nonfinite`` at any scale moves no scale. ``before`` is the
-    scaler's state before its update.
+    itself. An overflow in one that is ``nonfinite`` at any scale moves no scale, nor does the step
+    count for growth. ``before`` is the scaler's state before its update.
     """
     state = scaler.state_dict()
     layers, old = state["layers"], before["layers"]
-    # A step that no scale saves does not count for the loss scale's growth either.
     for name in ("", *nonfinite) if nonfinite else ():
         layers[name].update({key: old[name][key] for key in ("scale", "growth_tracker")})
     if not {*culprits} <= {*layer_scales, *nonfinite}:
@@ -72,14 +72,13 @@ def follow_one_scale(
 def nonfinite_at_any_scale(
     trainer: Trainer, indices: Tensor, restore_rng: Callable[[], None]
 ) -> list[str]:
-    """Layers whose gradients in a step are not finite whatever the scale.
+    """Culprits of the step that was just skipped that are not finite whatever the scale.
 
-    Forward and backward pass of the step that was just skipped are repeated on the whole batch with
-    a loss scale of 2**-60 and no layer scales, and with the random numbers that ``restore_rng``
-    brings back. Weights, buffers, scales and random numbers are afterwards as they were.
+    It is repeated with a loss scale of 2**-60, no layer scales, and the random numbers that
+    ``restore_rng`` brings back. Weights, buffers, scales and random numbers stay as they were.
     """
-    scaler = trainer.scaler
-    state = scaler.state_dict()
+    scaler, state = trainer.scaler, trainer.scaler.state_dict()
+    culprits = scaler.culprits()
     buffers = [(buffer, buffer.clone()) for buffer in trainer.model.buffers()]
     rows = state["layers"].items()
     probe = {name: {**row, "scale": 1.0 if name else PROBE_SCALE} for name, row in rows}
@@ -89,10 +88,10 @@ def nonfinite_at_any_scale(
         trainer.backward(indices)
     scaler.unscale_(trainer.optimizer)
     scaler.update()
-    found: list[str] = scaler.culprits()
+    again = scaler.culprits()
     trainer.optimizer.zero_grad()
     scaler.load_state_dict(state)
     with torch.no_grad():
         for buffer, kept in buffers:
             buffer.copy_(kept)
-    return found
+    return [name for name in culprits if name in again]

@@ -9,8 +9,7 @@ from msgspec import Meta
 from steadygrad.studies import schema
 from steadygrad.studies.schema import Count, Finding, Positive, Result
 
-BEFORE, SEARCH, AFTER = "before", "search", "after"
-PHASES = (BEFORE, SEARCH, AFTER)
+BEFORE, SEARCH, AFTER = PHASES = "before", "search", "after"
 TITLES = {BEFORE: "one loss scale", SEARCH: "finding scales", AFTER: "the proposed scales"}
 # Parts of a phase. The second half of them counts, when the phase's scales have settled.
 PARTS = 8
@@ -43,11 +42,8 @@ class Settings(schema.CommonSettings):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Amounts of work, fixed before the first trial.
 
-    Attributes:
-        batch_size: The task's, in samples.
-        steps: Optimizer steps of each phase.
-        layers: Names of the layers that can have a scale of their own.
-        work: Cost of all trials, in samples.
+    ``steps`` are optimizer steps of each phase, ``layers`` those that can have a scale of their
+    own; ``work`` is the cost of all trials, in samples.
     """
 
     batch_size: Positive
@@ -79,16 +75,13 @@ class Part(Result, frozen=True, tag="part"):
     """An eighth of a phase.
 
     Attributes:
-        steps: Steps of the phase so far.
-        samples: Samples of the phase so far.
+        steps: Steps of the phase so far, and ``samples`` as well.
         loss: Mean of the training losses that were finite; None if none was.
         scales: Base-2 logarithm of each layer's scale at the end; "" is the loss.
         skipped: Steps left out because something was not finite.
-        overflows: Steps in which a layer was not finite.
-        at_any_scale: Steps in which a layer was not finite whatever the scale.
+        overflows: Steps in which a layer was not finite; ``at_any_scale``: whatever the scale.
         overflowed_at: Base-2 logarithm of the smallest scale at which a layer overflowed.
-        activations: Exponents of the gradients at each layer's output.
-        weights: Exponents of the gradients of each layer's weights.
+        activations: Exponents of the gradients at each layer's output; ``weights``: of its weights.
         plain: Exponents of both as they would be without scales, in the phase that finds scales.
         largest: Largest exponent without scales, by kind and layer.
         forward: Steps in which something was not finite in the forward pass, by its cause in words.
@@ -111,11 +104,6 @@ class Part(Result, frozen=True, tag="part"):
     largest: dict[str, dict[str, float]]
     forward: dict[str, Count] = msgspec.field(default_factory=dict)
 
-    @property
-    def place(self) -> tuple[int, int]:
-        """In the order of training."""
-        return PHASES.index(self.phase), self.part
-
 
 class Phase(Result, frozen=True, tag="phase"):
     """Validation loss at the end of a phase; None where it is not finite."""
@@ -126,14 +114,7 @@ class Phase(Result, frozen=True, tag="phase"):
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """One way of cutting a batch into micro-batches, and the gradient accumulated over them.
-
-    Attributes:
-        sizes: Samples of each micro-batch.
-        ratio: Norm of the accumulated gradient over that of the whole batch's gradient.
-        cosine: Cosine of the angle between them.
-        bug: Name of the bug that it is; empty for none.
-    """
+    """One way of cutting a batch, as :class:`steadygrad.watch.accumulation.Window` describes it."""
 
     name: str
     sizes: tuple[Positive, ...]
@@ -158,7 +139,7 @@ def check(header: Header, result: Any) -> tuple[str, str] | None:
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
-    """Scales to train with, all powers of two, and the line of Python that makes the scaler.
+    """Scales to train with, powers of two; ``code`` is the line of Python that makes the scaler.
 
     ``loss_scale`` is that of every layer without one of its own, which multiplies it.
     """
@@ -183,14 +164,14 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         forward: Steps of one training whose forward pass was not finite, by the cause in words.
     """
 
-    fault: bool
-    underflowing: dict[str, float]
-    limiting: dict[str, int]
-    regressed: dict[str, float]
-    nonfinite_at_any_scale: dict[str, int]
-    overflowed_after: dict[str, int]
-    internal_underflow: dict[str, float]
-    forward: dict[str, int]
+    fault: bool = False
+    underflowing: dict[str, float] = {}
+    limiting: dict[str, int] = {}
+    regressed: dict[str, float] = {}
+    nonfinite_at_any_scale: dict[str, int] = {}
+    overflowed_after: dict[str, int] = {}
+    internal_underflow: dict[str, float] = {}
+    forward: dict[str, int] = {}
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,7 +210,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """A layer with one loss scale, and with the proposed scales."""
+    """A layer with one loss scale, and with the proposed scales; "" is all outside of layers."""
 
     name: str
     before: Seen

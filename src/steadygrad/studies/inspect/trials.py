@@ -3,17 +3,17 @@
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from steadygrad.formulas.exponents import BINS, LOWEST, NONFINITE_BIN, largest_exponents
 from steadygrad.scale import MeasuredExponents
-from steadygrad.studies.checkpoint import State
 from steadygrad.studies.inspect import scalers, schema
 from steadygrad.studies.inspect.plan import steps_of
 from steadygrad.studies.inspect.schema import AFTER, KINDS, PARTS, SEARCH, TITLES, Part, Plan
@@ -39,8 +39,16 @@ def part(plan: Plan, place: Workplace, phase: schema.PhaseName, part: int, **sca
     finite = [loss for loss in trainer.take_losses() if math.isfinite(loss)]
     samples = last * plan.batch_size
     state = trainer.state(samples)
+
+    def keep() -> None:
+        place.checkpoints.save(f"{phase}-{part}", state)
+        # The one before is needed once more if this part is killed before it is recorded.
+        place.checkpoints.drop(f"{phase}-{part - 2}")
+        for searched in range(PARTS) if phase == AFTER else ():
+            place.checkpoints.drop(f"{SEARCH}-{searched}")
+
     # The other ranks continue, and may read the file, when it is written.
-    trainer.context.on_main(lambda: _keep(place, phase, part, state))
+    trainer.context.on_main(keep)
     return Part(
         phase=phase,
         part=part,
@@ -48,7 +56,7 @@ def part(plan: Plan, place: Workplace, phase: schema.PhaseName, part: int, **sca
         samples=samples,
         loss=math.fsum(finite) / len(finite) if finite else None,
         scales={name: math.log2(scale) for name, scale in trainer.scaler.get_scales().items()},
-        **histograms.fields(),
+        **histograms.fields(plain=phase == SEARCH),
     )
 
 
@@ -85,9 +93,8 @@ def accumulation(plan: Plan, place: Workplace) -> schema.Accumulation:
         split=lambda indices, rows: indices[rows],
         samples=count,
     )
-    fields = schema.Cut.__struct_fields__
-    cuts = ({name: getattr(window, name) for name in fields} for window in found.windows)
-    return schema.Accumulation(cuts=tuple(schema.Cut(**cut) for cut in cuts))
+    cuts = msgspec.convert(found.windows, tuple[schema.Cut, ...], from_attributes=True)
+    return schema.Accumulation(cuts=cuts)
 
 
 TRIALS = {"part": part, "phase": phase, "accumulation": accumulation}
@@ -114,15 +121,6 @@ def _enter(
         trainer.load(state)
 
 
-def _keep(place: Workplace, phase: schema.PhaseName, part: int, state: State) -> None:
-    """Keeps a state, and drops states that no trial needs any more."""
-    place.checkpoints.save(f"{phase}-{part}", state)
-    # The one before is needed once more if this part is killed before it is recorded.
-    place.checkpoints.drop(f"{phase}-{part - 2}")
-    for searched in range(PARTS) if phase == AFTER else ():
-        place.checkpoints.drop(f"{SEARCH}-{searched}")
-
-
 def _train(
     plan: Plan, place: Workplace, phase: schema.PhaseName, part: int, own: Mapping[str, float]
 ) -> "ExponentHistograms":
@@ -130,7 +128,7 @@ def _train(
     trainer, size, searching = place.trainer, plan.batch_size, phase == SEARCH
     first, last = steps_of(plan, part)
     order = main_order(len(trainer.task.train), trainer.seed)
-    histograms = ExponentHistograms([*trainer.scaler.get_scales()], unscaled=searching)
+    histograms = ExponentHistograms(trainer.scaler.get_scales())
     device = trainer.context.device
     before, kept = trainer.scaler.state_dict(), generators_kept(device)
     watch = GradientWatch(trainer.model)
@@ -144,8 +142,7 @@ def _train(
             scaler.load_state_dict(before)
             histograms.add_forward(forward)
         elif culprits and not searching:
-            found = scalers.nonfinite_at_any_scale(trainer, indices, kept.close)
-            nonfinite = [name for name in culprits if name in found]
+            nonfinite = scalers.nonfinite_at_any_scale(trainer, indices, kept.close)
             scalers.follow_one_scale(scaler, culprits, before, own, nonfinite)
             watch.report()  # of the repeated step
         if forward is None:
@@ -172,18 +169,17 @@ def _forward_fault(watch: GradientWatch, trainer: Trainer, indices: Tensor) -> s
 
 
 class ExponentHistograms:
-    """Adds up the exponents of all steps of a part; ``unscaled``: without their scales as well.
+    """Adds up the exponents of all steps of a part, with their scales and without.
 
     Of a skipped step only the values that are not finite are counted: in the layers before the
     overflow the gradients are not those of the batch.
     """
 
-    def __init__(self, names: Sequence[str], *, unscaled: bool = False) -> None:
-        self._names, self._keeps_unscaled = list(names), unscaled
-        self._counts = torch.zeros(len(KINDS), len(names), BINS, dtype=torch.float64)
-        self._unscaled = torch.zeros_like(self._counts)
-        self._largest = torch.full(self._counts.shape[:2], -torch.inf)
-        self._overflows, self._nonfinite = Counter[str](), Counter[str]()
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = list(names)
+        shape = (2, len(KINDS), len(self._names), BINS)
+        self._scaled, self._plain = torch.zeros(shape, dtype=torch.float64)
+        self._overflows, self._at_any_scale = Counter[str](), Counter[str]()
         self._forward, self._skipped = Counter[str](), 0
         self._overflowed_at: dict[str, float] = {}
 
@@ -199,36 +195,33 @@ class ExponentHistograms:
         counts = torch.stack([measured.activations, measured.weights]).cpu()
         scales = measured.scales.cpu().log2()
         self._overflows.update(culprits)
-        self._nonfinite.update(nonfinite)
+        self._at_any_scale.update(nonfinite)
         for name in (name for name in culprits if name not in nonfinite):
             scale = scales[self._names.index(name)].item()
             self._overflowed_at[name] = min(scale, self._overflowed_at.get(name, scale))
         if culprits:
             self._skipped += 1
-            self._counts[..., NONFINITE_BIN] += counts[..., NONFINITE_BIN]
-            return
-        self._counts += counts
-        if self._keeps_unscaled:
-            self._unscaled += _moved(counts, -scales)
-        largest = largest_exponents(counts.flatten(0, 1)).view_as(self._largest) - scales
-        self._largest = torch.maximum(self._largest, largest)
+            self._scaled[..., NONFINITE_BIN] += counts[..., NONFINITE_BIN]
+        else:
+            self._scaled += counts
+            self._plain += _moved(counts, -scales)
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self, *, plain: bool) -> dict[str, Any]:
         """The fields of a :class:`Part`; layers without any value of a kind are left out."""
         fields: dict[str, Any] = {
             "skipped": self._skipped,
             "forward": dict(self._forward),
             "overflows": dict(self._overflows),
-            "at_any_scale": dict(self._nonfinite),
+            "at_any_scale": dict(self._at_any_scale),
             "overflowed_at": self._overflowed_at,
             "plain": {},
             "largest": {},
         }
         for i, kind in enumerate(KINDS):
-            largest = dict(zip(self._names, self._largest[i].tolist(), strict=True))
-            fields[kind] = self._by_name(self._counts[i])
-            fields["plain"][kind] = self._by_name(self._unscaled[i])
-            fields["largest"][kind] = {name: largest[name] for name in fields[kind]}
+            largest = zip(self._names, largest_exponents(self._plain[i]).tolist(), strict=True)
+            fields[kind] = self._by_name(self._scaled[i])
+            fields["plain"][kind] = self._by_name(self._plain[i]) if plain else {}
+            fields["largest"][kind] = {name: e for name, e in largest if name in fields[kind]}
         return fields
 
     def _by_name(self, counts: Tensor) -> dict[str, schema.Histogram]:

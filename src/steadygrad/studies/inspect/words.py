@@ -1,8 +1,7 @@
-"""The findings in words: one template for each kind, the answer, the remarks, and the table."""
+"""The findings in words: the answer, a remark for each kind of finding, and the table."""
 
 import math
-from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
 
 from steadygrad.studies.inspect import schema
 from steadygrad.studies.inspect.analysis import WEIGHTS_LOST
@@ -30,32 +29,13 @@ REMEDIES = {
     "not lower": "The validation loss was not lower with",
     "unknown": "Try to train with",
 }
-# The verdict, as it is said of all steps or of some, and its reason.
-VERDICTS = {
-    "unmeasured": ("no layer can be judged yet", ": the study {end} before scales were found"),
-    "unseen": (
-        "nothing can be said of the gradients",
-        ": none was finite, down to a scale of {scale}",
-    ),
-    "zero": ("the training loss is exactly 0 at the end, and so are its gradients", ""),
-    "enough": ("one loss scale is enough {where}", ": it settled at {scale}{overflows}"),
-    "higher": (
-        "one loss scale is enough if it starts at {start}{guess}",
-        ": at {scale}, where it settled, gradients underflow in {underflowing}",
-    ),
-    "layers": ("no single loss scale fits all layers", ": {losses}"),
-    "spread": (
-        "no scale prevents that gradients underflow in {underflowing}",
-        " at {scale}, where one loss scale settled: their exponents are too widely spread",
-    ),
-}
 
 
 def answer(s: Summary) -> str:
     """The answer in one sentence; one that hangs on a condition opens with it."""
-    (verdict, *others), told = s.findings, _told(s)
+    verdict, *others = s.findings
     assert isinstance(verdict, schema.Verdict)
-    said, why = (text.format(**told) for text in VERDICTS[verdict.verdict])
+    said, why = _verdict(verdict.verdict, s)
     for found in others:
         if isinstance(found, schema.Forward):
             steps = f"{found.count:,} of {_steps(found.steps)}"
@@ -69,79 +49,76 @@ def answer(s: Summary) -> str:
     return f"{said[0].upper()}{said[1:]}{why}."
 
 
-def _told(s: Summary) -> dict[str, str]:
-    """The sentence of each verdict, by its name."""
-    found, proposal = s.diagnosis, s.proposal or Proposal(loss_scale=1.0, layer_scales={})
-    before, after = s.phases.get(BEFORE), s.phases.get(AFTER)
-    own = f"scales of their own for {_few(proposal.layer_scales)}"
+def _verdict(verdict: str, s: Summary) -> tuple[str, str]:
+    """The verdict, as it is said of all steps or of some, and its reason."""
+    if verdict == "unmeasured":
+        why = f"the study {ENDS.get(s.status, '')} before scales were found"
+        return "no layer can be judged yet", f": {why}"
+    found, before, after = s.diagnosis, s.phases[BEFORE], s.phases.get(AFTER)
+    at = power(before.loss_scale)
+    if s.proposal is None:
+        why = f"none was finite, down to a scale of {at}"
+        return "nothing can be said of the gradients", f": {why}"
+    if verdict == "zero":
+        return "the training loss is exactly 0 at the end, and so are its gradients", ""
+    if verdict == "enough":
+        where = "for every layer (torch.amp.GradScaler)"
+        if found.internal_underflow:
+            where = "at the boundaries of every layer"
+        more = f" after {_steps(before.skipped)} with an overflow" if before.skipped else ""
+        return f"one loss scale is enough {where}", f": it settled at {at}{more}"
+    starved = f"gradients underflow in {_in('underflowing', found.underflowing)}"
+    if verdict == "spread":
+        why = "where one loss scale settled: their exponents are too widely spread"
+        return f"no scale prevents that {starved}", f" at {at}, {why}"
     guess = "" if after and after.whole else " (predicted, not trained)"
-    losses, skipped = f"try {own}{guess}", before.skipped if before else 0
-    if before and after and after.whole and (s.status == "complete" or after.valid_loss):
+    if verdict == "higher":
+        start = power(s.proposal.loss_scale)
+        why = f"at {at}, where it settled, {starved}"
+        return f"one loss scale is enough if it starts at {start}{guess}", f": {why}"
+    own = f"scales of their own for {_few(s.proposal.layer_scales)}"
+    if after and after.whole and (s.status == "complete" or after.valid_loss):
         both = f"{_loss(after.valid_loss)}, with one loss scale {_loss(before.valid_loss)}"
-        losses = f"with {own} the validation loss after {after.steps:,} optimizer steps is {both}"
-    inside = "at the boundaries of every layer"
-    return {
-        "end": ENDS.get(s.status, ""),
-        "scale": power(before.loss_scale) if before else "",
-        "where": inside if found.internal_underflow else "for every layer (torch.amp.GradScaler)",
-        "overflows": f" after {_steps(skipped)} with an overflow" * (skipped > 0),
-        "start": power(proposal.loss_scale),
-        "guess": guess,
-        "underflowing": _in("underflowing", found.underflowing),
-        "losses": losses,
-    }
+        why = f"with {own} the validation loss after {after.steps:,} optimizer steps is {both}"
+    else:
+        why = f"try {own}{guess}"
+    return "no single loss scale fits all layers", f": {why}"
 
 
 def remarks(s: Summary) -> tuple[str, ...]:
     """At most three more sentences, the most important first."""
-    return tuple([TEMPLATES[type(found)](found, s) for found in s.findings[1:]][:3])
+    return tuple(_remark(found, s) for found in s.findings[1:4])
 
 
-def _unfinished(found: schema.Unfinished, s: Summary) -> str:
-    more = "" if s.status == "failed" else "; --resume continues it"
-    return f"The study {ENDS[s.status]} before all steps were trained{more}."
-
-
-def _shortened(found: schema.Shortened, s: Summary) -> str:
-    steps = f"{found.steps} optimizer steps in each training, not {STEPS}"
-    return f"The budget has time for about {steps}; --steps sets their number."
-
-
-def _forward(found: schema.Forward, s: Summary) -> str:
-    worst = sorted(found.causes.items(), key=lambda pair: -pair[1])
-    said = "; ".join(f"in {_steps(count)} {cause}" for cause, count in worst)
-    remedy = "train this part in bfloat16 or float32, or look for what makes its values so large"
-    if "NaN" in worst[0][0]:
-        remedy = "look for NaN in inputs and labels"
-    return f"{said[0].upper()}{said[1:]}: {remedy}."
-
-
-def _accumulated(found: schema.Accumulated, s: Summary) -> str:
-    if found.bugs:
-        return " ".join(f"Accumulation over {cut.name}: {cut.words}" for cut in found.bugs)
-    return "Accumulated over micro-batches of any size, the gradient is that of the whole batch."
-
-
-def _remedy(found: schema.Remedy, s: Summary) -> str:
-    assert s.proposal is not None
-    said = f"torch.amp.GradScaler(init_scale={_python(s.proposal.loss_scale)})"
-    if s.proposal.layer_scales:
-        said = f'{s.proposal.code}, or with "auto" in place of the scales'
-    return f"{REMEDIES[found.loss]} {said}."
-
-
-def _effect(found: schema.Effect, s: Summary) -> str:
+def _remark(found: schema.Findings, s: Summary) -> str:
+    match found:
+        case schema.Unfinished():
+            more = "" if s.status == "failed" else "; --resume continues it"
+            return f"The study {ENDS[s.status]} before all steps were trained{more}."
+        case schema.Shortened():
+            steps = f"{found.steps} optimizer steps in each training, not {STEPS}"
+            return f"The budget has time for about {steps}; --steps sets their number."
+        case schema.Forward():
+            worst = sorted(found.causes.items(), key=lambda pair: -pair[1])
+            said = "; ".join(f"in {_steps(count)} {cause}" for cause, count in worst)
+            remedy = "look for NaN in inputs and labels"
+            if "NaN" not in worst[0][0]:
+                parts = "train this part in bfloat16 or float32"
+                remedy = f"{parts}, or look for what makes its values so large"
+            return f"{said[0].upper()}{said[1:]}: {remedy}."
+        case schema.Accumulated(bugs=()):
+            same = "the gradient is that of the whole batch"
+            return f"Accumulated over micro-batches of any size, {same}."
+        case schema.Accumulated():
+            return " ".join(f"Accumulation over {cut.name}: {cut.words}" for cut in found.bugs)
+        case schema.Remedy():
+            assert s.proposal is not None
+            said = f"torch.amp.GradScaler(init_scale={_python(s.proposal.loss_scale)})"
+            if s.proposal.layer_scales:
+                said = f'{s.proposal.code}, or with "auto" in place of the scales'
+            return f"{REMEDIES[found.loss]} {said}."
+    assert isinstance(found, schema.Effect)
     return EFFECTS[found.name].format(_in(found.name, found.layers))
-
-
-TEMPLATES: dict[type, Callable[[Any, Summary], str]] = {
-    schema.Unfinished: _unfinished,
-    schema.Shortened: _shortened,
-    schema.Forward: _forward,
-    schema.Accumulated: _accumulated,
-    schema.Remedy: _remedy,
-    schema.Effect: _effect,
-}
 
 
 def table(s: Summary) -> Table | None:
@@ -201,9 +178,7 @@ def _in(name: str, layers: dict[str, float]) -> str:
 
 def _few(names: Iterable[str]) -> str:
     found = [*names]
-    return listed(
-        [*found[:3], f"{len(found) - 3} more layers"] if len(found) > 4 else found or [""]
-    )
+    return listed([*found[:3], f"{len(found) - 3} more layers"] if len(found) > 4 else found)
 
 
 def _steps(count: float) -> str:

@@ -77,3 +77,19 @@ def parts(
 def summary_of(results, status="complete"):
     """The summary of some results."""
     return summarize(HEADER, Results(results), status)
+
+
+LARGEST = {"early": -18.0, "late": 5.0}
+UNDERFLOWING = [
+    # A scale of 2**8: half of what is in the early layer is zero, a quarter subnormal.
+    *parts("before", {"early": counts(-15, 25, 25, zero=50), "late": counts(10, 100)}, LARGEST),
+    *parts("search", {"early": counts(-3, 100), "late": counts(9, 100)}, LARGEST),
+]
+STARVED, FED = UNDERFLOWING[0].weights, UNDERFLOWING[8].weights
+
+
+def spread():
+    """The early layer loses what others do not, but has no more room than they have."""
+    before = {"early": counts(-15, 50, 50), "late": counts(10, 100)}
+    largest = {"early": 4.0, "late": 5.0}
+    return parts("before", before, largest) + parts("search", FED, largest)

@@ -5,21 +5,30 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from steadygrad.studies.inspect import schema
-from steadygrad.studies.inspect.analysis import HEADROOM, LOSS_HEADROOM, diagnose, propose
-from tests.unit.studies.inspect.runs import counts, parts
+from steadygrad.studies.folder import Results
+from steadygrad.studies.inspect import analysis, schema
+from steadygrad.studies.inspect.analysis import HEADROOM, LOSS_HEADROOM, by_phase
+from tests.unit.studies.inspect.runs import (
+    FED,
+    LARGEST,
+    STARVED,
+    UNDERFLOWING,
+    counts,
+    parts,
+    spread,
+)
 
 
 def Proposal(loss_scale, layer_scales):
     return schema.Proposal(loss_scale=loss_scale, layer_scales=layer_scales)
 
 
-LARGEST = {"early": -18.0, "late": 5.0}
-UNDERFLOWING = [
-    # A scale of 2**8: half of what is in the early layer is zero, a quarter subnormal.
-    *parts("before", {"early": counts(-15, 25, 25, zero=50), "late": counts(10, 100)}, LARGEST),
-    *parts("search", {"early": counts(-3, 100), "late": counts(9, 100)}, LARGEST),
-]
+def diagnose(parts):
+    return analysis.diagnose(by_phase(Results(parts)))
+
+
+def propose(parts):
+    return analysis.propose(by_phase(Results(parts)))
 
 
 def test_an_underflowing_layer_gets_the_room_it_has():
@@ -29,7 +38,6 @@ def test_an_underflowing_layer_gets_the_room_it_has():
     # 15 is the largest exponent that float16 holds.
     loss, early = 15 - LOSS_HEADROOM - 5, 15 - HEADROOM + 18
     assert proposal == Proposal(2.0**loss, {"early": 2.0 ** (early - loss)})
-    assert not diagnose([]).fault
 
 
 @pytest.mark.parametrize(("zero", "starved"), [(9, False), (12, True)])
@@ -63,10 +71,11 @@ def test_parts_may_arrive_in_any_order():
     assert propose(both + parts("after", calm, {"a": 14.0})) == propose(both)
 
 
-def test_who_limits_the_scale():
-    before = parts("before", UNDERFLOWING[0].weights, LARGEST, {"late": 2})
-    diagnosis = diagnose(before + UNDERFLOWING[8:])
-    assert diagnosis.limiting == {"late": 16}
+def test_who_overflows_near_the_scale_limits_it():
+    """At most two binades above it."""
+    at = {"late": 8.0 + 2, "once": 8.0 + 3}
+    before = parts("before", STARVED, LARGEST, {"late": 2, "once": 1}, overflowed_at=at)
+    assert diagnose(before + UNDERFLOWING[8:]).limiting == {"late": 16}
 
 
 def test_an_overflow_at_any_scale_is_named():
@@ -79,22 +88,20 @@ def test_an_overflow_at_any_scale_is_named():
     assert diagnosis.fault
     # Other overflows with the proposed scales are named, and are no fault.
     assert diagnosis.overflowed_after == {"c": 16}
-    rare = diagnose(parts("after", calm, zero, {"c": 2}))
+    rare = diagnose(parts("before", calm, zero) + parts("after", calm, zero, {"c": 2}))
     assert (rare.fault, rare.overflowed_after) == (False, {"c": 16})
 
 
 def test_what_no_scale_makes_finite_comes_first():
-    before = parts("before", UNDERFLOWING[0].weights, LARGEST, {"x": 3}, at_any_scale={"x": 3})
+    before = parts("before", STARVED, LARGEST, {"x": 3}, at_any_scale={"x": 3})
     diagnosis = diagnose(before + UNDERFLOWING[8:])
     assert diagnosis.nonfinite_at_any_scale == {"x": 24}
     assert (diagnosis.limiting, list(diagnosis.underflowing)) == ({}, ["early"])
 
 
 def test_gradients_at_boundaries_count_as_those_of_weights():
-    underflowing = [
-        *parts("before", UNDERFLOWING[0].weights, LARGEST, kind="activations"),
-        *parts("search", UNDERFLOWING[8].weights, LARGEST, kind="activations"),
-    ]
+    underflowing = parts("before", STARVED, LARGEST, kind="activations")
+    underflowing += parts("search", FED, LARGEST, kind="activations")
     assert diagnose(underflowing) == diagnose(UNDERFLOWING)
     assert propose(underflowing) == propose(UNDERFLOWING)
 
@@ -155,20 +162,14 @@ def test_one_scale_that_begins_higher_is_enough():
 
 
 def test_no_scale_in_sight():
-    """It loses what others do not, but has no more room than they have."""
-    before = {"early": counts(-15, 50, 50), "late": counts(10, 100)}
-    largest = {"early": 4.0, "late": 5.0}
-    events = parts("before", before, largest) + parts("search", UNDERFLOWING[8].weights, largest)
-    proposal = propose(events)
-    assert proposal == Proposal(2.0**8, {})
+    assert propose(spread()) == Proposal(2.0**8, {})
 
 
 @pytest.mark.parametrize(("more", "own"), [(3, False), (4, True)])
 def test_a_scale_of_its_own_is_for_so_much_room(more, own):
     # Above the loss's scale, which leaves the late layer less headroom.
     largest = {"early": 5.0 - (HEADROOM - LOSS_HEADROOM) - more, "late": 5.0}
-    before, search = (UNDERFLOWING[i].weights for i in (0, 8))
-    events = parts("before", before, largest) + parts("search", search, largest)
+    events = parts("before", STARVED, largest) + parts("search", FED, largest)
     assert ("early" in propose(events).layer_scales) is own
 
 
@@ -179,49 +180,28 @@ def test_an_underflowing_layer_with_less_room_than_the_others(name):
     search = {name: counts(-3, 100), "late": counts(-2, 100)}
     largest = {name: 3.0, "late": -10.0}
     events = parts("before", before, largest, settled=4.0) + parts("search", search, largest)
-    proposal = propose(events)
-    if name:
-        assert proposal == Proposal(2.0**23, {"early": 2.0 ** (15 - HEADROOM - 3 - 23)})
-    else:
-        own = 15 - HEADROOM + 10 - (15 - LOSS_HEADROOM - 3)
-        assert proposal == Proposal(2.0 ** (15 - LOSS_HEADROOM - 3), {"late": 2.0**own})
+    loss, own, late = 15 - LOSS_HEADROOM - 3, 15 - HEADROOM - 3 - 23, 15 - HEADROOM + 10
+    small, large = Proposal(2.0**loss, {"late": 2.0 ** (late - loss)}), {"early": 2.0**own}
+    assert propose(events) == (Proposal(2.0**23, large) if name else small)
 
 
 def test_scales_stay_where_float32_holds_them():
     far = {"early": -300.0, "late": -140.0}
-    before, search = (UNDERFLOWING[i].weights for i in (0, 8))
-    proposal = propose(parts("before", before, far) + parts("search", search, far))
+    proposal = propose(parts("before", STARVED, far) + parts("search", FED, far))
     assert proposal == Proposal(2.0**100, {"early": 2.0**100, "late": 2.0 ** (151 - 100)})
 
 
-def test_who_overflowed_far_above_does_not_limit_the_scale():
-    overflows = {"late": 1, "once": 2}
-    at = {"late": 8.0 + 2, "once": 8.0 + 3}
-    before = parts("before", UNDERFLOWING[0].weights, LARGEST, overflows, overflowed_at=at)
-    assert diagnose(before + UNDERFLOWING[8:]).limiting == {"late": 8}
-
-
 def test_what_the_proposal_costs():
-    after = parts("after", {"early": counts(-3, 100), "late": counts(-15, 30, 70)}, LARGEST)
-    diagnosis = diagnose(UNDERFLOWING + after)
-    assert diagnosis.regressed == {"late": pytest.approx(0.3)}
-
-
-def test_the_price_is_what_one_scale_did_not_take():
-    """The late layer loses as much with one scale already."""
     lossy = {"early": counts(-3, 100), "late": counts(-15, 30, 70)}
-    search = parts("search", {name: counts(-3, 100) for name in lossy}, LARGEST)
-    events = parts("before", lossy, LARGEST) + search + parts("after", lossy, LARGEST)
-    assert diagnose(events).regressed == {}
+    after = parts("after", lossy, LARGEST)
+    assert diagnose(UNDERFLOWING + after).regressed == {"late": pytest.approx(0.3)}
+    # Not what the late layer loses with one scale already.
+    assert diagnose(parts("before", lossy, LARGEST) + UNDERFLOWING[8:] + after).regressed == {}
 
 
 def test_a_layer_that_was_never_finite_does_not_decide():
-    broken = parts(
-        "before",
-        {"a": counts(0, 9), "b": counts(0, over=9)},
-        {"a": 0.0, "b": -math.inf},
-        settled=4.0,
-    )
+    held, largest = {"a": counts(0, 9), "b": counts(0, over=9)}, {"a": 0.0, "b": -math.inf}
+    broken = parts("before", held, largest, settled=4.0)
     assert propose(broken) == Proposal(2.0**4, {})
 
 

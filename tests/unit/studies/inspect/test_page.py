@@ -20,48 +20,32 @@ from steadygrad.studies.inspect.schema import Histogram, Part, Phase
 from steadygrad.studies.page import render
 from tests.unit.report.conftest import no_charts  # noqa: F401
 from tests.unit.report.test_browser import DARK, Look, assert_well_shown, needs_chromium
-from tests.unit.studies.inspect.runs import HEADER, counts, summary_of
+from tests.unit.studies.inspect.runs import HEADER, counts, parts, summary_of
 
 LAYERS = ["early", "late", "a.layer.with.a.name.that.is.much.longer.than.any.chart.has.room.for"]
 TITLES = ["one loss scale", "the proposed scales"]
 quick = pytest.mark.usefixtures("no_charts")
 
 
-def held(phase, name):
-    """The early layer is flushed, and the late one overflows, where there is one scale only."""
-    if phase == "before" and name == "early":
-        return counts(-20, 10, 20, 10, zero=60)
-    if phase == "before" and name == "late":
-        return counts(12, 40, 40, 15, over=5)
-    return counts(-8, 9, 20, 40, 20, 10, zero=1)
-
-
-def part(phase, number, names):
+def trained(phase, names):
+    """A phase; the early layer is flushed, and the late one overflows, where one scale is tried."""
+    calm = {name: counts(-8, 9, 20, 40, 20, 10, zero=1) for name in names}
+    one = {"early": counts(-20, 10, 20, 10, zero=60), "late": counts(12, 40, 40, 15, over=5)}
+    held, late = {name: one.get(name, calm[name]) for name in names}, {"late": 1}
+    if phase != "before":
+        held, late = calm, {}
+    found = parts(phase, held, {}, late, settled=3.0, skipped=len(late), activations=held)
     # Before the scales have settled everything looks different.
-    found = {name: held(phase if number >= 4 else "search", name) for name in names}
-    plain = found if phase == "search" else {}
-    late = {"late": 1} if phase == "before" else {}
-    return Part(
-        phase=phase,
-        part=number,
-        steps=10 * (number + 1),
-        samples=40 * (number + 1),
-        loss=(2.0 if phase == "before" else 1.0) / (number + 1),
-        scales={"": 3.0, **dict.fromkeys(names, 0.0)},
-        skipped=len(late),
-        overflows=late,
-        at_any_scale={},
-        overflowed_at=dict.fromkeys(late, 4.0),
-        largest={kind: dict.fromkeys(names, 0.0) for kind in ("activations", "weights")},
-        activations=found,
-        weights=found,
-        plain={"activations": plain, "weights": plain},
-    )
+    found[:4] = [replace(part, activations=calm, weights=calm) for part in found[:4]]
+    top = 2.0 if phase == "before" else 1.0
+    return [
+        replace(p, steps=10 * n, samples=40 * n, loss=top / n) for n, p in enumerate(found, start=1)
+    ]
 
 
 def made_run(phases=("before", "search", "after"), *, names=LAYERS, status="complete"):
     """A run with the summary that the study itself would write, as it ended."""
-    found = [part(phase, number, names) for phase in phases for number in range(8)]
+    found = [part for phase in phases for part in trained(phase, names)]
     found += [Phase(phase=phase, valid_loss=0.1234) for phase in phases if phase != "search"]
     total = summary_of(found, status).to_dict() if status else None
     return Run(Path(), HEADER, Results(found), total)
@@ -106,13 +90,10 @@ def boxes(axes):
     """The boxes of the drawing: strength by row, left edge and colour."""
     names = [label.get_text() for label in axes.get_yticklabels()]
     found = {}
-    for collection in axes.collections:
-        # One strength for each box.
-        assert len(collection.get_paths()) == len(collection.get_alpha())
-        colour = to_hex(collection.get_facecolor()[0])
-        for path, alpha in zip(collection.get_paths(), collection.get_alpha(), strict=True):
-            (x, y), (_, top) = path.vertices.min(axis=0), path.vertices.max(axis=0)
-            found[names[round((y + top) / 2)], x, colour] = alpha
+    (drawn,) = axes.collections
+    for path, colour in zip(drawn.get_paths(), drawn.get_facecolor(), strict=True):
+        (x, y), (_, top) = path.vertices.min(axis=0), path.vertices.max(axis=0)
+        found[names[round((y + top) / 2)], x, to_hex(colour)] = colour[3]
     return found
 
 

@@ -32,12 +32,10 @@ def test_a_short_budget_is_kept(budget):
     assert steps(budget, 40.0, steps=200).steps == 200
 
 
-def test_two_workers_train_two_phases_at_a_time():
-    assert steps(60.0, 40.0).steps < steps(60.0, 40.0, workers=2).steps < 200
-
-
-def test_no_fewer_than_sixteen():
+def test_the_least_and_what_two_workers_gain():
+    """They train two phases at a time."""
     assert steps(5.0, 1.0).steps == 16
+    assert steps(60.0, 40.0).steps < steps(60.0, 40.0, workers=2).steps < 200
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from steadygrad.studies.folder import Results, read_run
 from steadygrad.studies.inspect import plan
-from steadygrad.studies.inspect.analysis import propose
+from steadygrad.studies.inspect.analysis import by_phase, propose
 from steadygrad.studies.inspect.schema import TITLES, Part, Proposal
 from steadygrad.studies.inspect.study import Inspect
 from steadygrad.studies.order import main_order, seed_for
@@ -43,10 +43,8 @@ def test_an_overflow_is_attributed_to_its_layer(factory, tmp_path):
     # With one scale of 2**16 others may overflow at first, as they should.
     after = [event.overflows for event in parts if event.phase == "after"]
     assert {name for overflows in after for name in overflows} == {"blocks.1"}
-    phases, broken = (
-        outcome.summary["phases"],
-        outcome.summary["diagnosis"]["nonfinite_at_any_scale"],
-    )
+    phases = outcome.summary["phases"]
+    broken = outcome.summary["diagnosis"]["nonfinite_at_any_scale"]
     assert list(broken) == ["blocks.1"]
     assert broken["blocks.1"] == phases["after"]["skipped"] > 0
     # It does not move the one scale, which comes down for the others' overflows only.
@@ -133,26 +131,22 @@ def test_a_layer_with_a_scale_of_its_own_backs_off_alone(tmp_path, monkeypatch):
     }
 
 
-def test_the_last_training_is_told_the_scales_in_its_jobs(whole):
+def test_what_each_trial_needs_and_is_told(whole):
     """So that a worker needs nothing but its job and the checkpoints."""
     outcome, _ = whole
     run = read_run(outcome.folder)
     known = [part for part in run.select(Part) if part.phase != "after"]
     # In the order in which workers may have ended them.
-    journal = Results(known[::-1])
-    proposal = propose(known)
+    journal, study = Results(known[::-1]), Inspect(run.header)
+    proposal = propose(by_phase(journal))
     tried = {"loss_scale": proposal.loss_scale, "layer_scales": proposal.layer_scales}
     assert tried == {name: outcome.summary["proposal"][name] for name in tried}
-    for trial in Inspect(run.header).trials():
+    for trial in study.trials():
         job = trial.job(journal)
         scales = {} if trial.key[1] != "after" else tried
         fields = ("kind", "phase", "part") if trial.key[0] == "part" else ("kind", "phase")
         assert job == dict(zip(fields, trial.key, strict=True)) | scales
-
-
-def test_what_each_trial_needs(whole):
-    """The first two trainings do not wait for each other; the third waits for both."""
-    study = Inspect(read_run(whole[0].folder).header)
+    # The first two trainings do not wait for each other; the third waits for both.
     needs = {trial.key: set(trial.needs) for trial in study.trials()}
     keys = {phase: [("part", phase, part) for part in range(8)] for phase in TITLES}
     for phase in ("before", "search"):
@@ -172,15 +166,10 @@ def test_a_budget_that_is_over_too_early(whole, tmp_path):
         outcome = look(folder, spec("healthy"), at=math.ceil(share * monitor.total))
         said[share] = outcome.too_little
         assert (outcome.summary["proposal"] is None) == (share < 0.7)
-    assert said[0.01] == (
-        "The budget was over before scales were found, nor was an eighth of the first training "
-        "done: nothing is said of the layers"
-    )
-    assert (
-        said[0.3]
-        == said[0.6]
-        == ("The budget was over before scales were found: nothing is said of the layers")
-    )
+    first, none = "The budget was over before scales were found", "nothing is said of the layers"
+    early = ", nor was an eighth of the first training done"
+    assert said[0.01] == f"{first}{early}: {none}"
+    assert said[0.3] == said[0.6] == f"{first}: {none}"
     assert said[0.8] is complete.too_little is None
 
 

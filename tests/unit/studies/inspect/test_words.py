@@ -4,8 +4,15 @@ import pytest
 from msgspec.structs import replace
 
 from steadygrad.studies.inspect import schema, words
-from tests.unit.studies.inspect.runs import counts, parts, summary_of
-from tests.unit.studies.inspect.test_analysis import LARGEST, UNDERFLOWING
+from tests.unit.studies.inspect.runs import (
+    LARGEST,
+    STARVED,
+    UNDERFLOWING,
+    counts,
+    parts,
+    spread,
+    summary_of,
+)
 
 CALM = {"early": counts(0, 9), "late": counts(0, 9)}
 FINE = [part for phase in ("before", "search") for part in parts(phase, CALM, LARGEST)]
@@ -19,13 +26,6 @@ def tiny():
     plain, largest = {"a": counts(-38, 100)}, {"a": -38.0}
     before = parts("before", {"a": counts(0, zero=100)}, largest)
     return before + parts("search", {"a": counts(5, 100)}, largest, plain=plain)
-
-
-def spread():
-    """It loses what others do not, but has no more room than they have."""
-    before = {"early": counts(-15, 50, 50), "late": counts(10, 100)}
-    largest = {"early": 4.0, "late": 5.0}
-    return parts("before", before, largest) + parts("search", UNDERFLOWING[8].weights, largest)
 
 
 def never_finite():
@@ -80,7 +80,8 @@ CAUSE = "the forward pass of 'a' made the first values that are not finite"
 
 def test_an_answer_that_hangs_on_a_condition_opens_with_it():
     fault = [replace(UNDERFLOWING[0], forward={CAUSE: 3}), *UNDERFLOWING[1:]]
-    found = summary_of([*fault, *AFTER])
+    # What came later is not the first fault.
+    found = summary_of([*fault, replace(AFTER[0], forward={"later": 1}), *AFTER[1:]])
     assert found.answer == (
         "The forward pass is not finite in 3 of 8 steps, where no loss scale helps, so mend that "
         "first; in the other steps no single loss scale fits all layers."
@@ -174,7 +175,7 @@ def test_a_sentence_agrees_with_any_number_of_layers(names, said):
 
 def test_the_table():
     after = parts("after", {"early": counts(-3, 100), "late": counts(-15, 30, 70)}, LARGEST)
-    before = parts("before", UNDERFLOWING[0].weights, LARGEST, {"late": 2})
+    before = parts("before", STARVED, LARGEST, {"late": 2})
     found = summary_of([*before, *UNDERFLOWING[8:], *after])
     assert found.table.title == "tiny: one loss scale (2^8) / the proposed scales (2^8)"
     assert found.table.rows == (
