@@ -29,8 +29,6 @@ from steadygrad.studies.statistics import (
     unimodal,
 )
 
-__all__ = ["MeasuredPoint", "crossing", "find_critical", "fit_curves", "predict"]
-
 # How far the curve is trusted beyond the end of its branch.
 REACH = 1.5
 DRAWS = 800

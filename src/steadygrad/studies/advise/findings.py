@@ -11,8 +11,6 @@ from steadygrad.studies.advise.analysis import Evidence
 from steadygrad.studies.advise.schema import Header, Noise, Point, Recommendation, Stage, Summary
 from steadygrad.studies.folder import Results
 
-__all__ = ["summarize"]
-
 # Optimizers of torch whose weight decay is a part of the gradient.
 COUPLED = {"SGD", "ASGD", "Adam", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAdam", "RMSprop"}
 
@@ -53,7 +51,7 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         schedule=schedule,
         going_on=going_on,
         checked=tuple(evidence.checked),
-        points=tuple(_measured(evidence, point) for point in evidence.points),
+        points=tuple(_measured(evidence, point) for point in results.select(Point)),
     )
     return found.worded(words)
 
@@ -85,7 +83,7 @@ def _recommendation(evidence: Evidence) -> Recommendation:
 
 def _fall(evidence: Evidence, points: list[int]) -> str:
     """How the smallest batch's loss falls along branches that tell of no batch size."""
-    if {p.point for p in evidence.points if not p.valid_loss}.issuperset(points):
+    if {p.point for p in evidence.results.select(Point) if not p.valid_loss}.issuperset(points):
         return "zero"
     falls = any(not evidence.criticals[i].fall <= 0 for i in points)
     return "slightly" if falls else "flat"

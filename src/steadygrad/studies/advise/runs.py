@@ -7,12 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from steadygrad.studies.advise.critical import DRAWS, REACH, ROUNDING, fit_curves
-from steadygrad.studies.advise.plan import END_STEP, RUN_ENDS, Curve, averaged_end
-from steadygrad.studies.advise.schema import CAP, Checked, Plan, Point, RateVerdict, Scratch
+from steadygrad.studies.advise.plan import END_STEP, RUN_ENDS, averaged_end
+from steadygrad.studies.advise.schema import (
+    CAP,
+    Checked,
+    Curve,
+    Plan,
+    Point,
+    RateVerdict,
+    Scratch,
+)
 from steadygrad.studies.folder import Results
 from steadygrad.studies.statistics import Floats, quantile, redraw
-
-__all__ = ["Baseline", "baseline_of", "checked_runs", "judge_rate", "scratch_runs"]
 
 # Power of the samples by which the loss curve is fitted: overheads concern its end.
 EMPHASIS = 4.0
