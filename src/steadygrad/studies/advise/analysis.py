@@ -182,15 +182,18 @@ class Evidence:
         later points.
         """
         base, constant = self.plan.batch_size, self.constant
-        if constant is None or not self.measured or self.length <= 0:
+        if constant is None or not self.measured:
             return ()
+
+        def rounded(size: int) -> int:
+            """Down to a power of two times the smallest batch."""
+            return base << ((size // base).bit_length() - 1)
+
         safe = [*accumulate((self.safe(p.critical) for p in self.measured[::-1]), min)][::-1]
-        powers = [base << i for i in range(64)]
-        stages = [(0, max(b for b in powers if b == base or b * ALMOST <= min(constant, safe[0])))]
+        stages = [(0, rounded(min(constant, safe[0])))]
         for point, most in zip(self.measured, safe, strict=True):
-            size = max(b for b in powers if b == base or b * ALMOST <= most)
-            if size > stages[-1][1] and point.samples < self.length:
-                stages.append((point.samples, size))
+            if rounded(most) > stages[-1][1] and point.samples < self.length:
+                stages.append((point.samples, rounded(most)))
         fewer = self.steps(tuple(stages)) < self.length / constant
         return tuple(stages) if len(stages) > 1 and fewer else ()
 

@@ -109,17 +109,12 @@ def find_critical(
     """Finds the critical batch size and its interval.
 
     The interval redraws every batch size's mean loss, with the variance that is left after the
-    repeats' common effects are taken out, and the losses of the smallest batch's curve. It reaches
-    at least from the largest batch size that was trained within the tolerance to the smallest that
-    was not.
-
-    Args:
-        branches: Branches of one point at the rule's learning rate.
-        tolerance: Extra samples that are acceptable, as a fraction.
-        seed: Seed of the interval's draws.
+    repeats' common effects are taken out, and the losses of the smallest batch's curve, by draws
+    with ``seed``. It reaches at least from the largest batch size that was trained within the
+    tolerance, a fraction of extra samples, to the smallest that was not.
 
     Returns:
-        None where fewer than two repeats have two batch sizes.
+        None where fewer than two repeats of the branches have two batch sizes.
     """
     table = _Table.of(branches)
     if table is None:
@@ -236,9 +231,7 @@ class _Table:
         # Not the standard deviation: a few draws of an unknown variance are very wide.
         own = (self.curve[0] - self.curve[-1]).std(ddof=1) / math.sqrt(self.repeats)
         error = max(float(high - low) / 2, float(own))
-        if error > 0:
-            return fall / error
-        return math.copysign(math.inf, fall) if fall else 0.0
+        return fall / error if error > 0 else math.copysign(math.inf, fall)
 
 
 def _leading(good: NDArray[np.bool_]) -> int:
@@ -249,16 +242,11 @@ def _leading(good: NDArray[np.bool_]) -> int:
 def crossing(
     sizes: Sequence[float], overhead: Floats, tolerance: float, stable: int | None = None
 ) -> Floats:
-    """Largest size whose overhead is within the tolerance; infinite when all are.
+    """Largest size whose overhead, of shape ``(*, K)``, is tolerable; infinite when all are.
 
-    Between two sizes the overhead is linear in the size, as the trade-off between steps and
-    samples is. Up to a size that diverged it is not known, and nothing is interpolated.
-
-    Args:
-        sizes: Ascending batch sizes.
-        overhead: Not decreasing, and zero for the smallest size, shape ``(*, K)``.
-        tolerance: Extra samples that are acceptable.
-        stable: How many sizes did not diverge. Default: all.
+    The sizes ascend, and the overhead with them, from zero. Between two sizes it is linear in the
+    size, as the trade-off between steps and samples is. Beyond the first ``stable`` sizes, all
+    unless it is given, one has diverged: up to that one nothing is interpolated.
     """
     places, count = np.asarray(sizes, dtype=float), (overhead <= tolerance).sum(-1)
     last, first = count - 1, np.minimum(count, len(sizes) - 1)

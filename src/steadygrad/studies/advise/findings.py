@@ -16,13 +16,7 @@ COUPLED = {"SGD", "ASGD", "Adam", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAd
 
 
 def summarize(header: Header, results: Results, status: str) -> Summary:
-    """Draws the conclusions from the results.
-
-    Args:
-        header: The run's.
-        results: Its results.
-        status: ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
-    """
+    """Draws the conclusions from the results; ``status`` is that of the summary."""
     evidence, plan = Evidence(header, results), header.plan
     recommendation, rate = _recommendation(evidence), _rate(evidence)
     schedule, going_on = _schedule(evidence), _going_on(evidence)

@@ -75,15 +75,8 @@ def make_plan(
     """Chooses the longest training whose measurements fit a budget.
 
     Each point of training is at a quarter of the next; a branch is half as long as the training
-    before it. The advice is checked where that leaves time for two points.
-
-    Args:
-        budget: Seconds for the whole study.
-        speed: Training speed of one trial, in samples a second.
-        batch_size: The task's batch size.
-        train_size: Training samples; no batch is larger.
-        workers: Trials at a time.
-        trials_of: The trials of a plan.
+    before it. The advice is checked where that leaves time for two points. No batch is larger than
+    the training set. ``budget`` is in seconds, ``speed`` that of one trial, in samples a second.
 
     Raises:
         InputError: If not even one point with three batch sizes and two repeats fits.
@@ -184,16 +177,11 @@ def make_trials(
     decays: bool = False,
     noise: bool = True,
 ) -> list[Trial]:
-    """All trials of a plan.
+    """All trials of a plan, with jobs that ``decide`` makes from results; each evaluates so much.
 
-    Args:
-        plan: The plan.
-        valid_size: Samples in one evaluation.
-        decide: From the key of a trial, and what was recorded before it, to its job.
-        decays: Whether the task's learning rate decays. The main trajectory and the branches leave
-            the decay out, so that it is none of the runs from the initial weights, and other rates
-            are compared with a run of the length that the branches suggest.
-        noise: Whether to measure the noise scale.
+    If the learning rate ``decays``, the main trajectory and the branches leave that out, so that it
+    is none of the runs from the initial weights, and other rates are compared with a run of the
+    length that the branches suggest.
     """
     found, evaluation = list[Trial](), evaluation_cost(valid_size)
 

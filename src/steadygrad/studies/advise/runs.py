@@ -51,10 +51,8 @@ class Baseline:
     def overheads(self, curves: Floats, differences: Floats, samples: int) -> Floats:
         """Sample overheads of runs whose losses end above the smallest batch's by ``differences``.
 
-        Args:
-            curves: Mean losses of the smallest batch at the places, shape ``(*, M)``.
-            differences: Differences of the mean final losses, shape ``(*)``.
-            samples: Samples that the other runs' losses stand for.
+        Those are of mean final losses, shape ``(*)``, and ``curves``, of shape ``(*, M)``, the mean
+        losses of the smallest batch at the places. The runs' losses stand for ``samples``.
         """
         end, fit = self.places[-1], fit_curves(self.places, curves, EMPHASIS)
         needed = fit.samples_at((fit(end) + differences)[..., None])[..., 0]

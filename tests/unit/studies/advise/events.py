@@ -3,7 +3,7 @@
 import math
 import random
 
-import msgspec
+from msgspec.structs import replace
 
 from steadygrad.studies.advise.analysis import Chooser
 from steadygrad.studies.advise.plan import FRACTIONS, end_marks, make_trials, run_marks
@@ -127,6 +127,12 @@ def branches(
     return made
 
 
+def relabelled(result, losses):
+    """The same branch or run with losses by a law of the samples."""
+    curve = tuple((samples, losses(samples)) for samples, _ in result.curve)
+    return replace(result, curve=curve, loss=curve[-1][1])
+
+
 def point(number: int, samples: int, *, losses=law) -> Point:
     curve = tuple((place, losses(place)) for place in run_marks(samples, SIZES[0]))
     return Point(
@@ -198,9 +204,9 @@ def measured(header, criticals=(120.0, 400.0), **more) -> list[Result]:
     return found
 
 
-def done(job, critical, draw) -> Result:
-    """The result of a job, with noise of its own."""
-    size, error = job["batch_size"], draw.gauss(0, 0.001)
+def done(job, critical, error) -> Result:
+    """The result of a job, with an error of its loss."""
+    size = job["batch_size"]
     if job["kind"] == "branch":
         loss = law(LENGTH / slowness(size, critical)) + error
         return branch(size, job["repeat"], loss, point=job["point"])
@@ -217,29 +223,29 @@ def done(job, critical, draw) -> Result:
     )
 
 
-def studied(header, critical, *, lost=(), grown=None, rates=None):
+def studied(header, critical, *, events=None, grown=None, rates=None, noise=None):
     """Results of a whole study, and the jobs of its trials.
 
     Args:
         header: Its header.
         critical: Critical batch size of whole runs.
-        lost: Batch sizes that diverge.
-        grown: That of growing batches.
+        events: Points, noise scales and branches; by default :func:`measured`.
+        grown: Critical batch size of growing batches.
         rates: Samples that other learning rates need, by rate; the others are not trained.
+        noise: Makes the error of one loss.
     """
-    draw, jobs, chooser = random.Random(0), {}, Chooser(header)
-    events = measured(header)
-    for trial in make_trials(header.plan, 64, chooser):
+    draw, jobs, chooser, rates = random.Random(0), {}, Chooser(header), rates or {}
+    noise = noise or (lambda: draw.gauss(0, 0.001))
+    events = measured(header) if events is None else list(events)
+    for trial in make_trials(header.plan, 64, chooser, decays=header.task.lr_decay != "none"):
         job = jobs[trial.key] = trial.job(Results(events))
-        if job is None or trial.key[0] in ("point", "noise", "branch"):
+        kind = trial.key[0]
+        if job is None or kind in ("point", "noise", "branch"):
             continue
-        if trial.key[0] == "rate":
-            if job["rate"] in (rates or {}):
-                slower = rates[job["rate"]]
-                events.append(scratch(8, 0, job["samples"], rate=job["rate"], slower=slower))
-            continue
-        found = done(job, grown if grown and trial.key[0] == "schedule" else critical, draw)
-        if job["batch_size"] in lost and trial.key[0] == "candidate":
-            found = msgspec.structs.replace(found, loss=math.inf, curve=((LENGTH, math.inf),))
-        events.append(found)
+        if kind == "rate":
+            rate = job["rate"]
+            if rate in rates:
+                events.append(scratch(8, 0, job["samples"], rate=rate, slower=rates[rate]))
+        else:
+            events.append(done(job, grown if grown and kind == "schedule" else critical, noise()))
     return events, jobs

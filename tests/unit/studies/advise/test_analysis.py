@@ -12,11 +12,11 @@ from steadygrad.studies.advise.plan import RUN_ENDS, end_marks, run_marks
 from steadygrad.studies.folder import Results
 from tests.unit.studies.advise.events import (
     SIZES,
-    branch,
     branches,
     law,
     make_header,
     point,
+    relabelled,
     scratch,
     slowness,
     within_tolerance,
@@ -318,10 +318,7 @@ def test_a_run_whose_loss_falls_by_a_rounding_does_not_fall():
     still = [
         point(i, samples, losses=lambda s: 2.0 - 1e-15 * s) for i, samples in enumerate(POINTS)
     ]
-    level = []
-    for b in [b for i in (0, 1) for b in branches(1e5, point=i)]:
-        curve = [(s, 2.0) for s, _ in b.curve]
-        level.append(branch(b.batch_size, b.repeat, 2.0, curve=curve, point=b.point))
+    level = [relabelled(b, lambda s: 2.0) for i in (0, 1) for b in branches(1e5, point=i)]
     evidence = Evidence(make_header(POINTS), Results([*still, *level]))
     assert (evidence.end, evidence.constant, evidence.measured) == (None, None, [])
 
