@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from steadygrad.formulas.batch_size import learning_rate
 from steadygrad.studies.advise import critical as branches
@@ -215,7 +216,11 @@ class Evidence:
         plan, decays = self.plan, self.task.lr_decay != "none"
         whole = len(plan.points) - 1 in self.criticals
         samples = self.length if decays else plan.length * whole
-        return judge_rate(plan, self.results, samples, decays=decays) if samples else RateVerdict()
+        found = judge_rate(plan, self.results, samples, decays=decays) if samples else RateVerdict()
+        elsewhere = self.constant is not None and self.length != found.samples > 0
+        # The best constant rate falls with the length of the run: it is too low for shorter ones.
+        first = found.verdict == "low" or (found.verdict == "high" and not elsewhere)
+        return replace(found, elsewhere=elsewhere, first=first)
 
     def lr(self, batch_size: int) -> float:
         """Learning rate at a batch size."""

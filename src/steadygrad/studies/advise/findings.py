@@ -18,7 +18,7 @@ COUPLED = {"SGD", "ASGD", "Adam", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAd
 def summarize(header: Header, results: Results, status: str) -> Summary:
     """Draws the conclusions from the results; ``status`` is that of the summary."""
     evidence, plan = Evidence(header, results), header.plan
-    recommendation, rate = _recommendation(evidence), _rate(evidence)
+    recommendation, rate = _recommendation(evidence), evidence.rate
     schedule, going_on = _schedule(evidence), _going_on(evidence)
     ended = schema.Unfinished(measured=len(evidence.criticals), planned=len(plan.points))
     unplanned = schema.Unplanned() if recommendation.batch_size and not plan.candidates else None
@@ -81,14 +81,6 @@ def _fall(evidence: Evidence, points: list[int]) -> str:
         return "zero"
     falls = any(not evidence.criticals[i].fall <= 0 for i in points)
     return "slightly" if falls else "flat"
-
-
-def _rate(evidence: Evidence) -> schema.RateVerdict:
-    found = evidence.rate
-    elsewhere = evidence.constant is not None and evidence.length != found.samples
-    # The best constant rate falls with the length of the run: it is too low for shorter ones.
-    first = found.verdict == "low" or (found.verdict == "high" and not elsewhere)
-    return replace(found, elsewhere=bool(found.samples) and elsewhere, first=first)
 
 
 def _larger(evidence: Evidence) -> schema.Larger | None:
