@@ -11,14 +11,14 @@ from steadygrad.studies.advise.schema import (
     Branch,
     Header,
     Noise,
-    Plan,
     Point,
     Scratch,
     Settings,
     Stage,
 )
 from steadygrad.studies.folder import Results
-from steadygrad.studies.schema import SCHEMA, Result, Runtime, TaskInfo
+from steadygrad.studies.schema import Result
+from tests.unit.studies import results
 
 LENGTH = 4096
 SIZES = [8 * 2**i for i in range(7)]
@@ -39,7 +39,7 @@ def within_tolerance(critical: float, tolerance: float = 0.2) -> float:
 
 
 def make_header(points=(1024, 4096), *, task=None, runtime=None, settings=None, **plan) -> Header:
-    plan = {
+    fields = {
         "batch_size": 8,
         "points": tuple(points),
         "branch_samples": (LENGTH,) * len(points),
@@ -47,45 +47,15 @@ def make_header(points=(1024, 4096), *, task=None, runtime=None, settings=None, 
         "noise_steps": (8,) * len(points),
         "repeats": 3,
         "seeds": 3,
-        "rates": True,
         "candidates": 3,
         "samples_per_second": 1000.0,
-        "work": 1,
-        "span": 1,
-        **plan,
     }
-    return Header(
-        schema=SCHEMA,
-        study="advise",
-        task=TaskInfo(
-            **{
-                "spec": "tiny",
-                "name": "tiny",
-                "sample": "row",
-                "batch_size": 8,
-                "lr": 0.001,
-                "lr_rule": "sqrt",
-                "parameters": 10,
-                "train_size": 100_000,
-                "valid_size": 64,
-                **(task or {}),
-            }
-        ),
-        runtime=Runtime(
-            **{
-                "device": "cpu",
-                "dtype": "float32",
-                "world_size": 1,
-                "sharding": "none",
-                "threads": 1,
-                "micro_batch_size": 512,
-                "workers": 1,
-                **(runtime or {}),
-            }
-        ),
-        environment={},
+    own = {"batch_size": 8, "train_size": 100_000, "beta2": None, "weight_decay": None}
+    return results.make_header(
+        plan=replace(results.PLAN, **{**fields, **plan}),
+        task=replace(results.TASK, **{**own, **(task or {})}),
+        runtime=replace(results.RUNTIME, micro_batch_size=512, **(runtime or {})),
         settings=Settings(**{"task": "tiny", **(settings or {})}),
-        plan=Plan(**plan),
     )
 
 
