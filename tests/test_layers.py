@@ -69,7 +69,7 @@ CEILINGS = {
     "cli": 930,
     "integrations": 1366,
     "studies": 3815,
-    "studies/advise": 2444,
+    "studies/advise": 2385,
     "studies/compare": 2025,
     "studies/inspect": 1517,
     "tasks": 2142,

@@ -62,9 +62,9 @@ class Evidence:
     @cached_property
     def measured(self) -> list[MeasuredPoint]:
         """Points whose critical batch size is resolved."""
-        points, lengths = self.plan.points, self.plan.branch_samples
-        found = self.criticals.items()
-        return [MeasuredPoint(points[i], lengths[i], c) for i, c in found if c.resolved]
+        rows = [*zip(self.plan.points, self.plan.branch_samples, strict=True)]
+        found = [(*rows[i], c) for i, c in self.criticals.items() if c.resolved]
+        return [MeasuredPoint(at, at + length / 2, c) for at, length, c in found]
 
     @cached_property
     def diverged(self) -> float:

@@ -41,8 +41,6 @@ WIDE = 4.0
 # Exponents of the curves that are tried, and the steps of the sum over training.
 POWERS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 NODES = 64
-Rows = dict[int, dict[int, Branch]]
-"""Branches by batch size and repeat."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,9 @@ def find_critical(
 class _Table:
     """Losses of whole repeats, by ascending batch sizes: all ``sizes`` have the ``repeats``."""
 
-    def __init__(self, rows: Rows, sizes: list[int], repeats: list[int]) -> None:
+    def __init__(
+        self, rows: dict[int, dict[int, Branch]], sizes: list[int], repeats: list[int]
+    ) -> None:
         self.sizes, self.repeats = sizes, len(repeats)
         self.losses = np.array([[rows[size][r].loss for r in repeats] for size in sizes])
         with np.errstate(invalid="ignore"):
@@ -179,7 +179,7 @@ class _Table:
 
     @classmethod
     def of(cls, branches: Sequence[Branch]) -> "_Table | None":
-        rows: Rows = {}
+        rows: dict[int, dict[int, Branch]] = {}  # by batch size and repeat
         for branch in branches:
             rows.setdefault(branch.batch_size, {})[branch.repeat] = branch
         if not rows:
@@ -259,16 +259,14 @@ def crossing(
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """A point of training, in samples, whose critical batch size is resolved."""
+    """A point of training, in samples, whose critical batch size is resolved.
+
+    ``centre``: samples seen halfway through the branches, to which their overheads refer.
+    """
 
     samples: int
-    branch_samples: int
+    centre: float
     critical: Critical
-
-    @property
-    def centre(self) -> float:
-        """Samples seen halfway through the branches, to which their overheads refer."""
-        return self.samples + self.branch_samples / 2
 
     def overhead(self, sizes: Floats) -> Floats:
         """Overhead at any batch sizes: linear between those tried, then on at their mean slope."""

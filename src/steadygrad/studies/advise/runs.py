@@ -8,15 +8,7 @@ import numpy as np
 
 from steadygrad.studies.advise.critical import DRAWS, REACH, ROUNDING, fit_curves
 from steadygrad.studies.advise.plan import END_STEP, RUN_ENDS, averaged_end
-from steadygrad.studies.advise.schema import (
-    CAP,
-    Checked,
-    Curve,
-    Plan,
-    Point,
-    RateVerdict,
-    Scratch,
-)
+from steadygrad.studies.advise.schema import CAP, Checked, Plan, Point, RateVerdict, Scratch
 from steadygrad.studies.folder import Results
 from steadygrad.studies.statistics import Floats, quantile, redraw
 
@@ -101,7 +93,7 @@ def scratch_runs(results: Results, purpose: str) -> dict[int, list[Scratch]]:
 def baseline_of(plan: Plan, results: Results, point: int) -> Baseline | None:
     """The smallest batch's runs that end at a point; None where fewer than two are there."""
     own = scratch_runs(results, "constant").get(plan.batch_size, [])
-    curves: dict[int, Curve] = {run.repeat: run.curve for run in own}
+    curves = {run.repeat: run.curve for run in own}
     if main := results.get(Point, point):
         curves.setdefault(0, averaged_end(main.curve))
     if len(curves) < 2:

@@ -60,16 +60,9 @@ def make_header(points=(1024, 4096), *, task=None, runtime=None, settings=None, 
 
 
 def branch(size, repeat, loss, *, curve=None, point=0, samples=LENGTH) -> Branch:
-    return Branch(
-        point=point,
-        repeat=repeat,
-        batch_size=size,
-        lr=0.001,
-        steps=samples // size,
-        samples=samples,
-        loss=loss,
-        curve=tuple(curve or [(samples, loss)]),
-    )
+    where = {"point": point, "repeat": repeat, "steps": samples // size, "samples": samples}
+    curve = tuple(curve or [(samples, loss)])
+    return results.make_branch(loss, batch_size=size, curve=curve, **where)
 
 
 def branches(
@@ -151,18 +144,8 @@ def scratch(
 def noise(number: int, value=30.0) -> Noise:
     """A noise scale; NaN where it could not be determined."""
     known = not math.isnan(value)
-    return Noise(
-        point=number,
-        value=value,
-        low=value / 2 if known else 10.0,
-        high=2 * value if known else math.inf,
-        grad_sq_norm=1.0,
-        noise_trace=30.0,
-        resolved=known,
-        measurements=8,
-        effective=8.0,
-        samples=512,
-    )
+    low, high = (value / 2, 2 * value) if known else (10.0, math.inf)
+    return results.make_noise(number, value=value, low=low, high=high, resolved=known)
 
 
 def measured(header, criticals=(120.0, 400.0), **more) -> list[Result]:

@@ -150,7 +150,11 @@ def test_a_prediction_reaches_to_the_largest_size_that_was_tried():
     ladders = ([8, 12, 16, 32], [8, 16, 32, 64])
     for first, second in (ladders, ladders[::-1]):
         points = [
-            MeasuredPoint(1024 * 4**i, LENGTH, find_critical(branches(1e5, sizes=sizes), 0.2))
+            MeasuredPoint(
+                1024 * 4**i,
+                1024 * 4**i + LENGTH / 2,
+                find_critical(branches(1e5, sizes=sizes), 0.2),
+            )
             for i, sizes in enumerate((first, second))
         ]
         assert predict(points, 4096, 0.2) == 64
