@@ -11,11 +11,11 @@ from steadygrad._studies import STUDIES
 from steadygrad.cli.console import drawn, rendered
 from steadygrad.studies.folder import create, read_run
 from steadygrad.studies.page import render
-from steadygrad.studies.run import _summary, resume
+from steadygrad.studies.run import _summary
 from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.study import study_of
 from steadygrad.tasks import load_task
-from tests.unit.studies.framework import Watcher, make_trainer
+from tests.unit.studies.framework import go_on, make_trainer
 
 HERE = Path(__file__).parent
 RECORDS = HERE.parents[2] / "docs" / "records"
@@ -66,7 +66,7 @@ def test_a_fresh_run_of_advise_gives_what_the_documentation_shows(tmp_path):
     study = study_of(shown.header)
     assert study.make_plan(shown.header.settings, trainer, speed=speed, workers=workers) == plan
     create(tmp_path / "run", shown.header)
-    resume(tmp_path / "run", {"workers": 1, "budget": 1e6}, monitor=Watcher())
+    go_on(tmp_path / "run", workers=1, budget=1e6)
     found = read_run(tmp_path / "run")
     for name in ("status", "answer", "table", "remarks"):
         assert found.summary[name] == shown.summary[name], name
