@@ -7,12 +7,19 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from steadygrad.formulas.batch_size import learning_rate
 from steadygrad.studies.advise import critical as branches
 from steadygrad.studies.advise.critical import LEAST_FALL, ROUNDING, MeasuredPoint
 from steadygrad.studies.advise.plan import Stages, averaged_end, scratch_job, stretches
-from steadygrad.studies.advise.runs import Baseline, baseline_of, checked_runs, judge_rate
+from steadygrad.studies.advise.runs import (
+    Baseline,
+    baseline_of,
+    checked_runs,
+    judge_rate,
+    scratch_runs,
+)
 from steadygrad.studies.advise.schema import (
     Branch,
     Checked,
@@ -25,8 +32,6 @@ from steadygrad.studies.advise.schema import (
 from steadygrad.studies.folder import Results
 from steadygrad.studies.schema import Key
 from steadygrad.studies.trials import Job, seed_for
-
-__all__ = ["Chooser", "Evidence"]
 
 # Factor that allows for rounding errors when batch sizes are compared.
 ALMOST = 1 - 1e-9
@@ -44,35 +49,28 @@ class Evidence:
         self.plan, self.task, self.tolerance = header.plan, header.task, header.settings.tolerance
 
     @cached_property
-    def points(self) -> list[Point]:
-        """Points of training that were reached."""
-        return sorted(self.results.select(Point), key=lambda event: event.point)
-
-    @cached_property
     def criticals(self) -> dict[int, Critical]:
         """Critical batch sizes by point, unresolved ones included."""
-        found = {i: self.critical(i) for i in range(len(self.plan.points))}
-        return {i: critical for i, critical in found.items() if critical is not None}
-
-    def critical(self, point: int) -> Critical | None:
-        """The critical batch size at one point; None where too few branches are there."""
-        found = [b for b in self.results.select(Branch) if b.point == point]
-        seed = seed_for(self.header.settings.seed, "critical", point)
-        return branches.find_critical(found, self.tolerance, seed=seed)
+        found = {}
+        for point in range(len(self.plan.points)):
+            own = [branch for branch in self.results.select(Branch) if branch.point == point]
+            seed = seed_for(self.header.settings.seed, "critical", point)
+            if critical := branches.find_critical(own, self.tolerance, seed=seed):
+                found[point] = critical
+        return found
 
     @cached_property
     def measured(self) -> list[MeasuredPoint]:
         """Points whose critical batch size is resolved."""
-        points, lengths = self.plan.points, self.plan.branch_samples
-        found = self.criticals.items()
-        return [MeasuredPoint(points[i], lengths[i], c) for i, c in found if c.resolved]
+        rows = [*zip(self.plan.points, self.plan.branch_samples, strict=True)]
+        found = [(*rows[i], c) for i, c in self.criticals.items() if c.resolved]
+        return [MeasuredPoint(at, at + length / 2, c) for at, length, c in found]
 
     @cached_property
     def diverged(self) -> float:
         """Smallest batch size that diverged in a branch or a run; infinite if none did."""
-        lost = {run.batch_size for run in self.results.select(Branch) if math.isinf(run.loss)}
-        runs = [run for run in self.results.select(Scratch) if run.purpose == "constant"]
-        lost |= {run.batch_size for run in runs if math.isinf(run.loss) and run.rate == 1}
+        runs = sum(scratch_runs(self.results, "constant").values(), self.results.select(Branch))
+        lost = {run.batch_size for run in runs if math.isinf(run.loss)}
         lost |= {run.batch_size for run in self.checked if run.diverged}
         lost |= {c.diverged for c in self.criticals.values() if c.diverged}
         return min(lost, default=math.inf)
@@ -95,7 +93,7 @@ class Evidence:
 
         It is the last one at which the loss still falls; see :func:`_still_falls`.
         """
-        known = [point for point in self.points if point.point in self.criticals]
+        known = (point for point in self.results.select(Point) if point.point in self.criticals)
         falling = (p.point for p in known if _still_falls(p, self.criticals[p.point].spread))
         return max(falling, default=None)
 
@@ -185,15 +183,18 @@ class Evidence:
         later points.
         """
         base, constant = self.plan.batch_size, self.constant
-        if constant is None or not self.measured or self.length <= 0:
+        if constant is None or not self.measured:
             return ()
+
+        def rounded(size: int) -> int:
+            """Down to a power of two times the smallest batch."""
+            return base << ((size // base).bit_length() - 1)
+
         safe = [*accumulate((self.safe(p.critical) for p in self.measured[::-1]), min)][::-1]
-        powers = [base << i for i in range(64)]
-        stages = [(0, max(b for b in powers if b == base or b * ALMOST <= min(constant, safe[0])))]
+        stages = [(0, rounded(min(constant, safe[0])))]
         for point, most in zip(self.measured, safe, strict=True):
-            size = max(b for b in powers if b == base or b * ALMOST <= most)
-            if size > stages[-1][1] and point.samples < self.length:
-                stages.append((point.samples, size))
+            if rounded(most) > stages[-1][1] and point.samples < self.length:
+                stages.append((point.samples, rounded(most)))
         fewer = self.steps(tuple(stages)) < self.length / constant
         return tuple(stages) if len(stages) > 1 and fewer else ()
 
@@ -215,7 +216,11 @@ class Evidence:
         plan, decays = self.plan, self.task.lr_decay != "none"
         whole = len(plan.points) - 1 in self.criticals
         samples = self.length if decays else plan.length * whole
-        return judge_rate(plan, self.results, samples, decays=decays) if samples else RateVerdict()
+        found = judge_rate(plan, self.results, samples, decays=decays) if samples else RateVerdict()
+        elsewhere = self.constant is not None and self.length != found.samples > 0
+        # The best constant rate falls with the length of the run: it is too low for shorter ones.
+        first = found.verdict == "low" or (found.verdict == "high" and not elsewhere)
+        return replace(found, elsewhere=elsewhere, first=first)
 
     def lr(self, batch_size: int) -> float:
         """Learning rate at a batch size."""
@@ -279,6 +284,8 @@ class Chooser:
 
     def __call__(self, key: Key, results: Results) -> Job | None:
         """The job of a trial; None where there is nothing to do."""
+        if key[0] in ("point", "noise", "branch"):
+            return dict(zip(("kind", "point", "repeat", "batch_size"), key, strict=False))
         name, repeat = key[:-1], key[-1]
         if name not in self._jobs:
             decide: Callable[..., Job | None] = self._middle if name[0] == "middle" else self._run
@@ -289,18 +296,20 @@ class Chooser:
     def _middle(self, results: Results, kind: str, point: int) -> Job | None:
         """A branch in the middle between the largest tolerable size and the next one."""
         ladder = {multiple * self.plan.batch_size for multiple in self.plan.multiples[point]}
-        kept = [b for b in results.select(Branch) if b.batch_size in ladder]
-        found = Evidence(self.header, Results(kept)).critical(point)
-        if found is None or not found.resolved or math.isinf(found.beyond):
+        kept = [b for b in results.select(Branch) if b.point == point and b.batch_size in ladder]
+        found = Evidence(self.header, Results(kept)).criticals.get(point)
+        if found is None or not found.resolved or found.beyond != 2 * found.within:
             return None
-        size, odd = divmod(found.within + int(found.beyond), 2)
-        if odd or size % self.header.runtime.world_size or found.beyond != 2 * found.within:
+        size, odd = divmod(3 * found.within, 2)
+        if odd or size % self.header.runtime.world_size:
             return None
         return {"kind": "branch", "point": point, "batch_size": size}
 
     def _run(self, results: Results, kind: str, which: Any = 1) -> Job | None:
         """A run from the initial weights, where there is a length for it."""
         stages: Stages = ((0, self.plan.batch_size),)
+        if kind == "rate" and self.header.task.lr_decay == "none":
+            return scratch_job(stages, self.plan.length, rate=float(which))
         if kind in ("baseline", "rate"):
             length = Evidence(self.header, results).length
             return scratch_job(stages, length, rate=float(which)) if length else None
@@ -317,6 +326,9 @@ class Chooser:
         """The evidence without the runs that later trials have recorded."""
         jobs = (self._jobs.get(("candidate", number)) for number in range(candidates))
         sizes = {self.plan.batch_size, *(int(job["batch_size"]) for job in jobs if job)}
-        late = {r.key for r in results.select(Scratch) if r.purpose != "constant"}
-        late |= {r.key for r in results.select(Scratch) if r.batch_size not in sizes}
-        return Evidence(self.header, Results(r for r in results if r.key not in late))
+        kept = (
+            r
+            for r in results
+            if not isinstance(r, Scratch) or (r.purpose == "constant" and r.batch_size in sizes)
+        )
+        return Evidence(self.header, Results(kept))

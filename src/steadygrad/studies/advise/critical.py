@@ -29,8 +29,6 @@ from steadygrad.studies.statistics import (
     unimodal,
 )
 
-__all__ = ["MeasuredPoint", "crossing", "find_critical", "fit_curves", "predict"]
-
 # How far the curve is trusted beyond the end of its branch.
 REACH = 1.5
 DRAWS = 800
@@ -43,8 +41,6 @@ WIDE = 4.0
 # Exponents of the curves that are tried, and the steps of the sum over training.
 POWERS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 NODES = 64
-Rows = dict[int, dict[int, Branch]]
-"""Branches by batch size and repeat."""
 
 
 @dataclass(frozen=True)
@@ -111,17 +107,12 @@ def find_critical(
     """Finds the critical batch size and its interval.
 
     The interval redraws every batch size's mean loss, with the variance that is left after the
-    repeats' common effects are taken out, and the losses of the smallest batch's curve. It reaches
-    at least from the largest batch size that was trained within the tolerance to the smallest that
-    was not.
-
-    Args:
-        branches: Branches of one point at the rule's learning rate.
-        tolerance: Extra samples that are acceptable, as a fraction.
-        seed: Seed of the interval's draws.
+    repeats' common effects are taken out, and the losses of the smallest batch's curve, by draws
+    with ``seed``. It reaches at least from the largest batch size that was trained within the
+    tolerance, a fraction of extra samples, to the smallest that was not.
 
     Returns:
-        None where fewer than two repeats have two batch sizes.
+        None where fewer than two repeats of the branches have two batch sizes.
     """
     table = _Table.of(branches)
     if table is None:
@@ -167,7 +158,9 @@ def find_critical(
 class _Table:
     """Losses of whole repeats, by ascending batch sizes: all ``sizes`` have the ``repeats``."""
 
-    def __init__(self, rows: Rows, sizes: list[int], repeats: list[int]) -> None:
+    def __init__(
+        self, rows: dict[int, dict[int, Branch]], sizes: list[int], repeats: list[int]
+    ) -> None:
         self.sizes, self.repeats = sizes, len(repeats)
         self.losses = np.array([[rows[size][r].loss for r in repeats] for size in sizes])
         with np.errstate(invalid="ignore"):
@@ -186,7 +179,7 @@ class _Table:
 
     @classmethod
     def of(cls, branches: Sequence[Branch]) -> "_Table | None":
-        rows: Rows = {}
+        rows: dict[int, dict[int, Branch]] = {}  # by batch size and repeat
         for branch in branches:
             rows.setdefault(branch.batch_size, {})[branch.repeat] = branch
         if not rows:
@@ -238,9 +231,7 @@ class _Table:
         # Not the standard deviation: a few draws of an unknown variance are very wide.
         own = (self.curve[0] - self.curve[-1]).std(ddof=1) / math.sqrt(self.repeats)
         error = max(float(high - low) / 2, float(own))
-        if error > 0:
-            return fall / error
-        return math.copysign(math.inf, fall) if fall else 0.0
+        return fall / error if error > 0 else math.copysign(math.inf, fall)
 
 
 def _leading(good: NDArray[np.bool_]) -> int:
@@ -251,16 +242,11 @@ def _leading(good: NDArray[np.bool_]) -> int:
 def crossing(
     sizes: Sequence[float], overhead: Floats, tolerance: float, stable: int | None = None
 ) -> Floats:
-    """Largest size whose overhead is within the tolerance; infinite when all are.
+    """Largest size whose overhead, of shape ``(*, K)``, is tolerable; infinite when all are.
 
-    Between two sizes the overhead is linear in the size, as the trade-off between steps and
-    samples is. Up to a size that diverged it is not known, and nothing is interpolated.
-
-    Args:
-        sizes: Ascending batch sizes.
-        overhead: Not decreasing, and zero for the smallest size, shape ``(*, K)``.
-        tolerance: Extra samples that are acceptable.
-        stable: How many sizes did not diverge. Default: all.
+    The sizes ascend, and the overhead with them, from zero. Between two sizes it is linear in the
+    size, as the trade-off between steps and samples is. Beyond the first ``stable`` sizes, all
+    unless it is given, one has diverged: up to that one nothing is interpolated.
     """
     places, count = np.asarray(sizes, dtype=float), (overhead <= tolerance).sum(-1)
     last, first = count - 1, np.minimum(count, len(sizes) - 1)
@@ -273,16 +259,14 @@ def crossing(
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """A point of training, in samples, whose critical batch size is resolved."""
+    """A point of training, in samples, whose critical batch size is resolved.
+
+    ``centre``: samples seen halfway through the branches, to which their overheads refer.
+    """
 
     samples: int
-    branch_samples: int
+    centre: float
     critical: Critical
-
-    @property
-    def centre(self) -> float:
-        """Samples seen halfway through the branches, to which their overheads refer."""
-        return self.samples + self.branch_samples / 2
 
     def overhead(self, sizes: Floats) -> Floats:
         """Overhead at any batch sizes: linear between those tried, then on at their mean slope."""

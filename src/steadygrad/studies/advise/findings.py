@@ -11,22 +11,14 @@ from steadygrad.studies.advise.analysis import Evidence
 from steadygrad.studies.advise.schema import Header, Noise, Point, Recommendation, Stage, Summary
 from steadygrad.studies.folder import Results
 
-__all__ = ["summarize"]
-
 # Optimizers of torch whose weight decay is a part of the gradient.
 COUPLED = {"SGD", "ASGD", "Adam", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAdam", "RMSprop"}
 
 
 def summarize(header: Header, results: Results, status: str) -> Summary:
-    """Draws the conclusions from the results.
-
-    Args:
-        header: The run's.
-        results: Its results.
-        status: ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
-    """
+    """Draws the conclusions from the results; ``status`` is that of the summary."""
     evidence, plan = Evidence(header, results), header.plan
-    recommendation, rate = _recommendation(evidence), _rate(evidence)
+    recommendation, rate = _recommendation(evidence), evidence.rate
     schedule, going_on = _schedule(evidence), _going_on(evidence)
     ended = schema.Unfinished(measured=len(evidence.criticals), planned=len(plan.points))
     unplanned = schema.Unplanned() if recommendation.batch_size and not plan.candidates else None
@@ -53,7 +45,7 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         schedule=schedule,
         going_on=going_on,
         checked=tuple(evidence.checked),
-        points=tuple(_measured(evidence, point) for point in evidence.points),
+        points=tuple(_measured(evidence, point) for point in results.select(Point)),
     )
     return found.worded(words)
 
@@ -85,18 +77,10 @@ def _recommendation(evidence: Evidence) -> Recommendation:
 
 def _fall(evidence: Evidence, points: list[int]) -> str:
     """How the smallest batch's loss falls along branches that tell of no batch size."""
-    if {p.point for p in evidence.points if not p.valid_loss}.issuperset(points):
+    if {p.point for p in evidence.results.select(Point) if not p.valid_loss}.issuperset(points):
         return "zero"
     falls = any(not evidence.criticals[i].fall <= 0 for i in points)
     return "slightly" if falls else "flat"
-
-
-def _rate(evidence: Evidence) -> schema.RateVerdict:
-    found = evidence.rate
-    elsewhere = evidence.constant is not None and evidence.length != found.samples
-    # The best constant rate falls with the length of the run: it is too low for shorter ones.
-    first = found.verdict == "low" or (found.verdict == "high" and not elsewhere)
-    return replace(found, elsewhere=bool(found.samples) and elsewhere, first=first)
 
 
 def _larger(evidence: Evidence) -> schema.Larger | None:

@@ -16,8 +16,6 @@ from steadygrad.studies.charts import BAND, CRITICAL, INK, MUTED, NOISE, SCHEDUL
 from steadygrad.studies.folder import Run
 from steadygrad.studies.text import plural, show, size
 
-__all__ = ["view"]
-
 
 class Spot(NamedTuple):
     """A point of training; ``diverged``: the smallest batch size that did, infinite if none."""

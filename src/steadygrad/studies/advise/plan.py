@@ -9,6 +9,7 @@ seeds, the candidates for the recommendation, and the schedule.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
@@ -16,12 +17,10 @@ from itertools import product
 import msgspec
 
 from steadygrad._checks import InputError
-from steadygrad.studies.advise.schema import Plan
+from steadygrad.studies.advise.schema import Curve, Plan
 from steadygrad.studies.folder import Results
 from steadygrad.studies.schema import Key
 from steadygrad.studies.trials import Job, Trial, evaluation_cost, makespan
-
-__all__ = ["Curve", "Stages", "make_plan", "make_trials", "plan_of_length"]
 
 # The machine is never quite free, and the report also takes time.
 SHARE_OF_BUDGET = 0.85
@@ -59,12 +58,9 @@ RUN_FRACTIONS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 RUN_ENDS = 5
 
 Level = tuple[int, int, int]
-Curve = Sequence[tuple[int, float]]
-"""Samples seen and validation losses."""
+Keys = tuple[Key, ...]
 Stages = tuple[tuple[int, int], ...]
 """Stages of a schedule: pairs of samples seen at the beginning and batch size."""
-Decide = Callable[[Key, Results], Job | None]
-"""From the key of a trial, and what was recorded before it, to its job; None: nothing to do."""
 
 
 def make_plan(
@@ -79,19 +75,18 @@ def make_plan(
     """Chooses the longest training whose measurements fit a budget.
 
     Each point of training is at a quarter of the next; a branch is half as long as the training
-    before it. The advice is checked where that leaves time for two points.
-
-    Args:
-        budget: Seconds for the whole study.
-        speed: Training speed of one trial, in samples a second.
-        batch_size: The task's batch size.
-        train_size: Training samples; no batch is larger.
-        workers: Trials at a time.
-        trials_of: The trials of a plan.
+    before it. The advice is checked where that leaves time for two points. No batch is larger than
+    the training set. ``budget`` is in seconds, ``speed`` that of one trial, in samples a second.
 
     Raises:
         InputError: If not even one point with three batch sizes and two repeats fits.
     """
+    if train_size < 4 * batch_size:
+        raise InputError(
+            f"Expected at least {4 * batch_size} training samples, for branches at 4 times the "
+            f"batch size {batch_size}. Found {train_size}. Remedy: a smaller Task.batch_size or "
+            "more data."
+        )
     start_up = START_UP_WORKERS if workers > 1 else START_UP
     span = SHARE_OF_BUDGET * max(0.0, budget - start_up) * speed
 
@@ -101,28 +96,15 @@ def make_plan(
         work = sum(trial.cost for trial in trials)
         return msgspec.structs.replace(plan, work=work, span=makespan(trials, workers))
 
-    # Lengths of training are tried in steps of about a fifth.
+    # Lengths of training are tried in steps of about a fifth; cost grows but for small steps.
     horizons = [batch_size * part << doubling for doubling in range(4, 40) for part in (4, 5, 6, 7)]
     for points, level in LEVELS:
-        # The longest that fits, by bisection: cost grows with length but for small steps.
-        low, high, found = 0, len(horizons) - 1, None
-        while low <= high:
-            middle = (low + high) // 2
-            plan = priced(horizons[middle], level)
-            if plan.span <= span and len(plan.multiples[-1]) >= 3:
-                found, low = plan, middle + 1
-            else:
-                high = middle - 1
-        if found is not None and len(found.points) >= points:
-            return found
-    least = priced(horizons[0], LEVELS[-1][1])
-    if len(least.multiples[-1]) < 3:
-        raise InputError(
-            f"Expected at least {4 * batch_size} training samples, for branches at 4 times the "
-            f"batch size {batch_size}. Found {train_size}. Remedy: a smaller Task.batch_size or "
-            "more data."
-        )
-    seconds = least.span / (SHARE_OF_BUDGET * speed) + start_up
+        cost = lambda horizon, level=level: priced(horizon, level).span  # noqa: E731
+        fitting = bisect_right(horizons, span, key=cost)
+        plan = priced(horizons[max(0, fitting - 1)], level)
+        if fitting and len(plan.points) >= points:
+            return plan
+    seconds = plan.span / (SHARE_OF_BUDGET * speed) + start_up
     # Rounded up to two significant digits, and to whole ones.
     unit = int(10 ** max(0, len(str(math.ceil(seconds))) - 2))
     seconds = math.ceil(seconds / unit) * unit
@@ -188,78 +170,72 @@ def _branches(length: int, size: int, train_size: int) -> tuple[tuple[int, ...],
 
 
 def make_trials(
-    plan: Plan, valid_size: int, decide: Decide, *, decays: bool = False, noise: bool = True
+    plan: Plan,
+    valid_size: int,
+    decide: Callable[[Key, Results], Job | None],
+    *,
+    decays: bool = False,
+    noise: bool = True,
 ) -> list[Trial]:
-    """All trials of a plan.
+    """All trials of a plan, with jobs that ``decide`` makes from results; each evaluates so much.
 
-    Args:
-        plan: The plan.
-        valid_size: Samples in one evaluation.
-        decide: Makes the jobs that depend on results.
-        decays: Whether the task's learning rate decays. The main trajectory and the branches leave
-            the decay out, so that it is none of the runs from the initial weights, and other rates
-            are compared with a run of the length that the branches suggest.
-        noise: Whether to measure the noise scale.
+    If the learning rate ``decays``, the main trajectory and the branches leave that out, so that it
+    is none of the runs from the initial weights, and other rates are compared with a run of the
+    length that the branches suggest.
     """
-    found, size, evaluation = list[Trial](), plan.batch_size, evaluation_cost(valid_size)
+    found, evaluation = list[Trial](), evaluation_cost(valid_size)
 
-    def add(
-        key: Key, samples: int, marks: int, what: str, needs: tuple[Key, ...], job: Job | None
-    ) -> Key:
-        choose = partial(decide, key) if job is None else lambda results: job
-        found.append(Trial(key, samples + marks * evaluation, choose, what, needs))
-        return key
+    def add(keys: list[Key], samples: int, marks: int, what: str, needs: Keys) -> Keys:
+        cost = samples + marks * evaluation
+        found.extend(Trial(key, cost, partial(decide, key), what, needs) for key in keys)
+        return tuple(keys)
 
-    start, measured = 0, tuple[Key, ...]()
-    for i, (samples, length) in enumerate(zip(plan.points, plan.branch_samples, strict=True)):
-        job: Job = {"kind": "point", "point": i}
-        marks, what = len(run_marks(samples, size, first=start)), f"training to {samples:,} samples"
-        here = add(
-            ("point", i), samples - start, marks, what, measured and (("point", i - 1),), job
-        )
-        if noise:
-            used, job = plan.noise_steps[i] * MICRO_BATCHES * size, {"kind": "noise", "point": i}
-            add(("noise", i), used, 0, f"noise scale at {samples:,}", (here,), job)
-        keys = [here]
-        # Repeat by repeat: a study that is cut short has whole repeats, not half of the sizes.
-        for repeat, multiple in product(range(plan.repeats), plan.multiples[i]):
-            job = {"kind": "branch", "point": i, "repeat": repeat, "batch_size": multiple * size}
-            marks = END_MARKS + (len(FRACTIONS) if multiple == 1 else 0)
-            what = f"branch of {multiple * size:,} at {samples:,}"
-            keys.append(add(tuple(job.values()), length, marks, what, (here,), job))
-        needs, what = tuple(keys), f"branch between two sizes at {samples:,}"
-        middle: list[Key] = [("middle", i, repeat) for repeat in range(plan.repeats)]
-        measured += (*keys, *[add(key, length, END_MARKS, what, needs, None) for key in middle])
-        start = samples
+    measured = _measurements(plan, add, noise)
+    marks, end = len(RUN_FRACTIONS) + RUN_ENDS, "from the initial weights"
 
-    def whole(key: Key, what: str, needs: tuple[Key, ...], job: Job | None = None) -> Key:
-        """A run of the smallest batch, with its curve."""
-        marks = len(RUN_FRACTIONS) + RUN_ENDS
-        return add(key, plan.length, marks, f"{what} from the initial weights", needs, job)
-
-    def rates(needs: tuple[Key, ...]) -> None:
+    def rates(needs: Keys) -> None:
         for rate in RATES if plan.rates else ():
-            job = None if decays else scratch_job(((0, size),), plan.length, rate=rate)
-            whole(("rate", f"{rate:g}", 0), f"learning rate times {rate:g}", needs, job)
+            what = f"learning rate times {rate:g} {end}"
+            add([("rate", f"{rate:g}", 0)], plan.length, marks, what, needs)
 
     if not decays:
         rates(())
     if not plan.candidates:
         return found
     # A prediction rests on what was measured.
-    seeds: list[Key] = [("baseline", seed) for seed in range(0 if decays else 1, plan.seeds)]
-    baselines = tuple(whole(key, f"{size:,}", measured) for key in seeds)
+    keys: list[Key] = [("baseline", seed) for seed in range(0 if decays else 1, plan.seeds)]
+    baselines = add(keys, plan.length, marks, f"{plan.batch_size:,} {end}", measured)
     needs = measured + baselines
-    what = "a candidate from the initial weights"
     for number in range(plan.candidates):
-        runs: list[Key] = [("candidate", number, repeat) for repeat in range(plan.seeds)]
-        needs += tuple([add(key, plan.length, RUN_ENDS, what, needs, None) for key in runs])
+        keys = [("candidate", number, repeat) for repeat in range(plan.seeds)]
+        needs += add(keys, plan.length, RUN_ENDS, f"a candidate {end}", needs)
     if decays:
         rates(baselines)
-    what = "the schedule from the initial weights"
-    for repeat in range(plan.seeds):
-        add(("schedule", repeat), plan.length, RUN_ENDS, what, needs, None)
+    keys = [("schedule", repeat) for repeat in range(plan.seeds)]
+    add(keys, plan.length, RUN_ENDS, f"the schedule {end}", needs)
     return found
+
+
+def _measurements(plan: Plan, add: Callable[..., Keys], noise: bool) -> Keys:
+    """Adds the trials at every point; the keys of all but the noise scales."""
+    measured, start, size = Keys(), 0, plan.batch_size
+    for i, (samples, length) in enumerate(zip(plan.points, plan.branch_samples, strict=True)):
+        marks, before = len(run_marks(samples, size, first=start)), measured and (("point", i - 1),)
+        what = f"training to {samples:,} samples"
+        here = keys = add([("point", i)], samples - start, marks, what, before)
+        if noise:
+            used = plan.noise_steps[i] * MICRO_BATCHES * size
+            add([("noise", i)], used, 0, f"noise scale at {samples:,}", here)
+        # Repeat by repeat: a study that is cut short has whole repeats, not half of the sizes.
+        for repeat, multiple in product(range(plan.repeats), plan.multiples[i]):
+            key = ("branch", i, repeat, multiple * size)
+            marks = END_MARKS + (len(FRACTIONS) if multiple == 1 else 0)
+            keys += add([key], length, marks, f"branch of {key[-1]:,} at {samples:,}", here)
+        middle = [("middle", i, repeat) for repeat in range(plan.repeats)]
+        what = f"branch between two sizes at {samples:,}"
+        measured += keys + add(middle, length, END_MARKS, what, keys)
+        start = samples
+    return measured
 
 
 def scratch_job(stages: Stages, samples: int, *, rate: float = 1.0, warmup_samples: int = 0) -> Job:
@@ -294,8 +270,7 @@ def end_marks(samples: int, size: int) -> list[int]:
     return [samples // unit * unit - back * unit for back in reversed(range(RUN_ENDS))]
 
 
-def averaged_end(curve: Curve, count: int = RUN_ENDS) -> list[tuple[int, float]]:
+def averaged_end(curve: Sequence[tuple[int, float]], count: int = RUN_ENDS) -> Curve:
     """The curve with its last ``count`` points replaced by one point, their mean."""
     places, losses = zip(*curve[-count:], strict=True)
-    mean = round(sum(places) / count), math.fsum(losses) / count
-    return [*curve[:-count], mean]
+    return (*curve[:-count], (round(sum(places) / count), math.fsum(losses) / count))

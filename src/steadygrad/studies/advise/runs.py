@@ -7,12 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from steadygrad.studies.advise.critical import DRAWS, REACH, ROUNDING, fit_curves
-from steadygrad.studies.advise.plan import END_STEP, RUN_ENDS, Curve, averaged_end
+from steadygrad.studies.advise.plan import END_STEP, RUN_ENDS, averaged_end
 from steadygrad.studies.advise.schema import CAP, Checked, Plan, Point, RateVerdict, Scratch
 from steadygrad.studies.folder import Results
 from steadygrad.studies.statistics import Floats, quantile, redraw
-
-__all__ = ["Baseline", "baseline_of", "checked_runs", "judge_rate", "scratch_runs"]
 
 # Power of the samples by which the loss curve is fitted: overheads concern its end.
 EMPHASIS = 4.0
@@ -45,10 +43,8 @@ class Baseline:
     def overheads(self, curves: Floats, differences: Floats, samples: int) -> Floats:
         """Sample overheads of runs whose losses end above the smallest batch's by ``differences``.
 
-        Args:
-            curves: Mean losses of the smallest batch at the places, shape ``(*, M)``.
-            differences: Differences of the mean final losses, shape ``(*)``.
-            samples: Samples that the other runs' losses stand for.
+        Those are of mean final losses, shape ``(*)``, and ``curves``, of shape ``(*, M)``, the mean
+        losses of the smallest batch at the places. The runs' losses stand for ``samples``.
         """
         end, fit = self.places[-1], fit_curves(self.places, curves, EMPHASIS)
         needed = fit.samples_at((fit(end) + differences)[..., None])[..., 0]
@@ -97,7 +93,7 @@ def scratch_runs(results: Results, purpose: str) -> dict[int, list[Scratch]]:
 def baseline_of(plan: Plan, results: Results, point: int) -> Baseline | None:
     """The smallest batch's runs that end at a point; None where fewer than two are there."""
     own = scratch_runs(results, "constant").get(plan.batch_size, [])
-    curves: dict[int, Curve] = {run.repeat: run.curve for run in own}
+    curves = {run.repeat: run.curve for run in own}
     if main := results.get(Point, point):
         curves.setdefault(0, averaged_end(main.curve))
     if len(curves) < 2:

@@ -16,8 +16,6 @@ from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Trial
 from steadygrad.tasks import Task
 
-__all__ = ["STUDY", "Advise"]
-
 
 class Advise(Study):
     """Which batch size: the noise scale, and sample overheads measured by training."""

@@ -114,7 +114,7 @@ def branch(plan: Plan, place: Workplace, point: int, repeat: int, batch_size: in
         point=point,
         repeat=repeat,
         batch_size=batch_size,
-        lr=_lr(place, batch_size, 1.0),
+        lr=learning_rate(place.trainer.task.lr, batch_size, base, place.trainer.task.lr_rule),
         steps=trainer.steps - first,
         **found,
     )
@@ -150,13 +150,14 @@ def scratch(
     ends, what = end_marks(samples, base), f"{batch_size:,} from the initial weights"
     own = batch_size == base and rate == 1
     found = _averaged(place, steps(), samples, (way, ends), what, own=own)
-    rows = ((start, size, _lr(place, size, rate)) for start, size in stages)
+    rates = [rate * learning_rate(task.lr, size, base, task.lr_rule) for _, size in stages]
+    rows = zip(stages, rates, strict=True)
     return Scratch(
         purpose=purpose,
         repeat=repeat,
         batch_size=batch_size,
         rate=rate,
-        stages=tuple(Stage(from_samples=s, batch_size=b, lr=lr) for s, b, lr in rows),
+        stages=tuple(Stage(from_samples=s, batch_size=b, lr=lr) for (s, b), lr in rows),
         warmup_samples=warmup_samples,
         steps=trainer.steps,
         **found,
@@ -185,8 +186,8 @@ def _averaged(
             raise
         curve = [(length, math.inf)]
     # Large batches may end before the first end mark.
-    curve = averaged_end(curve, max(1, sum(at >= ends[0] for at, _ in curve)))
-    return {"samples": curve[-1][0], "loss": curve[-1][1], "curve": tuple(curve)}
+    averaged = averaged_end(curve, max(1, sum(at >= ends[0] for at, _ in curve)))
+    return {"samples": averaged[-1][0], "loss": averaged[-1][1], "curve": averaged}
 
 
 def _curve(
@@ -211,11 +212,6 @@ def _curve(
             found.append((at, evaluate()))
             left = [mark for mark in left if mark > at]
     return [*found, (at, evaluate())] if left else found
-
-
-def _lr(place: Workplace, size: int, rate: float) -> float:
-    task = place.trainer.task
-    return rate * learning_rate(task.lr, size, task.batch_size, task.lr_rule)
 
 
 def _order(plan: Plan, place: Workplace, point: int, kind: str) -> Order:

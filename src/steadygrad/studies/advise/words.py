@@ -9,8 +9,6 @@ from steadygrad.studies.advise.schema import CAP, Checked, Recommendation, Summa
 from steadygrad.studies.schema import Table
 from steadygrad.studies.text import listed, percent, percent_interval, plural, show
 
-__all__ = ["answer", "remarks", "table"]
-
 ENDS = {"interrupted": "was interrupted", "budget": "ran out of its budget", "failed": "failed"}
 FALLS = {
     "zero": "is exactly 0",

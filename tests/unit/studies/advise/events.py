@@ -3,7 +3,7 @@
 import math
 import random
 
-import msgspec
+from msgspec.structs import replace
 
 from steadygrad.studies.advise.analysis import Chooser
 from steadygrad.studies.advise.plan import FRACTIONS, end_marks, make_trials, run_marks
@@ -11,14 +11,14 @@ from steadygrad.studies.advise.schema import (
     Branch,
     Header,
     Noise,
-    Plan,
     Point,
     Scratch,
     Settings,
     Stage,
 )
 from steadygrad.studies.folder import Results
-from steadygrad.studies.schema import SCHEMA, Result, Runtime, TaskInfo
+from steadygrad.studies.schema import Result
+from tests.unit.studies import results
 
 LENGTH = 4096
 SIZES = [8 * 2**i for i in range(7)]
@@ -39,7 +39,7 @@ def within_tolerance(critical: float, tolerance: float = 0.2) -> float:
 
 
 def make_header(points=(1024, 4096), *, task=None, runtime=None, settings=None, **plan) -> Header:
-    plan = {
+    fields = {
         "batch_size": 8,
         "points": tuple(points),
         "branch_samples": (LENGTH,) * len(points),
@@ -47,59 +47,22 @@ def make_header(points=(1024, 4096), *, task=None, runtime=None, settings=None, 
         "noise_steps": (8,) * len(points),
         "repeats": 3,
         "seeds": 3,
-        "rates": True,
         "candidates": 3,
         "samples_per_second": 1000.0,
-        "work": 1,
-        "span": 1,
-        **plan,
     }
-    return Header(
-        schema=SCHEMA,
-        study="advise",
-        task=TaskInfo(
-            **{
-                "spec": "tiny",
-                "name": "tiny",
-                "sample": "row",
-                "batch_size": 8,
-                "lr": 0.001,
-                "lr_rule": "sqrt",
-                "parameters": 10,
-                "train_size": 100_000,
-                "valid_size": 64,
-                **(task or {}),
-            }
-        ),
-        runtime=Runtime(
-            **{
-                "device": "cpu",
-                "dtype": "float32",
-                "world_size": 1,
-                "sharding": "none",
-                "threads": 1,
-                "micro_batch_size": 512,
-                "workers": 1,
-                **(runtime or {}),
-            }
-        ),
-        environment={},
+    own = {"batch_size": 8, "train_size": 100_000, "beta2": None, "weight_decay": None}
+    return results.make_header(
+        plan=replace(results.PLAN, **{**fields, **plan}),
+        task=replace(results.TASK, **{**own, **(task or {})}),
+        runtime=replace(results.RUNTIME, micro_batch_size=512, **(runtime or {})),
         settings=Settings(**{"task": "tiny", **(settings or {})}),
-        plan=Plan(**plan),
     )
 
 
 def branch(size, repeat, loss, *, curve=None, point=0, samples=LENGTH) -> Branch:
-    return Branch(
-        point=point,
-        repeat=repeat,
-        batch_size=size,
-        lr=0.001,
-        steps=samples // size,
-        samples=samples,
-        loss=loss,
-        curve=tuple(curve or [(samples, loss)]),
-    )
+    where = {"point": point, "repeat": repeat, "steps": samples // size, "samples": samples}
+    curve = tuple(curve or [(samples, loss)])
+    return results.make_branch(loss, batch_size=size, curve=curve, **where)
 
 
 def branches(
@@ -125,6 +88,12 @@ def branches(
                 curve = [(LENGTH, diverged[size] if isinstance(diverged, dict) else math.inf)]
             made.append(branch(size, repeat, curve[-1][1], curve=curve, point=point))
     return made
+
+
+def relabelled(result, losses):
+    """The same branch or run with losses by a law of the samples."""
+    curve = tuple((samples, losses(samples)) for samples, _ in result.curve)
+    return replace(result, curve=curve, loss=curve[-1][1])
 
 
 def point(number: int, samples: int, *, losses=law) -> Point:
@@ -175,18 +144,8 @@ def scratch(
 def noise(number: int, value=30.0) -> Noise:
     """A noise scale; NaN where it could not be determined."""
     known = not math.isnan(value)
-    return Noise(
-        point=number,
-        value=value,
-        low=value / 2 if known else 10.0,
-        high=2 * value if known else math.inf,
-        grad_sq_norm=1.0,
-        noise_trace=30.0,
-        resolved=known,
-        measurements=8,
-        effective=8.0,
-        samples=512,
-    )
+    low, high = (value / 2, 2 * value) if known else (10.0, math.inf)
+    return results.make_noise(number, value=value, low=low, high=high, resolved=known)
 
 
 def measured(header, criticals=(120.0, 400.0), **more) -> list[Result]:
@@ -198,9 +157,9 @@ def measured(header, criticals=(120.0, 400.0), **more) -> list[Result]:
     return found
 
 
-def done(job, critical, draw) -> Result:
-    """The result of a job, with noise of its own."""
-    size, error = job["batch_size"], draw.gauss(0, 0.001)
+def done(job, critical, error) -> Result:
+    """The result of a job, with an error of its loss."""
+    size = job["batch_size"]
     if job["kind"] == "branch":
         loss = law(LENGTH / slowness(size, critical)) + error
         return branch(size, job["repeat"], loss, point=job["point"])
@@ -217,29 +176,29 @@ def done(job, critical, draw) -> Result:
     )
 
 
-def studied(header, critical, *, lost=(), grown=None, rates=None):
+def studied(header, critical, *, events=None, grown=None, rates=None, noise=None):
     """Results of a whole study, and the jobs of its trials.
 
     Args:
         header: Its header.
         critical: Critical batch size of whole runs.
-        lost: Batch sizes that diverge.
-        grown: That of growing batches.
+        events: Points, noise scales and branches; by default :func:`measured`.
+        grown: Critical batch size of growing batches.
         rates: Samples that other learning rates need, by rate; the others are not trained.
+        noise: Makes the error of one loss.
     """
-    draw, jobs, chooser = random.Random(0), {}, Chooser(header)
-    events = measured(header)
-    for trial in make_trials(header.plan, 64, chooser):
+    draw, jobs, chooser, rates = random.Random(0), {}, Chooser(header), rates or {}
+    noise = noise or (lambda: draw.gauss(0, 0.001))
+    events = measured(header) if events is None else list(events)
+    for trial in make_trials(header.plan, 64, chooser, decays=header.task.lr_decay != "none"):
         job = jobs[trial.key] = trial.job(Results(events))
-        if job is None or trial.key[0] in ("point", "noise", "branch"):
+        kind = trial.key[0]
+        if job is None or kind in ("point", "noise", "branch"):
             continue
-        if trial.key[0] == "rate":
-            if job["rate"] in (rates or {}):
-                slower = rates[job["rate"]]
-                events.append(scratch(8, 0, job["samples"], rate=job["rate"], slower=slower))
-            continue
-        found = done(job, grown if grown and trial.key[0] == "schedule" else critical, draw)
-        if job["batch_size"] in lost and trial.key[0] == "candidate":
-            found = msgspec.structs.replace(found, loss=math.inf, curve=((LENGTH, math.inf),))
-        events.append(found)
+        if kind == "rate":
+            rate = job["rate"]
+            if rate in rates:
+                events.append(scratch(8, 0, job["samples"], rate=rate, slower=rates[rate]))
+        else:
+            events.append(done(job, grown if grown and kind == "schedule" else critical, noise()))
     return events, jobs

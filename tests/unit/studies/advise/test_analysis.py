@@ -3,8 +3,8 @@
 import math
 from itertools import pairwise
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from steadygrad.studies.advise.analysis import Chooser, Evidence
 from steadygrad.studies.advise.findings import summarize
@@ -12,11 +12,11 @@ from steadygrad.studies.advise.plan import RUN_ENDS, end_marks, run_marks
 from steadygrad.studies.folder import Results
 from tests.unit.studies.advise.events import (
     SIZES,
-    branch,
     branches,
     law,
     make_header,
     point,
+    relabelled,
     scratch,
     slowness,
     within_tolerance,
@@ -42,6 +42,11 @@ def runs(size, critical, seeds=3, **more):
 
 def base_runs():
     return [scratch(8, seed, POINTS[-1]) for seed in (1, 2)]
+
+
+def weighed(*extra, **more):
+    """Evidence of branches and runs of the smallest batch, and of further events."""
+    return Evidence(make_header(POINTS), results(*base_runs(), *extra, **more))
 
 
 @pytest.mark.parametrize(
@@ -125,8 +130,7 @@ def test_runs_end_at_the_last_point_where_the_loss_falls():
 def test_runs_do_not_end_where_the_loss_is_constant():
     """The error rate of few samples may be the same number all along, without any spread."""
     falling = [point(0, 1024), *branches(120.0, sigma=0.0005, point=0)]
-    level = [msgspec.structs.replace(b, loss=0.5) for b in branches(120.0, point=1)]
-    level = [msgspec.structs.replace(b, curve=tuple((s, 0.5) for s, _ in b.curve)) for b in level]
+    level = [relabelled(b, lambda s: 0.5) for b in branches(120.0, point=1)]
     events = [*falling, point(1, 4096, losses=lambda s: 0.5), *level]
     evidence = Evidence(make_header(POINTS), Results(events))
     assert evidence.criticals[1].spread == 0.0
@@ -143,7 +147,7 @@ def test_a_prediction_is_called_one_until_it_is_trained():
 
 
 def test_runs_from_scratch_overrule_the_prediction():
-    evidence = Evidence(make_header(POINTS), results(*base_runs(), *runs(48, 60.0)))
+    evidence = weighed(*runs(48, 60.0))
     ((run),) = evidence.checked
     # The curve's fit is coarse; the truth is (1 + 48/60) / (1 + 8/60) - 1 = 0.588.
     assert run.overhead == pytest.approx(slowness(48, 60.0) - 1, rel=0.1)
@@ -155,33 +159,21 @@ def test_runs_from_scratch_overrule_the_prediction():
 
 
 def test_the_largest_that_passed_below_the_smallest_that_failed():
-    events = [*base_runs(), *runs(16, 100.0), *runs(24, 100.0), *runs(48, 100.0)]
-    events += runs(96, 1e5)  # luck: a larger one may pass, and counts for nothing
-    evidence = Evidence(make_header(POINTS), results(*events))
+    # Luck: one larger than those that failed may pass, and counts for nothing.
+    sizes = {16: 100.0, 24: 100.0, 48: 100.0, 96: 1e5}
+    evidence = weighed(*(run for size, critical in sizes.items() for run in runs(size, critical)))
     assert slowness(24, 100.0) - 1 < 0.2 < slowness(48, 100.0) - 1
     assert (evidence.passed.batch_size, evidence.failed.batch_size) == (24, 48)
     assert evidence.constant == 24
 
 
 def test_noise_over_seeds_widens_the_interval_and_can_refuse():
-    loud = [
-        scratch(24, seed, POINTS[-1], slower=slowness(24, 100.0), noise=noise)
-        for seed, noise in enumerate((-0.2, 0.0, 0.2))
-    ]
-    quiet = Evidence(make_header(POINTS), results(*base_runs(), *runs(24, 100.0)))
-    noisy = Evidence(make_header(POINTS), results(*base_runs(), *loud))
+    loud = [replace(run, loss=run.loss + 0.2 * (run.repeat - 1)) for run in runs(24, 100.0)]
+    quiet, noisy = weighed(*runs(24, 100.0)), weighed(*loud)
     (a,), (b,) = quiet.checked, noisy.checked
     assert a.overhead == pytest.approx(b.overhead)
     assert b.high - b.low > 10 * (a.high - a.low)
     assert (quiet.constant, noisy.constant) == (24, 8)
-
-
-def test_a_diverged_run_is_no_advice():
-    lost = [scratch(24, seed, POINTS[-1], noise=math.inf) for seed in range(3)]
-    evidence = Evidence(make_header(POINTS), results(*base_runs(), *lost))
-    (run,) = evidence.checked
-    assert run.diverged
-    assert evidence.constant == 8
 
 
 def search(critical, candidates=3, results_of=results, **header):
@@ -245,29 +237,26 @@ def test_nothing_is_advised_above_what_diverged_at_a_point_that_tells_nothing():
     assert evidence.safe(evidence.criticals[1]) == 64
 
 
-def test_nothing_is_advised_above_what_diverged_from_scratch():
-    lost = [scratch(12, seed, POINTS[-1], noise=math.inf) for seed in range(3)]
-    evidence = Evidence(make_header(POINTS), results(*base_runs(), *lost))
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_nothing_is_advised_above_what_diverged_from_scratch(seeds):
+    """One seed that diverged is enough, whether the others were trained or not."""
+    evidence = weighed(*runs(12, 1e5, seeds, noise=math.inf))
+    assert [run.diverged for run in evidence.checked] == [True] * (seeds == 3)
     assert (evidence.constant, evidence.ceiling, evidence.schedule) == (8, 8, ())
-    # One seed that diverged is enough, whether the others were trained or not.
-    one = Evidence(make_header(POINTS), results(*base_runs(), lost[0]))
-    assert (one.constant, one.ceiling) == (8, 8)
 
 
 def test_a_larger_candidate_that_failed_leaves_the_smaller_ones_unknown():
-    evidence = Evidence(make_header(POINTS), results(*base_runs(), *runs(32, 20.0)))
+    evidence = weighed(*runs(32, 20.0))
     assert evidence.failed.low > 0.2
     assert (evidence.constant, evidence.known) == (8, False)
-    both = results(*base_runs(), *runs(32, 20.0), *runs(12, 5.0))
-    assert Evidence(make_header(POINTS), both).known
+    assert weighed(*runs(32, 20.0), *runs(12, 5.0)).known
 
 
 def test_a_run_whose_loss_falls_no_more_has_no_batch_size():
     """Its branches tell what to do next all the same."""
-    events = [point(i, samples, losses=lambda s: law(400)) for i, samples in enumerate(POINTS)]
-    events += [b for i in (0, 1) for b in branches(1e5, sigma=0.001, seed=i, point=i)]
     header = make_header(POINTS, task={"train_size": 100})
-    found = summarize(header, Results(events), "complete")
+    events = evidence_of(lambda s: law(400)).results
+    found = summarize(header, events, "complete")
     assert (found.recommendation.batch_size, found.recommendation.why) == (None, "runs")
     assert found.going_on.from_samples == 4096
 
@@ -300,47 +289,35 @@ def test_a_schedule_takes_fewer_steps_than_the_constant_batch(constant, critical
         assert evidence.steps(evidence.schedule) < evidence.length / constant
 
 
-def test_nothing_is_recommended_where_the_loss_does_not_fall():
-    flat = [
-        point(i, samples, losses=lambda s: 2.0 + 0.01 * math.sin(s))
-        for i, samples in enumerate(POINTS)
-    ]
-    level = [b for i in (0, 1) for b in branches(1e5, sigma=0.2, seed=i, point=i)]
-    evidence = Evidence(make_header(POINTS), Results([*flat, *level]))
-    assert evidence.end is None
-    assert evidence.length == 0
-    assert evidence.constant is None
-    assert evidence.schedule == ()
-    assert Chooser(make_header(POINTS))(("baseline", 1), evidence.results) is None
+@pytest.mark.parametrize(
+    ("losses", "end", "candidate"),
+    [
+        (lambda s: 2.0 + 0.01 * math.sin(s), None, None),
+        # Where no branch tells, runs begin next to the smallest batch.
+        (lambda s: 20 - 2 * math.log(s), 1, 12),
+    ],
+)
+def test_where_no_branch_tells_nothing_is_recommended(losses, end, candidate):
+    evidence = evidence_of(losses, sigma=0.2)
+    assert not any(critical.resolved for critical in evidence.criticals.values())
+    assert (evidence.end, evidence.length) == (end, 0 if end is None else POINTS[end])
+    assert (evidence.predicted, evidence.constant, evidence.schedule) == (None, None, ())
+    assert evidence.next_candidate() == candidate
+    job = Chooser(evidence.header)(("baseline", 1), evidence.results)
+    assert (job is None) == (end is None)
 
 
 def test_a_run_whose_loss_falls_by_a_rounding_does_not_fall():
-    still = [
-        point(i, samples, losses=lambda s: 2.0 - 1e-15 * s) for i, samples in enumerate(POINTS)
-    ]
-    level = []
-    for b in [b for i in (0, 1) for b in branches(1e5, point=i)]:
-        curve = [(s, 2.0) for s, _ in b.curve]
-        level.append(branch(b.batch_size, b.repeat, 2.0, curve=curve, point=b.point))
-    evidence = Evidence(make_header(POINTS), Results([*still, *level]))
+    events = [point(i, n, losses=lambda s: 2.0 - 1e-15 * s) for i, n in enumerate(POINTS)]
+    events += [relabelled(b, lambda s: 2.0) for i in (0, 1) for b in branches(1e5, point=i)]
+    evidence = Evidence(make_header(POINTS), Results(events))
     assert (evidence.end, evidence.constant, evidence.measured) == (None, None, [])
-
-
-def test_where_no_branch_tells_runs_from_scratch_begin_next_to_the_smallest_batch():
-    falling = [
-        point(i, samples, losses=lambda s: 20 - 2 * math.log(s)) for i, samples in enumerate(POINTS)
-    ]
-    level = [b for i in (0, 1) for b in branches(1e5, sigma=0.2, seed=i, point=i)]
-    evidence = Evidence(make_header(POINTS), Results([*falling, *level]))
-    assert not any(critical.resolved for critical in evidence.criticals.values())
-    assert (evidence.end, evidence.predicted, evidence.constant) == (1, None, None)
-    assert evidence.next_candidate() == 12
 
 
 @pytest.mark.parametrize(("slower", "known"), [((1.0, 1.2, 1.7), False), ((1.5, 1.51, 1.52), True)])
 def test_a_batch_that_may_be_tolerable_is_not_known(slower, known):
     tried = [scratch(12, seed, POINTS[-1], slower=s) for seed, s in enumerate(slower)]
-    evidence = Evidence(make_header(POINTS), results(*base_runs(), *tried))
+    evidence = weighed(*tried)
     (run,) = evidence.checked
     assert not run.within
     assert (run.low > 0.2) == known

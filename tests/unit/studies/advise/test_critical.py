@@ -3,17 +3,17 @@
 import math
 import random
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from steadygrad.studies.advise.critical import MeasuredPoint, find_critical, predict
 from steadygrad.studies.advise.schema import CAP
 from tests.unit.studies.advise.events import (
     LENGTH,
     SIZES,
-    branch,
     branches,
     law,
+    relabelled,
     slowness,
     within_tolerance,
 )
@@ -61,15 +61,13 @@ def test_the_interval_covers_the_truth_in_many_replicates(critical, sigma, share
 
 def test_noise_in_the_smallest_batchs_curve_widens_the_interval():
     """Noise on the way of the smallest batch's branches, none at any branch's end."""
-    noise, made = random.Random(0), []
-    sizes = [8 * 2**i for i in range(5)]
-    for b in branches(600.0, sigma=0.0005, seed=2, sizes=sizes):
-        *way, end = b.curve
-        way = [(samples, loss + noise.gauss(0, 0.02)) for samples, loss in way]
-        made.append(branch(b.batch_size, b.repeat, b.loss, curve=[*way, end]))
-    quiet = find_critical(branches(600.0, sigma=0.0005, seed=2, sizes=sizes), 0.2)
-    loud = find_critical(made, 0.2)
-    assert quiet.fall > 3 * loud.fall > 0
+    noise, sizes = random.Random(0), [8 * 2**i for i in range(5)]
+    quiet = branches(600.0, sigma=0.0005, seed=2, sizes=sizes)
+    loud = [
+        replace(b, curve=(*((s, y + noise.gauss(0, 0.02)) for s, y in b.curve[:-1]), b.curve[-1]))
+        for b in quiet
+    ]
+    assert find_critical(quiet, 0.2).fall > 3 * find_critical(loud, 0.2).fall > 0
 
 
 @pytest.mark.parametrize("good", [1, 2, 4])
@@ -92,31 +90,23 @@ def test_a_diverged_size_is_a_ceiling_and_widens_nothing(good, end):
 
 
 def test_one_repeat_that_blows_up_is_a_divergence():
-    made = [
-        branch(b.batch_size, b.repeat, 1e6) if (b.batch_size, b.repeat) == (SIZES[-1], 1) else b
-        for b in branches(1e5, sigma=0.001)
-    ]
+    made = branches(1e5, sigma=0.001)
+    blown = (SIZES[-1], 1)
+    made = [replace(b, loss=1e6) if (b.batch_size, b.repeat) == blown else b for b in made]
     found = find_critical(made, 0.2)
-    assert found.diverged == SIZES[-1]
-    assert found.within == SIZES[-2]
-    assert found.resolved
+    assert (found.resolved, found.within, found.diverged) == (True, SIZES[-2], SIZES[-1])
 
 
 def test_a_gain_of_larger_batches_is_no_credit():
     """All sizes above the third are as good as it, and better than the smallest."""
     made = []
     for b in branches(1e9):
-        better = 0.05 * min(2, SIZES.index(b.batch_size))
-        loss = b.loss - better
-        curve = [*b.curve[:-1], (LENGTH, loss)]
-        made.append(branch(b.batch_size, b.repeat, loss, curve=curve))
+        loss = b.loss - 0.05 * min(2, SIZES.index(b.batch_size))
+        made.append(replace(b, loss=loss, curve=(*b.curve[:-1], (LENGTH, loss))))
     found = find_critical(made, 0.2)
     assert [*found.overhead.values()] == pytest.approx([0.0] * len(SIZES), abs=1e-6)
     # The next size is measured against the best, not against the smallest.
-    worse = [
-        branch(b.batch_size, b.repeat, b.loss + 0.08) if b.batch_size == SIZES[-1] else b
-        for b in made
-    ]
+    worse = [replace(b, loss=b.loss + 0.08) if b.batch_size == SIZES[-1] else b for b in made]
     again = find_critical(worse, 0.2)
     smallest = next(b.loss for b in made if b.batch_size == SIZES[0])
     last = next(b.loss for b in worse if b.batch_size == SIZES[-1])
@@ -133,20 +123,17 @@ def test_every_size_within_the_tolerance():
     assert found.known
 
 
-def test_even_the_second_size_beyond_it():
-    found = find_critical(branches(10.0), 0.2)
-    assert (found.within, found.beyond) == (SIZES[0], SIZES[1])
-    assert SIZES[0] < found.value < SIZES[1]
-
-
-def test_a_middle_size_narrows_the_bracket():
-    assert within_tolerance(400.0) == pytest.approx(89.6)
-    ladder = find_critical(branches(400.0), 0.2)
-    assert (ladder.within, ladder.beyond) == (64, 128)
-    middle = [b for b in branches(400.0, sizes=[8, 96]) if b.batch_size == 96]
-    found = find_critical(branches(400.0) + middle, 0.2)
-    assert (found.within, found.beyond) == (64, 96)
-    assert (found.low, found.high) == (64, 96)
+@pytest.mark.parametrize(
+    ("critical", "more", "within", "beyond"),
+    # The tolerable size is 8.6 first, and then 89.6.
+    [(10.0, (), 8, 16), (400.0, (), 64, 128), (400.0, (96,), 64, 96)],
+)
+def test_the_bracket_is_between_the_sizes_that_were_tried(critical, more, within, beyond):
+    made = branches(critical) + branches(critical, sizes=[SIZES[0], *more])
+    found = find_critical(made, 0.2)
+    assert within < within_tolerance(critical) < beyond
+    assert (found.within, found.beyond) == (found.low, found.high) == (within, beyond)
+    assert within < found.value < beyond
 
 
 def test_a_wide_interval_is_not_known_and_the_safe_end_is_advised():
@@ -163,7 +150,11 @@ def test_a_prediction_reaches_to_the_largest_size_that_was_tried():
     ladders = ([8, 12, 16, 32], [8, 16, 32, 64])
     for first, second in (ladders, ladders[::-1]):
         points = [
-            MeasuredPoint(1024 * 4**i, LENGTH, find_critical(branches(1e5, sizes=sizes), 0.2))
+            MeasuredPoint(
+                1024 * 4**i,
+                1024 * 4**i + LENGTH / 2,
+                find_critical(branches(1e5, sizes=sizes), 0.2),
+            )
             for i, sizes in enumerate((first, second))
         ]
         assert predict(points, 4096, 0.2) == 64
@@ -181,26 +172,13 @@ def test_without_an_upper_end_it_may_not_be_known_either():
     assert found.safe == SIZES[0]
 
 
-def test_a_loss_that_does_not_fall_gives_no_number():
-    flat = [
-        branch(b.batch_size, b.repeat, 2.0, curve=[(s, 2.0 + s * 1e-6) for s, _ in b.curve])
-        for b in branches(250.0)
-    ]
-    found = find_critical(flat, 0.2)
+# A metric of few samples may be the same number all along.
+@pytest.mark.parametrize(("loss", "slope"), [(2.0, 1e-6), (2.0, 0), (2.3, 0), (0.1, 0), (1 / 3, 0)])
+def test_a_loss_that_does_not_fall_gives_no_number(loss, slope):
+    found = find_critical([relabelled(b, lambda s: loss + slope * s) for b in branches(250.0)], 0.2)
     assert not found.resolved
     assert math.isnan(found.value)
-    assert (found.low, found.high) == (0.0, math.inf)
-    assert found.safe == SIZES[0]
-
-
-@pytest.mark.parametrize("loss", [2.0, 2.3, 0.1, 1 / 3])
-def test_a_constant_loss_does_not_fall(loss):
-    """A metric of few samples may be the same number all along."""
-    flat = [
-        branch(b.batch_size, b.repeat, loss, curve=[(s, loss) for s, _ in b.curve])
-        for b in branches(250.0)
-    ]
-    assert not find_critical(flat, 0.2).resolved
+    assert (found.low, found.high, found.safe) == (0.0, math.inf, SIZES[0])
 
 
 @pytest.mark.parametrize("drift", [0.0, 1e-10, 1e-16])
@@ -208,10 +186,7 @@ def test_a_fall_within_rounding_is_none(drift):
     """Weights that never move: no error, and whatever the average of equal losses rounds to."""
     draw = random.Random(0)
     for loss in [draw.uniform(0.01, 9.0) for _ in range(20)]:
-        still = []
-        for b in branches(250.0):
-            curve = [(s, loss * (1 - drift * s)) for s, _ in b.curve]
-            still.append(branch(b.batch_size, b.repeat, curve[-1][1], curve=curve))
+        still = [relabelled(b, lambda s: loss * (1 - drift * s)) for b in branches(250.0)]  # noqa: B023
         found = find_critical(still, 0.2)
         assert (found.fall, found.resolved) == (0.0, False)
 
@@ -219,39 +194,33 @@ def test_a_fall_within_rounding_is_none(drift):
 def test_a_small_fall_without_noise_is_one():
     made = []
     for b in branches(250.0):
-        curve = [(s, 2.0 + 1e-4 * y) for s, y in b.curve]
-        made.append(branch(b.batch_size, b.repeat, curve[-1][1], curve=curve))
+        curve = tuple((s, 2.0 + 1e-4 * y) for s, y in b.curve)
+        made.append(replace(b, loss=curve[-1][1], curve=curve))
     assert find_critical(made, 0.2).resolved
 
 
 @pytest.mark.parametrize(("end", "diverged"), [(9.0, None), (1e9, None), (math.inf, SIZES[3])])
 def test_where_the_loss_is_flat_only_what_is_not_finite_has_diverged(end, diverged):
     """A level loss has no quarter of the branch to end above but by its noise."""
-    flat = []
-    for b in branches(250.0):
-        bad = b.batch_size == SIZES[3] and b.repeat == 1
-        curve = [(s, 2.0 + s * 1e-6) for s, _ in b.curve]
-        flat.append(branch(b.batch_size, b.repeat, end if bad else curve[-1][1], curve=curve))
-    found = find_critical(flat, 0.2)
-    assert not found.resolved
-    assert found.diverged == diverged
+
+    def with_end(made):
+        last = (SIZES[3], 1)
+        return [replace(b, loss=end) if (b.batch_size, b.repeat) == last else b for b in made]
+
+    falling = branches(250.0)
+    flat = find_critical(with_end([relabelled(b, lambda s: 2 + s * 1e-6) for b in falling]), 0.2)
+    assert (flat.resolved, flat.diverged) == (False, diverged)
     # The same ends beyond a branch that falls: both have diverged.
-    falling = [
-        branch(b.batch_size, b.repeat, end) if (b.batch_size, b.repeat) == (SIZES[3], 1) else b
-        for b in branches(250.0)
-    ]
-    assert find_critical(falling, 0.2).diverged == SIZES[3]
+    assert find_critical(with_end(falling), 0.2).diverged == SIZES[3]
 
 
 def test_the_falls_error_is_at_least_that_over_repeats():
     """Repeats that start at different losses, and whose curves are smooth else."""
-    starts = {0: -0.2, 1: 0.0, 2: 0.2}
     made = []
     for b in branches(250.0):
-        curve = list(b.curve)
-        if len(curve) > 1:
-            curve[0] = (curve[0][0], curve[0][1] + starts[b.repeat])
-        made.append(branch(b.batch_size, b.repeat, b.loss, curve=curve))
+        (place, first), *rest = b.curve
+        start = (place, first + 0.2 * (b.repeat - 1) * bool(rest))
+        made.append(replace(b, curve=(start, *rest)))
     found, smooth = find_critical(made, 0.2), find_critical(branches(250.0), 0.2)
     assert smooth.fall > 1e3
     fall = law(LENGTH / 4) - law(LENGTH)
@@ -266,12 +235,7 @@ def test_a_loss_that_only_wavers_measures_nothing():
     unknown = 0
     for seed in range(40):
         draw = random.Random(seed)
-        marks = [round(LENGTH * part / 8) for part in range(2, 9)]
-        flat = []
-        for size in SIZES:
-            for repeat in range(3):
-                curve = [(mark, 2 + draw.gauss(0, 0.002)) for mark in marks]
-                flat.append(branch(size, repeat, curve[-1][1], curve=curve))
+        flat = [relabelled(b, lambda s: 2 + draw.gauss(0, 0.002)) for b in branches(250.0)]  # noqa: B023
         unknown += not find_critical(flat, 0.2, seed=seed).resolved
     # Three standard errors on one side, over the best of many curves: a few slip through.
     assert unknown >= 36
@@ -289,9 +253,7 @@ def test_each_sizes_variance_is_its_own_in_part():
     """One noisy size must not hide that the others are quiet."""
     noise = random.Random(3)
     made = [
-        branch(b.batch_size, b.repeat, b.loss + noise.gauss(0, 0.05))
-        if b.batch_size == SIZES[-1]
-        else b
+        replace(b, loss=b.loss + noise.gauss(0, 0.05)) if b.batch_size == SIZES[-1] else b
         for b in branches(64.0, sigma=0.0005, seed=3)
     ]
     found = find_critical(made, 0.2)
@@ -326,13 +288,12 @@ def test_a_study_cut_short_uses_whole_repeats():
 
 def test_evaluations_a_little_apart_are_allowed_for():
     """A size whose last losses stand for fewer samples is not called slower for it."""
-    made = []
-    for b in branches(1e9):
-        part = 0.9 if b.batch_size == SIZES[-1] else 1.0
-        early = next(x for x in branches(1e9) if x.batch_size == 8)
-        loss = early.curve[-2][1] if part < 1 else b.loss  # the smallest batch at 0.9
-        samples = round(part * LENGTH)
-        made.append(msgspec.structs.replace(b, samples=samples, loss=loss))
+    early = branches(1e9)[0].curve[-2]  # the smallest batch at 0.9
+    assert early[0] == round(0.9 * LENGTH)
+    made = [
+        replace(b, samples=early[0], loss=early[1]) if b.batch_size == SIZES[-1] else b
+        for b in branches(1e9)
+    ]
     found = find_critical(made, 0.2)
     # One batch size's efficiency is that of the curve's fit, to a thousandth.
     assert [*found.overhead.values()][-1] == pytest.approx(0.0, abs=2e-3)

@@ -55,7 +55,7 @@ def test_all_repeats_follow_one_decision(name, monkeypatch):
     for repeat in range(3):
         jobs.append(chooser((*name, repeat), Results(events)))
         # It costs so much that another decision would be another one.
-        events.append(done(jobs[-1], 1.0, draw))
+        events.append(done(jobs[-1], 1.0, draw.gauss(0, 0.001)))
     assert jobs == [{**jobs[0], "repeat": repeat} for repeat in range(3)]
     assert len(made) == 1
 
@@ -93,6 +93,6 @@ def test_other_rates_of_a_decaying_task_are_trained_over_the_advised_length():
     assert (job["samples"], job["rate"]) == (1024, 2.0)
     assert trials["baseline", 0].job(journal) == {**job, "rate": 1.0}
     assert baseline.key in rate.needs
-    plain = {t.key: t for t in make_trials(header.plan, 64, Chooser(header))}["rate", "2", 0]
+    plain = {t.key: t for t in make_trials(HEADER.plan, 64, Chooser(HEADER))}["rate", "2", 0]
     assert plain.job(Results())["samples"] == 4096
     assert plain.needs == ()

@@ -1,6 +1,5 @@
 """Findings as structs: what they say of the results, and what they may never say."""
 
-import dataclasses
 import math
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from tests.unit.studies.advise.events import (
     make_header,
     measured,
     point,
+    relabelled,
     scratch,
     studied,
 )
@@ -64,25 +64,23 @@ def test_no_finding_contradicts_a_number(first):
         assert dumps(msgspec.convert(loads(text), Summary).to_dict()) == text
 
 
-def test_a_larger_batch_that_passed_and_the_one_that_did_not():
-    runs = [scratch(8, seed, 4096) for seed in (1, 2)]
-    runs += [scratch(12, seed, 4096, slower=1.1) for seed in range(3)]
-    runs += [scratch(24, seed, 4096, slower=1.5) for seed in range(3)]
-    summary = summarize(HEADER, Results([*measured(HEADER), *runs]), "complete")
-    assert (summary.recommendation.basis, summary.recommendation.batch_size) == ("trained", 12)
-    larger = found(summary, Larger)
-    assert (larger.run.batch_size, larger.gap, larger.diverged) == (24, False, None)
+@pytest.mark.parametrize(
+    ("runs", "advised", "larger"),
+    [
+        ({12: 1.1, 24: 1.5}, 12, (24, False, None)),
+        # A gap is told where a smaller size was not tried.
+        ({32: 2.0}, 8, (32, True, None)),
+        ({32: 2.0, 12: 1.6}, 8, (12, False, None)),
+    ],
+)
+def test_the_smallest_larger_batch_that_was_not_within_the_tolerance(runs, advised, larger):
+    events = [*measured(HEADER), *(scratch(8, seed, 4096) for seed in (1, 2))]
+    events += [scratch(b, seed, 4096, slower=s) for b, s in runs.items() for seed in range(3)]
+    summary = summarize(HEADER, Results(events), "complete")
+    assert (summary.recommendation.basis, summary.recommendation.batch_size) == ("trained", advised)
+    said = found(summary, Larger)
+    assert (said.run.batch_size, said.gap, said.diverged) == larger
     assert found(summary, Unplanned) is None
-
-
-def test_a_gap_is_told_where_a_smaller_size_was_not_tried():
-    runs = [scratch(8, seed, 4096) for seed in (1, 2)]
-    runs += [scratch(32, seed, 4096, slower=2.0) for seed in range(3)]
-    larger = found(summarize(HEADER, Results([*measured(HEADER), *runs]), "complete"), Larger)
-    assert (larger.run.batch_size, larger.gap) == (32, True)
-    runs += [scratch(12, seed, 4096, slower=1.6) for seed in range(3)]
-    larger = found(summarize(HEADER, Results([*measured(HEADER), *runs]), "complete"), Larger)
-    assert (larger.run.batch_size, larger.gap) == (12, False)
 
 
 def test_without_runs_it_is_predicted():
@@ -107,9 +105,7 @@ def test_why_there_is_no_batch_size(losses, how):
             events += [point(i, samples), *branches(1e5, sigma=0.5, seed=3 * i, point=i)]
             continue
         events.append(point(i, samples, losses=told))
-        for branch in branches(1e5, point=i):
-            curve = tuple((at, told(at)) for at, _ in branch.curve)
-            events.append(msgspec.structs.replace(branch, loss=curve[-1][1], curve=curve))
+        events += [relabelled(branch, told) for branch in branches(1e5, point=i)]
     summary = summarize(HEADER, Results(events), "complete")
     assert (summary.recommendation.batch_size, summary.recommendation.why) == (None, how)
     assert summary.going_on is None
@@ -126,9 +122,7 @@ def test_nothing_is_measured_and_a_study_cut_short():
 def test_points_along_whose_branches_the_loss_does_not_fall():
     header = make_header(task={"train_size": 512})
     events = [point(0, 1024), *branches(120.0, sigma=1e-3, point=0), point(1, 4096)]
-    for branch in branches(120.0, point=1):
-        curve = tuple((at, 2.0) for at, _ in branch.curve)
-        events.append(msgspec.structs.replace(branch, loss=2.0, curve=curve))
+    events += [relabelled(branch, lambda s: 2.0) for branch in branches(120.0, point=1)]
     summary = summarize(header, Results(events), "complete")
     assert found(summary, Flat) == Flat(points=(4096,), epochs=8.0, how="flat")
     assert [row.resolved for row in summary.points] == [True, False]
@@ -168,9 +162,8 @@ def test_megatron_counts_tokens():
 
 @pytest.mark.parametrize(("optimizer", "keep"), [("AdamW", False), ("AdamW", True), ("SGD", False)])
 def test_half_lives(optimizer, keep):
-    header = make_header(task={"optimizer": optimizer, "weight_decay": 0.1, "beta2": 0.95})
-    settings = dataclasses.replace(header.settings, keep_half_life=keep)
-    header = msgspec.structs.replace(header, settings=settings)
+    task = {"optimizer": optimizer, "weight_decay": 0.1, "beta2": 0.95}
+    header = make_header(task=task, settings={"keep_half_life": keep})
     advice = summarize(header, Results(measured(header, (1e5, 1e5))), "complete").recommendation
     assert advice.batch_size > 8
     size = 8 if keep else advice.batch_size

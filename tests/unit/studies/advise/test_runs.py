@@ -2,9 +2,9 @@
 
 import math
 
-import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from steadygrad.studies.advise.plan import RUN_ENDS, averaged_end, end_marks, run_marks
 from steadygrad.studies.advise.runs import (
@@ -18,6 +18,7 @@ from steadygrad.studies.folder import Results
 from tests.unit.studies.advise.events import law, make_header, point, scratch
 
 SAMPLES = 4096
+PLAN = make_header((1024, SAMPLES)).plan
 PLACES = np.array([mark for mark in run_marks(SAMPLES, 8) if mark < 0.92 * SAMPLES] + [4000.0])
 
 
@@ -60,10 +61,11 @@ def test_the_interval_is_as_wide_as_students():
         assert found[1] - found[0] == pytest.approx(ends[1] - ends[0], rel=0.2)
 
 
-def test_equal_differences_are_sure():
+def test_equal_differences_are_sure_and_one_diverged_run_is_no_interval():
     found = baseline(3).interval(np.full(3, difference(0.3)), int(PLACES[-1]))
     assert found == pytest.approx((0.3, 0.3, 0.3), abs=0.005)
     assert found[1] - found[0] < 1e-9
+    assert baseline(3).interval(np.array([0.0, math.inf, 0.0]), 4000) == (CAP, CAP, CAP)
 
 
 def test_what_a_seed_adds_to_all_of_its_losses_is_no_noise():
@@ -77,22 +79,17 @@ def test_what_a_seed_adds_to_all_of_its_losses_is_no_noise():
     assert noisy[1] - noisy[0] > 0.01
 
 
-def test_one_diverged_run_is_no_interval():
-    assert baseline(3).interval(np.array([0.0, math.inf, 0.0]), 4000) == (CAP, CAP, CAP)
-
-
 @pytest.mark.parametrize(
     ("tolerance", "within"), [(0.3, True), (0.31, True), (0.29, False), (0.25, False)]
 )
 def test_within_the_tolerance_and_its_bound_within_the_margin(tolerance, within):
     """Three runs whose overhead is 0.3, without noise and with some."""
-    plan = make_header((1024, SAMPLES)).plan
 
     def run(noise):
         runs = [scratch(16, seed, SAMPLES, slower=1.2995) for seed in range(3)]
         spread = (-noise, 0.0, noise)
-        runs = [msgspec.structs.replace(r, loss=r.loss + spread[r.repeat]) for r in runs]
-        return checked_runs(baseline(3), Results(runs), plan, "constant", tolerance)[0]
+        runs = [replace(r, loss=r.loss + spread[r.repeat]) for r in runs]
+        return checked_runs(baseline(3), Results(runs), PLAN, "constant", tolerance)[0]
 
     sure, loud = run(0.0), run(0.05)
     assert sure.overhead == pytest.approx(0.3, abs=0.005)
@@ -102,48 +99,47 @@ def test_within_the_tolerance_and_its_bound_within_the_margin(tolerance, within)
 
 
 def test_seed_0_of_the_smallest_batch_is_the_main_trajectory():
-    plan, other = make_header((1024, SAMPLES)).plan, scratch(8, 1, SAMPLES)
+    other = scratch(8, 1, SAMPLES)
     trajectory = point(1, SAMPLES, losses=lambda s: law(s) + 0.1)
-    found = baseline_of(plan, Results([trajectory, other]), 1)
+    found = baseline_of(PLAN, Results([trajectory, other]), 1)
     assert found.seeds == (0, 1)
     assert found.losses[:, 0] - found.losses[:, 1] == pytest.approx([0.1] * len(found.places))
     # A run of seed 0 itself, where the rate decays, takes its place.
     decayed = scratch(8, 0, SAMPLES)
-    again = baseline_of(plan, Results([trajectory, other, decayed]), 1)
+    again = baseline_of(PLAN, Results([trajectory, other, decayed]), 1)
     assert again.losses[:, 0].tolist() == [loss for _, loss in decayed.curve]
-    assert baseline_of(plan, Results([trajectory]), 1) is None
+    assert baseline_of(PLAN, Results([trajectory]), 1) is None
 
 
 def test_the_end_of_a_curve_is_the_mean_of_its_last_evaluations():
     curve = point(0, SAMPLES).curve
     ends = end_marks(SAMPLES, 8)
     found = averaged_end(curve)
-    assert found[:-1] == list(curve[:-RUN_ENDS])
+    assert found[:-1] == curve[:-RUN_ENDS]
     assert found[-1] == (sum(ends) / 5, pytest.approx(sum(map(law, ends)) / 5))
 
 
 def test_whole_batch_sizes_alone_are_checked():
-    plan = make_header((1024, SAMPLES)).plan
     runs = [scratch(size, seed, SAMPLES) for size in (24, 16) for seed in range(3)]
     others = [scratch(8, 1, SAMPLES), scratch(8, 0, SAMPLES, rate=2.0), scratch(32, 0, SAMPLES)]
     grown = scratch(64, 0, SAMPLES, purpose="schedule", stages=[(0, 16), (1024, 64)])
     found = Results([*runs, *others, grown])
-    sizes = [run.batch_size for run in checked_runs(baseline(3), found, plan, "constant", 0.2)]
+    sizes = [run.batch_size for run in checked_runs(baseline(3), found, PLAN, "constant", 0.2)]
     assert sizes == [16, 24]
-    assert checked_runs(baseline(3), found, plan, "schedule", 0.2) == []
+    assert checked_runs(baseline(3), found, PLAN, "schedule", 0.2) == []
 
 
 def test_seeds_that_agree_by_chance_take_part_of_the_other_sizes_spread():
     """Of 0 and 0.01^2 the agreeing size has a quarter of the latter; the other one keeps it."""
-    plan, base, spread = make_header((1024, SAMPLES)).plan, baseline(3), (-0.01, 0.0, 0.01)
+    base, spread = baseline(3), (-0.01, 0.0, 0.01)
     ends = {24: spread, 16: (0.0, 0.0, 0.0)}
     runs = [
-        msgspec.structs.replace(run, loss=run.loss + ends[size][seed])
+        replace(run, loss=run.loss + ends[size][seed])
         for size in ends
         for seed in range(3)
         for run in [scratch(size, seed, SAMPLES)]
     ]
-    agreeing, other = checked_runs(base, Results(runs), plan, "constant", 0.2)
+    agreeing, other = checked_runs(base, Results(runs), PLAN, "constant", 0.2)
     differences, samples = np.full(3, runs[-1].loss - base.losses[-1, 0]), runs[0].samples
     half = 0.01 * math.sqrt(0.25 / 3) * 4.303
     low, high = (base.overhead(differences + x, samples) for x in (-half, half))

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from msgspec.structs import replace
 
 from steadygrad.studies.advise.plan import (
     END_MARKS,
@@ -31,8 +32,7 @@ def place(tmp_path):
 
 
 def plan(length) -> Plan:
-    fields = {name: getattr(PLAN, name) for name in PLAN.__struct_fields__}
-    return Plan(**{**fields, "points": (length // 4, length)})
+    return replace(PLAN, points=(length // 4, length))
 
 
 def evaluated(place, monkeypatch):
@@ -48,30 +48,21 @@ def evaluated(place, monkeypatch):
 
 
 @pytest.mark.parametrize("length", [64, 256, 1200])
-def test_the_smallest_batch_from_scratch_is_the_main_trajectory(place, length):
+def test_the_smallest_batch_from_scratch_is_the_main_trajectory(place, monkeypatch, length):
     """With its seed: as many evaluations at the same places, the last ones averaged."""
-    job = scratch_job(((0, 4),), length)
-    run = run_job(job, plan(length), place)
-    whole = plan(length)
-    first = run_job({"kind": "point", "point": 0}, whole, place)
-    second = run_job({"kind": "point", "point": 1}, whole, place)
+    whole, found, ends = plan(length), evaluated(place, monkeypatch), end_marks(length, 4)
+    run = run_job(scratch_job(((0, 4),), length), whole, place)
+    assert all(at < ends[0] for at, _ in run.curve[:-1])
+    assert [4 * steps for steps, _ in found] == [at for at, _ in run.curve[:-1]] + ends
+    assert (run.samples, run.loss) == run.curve[-1]
+    assert run.samples == sum(ends) / len(ends)
+    assert run.loss == math.fsum(loss for _, loss in found[-len(ends) :]) / len(ends)
+    first, second = (run_job({"kind": "point", "point": i}, whole, place) for i in (0, 1))
     assert first.curve[-1] == (length // 4, first.valid_loss)
     assert second.curve[-1] == (length, second.valid_loss)
     curve = averaged_end(second.curve)
     assert [at for at, _ in run.curve] == [at for at, _ in curve]
     assert [loss for _, loss in run.curve] == pytest.approx([loss for _, loss in curve])
-    assert (run.samples, run.loss) == run.curve[-1]
-
-
-@pytest.mark.parametrize("length", [64, 256, 1200])
-def test_way_marks_come_before_the_end_marks(place, monkeypatch, length):
-    found = evaluated(place, monkeypatch)
-    run = run_job(scratch_job(((0, 4),), length), plan(length), place)
-    ends = end_marks(length, 4)
-    assert all(at < ends[0] for at, _ in run.curve[:-1])
-    assert [4 * steps for steps, _ in found] == [at for at, _ in run.curve[:-1]] + ends
-    assert run.samples == sum(ends) / len(ends)
-    assert run.loss == math.fsum(loss for _, loss in found[-len(ends) :]) / len(ends)
 
 
 @pytest.mark.parametrize(("size", "steps"), [(100, 2), (200, 1), (256, 1), (60, 4), (12, 21)])

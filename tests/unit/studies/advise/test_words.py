@@ -50,10 +50,7 @@ CI = "95% confidence interval"
 @pytest.mark.parametrize(
     ("checked", "expected"),
     [
-        (
-            failed(),
-            f"batch 12 needs 45% more rows than batch 8 ({CI} 30% to 60%).",
-        ),
+        (failed(), f"batch 12 needs 45% more rows than batch 8 ({CI} 30% to 60%)."),
         (failed(loss=float("inf")), "batch 12 diverged."),
         (failed(overhead=3.0, high=3.0), "batch 12 needs at least 300% more rows than batch 8."),
         # What is a bound is said as one, and no rounding hides on which side it is.
