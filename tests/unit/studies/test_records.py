@@ -35,17 +35,20 @@ def test_the_recorded_summary_is_computed_anew_number_for_number(study):
 @pytest.mark.parametrize("study", STUDIES)
 def test_terminal_and_page_have_the_same_words(study):
     run = read_run(RECORDS / study)
-    summary = run.summary
-    terminal = rendered(
-        summary["answer"], drawn(summary["table"]), *summary["remarks"], stream=None
-    )
+    said = run.summary["answer"], *run.summary["remarks"]
+    terminal = rendered(said[0], drawn(run.summary["table"]), *said[1:], stream=None)
     assert f"{terminal}\n" == (HERE / study / "terminal.txt").read_text()
     page = re.sub(r"<(style|svg)\b.*?</\1>", "", render(run), flags=re.DOTALL)
-    page = page.partition("<h2>Where the numbers come from")[0]
+    header, body = map(texts, page.partition("<h2>Where the numbers")[0].split("</header>"))
+    for sentence in said:
+        assert sentence in header.replace("\n", " ")
+    assert body == (HERE / study / "page.txt").read_text()
+
+
+def texts(page):
+    """The lines of a page that hold words, without marks."""
     lines = (" ".join(unescape(re.sub("<[^>]*>", " ", line)).split()) for line in page.split("\n"))
-    assert (
-        "\n".join(line for line in lines if line) + "\n" == (HERE / study / "page.txt").read_text()
-    )
+    return "".join(f"{line}\n" for line in lines if line)
 
 
 def numbers(value):
