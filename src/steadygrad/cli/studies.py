@@ -3,13 +3,12 @@
 import html
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
-import msgspec
 import torch
 
 from steadygrad._checks import InputError, launched
@@ -17,8 +16,10 @@ from steadygrad.cli.console import cleaned, drawn, emit, note, printable, render
 from steadygrad.cli.options import seconds
 from steadygrad.cli.progress import make_monitor
 from steadygrad.studies.deadline import Deadline, StudyInterrupted
+from steadygrad.studies.folder import PAGE
 from steadygrad.studies.order import generators_kept
-from steadygrad.studies.run import Outcome, StudyFailed, conduct
+from steadygrad.studies.run import StudyFailed, conduct
+from steadygrad.studies.schema import Summary
 from steadygrad.studies.strict_json import dumps
 from steadygrad.tasks import Task
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StudyResult", "advise", "command", "compare", "inspect"]
 
-S = TypeVar("S")
+S = TypeVar("S", bound=Summary)
 
 
 def command(name: str, values: dict[str, Any], began: float) -> int:
@@ -52,7 +53,7 @@ def command(name: str, values: dict[str, Any], began: float) -> int:
         outcome, failed = error.outcome, error
     try:
         if outcome.is_main:
-            text = _shown(outcome, sys.stderr if json else sys.stdout)
+            text = _shown(outcome.summary, outcome.page, sys.stderr if json else sys.stdout)
             (note if json else emit)(text)
             if json:
                 emit(dumps(outcome.summary, indent=2))
@@ -62,13 +63,12 @@ def command(name: str, values: dict[str, Any], began: float) -> int:
     return 128 + outcome.stopped_by if outcome.stopped_by else 0
 
 
-def _shown(outcome: Outcome, stream: TextIO | None) -> str:
+def _shown(summary: Summary, page: Path | None, stream: TextIO | None) -> str:
     """The answer, the table, the remarks, and where the page is."""
-    summary = cleaned(outcome.summary)
-    table = [drawn(summary["table"])] if summary["table"] else []
-    parts = [summary["answer"], *table, *summary["remarks"]]
-    page = f"\n\nReport: {printable(str(outcome.page))}" if outcome.page else ""
-    return rendered(*parts, stream=stream) + page
+    said = cleaned(summary.to_dict())
+    table = [drawn(said["table"])] if said["table"] else []
+    text = rendered(said["answer"], *table, *said["remarks"], stream=stream)
+    return f"{text}\n\nReport: {printable(str(page))}" if page else text
 
 
 @dataclass(frozen=True, repr=False)
@@ -84,17 +84,16 @@ class StudyResult(Generic[S]):
 
     summary: S
     folder: Path
-    _outcome: Outcome
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Mapping[str, Any]:
         """The summary in plain values, as in ``summary.json``."""
-        return self._outcome.summary
+        return self.summary.to_dict()
 
     def __repr__(self) -> str:
-        return _shown(self._outcome, None)
+        return _shown(self.summary, self.folder / PAGE, None)
 
     def _repr_html_(self) -> str:
-        page = html.escape((self.folder / "report.html").read_text(encoding="utf-8"))
+        page = html.escape((self.folder / PAGE).read_text(encoding="utf-8"))
         return f'<iframe sandbox srcdoc="{page}" style="width: 100%; height: 40em"></iframe>'
 
 
@@ -185,5 +184,4 @@ def _study(
         raise KeyboardInterrupt
     if outcome.stopped_by:
         signal.raise_signal(outcome.stopped_by)
-    kind = import_module(f"steadygrad.studies.{name}.schema").Summary
-    return StudyResult(msgspec.convert(outcome.summary, kind), outcome.folder, outcome)
+    return StudyResult(outcome.summary, outcome.folder)

@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +93,7 @@ def create(folder: Path, header: Header) -> None:
     Raises:
         InputError: If the folder is not empty or cannot be written. Nothing is written then.
     """
-    text = _text(msgspec.to_builtins(header))
+    text = _text(header)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         with _writing(folder):
@@ -122,10 +122,10 @@ def write_result(folder: Path, result: Result) -> None:
     path = folder / RESULTS / _name(result.key)
     with _writing(path):
         path.parent.mkdir(exist_ok=True)
-    replace_file(path, _text(msgspec.to_builtins(result), None))
+    replace_file(path, _text(result, None))
 
 
-def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+def write_summary(folder: Path, summary: Any) -> None:
     """Replaces ``summary.json``."""
     replace_file(folder / SUMMARY, _text(summary))
 

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from steadygrad.studies.checkpoint import Checkpoints, State
@@ -53,19 +52,16 @@ class Study(ABC):
     """An experiment behind a command, whose name is ``name``."""
 
     name: ClassVar[str]
+    # Type that training computes in. Default: the one that the settings name.
+    dtype: ClassVar[str] = ""
     # Whether a loss that is not finite ends it.
     finite: ClassVar[bool] = True
-    # Places of the functions in files that the settings name.
-    files: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, header: Any) -> None:
         self.header = header
         self.plan = header.plan
-
-    @classmethod
-    def dtype(cls, settings: Any) -> str:
-        """Type that training computes in."""
-        return str(settings.dtype)
+        # Places of the functions in files that the settings name.
+        self.files: Mapping[str, str] = {}
 
     @classmethod
     def scaling(cls) -> Scaling | None:
@@ -84,7 +80,7 @@ class Study(ABC):
         return Trainer(
             task,
             seed=settings.seed,
-            dtype=cls.dtype(settings),
+            dtype=cls.dtype or settings.dtype,
             context=context,
             micro_batch_size=micro_batch_size,
             keep_half_life=getattr(settings, "keep_half_life", False),

@@ -172,7 +172,7 @@ def test_a_second_interrupt_says_how_to_go_on(tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     folder = tmp_path / "run"
-    monkeypatch.setattr("steadygrad.studies.run.run_serial", leave)
+    monkeypatch.setattr("steadygrad.studies.work.work_on", leave)
     assert main(["advise", tiny(), *PLAIN, "--out", str(folder)]) == 130
     said = f"steadygrad: stopped; --resume {folder} continues the run."
     assert capsys.readouterr().err.splitlines()[-1] == said

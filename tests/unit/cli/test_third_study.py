@@ -52,10 +52,7 @@ class TallySummary(Summary, frozen=True, kw_only=True):
 
 class Tally(Study):
     name = "tally"
-
-    @classmethod
-    def dtype(cls, settings):
-        return "float32"
+    dtype = "float32"
 
     @classmethod
     def make_plan(cls, settings, trainer, *, speed, workers):

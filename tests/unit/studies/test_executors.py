@@ -172,7 +172,7 @@ def whole(tmp_path_factory):
 def test_an_executor_of_ones_own_gives_the_same_files(whole, pools, tmp_path, spec, workers):
     spec = spec.format(file=pools)
     outcome, watcher = begin(tmp_path / "run", at=None, workers=workers, executor=spec)
-    assert outcome.summary["status"] == "complete"
+    assert outcome.summary.status == "complete"
     assert (watcher.done, watcher.lines) == (watcher.total, [])
     assert timeless(tmp_path / "run") == timeless(whole)
     assert left(tmp_path / "run") == FILES

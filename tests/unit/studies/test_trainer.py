@@ -5,7 +5,6 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order, main_order
 from steadygrad.studies.run import start
 from steadygrad.studies.trainer import Trainer
-from steadygrad.studies.work import Worker
+from steadygrad.studies.work import work_on, workplace
 from steadygrad.tasks import TensorSamples
 from tests.unit.studies import tiny_task
 from tests.unit.studies.framework import (
@@ -34,6 +33,7 @@ from tests.unit.studies.framework import (
     make_trainer,
     tiny,
 )
+from tests.unit.studies.results import RUNTIME, changed, make_header
 from tests.unit.studies.tiny_task import make_task, without_dropout
 
 
@@ -149,7 +149,7 @@ def test_memory_that_runs_out_in_a_job_changes_this_job_only(tmp_path):
     sizes = []
 
     class Hungry:
-        header = None
+        header = make_header(runtime=changed(RUNTIME, micro_batch_size=64))
 
         def run(self, job, place):
             sizes.append(place.trainer.micro_batch_size)
@@ -157,15 +157,15 @@ def test_memory_that_runs_out_in_a_job_changes_this_job_only(tmp_path):
             return tiny_event()
 
     trainer = make_trainer(tiny_task.out_of_memory(), micro_batch_size=64)
-    worker = Worker(Hungry(), tmp_path, trainer)
+    place = workplace(Hungry(), tmp_path, trainer)
     for samples in (60, 8):
-        worker.run({"samples": samples}, lambda n, what: None)
+        work_on(Hungry(), {"samples": samples}, place)
     assert sizes == [64, 32, 16, 64]
 
 
 def test_memory_that_runs_out_while_the_speed_is_measured_halves_the_micro_batch():
     trainer = make_trainer(tiny_task.little_memory(), micro_batch_size=4)
-    assert calibrate(SimpleNamespace(workers=1, threads=1, budget=1e3), trainer, 0)[0] > 0
+    assert calibrate(trainer, workers=1, threads=1, budget=1e3)[0] > 0
     assert (trainer.micro_batch_size, trainer.steps) == (2, 0)
 
 

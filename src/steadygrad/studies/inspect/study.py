@@ -22,14 +22,10 @@ class Inspect(Study):
     """Study of float16 gradients: layers that underflow or overflow, and scales that prevent it."""
 
     name = "inspect"
+    dtype = "float16"
     # A forward pass that overflows is a finding.
     finite = False
     header: schema.Header
-
-    @classmethod
-    def dtype(cls, settings: schema.Settings) -> str:
-        """The studied type is float16."""
-        return "float16"
 
     @classmethod
     def scaling(cls) -> Scaling:
