@@ -33,19 +33,20 @@ __all__ = ["StudyResult", "advise", "command", "compare", "inspect"]
 S = TypeVar("S", bound=Summary)
 
 
-def command(name: str, values: dict[str, Any], began: float) -> int:
+def command(name: str, values: Mapping[str, Any], began: float) -> int:
     """Runs or resumes a study, prints its findings, and gives the exit code.
 
     The budget counts from ``began``, a reading of ``time.monotonic()``.
     """
     deadline, failed = Deadline(began), None
-    json, _ = values.pop("json", False), values.pop("debug", None)
-    folders = {"out": values.pop("out", None), "continued": values.pop("resume", None)}
+    given = dict(values)
+    json, _ = given.pop("json", False), given.pop("debug", None)
+    folders = {"out": given.pop("out", None), "continued": given.pop("resume", None)}
     try:
         monitoring = make_monitor(launched()[0] == 0, deadline.left)
         # What the task prints must not mix with --json.
         with monitoring as monitor, redirect_stdout(sys.stderr):
-            outcome = conduct(name, values, **folders, deadline=deadline, monitor=monitor)
+            outcome = conduct(name, given, **folders, deadline=deadline, monitor=monitor)
     except StudyInterrupted as stopped:
         # Before the record was begun: there is nothing to report.
         return 128 + stopped.reason

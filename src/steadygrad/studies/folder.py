@@ -71,7 +71,6 @@ class Run:
     """A run's folder as it was read.
 
     Attributes:
-        header: The header; its class is the study's own.
         summary: Content of ``summary.json``; None where there is none that can be read.
         unreadable: Names of files that hold no result of this run.
     """
@@ -244,14 +243,6 @@ def replace_file(path: Path, data: bytes) -> None:
             with suppress(OSError):
                 part.unlink()
             raise
-    # The rename itself is on the disk only after this; Windows cannot open a folder and
-    # some network file systems refuse to sync one.
-    with suppress(OSError):
-        handle = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """A study from its first check to its summary, however it ends."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from importlib import import_module
@@ -45,11 +44,9 @@ class Outcome:
     """End of a study.
 
     Attributes:
-        summary: What was found; the study's own kind of summary.
-        too_little: What is missing where the study says nothing at all; None otherwise.
+        too_little: What is missing where the study says nothing at all.
         stopped_by: The signal that ended it; 0 otherwise.
         is_main: Whether this process wrote the files.
-        page: The page, where it was drawn.
     """
 
     folder: Path
@@ -118,6 +115,7 @@ def conduct(
         )
     folder = continued or out or Path(f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
     common: Any = {"task": task, "deadline": deadline, "monitor": monitor}
+    failed: StudyFailed | None = None
     with deadline.signals():
         try:
             if continued is None:
@@ -125,21 +123,21 @@ def conduct(
             else:
                 outcome = resume(folder, given, name=name, **common)
         except StudyFailed as error:
-            # Why a study failed matters more than why its page did.
-            with suppress(Exception):
-                if error.outcome.is_main:
-                    error.outcome = replace(error.outcome, page=page.write(folder))
-            raise
+            outcome, failed = error.outcome, error
         except KeyboardInterrupt:
             if (folder / HEADER).exists():
                 monitor.say(f"stopped; --resume {folder} continues the run.")
             raise
-        if outcome.is_main:
-            try:
+        try:
+            if outcome.is_main:
                 outcome = replace(outcome, page=page.write(folder))
-            except InputError as error:
-                if not outcome.too_little:
-                    raise StudyFailed(str(error), outcome) from error
+        except InputError as error:
+            # Why a study failed or says nothing matters more than why its page did.
+            if not outcome.too_little:
+                failed = failed or StudyFailed(str(error), outcome)
+    if failed:
+        failed.outcome = outcome
+        raise failed
     if outcome.too_little:
         raise InputError(
             f"{outcome.too_little}. Found {str(folder)!r} unfinished. "

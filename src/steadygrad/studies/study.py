@@ -8,12 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from steadygrad.studies.checkpoint import Checkpoints, State
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.folder import Results
-from steadygrad.studies.schema import Header, Key, Result, Summary, kinds_of, schema_of
+from steadygrad.studies.schema import Header, Key, Result, Summary, schema_of
 from steadygrad.studies.trainer import Scaling, Trainer
 from steadygrad.studies.trials import Job, Trial, evaluation_cost
 from steadygrad.tasks import Task
@@ -119,10 +119,6 @@ class Study(ABC):
         return result
 
     @abstractmethod
-    def milestones(self) -> Mapping[str, Key]:
-        """Names of the study's milestones, and the last trial of each."""
-
-    @abstractmethod
     def summarize(self, results: Results, status: str) -> Summary:
         """The content of ``summary.json``: a pure function of the results and the status."""
 
@@ -132,8 +128,9 @@ class Study(ABC):
 
     def key_of(self, job: Job) -> Key:
         """The key of the result that a job gives."""
-        names = kinds_of(schema_of(self.name).RESULTS)[job["kind"]].key_fields
-        return (job["kind"], *(job[name] for name in names))
+        kind, union = job["kind"], schema_of(self.name).RESULTS
+        types = {each.__struct_config__.tag: each for each in get_args(union) or (union,)}
+        return (kind, *(job[name] for name in types[kind].key_fields))
 
     def finished(self, results: Results) -> set[Key]:
         """Keys of the trials whose results are there, or that have nothing to do."""

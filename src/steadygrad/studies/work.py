@@ -3,12 +3,11 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -51,8 +50,8 @@ class WorkersLost(InputError):
 class Monitor(Protocol):
     """Watches a study on rank 0."""
 
-    def begin(self, total: int, done: int, points: Mapping[str, int]) -> None:
-        """Told once: the samples of work in all, those done before, and those at each milestone."""
+    def begin(self, total: int, done: int) -> None:
+        """Told once: the samples of work in all, and those done before."""
 
     def advance(self, samples: int, what: str) -> None:
         """Called as work is done, with the trials that it was done on."""
@@ -101,12 +100,10 @@ class Coordinator:
     def __post_init__(self) -> None:
         trials = self.study.trials()
         costs = {trial.key: trial.cost for trial in trials}
-        ends = dict(zip(costs, accumulate(costs.values()), strict=True))
-        points = {name: ends[key] for name, key in self.study.milestones().items()}
         # Trials that the monitor knows to be done, and samples that it was told of of others.
         self.counted, self.told = self.study.finished(self.results), Counter[Key]()
         done = sum(costs[key] for key in self.counted)
-        self.monitor.begin(sum(costs.values()), done, points)
+        self.monitor.begin(sum(costs.values()), done)
         chains = tails(trials)
         by_urgency = sorted(trials, key=lambda trial: -chains[trial.key])
         self.open = by_urgency if self.pool else list(trials)

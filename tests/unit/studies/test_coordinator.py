@@ -58,9 +58,6 @@ class Toy(Study):
         place.advance(4, "a part of it")
         return point(job["point"], job["loss"])
 
-    def milestones(self):
-        return {}
-
     def summarize(self, results, status):
         return {}
 
@@ -160,6 +157,11 @@ def test_many_orders_give_equal_results_and_equal_files(tmp_path, monkeypatch):
         assert setting.executor.most <= 3
         assert (setting.monitor.done, setting.ended) == (80, 1)
         assert [path.name for path in setting.folder.iterdir()] == ["results"]
+        at = setting.executor.ran.index
+        assert at(0) < at(1) < at(2) < at(5)
+        assert at(0) < at(3)
+        assert at(1) < at(4)
+        assert at(7) == 7
         orders.add(tuple(setting.executor.ran))
         files.append(setting.files)
     serial = Setting(graph(), tmp_path / "serial")
@@ -167,17 +169,6 @@ def test_many_orders_give_equal_results_and_equal_files(tmp_path, monkeypatch):
     assert all(found == serial.files for found in files)
     # Else the lines above say nothing.
     assert len(orders) > 5
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_needs_come_first(tmp_path, monkeypatch, seed):
-    setting = Setting(graph(), tmp_path, seed=seed, workers=8)
-    setting.run(monkeypatch)
-    at = setting.executor.ran.index
-    assert at(0) < at(1) < at(2) < at(5)
-    assert at(0) < at(3)
-    assert at(1) < at(4)
-    assert at(7) == 7
 
 
 def adaptive():

@@ -9,8 +9,7 @@ from steadygrad.studies.inspect import schema
 from steadygrad.studies.inspect.findings import summarize
 from steadygrad.studies.inspect.plan import make_plan, make_trials
 from steadygrad.studies.inspect.scalers import given_scales
-from steadygrad.studies.inspect.schema import AFTER, BEFORE, STEPS, TITLES, Plan
-from steadygrad.studies.schema import Key
+from steadygrad.studies.inspect.schema import STEPS, Plan
 from steadygrad.studies.study import Study
 from steadygrad.studies.trainer import Scaling, Trainer
 from steadygrad.studies.trials import Trial
@@ -43,10 +42,6 @@ class Inspect(Study):
         """The parts of each phase, and an evaluation after the first phase and the last."""
         accumulation = self.header.settings.accumulation
         return make_trials(self.plan, self.header.task.valid_size, accumulation=accumulation)
-
-    def milestones(self) -> Mapping[str, Key]:
-        """The evaluations with one loss scale and with the proposed scales."""
-        return {TITLES[phase]: ("phase", phase) for phase in (BEFORE, AFTER)}
 
     def summarize(self, results: Results, status: str) -> schema.Summary:
         """The diagnosis and the proposal; none before two phases can be compared."""

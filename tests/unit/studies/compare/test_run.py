@@ -60,18 +60,13 @@ def test_what_the_study_says_of_itself():
     assert Compare.largest_batch(study.plan, tiny_task.make_task()) == 16 * 4
     assert study.too_little({"verdicts": [{}]}) is None
     assert study.too_little({"verdicts": []}).startswith("The budget was over before two seeds")
-    keys = [trial.key for trial in study.trials()]
-    marks = study.milestones()
-    later = keys[keys.index(marks["the verdicts"]) + 1 :]
-    assert not [key for key in later if key[:2] == ("verdict", 1)]
-    assert marks["larger batches"] == keys[-1]
 
 
 @pytest.mark.slow
 def test_every_optimizer_and_two_of_the_users_own(tmp_path):
     names = (*ALL, "task", "adamax", "grouped")
     plan = planned(optimizers=names, multiples=(1, 4), points=2, horizons=(128, 256, 512))
-    outcome, watcher = begin(
+    outcome, _ = begin(
         tmp_path / "run",
         at=-1,
         plan=plan,
@@ -95,7 +90,6 @@ def test_every_optimizer_and_two_of_the_users_own(tmp_path):
     assert held["adamw"] == pytest.approx(8, rel=0.05)
     assert held["sgd"] == pytest.approx(4)
     assert 4 < held["muon"] < 8
-    assert watcher.points["larger batches"] == watcher.total
     # AdamW of the task has the same default rate and decay: the same trainings, to the bit.
     own = {(r.optimizer, *r.key[2:]): r.loss for r in read_run(tmp_path / "run").select(Run)}
     pairs = [(own.get(("adamw", *k[1:])), loss) for k, loss in own.items() if k[0] == "task"]
