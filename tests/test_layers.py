@@ -66,12 +66,12 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # Lines of a room with its docstrings, at most: who needs more takes as much away elsewhere. They
 # come down as rooms are drawn anew; a study's folder is a room of its own.
 CEILINGS = {
-    "cli": 930,
+    "cli": 891,
     "integrations": 1366,
-    "studies": 3815,
-    "studies/advise": 2444,
-    "studies/compare": 2025,
-    "studies/inspect": 1517,
+    "studies": 3727,
+    "studies/advise": 2430,
+    "studies/compare": 2015,
+    "studies/inspect": 1506,
     "tasks": 2142,
     "noise": 3327,
     "balance": 1922,

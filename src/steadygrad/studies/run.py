@@ -110,8 +110,8 @@ def conduct(
         raise InputError(f"{error}. Found {settings}. Remedy: another value.") from None
     if out is not None and continued is not None and out.resolve() != continued.resolve():
         raise InputError(
-            f"--resume continues a run in its own folder. Found --out {str(out)!r} as well. "
-            "Remedy: leave --out away."
+            f"A resumed run continues in its own folder. Found out = {str(out)!r} as well. "
+            "Remedy: leave out away."
         )
     folder = continued or out or Path(f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
     common: Any = {"task": task, "deadline": deadline, "monitor": monitor}
@@ -269,7 +269,7 @@ def _agreed(header: Any, given: Mapping[str, Any]) -> Any:
         if not same and name not in FREE:
             flag = "TASK" if name == "task" else f"--{name.replace('_', '-')}"
             raise InputError(
-                f"--resume takes {name} = {recorded!r} from the record. Found {value!r}. "
+                f"A resumed run takes {name} = {recorded!r} from the record. Found {value!r}. "
                 f"Remedy: leave {flag} away, or start a new run with --out."
             )
     free = {name: value for name, value in given.items() if name in FREE}

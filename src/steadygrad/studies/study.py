@@ -14,7 +14,7 @@ from steadygrad.studies.checkpoint import Checkpoints, State
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.folder import Results
 from steadygrad.studies.schema import Header, Key, Result, Summary, schema_of
-from steadygrad.studies.trainer import Scaling, Trainer
+from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Job, Trial, evaluation_cost
 from steadygrad.tasks import Task
 
@@ -52,21 +52,14 @@ class Study(ABC):
     """An experiment behind a command, whose name is ``name``."""
 
     name: ClassVar[str]
-    # Type that training computes in. Default: the one that the settings name.
-    dtype: ClassVar[str] = ""
-    # Whether a loss that is not finite ends it.
-    finite: ClassVar[bool] = True
+    # Options of the trainer that no setting names.
+    training: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, header: Any) -> None:
         self.header = header
         self.plan = header.plan
         # Places of the functions in files that the settings name.
         self.files: Mapping[str, str] = {}
-
-    @classmethod
-    def scaling(cls) -> Scaling | None:
-        """Maker of the gradient scaler; None for torch's."""
-        return None
 
     @classmethod
     def make_trainer(
@@ -77,16 +70,9 @@ class Study(ABC):
         micro_batch_size: int | None = None,
     ) -> Trainer:
         """A trainer of a task, as the study trains it."""
-        return Trainer(
-            task,
-            seed=settings.seed,
-            dtype=cls.dtype or settings.dtype,
-            context=context,
-            micro_batch_size=micro_batch_size,
-            keep_half_life=getattr(settings, "keep_half_life", False),
-            finite=cls.finite,
-            scaling=cls.scaling(),
-        )
+        names = {"seed", "dtype", "keep_half_life"}.intersection(vars(settings))
+        options = {**{name: getattr(settings, name) for name in names}, **cls.training}
+        return Trainer(task, context=context, micro_batch_size=micro_batch_size, **options)
 
     @classmethod
     @abstractmethod

@@ -100,10 +100,9 @@ class Coordinator:
     def __post_init__(self) -> None:
         trials = self.study.trials()
         costs = {trial.key: trial.cost for trial in trials}
-        # Trials that the monitor knows to be done, and samples that it was told of of others.
-        self.counted, self.told = self.study.finished(self.results), Counter[Key]()
-        done = sum(costs[key] for key in self.counted)
-        self.monitor.begin(sum(costs.values()), done)
+        # Samples of each trial that the monitor knows to be done.
+        self.told = Counter({key: costs[key] for key in self.study.finished(self.results)})
+        self.monitor.begin(sum(costs.values()), self.told.total())
         chains = tails(trials)
         by_urgency = sorted(trials, key=lambda trial: -chains[trial.key])
         self.open = by_urgency if self.pool else list(trials)
@@ -142,8 +141,8 @@ class Coordinator:
             job = self.jobs[trial.key]
             if job is None or self.study.key_of(job) in self.results:
                 self.done.add(trial.key)
-                if trial.key not in self.counted:
-                    self.monitor.skip(trial.cost - self.told[trial.key])
+                if rest := trial.cost - self.told[trial.key]:
+                    self.monitor.skip(rest)
         self.open = [trial for trial in self.open if trial.key not in self.done]
         return bool(self.open)
 

@@ -184,7 +184,7 @@ def test_a_damaged_summary_is_written_again(folder, capsys, damage):
         (["--dtype", "float64", "--budget", "1h"], "takes dtype = 'float32' from the record"),
         (["--keep-half-life"], "leave --keep-half-life away"),
         (["char-lm"], "Found 'char-lm'. Remedy: leave TASK away"),
-        (["--out", "elsewhere"], "continues a run in its own folder. Found --out 'elsewhere'"),
+        (["--out", "elsewhere"], "continues in its own folder. Found out = 'elsewhere'"),
     ],
 )
 def test_flags_that_disagree_with_the_record(whole, refused, flags, message):

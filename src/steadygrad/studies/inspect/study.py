@@ -1,7 +1,7 @@
 """The study behind ``steadygrad inspect``."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from steadygrad.scale.choose import parts_of
 from steadygrad.studies.folder import Results
@@ -11,7 +11,7 @@ from steadygrad.studies.inspect.plan import make_plan, make_trials
 from steadygrad.studies.inspect.scalers import given_scales
 from steadygrad.studies.inspect.schema import STEPS, Plan
 from steadygrad.studies.study import Study
-from steadygrad.studies.trainer import Scaling, Trainer
+from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Trial
 
 __all__ = ["STUDY", "Inspect"]
@@ -21,15 +21,13 @@ class Inspect(Study):
     """Study of float16 gradients: layers that underflow or overflow, and scales that prevent it."""
 
     name = "inspect"
-    dtype = "float16"
-    # A forward pass that overflows is a finding.
-    finite = False
+    # One loss scale to begin with. A forward pass that overflows is a finding.
+    training: ClassVar[Mapping[str, Any]] = {
+        "dtype": "float16",
+        "finite": False,
+        "scaling": given_scales,
+    }
     header: schema.Header
-
-    @classmethod
-    def scaling(cls) -> Scaling:
-        """One loss scale, with which the study begins."""
-        return given_scales
 
     @classmethod
     def make_plan(cls, settings: Any, trainer: Trainer, *, speed: float, workers: int) -> Plan:
