@@ -103,10 +103,9 @@ def create(folder: Path, header: Header) -> None:
                 (folder / RESULTS).mkdir()
                 made.insert(0, folder / RESULTS)
         if found is not None:
-            more = " or continue that run with --resume" if (folder / HEADER).exists() else ""
             raise InputError(
                 f"Expected an absent or empty folder. Found {str(folder)!r} with {found.name!r} in "
-                f"it. Remedy: name another folder with --out{more}."
+                "it. Remedy: name another folder with --out, or continue a run with --resume."
             )
         replace_file(folder / HEADER, text)
     except BaseException:
@@ -155,10 +154,9 @@ def read_header(folder: Path) -> tuple[Any, Any]:
     if type(version) is not int:
         raise _wrong(path, "the header of a run", "a damaged or foreign file")
     if version != SCHEMA:
-        newer = "use a newer one" if version > SCHEMA else "use the steadygrad that wrote it"
         raise RunError(
             f"{str(path)!r} was written by another steadygrad: schema {version}, this one reads "
-            f"{SCHEMA}. Remedy: {newer}, or run the study again."
+            f"{SCHEMA}. Remedy: use the steadygrad that wrote it, or run the study again."
         )
     schema = schema_of(found.get("study"))
     if schema is None:
@@ -251,12 +249,9 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # A run that is begun continues in its own folder.
-        begun = any(os.path.exists(place / HEADER) for place in path.parents[:2])
-        other = "name a folder with --out that you may write to, on a disk with free space."
         raise RunError(
-            f"Cannot write to {str(path)!r}: {error.strerror or error}. "
-            f"Remedy: {'make room there, then --resume.' if begun else other}"
+            f"Cannot write to {str(path)!r}: {error.strerror or error}. Remedy: make room there "
+            "and --resume a run that is begun, or name another folder with --out."
         ) from error
 
 
