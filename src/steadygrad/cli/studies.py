@@ -38,12 +38,12 @@ def command(name: str, values: Mapping[str, Any], began: float) -> int:
 
     The budget counts from ``began``, a reading of ``time.monotonic()``.
     """
-    deadline, failed = Deadline(began), None
+    deadline, failed, is_main = Deadline(began), None, launched()[0] == 0
     given = dict(values)
     json, _ = given.pop("json", False), given.pop("debug", None)
     folders = {"out": given.pop("out", None), "continued": given.pop("resume", None)}
     try:
-        monitoring = make_monitor(launched()[0] == 0, deadline.left)
+        monitoring = make_monitor(is_main, deadline.left)
         # What the task prints must not mix with --json.
         with monitoring as monitor, redirect_stdout(sys.stderr):
             outcome = conduct(name, given, **folders, deadline=deadline, monitor=monitor)
@@ -53,7 +53,7 @@ def command(name: str, values: Mapping[str, Any], began: float) -> int:
     except StudyFailed as error:
         outcome, failed = error.outcome, error
     try:
-        if outcome.is_main:
+        if is_main:
             text = _shown(outcome.summary, outcome.page, sys.stderr if json else sys.stdout)
             (note if json else emit)(text)
             if json:

@@ -46,14 +46,12 @@ class Outcome:
     Attributes:
         too_little: What is missing where the study says nothing at all.
         stopped_by: The signal that ended it; 0 otherwise.
-        is_main: Whether this process wrote the files.
     """
 
     folder: Path
     summary: Summary
     too_little: str | None = None
     stopped_by: int = 0
-    is_main: bool = True
     page: Path | None = None
 
 
@@ -129,7 +127,7 @@ def conduct(
                 monitor.say(f"stopped; --resume {folder} continues the run.")
             raise
         try:
-            if outcome.is_main:
+            if launched()[0] == 0:
                 outcome = replace(outcome, page=page.write(folder))
         except InputError as error:
             # Why a study failed or says nothing matters more than why its page did.
@@ -236,7 +234,7 @@ def resume(
         # As texts: a NaN is not equal to itself.
         if is_main and dumps(summary) != dumps(run.summary):
             write_summary(folder, summary)
-        return Outcome(folder, summary, is_main=is_main)
+        return Outcome(folder, summary)
     if settings.task == OBJECT and task is None:
         raise InputError(
             f"Expected a task that can be loaded. Found {str(folder)!r}, begun with {OBJECT} in "
@@ -317,7 +315,7 @@ def _run(
     if status == "complete":
         place.checkpoints.remove()
     too_little = study.too_little(summary.to_dict()) if status == "budget" else None
-    outcome = Outcome(folder, summary, too_little, reason, is_main)
+    outcome = Outcome(folder, summary, too_little, reason)
     if failure:
         raise StudyFailed(
             f"{failure} The results are kept. --resume {folder} continues where the cause was "
