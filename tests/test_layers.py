@@ -66,9 +66,9 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # Lines of a room with its docstrings, at most: who needs more takes as much away elsewhere. They
 # come down as rooms are drawn anew; a study's folder is a room of its own.
 CEILINGS = {
-    "cli": 891,
+    "cli": 914,
     "integrations": 1366,
-    "studies": 3727,
+    "studies": 3708,
     "studies/advise": 2430,
     "studies/compare": 2015,
     "studies/inspect": 1506,

@@ -5,10 +5,11 @@ import signal
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
+import msgspec
 import torch
 
 from steadygrad._checks import InputError, launched
@@ -16,10 +17,11 @@ from steadygrad.cli.console import cleaned, drawn, emit, note, printable, render
 from steadygrad.cli.options import seconds
 from steadygrad.cli.progress import make_monitor
 from steadygrad.studies.deadline import Deadline, StudyInterrupted
+from steadygrad.studies.files import OBJECT
 from steadygrad.studies.folder import PAGE
 from steadygrad.studies.order import generators_kept
 from steadygrad.studies.run import StudyFailed, conduct
-from steadygrad.studies.schema import Summary
+from steadygrad.studies.schema import Summary, schema_of
 from steadygrad.studies.strict_json import dumps
 from steadygrad.tasks import Task
 
@@ -148,20 +150,9 @@ def _study(
     out: str | Path | None = None,
     resume: str | Path | None = None,
     progress: bool = True,
-    **given: Any,
+    **options: Any,
 ) -> StudyResult[Any]:
-    if isinstance(task, str):
-        given["task"] = task
-    elif not (task is None or isinstance(task, Task)):
-        raise InputError(
-            f"Parameter `task` should be a Task or the name of one. Found {type(task).__name__}. "
-            "Remedy: call the function that makes it, or 'path/to/file.py:make_task'."
-        )
-    if budget is not None:
-        try:
-            given["budget"] = seconds(budget) if isinstance(budget, str) else float(budget)
-        except ValueError as error:
-            raise InputError(f"`budget`: {error}. Found {budget!r}. Remedy: 5m.") from None
+    given = _given(name, task, budget, options)
     deadline, threads = Deadline(), torch.get_num_threads()
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     try:
@@ -186,3 +177,35 @@ def _study(
     if outcome.stopped_by:
         signal.raise_signal(outcome.stopped_by)
     return StudyResult(outcome.summary, outcome.folder)
+
+
+def _given(
+    name: str, task: Task | str | None, budget: float | str | None, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The settings that a call names, checked as strictly as a command line's."""
+    given = dict(options)
+    if isinstance(task, str):
+        given["task"] = task
+    elif isinstance(task, Task):
+        given = {"workers": 1, **given, "task": OBJECT}
+        if given["workers"] > 1 or given.get("dask") or given.get("executor"):
+            raise InputError(
+                "Expected a task that workers can load. Found a Task, which only this process "
+                "has. Remedy: task='path/to/file.py:make_task', or no workers."
+            )
+    elif task is not None:
+        raise InputError(
+            f"Parameter `task` should be a Task or the name of one. Found {type(task).__name__}. "
+            "Remedy: call the function that makes it, or 'path/to/file.py:make_task'."
+        )
+    if budget is not None:
+        try:
+            given["budget"] = seconds(budget) if isinstance(budget, str) else float(budget)
+        except ValueError as error:
+            raise InputError(f"`budget`: {error}. Found {budget!r}. Remedy: 5m.") from None
+    settings = schema_of(name).Settings(**given)
+    try:
+        msgspec.convert(asdict(settings), type(settings))
+    except msgspec.ValidationError as error:
+        raise InputError(f"{error}. Found {settings}. Remedy: another value.") from None
+    return given

@@ -1,7 +1,7 @@
 """A study from its first check to its summary, however it ends."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +18,7 @@ from steadygrad.studies.files import OBJECT, located, remember, trusted
 from steadygrad.studies.folder import (
     HEADER,
     Results,
+    Run,
     RunError,
     create,
     read_run,
@@ -80,7 +81,7 @@ def conduct(
     Args:
         name: Name of the study.
         given: The settings that are not as by default or, for a run that continues, as recorded.
-        task: A task that only this process has, in place of a setting.
+        task: A task that only this process has; the setting is then ``OBJECT``.
         out: Folder of a new run. Default: one in ``runs``, named by the time.
         continued: Folder of a run to resume.
         deadline: Ends the study early.
@@ -93,19 +94,6 @@ def conduct(
         StudyInterrupted: By a signal before the run was begun.
     """
     page = import_module("steadygrad.studies.page")  # says now if an extra is missing
-    if task is not None:
-        given = {"workers": 1, **given, "task": OBJECT}
-        if given["workers"] > 1 or given.get("dask") or given.get("executor"):
-            raise InputError(
-                "Expected a task that workers can load. Found a Task, which only this process "
-                "has. Remedy: task='path/to/file.py:make_task', or no workers."
-            )
-    settings = schema_of(name).Settings(**given)
-    try:
-        # As strictly as the command line's.
-        msgspec.convert(asdict(settings), type(settings))
-    except msgspec.ValidationError as error:
-        raise InputError(f"{error}. Found {settings}. Remedy: another value.") from None
     if out is not None and continued is not None and out.resolve() != continued.resolve():
         raise InputError(
             f"A resumed run continues in its own folder. Found out = {str(out)!r} as well. "
@@ -117,7 +105,7 @@ def conduct(
     with deadline.signals():
         try:
             if continued is None:
-                outcome = start(name, settings, folder, **common)
+                outcome = start(name, schema_of(name).Settings(**given), folder, **common)
             else:
                 outcome = resume(folder, given, name=name, **common)
         except StudyFailed as error:
@@ -177,13 +165,13 @@ def start(
             cluster=cluster.count() if cluster else 0,
         )
         plan = kind.make_plan(settings, trainer, speed=speed, workers=workers)
+        deadline.limit(settings.budget)
         trainer.fit_micro_batch(kind.largest_batch(plan, task))
         trainer.restart()
         files = located(settings)
         study = kind(make_header(name, settings, trainer, plan=plan, workers=workers, files=files))
         study.files = files
         context.on_main(lambda: create(folder, study.header))
-        deadline.limit(settings.budget)
         context.on_main(lambda: remember(folder))
         pool = cluster or local_workers(workers, study.header.runtime)
         return _run(study, folder, trainer, Results(), pool, monitor)
@@ -217,12 +205,7 @@ def resume(
     """
     run = read_run(folder)
     header, given = run.header, dict(given or {})
-    if name and header.study != name:
-        raise InputError(
-            f"Expected a run of `steadygrad {name}`. Found one of `steadygrad {header.study}` in "
-            f"{str(folder)!r}. Remedy: steadygrad {header.study} --resume."
-        )
-    settings, study = _agreed(header, given), study_of(header)
+    settings, study = _agreed(run, name, given), study_of(header)
     with understanding(folder):
         complete = len(study.finished(run.results)) == len(study.trials())
         summary = summarize(study, run.results, "complete") if complete else None
@@ -248,10 +231,9 @@ def resume(
         # Only rank 0's machine knows which runs were begun there.
         study.files = context.gather(context.on_main(lambda: trusted(run, given)))[0] or {}
         trainer = recorded_trainer(study, context, task)
-        for warning in changes(header, trainer):
+        lost = (f"results/{x} cannot be read: its trial is run again." for x in run.unreadable)
+        for warning in (*changes(header, trainer), *lost):
             monitor.say(warning)
-        for file in run.unreadable:
-            monitor.say(f"results/{file} cannot be read: its trial is run again.")
         # Read on every rank before one of them writes.
         context.gather(None)
         deadline.limit(settings.budget)
@@ -259,8 +241,14 @@ def resume(
         return _run(study, folder, trainer, run.results, pool, monitor)
 
 
-def _agreed(header: Any, given: Mapping[str, Any]) -> Any:
+def _agreed(run: Run, study: str, given: Mapping[str, Any]) -> Any:
     """The record's settings; the ones that may change are as given now."""
+    header = run.header
+    if study and header.study != study:
+        raise InputError(
+            f"Expected a run of `steadygrad {study}`. Found one of `steadygrad {header.study}` in "
+            f"{str(run.folder)!r}. Remedy: steadygrad {header.study} --resume."
+        )
     for name, value in given.items():
         recorded = getattr(header.settings, name)
         same = value == recorded or (name == "device" and value == header.runtime.device)
