@@ -177,8 +177,8 @@ def test_a_study_that_runs_out_of_memory_ends_with_an_answer(tmp_path):
     """Every batch is split, and all numbers but the noise scale's are those of whole batches."""
     tight, _ = begin(tmp_path / "tight", "little_memory", at=None)
     begin(tmp_path / "roomy", "without_dropout", at=None)
-    assert tight.summary["status"] == "complete"
-    assert tight.summary["recommendation"]["batch_size"] in (4, 6, 8, 12, 16)
+    assert tight.summary.status == "complete"
+    assert tight.summary.recommendation.batch_size in (4, 6, 8, 12, 16)
     one, two = (read_run(tmp_path / name) for name in ("tight", "roomy"))
     assert (one.header.runtime.micro_batch_size, two.header.runtime.micro_batch_size) == (2, 16)
     assert [e.steps for e in one.select(Branch)] == [e.steps for e in two.select(Branch)]
@@ -512,4 +512,4 @@ def test_numpy_in_a_task_does_not_change_a_resumed_run(tmp_path):
     random.random()
     go_on(tmp_path / "cut")
     assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
-    assert whole.summary["status"] == "complete"
+    assert whole.summary.status == "complete"
