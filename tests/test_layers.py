@@ -66,12 +66,12 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # Lines of a room with its docstrings, at most: who needs more takes as much away elsewhere. They
 # come down as rooms are drawn anew; a study's folder is a room of its own.
 CEILINGS = {
-    "cli": 930,
+    "cli": 914,
     "integrations": 1366,
-    "studies": 3642,
-    "studies/advise": 2401,
-    "studies/compare": 2025,
-    "studies/inspect": 1413,
+    "studies": 3535,
+    "studies/advise": 2387,
+    "studies/compare": 2015,
+    "studies/inspect": 1402,
     "tasks": 2142,
     "noise": 3327,
     "balance": 1922,

@@ -79,8 +79,7 @@ def _run(arguments: list[str], began: float) -> int:
         return 0
     values = options.read(words)
     if command in COMMANDS:
-        module, _, function = COMMANDS[command].home.partition(":")
-        code: int = getattr(import_module(module), function)(values)
+        code: int = getattr(import_module("steadygrad.cli.commands"), command)(values)
         return code
     from steadygrad.cli import studies
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from steadygrad._checks import InputError
 from steadygrad.cli.console import emit, printable
+from steadygrad.cli.doctor import run as doctor
 
-__all__ = ["init", "report", "tasks"]
+__all__ = ["doctor", "init", "report", "tasks"]
 
 
 def report(values: Mapping[str, Any]) -> int:

@@ -35,7 +35,7 @@ def run(values: Mapping[str, Any]) -> int:
     return 0
 
 
-def examined() -> dict[str, Any]:
+def examined() -> dict[str, object]:
     """Versions, machine, a step on each device, gloo, and the extras that are missing."""
     return {
         "python": platform.python_version(),
@@ -47,7 +47,7 @@ def examined() -> dict[str, Any]:
     }
 
 
-def _tried(name: str, look: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+def _tried(name: str, look: Callable[..., Any], *arguments: Any) -> dict[str, object]:
     """The values of a look, or its error: an installation may be broken anywhere."""
     try:
         found = look(*arguments)
@@ -56,13 +56,13 @@ def _tried(name: str, look: Callable[..., Any], *arguments: Any) -> dict[str, An
     return found if isinstance(found, dict) else {name: found or "works"}
 
 
-def _here() -> dict[str, Any]:
+def _here() -> dict[str, object]:
     import torch
 
     from steadygrad.sharding import check_gloo
 
     devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    found: dict[str, Any] = {name: torch.cuda.get_device_name(name) for name in devices}
+    found: dict[str, object] = {name: torch.cuda.get_device_name(name) for name in devices}
     found["threads"] = torch.get_num_threads()
     found["instruction set"] = torch.backends.cpu.get_cpu_capability()
     for device in ("cpu", *devices, *["mps"] * torch.backends.mps.is_available()):

@@ -38,13 +38,9 @@ FOLDER = {"type": _folder, "complete": {"bash": "_shtab_compgen_dirs", "zsh": "_
 
 
 class Command(NamedTuple):
-    """A command beside the studies; ``home`` is its function of the values, which gives its code.
-
-    ``arguments`` are those of argparse.
-    """
+    """A command beside the studies, a function in ``commands``; ``arguments`` are argparse's."""
 
     text: str
-    home: str
     examples: tuple[str, ...]
     page: str = "index"
     arguments: Mapping[str, Mapping[str, Any]] = {}
@@ -54,7 +50,6 @@ class Command(NamedTuple):
 COMMANDS: Mapping[str, Command] = {
     "report": Command(
         "Draw the page of a run again from its record.",
-        "steadygrad.cli.commands:report",
         ("steadygrad report runs/mine",),
         "reports",
         {"RUN": {"help": "Folder of the run.", **FOLDER}},
@@ -62,19 +57,16 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "tasks": Command(
         "List the built-in tasks.",
-        "steadygrad.cli.commands:tasks",
         ("steadygrad tasks", "steadygrad advise digits-classifier --budget 2m"),
     ),
     "init": Command(
         "Write a task to begin with.",
-        "steadygrad.cli.commands:init",
         ("steadygrad init my_task.py", "steadygrad advise my_task.py:make_task --budget 2m"),
         "tasks",
         {"FILE": {"help": "File to write, such as my_task.py."}},
     ),
     "doctor": Command(
         "Say what is installed, what is missing, and which path a step takes here.",
-        "steadygrad.cli.doctor:run",
         ("steadygrad doctor", "steadygrad doctor --json"),
         "install",
         {"--json": {"action": "store_true", "help": "Print it as JSON."}},
@@ -123,13 +115,13 @@ class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message}. Remedy: {self.prog} --help.")
 
-    def read(self, words: Sequence[str]) -> dict[str, Any]:
+    def read(self, words: Sequence[str]) -> Mapping[str, Any]:
         """The values that a command line names."""
         # Intermixed: TASK may follow an option.
         found, unknown = self.parse_known_intermixed_args(words)
         if unknown:
             flag = unknown[0].partition("=")[0]
-            like = near(flag, self.flags) if flag.startswith("-") else ""
+            like = near(flag, self.flags)
             raise InputError(
                 f"Unexpected argument. Found {unknown[0]!r}. Remedy: {like}{self.prog} --help."
             )
@@ -144,14 +136,15 @@ def near(word: str, known: Iterable[str], prefix: str = "") -> str:
 
 def parser(*, whole: bool = True) -> ArgumentParser:
     """All commands with their options, for programs that write completions; or their list alone."""
-    examples = [line.format("advise") for line in EXAMPLES]
-    examples += [COMMANDS[name].examples[0] for name in ("report", "init")]
+    others = (COMMANDS[name].examples[0] for name in ("report", "init"))
+    examples = [*(line.format("advise") for line in EXAMPLES), *others]
     program = Parser("", DESCRIPTION, examples, "index")
     program.add("--version", action="store_true", help="Show the version.")
     commands = program.add_subparsers(
         title="commands", metavar="COMMAND", parser_class=ArgumentParser
     )
-    for name, text in {**STUDIES, **{name: made.text for name, made in COMMANDS.items()}}.items():
+    for name in (*STUDIES, *COMMANDS):
+        text = STUDIES[name] if name in STUDIES else COMMANDS[name].text
         parents = [options_of(name)] if whole else []
         commands.add_parser(name, help=text, parents=parents, add_help=False)
     return program
@@ -165,9 +158,9 @@ def options_of(command: str) -> Parser:
         for flag, about in own.arguments.items():
             options.add(flag, **about)
     else:
-        examples = tuple(line.format(command) for line in EXAMPLES)
-        examples += OWN_EXAMPLES.get(command, ())
-        options = Parser(command, STUDIES[command], examples, command)
+        examples = [line.format(command) for line in EXAMPLES]
+        own_examples = OWN_EXAMPLES.get(command, ())
+        options = Parser(command, STUDIES[command], [*examples, *own_examples], command)
         settings = import_module(f"steadygrad.studies.{command}.schema").Settings
         hints = get_type_hints(settings, include_extras=True)
         for field in fields(settings):
@@ -200,7 +193,7 @@ def _add_setting(options: Parser, name: str, hint: Any, default: Any) -> None:
         metavar = "INT|auto"
     if default not in ("", None):
         text += f" (default: {default})"
-    about: dict[str, Any] = {"help": text, "type": partial(_read, name, Annotated[kind, meta])}
+    about: Any = {"help": text, "type": partial(_read, name, Annotated[kind, meta])}
     if choices:
         options.add(flag, metavar=metavar, choices=choices, help=text)
     elif name == "task":

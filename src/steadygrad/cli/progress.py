@@ -2,21 +2,18 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
 from steadygrad.cli.console import PLAIN, note, printable
-from steadygrad.studies.text import listed
 
 __all__ = ["Monitor", "duration", "make_monitor"]
 
 Clock = Callable[[], float]
 
-# The first tenth is slow: workers start and caches are cold. The next one tells the speed.
-KNOWN_AFTER_SHARE, MARGIN = 0.1, 1.15
 # A resumed study first repeats what its last checkpoint did not hold, which counts as no work.
 TOLD_AFTER_SHARE = 0.01
 
@@ -32,7 +29,7 @@ def duration(seconds: float) -> str:
 
 
 class Monitor:
-    """Shows a study's progress, the time left, and the parts that its budget will cut.
+    """Shows a study's progress, and the time until the work or the budget ends.
 
     Without a bar it prints lines: at every twentieth of the work, and when a while went by without
     one. A while is 20 seconds, or a thirtieth of the time so far where that is longer: these lines
@@ -55,32 +52,25 @@ class Monitor:
         self.budget_left, self.clock, self.write, self.bar = budget_left, clock, write, bar
         self.task = bar.add_task("preparing", total=None, left="?") if bar else TaskID(0)
 
-    def begin(self, total: int, done: int, points: Mapping[str, int]) -> None:
+    def begin(self, total: int, done: int) -> None:
         """Starts the clock; ``done`` of the work was done before."""
-        self.total, self.done, self.first, self.points = total, done, done, points
-        self.began, self.warned = self.clock(), False
-        self.twentieth, self.printed, self.what = int(20 * self.part), 0.0, ""
-        # Time and work done at the end of the slow beginning.
-        self.known: tuple[float, int] | None = None
+        self.total, self.done, self.first = total, done, done
+        self.began, self.what = self.clock(), ""
+        self.twentieth, self.printed = int(20 * self.part), 0.0
         if self.bar:
             self.bar.reset(self.task, total=total, completed=done)
         else:
             self.write(f"{total:,} samples of work, {done:,} of them done")
 
     def advance(self, samples: int, what: str) -> None:
-        """Counts work that was done; says once which points the budget will cut."""
+        """Counts work that was done."""
         self.done += samples
-        if not self.warned and (cut := self._cut()):
-            self.warned = True
-            self.say(cut)
         self._show(printable(what))
 
     def skip(self, samples: int) -> None:
         """Counts work that is not needed, which says nothing about the speed."""
         self.done += samples
         self.first += samples
-        if self.known is not None:
-            self.known = self.known[0], self.known[1] + samples
         self._show("")
 
     def say(self, line: str) -> None:
@@ -109,27 +99,6 @@ class Monitor:
         if rest == 0 or new > TOLD_AFTER_SHARE * self.total:
             needed = rest * (self.clock() - self.began) / max(1, new)
         return min(needed, self.budget_left())
-
-    def _cut(self) -> str:
-        """A warning of the parts that the budget will cut, once known; else an empty text."""
-        now, share = self.clock(), KNOWN_AFTER_SHARE * (self.total - self.first)
-        if self.known is None:
-            self.known = (now, self.done) if self.done - self.first >= share else None
-            return ""
-        began, done = self.known
-        new, budget = self.done - done, max(0.0, self.budget_left())
-        needed = (self.total - self.done) * (now - began) / max(1, new)
-        if new < share or needed <= MARGIN * budget + 1:
-            return ""
-        reached = self.done + new * budget / (now - began)
-        cut = [name for name, end in self.points.items() if end > reached]
-        if not cut:
-            return ""
-        return (
-            f"at the present speed the work takes {duration(needed)} more and the budget ends in "
-            f"{duration(budget)}: what is measured after {listed(cut)} will be cut short or left "
-            "out. Remedy: let it end, then continue with --resume RUN --budget TIME."
-        )
 
 
 @contextmanager

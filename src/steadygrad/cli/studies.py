@@ -3,9 +3,9 @@
 import html
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass
-from importlib import import_module
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
@@ -17,8 +17,11 @@ from steadygrad.cli.console import cleaned, drawn, emit, note, printable, render
 from steadygrad.cli.options import seconds
 from steadygrad.cli.progress import make_monitor
 from steadygrad.studies.deadline import Deadline, StudyInterrupted
+from steadygrad.studies.files import OBJECT
+from steadygrad.studies.folder import PAGE
 from steadygrad.studies.order import generators_kept
-from steadygrad.studies.run import Outcome, StudyFailed, conduct
+from steadygrad.studies.run import StudyFailed, conduct
+from steadygrad.studies.schema import Summary, schema_of
 from steadygrad.studies.strict_json import dumps
 from steadygrad.tasks import Task
 
@@ -29,30 +32,31 @@ if TYPE_CHECKING:
 
 __all__ = ["StudyResult", "advise", "command", "compare", "inspect"]
 
-S = TypeVar("S")
+S = TypeVar("S", bound=Summary)
 
 
-def command(name: str, values: dict[str, Any], began: float) -> int:
+def command(name: str, values: Mapping[str, Any], began: float) -> int:
     """Runs or resumes a study, prints its findings, and gives the exit code.
 
     The budget counts from ``began``, a reading of ``time.monotonic()``.
     """
-    deadline, failed = Deadline(began), None
-    json, _ = values.pop("json", False), values.pop("debug", None)
-    folders = {"out": values.pop("out", None), "continued": values.pop("resume", None)}
+    deadline, failed, is_main = Deadline(began), None, launched()[0] == 0
+    given = dict(values)
+    json, _ = given.pop("json", False), given.pop("debug", None)
+    folders = {"out": given.pop("out", None), "continued": given.pop("resume", None)}
     try:
-        monitoring = make_monitor(launched()[0] == 0, deadline.left)
+        monitoring = make_monitor(is_main, deadline.left)
         # What the task prints must not mix with --json.
         with monitoring as monitor, redirect_stdout(sys.stderr):
-            outcome = conduct(name, values, **folders, deadline=deadline, monitor=monitor)
+            outcome = conduct(name, given, **folders, deadline=deadline, monitor=monitor)
     except StudyInterrupted as stopped:
         # Before the record was begun: there is nothing to report.
         return 128 + stopped.reason
     except StudyFailed as error:
         outcome, failed = error.outcome, error
     try:
-        if outcome.is_main:
-            text = _shown(outcome, sys.stderr if json else sys.stdout)
+        if is_main:
+            text = _shown(outcome.summary, outcome.page, sys.stderr if json else sys.stdout)
             (note if json else emit)(text)
             if json:
                 emit(dumps(outcome.summary, indent=2))
@@ -62,13 +66,12 @@ def command(name: str, values: dict[str, Any], began: float) -> int:
     return 128 + outcome.stopped_by if outcome.stopped_by else 0
 
 
-def _shown(outcome: Outcome, stream: TextIO | None) -> str:
+def _shown(summary: Summary, page: Path | None, stream: TextIO | None) -> str:
     """The answer, the table, the remarks, and where the page is."""
-    summary = cleaned(outcome.summary)
-    table = [drawn(summary["table"])] if summary["table"] else []
-    parts = [summary["answer"], *table, *summary["remarks"]]
-    page = f"\n\nReport: {printable(str(outcome.page))}" if outcome.page else ""
-    return rendered(*parts, stream=stream) + page
+    said = cleaned(summary.to_dict())
+    table = [drawn(said["table"])] if said["table"] else []
+    text = rendered(said["answer"], *table, *said["remarks"], stream=stream)
+    return f"{text}\n\nReport: {printable(str(page))}" if page else text
 
 
 @dataclass(frozen=True, repr=False)
@@ -84,17 +87,16 @@ class StudyResult(Generic[S]):
 
     summary: S
     folder: Path
-    _outcome: Outcome
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Mapping[str, Any]:
         """The summary in plain values, as in ``summary.json``."""
-        return self._outcome.summary
+        return self.summary.to_dict()
 
     def __repr__(self) -> str:
-        return _shown(self._outcome, None)
+        return _shown(self.summary, self.folder / PAGE, None)
 
     def _repr_html_(self) -> str:
-        page = html.escape((self.folder / "report.html").read_text(encoding="utf-8"))
+        page = html.escape((self.folder / PAGE).read_text(encoding="utf-8"))
         return f'<iframe sandbox srcdoc="{page}" style="width: 100%; height: 40em"></iframe>'
 
 
@@ -148,20 +150,9 @@ def _study(
     out: str | Path | None = None,
     resume: str | Path | None = None,
     progress: bool = True,
-    **given: Any,
+    **options: Any,
 ) -> StudyResult[Any]:
-    if isinstance(task, str):
-        given["task"] = task
-    elif not (task is None or isinstance(task, Task)):
-        raise InputError(
-            f"Parameter `task` should be a Task or the name of one. Found {type(task).__name__}. "
-            "Remedy: call the function that makes it, or 'path/to/file.py:make_task'."
-        )
-    if budget is not None:
-        try:
-            given["budget"] = seconds(budget) if isinstance(budget, str) else float(budget)
-        except ValueError as error:
-            raise InputError(f"`budget`: {error}. Found {budget!r}. Remedy: 5m.") from None
+    given = _given(name, task, budget, options)
     deadline, threads = Deadline(), torch.get_num_threads()
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     try:
@@ -185,5 +176,36 @@ def _study(
         raise KeyboardInterrupt
     if outcome.stopped_by:
         signal.raise_signal(outcome.stopped_by)
-    kind = import_module(f"steadygrad.studies.{name}.schema").Summary
-    return StudyResult(msgspec.convert(outcome.summary, kind), outcome.folder, outcome)
+    return StudyResult(outcome.summary, outcome.folder)
+
+
+def _given(
+    name: str, task: Task | str | None, budget: float | str | None, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The settings that a call names, checked as strictly as a command line's."""
+    given = dict(options)
+    if isinstance(task, str):
+        given["task"] = task
+    elif isinstance(task, Task):
+        given = {"workers": 1, **given, "task": OBJECT}
+        if given["workers"] > 1 or given.get("dask") or given.get("executor"):
+            raise InputError(
+                "Expected a task that workers can load. Found a Task, which only this process "
+                "has. Remedy: task='path/to/file.py:make_task', or no workers."
+            )
+    elif task is not None:
+        raise InputError(
+            f"Parameter `task` should be a Task or the name of one. Found {type(task).__name__}. "
+            "Remedy: call the function that makes it, or 'path/to/file.py:make_task'."
+        )
+    if budget is not None:
+        try:
+            given["budget"] = seconds(budget) if isinstance(budget, str) else float(budget)
+        except ValueError as error:
+            raise InputError(f"`budget`: {error}. Found {budget!r}. Remedy: 5m.") from None
+    settings = schema_of(name).Settings(**given)
+    try:
+        msgspec.convert(asdict(settings), type(settings))
+    except msgspec.ValidationError as error:
+        raise InputError(f"{error}. Found {settings}. Remedy: another value.") from None
+    return given

@@ -2,7 +2,6 @@
 
 import math
 import time
-from typing import Any
 
 import torch
 
@@ -36,7 +35,9 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def calibrate(settings: Any, trainer: Trainer, cluster: int) -> tuple[float, int]:
+def calibrate(
+    trainer: Trainer, *, workers: int, threads: int, budget: float, cluster: int = 0
+) -> tuple[float, int]:
     """Chooses workers and threads, and measures the speed of a trial; sets the threads.
 
     On a CPU the speed is the task's own figure, unless the machine is slower than that. The trainer
@@ -45,7 +46,7 @@ def calibrate(settings: Any, trainer: Trainer, cluster: int) -> tuple[float, int
     Returns:
         Samples a second of one trial, and trials at a time.
     """
-    workers = _choose_workers(settings, trainer, cluster)
+    workers = _choose_workers(trainer, workers, threads, budget, cluster)
     measured, figure = _measured_speed(trainer), None
     if trainer.context.device.type == "cpu":
         figure = trainer.task.samples_per_second
@@ -55,22 +56,24 @@ def calibrate(settings: Any, trainer: Trainer, cluster: int) -> tuple[float, int
     return 2.0 ** (math.floor(4 * math.log2(measured)) / 4), workers
 
 
-def _choose_workers(settings: Any, trainer: Trainer, cluster: int) -> int:
+def _choose_workers(
+    trainer: Trainer, asked: int, own_threads: int, budget: float, cluster: int
+) -> int:
     device, alone = trainer.context.device.type, trainer.context.size == 1
-    asked = (cluster or settings.workers) if alone else 1
+    asked = (cluster or asked) if alone else 1
     if device != "cpu":
         return asked or (torch.cuda.device_count() if device == "cuda" else 1)
     cores, threads = int(environment()["cores"]), torch.get_num_threads()
-    if asked or settings.threads:
-        if settings.threads:
-            threads = settings.threads
+    if asked or own_threads:
+        if own_threads:
+            threads = own_threads
         # Ranks have the threads that their launcher gave them: they share the cores.
         elif alone:
             threads = min(GIVEN_THREADS, cores if cluster else max(1, cores // asked))
         torch.set_num_threads(threads)
         return asked or max(1, cores // threads)
     workers = 1
-    if settings.budget >= LEAST_BUDGET:
+    if budget >= LEAST_BUDGET:
         # They fit into half of the memory.
         memory = environment()["memory_bytes"] or 4 * WORKER_BYTES
         weights = sum(p.numel() * p.element_size() for p in trainer.model.parameters())

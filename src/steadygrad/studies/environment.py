@@ -11,8 +11,8 @@ from typing import Any
 from steadygrad import __version__
 
 
-def environment(accelerator: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Describes machine, packages and versions; loads no torch, which knows the accelerator."""
+def environment(device: Any = None) -> Mapping[str, Any]:
+    """Describes machine, packages and versions; loads no torch but for a ``torch.device``."""
     found = {
         "python": platform.python_version(),
         "steadygrad": __version__,
@@ -21,8 +21,13 @@ def environment(accelerator: Mapping[str, Any] | None = None) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": os.cpu_count() or 1,
         "memory_bytes": None,
-        **(accelerator or {}),
     }
+    if device is not None and device.type == "cuda":
+        import torch
+
+        gpu, hip = torch.cuda.get_device_properties(device), torch.version.hip
+        found |= {"gpu": gpu.name, "gpu_memory_bytes": gpu.total_memory}
+        found |= {"hip": hip} if hip else {"cuda": torch.version.cuda}
     with suppress(PackageNotFoundError):
         found["torch"] = version("torch")
     with suppress(AttributeError):  # absent on macOS and Windows

@@ -13,14 +13,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from steadygrad._checks import InputError
+from steadygrad._checks import InputError, launched
+from steadygrad.studies.environment import environment
+from steadygrad.studies.schema import Runtime
 from steadygrad.tasks import guarded
 from steadygrad.tasks.registry import FOLDERS, load_function
 
@@ -79,16 +81,6 @@ class Workers:
             self._end(self.executor)
 
 
-def cuda_devices() -> list[str]:
-    """Names of the CUDA devices that this process may use, as ``CUDA_VISIBLE_DEVICES`` takes them.
-
-    Someone who shares a machine names some of its devices, by number or by UUID.
-    """
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in given.split(",")] if given else map(str, range(1024))
-    return [name for name, _ in zip(names, range(torch.cuda.device_count()), strict=False)]
-
-
 @contextmanager
 def _bare() -> Iterator[None]:
     """A process that is started meanwhile does not run this one's script again, as spawn would.
@@ -102,6 +94,45 @@ def _bare() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"], sys.path[:] = main, path
+
+
+@contextmanager
+def cluster_workers(
+    dask: str, executor: str, workers: int, processes: int
+) -> Iterator[Workers | None]:
+    """The workers that ``--dask`` or ``--executor`` names; None where neither is given."""
+    named = [name for name, given in (("--dask", dask), ("--executor", executor)) if given]
+    if not named:
+        yield None
+        return
+    if processes > 1 or len(named) > 1:
+        raise InputError(
+            f"{' and '.join(named)}: expected one way to run trials, each in one process. Found "
+            f"{len(named)}, in {processes} processes. Remedy: one of them, without torchrun."
+        )
+    with closing(dask_workers(dask) if dask else made_workers(executor, workers)) as found:
+        yield found
+
+
+def local_workers(workers: int, runtime: Runtime) -> Workers | None:
+    """Worker processes of this machine; None where trials run in this process."""
+    if not workers:
+        # As many as the plan reckons with, where this machine has the cores for them.
+        enough = max(1, int(environment()["cores"]) // runtime.threads)
+        workers = min(runtime.workers, enough) if runtime.device == "cpu" else runtime.workers
+    if workers < 2 or launched()[1] > 1:
+        return None
+    return process_workers(workers, cuda_devices() if runtime.device == "cuda" else ())
+
+
+def cuda_devices() -> list[str]:
+    """Names of the CUDA devices that this process may use, as ``CUDA_VISIBLE_DEVICES`` takes them.
+
+    Someone who shares a machine names some of its devices, by number or by UUID.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in given.split(",")] if given else map(str, range(1024))
+    return [name for name, _ in zip(names, range(torch.cuda.device_count()), strict=False)]
 
 
 def process_workers(workers: int, devices: Sequence[str] = ()) -> Workers:

@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +71,6 @@ class Run:
     """A run's folder as it was read.
 
     Attributes:
-        header: The header; its class is the study's own.
         summary: Content of ``summary.json``; None where there is none that can be read.
         unreadable: Names of files that hold no result of this run.
     """
@@ -93,7 +92,7 @@ def create(folder: Path, header: Header) -> None:
     Raises:
         InputError: If the folder is not empty or cannot be written. Nothing is written then.
     """
-    text = _text(msgspec.to_builtins(header))
+    text = _text(header)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         with _writing(folder):
@@ -104,10 +103,9 @@ def create(folder: Path, header: Header) -> None:
                 (folder / RESULTS).mkdir()
                 made.insert(0, folder / RESULTS)
         if found is not None:
-            more = " or continue that run with --resume" if (folder / HEADER).exists() else ""
             raise InputError(
                 f"Expected an absent or empty folder. Found {str(folder)!r} with {found.name!r} in "
-                f"it. Remedy: name another folder with --out{more}."
+                "it. Remedy: name another folder with --out, or continue a run with --resume."
             )
         replace_file(folder / HEADER, text)
     except BaseException:
@@ -122,10 +120,10 @@ def write_result(folder: Path, result: Result) -> None:
     path = folder / RESULTS / _name(result.key)
     with _writing(path):
         path.parent.mkdir(exist_ok=True)
-    replace_file(path, _text(msgspec.to_builtins(result), None))
+    replace_file(path, _text(result, None))
 
 
-def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+def write_summary(folder: Path, summary: Any) -> None:
     """Replaces ``summary.json``."""
     replace_file(folder / SUMMARY, _text(summary))
 
@@ -156,10 +154,9 @@ def read_header(folder: Path) -> tuple[Any, Any]:
     if type(version) is not int:
         raise _wrong(path, "the header of a run", "a damaged or foreign file")
     if version != SCHEMA:
-        newer = "use a newer one" if version > SCHEMA else "use the steadygrad that wrote it"
         raise RunError(
             f"{str(path)!r} was written by another steadygrad: schema {version}, this one reads "
-            f"{SCHEMA}. Remedy: {newer}, or run the study again."
+            f"{SCHEMA}. Remedy: use the steadygrad that wrote it, or run the study again."
         )
     schema = schema_of(found.get("study"))
     if schema is None:
@@ -244,14 +241,6 @@ def replace_file(path: Path, data: bytes) -> None:
             with suppress(OSError):
                 part.unlink()
             raise
-    # The rename itself is on the disk only after this; Windows cannot open a folder and
-    # some network file systems refuse to sync one.
-    with suppress(OSError):
-        handle = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 @contextmanager
@@ -260,12 +249,9 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # A run that is begun continues in its own folder.
-        begun = any(os.path.exists(place / HEADER) for place in path.parents[:2])
-        other = "name a folder with --out that you may write to, on a disk with free space."
         raise RunError(
-            f"Cannot write to {str(path)!r}: {error.strerror or error}. "
-            f"Remedy: {'make room there, then --resume.' if begun else other}"
+            f"Cannot write to {str(path)!r}: {error.strerror or error}. Remedy: make room there "
+            "and --resume a run that is begun, or name another folder with --out."
         ) from error
 
 

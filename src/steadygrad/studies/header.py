@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import fields
 from datetime import datetime, timezone
 from functools import partial
@@ -11,9 +12,8 @@ import torch
 
 from steadygrad._checks import InputError
 from steadygrad.studies.environment import environment
-from steadygrad.studies.files import digests, located
+from steadygrad.studies.files import digests
 from steadygrad.studies.schema import SCHEMA, Header, Runtime, TaskInfo, schema_of
-from steadygrad.studies.study import Study
 from steadygrad.studies.trainer import Trainer
 
 
@@ -35,23 +35,20 @@ def describe_task(trainer: Trainer, spec: str) -> TaskInfo:
     )
 
 
-def accelerator(device: torch.device) -> dict[str, Any]:
-    """Describes the GPU that a study runs on, and the version of its library; empty on a CPU."""
-    if device.type != "cuda":
-        return {}
-    found = torch.cuda.get_device_properties(device)
-    library = {"hip": torch.version.hip} if torch.version.hip else {"cuda": torch.version.cuda}
-    return {"gpu": found.name, "gpu_memory_bytes": found.total_memory, **library}
-
-
 def make_header(
-    kind: type[Study], settings: Any, trainer: Trainer, workers: int, plan: Any
+    study: str,
+    settings: Any,
+    trainer: Trainer,
+    *,
+    plan: Any,
+    workers: int,
+    files: Mapping[str, str],
 ) -> Header:
     """The header of a new run; ``workers`` is the number that the plan was made for."""
     context = trainer.context
     runtime = Runtime(
         device=context.device.type,
-        dtype=kind.dtype(settings),
+        dtype=str(trainer.dtype).removeprefix("torch."),
         world_size=context.size,
         sharding=context.sharding,
         threads=torch.get_num_threads(),
@@ -59,15 +56,15 @@ def make_header(
         workers=workers,
     )
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    header: Header = schema_of(kind.name).Header(
+    header: Header = schema_of(study).Header(
         schema=SCHEMA,
-        study=kind.name,
+        study=study,
         task=describe_task(trainer, settings.task),
         settings=settings,
         plan=plan,
         runtime=runtime,
-        environment=environment(accelerator(context.device)),
-        files=digests(located(settings)),
+        environment=environment(context.device),
+        files=digests(files),
         first_losses=_first_losses(trainer),
         time={"created": created, "folder": os.getcwd()},
     )
@@ -94,7 +91,7 @@ def changes(header: Header, trainer: Trainer) -> list[str]:
         _check_same(name, getattr(then, name), getattr(now, name), "the task as it was")
     world = header.runtime.world_size, trainer.context.size
     _check_same("world_size", *world, "torchrun --nproc-per-node as before")
-    before, after = header.environment, environment(accelerator(trainer.context.device))
+    before, after = header.environment, environment(trainer.context.device)
     names = {"torch": "torch", "cpu": "the processor", "gpu": "the GPU"}
     changed = [
         f"{text} was {before.get(name)} and is {after.get(name)}: the numbers may differ in the "

@@ -4,9 +4,10 @@ A study's own are in its ``schema`` module: ``Settings``, ``Header`` and the uni
 ``check(header, result)``: what was expected and found where they do not fit one another, or None.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -119,11 +120,10 @@ class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Description of the task that a study trains.
 
     Attributes:
-        spec: The text that names the task: a built-in name or ``path/file.py:make_task``.
+        spec: A built-in name or ``path/file.py:make_task``.
         parameters: Trainable numbers in the model.
-        optimizer: Name of the optimizer's class.
         beta2: Decay of the second moment; None for optimizers without one.
-        weight_decay: Weight decay of the first parameter group; None without one.
+        weight_decay: That of the first parameter group; None without one.
         dependent: Whether a sample's loss depends on the other samples of its batch.
 
     The other fields are those of :class:`steadygrad.tasks.Task`.
@@ -152,11 +152,8 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True):
     """Conditions of the trials on which their numbers depend.
 
     Attributes:
-        device: ``"cpu"``, ``"cuda"`` or ``"mps"``.
-        dtype: Name of the type that training computes in.
         world_size: Processes that share every batch.
         sharding: ``"none"``, ``"ddp"`` or ``"fsdp2"``.
-        threads: Threads of each trial.
         micro_batch_size: Most samples in one forward pass.
         workers: Trials at a time that the plan reckons with.
     """
@@ -174,7 +171,6 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """The identity of a run. Each study's header adds its ``settings`` and its ``plan``.
 
     Attributes:
-        schema: Version of the folder's format.
         environment: Versions and hardware, of :func:`steadygrad.studies.environment.environment`.
         files: SHA-256 of the user's files, by the function that comes from them.
         first_losses: Mean losses before training; empty where they do not repeat.
@@ -192,13 +188,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """A table as the terminal and the page show it.
-
-    Attributes:
-        columns: Heads of the columns.
-        rows: Cells, as texts.
-        text_columns: Columns on the left that hold no numbers.
-    """
+    """A table as terminal and page show it; the first ``text_columns`` hold no numbers."""
 
     title: str
     columns: tuple[str, ...]
@@ -237,17 +227,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         said = {name: getattr(words, name)(self) for name in ("answer", "table", "remarks")}
         return msgspec.structs.replace(self, **said)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Mapping[str, Any]:
         """Plain values, as in ``summary.json``."""
-        fields: dict[str, Any] = msgspec.to_builtins(self)
+        fields: Mapping[str, Any] = msgspec.to_builtins(self)
         return fields
 
 
 def schema_of(study: object) -> Any:
     """The module of a study's types; None if there is no such study."""
     return import_module(f"steadygrad.studies.{study}.schema") if str(study) in STUDIES else None
-
-
-def kinds_of(results: Any) -> dict[str, Any]:
-    """The classes of results by the name of their kind."""
-    return {kind.__struct_config__.tag: kind for kind in get_args(results) or (results,)}

@@ -3,14 +3,15 @@
 import json
 import math
 import re
-from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 _LOOKS_NON_FINITE = re.compile(r"\\*(nan|inf|-inf)")
 
 
 def _encode(value: Any) -> Any:
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {str(key): _encode(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_encode(item) for item in value]
@@ -34,12 +35,13 @@ def _decode(value: Any) -> Any:
 def dumps(value: Any, *, indent: int | None = None) -> str:
     """Writes strict JSON, with non-finite floats as the strings ``"nan"``, ``"inf"``, ``"-inf"``.
 
-    The text is ASCII, and one line unless ``indent`` says the spaces for each level.
+    Structs become objects. The text is ASCII, and one line unless ``indent`` says the spaces for
+    each level.
 
     Raises:
         TypeError: If ``value`` holds what JSON cannot, such as a tensor.
     """
-    return json.dumps(_encode(value), indent=indent, allow_nan=False)
+    return json.dumps(_encode(msgspec.to_builtins(value)), indent=indent, allow_nan=False)
 
 
 def loads(text: str | bytes) -> Any:

@@ -8,14 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from steadygrad.studies.checkpoint import Checkpoints, State
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.folder import Results
-from steadygrad.studies.schema import Header, Key, Result, Summary, kinds_of, schema_of
-from steadygrad.studies.trainer import Scaling, Trainer
+from steadygrad.studies.schema import Header, Key, Result, Summary, schema_of
+from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Job, Trial, evaluation_cost
 from steadygrad.tasks import Task
 
@@ -53,24 +52,14 @@ class Study(ABC):
     """An experiment behind a command, whose name is ``name``."""
 
     name: ClassVar[str]
-    # Whether a loss that is not finite ends it.
-    finite: ClassVar[bool] = True
-    # Places of the functions in files that the settings name.
-    files: Mapping[str, str] = MappingProxyType({})
+    # Options of the trainer that no setting names.
+    training: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, header: Any) -> None:
         self.header = header
         self.plan = header.plan
-
-    @classmethod
-    def dtype(cls, settings: Any) -> str:
-        """Type that training computes in."""
-        return str(settings.dtype)
-
-    @classmethod
-    def scaling(cls) -> Scaling | None:
-        """Maker of the gradient scaler; None for torch's."""
-        return None
+        # Places of the functions in files that the settings name.
+        self.files: Mapping[str, str] = {}
 
     @classmethod
     def make_trainer(
@@ -81,16 +70,9 @@ class Study(ABC):
         micro_batch_size: int | None = None,
     ) -> Trainer:
         """A trainer of a task, as the study trains it."""
-        return Trainer(
-            task,
-            seed=settings.seed,
-            dtype=cls.dtype(settings),
-            context=context,
-            micro_batch_size=micro_batch_size,
-            keep_half_life=getattr(settings, "keep_half_life", False),
-            finite=cls.finite,
-            scaling=cls.scaling(),
-        )
+        names = {"seed", "dtype", "keep_half_life"}.intersection(vars(settings))
+        options = {**{name: getattr(settings, name) for name in names}, **cls.training}
+        return Trainer(task, context=context, micro_batch_size=micro_batch_size, **options)
 
     @classmethod
     @abstractmethod
@@ -123,10 +105,6 @@ class Study(ABC):
         return result
 
     @abstractmethod
-    def milestones(self) -> Mapping[str, Key]:
-        """Names of the study's milestones, and the last trial of each."""
-
-    @abstractmethod
     def summarize(self, results: Results, status: str) -> Summary:
         """The content of ``summary.json``: a pure function of the results and the status."""
 
@@ -136,8 +114,9 @@ class Study(ABC):
 
     def key_of(self, job: Job) -> Key:
         """The key of the result that a job gives."""
-        names = kinds_of(schema_of(self.name).RESULTS)[job["kind"]].key_fields
-        return (job["kind"], *(job[name] for name in names))
+        kind, union = job["kind"], schema_of(self.name).RESULTS
+        types = {each.__struct_config__.tag: each for each in get_args(union) or (union,)}
+        return (kind, *(job[name] for name in types[kind].key_fields))
 
     def finished(self, results: Results) -> set[Key]:
         """Keys of the trials whose results are there, or that have nothing to do."""

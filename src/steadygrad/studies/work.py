@@ -2,11 +2,12 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +16,7 @@ import torch
 
 from steadygrad._checks import InputError
 from steadygrad.studies.checkpoint import Checkpoints
-from steadygrad.studies.deadline import Deadline, StudyInterrupted, stop_if
+from steadygrad.studies.deadline import Deadline, StudyInterrupted
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.executors import Workers
 from steadygrad.studies.files import load_recorded_task
@@ -26,10 +27,11 @@ from steadygrad.studies.folder import (
     read_file,
     read_header,
     replace_file,
+    write_result,
 )
 from steadygrad.studies.schema import Key, Result
 from steadygrad.studies.strict_json import dumps, loads
-from steadygrad.studies.study import Advance, Study, Workplace, study_of
+from steadygrad.studies.study import Study, Workplace, study_of
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Job, Trial, tails
 from steadygrad.tasks import Task
@@ -40,8 +42,6 @@ STOP_FILE = "stop"
 # Seconds that running trials get to notice that the study has to stop.
 GRACE = 10.0
 
-Keep = Callable[[Result], None]
-
 
 class WorkersLost(InputError):
     """Workers died twice, or cannot be reached."""
@@ -50,8 +50,8 @@ class WorkersLost(InputError):
 class Monitor(Protocol):
     """Watches a study on rank 0."""
 
-    def begin(self, total: int, done: int, points: Mapping[str, int]) -> None:
-        """Told once: the samples of work in all, those done before, and those at each milestone."""
+    def begin(self, total: int, done: int) -> None:
+        """Told once: the samples of work in all, and those done before."""
 
     def advance(self, samples: int, what: str) -> None:
         """Called as work is done, with the trials that it was done on."""
@@ -63,88 +63,53 @@ class Monitor(Protocol):
         """A line for the user, such as a warning."""
 
 
-class Worker:
-    """Runs the jobs of the run in ``folder``."""
+def work_on(study: Study, job: Job, place: Workplace) -> list[Result]:
+    """Does one job, with smaller micro-batches where memory runs out.
 
-    def __init__(self, study: Study, folder: Path, trainer: Trainer) -> None:
-        self.study, self.trainer = study, trainer
-        self.checkpoints = Checkpoints(folder, dumps(msgspec.to_builtins(study.header)))
-        self._micro_batch_size = trainer.micro_batch_size
+    Returns:
+        Results of earlier trials that had to be repeated for it, then the job's own.
+    """
+    began, trainer = time.monotonic(), place.trainer
+    # An earlier job may have halved them; that must not change this job's results.
+    trainer.micro_batch_size = study.header.runtime.micro_batch_size
 
-    def run(self, job: Job, advance: Advance) -> list[Result]:
-        """Does one job, with smaller micro-batches where memory runs out.
+    def attempt() -> Result:
+        place.repeated = []
+        return study.run(job, place)
 
-        Returns:
-            Results of earlier trials that had to be repeated for it, then the job's own.
-        """
-        began = time.monotonic()
-        # An earlier job may have halved them; that must not change this job's results.
-        self.trainer.micro_batch_size = self._micro_batch_size
-
-        def attempt() -> list[Result]:
-            place = Workplace(self.trainer, self.checkpoints, advance)
-            result = self.study.run(job, place)
-            return [*place.repeated, result]
-
-        *repeated, result = self.trainer.by_halves(attempt)
-        seconds = {"seconds": round(time.monotonic() - began, 3)}
-        return [*repeated, msgspec.structs.replace(result, time=result.time | seconds)]
-
-
-def run_serial(
-    study: Study, results: Results, keep: Keep, worker: Worker, monitor: Monitor
-) -> None:
-    """Runs all trials whose results are not there in this process, in the order of the plan."""
-    counted = study.finished(results)
-    for trial in study.trials():
-        job, told = trial.job(results), 0
-
-        def advance(samples: int, what: str) -> None:
-            nonlocal told
-            told += samples
-            monitor.advance(samples, what)
-
-        if job is not None and study.key_of(job) not in results:
-            with _naming(trial, job):
-                found = worker.run(job, advance)
-            for result in found:
-                keep(result)
-        if trial.key not in counted:
-            monitor.skip(trial.cost - told)
-
-
-@contextmanager
-def _naming(trial: Trial, job: Job) -> Iterator[None]:
-    """Says in an error of a trial which one it was."""
-    try:
-        yield
-    except InputError as error:
-        error.args = (f"{trial.called(job)}: {error}",)
-        raise
+    result = trainer.by_halves(attempt)
+    seconds = {"seconds": round(time.monotonic() - began, 3)}
+    return [*place.repeated, msgspec.structs.replace(result, time=result.time | seconds)]
 
 
 @dataclass
 class Coordinator:
-    """Runs the trials of a study side by side, in workers that share the run's folder."""
+    """Runs the trials of a study: side by side in the workers of ``pool``, or else in ``place``.
+
+    Workers take first what begins the longest chain; without them the order is the plan's, the
+    same on every rank.
+    """
 
     study: Study
     results: Results
-    keep: Keep
-    pool: Workers
     folder: Path
-    deadline: Deadline
+    place: Workplace
+    pool: Workers | None
     monitor: Monitor
 
     def __post_init__(self) -> None:
-        self.trials = list(self.study.trials())
-        chains = tails(self.trials)
-        self.by_urgency = sorted(self.trials, key=lambda trial: -chains[trial.key])
+        trials = self.study.trials()
+        costs = {trial.key: trial.cost for trial in trials}
+        # Samples of each trial that the monitor knows to be done.
+        self.told = Counter({key: costs[key] for key in self.study.finished(self.results)})
+        self.monitor.begin(sum(costs.values()), self.told.total())
+        chains = tails(trials)
+        by_urgency = sorted(trials, key=lambda trial: -chains[trial.key])
+        self.open = by_urgency if self.pool else list(trials)
         # Jobs of the trials whose needs are met; None where there is nothing to do.
         self.jobs: dict[Key, Job | None] = {}
         # Trials whose result is there, or that have nothing to do.
         self.done: set[Key] = set()
-        # Trials whose cost the monitor knows to be done.
-        self.counted = self.study.finished(self.results)
         self.running: dict[Future[list[Result]], tuple[Trial, Job]] = {}
         self.renewed = False
 
@@ -155,50 +120,52 @@ class Coordinator:
             StudyInterrupted: When the study has to stop.
             InputError: If a trial fails, or workers are lost.
         """
-        (self.folder / STOP_FILE).unlink(missing_ok=True)
         try:
-            while self._open():
+            if self.pool:
+                (self.folder / STOP_FILE).unlink(missing_ok=True)
+            while self._find_open():
+                self.place.trainer.context.poll()
                 self._submit()
                 self._collect()
-                stop_if(self.deadline.flags)
         finally:
-            self._stop()
+            if self.pool:
+                self._stop(self.pool)
 
-    def _open(self) -> bool:
-        """Whether a trial is still open; finds those that are not."""
-        for trial in self.trials:
-            if trial.key in self.done or not self.done.issuperset(trial.needs):
+    def _find_open(self) -> bool:
+        """Whether a trial is open, after a look at those that may not be any more."""
+        for trial in self.open:
+            if not self.done.issuperset(trial.needs):
                 continue
             if trial.key not in self.jobs:
                 self.jobs[trial.key] = trial.job(self.results)
             job = self.jobs[trial.key]
             if job is None or self.study.key_of(job) in self.results:
                 self.done.add(trial.key)
-                if trial.key not in self.counted:
-                    self.counted.add(trial.key)
-                    self.monitor.skip(trial.cost)
-        return len(self.done) < len(self.trials)
+                if rest := trial.cost - self.told[trial.key]:
+                    self.monitor.skip(rest)
+        self.open = [trial for trial in self.open if trial.key not in self.done]
+        return bool(self.open)
 
     def _submit(self) -> None:
-        """Gives free workers the ready trials that begin the longest chains."""
         # Two trials may ask for the same result.
         busy = {self.study.key_of(job) for _, job in self.running.values()}
-        workers = self.pool.count()
-        for trial in self.by_urgency:
-            if len(self.running) >= workers:
-                return
+        most = self.pool.count() if self.pool else 1
+        for trial in self.open:
             job = self.jobs.get(trial.key)
-            if (
-                trial.key not in self.done
-                and job is not None
-                and self.study.key_of(job) not in busy
-            ):
+            if job and len(self.running) < most and self.study.key_of(job) not in busy:
                 busy.add(self.study.key_of(job))
                 self._start(trial, job)
 
     def _start(self, trial: Trial, job: Job) -> None:
-        folder, files = str(self.folder.resolve()), dumps(self.study.files)
-        self.running[self.pool.submit(run_job, folder, dict(job), files)] = trial, job
+        if self.pool:
+            folder, files = str(self.folder.resolve()), dumps(self.study.files)
+            future = self.pool.submit(run_job, folder, dict(job), files)
+        else:
+            future = Future()
+            self.place.advance = partial(self._advance, trial)
+            with _naming(trial, job):
+                future.set_result(work_on(self.study, job, self.place))
+        self.running[future] = trial, job
 
     def _collect(self) -> None:
         """Takes the results of trials that have ended."""
@@ -221,7 +188,7 @@ class Coordinator:
 
     def _again(self, error: Exception) -> None:
         """Starts the trials anew that were lost with their workers, once."""
-        if self.renewed:
+        if self.renewed or self.pool is None:
             raise WorkersLost(
                 f"Expected workers that survive their trials. Found {reason(error)}, for the "
                 "second time. Remedy: fewer --workers if memory is short; --workers 1 shows an "
@@ -237,20 +204,34 @@ class Coordinator:
     def _take(self, future: "Future[list[Result]]", found: list[Result]) -> None:
         trial, _ = self.running.pop(future)
         for result in found:
-            self.keep(result)
-        if trial.key not in self.counted:
-            self.counted.add(trial.key)
-            self.monitor.advance(trial.cost, trial.what)
+            if self.results.add(result) and self.place.trainer.context.is_main:
+                write_result(self.folder, result)
+        if self.pool:
+            self._advance(trial, trial.cost, trial.what)
 
-    def _stop(self) -> None:
+    def _advance(self, trial: Trial, samples: int, what: str) -> None:
+        self.told[trial.key] += samples
+        self.monitor.advance(samples, what)
+
+    def _stop(self, pool: Workers) -> None:
         """Lets running trials notice the end, keeps finished ones, and ends the workers."""
         with suppress(RunError):
             replace_file(self.folder / STOP_FILE, b"")
             for future in wait(self.running, GRACE)[0]:
                 with suppress(Exception):
                     self._take(future, future.result())
-        self.pool.close()
+        pool.close()
         (self.folder / STOP_FILE).unlink(missing_ok=True)
+
+
+@contextmanager
+def _naming(trial: Trial, job: Job) -> Iterator[None]:
+    """Says in an error of a trial which one it was."""
+    try:
+        yield
+    except InputError as error:
+        error.args = (f"{trial.called(job)}: {error}",)
+        raise
 
 
 _lock = threading.Lock()
@@ -260,18 +241,25 @@ def run_job(folder: str, job: Job, files: str) -> list[Result]:
     """Does one job in a worker process; ``files`` are places of the user's functions, as JSON."""
     with _lock:  # a cluster's worker may have several threads, and torch's seed is global
         # A cluster's workers outlive a run, and another one may be in its folder.
-        worker = _worker(folder, read_file(Path(folder) / HEADER), files)
-        return worker.run(job, lambda samples, what: None)
+        study, place = _worker(folder, read_file(Path(folder) / HEADER), files)
+        return work_on(study, job, place)
 
 
 @lru_cache(maxsize=1)
-def _worker(folder: str, header_text: bytes, files: str) -> Worker:
-    """This process's worker for a run, made once."""
+def _worker(folder: str, header_text: bytes, files: str) -> tuple[Study, Workplace]:
+    """A run in this process, made once."""
     path = Path(folder)
     study = study_of(read_header(path)[0])
     study.files = loads(files)
     deadline, device = Deadline(stop=path / STOP_FILE), study.header.runtime.device
-    return Worker(study, path, recorded_trainer(study, DistributedContext(deadline, device=device)))
+    trainer = recorded_trainer(study, DistributedContext(deadline, device=device))
+    return study, workplace(study, path, trainer)
+
+
+def workplace(study: Study, folder: Path, trainer: Trainer) -> Workplace:
+    """Where this process does the jobs of the run in ``folder``."""
+    checkpoints = Checkpoints(folder, dumps(study.header))
+    return Workplace(trainer, checkpoints, lambda samples, what: None)
 
 
 def recorded_trainer(

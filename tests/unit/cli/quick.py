@@ -3,24 +3,17 @@
 ``python -m tests.unit.cli.quick advise ...`` is the program in a process of its own.
 """
 
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from steadygrad.cli import main
-from tests.unit.studies import tiny_task
+from tests.unit.studies.framework import ROOT, environment, planned, tiny
 from tests.unit.studies.results import PLAN as SMALL
 from tests.unit.studies.results import changed
 
-__all__ = ["PLAN", "program", "quick", "run_program", "tiny"]
+__all__ = ["PLAN", "ROOT", "program", "quick", "run_program", "tiny"]
 
-ROOT = Path(__file__).parents[3]
 PLAN = changed(
     SMALL,
     points=(64, 128),
@@ -33,32 +26,20 @@ PLAN = changed(
 )
 
 
-def tiny(factory: str = "make_task") -> str:
-    """How the command line names a factory in ``tiny_task.py``."""
-    return f"{tiny_task.__file__}:{factory}"
-
-
-@contextmanager
-def quick() -> Iterator[None]:
+def quick() -> Any:
     """Makes every plan ``PLAN``, and measures no speed for long."""
-    from steadygrad.studies.advise.study import Advise
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Advise, "make_plan", classmethod(lambda *args, **kwargs: PLAN))
-        patch.setattr("steadygrad.studies.calibration.SECONDS", 0.01)
-        patch.setattr("steadygrad.studies.calibration.WARM_UP_STEPS", 1)
-        yield
+    return planned(PLAN)
 
 
 def program(*arguments: str, module: str = "tests.unit.cli.quick", **options: Any) -> Any:
     """Starts the program in a process of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+    variables = environment() | {"COLUMNS": "80"}
     # Without it a failed write is tried again as the interpreter ends.
-    environment.pop("PYTHONUNBUFFERED", None)
+    variables.pop("PYTHONUNBUFFERED", None)
     for stream in ("stdout", "stderr"):
         options.setdefault(stream, subprocess.PIPE)
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.Popen(command, text=True, cwd=ROOT, env=environment, **options)
+    return subprocess.Popen(command, text=True, cwd=ROOT, env=variables, **options)
 
 
 def run_program(*arguments: str, **options: Any) -> tuple[int, str, str]:

@@ -52,12 +52,12 @@ def test_which_monitor(monkeypatch, capsys):
     with make_monitor(True, lambda: math.inf) as monitor:
         monitor.say("a line")
     with make_monitor(False, lambda: math.inf) as monitor:
-        monitor.begin(100, 10, {})
+        monitor.begin(100, 10)
         monitor.say("no line")
     assert capsys.readouterr().err == "steadygrad: a line\n"
     monkeypatch.setattr(RichConsole, "is_terminal", True)
     with make_monitor(True, lambda: 90.0) as monitor:
-        monitor.begin(100, 10, {})
+        monitor.begin(100, 10)
         monitor.clock = lambda: monitor.began + 20
         monitor.advance(5, "training")
         monitor.advance(5, "")

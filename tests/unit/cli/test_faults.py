@@ -158,7 +158,7 @@ def test_a_page_that_cannot_be_written_costs_no_result(folder, flags, capsys):
     assert "Report:" not in out + err
     line = err.splitlines()[-1]
     assert line.startswith(f"steadygrad: Cannot write to {str(folder / 'report.html')!r}: Is")
-    assert line.endswith("Remedy: make room there, then --resume.")
+    assert "Remedy: make room there and --resume a run that is begun" in line
     assert main(["report", str(folder)]) == 2
     assert capsys.readouterr() == ("", f"{line}\n")
     (folder / "report.html").rmdir()
@@ -172,7 +172,7 @@ def test_a_second_interrupt_says_how_to_go_on(tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     folder = tmp_path / "run"
-    monkeypatch.setattr("steadygrad.studies.run.run_serial", leave)
+    monkeypatch.setattr("steadygrad.studies.work.work_on", leave)
     assert main(["advise", tiny(), *PLAIN, "--out", str(folder)]) == 130
     said = f"steadygrad: stopped; --resume {folder} continues the run."
     assert capsys.readouterr().err.splitlines()[-1] == said

@@ -11,7 +11,7 @@ from steadygrad.cli import main
 from steadygrad.studies.advise.schema import Branch
 from steadygrad.studies.folder import read_run
 from tests.unit.cli.conftest import PLAIN
-from tests.unit.cli.quick import run_program, tiny
+from tests.unit.cli.quick import tiny
 from tests.unit.studies.framework import contents
 
 BAD_INPUT = {
@@ -58,30 +58,20 @@ def test_bad_input_is_one_line_and_writes_nothing(case, refused):
     assert message in refused("advise", *arguments, *place)
 
 
-def test_a_folder_in_use(tmp_path, refused):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "notes.txt").write_text("mine")
-    assert "notes.txt" in refused("advise", tiny(), *PLAIN, "--out", "run")
+@pytest.mark.parametrize(
+    ("name", "place"), [("run/notes.txt", "run"), ("file", "file/run")], ids=["in use", "a file"]
+)
+def test_a_folder_that_cannot_be_begun(name, place, tmp_path, refused):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    assert name.rpartition("/")[2] in refused("advise", tiny(), *PLAIN, "--out", place)
 
 
-def test_a_folder_that_cannot_be_made(tmp_path, refused):
-    (tmp_path / "file").write_text("not a folder")
-    assert "file" in refused("advise", tiny(), *PLAIN, "--out", "file/run")
-
-
-HEADERS = {
-    '{"study": "advise", "sch': "Expected the header of a run",
-    '{"schema": 99}\n': "schema 99",
-    '{"schema": 1, "study": "advise"}\n': "schema 1",
-}
-
-
-@pytest.mark.parametrize("line", HEADERS, ids=HEADERS.values())
 @pytest.mark.parametrize("command", [["advise", "--resume"], ["report"]], ids=" ".join)
-def test_a_record_that_cannot_be_read(line, command, tmp_path, refused):
+def test_a_record_that_cannot_be_read(command, tmp_path, refused):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "header.json").write_text(line)
-    assert HEADERS[line] in refused(*command, "run")
+    (tmp_path / "run" / "header.json").write_text('{"schema": 99}\n')
+    assert "schema 99" in refused(*command, "run")
 
 
 def test_debug_shows_the_factory_s_own_traceback(capsys):
@@ -116,7 +106,7 @@ def test_a_task_that_breaks_later_keeps_what_was_recorded(factory, tmp_path, ref
 
 def test_a_page_that_fails_does_not_hide_why_the_study_did(refused, monkeypatch):
     def write(folder):
-        raise OSError(f"no room for {folder}")
+        raise InputError(f"no room for {folder}")
 
     monkeypatch.setattr("steadygrad.studies.page.write", write)
     line = refused("advise", tiny("loss_raises_later"), *PLAIN, "--out", "run", writes=True)
@@ -194,7 +184,7 @@ def test_a_damaged_summary_is_written_again(folder, capsys, damage):
         (["--dtype", "float64", "--budget", "1h"], "takes dtype = 'float32' from the record"),
         (["--keep-half-life"], "leave --keep-half-life away"),
         (["char-lm"], "Found 'char-lm'. Remedy: leave TASK away"),
-        (["--out", "elsewhere"], "continues a run in its own folder. Found --out 'elsewhere'"),
+        (["--out", "elsewhere"], "continues in its own folder. Found out = 'elsewhere'"),
     ],
 )
 def test_flags_that_disagree_with_the_record(whole, refused, flags, message):
@@ -234,33 +224,21 @@ def test_only_the_first_rank_speaks(second_rank, folder, capsys):
     assert not (folder / "report.html").exists()
 
 
-@pytest.mark.parametrize("command", ["report", "advise", "compare"])
-def test_a_missing_extra_names_it(command, monkeypatch, refused):
-    def find(name):
-        return None if name == "matplotlib" else True
-
-    monkeypatch.setattr(steadygrad.cli, "find_spec", find)
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [("report", "matplotlib"), ("advise", "matplotlib"), ("compare", "scipy")],
+)
+def test_a_missing_extra_names_it(command, extra, monkeypatch, refused):
+    monkeypatch.setattr(steadygrad.cli, "find_spec", lambda name: name != extra or None)
     line = refused(command, "anything")
-    assert 'Found no matplotlib. Remedy: pip install "steadygrad[cli]".' in line
+    assert f'Found no {extra}. Remedy: pip install "steadygrad[cli]".' in line
     # It is not needed to look at the help.
     assert main([command, "--help"]) == 0
 
 
 def test_a_page_needs_no_extra_of_the_studies(monkeypatch, refused):
-    monkeypatch.setattr(
-        steadygrad.cli,
-        "find_spec",
-        lambda name: True if name in ("jinja2", "matplotlib", "msgspec") else None,
-    )
+    monkeypatch.setattr(steadygrad.cli, "find_spec", lambda name: name not in ("rich", "scipy"))
     assert "header.json" in refused("report", "nowhere")
-
-
-def test_a_message_of_several_lines_is_printed_as_one(monkeypatch, refused):
-    def write(folder):
-        raise InputError("expected one\n  thing, found another")
-
-    monkeypatch.setattr("steadygrad.studies.page.write", write)
-    assert refused("report", "run") == "steadygrad: expected one thing, found another"
 
 
 def test_a_run_that_its_budget_cut_short_gets_more_time(whole, tmp_path):
@@ -280,10 +258,3 @@ def test_a_run_that_its_budget_cut_short_gets_more_time(whole, tmp_path):
     assert read_run(folder).summary["status"] == "budget"
     assert main(["advise", "--resume", str(folder), "--budget", "1h"]) == 0
     assert (folder / "summary.json").read_bytes() == (whole[0] / "summary.json").read_bytes()
-
-
-def test_the_installed_command_is_this_program():
-    assert run_program("--version", module="steadygrad")[:2] == (
-        0,
-        f"steadygrad {steadygrad.__version__}\n",
-    )

@@ -7,8 +7,6 @@ import pytest
 
 from steadygrad.cli.progress import Monitor, duration
 
-POINTS = {"100 rows": 250, "400 rows": 500, "1,600 rows": 1000}
-
 
 class Clock:
     """Stands still until it is moved; ``left`` is what remains of a budget that began at 0."""
@@ -24,12 +22,10 @@ class Clock:
 
 
 def paced(budget=math.inf, *, done=0):
-    """A clock, and a monitor of 1,000 samples that remembers what it was given to say."""
+    """A clock, and a monitor of 1,000 samples."""
     clock = Clock(budget)
-    monitor = Monitor(clock.left, clock)
-    monitor.lines = []
-    monitor.say = monitor.lines.append
-    monitor.begin(1000, done, POINTS)
+    monitor = Monitor(clock.left, clock, lambda line: None)
+    monitor.begin(1000, done)
     return clock, monitor
 
 
@@ -77,10 +73,6 @@ def test_work_that_is_not_needed_tells_no_speed():
     monitor.skip(400)
     assert monitor.part == 0.5
     assert monitor.left() == 50  # at 10 a second
-    clock.now = 50.0
-    monitor.advance(100, "")
-    # 100 in the 50 seconds since the speed is looked at, not 500.
-    assert "takes 3m20s more and the budget ends in 50s" in monitor.lines[0]
 
 
 def test_nothing_is_known_before_the_first_step():
@@ -105,55 +97,9 @@ def test_more_work_than_planned_is_no_time_below_zero():
     assert (monitor.part, monitor.left()) == (1.0, 0.0)
 
 
-def test_what_the_budget_will_cut_is_said_once():
-    clock, monitor = paced(60)
-    for clock.now in (10.0, 20.0):
-        assert monitor.lines == []
-        monitor.advance(100, "")  # 10 a second: 600 by the end of the budget
-    (said,) = monitor.lines
-    assert said.startswith(
-        "at the present speed the work takes 1m20s more and the budget ends in 40s"
-    )
-    assert "what is measured after 1,600 rows will be cut short or left out" in said
-    assert "Remedy: " in said
-    monitor.advance(1, "")
-    assert monitor.lines == [said]
-
-
-@pytest.mark.parametrize(
-    ("budget", "now", "done", "cut"),
-    [
-        (80, 20.0, 200, "after 1,600 rows will"),  # 800 of 1,000
-        (24, 20.0, 200, "after 100 rows, 400 rows and 1,600 rows will"),  # 240
-        (92, 20.0, 200, None),  # 920, but for a margin of 15 %
-        (20, 10.0, 100, None),  # in the first tenth
-        (40, 20.0, 0, None),  # nothing is done: no speed
-        (59.7, 60.0, 999, None),  # to the end, when less than a second is left
-    ],
-)
-def test_which_points_are_cut(budget, now, done, cut):
-    clock, monitor = paced(budget)
-    for step in range(1, 11):
-        clock.now = step * now / 10
-        monitor.advance(done // 10, "")
-    assert len(monitor.lines) == (cut is not None)
-    assert cut is None or cut in monitor.lines[0]
-
-
-@pytest.mark.parametrize("done", [0, 500])
-def test_a_slow_beginning_is_no_warning(done):
-    """Workers start for 20 of 60 seconds; then the work takes ten more."""
-    clock, monitor = paced(60, done=done)
-    clock.now = 20.0
-    for _ in range(50):
-        monitor.advance((1000 - done) // 50, "")
-        clock.now += 0.2
-    assert monitor.lines == []
-
-
 def lines_of(capsys, clock, monitor, steps, seconds):
     """Lines printed while so many equal steps take so many seconds."""
-    monitor.begin(1000, 0, POINTS)
+    monitor.begin(1000, 0)
     for number in range(steps):
         clock.now = (number + 1) * seconds / steps
         monitor.advance(1000 // steps, f"step at {clock.now:g}")
@@ -163,7 +109,7 @@ def lines_of(capsys, clock, monitor, steps, seconds):
 def test_a_line_at_every_twentieth(capsys):
     clock = Clock()
     monitor = Monitor(clock.left, clock)
-    monitor.begin(1000, 100, POINTS)
+    monitor.begin(1000, 100)
     for _ in range(900):
         clock.now += 0.02
         monitor.advance(1, "training")
@@ -190,7 +136,7 @@ def test_a_long_study_does_not_flood_a_log(capsys, hours):
     clock = Clock()
     monitor = Monitor(clock.left, clock)
     # Ten times the work: hardly a twentieth is ever done.
-    monitor.begin(10**6, 0, {})
+    monitor.begin(10**6, 0)
     for _ in range(hours * 3600 // 5):
         clock.now += 5
         monitor.advance(1, "slow")
@@ -199,21 +145,11 @@ def test_a_long_study_does_not_flood_a_log(capsys, hours):
     assert len(lines) > 2 * hours or hours > 24
 
 
-def test_lines_say_what_the_budget_leaves(capsys):
-    clock = Clock(120.0)
-    lines = lines_of(capsys, clock, Monitor(clock.left, clock), 100, 600)
-    warnings = [line for line in lines if line.startswith("steadygrad: at the present speed")]
-    assert len(warnings) == 1
-    assert "after 100 rows, 400 rows and 1,600 rows" in warnings[0]
-    # After 30 s the work takes 570 s more, and the budget 90.
-    assert "  5%   1m30s left  step at 30" in lines
-
-
 def test_lines_are_clean(capsys):
     """The task's own words, in the line of progress, are printed without control characters."""
     clock = Clock()
     monitor = Monitor(clock.left, clock)
-    monitor.begin(10, 0, {})
+    monitor.begin(10, 0)
     monitor.advance(10, "run\x1b[2J")
     monitor.say("a\nb")
     lines = capsys.readouterr().err.splitlines()

@@ -14,8 +14,7 @@ import torch
 import steadygrad
 from steadygrad.cli import main
 from steadygrad.studies.advise.schema import Summary
-from steadygrad.studies.folder import read_run
-from steadygrad.studies.run import write_result
+from steadygrad.studies.folder import read_run, write_result
 from steadygrad.studies.strict_json import dumps
 from tests.unit.cli.quick import ROOT, tiny
 from tests.unit.studies.framework import contents, timeless
@@ -61,7 +60,7 @@ def test_ctrl_c_ends_it_and_the_same_task_goes_on(tmp_path, monkeypatch, capsys)
             os.kill(os.getpid(), signal.SIGINT)
         return path
 
-    monkeypatch.setattr("steadygrad.studies.run.write_result", write)
+    monkeypatch.setattr("steadygrad.studies.work.write_result", write)
     with pytest.raises(KeyboardInterrupt):
         steadygrad.advise(tasks[0], out=folder, **PLAIN)
     assert read_run(folder).summary["status"] == "interrupted"

@@ -55,11 +55,11 @@ class Watcher:
 
     def __init__(self, at=None, call=None):
         self.total = self.done = self.before = 0
-        self.lines, self.stages, self.points = [], [], {}
+        self.lines, self.stages = [], []
         self._at, self._call = at, call
 
-    def begin(self, total, done, points):
-        self.total, self.done, self.before, self.points = total, done, done, points
+    def begin(self, total, done):
+        self.total, self.done, self.before = total, done, done
         if self._at == 0:
             self._call()
 
@@ -84,23 +84,29 @@ def make_trainer(task=None, *, seed=0, dtype="float32", **options):
     return Trainer(task, seed=seed, dtype=dtype, context=context, **options)
 
 
+@contextmanager
+def planned(plan):
+    """Makes every plan of ``advise`` this one, and measures no speed for long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Advise, "make_plan", classmethod(lambda *args, **kwargs: plan))
+        patch.setattr("steadygrad.studies.calibration.SECONDS", 0.01)
+        patch.setattr("steadygrad.studies.calibration.WARM_UP_STEPS", 1)
+        yield
+
+
 def begin(folder, factory="make_task", *, at=0, plan=PLAN, **settings):
     """A run with the hand-made plan, stopped after ``at`` samples of work."""
     chosen = {"device": "cpu", "threads": 1, "workers": 1, "budget": 1e6, **settings}
     deadline = Deadline()
     watcher = Watcher(at, lambda: deadline.limit(-1e9))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Advise, "make_plan", classmethod(lambda *args, **kwargs: plan))
-        patch.setattr("steadygrad.studies.calibration.SECONDS", 0.01)
-        patch.setattr("steadygrad.studies.calibration.WARM_UP_STEPS", 1)
+    with planned(plan):
         settings = Settings(task=tiny(factory), **chosen)
         return start("advise", settings, folder, deadline=deadline, monitor=watcher), watcher
 
 
 def go_on(folder, **given):
     """Resumes a run to its end."""
-    watcher = Watcher()
-    return resume(folder, given, monitor=watcher), watcher
+    return part(folder, None, **given)
 
 
 def part(folder, at, **given):
@@ -131,54 +137,26 @@ def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def launch(folder, **given):
-    """Another process that resumes a run; it handles signals as the command does."""
-    code = (
-        "import sys; from pathlib import Path; from tests.unit.studies.framework import main; "
-        f"sys.exit(main(Path({str(folder)!r}), {given!r}))"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=environment(),
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
 @contextmanager
-def python(*arguments):
-    """Another Python process, which ends with the block."""
+def python(*arguments, stderr=subprocess.DEVNULL):
+    """Another Python process; at the end nothing of its process group is left."""
     process = subprocess.Popen(
         [sys.executable, *arguments], env=environment(), cwd=ROOT, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=stderr, text=True,
     )  # fmt: skip
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def main(folder, given):
-    """Entry point of the processes that :func:`launch` starts."""
-    deadline = Deadline()
-    with deadline.signals():
-        outcome = resume(folder, given, deadline=deadline, monitor=Watcher())
-    return 128 + outcome.stopped_by if outcome.stopped_by else 0
-
-
-@contextmanager
-def launched(folder, **given):
-    """As :func:`launch`; at the end nothing of its process group is left."""
-    process = launch(folder, **given)
     try:
         yield process
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def launched(folder, **given):
+    """The program, which resumes a run in a process of its own."""
+    flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    command = ["-m", "steadygrad", read_run(folder).header.study, "--resume", str(folder), *flags]
+    return python(*command, stderr=subprocess.PIPE)
 
 
 def left(folder):

@@ -3,20 +3,24 @@
 import random
 from concurrent.futures import CancelledError, Executor, Future
 from concurrent.futures.process import BrokenProcessPool
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from steadygrad._checks import InputError
 from steadygrad.studies import work
 from steadygrad.studies.advise.schema import Point
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
+from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.executors import Workers
-from steadygrad.studies.folder import Results, write_result
-from steadygrad.studies.study import Study
+from steadygrad.studies.folder import Results
+from steadygrad.studies.study import Study, Workplace
 from steadygrad.studies.trainer import Diverged
 from steadygrad.studies.trials import Trial
-from steadygrad.studies.work import Coordinator, WorkersLost, run_serial
-from tests.unit.studies.framework import Watcher
+from steadygrad.studies.work import Coordinator, WorkersLost
+from tests.unit.studies.framework import Watcher, timeless
+from tests.unit.studies.results import make_header
 
 
 def point(number, loss=None):
@@ -40,6 +44,7 @@ class Toy(Study):
     name = "advise"
 
     def __init__(self, trials):
+        super().__init__(make_header())
         self.all = trials
 
     @classmethod
@@ -50,10 +55,8 @@ class Toy(Study):
         return self.all
 
     def run(self, job, place):
+        place.advance(4, "a part of it")
         return point(job["point"], job["loss"])
-
-    def milestones(self):
-        return {}
 
     def summarize(self, results, status):
         return {}
@@ -88,14 +91,6 @@ class Shuffled(Executor):
         self.waiting.clear()
 
 
-class InProcess:
-    """A worker that runs a toy's job."""
-
-    def run(self, job, advance):
-        advance(4, "a part of it")
-        return [point(job["point"], job["loss"])]
-
-
 def broken(executor, future):
     """A process died: all that run are lost, as with a process pool."""
     for each in [future, *(waiting for waiting, _ in executor.waiting)]:
@@ -126,25 +121,20 @@ class Setting:
         self.ended += 1
         executor.shutdown()
 
-    def keep(self, result):
-        if self.results.add(result):
-            write_result(self.folder, result)
-
-    def run(self, monkeypatch):
-        monkeypatch.setattr(work, "wait", self.executor.wait)
+    def run(self, monkeypatch, pool=True):
+        if pool:
+            monkeypatch.setattr(work, "wait", self.executor.wait)
         monkeypatch.setattr("os.fsync", lambda handle: None)
-        Coordinator(
-            self.study, self.results, self.keep, self.pool, self.folder, self.deadline, self.monitor
-        ).run()
-        return list(self.results)
-
-    def run_serial(self):
-        run_serial(self.study, self.results, self.keep, InProcess(), self.monitor)
-        return list(self.results)
+        trainer = SimpleNamespace(context=DistributedContext(self.deadline))
+        trainer.by_halves = lambda attempt: attempt()
+        place, pool = Workplace(trainer, None, None), self.pool if pool else None
+        Coordinator(self.study, self.results, self.folder, place, pool, self.monitor).run()
+        # Times apart: a worker's own are not measured here.
+        return [msgspec.structs.replace(result, time={}) for result in self.results]
 
     @property
     def files(self):
-        return {path.name: path.read_bytes() for path in (self.folder / "results").iterdir()}
+        return timeless(self.folder)
 
 
 ALL = [point(number) for number in range(8)]
@@ -167,24 +157,18 @@ def test_many_orders_give_equal_results_and_equal_files(tmp_path, monkeypatch):
         assert setting.executor.most <= 3
         assert (setting.monitor.done, setting.ended) == (80, 1)
         assert [path.name for path in setting.folder.iterdir()] == ["results"]
+        at = setting.executor.ran.index
+        assert at(0) < at(1) < at(2) < at(5)
+        assert at(0) < at(3)
+        assert at(1) < at(4)
+        assert at(7) == 7
         orders.add(tuple(setting.executor.ran))
         files.append(setting.files)
     serial = Setting(graph(), tmp_path / "serial")
-    assert serial.run_serial() == ALL
+    assert serial.run(monkeypatch, pool=False) == ALL
     assert all(found == serial.files for found in files)
     # Else the lines above say nothing.
     assert len(orders) > 5
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_needs_come_first(tmp_path, monkeypatch, seed):
-    setting = Setting(graph(), tmp_path, seed=seed, workers=8)
-    setting.run(monkeypatch)
-    at = setting.executor.ran.index
-    assert at(0) < at(1) < at(2) < at(5)
-    assert at(0) < at(3)
-    assert at(1) < at(4)
-    assert at(7) == 7
 
 
 def adaptive():
@@ -213,7 +197,7 @@ def test_adaptive_trials(tmp_path, monkeypatch, seed):
     assert setting.executor.ran.count(20) == 1
     assert setting.monitor.done == 61
     serial = Setting(adaptive(), tmp_path / "b")
-    assert serial.run_serial() == expected
+    assert serial.run(monkeypatch, pool=False) == expected
     assert serial.files == setting.files
 
 
@@ -229,9 +213,9 @@ def test_what_finished_before_an_interruption_is_kept(tmp_path, monkeypatch, see
     assert [result.point for result in first.results] == sorted(done)
     assert not (tmp_path / "stop").exists()
     second = Setting(graph(), tmp_path, seed=seed + 100, known=first.results)
-    assert (second.run(monkeypatch) if way == "parallel" else second.run_serial()) == ALL
+    assert second.run(monkeypatch, way == "parallel") == ALL
     assert set(second.executor.ran) == (set(range(8)) - done if way == "parallel" else set())
-    assert second.monitor.done == 80 - 10 * len(done)
+    assert (second.monitor.before, second.monitor.done) == (10 * len(done), 80)
     assert len(second.files) == 8
 
 
@@ -239,10 +223,10 @@ def test_what_is_there_is_not_run_again_and_is_done_from_the_beginning(tmp_path,
     known = Setting(adaptive(), tmp_path).run(monkeypatch)
     for way in ("parallel", "serial"):
         again = Setting(adaptive(), tmp_path, known=known)
-        assert (again.run(monkeypatch) if way == "parallel" else again.run_serial()) == known
+        assert again.run(monkeypatch, way == "parallel") == known
         assert again.executor.ran == []
-        # Told of nothing: what a run holds, and what it makes needless, tells no speed.
-        assert again.monitor.done == 0
+        # What a run holds, and what it makes needless, tells no speed.
+        assert again.monitor.before == again.monitor.done == again.monitor.total
         assert again.study.finished(again.results) == {each.key for each in adaptive()}
 
 

@@ -445,9 +445,9 @@ def test_a_study_of_dependent_losses_measures_no_noise_scale_and_says_so(tmp_pat
     run = read_run(tmp_path / "whole")
     assert run.header.task.dependent
     assert not list(run.select(Noise))
-    assert "batch size is part of what is trained" in whole.summary["remarks"][-1]
-    assert len(whole.summary["remarks"]) <= 3
-    assert [point["noise"] for point in whole.summary["points"]] == [None] * len(PLAN.points)
+    assert "batch size is part of what is trained" in whole.summary.remarks[-1]
+    assert len(whole.summary.remarks) <= 3
+    assert [point.noise for point in whole.summary.points] == [None] * len(PLAN.points)
     begin(tmp_path / "cut", "dependent", at=1500)
     go_on(tmp_path / "cut")
     assert lines(tmp_path / "cut") == lines(tmp_path / "whole")

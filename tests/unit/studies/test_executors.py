@@ -26,27 +26,29 @@ def test_the_longest_chain_from_each_trial():
     assert found == {("point", 0): 11, ("point", 1): 9, ("point", 2): 7, ("point", 3): 4}
 
 
-@pytest.mark.parametrize(("workers", "expected"), [(1, 14), (2, 11), (9, 11)])
-def test_a_diamond(workers, expected):
-    assert makespan(diamond(), workers) == expected
+SIDE_BY_SIDE = {
+    "a diamond": (diamond(), {1: 14, 2: 11, 9: 11}),
+    # The longest first is 5 + 3 beside 4 + 3 + 3.
+    "independent": (
+        [trial(n, cost=cost) for n, cost in enumerate((3, 3, 4, 5, 3))],
+        {1: 18, 2: 10, 3: 7, 5: 5},
+    ),
+    # A chain of 6 + 6 beside six trials of 2, which come first in the order.
+    "a long chain": (
+        [*(trial(n, cost=2) for n in range(6)), trial(6, cost=6), trial(7, 6, cost=6)],
+        {2: 12},
+    ),
+    # 0 alone, then 1, 2, 3 on two workers.
+    "nothing ready": ([trial(0, cost=10), *(trial(n, 0, cost=4) for n in (1, 2, 3))], {2: 18}),
+    "no cost": ([trial(0, cost=0), trial(1, 0, cost=3), trial(2, 1, cost=0)], {2: 3}),
+    "no trials": ([], {2: 0}),
+}
 
 
-def test_independent_trials_share_the_workers():
-    """5, 4, 3, 3, 3: the longest first is 5 + 3 beside 4 + 3 + 3."""
-    trials = [trial(n, cost=cost) for n, cost in enumerate((3, 3, 4, 5, 3))]
-    assert [makespan(trials, workers) for workers in (1, 2, 3, 5)] == [18, 10, 7, 5]
-
-
-def test_the_long_chain_is_begun_first():
-    """A chain of 6 + 6 beside six trials of 2, which come first in the order."""
-    trials = [*(trial(n, cost=2) for n in range(6)), trial(6, cost=6), trial(7, 6, cost=6)]
-    assert makespan(trials, 2) == 12
-
-
-def test_a_worker_waits_where_nothing_is_ready():
-    """0 (10) alone, then 1, 2, 3 of 4 each on two workers."""
-    trials = [trial(0, cost=10), *(trial(n, 0, cost=4) for n in (1, 2, 3))]
-    assert makespan(trials, 2) == 18
+@pytest.mark.parametrize("case", SIDE_BY_SIDE)
+def test_how_long_trials_take_side_by_side(case):
+    trials, expected = SIDE_BY_SIDE[case]
+    assert {workers: makespan(trials, workers) for workers in expected} == expected
 
 
 def test_a_thousand_seeds_are_planned_at_once():
@@ -55,11 +57,6 @@ def test_a_thousand_seeds_are_planned_at_once():
     work = sum(each.cost for each in trials[1:])
     assert makespan(trials, 1) == trials[0].cost + work
     assert makespan(trials, 20_000) == trials[0].cost + 7
-
-
-def test_trials_without_cost_take_no_time():
-    assert makespan([trial(0, cost=0), trial(1, 0, cost=3), trial(2, 1, cost=0)], 2) == 3
-    assert makespan([], 2) == 0
 
 
 def test_a_scheduler_that_is_not_there_is_said_with_the_remedy(monkeypatch):
@@ -172,7 +169,7 @@ def whole(tmp_path_factory):
 def test_an_executor_of_ones_own_gives_the_same_files(whole, pools, tmp_path, spec, workers):
     spec = spec.format(file=pools)
     outcome, watcher = begin(tmp_path / "run", at=None, workers=workers, executor=spec)
-    assert outcome.summary["status"] == "complete"
+    assert outcome.summary.status == "complete"
     assert (watcher.done, watcher.lines) == (watcher.total, [])
     assert timeless(tmp_path / "run") == timeless(whole)
     assert left(tmp_path / "run") == FILES

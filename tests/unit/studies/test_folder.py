@@ -66,7 +66,6 @@ def test_a_folder_that_is_not_empty_stays_as_it_is(tmp_path: Path):
     with pytest.raises(InputError) as error:
         create(tmp_path, make_header())
     assert_one_line(error, "notes.txt", "--out")
-    assert "--resume" not in str(error.value)
     assert names(tmp_path) == ["notes.txt"]
     write(tmp_path / "run", make_branch(1.0))
     write(tmp_path / "begun")
@@ -301,11 +300,11 @@ def test_a_header_that_is_no_small_file_is_not_read(tmp_path: Path, kind):
     refused(run.folder, "header.json")
 
 
-@pytest.mark.parametrize(("schema", "part"), [(2, "schema 2"), (99, "newer")])
-def test_another_version(tmp_path: Path, schema: int, part: str):
+@pytest.mark.parametrize("schema", [2, 99])
+def test_another_version(tmp_path: Path, schema: int):
     write(tmp_path / "run", header=make_header(study="advise"))
     rewrite_header(tmp_path / "run", lambda header: header.update(schema=schema))
-    refused(tmp_path / "run", part)
+    refused(tmp_path / "run", f"schema {schema}")
 
 
 def paths_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -11,7 +11,7 @@ from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.environment import environment
 from steadygrad.studies.folder import read_run
-from steadygrad.studies.header import accelerator, describe_task
+from steadygrad.studies.header import describe_task
 from steadygrad.studies.trainer import Trainer
 from tests.unit.studies.framework import PLAN, begin, make_trainer, tiny
 from tests.unit.studies.tiny_task import make_task
@@ -25,7 +25,8 @@ def test_a_gpu_is_named_in_the_header(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.version, "hip", None)
     device = torch.device("cuda", 1)
-    assert accelerator(device) == {"gpu": "X100", "gpu_memory_bytes": 2**36, "cuda": "12.8"}
+    gpu = {"gpu": "X100", "gpu_memory_bytes": 2**36, "cuda": "12.8"}
+    assert environment(device) == environment() | gpu
     assert asked == [device]
 
 
@@ -54,28 +55,26 @@ def test_ranks_keep_the_threads_that_their_launcher_gave_them(monkeypatch):
     monkeypatch.setattr(
         "steadygrad.studies.calibration.environment", lambda: {"cores": 8, "memory_bytes": 1 << 40}
     )
-    settings = SimpleNamespace(workers=0, threads=0, budget=1e3)
     context = DistributedContext(Deadline(), size=2)
     monkeypatch.setattr(context, "together", lambda work: work())
     monkeypatch.setattr(context, "wrap", lambda model: model)
     trainer = Trainer(make_task(), seed=0, dtype="float32", context=context)
     monkeypatch.setattr("steadygrad.studies.calibration.GIVEN_THREADS", 8)
     torch.set_num_threads(3)
-    assert calibrate(settings, trainer, 0)[1] == 1
+    assert calibrate(trainer, workers=0, threads=0, budget=1e3)[1] == 1
     assert torch.get_num_threads() == 3
     # Alone, one worker has all cores, and each of two has half of them.
     trainer = make_trainer()
     for workers, threads in ((1, 8), (2, 4)):
-        settings = SimpleNamespace(workers=workers, threads=0, budget=1e3)
-        assert calibrate(settings, trainer, 0)[1] == workers
+        assert calibrate(trainer, workers=workers, threads=0, budget=1e3)[1] == workers
         assert torch.get_num_threads() == threads
     # OMP_NUM_THREADS bounds them, also those of a cluster's workers.
     monkeypatch.setattr("steadygrad.studies.calibration.GIVEN_THREADS", 3)
     for workers, cluster, threads in ((1, 0, 3), (4, 0, 2), (0, 2, 3)):
-        calibrate(SimpleNamespace(workers=workers, threads=0, budget=1e3), trainer, cluster)
+        calibrate(trainer, workers=workers, threads=0, budget=1e3, cluster=cluster)
         assert torch.get_num_threads() == threads
     # Where only the threads are said, so many workers as there are cores for.
-    assert calibrate(SimpleNamespace(workers=0, threads=2, budget=1e3), trainer, 0) == (8.0, 4)
+    assert calibrate(trainer, workers=0, threads=2, budget=1e3) == (8.0, 4)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +96,7 @@ def test_one_thread_is_tried_whatever_the_budget(monkeypatch, budget, speeds, ch
     before = torch.get_num_threads()
     torch.set_num_threads(8)
     try:
-        settings = SimpleNamespace(workers=0, threads=0, budget=budget)
-        speed, workers = calibrate(settings, trainer, 0)
+        speed, workers = calibrate(trainer, workers=0, threads=0, budget=budget)
         # Rounded down by a quarter power of two at most.
         assert chosen[0] / 2**0.25 < speed <= 1.001 * chosen[0]
         assert (workers, torch.get_num_threads()) == chosen[1:]
@@ -122,8 +120,8 @@ def test_a_measured_speed_is_rounded_down_and_a_task_figure_is_kept(
 ):
     monkeypatch.setattr("steadygrad.studies.calibration._measured_speed", lambda trainer: measured)
     trainer = make_trainer(make_task(samples_per_second=figure))
-    settings = SimpleNamespace(workers=1, threads=1, budget=1e3)
-    assert calibrate(settings, trainer, 0) == (pytest.approx(speed), 1)
+    found = calibrate(trainer, workers=1, threads=1, budget=1e3)
+    assert found == (pytest.approx(speed), 1)
 
 
 def test_parameters_are_those_that_train_each_counted_once():

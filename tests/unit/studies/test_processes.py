@@ -55,7 +55,7 @@ def whole(base, tmp_path_factory):
     """Run in this process."""
     folder = copy(base, tmp_path_factory.mktemp("whole") / "run")
     outcome, _ = go_on(folder, workers=1)
-    assert outcome.summary["status"] == "complete"
+    assert outcome.summary.status == "complete"
     assert len(lines(folder)) == 25
     return folder
 
@@ -69,7 +69,7 @@ def test_a_worker_that_is_killed_in_mid_trial(base, whole, tmp_path):
 
     watcher = Watcher(2000, kill)
     outcome = resume(folder, {"workers": 2}, monitor=watcher)
-    assert outcome.summary["status"] == "complete"
+    assert outcome.summary.status == "complete"
     assert len(killed) == 1
     assert [line.split(" (")[0] for line in watcher.lines] == ["workers were lost"]
     assert watcher.done == watcher.total
@@ -104,7 +104,7 @@ def test_a_coordinator_that_is_interrupted_then_killed(base, whole, tmp_path):
         # They look once a second.
         wait_for(lambda: not any(map(alive, workers)), 20)
     outcome, watcher = go_on(folder, workers=1)
-    assert outcome.summary["status"] == "complete"
+    assert outcome.summary.status == "complete"
     assert lines(folder) == lines(whole)
     assert summary(folder) == summary(whole)
     assert watcher.lines == []
@@ -123,7 +123,7 @@ def test_killed_at_random_moments_and_resumed_to_the_same_bytes(base, whole, tmp
             assert process.wait() == -signal.SIGKILL
         assert timeless(folder).items() <= timeless(whole).items()
     outcome, watcher = go_on(folder, workers=workers)
-    assert outcome.summary["status"] == "complete"
+    assert outcome.summary.status == "complete"
     assert watcher.lines == []
     assert timeless(folder) == timeless(whole)
     assert summary(folder) == summary(whole)
@@ -188,7 +188,7 @@ def test_a_dask_cluster_that_loses_a_worker_and_then_its_scheduler(
         watcher = Watcher(1500, one.kill)
         given = {"dask": address.removeprefix("tcp://")}
         outcome = resume(folder, given, monitor=watcher)
-        assert outcome.summary["status"] == "complete"
+        assert outcome.summary.status == "complete"
         assert one.wait() == -signal.SIGKILL
         assert watcher.done == watcher.total
         assert lines(folder) == lines(whole)

@@ -11,7 +11,7 @@ from steadygrad._studies import STUDIES
 from steadygrad.cli.console import drawn, rendered
 from steadygrad.studies.folder import create, read_run
 from steadygrad.studies.page import render
-from steadygrad.studies.run import _summary
+from steadygrad.studies.run import summarize
 from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.study import study_of
 from steadygrad.tasks import load_task
@@ -25,7 +25,7 @@ RECORDS = HERE.parents[2] / "docs" / "records"
 def test_the_recorded_summary_is_computed_anew_number_for_number(study):
     run = read_run(RECORDS / study)
     assert run.unreadable == ()
-    found = _summary(study_of(run.header), run.results, "complete")
+    found = summarize(study_of(run.header), run.results, "complete").to_dict()
     assert {*found} == {*run.summary}
     for name, value in run.summary.items():
         # As text: a NaN is not equal to itself.

@@ -81,7 +81,7 @@ def test_the_whole_run(whole):
 def test_stopped_and_resumed_to_the_same_numbers(base, whole, tmp_path, at):
     folder = copy(base, tmp_path / "run")
     outcome, watcher = part(folder, at)
-    assert outcome.summary["status"] == "budget"
+    assert outcome.summary.status == "budget"
     assert at <= watcher.done < watcher.total
     done = watcher.done
     outcome, watcher = go_on(folder)
@@ -98,7 +98,7 @@ def test_stopped_and_resumed_to_the_same_numbers(base, whole, tmp_path, at):
 def test_a_complete_run_is_not_run_again(whole):
     before = contents(whole)
     outcome, watcher = go_on(whole, budget=5.0)
-    assert outcome.summary["status"] == "complete"
+    assert outcome.summary.status == "complete"
     assert contents(whole) == before
     assert watcher.stages == []
     (line,) = watcher.lines

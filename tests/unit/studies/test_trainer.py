@@ -3,7 +3,6 @@
 import math
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order, main_order
 from steadygrad.studies.run import start
 from steadygrad.studies.study import Workplace
-from steadygrad.studies.work import Worker
+from steadygrad.studies.work import work_on, workplace
 from steadygrad.tasks import TensorSamples
 from tests.unit.studies import tiny_task
 from tests.unit.studies.framework import (
@@ -32,6 +31,7 @@ from tests.unit.studies.framework import (
     make_trainer,
     tiny,
 )
+from tests.unit.studies.results import RUNTIME, changed, make_header
 from tests.unit.studies.tiny_task import make_task, without_dropout
 
 
@@ -156,7 +156,7 @@ def test_memory_that_runs_out_in_a_job_changes_this_job_only(tmp_path):
     sizes = []
 
     class Hungry:
-        header = None
+        header = make_header(runtime=changed(RUNTIME, micro_batch_size=64))
 
         def run(self, job, place):
             sizes.append(place.trainer.micro_batch_size)
@@ -164,15 +164,15 @@ def test_memory_that_runs_out_in_a_job_changes_this_job_only(tmp_path):
             return Point(point=0, samples=4, steps=1, valid_loss=1.0, curve=(), training=())
 
     trainer = make_trainer(tiny_task.out_of_memory(), micro_batch_size=64)
-    worker = Worker(Hungry(), tmp_path, trainer)
+    place = workplace(Hungry(), tmp_path, trainer)
     for samples in (60, 8):
-        worker.run({"samples": samples}, lambda n, what: None)
+        work_on(Hungry(), {"samples": samples}, place)
     assert sizes == [64, 32, 16, 64]
 
 
 def test_memory_that_runs_out_while_the_speed_is_measured_halves_the_micro_batch():
     trainer = make_trainer(tiny_task.little_memory(), micro_batch_size=4)
-    assert calibrate(SimpleNamespace(workers=1, threads=1, budget=1e3), trainer, 0)[0] > 0
+    assert calibrate(trainer, workers=1, threads=1, budget=1e3)[0] > 0
     assert (trainer.micro_batch_size, trainer.steps) == (2, 0)
 
 
@@ -180,8 +180,8 @@ def test_a_study_that_runs_out_of_memory_ends_with_an_answer(tmp_path):
     """Every batch is split, and all numbers but the noise scale's are those of whole batches."""
     tight, _ = begin(tmp_path / "tight", "little_memory", at=None)
     begin(tmp_path / "roomy", "without_dropout", at=None)
-    assert tight.summary["status"] == "complete"
-    assert tight.summary["recommendation"]["batch_size"] in (4, 6, 8, 12, 16)
+    assert tight.summary.status == "complete"
+    assert tight.summary.recommendation.batch_size in (4, 6, 8, 12, 16)
     one, two = (read_run(tmp_path / name) for name in ("tight", "roomy"))
     assert (one.header.runtime.micro_batch_size, two.header.runtime.micro_batch_size) == (2, 16)
     assert [e.steps for e in one.select(Branch)] == [e.steps for e in two.select(Branch)]
@@ -466,4 +466,4 @@ def test_numpy_in_a_task_does_not_change_a_resumed_run(tmp_path):
     random.random()
     go_on(tmp_path / "cut")
     assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
-    assert whole.summary["status"] == "complete"
+    assert whole.summary.status == "complete"

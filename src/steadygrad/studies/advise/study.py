@@ -9,9 +9,7 @@ from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.advise.plan import make_plan, make_trials
 from steadygrad.studies.advise.schema import Header, Plan, Settings, Summary
 from steadygrad.studies.folder import Results
-from steadygrad.studies.schema import Key
 from steadygrad.studies.study import Study
-from steadygrad.studies.text import plural
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Trial
 from steadygrad.tasks import Task
@@ -56,18 +54,6 @@ class Advise(Study):
         task, chooser = self.header.task, Chooser(self.header)
         decays, noise = task.lr_decay != "none", not task.dependent
         return make_trials(self.plan, task.valid_size, chooser, decays=decays, noise=noise)
-
-    def milestones(self) -> Mapping[str, Key]:
-        """Each point of training, and the check by whole runs."""
-        trials, samples = self.trials(), plural(self.header.task.sample)
-        found = {
-            f"{self.plan.points[int(trial.key[1])]:,} {samples}": trial.key
-            for trial in trials
-            if trial.key[0] in ("point", "noise", "branch", "middle")
-        }
-        if self.plan.candidates:
-            found["the check by whole runs"] = trials[-1].key
-        return found
 
     def summarize(self, results: Results, status: str) -> Summary:
         """The recommendation and its evidence."""

@@ -10,7 +10,7 @@ from steadygrad.studies.compare.plan import make_plan, make_trials
 from steadygrad.studies.compare.schema import Header, Plan, Settings, Summary
 from steadygrad.studies.compare.trials import slowdown
 from steadygrad.studies.folder import Results
-from steadygrad.studies.schema import Key, Result
+from steadygrad.studies.schema import Result
 from steadygrad.studies.study import Study, Workplace
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Job, Trial
@@ -59,16 +59,6 @@ class Compare(Study):
         task = place.trainer.task
         self._entries = self._entries or entries_of(self.header.settings, task, self.files)
         return super().run({**job, "entries": self._entries}, place)
-
-    def milestones(self) -> Mapping[str, Key]:
-        """The ends of the search and of the verdicts, at the task's batch size and at all."""
-        keys = [trial.key for trial in self.trials()]
-        first = [key for key in keys if key[1:2] == (1,)]
-        found = {
-            "the learning rates": [key for key in first if key[0] in ("search", "point")][-1],
-            "the verdicts": [key for key in first if key[0] == "verdict"][-1],
-        }
-        return {**found, "larger batches": keys[-1]} if len(self.plan.multiples) > 1 else found
 
     def summarize(self, results: Results, status: str) -> Summary:
         """The verdicts and their evidence."""

@@ -1,7 +1,7 @@
 """The study behind ``steadygrad inspect``."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from steadygrad.scale.choose import parts_of
 from steadygrad.studies.folder import Results
@@ -9,10 +9,9 @@ from steadygrad.studies.inspect import schema
 from steadygrad.studies.inspect.findings import summarize
 from steadygrad.studies.inspect.plan import make_plan, make_trials
 from steadygrad.studies.inspect.scalers import given_scales
-from steadygrad.studies.inspect.schema import AFTER, BEFORE, STEPS, TITLES, Plan
-from steadygrad.studies.schema import Key
+from steadygrad.studies.inspect.schema import STEPS, Plan
 from steadygrad.studies.study import Study
-from steadygrad.studies.trainer import Scaling, Trainer
+from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Trial
 
 __all__ = ["STUDY", "Inspect"]
@@ -22,19 +21,13 @@ class Inspect(Study):
     """Study of float16 gradients: layers that underflow or overflow, and scales that prevent it."""
 
     name = "inspect"
-    # A forward pass that overflows is a finding.
-    finite = False
+    # One loss scale to begin with. A forward pass that overflows is a finding.
+    training: ClassVar[Mapping[str, Any]] = {
+        "dtype": "float16",
+        "finite": False,
+        "scaling": given_scales,
+    }
     header: schema.Header
-
-    @classmethod
-    def dtype(cls, settings: schema.Settings) -> str:
-        """The studied type is float16."""
-        return "float16"
-
-    @classmethod
-    def scaling(cls) -> Scaling:
-        """One loss scale, with which the study begins."""
-        return given_scales
 
     @classmethod
     def make_plan(cls, settings: Any, trainer: Trainer, *, speed: float, workers: int) -> Plan:
@@ -47,10 +40,6 @@ class Inspect(Study):
         """The parts of each phase, and an evaluation after the first phase and the last."""
         accumulation = self.header.settings.accumulation
         return make_trials(self.plan, self.header.task.valid_size, accumulation=accumulation)
-
-    def milestones(self) -> Mapping[str, Key]:
-        """The evaluations with one loss scale and with the proposed scales."""
-        return {TITLES[phase]: ("phase", phase) for phase in (BEFORE, AFTER)}
 
     def summarize(self, results: Results, status: str) -> schema.Summary:
         """The diagnosis and the proposal; none before two phases can be compared."""

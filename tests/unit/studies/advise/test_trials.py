@@ -131,8 +131,8 @@ def test_a_run_that_diverges_has_one_loss(tmp_path):
 def test_weights_that_never_move_give_no_advice(tmp_path):
     """The optimizer ignores its learning rate: all losses are equal, and none falls."""
     found, _ = begin(tmp_path / "run", "still", at=None)
-    assert found.summary["recommendation"]["batch_size"] is None
-    assert found.summary["going_on"] is None
-    assert [point["critical"]["fall"] for point in found.summary["points"]] == [0.0, 0.0]
-    assert found.summary["recommendation"]["why"] == "flat"
-    assert "validation loss of batch 4 does not fall" in found.summary["answer"]
+    assert found.summary.recommendation.batch_size is None
+    assert found.summary.going_on is None
+    assert [point.critical.fall for point in found.summary.points] == [0.0, 0.0]
+    assert found.summary.recommendation.why == "flat"
+    assert "validation loss of batch 4 does not fall" in found.summary.answer

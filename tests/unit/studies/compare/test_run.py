@@ -41,7 +41,7 @@ def whole(tmp_path_factory):
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("compare") / "run"
     outcome, watcher = begin(folder, at=-1, optimizers="lans,sgd")
-    assert outcome.summary["status"] == "complete"
+    assert outcome.summary.status == "complete"
     assert watcher.done == watcher.total
     return folder
 
@@ -60,25 +60,20 @@ def test_what_the_study_says_of_itself():
     assert Compare.largest_batch(study.plan, tiny_task.make_task()) == 16 * 4
     assert study.too_little({"verdicts": [{}]}) is None
     assert study.too_little({"verdicts": []}).startswith("The budget was over before two seeds")
-    keys = [trial.key for trial in study.trials()]
-    marks = study.milestones()
-    later = keys[keys.index(marks["the verdicts"]) + 1 :]
-    assert not [key for key in later if key[:2] == ("verdict", 1)]
-    assert marks["larger batches"] == keys[-1]
 
 
 @pytest.mark.slow
 def test_every_optimizer_and_two_of_the_users_own(tmp_path):
     names = (*ALL, "task", "adamax", "grouped")
     plan = planned(optimizers=names, multiples=(1, 4), points=2, horizons=(128, 256, 512))
-    outcome, watcher = begin(
+    outcome, _ = begin(
         tmp_path / "run",
         at=-1,
         plan=plan,
         optimizers=",".join((*ALL, "task")),
         add=f"{ADDED}:adamax,{ADDED}:grouped",
     )
-    found = outcome.summary
+    found = outcome.summary.to_dict()
     assert found["status"] == "complete"
     assert list(found["optimizers"].values())[-3:] == ["AdamW of the task", "adamax", "grouped"]
     assert len(found["verdicts"]) == 8 * 2 * 2
@@ -95,7 +90,6 @@ def test_every_optimizer_and_two_of_the_users_own(tmp_path):
     assert held["adamw"] == pytest.approx(8, rel=0.05)
     assert held["sgd"] == pytest.approx(4)
     assert 4 < held["muon"] < 8
-    assert watcher.points["larger batches"] == watcher.total
     # AdamW of the task has the same default rate and decay: the same trainings, to the bit.
     own = {(r.optimizer, *r.key[2:]): r.loss for r in read_run(tmp_path / "run").select(Run)}
     pairs = [(own.get(("adamw", *k[1:])), loss) for k, loss in own.items() if k[0] == "task"]
@@ -239,15 +233,15 @@ def test_the_time_of_a_step_leaves_the_weights(monkeypatch):
 def test_other_types(tmp_path, dtype):
     plan = planned(seeds=2, optimizers=("adamw", "muon"))
     outcome, _ = begin(tmp_path / "run", at=-1, plan=plan, dtype=dtype, optimizers="muon")
-    assert outcome.summary["status"] == "complete"
-    assert len(outcome.summary["verdicts"]) == 2
-    assert outcome.summary["diverged"] == 0
+    assert outcome.summary.status == "complete"
+    assert len(outcome.summary.verdicts) == 2
+    assert outcome.summary.diverged == 0
 
 
 def test_a_task_with_an_evaluation_of_its_own(tmp_path):
     plan = planned(seeds=2, optimizers=("adamw", "lans"), full=False)
     outcome, watcher = begin(tmp_path / "run", "evaluated", at=-1, plan=plan, optimizers="lans")
-    assert outcome.summary["status"] == "complete"
+    assert outcome.summary.status == "complete"
     assert watcher.done == watcher.total
 
 
@@ -256,7 +250,7 @@ def test_a_diverging_optimizer_ends_in_a_verdict(tmp_path):
     outcome, watcher = begin(
         tmp_path / "run", at=-1, plan=plan, optimizers="adamw", add=f"{ADDED}:wild"
     )
-    found = outcome.summary
+    found = outcome.summary.to_dict()
     assert [row["verdict"] for row in found["verdicts"]] == ["worse", "worse"]
     assert found["diverged"] == found["diverged_by"]["wild"] > 0
     assert [row["lost"] for row in found["verdicts"]] == [3, 3]
@@ -271,7 +265,7 @@ def test_stopped_at_three_moments_and_resumed(whole, tmp_path):
     assert 3 < began < recorded(whole)
     for at in (3000, 5000):
         outcome, watcher = part(folder, at)
-        assert outcome.summary["status"] == "budget"
+        assert outcome.summary.status == "budget"
         # Work of the record counts before the clock starts: the time left is that of the rest.
         assert 0 < watcher.before < watcher.done < at + 200
         assert recorded(folder) > began
@@ -324,7 +318,7 @@ def test_killed_while_two_workers_train_then_serial(tmp_path):
 
 def test_a_plan_of_its_own_for_a_real_budget(tmp_path, monkeypatch):
     # A slow machine by its own account, so that the budget is no limit to the test.
-    monkeypatch.setattr("steadygrad.studies.run.calibrate", lambda *arguments: (20.0, 1))
+    monkeypatch.setattr("steadygrad.studies.run.calibrate", lambda *_, **options: (20.0, 1))
     monkeypatch.setattr("steadygrad.studies.compare.study.slowdown", lambda *arguments: 1.0)
     chosen = {"device": "cpu", "threads": 1, "workers": 1, "optimizers": "sgd"}
     with pytest.raises(InputError, match=r"The budget is too small .* --budget \d+s or more"):
@@ -337,7 +331,7 @@ def test_a_plan_of_its_own_for_a_real_budget(tmp_path, monkeypatch):
     assert not (tmp_path / "small").exists()
     settings = Settings(task=tiny(), budget=500.0, **chosen)
     outcome = start("compare", settings, tmp_path / "run", monitor=Watcher())
-    assert outcome.summary["status"] == "complete"
+    assert outcome.summary.status == "complete"
     run = read_run(tmp_path / "run")
     assert run.header.plan.horizons[2] >= 160
     assert {row["samples"] for row in run.summary["verdicts"]} == set(run.header.plan.horizons[1:])

@@ -24,7 +24,7 @@ def checkpoints(folder):
 def test_stopped_and_resumed_to_the_same_numbers(whole, tmp_path, share):
     complete, monitor = whole
     folder, at = tmp_path / "run", int(share * monitor.total)
-    assert look(folder, spec("healthy"), at=at).summary["status"] == "budget"
+    assert look(folder, spec("healthy"), at=at).summary.status == "budget"
     assert dumps(go_on(folder)[0].summary) == dumps(complete.summary)
     assert lines(folder) == lines(complete.folder)
     assert not (folder / "checkpoints").exists()

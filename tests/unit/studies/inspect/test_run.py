@@ -17,7 +17,7 @@ from tests.unit.studies.inspect.runs import look, parts_of, spec
 
 
 def test_nothing_is_at_fault_in_the_language_model(tmp_path):
-    summary = look(tmp_path / "run", spec("small_char_lm")).summary
+    summary = look(tmp_path / "run", spec("small_char_lm")).summary.to_dict()
     assert not any(summary["diagnosis"].values())
     assert summary["proposal"]["layer_scales"] == {}
     assert summary["answer"].startswith(
@@ -31,7 +31,9 @@ def test_nothing_is_at_fault_in_the_language_model(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated")
 def test_a_compiled_model_is_counted_like_another(tmp_path):
-    plain, compiled = (look(tmp_path / name, spec(name)).summary for name in ("plain", "compiled"))
+    plain, compiled = (
+        look(tmp_path / name, spec(name)).summary.to_dict() for name in ("plain", "compiled")
+    )
     assert compiled["phases"] == plain["phases"]
     assert compiled["diagnosis"] == plain["diagnosis"]
 
@@ -43,22 +45,22 @@ def test_an_overflow_is_attributed_to_its_layer(factory, tmp_path):
     # With one scale of 2**16 others may overflow at first, as they should.
     after = [event.overflows for event in parts if event.phase == "after"]
     assert {name for overflows in after for name in overflows} == {"blocks.1"}
-    phases = outcome.summary["phases"]
-    broken = outcome.summary["diagnosis"]["nonfinite_at_any_scale"]
+    phases = outcome.summary.to_dict()["phases"]
+    broken = outcome.summary.to_dict()["diagnosis"]["nonfinite_at_any_scale"]
     assert list(broken) == ["blocks.1"]
     assert broken["blocks.1"] == phases["after"]["skipped"] > 0
     # It does not move the one scale, which comes down for the others' overflows only.
     before = [event for event in parts if event.phase == "before"]
     assert sum(event.at_any_scale.get("blocks.1", 0) for event in before) == broken["blocks.1"]
     assert 2.0**13 <= phases["before"]["loss_scale"] < 2.0**16
-    assert phases["after"]["loss_scale"] == outcome.summary["proposal"]["loss_scale"]
-    assert outcome.summary["answer"].startswith("Gradients are not finite at any scale in blocks.1")
+    assert phases["after"]["loss_scale"] == outcome.summary.to_dict()["proposal"]["loss_scale"]
+    assert outcome.summary.answer.startswith("Gradients are not finite at any scale in blocks.1")
 
 
 def test_a_healthy_network_has_no_culprit(whole):
     outcome, monitor = whole
-    assert outcome.summary["status"] == "complete"
-    assert not outcome.summary["diagnosis"]["fault"]
+    assert outcome.summary.status == "complete"
+    assert not outcome.summary.to_dict()["diagnosis"]["fault"]
     assert monitor.total == monitor.done == 48 * 4 + 2 * math.ceil(64 / 3)
 
 
@@ -90,16 +92,16 @@ def test_a_hundred_steps(factory, tmp_path):
     """A layer that is infinite in every step; and one loss that is soon zero for most samples."""
     outcome = look(tmp_path / "run", spec(factory), steps=100)
     broken = {"blocks.1": 100} if factory == "always" else {}
-    assert outcome.summary["diagnosis"]["nonfinite_at_any_scale"] == broken
-    assert outcome.summary["diagnosis"]["underflowing"] == {}
-    assert outcome.summary["phases"]["before"]["loss_scale"] >= 2.0**13
-    zero = outcome.summary["layers"][0]["before"]["activations"]["zero"]
+    assert outcome.summary.to_dict()["diagnosis"]["nonfinite_at_any_scale"] == broken
+    assert outcome.summary.to_dict()["diagnosis"]["underflowing"] == {}
+    assert outcome.summary.to_dict()["phases"]["before"]["loss_scale"] >= 2.0**13
+    zero = outcome.summary.to_dict()["layers"][0]["before"]["activations"]["zero"]
     assert (zero > 0.5) == (factory == "hinge")
 
 
 def test_who_overflows_because_it_is_large_is_not_broken(tmp_path):
     """Of the samples one in 100 has a gradient some thousand times larger."""
-    summary = look(tmp_path / "run", spec("spiky"), steps=96).summary
+    summary = look(tmp_path / "run", spec("spiky"), steps=96).summary.to_dict()
     assert not summary["diagnosis"]["fault"]
     skipped = summary["phases"]["after"]["skipped"]
     assert summary["diagnosis"]["overflowed_after"] == {"": skipped}
@@ -109,7 +111,7 @@ def test_who_overflows_because_it_is_large_is_not_broken(tmp_path):
 
 def test_a_scale_for_sparse_gradients(tmp_path):
     """Among zeros by construction the loss of all that is there is a small share."""
-    summary = look(tmp_path / "run", spec("padded"), steps=24).summary
+    summary = look(tmp_path / "run", spec("padded"), steps=24).summary.to_dict()
     assert summary["diagnosis"]["underflowing"]["table"] > 0.9
     rows = {row["name"]: row["before"]["activations"]["zero"] for row in summary["layers"]}
     assert rows["table"] > 0.97
@@ -140,7 +142,7 @@ def test_what_each_trial_needs_and_is_told(whole):
     journal, study = Results(known[::-1]), Inspect(run.header)
     proposal = propose(by_phase(journal))
     tried = {"loss_scale": proposal.loss_scale, "layer_scales": proposal.layer_scales}
-    assert tried == {name: outcome.summary["proposal"][name] for name in tried}
+    assert tried == {name: outcome.summary.to_dict()["proposal"][name] for name in tried}
     for trial in study.trials():
         job = trial.job(journal)
         scales = {} if trial.key[1] != "after" else tried
@@ -165,7 +167,7 @@ def test_a_budget_that_is_over_too_early(whole, tmp_path):
         folder = tmp_path / str(share)
         outcome = look(folder, spec("healthy"), at=math.ceil(share * monitor.total))
         said[share] = outcome.too_little
-        assert (outcome.summary["proposal"] is None) == (share < 0.7)
+        assert (outcome.summary.proposal is None) == (share < 0.7)
     first, none = "The budget was over before scales were found", "nothing is said of the layers"
     early = ", nor was an eighth of the first training done"
     assert said[0.01] == f"{first}{early}: {none}"
@@ -212,4 +214,4 @@ def test_the_largest_exponent_does_not_depend_on_the_scale(whole):
 
 def test_a_model_without_parts_is_one_layer(tmp_path):
     outcome = look(tmp_path / "run", tiny("diverging_branches"))
-    assert [row["name"] for row in outcome.summary["layers"]] == [""]
+    assert [row["name"] for row in outcome.summary.to_dict()["layers"]] == [""]
