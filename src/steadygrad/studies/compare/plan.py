@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import msgspec
 
 from steadygrad._checks import InputError
-from steadygrad.studies.compare.schema import KNOWN, Plan, Settings
+from steadygrad.studies.compare.schema import KNOWN, Plan, Settings, Traits
 from steadygrad.studies.compare.search import LADDER, NEAR, WIDENINGS, Search
 from steadygrad.studies.folder import Results
 from steadygrad.studies.schema import Key
@@ -41,6 +42,7 @@ def make_plan(
     speed: float,
     workers: int,
     trials_of: Callable[[Plan], Sequence[Trial]],
+    traits: Mapping[str, Traits] = MappingProxyType({}),
 ) -> Plan:
     """Chooses the longest runs that fit a budget, with as many seeds as their length is worth.
 
@@ -55,6 +57,7 @@ def make_plan(
         speed: Samples a second of one trial.
         workers: Trials at a time.
         trials_of: The trials of a plan.
+        traits: By optimizer.
 
     Raises:
         InputError: If batch sizes or length cannot be used, or the budget gives no answer.
@@ -84,6 +87,7 @@ def make_plan(
             samples_per_second=speed,
             work=1,
             span=1,
+            traits=dict(traits),
         )
         trials = trials_of(plan)
         work = sum(trial.cost for trial in trials)

@@ -2,7 +2,7 @@
 
 Every optimizer gets the same trials: complete short schedules on a ladder of learning rates, runs
 twice as long at the best and its two neighbours, and so on. Where the best rate of one optimizer is
-at the end of its ladder, the ladders of all grow.
+at the end of its ladder, the ladders of all grow. One that sets its own rate has no ladder.
 """
 
 import math
@@ -38,6 +38,8 @@ class Search:
         self.plan, self.results, self.multiple = plan, results, multiple
         # Rung of the verdict on the longest horizon.
         self.last = 2 if plan.full else 1
+        # Those of optimizers that set their own rate.
+        self._fixed = {name: [0] for name, traits in plan.traits.items() if traits.own_rate}
         self._ladders: dict[tuple[int, int], Ladders] = {}
 
     def loss(
@@ -64,7 +66,10 @@ class Search:
         if not rounds:
             names, offsets = self.plan.optimizers, NEAR if rung else LADDER
             middles = {n: self.best(n, rung - 1) if rung else center(self.multiple) for n in names}
-            return {name: [best + offset for offset in offsets] for name, best in middles.items()}
+            ladders = {
+                name: [best + offset for offset in offsets] for name, best in middles.items()
+            }
+            return ladders | self._fixed
         found = self.ladders(rung, rounds - 1)
         sides = {name: self._edge(name, rung, steps) for name, steps in found.items()}
         if not any(sides.values()):
@@ -73,10 +78,11 @@ class Search:
             # Those whose best rate is inside grow at the end with the lower loss.
             low, high = (self._known(name, rung, step) for step in (steps[0], steps[-1]))
             sides[name] = sides[name] or (-1 if low <= high else 1)
-        return {
+        grown = {
             name: [steps[0] - 1, *steps] if sides[name] < 0 else [*steps, steps[-1] + 1]
             for name, steps in found.items()
         }
+        return grown | self._fixed
 
     def tried(self, optimizer: str, rung: int) -> dict[int, float]:
         """Recorded losses, by step."""
@@ -132,5 +138,7 @@ class Search:
 
     def _edge(self, optimizer: str, rung: int, steps: Sequence[int]) -> int:
         """Side of the ladder on which the best step has no neighbour: -1, 1, or 0 for none."""
+        if optimizer in self._fixed:
+            return 0
         best = self.best(optimizer, rung, steps)
         return -1 if best == steps[0] else int(best == steps[-1])

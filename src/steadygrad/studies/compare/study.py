@@ -1,14 +1,15 @@
 """The study behind ``steadygrad compare``."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from steadygrad.studies.compare.findings import summarize
 from steadygrad.studies.compare.optimizers import Entry, entries_of
 from steadygrad.studies.compare.plan import make_plan, make_trials
-from steadygrad.studies.compare.schema import Header, Plan, Settings, Summary
-from steadygrad.studies.compare.trials import slowdown
+from steadygrad.studies.compare.schema import KNOWN, OWN, Header, Plan, Settings, Summary, Traits
+from steadygrad.studies.compare.trials import slowdown, tried
 from steadygrad.studies.folder import Results
 from steadygrad.studies.schema import Key, Result
 from steadygrad.studies.study import Study, Workplace
@@ -32,6 +33,7 @@ class Compare(Study):
         """The longest runs that fit the budget, once all optimizers have taken steps."""
         task = trainer.task
         entries = trainer.context.together(lambda: entries_of(settings, task))
+        entries = {name: tried(trainer, name, entry) for name, entry in entries.items()}
         # A task's own evaluation is done whole on every rank.
         valid = len(task.valid) * (trainer.context.size if task.evaluate else 1)
         return make_plan(
@@ -43,6 +45,7 @@ class Compare(Study):
             speed=speed / slowdown(trainer, entries),
             workers=workers,
             trials_of=lambda plan: make_trials(plan, valid),
+            traits={n: entry.traits for n, entry in entries.items() if n not in (*KNOWN, OWN)},
         )
 
     @classmethod
@@ -57,7 +60,11 @@ class Compare(Study):
     def run(self, job: Job, place: Workplace) -> Result:
         """Runs one trial, which is given the optimizers by name."""
         task = place.trainer.task
-        self._entries = self._entries or entries_of(self.header.settings, task, self.files)
+        if not self._entries:
+            found, traits = entries_of(self.header.settings, task, self.files), self.plan.traits
+            self._entries = {
+                n: replace(e, traits=traits.get(n, Traits())) for n, e in found.items()
+            }
         return super().run({**job, "entries": self._entries}, place)
 
     def milestones(self) -> Mapping[str, Key]:
