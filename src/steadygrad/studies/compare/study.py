@@ -5,6 +5,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from steadygrad.studies.compare.findings import summarize
 from steadygrad.studies.compare.optimizers import Entry, entries_of
 from steadygrad.studies.compare.plan import make_plan, make_trials
@@ -34,9 +36,7 @@ class Compare(Study):
         task = trainer.task
         entries = trainer.context.together(lambda: entries_of(settings, task))
         entries = {name: tried(trainer, name, entry) for name, entry in entries.items()}
-        # A task's own evaluation is done whole on every rank.
-        valid = len(task.valid) * (trainer.context.size if task.evaluate else 1)
-        return make_plan(
+        plan = make_plan(
             settings,
             tuple(entries),
             batch_size=task.batch_size,
@@ -44,9 +44,11 @@ class Compare(Study):
             # All have as many trials, so that the mean time of their steps counts.
             speed=speed / slowdown(trainer, entries),
             workers=workers,
-            trials_of=lambda plan: make_trials(plan, valid),
-            traits={n: entry.traits for n, entry in entries.items() if n not in (*KNOWN, OWN)},
+            # A task's own evaluation is done whole on every rank.
+            valid_size=len(task.valid) * (trainer.context.size if task.evaluate else 1),
         )
+        traits = {n: entry.traits for n, entry in entries.items() if n not in (*KNOWN, OWN)}
+        return msgspec.structs.replace(plan, traits=traits)
 
     @classmethod
     def largest_batch(cls, plan: Plan, task: Task) -> int:

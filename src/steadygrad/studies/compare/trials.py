@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from steadygrad._checks import InputError
 from steadygrad.studies.compare.libraries import is_library, traits_of
@@ -130,7 +131,7 @@ def tried(trainer: Trainer, name: str, entry: Entry) -> Entry:
     if not is_library(name):
         raise errors[0]
     raise InputError(
-        f"Expected an optimizer whose step needs gradients alone. Found {name}: "
+        f"Expected an optimizer that takes steps on gradients alone. Found {name}: "
         f"{reason(errors[0].__cause__ or errors[0])}. Remedy: --optimizers without it, or --add "
         "with a function of your own."
     ) from errors[0]
@@ -188,6 +189,6 @@ def _clock(trainer: Trainer) -> float:
 
 def _state_bytes(optimizer: Optimizer) -> int:
     """Bytes of an optimizer's state; a tensor that parameters share counts once."""
-    values: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
+    values: list[Any] = tree_leaves(list(optimizer.state.values()))
     tensors = {id(value): value for value in values if isinstance(value, torch.Tensor)}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

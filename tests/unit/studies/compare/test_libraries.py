@@ -74,7 +74,7 @@ def test_a_step_shows_what_an_optimizer_is(name, traits):
 def test_what_cannot_be_compared_is_refused_by_name(name, found):
     with pytest.raises(InputError, match=found) as error:
         attempt(name)
-    assert str(error.value).startswith(("--optimizers should", "Expected an optimizer whose step"))
+    assert str(error.value).startswith(("--optimizers should", "Expected an optimizer that takes"))
     assert "Remedy: " in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -47,7 +47,7 @@ def test_a_state_that_parameters_share_counts_once():
     params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     optimizer = torch.optim.SGD(params, lr=1.0)
     optimizer.state[params[0]] = {"shared": shared, "own": own, "steps": 3}
-    optimizer.state[params[1]] = {"shared": shared}
+    optimizer.state[params[1]] = {0: {"shared": shared}}
     assert _state_bytes(optimizer) == 4 * 10 + 8 * 3
 
 
