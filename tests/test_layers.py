@@ -70,7 +70,7 @@ CEILINGS = {
     "integrations": 1366,
     "studies": 3821,
     "studies/advise": 2444,
-    "studies/compare": 2229,
+    "studies/compare": 2211,
     "studies/inspect": 1517,
     "tasks": 2142,
     "noise": 3327,

@@ -25,12 +25,9 @@ __all__ = ["find", "summarize"]
 
 
 def summarize(header: Header, results: Results, status: str) -> Summary:
-    """The summary of a study: numbers, findings and words.
+    """The summary: numbers, findings and words.
 
-    Args:
-        header: The run's header.
-        results: The run's results.
-        status: ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
+    The status is ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
     """
     evidence, plan, task = Evidence(header, results), header.plan, header.task
     runs = results.select(Run)

@@ -21,11 +21,11 @@ __all__ = ["find", "is_library", "traits_of"]
 HOMES = {"torch": "torch.optim", "timm": "timm.optim"}
 
 
-def find(spec: str) -> tuple[Callable[..., Optimizer], float | None]:
+def find(spec: str, other: float) -> tuple[Callable[..., Optimizer], float]:
     """The maker ``(parameters, lr=...) -> optimizer`` of a name, and its default learning rate.
 
-    It is a class, or in timm what its factory makes of a name. The rate is None where the
-    optimizer has none of its own.
+    It is a class, or in timm what its factory makes of a name. Where it has no rate of its own,
+    the rate is the ``other``.
 
     Raises:
         InputError: If it is not there, or cannot be made of parameters.
@@ -42,7 +42,7 @@ def find(spec: str) -> tuple[Callable[..., Optimizer], float | None]:
         if not found:
             remedy = "another one, or a function of your own by --add"
             lr = kind([torch.nn.Parameter(torch.zeros(2, 2))]).param_groups[0].get("lr")
-            return kind, float(lr) if isinstance(lr, (int, float)) and lr > 0 else None
+            return kind, float(lr) if isinstance(lr, (int, float)) and lr > 0 else other
     # Whatever the library raises, at import or of its own checks.
     except Exception as error:
         found = reason(error)

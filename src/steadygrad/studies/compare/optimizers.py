@@ -151,10 +151,7 @@ def entries_of(
 ) -> dict[str, Entry]:
     """The optimizers that a study compares, AdamW first, by name.
 
-    Args:
-        settings: The study's settings.
-        task: The task.
-        files: Places of the functions of ``--add``. Default: as they are named.
+    The functions of ``--add`` are at ``files``. Default: as they are named.
 
     Raises:
         InputError: If there is no such optimizer, or one is named twice.
@@ -172,7 +169,11 @@ def entries_of(
                 f"library:name. Found {name!r}{' twice' if name in found else ''}. Remedy: such "
                 "as scaledadam,timm:adan; --add takes one of your own."
             )
-        found[name] = known[name] if name in known else _of_library(name, task.lr)
+        if name in known:
+            found[name] = known[name]
+        else:
+            kind, lr = find(name, task.lr)
+            found[name] = Entry(lr, partial(_library, kind, lr))
     for spec in filter(None, map(str.strip, settings.add.split(","))):
         name = spec.rpartition(":")[2]
         if name in {**known, **found}:
@@ -186,12 +187,6 @@ def entries_of(
             "Expected an optimizer to compare with AdamW. Found none. Remedy: --optimizers lans."
         )
     return found
-
-
-def _of_library(name: str, task_lr: float) -> Entry:
-    kind, lr = find(name)
-    lr = lr or task_lr
-    return Entry(lr, partial(_library, kind, lr))
 
 
 def _added(spec: str) -> Callable[..., Optimizer]:
@@ -212,5 +207,5 @@ def made(name: str, entry: Entry, model: nn.Module) -> Optimizer:
     Raises:
         InputError: If it is not made anew, changes the model, or its rate cannot be set.
     """
-    make = partial(entry.ready, model)
-    return make_optimizer(make, model, entry.lr, f"The optimizer {name}", varied=True)
+    what = f"The optimizer {name}"
+    return make_optimizer(partial(entry.ready, model), model, entry.lr, what, varied=True)

@@ -41,16 +41,8 @@ def make_plan(
     """Chooses the longest runs that fit a budget, with as many seeds as their length is worth.
 
     Where the settings say how long the runs are, it chooses as many seeds as fit, unless they say
-    those too.
-
-    Args:
-        settings: The study's settings.
-        optimizers: Names of the optimizers.
-        batch_size: The task's batch size.
-        train_size: Training samples; no batch is larger.
-        speed: Samples a second of one trial.
-        workers: Trials at a time.
-        valid_size: Samples of an evaluation.
+    those too. One of ``workers`` trials at a time has ``speed`` samples a second; an evaluation has
+    ``valid_size`` samples, and no batch more than ``train_size``.
 
     Raises:
         InputError: If batch sizes or length cannot be used, or the budget gives no answer.

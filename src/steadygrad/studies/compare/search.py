@@ -42,18 +42,20 @@ class Search:
         self._fixed = {name: [0] for name, traits in plan.traits.items() if traits.own_rate}
         self._ladders: dict[tuple[int, int], Ladders] = {}
 
-    def loss(
-        self, optimizer: str, rung: int, step: float, point: int | None = None
-    ) -> float | None:
-        """Loss of the search's seed; infinite where it diverged, None where it is not recorded.
+    def _run(self, optimizer: str, rung: int, step: int, point: int | None = None) -> Run | None:
+        """The training with the search's seed. Default: at the point that the rung is searched at.
 
-        The default point of the other knobs is the one that the rung is searched at.
+        None where it is not recorded.
         """
         if point is None:
             point = self.point(optimizer) if rung == 2 else 0
         samples = self.plan.horizons[rung]
-        run = self.results.get(Run, optimizer, self.multiple, samples, point, step, 0)
-        return None if run is None else run.end
+        return self.results.get(Run, optimizer, self.multiple, samples, point, step, 0)
+
+    def _loss(self, optimizer: str, rung: int, step: int, point: int | None = None) -> float:
+        """Its loss; infinite where it diverged or is not recorded."""
+        run = self._run(optimizer, rung, step, point)
+        return run.end if run else math.inf
 
     def ladders(self, rung: int, rounds: int | None = None) -> Ladders:
         """Steps that each optimizer tries in a rung, after some rounds of widening."""
@@ -76,7 +78,7 @@ class Search:
             return found
         for name, steps in found.items():
             # Those whose best rate is inside grow at the end with the lower loss.
-            low, high = (self._known(name, rung, step) for step in (steps[0], steps[-1]))
+            low, high = (self._loss(name, rung, step) for step in (steps[0], steps[-1]))
             sides[name] = sides[name] or (-1 if low <= high else 1)
         grown = {
             name: [steps[0] - 1, *steps] if sides[name] < 0 else [*steps, steps[-1] + 1]
@@ -86,8 +88,8 @@ class Search:
 
     def tried(self, optimizer: str, rung: int) -> dict[int, float]:
         """Recorded losses, by step."""
-        losses = {step: self.loss(optimizer, rung, step) for step in self.ladders(rung)[optimizer]}
-        return {step: loss for step, loss in losses.items() if loss is not None}
+        steps = self.ladders(rung)[optimizer]
+        return {step: run.end for step in steps if (run := self._run(optimizer, rung, step))}
 
     def is_done(self, optimizer: str, rung: int) -> bool:
         """Whether everything up to a rung is recorded."""
@@ -97,7 +99,7 @@ class Search:
     def best(self, optimizer: str, rung: int, steps: Sequence[int] = ()) -> int:
         """The step with the lowest loss; the lower one of equals. Default: of the whole ladder."""
         steps = steps or self.ladders(rung)[optimizer]
-        return min(steps, key=lambda step: (self._known(optimizer, rung, step), step))
+        return min(steps, key=lambda step: (self._loss(optimizer, rung, step), step))
 
     def is_interior(self, optimizer: str, rung: int) -> bool:
         """Whether the best step has worse neighbours on both sides."""
@@ -106,7 +108,7 @@ class Search:
     def point(self, optimizer: str) -> int:
         """The best point of the other knobs."""
         step, points = self.best(optimizer, 1), range(self.plan.points)
-        return min(points, key=lambda point: (self._known(optimizer, 1, step, point), point))
+        return min(points, key=lambda point: (self._loss(optimizer, 1, step, point), point))
 
     def tuned(self, optimizer: str, rung: int) -> tuple[int, float]:
         """Point of the other knobs, and step of the learning rate, of the verdict at a rung.
@@ -130,11 +132,7 @@ class Search:
 
     def _near(self, optimizer: str, rung: int) -> list[float]:
         best = self.best(optimizer, rung)
-        return [self._known(optimizer, rung, best + offset) for offset in NEAR]
-
-    def _known(self, optimizer: str, rung: int, step: int, point: int | None = None) -> float:
-        loss = self.loss(optimizer, rung, step, point)
-        return math.inf if loss is None else loss
+        return [self._loss(optimizer, rung, best + offset) for offset in NEAR]
 
     def _edge(self, optimizer: str, rung: int, steps: Sequence[int]) -> int:
         """Side of the ladder on which the best step has no neighbour: -1, 1, or 0 for none."""
