@@ -93,7 +93,8 @@ def drawn(table: Mapping[str, Any]) -> Any:
 
     found = Table(title=table["title"])
     for number, name in enumerate(table["columns"]):
-        found.add_column(name, justify="left" if number < table["text_columns"] else "right")
+        side: Any = "left" if number < table["text_columns"] else "right"
+        found.add_column(name, justify=side, overflow="fold")
     for row in table["rows"]:
         found.add_row(*row)
     return found

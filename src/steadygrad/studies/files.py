@@ -16,6 +16,8 @@ from steadygrad._checks import InputError
 from steadygrad.studies.folder import HEADER, Run, read_file, replace_file
 from steadygrad.tasks import BUILT_IN, Task, load_task, sources
 
+# Packages of optimizers that `compare` imports even if only a record names them.
+LIBRARIES = ("heavyball", "pytorch_optimizer", "schedulefree", "timm", "torch")
 # Stands in the settings for a task that no other process can load.
 OBJECT = "a Task object"
 
@@ -38,16 +40,20 @@ def located(settings: Any, folder: str = "", typed: Any = ()) -> dict[str, str]:
 def trusted(run: Run, given: Mapping[str, Any]) -> dict[str, str]:
     """Places of the functions that a run goes on with; refused if only a stranger names them."""
     settings, study = run.header.settings, run.header.study
-    add = getattr(settings, "add", "")
-    unsaid = ("task" not in given and settings.task not in BUILT_IN) or ("add" not in given and add)
+    add, optimizers = (getattr(settings, name, "") for name in ("add", "optimizers"))
+    named = map(str.strip, optimizers.split(","))
+    modules = [name for name in named if ":" in name and name.split(":")[0] not in LIBRARIES]
+    code = {"task": settings.task not in BUILT_IN, "add": add, "optimizers": modules}
+    unsaid = any(found and name not in given for name, found in code.items())
     with suppress(OSError, RuntimeError):
         unsaid = unsaid and not _mark(run.folder).is_file()
     if unsaid:
-        words = [settings.task, *(["--add", add] if add else []), "--resume", str(run.folder)]
+        flags = (["--add", add] if add else []) + (["--optimizers", optimizers] if modules else [])
+        words = [settings.task, *flags, "--resume", str(run.folder)]
         raise InputError(
-            "Expected a run that you began here: the record names Python files, and --resume runs "
-            f"them. Found no trace of it. Remedy: read {', '.join(located(settings))}; if you "
-            f"trust them: steadygrad {study} {' '.join(map(quote, words))}"
+            "Expected a run that you began here: the record names Python code, and --resume runs "
+            f"it. Found no trace of it. Remedy: read {', '.join([*located(settings), *modules])}; "
+            f"if you trust it: steadygrad {study} {' '.join(map(quote, words))}"
         )
     return located(settings, str(run.header.time.get("folder", "")), given)
 

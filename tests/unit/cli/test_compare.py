@@ -12,7 +12,7 @@ from tests.unit.cli.quick import tiny
 from tests.unit.studies.compare.runs import ADDED, planned
 
 BAD_INPUT = {
-    "unknown": (["--optimizers", "adam"], "Found 'adam'. Remedy: such as scaledadam,lans;"),
+    "unknown": (["--optimizers", "adam"], "Found 'adam'. Remedy: such as scaledadam,timm:adan;"),
     "alone": (["--optimizers", "adamw"], "Found none. Remedy: --optimizers lans."),
     "no file": (["--add", "nowhere.py:f"], "Found 'nowhere.py:f': no such file. Remedy: check"),
     "no function": (["--add", f"{ADDED}"], "added.py', without a function. Remedy: check the"),

@@ -129,7 +129,8 @@ class Evidence:
         # On the same seeds for all, those that are at their best there included.
         defaults = self.runs(name, 1, 2, at=(0, 0)) if multiple == 1 else {}
         first = [*tried[0].values()] if search.is_done(name, 0) else []
-        plateau, most = _plateau(search, first) or (None, None)
+        fixed = name in self.plan.traits and self.plan.traits[name].own_rate
+        plateau, most = (None if fixed else _plateau(search, first)) or (None, None)
         total = sum(run.end for run in defaults.values())
         return Tuned(
             optimizer=name,
@@ -138,7 +139,9 @@ class Evidence:
             step=step,
             knobs=knobs_at(KNOWN[name].knobs, point) if name in KNOWN else {},
             # Over the rungs that the verdicts have their rates from.
-            interior=all(search.is_interior(name, rung) for rung in rungs[1:]) if is_done else None,
+            interior=all(search.is_interior(name, rung) for rung in rungs[1:])
+            if is_done and not fixed
+            else None,
             tried={str(r): {str(s): loss for s, loss in tried[r].items()} for r in rungs},
             plateau=plateau,
             plateau_loss=most,

@@ -25,17 +25,17 @@ __all__ = ["find", "summarize"]
 
 
 def summarize(header: Header, results: Results, status: str) -> Summary:
-    """The summary of a study: numbers, findings and words.
+    """The summary: numbers, findings and words.
 
-    Args:
-        header: The run's header.
-        results: The run's results.
-        status: ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
+    The status is ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
     """
     evidence, plan, task = Evidence(header, results), header.plan, header.task
     runs = results.select(Run)
     lost = {n: sum(math.isinf(r.loss) for r in runs if r.optimizer == n) for n in plan.optimizers}
     titles = {name: KNOWN[name].title if name in KNOWN else name for name in plan.optimizers}
+    titles |= {
+        name: f"{name} with AdamW" for name, traits in plan.traits.items() if traits.matrices
+    }
     if OWN in titles:
         titles[OWN] = f"{task.optimizer or 'The optimizer'} of the task"
     critical = map(evidence.critical, plan.optimizers if len(plan.multiples) > 1 else ())

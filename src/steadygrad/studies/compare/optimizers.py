@@ -14,11 +14,20 @@ from torch.optim import Optimizer
 
 from steadygrad._checks import InputError
 from steadygrad.optim import LAMB, LANS, ScaledAdam
-from steadygrad.studies.compare.schema import BASELINE, KNOWN, OWN, Knobs, Settings, knobs_at
+from steadygrad.studies.compare.libraries import find, is_library
+from steadygrad.studies.compare.schema import (
+    BASELINE,
+    KNOWN,
+    OWN,
+    Knobs,
+    Settings,
+    Traits,
+    knobs_at,
+)
 from steadygrad.tasks import Task, load_function
 from steadygrad.tasks.made import make_optimizer
 
-__all__ = ["Entry", "entries_of", "made"]
+__all__ = ["Entry", "entries_of", "made", "switch"]
 
 
 @dataclass(frozen=True)
@@ -29,23 +38,37 @@ class Entry:
         lr: Default learning rate.
         make: ``(model, lr, **knobs) -> optimizer``.
         knobs: Bounds of two options beside the learning rate; empty where none can be tuned.
+        traits: As the plan has them.
     """
 
     lr: float
     make: Callable[..., Optimizer]
     knobs: Knobs = field(default_factory=dict)
+    traits: Traits = field(default_factory=Traits)
 
     def task(self, task: Task, lr: float, point: int, samples: int) -> Task:
-        """The task with this optimizer and the schedule that all optimizers have."""
+        """The task with this optimizer, and the schedule of all that have none of their own."""
         return replace(
             task,
-            make_optimizer=partial(self.make, **knobs_at(self.knobs, point)),
+            make_optimizer=lambda model, lr: self.ready(model, lr, knobs_at(self.knobs, point)),
             optimizer_takes="model",
             lr=lr,
             lr_rule="constant",
-            warmup_samples=samples // 10,
-            lr_decay="linear",
+            warmup_samples=0 if self.traits.own_schedule else samples // 10,
+            lr_decay="none" if self.traits.own_schedule else "linear",
         )
+
+    def ready(self, model: nn.Module, lr: float, knobs: Mapping[str, float] = {}) -> Optimizer:
+        """The optimizer, in the mode for training where it has modes."""
+        options = {"matrices": True} if self.traits.matrices else {}
+        optimizer = self.make(model, lr, **options, **knobs)
+        switch(optimizer, "train")
+        return optimizer
+
+
+def switch(optimizer: Any, mode: str) -> None:
+    """Calls an optimizer's ``train()`` or ``eval()``, where it has one."""
+    getattr(optimizer, mode, lambda: None)()
 
 
 def _plain(kind: Callable[..., Optimizer], model: nn.Module, lr: float, **knobs: Any) -> Optimizer:
@@ -72,7 +95,31 @@ class Joined(Optimizer):
 
 
 def _muon(model: nn.Module, lr: float, weight_decay: float = 0.1, momentum: float = 0.95) -> Joined:
-    """Torch's Muon for matrices; AdamW for all else, embeddings and the last layer included."""
+    """Torch's Muon, with steps as long as AdamW's, so that one learning rate serves both."""
+    options: Any = {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
+    muon = partial(torch.optim.Muon, lr=lr, weight_decay=weight_decay, **options)
+    return _split(model, muon, partial(torch.optim.AdamW, lr=lr, weight_decay=weight_decay))
+
+
+def _library(
+    kind: Callable[..., Optimizer],
+    default: float,
+    model: nn.Module,
+    lr: float,
+    *,
+    matrices: bool = False,
+) -> Optimizer:
+    """One of a library; AdamW beside it has its own default rate, and follows the other's."""
+    if not matrices:
+        return _plain(kind, model, lr)
+    adamw = partial(torch.optim.AdamW, lr=KNOWN[BASELINE].lr * lr / default)
+    return _split(model, partial(kind, lr=lr), adamw)
+
+
+def _split(
+    model: nn.Module, kind: Callable[..., Optimizer], rest: Callable[..., Optimizer]
+) -> Joined:
+    """One optimizer for matrices; another for all else, embeddings and the last layer included."""
     modules = list(model.modules())
     linear = [m.weight for m in modules if isinstance(m, nn.Linear)]
     tables = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
@@ -81,17 +128,12 @@ def _muon(model: nn.Module, lr: float, weight_decay: float = 0.1, momentum: floa
     matrices = [p for p in params if p.ndim == 2 and id(p) not in tables]
     if not matrices:
         raise InputError(
-            "Muon needs a matrix beside embeddings and the last layer. Found none in the model. "
-            "Remedy: --optimizers without muon."
+            "Muon and its like need a matrix beside embeddings and the last layer. Found none in "
+            "the model. Remedy: --optimizers without it."
         )
     kept = set(map(id, matrices))
     others = [p for p in params if id(p) not in kept]
-    # Steps as long as AdamW's, so that one learning rate serves both.
-    options: Any = {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
-    muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, **options)
-    if not others:
-        return Joined(muon)
-    return Joined(muon, torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay))
+    return Joined(kind(matrices), *([rest(others)] if others else []))
 
 
 _MAKERS: Mapping[str, Callable[..., Optimizer]] = {
@@ -109,10 +151,7 @@ def entries_of(
 ) -> dict[str, Entry]:
     """The optimizers that a study compares, AdamW first, by name.
 
-    Args:
-        settings: The study's settings.
-        task: The task.
-        files: Places of the functions of ``--add``. Default: as they are named.
+    The functions of ``--add`` are at ``files``. Default: as they are named.
 
     Raises:
         InputError: If there is no such optimizer, or one is named twice.
@@ -120,15 +159,21 @@ def entries_of(
     known = {name: Entry(own.lr, _MAKERS[name], own.knobs) for name, own in KNOWN.items()}
     known[OWN] = Entry(task.lr, task.optimizer)
     found = {BASELINE: known[BASELINE]}
-    names = [name.strip().lower() for name in settings.optimizers.split(",")]
-    for name in [name for name in names if name != BASELINE]:
-        if name not in known or name in found:
+    for name in map(str.strip, settings.optimizers.split(",")):
+        name = name if ":" in name else name.lower()
+        if name == BASELINE:
+            continue
+        if name in found or not (name in known or is_library(name)):
             raise InputError(
-                f"--optimizers should be different ones of {', '.join(known)}. Found {name!r}"
-                f"{' twice' if name in found else ''}. Remedy: such as scaledadam,lans; --add "
-                "takes one of your own."
+                f"--optimizers should be different ones of {', '.join(known)}, or "
+                f"library:name. Found {name!r}{' twice' if name in found else ''}. Remedy: such "
+                "as scaledadam,timm:adan; --add takes one of your own."
             )
-        found[name] = known[name]
+        if name in known:
+            found[name] = known[name]
+        else:
+            kind, lr = find(name, task.lr)
+            found[name] = Entry(lr, partial(_library, kind, lr))
     for spec in filter(None, map(str.strip, settings.add.split(","))):
         name = spec.rpartition(":")[2]
         if name in {**known, **found}:
@@ -162,5 +207,5 @@ def made(name: str, entry: Entry, model: nn.Module) -> Optimizer:
     Raises:
         InputError: If it is not made anew, changes the model, or its rate cannot be set.
     """
-    make = partial(entry.make, model)
-    return make_optimizer(make, model, entry.lr, f"The optimizer {name}", varied=True)
+    what = f"The optimizer {name}"
+    return make_optimizer(partial(entry.ready, model), model, entry.lr, what, varied=True)

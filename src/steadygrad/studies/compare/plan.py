@@ -1,8 +1,9 @@
 """From a time budget to amounts of work and the list of trials, by arithmetic alone."""
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -26,11 +27,6 @@ LEAST_STEPS = 8
 # Seeds at the default learning rate; evaluations of a verdict's run; measurements of a step's time.
 DEFAULTS, MARKS, TURNS = 2, 4, 28
 
-Chosen = tuple[float, int, int]
-"""Octaves above the default learning rate, point of the other knobs, and seed of a training."""
-Choose = Callable[[Search, str], Chosen | None]
-"""The training of an optimizer; None where there is nothing to ask."""
-
 
 def make_plan(
     settings: Settings,
@@ -40,21 +36,13 @@ def make_plan(
     train_size: int,
     speed: float,
     workers: int,
-    trials_of: Callable[[Plan], Sequence[Trial]],
+    valid_size: int,
 ) -> Plan:
     """Chooses the longest runs that fit a budget, with as many seeds as their length is worth.
 
     Where the settings say how long the runs are, it chooses as many seeds as fit, unless they say
-    those too.
-
-    Args:
-        settings: The study's settings.
-        optimizers: Names of the optimizers.
-        batch_size: The task's batch size.
-        train_size: Training samples; no batch is larger.
-        speed: Samples a second of one trial.
-        workers: Trials at a time.
-        trials_of: The trials of a plan.
+    those too. One of ``workers`` trials at a time has ``speed`` samples a second; an evaluation has
+    ``valid_size`` samples, and no batch more than ``train_size``.
 
     Raises:
         InputError: If batch sizes or length cannot be used, or the budget gives no answer.
@@ -85,7 +73,7 @@ def make_plan(
             work=1,
             span=1,
         )
-        trials = trials_of(plan)
+        trials = make_trials(plan, valid_size)
         work = sum(trial.cost for trial in trials)
         return msgspec.structs.replace(plan, work=work, span=makespan(trials, workers))
 
@@ -142,80 +130,63 @@ def _longest(priced: Callable[[int], Plan], fewest: int, span: float) -> Plan:
 
 
 def make_trials(plan: Plan, valid_size: int) -> list[Trial]:
-    """All trials, in the order in which they are run; one evaluates ``valid_size`` samples."""
+    """All trials, in the order in which they are run; one evaluates ``valid_size`` samples.
+
+    At each batch size the search, the verdicts, and the runs at the default rates.
+    """
+    first, evaluation = ("speed",), evaluation_cost(valid_size)
     cost = TURNS * plan.batch_size * (1 + len(plan.optimizers))
-    speed = Trial(("speed",), cost, lambda results: {"kind": "speed"}, "time of a step")
-    return [speed, *_trainings(plan, evaluation_cost(valid_size))]
+    found = [Trial(first, cost, lambda results: {"kind": "speed"}, "time of a step")]
 
-
-def _trainings(plan: Plan, evaluation: int) -> Iterator[Trial]:
-    """At each batch size the search, the verdicts, and the runs at the default rates."""
-
-    def trials(
-        rung: int, asked: Mapping[Key, Choose], what: str, needs: tuple[Key, ...]
-    ) -> Generator[Trial, None, tuple[Key, ...]]:
-        """Trials of all optimizers, and their keys."""
-        keys = [(*key, name) for key in asked for name in plan.optimizers]
-        for key in keys:
+    def add(rung: int, what: str, needs: tuple[Key, ...], *keys: Key) -> tuple[Key, ...]:
+        """Adds a trial of each optimizer, and returns their keys."""
+        own = tuple((*key, name) for key in keys for name in plan.optimizers)
+        for key in own:
             cost = plan.horizons[rung] + (MARKS if key[0] == "verdict" else 1) * evaluation
-            job = partial(_job, plan, multiple, rung, str(key[-1]), asked[key[:-1]])
-            yield Trial(key, cost, job, f"{key[-1]}: {what} over {plan.horizons[rung]:,}", needs)
-        return tuple(keys)
+            called = f"{key[-1]}: {what} over {plan.horizons[rung]:,}"
+            found.append(Trial(key, cost, partial(_job, plan, key, rung), called, needs))
+        return own
 
     for multiple in plan.multiples:
-        needs: tuple[Key, ...] = (("speed",),)
-        asked: dict[Key, Choose]
+        needs: tuple[Key, ...] = (first,)
         for rung in range(2 + plan.full):
             for number in range(1 + WIDENINGS[rung]):
                 places = range(1 if number else len(NEAR if rung else LADDER))
-                search = "search", multiple, rung, number
-                asked = {(*search, p): partial(_searched, rung, number, p) for p in places}
-                needs = yield from trials(rung, asked, "learning rate", needs)
+                keys = [("search", multiple, rung, number, place) for place in places]
+                needs = add(rung, "learning rate", needs, *keys)
             if rung == 1 and plan.points > 1:
-                points = range(1, plan.points)
-                asked = {("point", multiple, p): partial(_pointed, p) for p in points}
-                needs = yield from trials(1, asked, "other knobs", needs)
+                points = [("point", multiple, point) for point in range(1, plan.points)]
+                needs = add(1, "other knobs", needs, *points)
         # The longer horizon first: a study that is cut short has said the more important. Seed by
         # seed, so that pairs are whole.
         for rung in (2, 1):
             for seed in range(1, plan.seeds + 1):
-                asked = {("verdict", multiple, rung, seed): partial(_judged, rung, seed)}
-                yield from trials(rung, asked, f"seed {seed}", needs)
+                add(rung, f"seed {seed}", needs, ("verdict", multiple, rung, seed))
         for seed in range(1, 1 + DEFAULTS * (multiple == 1)):
-            asked = {("default", 1, 2, seed): partial(_default, seed)}
-            yield from trials(2, asked, f"default rate, seed {seed}", needs)
+            add(2, f"default rate, seed {seed}", needs, ("default", 1, 2, seed))
+    return found
 
 
-def _searched(rung: int, number: int, place: int, search: Search, name: str) -> Chosen | None:
-    """A rate of a ladder that is new in a round of widening."""
-    before = search.ladders(rung, number - 1)[name] if number else ()
-    steps = [step for step in search.ladders(rung, number)[name] if step not in before]
-    if place >= len(steps):
-        return None
-    return steps[place], search.point(name) if rung == 2 else 0, 0
-
-
-def _pointed(point: int, search: Search, name: str) -> Chosen | None:
-    # Without knobs it would be the same training.
-    return (search.best(name, 1), point, 0) if name in KNOWN else None
-
-
-def _judged(rung: int, seed: int, search: Search, name: str) -> Chosen | None:
-    point, step = search.tuned(name, rung)
-    return step, point, seed
-
-
-def _default(seed: int, search: Search, name: str) -> Chosen | None:
-    return 0, 0, seed
-
-
-def _job(
-    plan: Plan, multiple: int, rung: int, name: str, choose: Choose, results: Results
-) -> Job | None:
-    chosen = choose(Search(plan, results, multiple), name)
-    if chosen is None:
-        return None
+def _job(plan: Plan, key: Any, rung: int, results: Results) -> Job | None:
+    """The training that a trial asks for; None where there is nothing to ask."""
+    kind, multiple, *where, name = key
+    search, point, repeat = Search(plan, results, multiple), 0, 0
+    step: float = 0
+    if kind == "search":
+        _, number, place = where
+        before = search.ladders(rung, number - 1)[name] if number else ()
+        steps = [step for step in search.ladders(rung, number)[name] if step not in before]
+        if place >= len(steps):
+            return None
+        step, point = steps[place], search.point(name) if rung == 2 else 0
+    elif kind == "point":
+        if name not in KNOWN:  # without knobs it would be the same training
+            return None
+        step, point = search.best(name, 1), where[0]
+    else:
+        repeat = where[-1]
+        if kind == "verdict":
+            point, step = search.tuned(name, rung)
     # A step of one type: it is a part of the result's name.
-    (step, point, repeat), samples = chosen, plan.horizons[rung]
-    where = {"optimizer": name, "multiple": multiple, "samples": samples, "point": point}
-    return {"kind": "training", **where, "step": float(step), "repeat": repeat}
+    at = {"multiple": multiple, "samples": plan.horizons[rung], "point": point}
+    return {"kind": "training", "optimizer": name, **at, "step": float(step), "repeat": repeat}

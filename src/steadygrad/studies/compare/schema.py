@@ -74,8 +74,9 @@ class Settings(CommonSettings):
         str,
         Meta(
             min_length=1,
-            description="Optimizers to compare with AdamW: scaledadam, lans, lamb, sgd, muon, and "
-            "task for the task's own.",
+            description="Optimizers to compare with AdamW: scaledadam, lans, lamb, sgd, muon, task "
+            "for the task's own, and those of libraries, such as timm:adan or "
+            "schedulefree:AdamWScheduleFree.",
         ),
     ] = "scaledadam,lans"
     add: Annotated[
@@ -120,6 +121,22 @@ class Settings(CommonSettings):
     ] = "float32"
 
 
+class Traits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step of an optimizer that is not built in has shown before the study.
+
+    Attributes:
+        version: Release of its library; empty where it is not known.
+        own_schedule: Whether it has ``train()`` and ``eval()``: no warm-up and decay are applied.
+        own_rate: Whether it estimates its learning rate: no ladder of rates is tried.
+        matrices: Whether it takes only matrices; AdamW has the rest.
+    """
+
+    version: str = ""
+    own_schedule: bool = False
+    own_rate: bool = False
+    matrices: bool = False
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Amounts of work, fixed before the first trial.
 
@@ -134,6 +151,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         samples_per_second: Training speed of one trial that the plan reckons with.
         work: Cost of all trials, in samples.
         span: Cost of the longest chain of trials with ``workers`` of them at a time, in samples.
+        traits: By optimizer, of those that are not built in.
     """
 
     batch_size: Positive
@@ -146,6 +164,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_second: PositiveFloat
     work: Positive
     span: Positive
+    traits: dict[str, Traits] = {}
 
 
 class Header(CommonHeader, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 Every optimizer gets the same trials: complete short schedules on a ladder of learning rates, runs
 twice as long at the best and its two neighbours, and so on. Where the best rate of one optimizer is
-at the end of its ladder, the ladders of all grow.
+at the end of its ladder, the ladders of all grow. One that sets its own rate has no ladder.
 """
 
 import math
@@ -38,20 +38,24 @@ class Search:
         self.plan, self.results, self.multiple = plan, results, multiple
         # Rung of the verdict on the longest horizon.
         self.last = 2 if plan.full else 1
+        # Those of optimizers that set their own rate.
+        self._fixed = {name: [0] for name, traits in plan.traits.items() if traits.own_rate}
         self._ladders: dict[tuple[int, int], Ladders] = {}
 
-    def loss(
-        self, optimizer: str, rung: int, step: float, point: int | None = None
-    ) -> float | None:
-        """Loss of the search's seed; infinite where it diverged, None where it is not recorded.
+    def _run(self, optimizer: str, rung: int, step: int, point: int | None = None) -> Run | None:
+        """The training with the search's seed. Default: at the point that the rung is searched at.
 
-        The default point of the other knobs is the one that the rung is searched at.
+        None where it is not recorded.
         """
         if point is None:
             point = self.point(optimizer) if rung == 2 else 0
         samples = self.plan.horizons[rung]
-        run = self.results.get(Run, optimizer, self.multiple, samples, point, step, 0)
-        return None if run is None else run.end
+        return self.results.get(Run, optimizer, self.multiple, samples, point, step, 0)
+
+    def _loss(self, optimizer: str, rung: int, step: int, point: int | None = None) -> float:
+        """Its loss; infinite where it diverged or is not recorded."""
+        run = self._run(optimizer, rung, step, point)
+        return run.end if run else math.inf
 
     def ladders(self, rung: int, rounds: int | None = None) -> Ladders:
         """Steps that each optimizer tries in a rung, after some rounds of widening."""
@@ -64,24 +68,28 @@ class Search:
         if not rounds:
             names, offsets = self.plan.optimizers, NEAR if rung else LADDER
             middles = {n: self.best(n, rung - 1) if rung else center(self.multiple) for n in names}
-            return {name: [best + offset for offset in offsets] for name, best in middles.items()}
+            ladders = {
+                name: [best + offset for offset in offsets] for name, best in middles.items()
+            }
+            return ladders | self._fixed
         found = self.ladders(rung, rounds - 1)
         sides = {name: self._edge(name, rung, steps) for name, steps in found.items()}
         if not any(sides.values()):
             return found
         for name, steps in found.items():
             # Those whose best rate is inside grow at the end with the lower loss.
-            low, high = (self._known(name, rung, step) for step in (steps[0], steps[-1]))
+            low, high = (self._loss(name, rung, step) for step in (steps[0], steps[-1]))
             sides[name] = sides[name] or (-1 if low <= high else 1)
-        return {
+        grown = {
             name: [steps[0] - 1, *steps] if sides[name] < 0 else [*steps, steps[-1] + 1]
             for name, steps in found.items()
         }
+        return grown | self._fixed
 
     def tried(self, optimizer: str, rung: int) -> dict[int, float]:
         """Recorded losses, by step."""
-        losses = {step: self.loss(optimizer, rung, step) for step in self.ladders(rung)[optimizer]}
-        return {step: loss for step, loss in losses.items() if loss is not None}
+        steps = self.ladders(rung)[optimizer]
+        return {step: run.end for step in steps if (run := self._run(optimizer, rung, step))}
 
     def is_done(self, optimizer: str, rung: int) -> bool:
         """Whether everything up to a rung is recorded."""
@@ -91,7 +99,7 @@ class Search:
     def best(self, optimizer: str, rung: int, steps: Sequence[int] = ()) -> int:
         """The step with the lowest loss; the lower one of equals. Default: of the whole ladder."""
         steps = steps or self.ladders(rung)[optimizer]
-        return min(steps, key=lambda step: (self._known(optimizer, rung, step), step))
+        return min(steps, key=lambda step: (self._loss(optimizer, rung, step), step))
 
     def is_interior(self, optimizer: str, rung: int) -> bool:
         """Whether the best step has worse neighbours on both sides."""
@@ -100,7 +108,7 @@ class Search:
     def point(self, optimizer: str) -> int:
         """The best point of the other knobs."""
         step, points = self.best(optimizer, 1), range(self.plan.points)
-        return min(points, key=lambda point: (self._known(optimizer, 1, step, point), point))
+        return min(points, key=lambda point: (self._loss(optimizer, 1, step, point), point))
 
     def tuned(self, optimizer: str, rung: int) -> tuple[int, float]:
         """Point of the other knobs, and step of the learning rate, of the verdict at a rung.
@@ -124,13 +132,11 @@ class Search:
 
     def _near(self, optimizer: str, rung: int) -> list[float]:
         best = self.best(optimizer, rung)
-        return [self._known(optimizer, rung, best + offset) for offset in NEAR]
-
-    def _known(self, optimizer: str, rung: int, step: int, point: int | None = None) -> float:
-        loss = self.loss(optimizer, rung, step, point)
-        return math.inf if loss is None else loss
+        return [self._loss(optimizer, rung, best + offset) for offset in NEAR]
 
     def _edge(self, optimizer: str, rung: int, steps: Sequence[int]) -> int:
         """Side of the ladder on which the best step has no neighbour: -1, 1, or 0 for none."""
+        if optimizer in self._fixed:
+            return 0
         best = self.best(optimizer, rung, steps)
         return -1 if best == steps[0] else int(best == steps[-1])

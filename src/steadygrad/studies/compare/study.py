@@ -1,14 +1,17 @@
 """The study behind ``steadygrad compare``."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
+
+import msgspec
 
 from steadygrad.studies.compare.findings import summarize
 from steadygrad.studies.compare.optimizers import Entry, entries_of
 from steadygrad.studies.compare.plan import make_plan, make_trials
-from steadygrad.studies.compare.schema import Header, Plan, Settings, Summary
-from steadygrad.studies.compare.trials import slowdown
+from steadygrad.studies.compare.schema import KNOWN, OWN, Header, Plan, Settings, Summary, Traits
+from steadygrad.studies.compare.trials import slowdown, tried
 from steadygrad.studies.folder import Results
 from steadygrad.studies.schema import Result
 from steadygrad.studies.study import Study, Workplace
@@ -32,9 +35,8 @@ class Compare(Study):
         """The longest runs that fit the budget, once all optimizers have taken steps."""
         task = trainer.task
         entries = trainer.context.together(lambda: entries_of(settings, task))
-        # A task's own evaluation is done whole on every rank.
-        valid = len(task.valid) * (trainer.context.size if task.evaluate else 1)
-        return make_plan(
+        entries = {name: tried(trainer, name, entry) for name, entry in entries.items()}
+        plan = make_plan(
             settings,
             tuple(entries),
             batch_size=task.batch_size,
@@ -42,8 +44,11 @@ class Compare(Study):
             # All have as many trials, so that the mean time of their steps counts.
             speed=speed / slowdown(trainer, entries),
             workers=workers,
-            trials_of=lambda plan: make_trials(plan, valid),
+            # A task's own evaluation is done whole on every rank.
+            valid_size=len(task.valid) * (trainer.context.size if task.evaluate else 1),
         )
+        traits = {n: entry.traits for n, entry in entries.items() if n not in (*KNOWN, OWN)}
+        return msgspec.structs.replace(plan, traits=traits)
 
     @classmethod
     def largest_batch(cls, plan: Plan, task: Task) -> int:
@@ -57,7 +62,11 @@ class Compare(Study):
     def run(self, job: Job, place: Workplace) -> Result:
         """Runs one trial, which is given the optimizers by name."""
         task = place.trainer.task
-        self._entries = self._entries or entries_of(self.header.settings, task, self.files)
+        if not self._entries:
+            found, traits = entries_of(self.header.settings, task, self.files), self.plan.traits
+            self._entries = {
+                n: replace(e, traits=traits.get(n, Traits())) for n, e in found.items()
+            }
         return super().run({**job, "entries": self._entries}, place)
 
     def summarize(self, results: Results, status: str) -> Summary:

@@ -3,26 +3,34 @@
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
-from steadygrad.studies.compare.optimizers import Entry, made
+from steadygrad._checks import InputError
+from steadygrad.studies.compare.libraries import is_library, traits_of
+from steadygrad.studies.compare.optimizers import Entry, made, switch
 from steadygrad.studies.compare.plan import MARKS, TURNS
-from steadygrad.studies.compare.schema import Plan, Run, Speed
+from steadygrad.studies.compare.schema import Plan, Run, Speed, Traits
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import main_order
 from steadygrad.studies.study import Workplace
 from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.tasks import guarded
+from steadygrad.tasks.guard import reason
 from steadygrad.tasks.made import check_gradients
 
-__all__ = ["TRIALS", "slowdown", "speed", "training"]
+__all__ = ["TRIALS", "slowdown", "speed", "training", "tried"]
 
 # Turns before the study.
 FIRST_TURNS = 6
+# Some optimizers divide by a learning rate; this one changes no weight.
+NO_RATE = 1e-12
 
 Entries = Mapping[str, Entry]
 
@@ -89,16 +97,50 @@ def _curve(
         place.advance(seen - at, what)
         at = seen
         if at * count >= samples * (len(found) + 1):
+            switch(trainer.optimizer, "eval")
             loss = place.evaluate()
+            switch(trainer.optimizer, "train")
             found.append((at, loss if math.isfinite(loss) else math.inf))
     return found
+
+
+def tried(trainer: Trainer, name: str, entry: Entry) -> Entry:
+    """An optimizer with the traits that a step of it shows.
+
+    One of a library that cannot take such a step is tried with the matrices alone.
+
+    Raises:
+        InputError: If it is broken, or its step needs more than gradients.
+    """
+    errors = []
+    for matrices in (False, True) if is_library(name) else (False,):
+        own = replace(entry, traits=Traits(matrices=matrices))
+        try:
+            optimizer = trainer.context.together(partial(made, name, own, trainer.model))
+            trainer.backward(torch.arange(trainer.task.batch_size))
+            check_gradients(optimizer, trainer.model, f"The optimizer {name}")
+            with guarded(f"A step of the optimizer {name}"):
+                optimizer.step()
+        except InputError as error:
+            errors.append(error)
+        else:
+            traits = traits_of(name, optimizer, matrices=matrices)
+            return replace(own, traits=traits)
+        finally:
+            trainer.restart()
+    if not is_library(name):
+        raise errors[0]
+    raise InputError(
+        f"Expected an optimizer that takes steps on gradients alone. Found {name}: "
+        f"{reason(errors[0].__cause__ or errors[0])}. Remedy: --optimizers without it, or --add "
+        "with a function of your own."
+    ) from errors[0]
 
 
 def slowdown(trainer: Trainer, entries: Entries) -> float:
     """Mean time of a training step over that with the task's own optimizer; at least 1.
 
-    All optimizers take steps here: one that is broken shows before the study begins. The result is
-    rounded to a quarter power of two, so that a slightly busier machine makes the same plan.
+    It is rounded to a quarter power of two, so that a slightly busier machine makes the same plan.
     """
     optimizers = trainer.context.together(
         lambda: {name: made(name, entry, trainer.model) for name, entry in entries.items()}
@@ -113,11 +155,11 @@ def slowdown(trainer: Trainer, entries: Entries) -> float:
 def _seconds(trainer: Trainer, optimizers: Mapping[str, Optimizer], turns: int) -> dict[str, float]:
     """Seconds of a training step of the task's batch with each optimizer, measured in turns.
 
-    At a learning rate of zero the weights stay, so that all steps see the same gradients.
+    The weights stay, so that all steps see the same gradients.
     """
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
-            group["lr"] = 0.0
+            group["lr"] = NO_RATE
     backward: list[float] = []
     steps: dict[str, list[float]] = {name: [] for name in optimizers}
     for _ in range(turns):
@@ -128,7 +170,6 @@ def _seconds(trainer: Trainer, optimizers: Mapping[str, Optimizer], turns: int) 
             began = _clock(trainer)
             trainer.backward(torch.arange(trainer.task.batch_size))
             backward.append(_clock(trainer) - began)
-            check_gradients(optimizer, trainer.model, f"The optimizer {name}")
             began = _clock(trainer)
             with guarded(f"A step of the optimizer {name}"):
                 optimizer.step()
@@ -148,6 +189,6 @@ def _clock(trainer: Trainer) -> float:
 
 def _state_bytes(optimizer: Optimizer) -> int:
     """Bytes of an optimizer's state; a tensor that parameters share counts once."""
-    values: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
+    values: list[Any] = tree_leaves(list(optimizer.state.values()))
     tensors = {id(value): value for value in values if isinstance(value, torch.Tensor)}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

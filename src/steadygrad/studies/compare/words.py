@@ -7,11 +7,11 @@ from itertools import groupby
 from statistics import fmean
 
 from steadygrad.studies.compare import schema
-from steadygrad.studies.compare.schema import LEAST_RATIO, MOST_RATIO, Summary, Verdict
+from steadygrad.studies.compare.schema import LEAST_RATIO, MOST_RATIO, Plan, Summary, Verdict
 from steadygrad.studies.schema import Finding, Table
 from steadygrad.studies.text import listed, loss, plural, show
 
-__all__ = ["answer", "difference", "ratios", "remarks", "said", "signed", "table"]
+__all__ = ["answer", "difference", "notes", "ratios", "remarks", "said", "signed", "table"]
 
 ENDS = {"interrupted": "was interrupted", "budget": "ran out of its budget", "failed": "failed"}
 
@@ -184,6 +184,24 @@ def ratios(row: Verdict) -> tuple[str, str]:
     ends = time.value, time.high, time.low
     value, high, low = (f"{sign}{x:.2f}" for sign, x in zip(turned, ends, strict=True))
     return said, f"{value} ({low} to {high})"
+
+
+def notes(plan: Plan) -> dict[str, str]:
+    """What was done otherwise with an optimizer that is not built in, by name."""
+    texts = {
+        "own_schedule": "Its schedule is its own: no warm-up and no decay were applied; it was "
+        "evaluated at the weights of its eval().",
+        "own_rate": "It estimates its learning rate: there is no ladder, and all runs have its "
+        "default factor.",
+        "matrices": "It takes matrices only: AdamW has embeddings, the last layer and the rest, at "
+        "1e-3 where the other has its default rate, and in proportion.",
+    }
+    found = {}
+    for name, traits in plan.traits.items():
+        release = [f"Release {traits.version}."] if traits.version else []
+        said = [text for trait, text in texts.items() if getattr(traits, trait)]
+        found[name] = " ".join([*release, *said])
+    return found
 
 
 def _are_several(s: Summary) -> bool:

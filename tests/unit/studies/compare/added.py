@@ -33,46 +33,12 @@ def is_none(model, lr):
     torch.optim.AdamW(model.parameters(), lr=lr)
 
 
-def of_parameters(parameters):
-    return torch.optim.AdamW(parameters)
-
-
 def of_others(model, lr):
     return torch.optim.AdamW([torch.zeros(3, requires_grad=True)], lr=lr)
 
 
 def deaf(model, lr):
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def unrated(model, lr):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    optimizer.param_groups[0]["lr"] = None
-    return optimizer
-
-
-def turns(model, lr):
-    with torch.no_grad():
-        model[0].weight.neg_()
-    return torch.optim.AdamW(model.parameters(), lr=lr)
-
-
-def zeroes(model, lr):
-    torch.nn.init.zeros_(model[0].weight)
-    return torch.optim.AdamW(model.parameters(), lr=lr)
-
-
-def exchanges(model, lr):
-    model[0] = torch.nn.Linear(8, 16)
-    return torch.optim.AdamW(model.parameters(), lr=lr)
-
-
-_MADE = []
-
-
-def same(model, lr):
-    _MADE.append(torch.optim.AdamW(model.parameters(), lr=lr))
-    return _MADE[0]
 
 
 class _NoStep(torch.optim.SGD):

@@ -7,15 +7,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.compare.findings import summarize
+from steadygrad.studies.compare.optimizers import entries_of
 from steadygrad.studies.compare.plan import make_trials
 from steadygrad.studies.compare.schema import Header, Plan, Run, Settings, Speed
 from steadygrad.studies.compare.study import Compare
+from steadygrad.studies.compare.trials import speed, training
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.folder import Results
 from steadygrad.studies.run import start
 from steadygrad.studies.schema import SCHEMA
-from tests.unit.studies.framework import TINY, Watcher, tiny
+from steadygrad.studies.study import Workplace
+from tests.unit.studies.framework import TINY, Watcher, make_trainer, tiny
 from tests.unit.studies.results import RUNTIME, TASK
 
 ALL = ("adamw", "scaledadam", "lans", "lamb", "sgd", "muon")
@@ -50,6 +54,24 @@ def begin(folder, factory="make_task", *, at=0, plan=PLAN, **settings):
         patch.setattr("steadygrad.studies.calibration.WARM_UP_STEPS", 1)
         options = Settings(task=tiny(factory), **chosen)
         return start("compare", options, folder, deadline=deadline, monitor=watcher), watcher
+
+
+class Places:
+    """Trials in this process."""
+
+    def __init__(self, task=None, **settings):
+        self.trainer, self.told = make_trainer(task), []
+        self.entries = entries_of(Settings(**settings), self.trainer.task)
+        self.place = Workplace(
+            self.trainer, Checkpoints.__new__(Checkpoints), lambda n, what: self.told.append(n)
+        )
+
+    def train(self, optimizer, *, step=0, repeat=1, samples=128, multiple=1, point=0):
+        key = optimizer, multiple, samples, point, step, repeat
+        return training(PLAN, self.place, self.entries, *key)
+
+    def speed(self):
+        return speed(PLAN, self.place, self.entries)
 
 
 def header_of(plan, **fields):
@@ -107,6 +129,6 @@ def made(loss, **fields):
 
 
 __all__ = [
-    "ADDED", "ALL", "PLAN", "TINY",
+    "ADDED", "ALL", "PLAN", "TINY", "Places",
     "begin", "header_of", "made", "noisy", "planned", "record", "summary",
 ]  # fmt: skip

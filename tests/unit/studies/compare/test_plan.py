@@ -20,7 +20,7 @@ def plan_for(budget, *, speed=200.0, workers=1, names=NAMES, **settings):
         train_size=len(make_task().train),
         speed=speed,
         workers=workers,
-        trials_of=lambda plan: make_trials(plan, 64),
+        valid_size=64,
     )
 
 

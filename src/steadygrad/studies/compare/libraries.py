@@ -1,0 +1,73 @@
+"""Optimizers of other libraries by name, such as ``timm:adan`` and ``pytorch_optimizer:SOAP``."""
+
+import inspect
+import re
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from steadygrad._checks import InputError
+from steadygrad.studies.compare.schema import Traits
+from steadygrad.tasks.guard import reason
+
+__all__ = ["find", "is_library", "traits_of"]
+
+# Modules with the optimizers of a package, where they are not the package itself.
+HOMES = {"torch": "torch.optim", "timm": "timm.optim"}
+
+
+def find(spec: str, other: float) -> tuple[Callable[..., Optimizer], float]:
+    """The maker ``(parameters, lr=...) -> optimizer`` of a name, and its default learning rate.
+
+    It is a class, or in timm what its factory makes of a name. Where it has no rate of its own,
+    the rate is the ``other``.
+
+    Raises:
+        InputError: If it is not there, or cannot be made of parameters.
+    """
+    package, _, name = spec.partition(":")
+    found, remedy = "", f"pip install {package.partition('.')[0]}, or check the name"
+    try:
+        module = import_module(HOMES.get(package, package))
+        kind: Any = getattr(module, name, None)
+        if package == "timm":
+            kind = partial(module.create_optimizer_v2, opt=name)
+        elif not isinstance(kind, type) or not issubclass(kind, Optimizer):
+            found, remedy = "no such class of optimizers", "check the name, and its letters' case"
+        if not found:
+            remedy = "another one, or a function of your own by --add"
+            lr = kind([torch.nn.Parameter(torch.zeros(2, 2))]).param_groups[0].get("lr")
+            return kind, float(lr) if isinstance(lr, (int, float)) and lr > 0 else other
+    # Whatever the library raises, at import or of its own checks.
+    except Exception as error:
+        found = reason(error)
+    raise InputError(
+        "--optimizers should name an optimizer of parameters as module:Class, such as "
+        f"schedulefree:AdamWScheduleFree. Found {spec!r}: {found}. Remedy: {remedy}."
+    )
+
+
+def is_library(name: str) -> bool:
+    """Whether a name is one in a library."""
+    return re.fullmatch(r"[A-Za-z_][\w.]*:\w+", name) is not None
+
+
+def traits_of(name: str, optimizer: Optimizer, *, matrices: bool) -> Traits:
+    """What an optimizer's object shows: whether its schedule and its rate are its own."""
+    try:
+        release = version(name.partition(":")[0].partition(".")[0]) if is_library(name) else ""
+    except PackageNotFoundError:
+        release = ""
+    has = [callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")]
+    return Traits(
+        version=release,
+        own_schedule=all(has),
+        # D-Adaptation and its kin begin with an estimate d0 of the distance to the solution.
+        own_rate="d0" in inspect.signature(type(optimizer)).parameters,
+        matrices=matrices,
+    )

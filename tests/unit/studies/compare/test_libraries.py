@@ -1,0 +1,206 @@
+"""Optimizers of other libraries: what a step of them shows, and how each kind is trained."""
+
+import math
+from shlex import quote
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from steadygrad._checks import InputError
+from steadygrad.studies.compare import words
+from steadygrad.studies.compare.libraries import is_library
+from steadygrad.studies.compare.optimizers import Joined, entries_of
+from steadygrad.studies.compare.schema import Run, Settings, Traits
+from steadygrad.studies.compare.trials import tried
+from steadygrad.studies.files import trusted
+from steadygrad.studies.folder import read_run
+from steadygrad.studies.page import write
+from tests.unit.studies.compare import library
+from tests.unit.studies.compare.runs import Places, begin, planned
+from tests.unit.studies.framework import go_on, lines, make_trainer
+from tests.unit.studies.tiny_task import make_task
+
+HERE = library.__name__
+
+
+def named(*names):
+    return ",".join(f"{HERE}:{name}" for name in names)
+
+
+def attempt(name, task=None):
+    """The entry of a library's optimizer after its step."""
+    task = task or make_task()
+    entry = entries_of(Settings(optimizers=name), task)[name]
+    return tried(make_trainer(task), name, entry)
+
+
+@pytest.mark.parametrize(
+    ("name", "traits"),
+    [
+        ("Plain", {}),
+        ("Consuming", {}),
+        ("Rateless", {}),
+        ("ScheduleFree", {"own_schedule": True}),
+        ("OwnRate", {"own_rate": True}),
+        ("Matrices", {"matrices": True}),
+        ("MatricesInSteps", {"matrices": True}),
+    ],
+)
+def test_a_step_shows_what_an_optimizer_is(name, traits):
+    entry = attempt(named(name))
+    assert entry.traits == Traits(**traits)
+    # Without a default rate the task's.
+    lr = {"OwnRate": 1.0, "Matrices": 0.02, "Rateless": 0.001}.get(name, 0.05)
+    assert entry.lr == lr
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        (named("Closure"), "Closure: TypeError: Closure.step.. missing 1 .* 'closure'. Remedy"),
+        (named("SecondOrder"), "SecondOrder: RuntimeError: element 0 of tensors does not require"),
+        (named("Wrapper"), "Wrapper': TypeError: .* 'base_optimizer'. Remedy: another one"),
+        (named("function"), "function': no such class of optimizers. Remedy: check the name"),
+        (named("Nothing"), "Nothing': no such class of optimizers. Remedy: check the name"),
+        ("torch:Muons", "'torch:Muons': no such class of optimizers"),
+        ("not_there_at_all.x:Y", "No module named 'not_there_at_all'. Remedy: pip install not_"),
+        ("lans:", "--optimizers should be different ones of adamw, .* Found 'lans:'"),
+        (":Plain", "Found ':Plain'"),
+        ("../x.py:Plain", "Found '../x.py:Plain'"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_by_name(name, found):
+    with pytest.raises(InputError, match=found) as error:
+        attempt(name)
+    assert str(error.value).startswith(("--optimizers should", "Expected an optimizer that takes"))
+    assert "Remedy: " in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_names_of_libraries():
+    assert all(map(is_library, ("timm:adan", "torchao.optim:AdamW8bit", "schedulefree:A_1")))
+    assert not any(map(is_library, ("lans", "a b:c", "x.py:a.b", "/x:y", "x:y:z", "x:", "")))
+
+
+def test_a_schedule_of_its_own_is_left_alone_and_evaluated_at_its_own_weights():
+    name = named("ScheduleFree")
+    places = Places(optimizers=name)
+    places.entries[name] = attempt(name)
+    run = places.train(name, samples=640)
+    assert set(places.trainer.optimizer.rates) == {0.05}
+    # At weights of zero the loss is the targets' mean square, and training goes on elsewhere.
+    targets = places.trainer.task.valid.batch(torch.arange(64))[1]
+    assert [loss for _, loss in run.curve] == pytest.approx([float(targets.square().mean())] * 4)
+    assert places.trainer.optimizer.param_groups[0]["train_mode"]
+    assert all(p.any() for p in places.trainer.model.parameters())
+
+
+def test_gradients_that_are_consumed_change_nothing():
+    names = named("Plain"), named("Consuming")
+    places = Places(optimizers=",".join(names))
+    plain, consuming = (places.train(name) for name in names)
+    assert consuming.curve == plain.curve
+
+
+def test_adamw_has_what_is_no_matrix_at_a_rate_that_follows():
+    entry, model = attempt("torch:Muon"), make_trainer().model
+    optimizer = entry.ready(model, 4 * entry.lr)
+    assert isinstance(optimizer, Joined)
+    muon, adamw = optimizer.parts
+    assert isinstance(muon, torch.optim.Muon)
+    assert [p.shape for p in muon.param_groups[0]["params"]] == [(16, 8)]
+    assert [part.param_groups[0]["lr"] for part in (muon, adamw)] == [4 * entry.lr, 4e-3]
+    # Nothing to take.
+    with pytest.raises(InputError, match="torch:Muon: ValueError: Muon only supports 2D"):
+        attempt("torch:Muon", make_task(make_model=lambda: nn.Linear(8, 1)))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A study with one of each kind."""
+    names = [f"{HERE}:{name}" for name in ("ScheduleFree", "OwnRate", "Matrices")]
+    traits = {name: attempt(name).traits for name in names}
+    plan = planned(optimizers=("adamw", *names), traits=traits, multiples=(1, 4), points=2)
+    folder = tmp_path_factory.mktemp("libraries") / "run"
+    begin(folder, at=-1, plan=plan, optimizers=",".join(names))
+    return folder
+
+
+def test_one_that_sets_its_own_rate_has_no_ladder(whole):
+    run, name = read_run(whole), named("OwnRate")
+    assert {(one.step, one.lr) for one in run.select(Run) if one.optimizer == name} == {(0, 1.0)}
+    for row in run.summary["tuned"]:
+        counts = [len(losses) for losses in row["tried"].values()]
+        if row["optimizer"] == name:
+            assert (row["lr"], row["interior"], row["plateau"]) == (1.0, None, None)
+            assert counts == [1, 1, 1]
+        else:
+            assert min(counts) >= 3
+    edges = [one["optimizer"] for one in run.summary["findings"] if one["kind"] == "edge"]
+    assert name not in edges
+    assert all(math.isfinite(row["loss"]) for row in run.summary["verdicts"])
+
+
+def test_the_page_says_what_was_done_otherwise(whole):
+    page, notes = write(whole).read_text(), words.notes(read_run(whole).header.plan)
+    assert [note.partition(":")[0] for note in notes.values()] == [
+        "Its schedule is its own", "It estimates its learning rate", "It takes matrices only",
+    ]  # fmt: skip
+    assert f"<b>{named('Matrices')} with AdamW.</b> It takes matrices only" in page
+
+
+def test_stopped_and_resumed_to_the_same_numbers(whole, tmp_path):
+    header = read_run(whole).header
+    folder = tmp_path / "run"
+    begin(folder, at=6000, plan=header.plan, optimizers=header.settings.optimizers)
+    go_on(folder)
+    assert lines(folder) == lines(whole)
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "module"),
+    [
+        ("lans,timm:adan, torch:NAdam", ""),
+        ("lans, evil.x:Y", "evil.x:Y"),
+        ("torch.x:Y", "torch.x:Y"),
+    ],
+)
+def test_a_module_that_only_a_stranger_names_is_not_imported(tmp_path, optimizers, module):
+    settings = Settings(task="char-lm", optimizers=optimizers)
+    header = SimpleNamespace(settings=settings, study="compare", time={})
+    run = SimpleNamespace(folder=tmp_path, header=header)
+    (tmp_path / "header.json").touch()
+    if module:
+        with pytest.raises(InputError, match=rf"Remedy: read {module}; if you trust it: ") as error:
+            trusted(run, {})
+        command = f"steadygrad compare char-lm --optimizers {quote(optimizers)} --resume {tmp_path}"
+        assert str(error.value).endswith(command)
+    assert trusted(run, {"optimizers": optimizers} if module else {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "traits"),
+    [
+        ("pytorch_optimizer:SOAP", {}),
+        ("pytorch_optimizer:Prodigy", {"own_rate": True}),
+        ("schedulefree:AdamWScheduleFree", {"own_schedule": True}),
+        ("prodigyopt:Prodigy", {"own_rate": True}),
+        ("timm:adan", {}),
+        ("timm:sgd", {}),
+        ("torch:Adafactor", {}),
+        ("torch:Muon", {"matrices": True}),
+        pytest.param("heavyball:SFAdamW", {"own_schedule": True}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_the_libraries_themselves(name, traits):
+    pytest.importorskip(name.partition(":")[0], reason="group optimizers")
+    places = Places(optimizers=name)
+    places.entries[name] = entry = attempt(name)
+    assert entry.traits == Traits(version=entry.traits.version, **traits)
+    assert entry.traits.version
+    first, run = places.train(name, samples=4), places.train(name, samples=1280)
+    assert run.loss < first.loss
+    assert places.train(name, samples=1280) == run
