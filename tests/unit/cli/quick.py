@@ -18,7 +18,7 @@ from tests.unit.studies import tiny_task
 from tests.unit.studies.results import PLAN as SMALL
 from tests.unit.studies.results import changed
 
-__all__ = ["PLAN", "program", "quick", "run_program", "tiny"]
+__all__ = ["PLAN", "STUDIES", "program", "quick", "run_program", "tiny"]
 
 ROOT = Path(__file__).parents[3]
 PLAN = changed(
@@ -31,6 +31,14 @@ PLAN = changed(
     seeds=0,
     candidates=0,
 )
+
+# Options of studies of the tiny task, of about a second of training. None of their plans depends
+# on the clock.
+STUDIES = {
+    "advise": ["--budget", "70s"],
+    "compare": ["--budget", "10h", "--optimizers", "lans", "--samples", "128", "--seeds", "2"],
+    "inspect": ["--budget", "10h", "--steps", "64"],
+}
 
 
 def tiny(factory: str = "make_task") -> str:

@@ -1,6 +1,5 @@
-"""The program, killed and interrupted."""
+"""The program, interrupted."""
 
-import random
 import signal
 import time
 
@@ -9,34 +8,6 @@ import pytest
 from steadygrad.studies.folder import read_run
 from tests.unit.cli.conftest import PLAIN
 from tests.unit.cli.quick import program, tiny
-from tests.unit.studies.framework import lines, recorded
-
-
-def wait_for_results(process, folder, count):
-    """Waits until so many results are there, or the program has ended."""
-    while process.poll() is None and recorded(folder) < count:
-        time.sleep(0.002)
-
-
-@pytest.mark.slow
-def test_killed_three_times_and_resumed_to_the_same_summary(whole, tmp_path):
-    """SIGKILL at random moments: nothing can be tidied up, and nothing is lost."""
-    total, folder = recorded(whole[0]), tmp_path / "killed"
-    moments = random.Random(20).sample(range(1, total - 2), 3)
-    for number, moment in enumerate(sorted(moments)):
-        begin = [tiny("talkative"), *PLAIN, "--out", str(folder)]
-        process = program("advise", *(["--resume", str(folder)] if number else begin))
-        wait_for_results(process, folder, moment)
-        process.kill()
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == -signal.SIGKILL, err
-    assert recorded(folder) < total
-    process = program("advise", "--resume", str(folder))
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    assert (folder / "summary.json").read_bytes() == (whole[0] / "summary.json").read_bytes()
-    assert lines(folder) == lines(whole[0])
-    assert not (folder / "checkpoints").exists()
 
 
 @pytest.mark.slow
