@@ -181,8 +181,6 @@ def _study(
         raise
     finally:
         torch.set_num_threads(threads)
-    if outcome.stopped_by == signal.SIGINT:
-        raise KeyboardInterrupt
     if outcome.stopped_by:
         signal.raise_signal(outcome.stopped_by)
     kind = import_module(f"steadygrad.studies.{name}.schema").Summary

@@ -187,6 +187,14 @@ def test_needs_come_first(tmp_path, monkeypatch, seed):
     assert at(7) == 7
 
 
+def test_the_longest_chain_begins_first(tmp_path, monkeypatch):
+    """As the plan reckons: a budget is kept only so."""
+    trials = [trial(0), trial(1, cost=5), trial(2, 1, cost=20), trial(3, cost=15)]
+    setting = Setting(trials, tmp_path, workers=1)
+    setting.run(monkeypatch)
+    assert setting.executor.ran == [1, 2, 3, 0]
+
+
 def adaptive():
     """A study whose trial 2 depends on trials 0 and 1; it may have no job, or an equal one."""
 
