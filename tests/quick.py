@@ -84,6 +84,9 @@ CASES = {
     "unit/cli/test_compare.py": {
         "test_it_prints_verdicts_and_goes_on": 0,
     },
+    "unit/cli/test_damage.py": {
+        "test_a_damaged_run": 3,
+    },
     "unit/cli/test_faults.py": {
         "test_a_file_in_place_of_the_checkpoints": 0,
         "test_a_page_that_cannot_be_written_costs_no_result": 1,

@@ -63,6 +63,8 @@ def _here() -> dict[str, object]:
 
     devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     found: dict[str, object] = {name: torch.cuda.get_device_name(name) for name in devices}
+    # With the build, such as +cu130, which PyPI's metadata leave out.
+    found["torch"] = torch.__version__
     found["threads"] = torch.get_num_threads()
     found["instruction set"] = torch.backends.cpu.get_cpu_capability()
     for device in ("cpu", *devices, *["mps"] * torch.backends.mps.is_available()):

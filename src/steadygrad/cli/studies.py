@@ -172,8 +172,6 @@ def _study(
         raise
     finally:
         torch.set_num_threads(threads)
-    if outcome.stopped_by == signal.SIGINT:
-        raise KeyboardInterrupt
     if outcome.stopped_by:
         signal.raise_signal(outcome.stopped_by)
     return StudyResult(outcome.summary, outcome.folder)

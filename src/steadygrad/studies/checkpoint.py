@@ -44,8 +44,7 @@ class State:
         except Exception as error:
             raise InputError(
                 "The optimizer's state should hold tensors, numbers and strings. Found "
-                f"{reason(error)[:200]}. "
-                "Remedy: an optimizer whose state_dict can be saved and read without pickle."
+                f"{reason(error)[:200]}. Remedy: an optimizer whose state_dict needs no pickle."
             ) from error
 
 
@@ -95,7 +94,8 @@ class Checkpoints:
 
     def remove(self) -> None:
         """Deletes all of them."""
-        rmtree(self._folder, ignore_errors=True)
+        if self._folder.is_dir():  # rmtree would wait for a pipe
+            rmtree(self._folder, ignore_errors=True)
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.pt"

@@ -12,7 +12,7 @@ from tests.unit.studies.framework import ROOT, environment, planned, tiny
 from tests.unit.studies.results import PLAN as SMALL
 from tests.unit.studies.results import changed
 
-__all__ = ["PLAN", "ROOT", "program", "quick", "run_program", "tiny"]
+__all__ = ["PLAN", "ROOT", "STUDIES", "program", "quick", "run_program", "tiny"]
 
 PLAN = changed(
     SMALL,
@@ -24,6 +24,14 @@ PLAN = changed(
     seeds=0,
     candidates=0,
 )
+
+# Options of studies of the tiny task, of about a second of training. None of their plans depends
+# on the clock.
+STUDIES = {
+    "advise": ["--budget", "70s"],
+    "compare": ["--budget", "10h", "--optimizers", "lans", "--samples", "128", "--seeds", "2"],
+    "inspect": ["--budget", "10h", "--steps", "64"],
+}
 
 
 def quick() -> Any:

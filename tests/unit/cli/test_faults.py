@@ -347,13 +347,6 @@ def test_a_hostile_record_is_a_page_or_one_line(case, tmp_path, capsys):
         assert err.startswith("steadygrad: Expected ")
 
 
-@pytest.mark.parametrize("command", [["report"], ["advise", "--resume"]], ids=" ".join)
-def test_a_pipe_in_place_of_the_record_is_not_waited_for(command, refused, tmp_path):
-    (tmp_path / "run").mkdir()
-    os.mkfifo(tmp_path / "run" / "header.json")
-    assert "no regular file" in refused(*command, "run")
-
-
 @pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_folders_whose_names_are_not_utf8(workers, tmp_path, monkeypatch):
     home = tmp_path / os.fsdecode(b"caf\xe9")

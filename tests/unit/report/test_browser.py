@@ -46,6 +46,7 @@ function measure(frame) {{
   return {{
     width: view.innerWidth,
     scroll: page.documentElement.scrollWidth,
+    answer: page.querySelector("header table")?.getBoundingClientRect().right,
     widest: Math.max(0, ...charts.map(box => box.right)),
     charts: charts.length,
     title: page.title,
@@ -102,6 +103,8 @@ def assert_well_shown(look: Look, charts: int) -> None:
 def test_whole_page_on_a_phone_and_on_a_desk(whole_page: str, tmp_path: Path, mode: str):
     look = Look(whole_page, tmp_path, *([DARK] if mode == "dark" else []))
     assert_well_shown(look, charts=4)
+    # The verdicts are its last column.
+    assert 300 < look.phone["answer"] <= 390
     assert (luminance(look.desk["paper"]) < 0.1) == (mode == "dark")
 
 

@@ -171,6 +171,14 @@ def test_many_orders_give_equal_results_and_equal_files(tmp_path, monkeypatch):
     assert len(orders) > 5
 
 
+def test_the_longest_chain_begins_first(tmp_path, monkeypatch):
+    """As the plan reckons: a budget is kept only so."""
+    trials = [trial(0), trial(1, cost=5), trial(2, 1, cost=20), trial(3, cost=15)]
+    setting = Setting(trials, tmp_path, workers=1)
+    setting.run(monkeypatch)
+    assert setting.executor.ran == [1, 2, 3, 0]
+
+
 def adaptive():
     """A study whose trial 2 depends on trials 0 and 1; it may have no job, or an equal one."""
 

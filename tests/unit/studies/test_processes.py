@@ -5,11 +5,9 @@ Workers and coordinators are really killed. Starting a process that reads torch 
 
 import json
 import os
-import random
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -30,7 +28,6 @@ from tests.unit.studies.framework import (
     python,
     recorded,
     summary,
-    timeless,
     wait_for,
 )
 
@@ -108,26 +105,6 @@ def test_a_coordinator_that_is_interrupted_then_killed(base, whole, tmp_path):
     assert lines(folder) == lines(whole)
     assert summary(folder) == summary(whole)
     assert watcher.lines == []
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_killed_at_random_moments_and_resumed_to_the_same_bytes(base, whole, tmp_path, workers):
-    """SIGKILL of the whole group: nothing can be tidied up."""
-    folder, moments = copy(base, tmp_path / "run"), random.Random(workers)
-    for most in (6, 12, 18, 23):
-        least = moments.randint(recorded(folder), most)
-        with launched(folder, workers=workers) as process:
-            wait_for(lambda least=least: recorded(folder) >= least or process.poll() is not None)
-            time.sleep(0.3 * moments.random())
-            os.killpg(process.pid, signal.SIGKILL)
-            assert process.wait() == -signal.SIGKILL
-        assert timeless(folder).items() <= timeless(whole).items()
-    outcome, watcher = go_on(folder, workers=workers)
-    assert outcome.summary.status == "complete"
-    assert watcher.lines == []
-    assert timeless(folder) == timeless(whole)
-    assert summary(folder) == summary(whole)
-    assert left(folder) == FILES
 
 
 def test_workers_that_die_twice_leave_a_partial_summary(base, tmp_path):

@@ -96,10 +96,12 @@ def test_stopped_and_resumed_to_the_same_numbers(base, whole, tmp_path, at):
 
 
 def test_a_complete_run_is_not_run_again(whole):
-    before = contents(whole)
+    before, written = contents(whole), (whole / "summary.json").stat()
     outcome, watcher = go_on(whole, budget=5.0)
     assert outcome.summary.status == "complete"
     assert contents(whole) == before
+    # Nor written again: the folder may be one that only its owner can write to.
+    assert (whole / "summary.json").stat().st_mtime_ns == written.st_mtime_ns
     assert watcher.stages == []
     (line,) = watcher.lines
     assert line.endswith("Remedy: start a new run with a longer --budget.")

@@ -21,13 +21,11 @@ from tests.unit.studies.framework import (
     Watcher,
     copy,
     go_on,
-    launched,
     lines,
     part,
     recorded,
     summary,
     tiny,
-    wait_for,
 )
 
 
@@ -275,23 +273,6 @@ def test_with_any_results_it_goes_on_to_the_same_summary(whole, tmp_path):
         assert lines(folder) == lines(whole)
         # The step's time is recorded: to the bit.
         assert summary(folder) == summary(whole)
-
-
-@pytest.mark.slow
-def test_killed_while_two_workers_train_then_serial(tmp_path):
-    base = tmp_path / "base"
-    plan = planned(optimizers=("adamw", "lans"), seeds=2, full=False)
-    begin(base, "paced", plan=plan, workers=2, optimizers="lans")
-    folder, serial = copy(base, tmp_path / "two"), copy(base, tmp_path / "one")
-    for more in (2, 10):
-        with launched(folder, workers=2) as process:
-            least = recorded(base) + more
-            wait_for(lambda least=least: recorded(folder) >= least)
-            process.kill()
-    go_on(folder, workers=2)
-    go_on(serial, workers=1)
-    assert lines(folder) == lines(serial)
-    assert without_times(folder) == without_times(serial)
 
 
 def test_a_plan_of_its_own_for_a_real_budget(tmp_path, monkeypatch):

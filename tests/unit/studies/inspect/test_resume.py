@@ -1,16 +1,12 @@
 """A study that was stopped or killed, against one that was not."""
 
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from steadygrad.studies.folder import read_run
 from steadygrad.studies.strict_json import dumps
-from tests.unit.studies.framework import go_on, lines, recorded, tiny, wait_for
+from tests.unit.studies.framework import go_on, lines
 from tests.unit.studies.inspect.runs import look, parts_of, spec
 
 ROOT = Path(__file__).parents[4]
@@ -84,27 +80,3 @@ def test_what_two_workers_began_one_ends(whole, tmp_path):
     # They were not run again.
     for path in before:
         assert (folder / "results" / path.name).read_bytes() == path.read_bytes()
-
-
-KILLED = """
-from pathlib import Path
-from tests.unit.studies.framework import tiny
-from tests.unit.studies.inspect.runs import look
-look(Path({folder!r}), tiny("slow"))
-"""
-
-
-@pytest.mark.slow
-def test_killed_and_resumed_to_the_same_numbers(tmp_path):
-    """SIGKILL from outside, in the middle of training."""
-    folder = tmp_path / "run"
-    code = f"import torch; torch.set_num_threads(1)\n{KILLED.format(folder=str(folder))}"
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:
-        wait_for(lambda: recorded(folder) >= 3)
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
-    assert recorded(folder) < 24
-    assert read_run(folder).summary is None
-    go_on(folder)
-    look(tmp_path / "whole", tiny("slow"))
-    assert lines(folder) == lines(tmp_path / "whole")
