@@ -1,7 +1,8 @@
-"""Charts and tables of the template ``page.html``: its charts and tables."""
+"""Charts and tables that the template ``page.html`` shows."""
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 from markupsafe import Markup
@@ -28,7 +29,7 @@ class Spot(NamedTuple):
     diverged: float
 
 
-def view(run: Run) -> dict[str, Any]:
+def view(run: Run) -> Mapping[str, object]:
     """The values of the template's own sections."""
     task = run.header.task
     found = msgspec.convert(run.summary, Summary) if run.summary else None

@@ -18,7 +18,7 @@ from steadygrad.studies.advise.plan import (
     run_marks,
     stretches,
 )
-from steadygrad.studies.advise.schema import Branch, Noise, Plan, Point, Scratch, Stage
+from steadygrad.studies.advise.schema import Branch, Curve, Noise, Plan, Point, Scratch, Stage
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order, branch_order, main_order
 from steadygrad.studies.study import Workplace
@@ -109,14 +109,16 @@ def branch(plan: Plan, place: Workplace, point: int, repeat: int, batch_size: in
     order, rate = _order(plan, place, point, f"branch-{repeat}"), Rate(batch_size)
     steps = trainer.run(order, 0, length, batch_size, rate=rate, seen=seen)
     what = f"branch of {batch_size:,} at {seen:,}"
-    found = _averaged(place, steps, length, (way, ends), what, own=own)
+    curve = _averaged(place, steps, length, (way, ends), what, own=own)
     return Branch(
         point=point,
         repeat=repeat,
         batch_size=batch_size,
         lr=learning_rate(place.trainer.task.lr, batch_size, base, place.trainer.task.lr_rule),
         steps=trainer.steps - first,
-        **found,
+        samples=curve[-1][0],
+        loss=curve[-1][1],
+        curve=curve,
     )
 
 
@@ -149,7 +151,7 @@ def scratch(
     way = run_marks(samples, base) if batch_size == base else []
     ends, what = end_marks(samples, base), f"{batch_size:,} from the initial weights"
     own = batch_size == base and rate == 1
-    found = _averaged(place, steps(), samples, (way, ends), what, own=own)
+    curve = _averaged(place, steps(), samples, (way, ends), what, own=own)
     rates = [rate * learning_rate(task.lr, size, base, task.lr_rule) for _, size in stages]
     rows = zip(stages, rates, strict=True)
     return Scratch(
@@ -160,7 +162,9 @@ def scratch(
         stages=tuple(Stage(from_samples=s, batch_size=b, lr=lr) for (s, b), lr in rows),
         warmup_samples=warmup_samples,
         steps=trainer.steps,
-        **found,
+        samples=curve[-1][0],
+        loss=curve[-1][1],
+        curve=curve,
     )
 
 
@@ -175,7 +179,7 @@ def _go_to(plan: Plan, place: Workplace, at: int) -> None:
 
 def _averaged(
     place: Workplace, steps: Iterable[int], length: int, marks: Marks, what: str, *, own: bool
-) -> dict[str, Any]:
+) -> Curve:
     """Losses on the way, the last one being the average over the end marks."""
     way, ends = marks
     try:
@@ -186,8 +190,7 @@ def _averaged(
             raise
         curve = [(length, math.inf)]
     # Large batches may end before the first end mark.
-    averaged = averaged_end(curve, max(1, sum(at >= ends[0] for at, _ in curve)))
-    return {"samples": averaged[-1][0], "loss": averaged[-1][1], "curve": averaged}
+    return averaged_end(curve, max(1, sum(at >= ends[0] for at, _ in curve)))
 
 
 def _curve(

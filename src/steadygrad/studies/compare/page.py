@@ -1,9 +1,8 @@
-"""Charts and tables of the template ``page.html``: its charts and tables."""
+"""Charts and tables that the template ``page.html`` shows."""
 
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
 
 import msgspec
 from markupsafe import Markup
@@ -24,7 +23,7 @@ __all__ = ["view"]
 MOST_WIDTHS = 6
 
 
-def view(run: Run) -> dict[str, Any]:
+def view(run: Run) -> Mapping[str, object]:
     """The values of the template's own sections."""
     plan, runs = run.header.plan, run.select(Training)
     found = msgspec.convert(run.summary, Summary) if run.summary else None

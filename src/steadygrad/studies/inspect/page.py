@@ -1,9 +1,8 @@
-"""Charts and tables of the template ``page.html``: its charts and numbers."""
+"""Charts and tables that the template ``page.html`` shows."""
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
@@ -30,7 +29,7 @@ FAINTEST = 1e-4
 COLOURS = {BEFORE: SCHEDULE, AFTER: CRITICAL}
 
 
-def view(run: Run) -> dict[str, Any]:
+def view(run: Run) -> Mapping[str, object]:
     """The values of the template's own sections."""
     phases, layers = analysis.by_phase(run.results), analysis.layers_of(run.select(Part))
     held = {phase: analysis.counts_of(phases[phase]) for phase in COLOURS}
