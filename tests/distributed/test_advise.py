@@ -190,7 +190,9 @@ def test_a_rank_that_dies_does_not_hang_the_other(tmp_path):
     with pytest.raises((mp.ProcessExitedException, mp.ProcessRaisedException)):
         join(context)
     assert time.monotonic() - began < 90  # a minute is the exchange's limit
-    # The launcher's signal may reach the rank that is left before it misses the other one.
+    # The launcher's signal may reach the rank that is left before it misses the other one, and an
+    # exchange in a backward pass that misses it is an error of the trial.
     result = tmp_path / "b" / "result-0.json"
-    assert not result.exists() or json.loads(result.read_text()) == signal.SIGTERM
+    ended = json.loads(result.read_text()) if result.exists() else signal.SIGTERM
+    assert ended == signal.SIGTERM or "Found RuntimeError" in ended
     assert read_run(folder).header.runtime.world_size == 2
