@@ -56,7 +56,7 @@ def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
         return said, f"try {settings} (predicted, not trained)"
     run = next((run for run in s.checked if run.batch_size == found.batch_size), None)
     if run is not None:
-        steps = _fewer(run.steps, found.samples // s.batch_size)
+        steps = _fewer(run.steps * (1 + run.overhead), found.samples // s.batch_size)
         return f"Train at {settings}: it {_needs(run, s)} and {steps}.", f"train at {settings}"
     larger = next((f.run for f in s.findings if isinstance(f, schema.Larger)), None)
     why = _failed(larger, s) if larger else f"no larger batch was shown to need {more}"
@@ -126,7 +126,8 @@ def _schedule(found: schema.Schedule, s: Summary) -> str:
         return ""
     stages = listed(f"{stage.batch_size:,} from {stage.from_samples:,}" for stage in found.stages)
     size, samples = s.recommendation.batch_size or 1, s.recommendation.samples or 1
-    steps = f"{_fewer(found.steps, samples // size)} than batch {size:,}"
+    others = samples // size * (1 + (s.recommendation.overhead or 0.0))
+    steps = f"{_fewer(found.steps * (1 + found.check.overhead), others)} than batch {size:,}"
     return f"A growing batch, {stages} {plural(s.sample)} on, {_needs(found.check, s)} and {steps}."
 
 
@@ -208,8 +209,10 @@ def _tolerated(s: Summary) -> str:
     return f"{100 * s.tolerance:.4g}%"
 
 
-def _fewer(steps: int, others: int) -> str:
-    return f"{1 - steps / others:.0%} fewer optimizer steps"
+def _fewer(steps: float, others: float) -> str:
+    """Optimizer steps to the same loss, against those of another run."""
+    saved = 1 - steps / others
+    return f"{abs(saved):.0%} {'fewer' if saved >= 0 else 'more'} optimizer steps"
 
 
 def _extra(overhead: float, s: Summary) -> str:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def find(spec: str, other: float) -> tuple[Callable[..., Optimizer], float]:
         InputError: If it is not there, or cannot be made of parameters.
     """
     package, _, name = spec.partition(":")
-    found, remedy = "", f"pip install {package.partition('.')[0]}, or check the name"
+    found, remedy = "", "check the name, and that the library is installed"
     try:
         module = import_module(HOMES.get(package, package))
         kind: Any = getattr(module, name, None)
@@ -58,11 +58,21 @@ def is_library(name: str) -> bool:
 
 
 def traits_of(name: str, optimizer: Optimizer, *, matrices: bool) -> Traits:
-    """What an optimizer's object shows: whether its schedule and its rate are its own."""
-    try:
-        release = version(name.partition(":")[0].partition(".")[0]) if is_library(name) else ""
-    except PackageNotFoundError:
-        release = ""
+    """What an optimizer's object shows: whether its schedule and its rate are its own.
+
+    Raises:
+        InputError: If it is of no installed package.
+    """
+    release = ""
+    if is_library(name):
+        packages = packages_distributions().get(re.split("[:.]", name)[0])
+        if packages is None:
+            # A resumed run would not find it, nor see that it has changed.
+            raise InputError(
+                f"--optimizers should name classes of installed packages. Found {name!r}, in a "
+                "file of your own. Remedy: --add path/file.py:make_optimizer."
+            )
+        release = version(packages[0])
     has = [callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")]
     return Traits(
         version=release,

@@ -122,6 +122,9 @@ def tried(trainer: Trainer, name: str, entry: Entry) -> Entry:
             with guarded(f"A step of the optimizer {name}"):
                 optimizer.step()
         except InputError as error:
+            # Of a broken maker, such as one that leaves the rate aside, and not of the library.
+            if error.__cause__ is None and not matrices:
+                raise
             errors.append(error)
         else:
             traits = traits_of(name, optimizer, matrices=matrices)

@@ -12,6 +12,11 @@ class Plain(torch.optim.SGD):
         super().__init__(params, lr=lr)
 
 
+class Ignoring(Plain):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=0.1)
+
+
 class Consuming(Plain):
     """Keeps no gradient, as HeavyBall does."""
 

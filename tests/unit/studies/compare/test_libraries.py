@@ -1,6 +1,7 @@
 """Optimizers of other libraries: what a step of them shows, and how each kind is trained."""
 
 import math
+from importlib import metadata
 from shlex import quote
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.studies.compare import words
+from steadygrad.studies.compare import libraries, words
 from steadygrad.studies.compare.libraries import is_library
 from steadygrad.studies.compare.optimizers import Joined, entries_of
 from steadygrad.studies.compare.schema import Run, Settings, Traits
@@ -23,6 +24,17 @@ from tests.unit.studies.framework import go_on, lines, make_trainer
 from tests.unit.studies.tiny_task import make_task
 
 HERE = library.__name__
+
+
+@pytest.fixture(autouse=True, scope="module")
+def installed():
+    """As if the module were a package's."""
+    packages = {**metadata.packages_distributions(), "tests": ["tests"]}
+    release = lambda name: "" if name == "tests" else metadata.version(name)  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(libraries, "packages_distributions", lambda: packages)
+        patch.setattr(libraries, "version", release)
+        yield
 
 
 def named(*names):
@@ -65,7 +77,7 @@ def test_a_step_shows_what_an_optimizer_is(name, traits):
         (named("function"), "function': no such class of optimizers. Remedy: check the name"),
         (named("Nothing"), "Nothing': no such class of optimizers. Remedy: check the name"),
         ("torch:Muons", "'torch:Muons': no such class of optimizers"),
-        ("not_there_at_all.x:Y", "No module named 'not_there_at_all'. Remedy: pip install not_"),
+        ("not_there_at_all.x:Y", "No module named 'not_there_at_all'. Remedy: check the name"),
         ("lans:", "--optimizers should be different ones of adamw, .* Found 'lans:'"),
         (":Plain", "Found ':Plain'"),
         ("../x.py:Plain", "Found '../x.py:Plain'"),
@@ -77,6 +89,18 @@ def test_what_cannot_be_compared_is_refused_by_name(name, found):
     assert str(error.value).startswith(("--optimizers should", "Expected an optimizer that takes"))
     assert "Remedy: " in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_rate_that_is_left_aside_is_no_matter_of_matrices():
+    with pytest.raises(InputError, match=r"Found 0.1 for 0.1 and for 0.2. Remedy: pass lr on"):
+        attempt(named("Ignoring"))
+
+
+def test_a_module_of_no_package_is_refused(monkeypatch):
+    """Nothing would tell a resumed run that it has changed."""
+    monkeypatch.setattr(libraries, "packages_distributions", dict)
+    with pytest.raises(InputError, match=r"Found .*library:Plain.*: --add path/file.py"):
+        attempt(named("Plain"))
 
 
 def test_names_of_libraries():
