@@ -12,12 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_type_hints
 
 from steadygrad._checks import InputError
-from steadygrad._studies import STUDIES
+from steadygrad._studies import STUDIES, module_of
 
 __all__ = ["COMMANDS", "near", "options_of", "parser", "seconds"]
 
@@ -161,7 +160,7 @@ def options_of(command: str) -> Parser:
         examples = [line.format(command) for line in EXAMPLES]
         own_examples = OWN_EXAMPLES.get(command, ())
         options = Parser(command, STUDIES[command], [*examples, *own_examples], command)
-        settings = import_module(f"steadygrad.studies.{command}.schema").Settings
+        settings = module_of(command, "schema").Settings
         hints = get_type_hints(settings, include_extras=True)
         for field in fields(settings):
             _add_setting(options, field.name, hints[field.name], field.default)

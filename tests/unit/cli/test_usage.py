@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from steadygrad import __version__
+from steadygrad._studies import STUDIES
 from steadygrad.cli import main
 from steadygrad.cli.options import options_of, parser, seconds
-from steadygrad.studies.schema import STUDIES, TASKS
+from steadygrad.studies.schema import TASKS
 from steadygrad.tasks import BUILT_IN
 from tests.unit.cli.quick import ROOT
 

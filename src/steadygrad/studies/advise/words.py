@@ -158,6 +158,13 @@ TEMPLATES: dict[type, Callable[[Any, Summary], str]] = {
 }
 
 
+def too_little(s: Summary) -> str | None:
+    """Without one measured point there is no advice."""
+    if any(point.critical for point in s.points):
+        return None
+    return "The budget was over before the first point of training was measured"
+
+
 def table(s: Summary) -> Table | None:
     """The numbers on which the answer rests; None where there is none."""
     found, schedule, samples = s.recommendation, s.schedule, plural(s.sample)

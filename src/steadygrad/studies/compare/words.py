@@ -132,6 +132,13 @@ def _verdict(row: Verdict, s: Summary) -> str:
     return f"{text}; {more} would tell, if the true difference is {signed(row.mean)}."
 
 
+def too_little(s: Summary) -> str | None:
+    """Without a verdict nothing is said."""
+    if s.verdicts:
+        return None
+    return "The budget was over before two seeds of the verdicts were trained"
+
+
 def table(s: Summary) -> Table | None:
     """The verdicts after the longest trainings; None where there is none."""
     rows, several = list[tuple[str, ...]](), _are_several(s)

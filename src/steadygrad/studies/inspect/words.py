@@ -121,6 +121,15 @@ def _remark(found: schema.Findings, s: Summary) -> str:
     return EFFECTS[found.name].format(_in(found.name, found.layers))
 
 
+def too_little(s: Summary) -> str | None:
+    """Without two phases there is nothing to compare, and no diagnosis."""
+    if schema.Verdict(verdict="unmeasured") not in s.findings:
+        return None
+    # A part that is cut short is not kept: as much time again would come no further.
+    early = "" if s.phases else ", nor was an eighth of the first training done"
+    return f"The budget was over before scales were found{early}: nothing is said of the layers"
+
+
 def table(s: Summary) -> Table | None:
     """A row for each layer, before and after; None where no gradient was counted."""
     found, own, rows = s.diagnosis, s.proposal.layer_scales if s.proposal else {}, []

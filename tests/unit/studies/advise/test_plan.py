@@ -21,7 +21,7 @@ from steadygrad.studies.advise.plan import (
     run_marks,
 )
 from steadygrad.studies.advise.schema import Settings
-from steadygrad.studies.advise.study import Advise
+from steadygrad.studies.advise.trials import plan_for
 from tests.unit.studies.tiny_task import make_task
 
 
@@ -160,7 +160,7 @@ def test_a_warm_up_ends_within_the_run():
     def plan(warmup):
         trainer = SimpleNamespace(task=make_task(warmup_samples=warmup))
         trainer.context, trainer.dependent = SimpleNamespace(size=1), False
-        return Advise.make_plan(Settings(budget=60), trainer, speed=1000.0, workers=1)
+        return plan_for(Settings(budget=60), trainer, speed=1000.0, workers=1)
 
     length = plan(0).length
     assert plan(length).length == length
