@@ -7,9 +7,8 @@ from typing import Any
 from steadygrad.studies.advise import schema
 from steadygrad.studies.advise.schema import CAP, Checked, Recommendation, Summary
 from steadygrad.studies.schema import Table
-from steadygrad.studies.text import listed, percent, percent_interval, plural, show
+from steadygrad.studies.text import ENDS, listed, percent, percent_interval, plural, show
 
-ENDS = {"interrupted": "was interrupted", "budget": "ran out of its budget", "failed": "failed"}
 FALLS = {
     "zero": "is exactly 0",
     "slightly": "falls by less than three standard errors",

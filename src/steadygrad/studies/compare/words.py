@@ -9,11 +9,9 @@ from statistics import fmean
 from steadygrad.studies.compare import schema
 from steadygrad.studies.compare.schema import LEAST_RATIO, MOST_RATIO, Plan, Summary, Verdict
 from steadygrad.studies.schema import Finding, Table
-from steadygrad.studies.text import listed, loss, plural, show
+from steadygrad.studies.text import ENDS, listed, loss, plural, show
 
 __all__ = ["answer", "difference", "notes", "ratios", "remarks", "said", "signed", "table"]
-
-ENDS = {"interrupted": "was interrupted", "budget": "ran out of its budget", "failed": "failed"}
 
 
 def answer(s: Summary) -> str:

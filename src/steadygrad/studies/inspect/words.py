@@ -7,11 +7,10 @@ from steadygrad.studies.inspect import schema
 from steadygrad.studies.inspect.analysis import WEIGHTS_LOST
 from steadygrad.studies.inspect.schema import AFTER, BEFORE, STEPS, TITLES, Proposal, Seen, Summary
 from steadygrad.studies.schema import Table
-from steadygrad.studies.text import listed
+from steadygrad.studies.text import ENDS, listed
 
 __all__ = ["answer", "code", "layer_title", "power", "remarks", "table"]
 
-ENDS = {"interrupted": "was interrupted", "budget": "ran out of its budget", "failed": "failed"}
 EFFECTS = {
     "nonfinite_at_any_scale": "Look for the cause in the backward pass of {}, or train it in "
     "bfloat16 or float32; torch.amp.GradScaler halves its scale at each of these steps.",
