@@ -18,8 +18,6 @@ from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_type_hint
 from steadygrad._checks import InputError
 from steadygrad._studies import STUDIES, module_of
 
-__all__ = ["COMMANDS", "near", "options_of", "parser", "seconds"]
-
 DESCRIPTION = (
     "Measures what a PyTorch training loop does to a gradient between backward() and the weights."
 )
@@ -112,6 +110,7 @@ class Parser(ArgumentParser):
         return action
 
     def error(self, message: str) -> NoReturn:
+        """Refuses in one line."""
         raise InputError(f"{message}. Remedy: {self.prog} --help.")
 
     def read(self, words: Sequence[str]) -> Mapping[str, Any]:

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from steadygrad.studies.compare.schema import Summary as Comparison
     from steadygrad.studies.inspect.schema import Summary as Inspection
 
-__all__ = ["StudyResult", "advise", "command", "compare", "inspect"]
-
 S = TypeVar("S", bound=Summary)
 
 

@@ -14,8 +14,6 @@ from steadygrad.studies.folder import Results
 from steadygrad.studies.schema import Key
 from steadygrad.studies.trials import SHARE, Job, Trial, evaluation_cost, makespan, start_up
 
-__all__ = ["DEFAULTS", "MARKS", "TURNS", "make_plan", "make_trials"]
-
 # Seeds, whether the search has a third rung, and the least steps of the longest runs; best first.
 LEVELS = ((10, True, 6400), (8, True, 3200), (5, True, 1600), (5, False, 200), (3, False, 40))
 # Least steps of a short run with the largest batch.

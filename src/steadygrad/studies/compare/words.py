@@ -11,8 +11,6 @@ from steadygrad.studies.compare.schema import LEAST_RATIO, MOST_RATIO, Plan, Sum
 from steadygrad.studies.schema import Finding, Table
 from steadygrad.studies.text import ENDS, listed, loss, plural, show
 
-__all__ = ["answer", "difference", "notes", "ratios", "remarks", "said", "signed", "table"]
-
 
 def answer(s: Summary) -> str:
     """The answer in one sentence; one that hangs on a condition opens with it."""

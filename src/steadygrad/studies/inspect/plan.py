@@ -17,8 +17,6 @@ from steadygrad.studies.inspect.schema import AFTER, BEFORE, PARTS, PHASES, SEAR
 from steadygrad.studies.schema import Key
 from steadygrad.studies.trials import SHARE, Job, Trial, evaluation_cost, makespan, start_up
 
-__all__ = ["make_plan", "make_trials", "steps_of"]
-
 # Time of a step over that of the steps whose speed was measured: those that overflow are repeated.
 REPEATED = 1.2
 

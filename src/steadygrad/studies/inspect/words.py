@@ -9,8 +9,6 @@ from steadygrad.studies.inspect.schema import AFTER, BEFORE, STEPS, TITLES, Prop
 from steadygrad.studies.schema import Table
 from steadygrad.studies.text import ENDS, listed
 
-__all__ = ["answer", "code", "layer_title", "power", "remarks", "table"]
-
 EFFECTS = {
     "nonfinite_at_any_scale": "Look for the cause in the backward pass of {}, or train it in "
     "bfloat16 or float32; torch.amp.GradScaler halves its scale at each of these steps.",
