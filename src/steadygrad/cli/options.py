@@ -80,7 +80,7 @@ OWN_EXAMPLES = {
     "compare": ("steadygrad compare --optimizers lans,task --add file.py:make_optimizer",),
     "inspect": ("steadygrad inspect digits-deep --steps 400 --accumulation",),
 }
-UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
+UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 class Parser(ArgumentParser):
@@ -221,8 +221,9 @@ def _read(name: str, kind: Any, text: str) -> Any:
 
 
 def seconds(text: str) -> float:
-    """Reads a duration in seconds: ``30s``, ``5m``, ``1.5h``; a bare number is seconds."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip().lower(), re.ASCII)
-    if match is None:
+    """Reads a duration in seconds: ``30s``, ``3m20s``, ``1.5h``; a bare number is seconds."""
+    number = r"(\d+(?:\.\d+)?)\s*"
+    text = re.sub(rf"^{number}$", r"\1s", text.strip().lower(), flags=re.ASCII)
+    if re.fullmatch(rf"({number}[smh]\s*)+", text, re.ASCII) is None:
         raise ValueError("expected a duration such as 30s, 5m or 2h")
-    return float(match[1]) * UNITS[match[2]]
+    return sum(float(n) * UNITS[u] for n, u in re.findall(rf"{number}([smh])", text, re.ASCII))

@@ -132,9 +132,10 @@ def conduct(
         failed.outcome = outcome
         raise failed
     if outcome.too_little:
+        shown = f", as {str(outcome.page)!r} shows" if outcome.page else ""
         raise InputError(
-            f"{outcome.too_little}. Found {str(folder)!r} unfinished. "
-            "Remedy: continue with --resume RUN --budget TIME."
+            f"{outcome.too_little}. Found {str(outcome.folder)!r} unfinished{shown}. "
+            f"Remedy: continue with --resume {outcome.folder} --budget TIME."
         )
     return outcome
 

@@ -150,6 +150,7 @@ USAGE = {
     "no time": (["advise", "--budget", "0s"], "--budget", "Found '0s'."),
     "days": (["advise", "--budget", "10d"], "--budget", "30s, 5m or 2h", "Found '10d'."),
     "less than none": (["advise", "--budget=-5m"], "--budget", "Found '-5m'."),
+    "seconds or minutes": (["advise", "--budget", "1h30"], "--budget", "Found '1h30'."),
     "no duration": (["inspect", "--budget", "soon"], "--budget", "Found 'soon'."),
     "for ever": (["advise", "--budget", "1e9h"], "--budget", "Found '1e9h'."),
 }
@@ -164,7 +165,7 @@ def test_a_command_line_that_cannot_be_used_is_one_line(case, refused):
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("30s", 30), ("5m", 300), ("1.5h", 5400), ("2h", 7200), ("45", 45), (" 2 M ", 120)],
+    [("30s", 30), ("1.5h", 5400), ("2h", 7200), ("45", 45), (" 2 M ", 120), ("1h 3m20s", 3800)],
 )
 def test_a_budget_is_a_duration(text, found):
     assert seconds(text) == found
