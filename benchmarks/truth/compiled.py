@@ -21,9 +21,9 @@ from steadygrad.studies.advise.trials import TRIALS
 from steadygrad.studies.folder import SCHEMA, Results
 from steadygrad.studies.order import Order
 from steadygrad.studies.schema import Runtime, TaskInfo
-from steadygrad.studies.study import Workplace
 from steadygrad.studies.trainer import Rate
 from steadygrad.studies.trials import seed_for
+from steadygrad.studies.workplace import Workplace
 
 __all__ = ["CompiledTrainer", "header_of", "run_study", "start_at"]
 

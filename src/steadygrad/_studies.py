@@ -1,6 +1,9 @@
 """The list of all studies. It loads nothing, so that ``steadygrad --help`` needs no extra."""
 
-__all__ = ["STUDIES"]
+from importlib import import_module
+from types import ModuleType
+
+__all__ = ["STUDIES", "module_of"]
 
 # Name and question of each study. A study named x is the command `steadygrad x`, and the folder
 # ``studies/x``.
@@ -9,3 +12,19 @@ STUDIES = {
     "compare": "Whether another optimizer is worth it, tuned alike and judged on fresh seeds.",
     "inspect": "Where float16 gradients underflow or overflow, and which loss scales prevent it.",
 }
+
+
+def module_of(study: str, name: str) -> ModuleType:
+    """A module of a study, loaded when it is needed: no study loads another one's.
+
+    What is looked up here imports none of those who look:
+
+    - ``schema``: ``Settings``, ``Header``, ``Summary``, the union ``RESULTS``, and ``check``
+    - ``trials``: ``TRIALS``, a function ``(plan, place, **parameters) -> Result`` for each kind;
+      ``plan_for(settings, trainer, *, speed, workers)``, ``trials_of(header)``, and ``TRAINING``,
+      options of the trainer that no setting names
+    - ``findings``: ``summarize(header, results, status)``, a pure function
+    - ``words``: ``too_little(summary)``, why there is no result at all, or None
+    - ``page``: ``view(run)``, the charts and tables of the page
+    """
+    return import_module(f"steadygrad.studies.{study}.{name}")

@@ -9,9 +9,6 @@ from typing import Any, TextIO
 
 from steadygrad._checks import InputError, launched
 
-__all__ = ["PLAIN", "cleaned", "complain", "drawn", "emit", "note", "printable", "rendered"]
-
-
 # Options of rich's console. No markup: a task may have any name.
 PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
 

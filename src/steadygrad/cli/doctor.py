@@ -12,8 +12,6 @@ from typing import Any
 from steadygrad import __version__
 from steadygrad.cli.console import cleaned, emit
 
-__all__ = ["BRINGS", "examined", "run"]
-
 # What each extra brings.
 BRINGS = {
     "cli": "the commands advise, compare and inspect, and their reports",

@@ -12,14 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_type_hints
 
 from steadygrad._checks import InputError
-from steadygrad._studies import STUDIES
-
-__all__ = ["COMMANDS", "near", "options_of", "parser", "seconds"]
+from steadygrad._studies import STUDIES, module_of
 
 DESCRIPTION = (
     "Measures what a PyTorch training loop does to a gradient between backward() and the weights."
@@ -83,7 +80,7 @@ OWN_EXAMPLES = {
     "compare": ("steadygrad compare --optimizers lans,task --add file.py:make_optimizer",),
     "inspect": ("steadygrad inspect digits-deep --steps 400 --accumulation",),
 }
-UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
+UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 class Parser(ArgumentParser):
@@ -113,6 +110,7 @@ class Parser(ArgumentParser):
         return action
 
     def error(self, message: str) -> NoReturn:
+        """Refuses in one line."""
         raise InputError(f"{message}. Remedy: {self.prog} --help.")
 
     def read(self, words: Sequence[str]) -> Mapping[str, Any]:
@@ -161,7 +159,7 @@ def options_of(command: str) -> Parser:
         examples = [line.format(command) for line in EXAMPLES]
         own_examples = OWN_EXAMPLES.get(command, ())
         options = Parser(command, STUDIES[command], [*examples, *own_examples], command)
-        settings = import_module(f"steadygrad.studies.{command}.schema").Settings
+        settings = module_of(command, "schema").Settings
         hints = get_type_hints(settings, include_extras=True)
         for field in fields(settings):
             _add_setting(options, field.name, hints[field.name], field.default)
@@ -223,8 +221,9 @@ def _read(name: str, kind: Any, text: str) -> Any:
 
 
 def seconds(text: str) -> float:
-    """Reads a duration in seconds: ``30s``, ``5m``, ``1.5h``; a bare number is seconds."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip().lower(), re.ASCII)
-    if match is None:
+    """Reads a duration in seconds: ``30s``, ``3m20s``, ``1.5h``; a bare number is seconds."""
+    number = r"(\d+(?:\.\d+)?)\s*"
+    text = re.sub(rf"^{number}$", r"\1s", text.strip().lower(), flags=re.ASCII)
+    if re.fullmatch(rf"({number}[smh]\s*)+", text, re.ASCII) is None:
         raise ValueError("expected a duration such as 30s, 5m or 2h")
-    return float(match[1]) * UNITS[match[2]]
+    return sum(float(n) * UNITS[u] for n, u in re.findall(rf"{number}([smh])", text, re.ASCII))

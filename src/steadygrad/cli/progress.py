@@ -10,8 +10,6 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from steadygrad.cli.console import PLAIN, note, printable
 
-__all__ = ["Monitor", "duration", "make_monitor"]
-
 Clock = Callable[[], float]
 
 # A resumed study first repeats what its last checkpoint did not hold, which counts as no work.

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from steadygrad._checks import InputError, launched
+from steadygrad._studies import module_of
 from steadygrad.cli.console import cleaned, drawn, emit, note, printable, rendered
 from steadygrad.cli.options import seconds
 from steadygrad.cli.progress import make_monitor
@@ -21,7 +22,7 @@ from steadygrad.studies.files import OBJECT
 from steadygrad.studies.folder import PAGE
 from steadygrad.studies.order import generators_kept
 from steadygrad.studies.run import StudyFailed, conduct
-from steadygrad.studies.schema import Summary, schema_of
+from steadygrad.studies.schema import Summary
 from steadygrad.studies.strict_json import dumps
 from steadygrad.tasks import Task
 
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from steadygrad.studies.advise.schema import Summary as Advice
     from steadygrad.studies.compare.schema import Summary as Comparison
     from steadygrad.studies.inspect.schema import Summary as Inspection
-
-__all__ = ["StudyResult", "advise", "command", "compare", "inspect"]
 
 S = TypeVar("S", bound=Summary)
 
@@ -201,7 +200,7 @@ def _given(
             given["budget"] = seconds(budget) if isinstance(budget, str) else float(budget)
         except ValueError as error:
             raise InputError(f"`budget`: {error}. Found {budget!r}. Remedy: 5m.") from None
-    settings = schema_of(name).Settings(**given)
+    settings = module_of(name, "schema").Settings(**given)
     try:
         msgspec.convert(asdict(settings), type(settings))
     except msgspec.ValidationError as error:

@@ -18,7 +18,8 @@ from typing import IO, Any, TypeVar
 import msgspec
 
 from steadygrad._checks import InputError
-from steadygrad.studies.schema import SCHEMA, Header, Key, Result, schema_of
+from steadygrad._studies import STUDIES, module_of
+from steadygrad.studies.schema import SCHEMA, Header, Key, Result
 from steadygrad.studies.strict_json import dumps, loads
 
 HEADER, SUMMARY, PAGE, RESULTS = "header.json", "summary.json", "report.html", "results"
@@ -158,9 +159,10 @@ def read_header(folder: Path) -> tuple[Any, Any]:
             f"{str(path)!r} was written by another steadygrad: schema {version}, this one reads "
             f"{SCHEMA}. Remedy: use the steadygrad that wrote it, or run the study again."
         )
-    schema = schema_of(found.get("study"))
-    if schema is None:
-        raise _wrong(path, "the header of a known study", f"study = {found.get('study')!r}")
+    study = found.get("study")
+    if str(study) not in STUDIES:
+        raise _wrong(path, "the header of a known study", f"study = {study!r}")
+    schema = module_of(study, "schema")
     try:
         header = msgspec.convert(found, schema.Header)
         if wrong := schema.check(header, None):

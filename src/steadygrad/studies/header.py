@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from steadygrad._checks import InputError
+from steadygrad._studies import module_of
 from steadygrad.studies.environment import environment
 from steadygrad.studies.files import digests
-from steadygrad.studies.schema import SCHEMA, Header, Runtime, TaskInfo, schema_of
+from steadygrad.studies.schema import SCHEMA, Header, Runtime, TaskInfo
 from steadygrad.studies.trainer import Trainer
 
 
@@ -56,7 +57,7 @@ def make_header(
         workers=workers,
     )
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    header: Header = schema_of(study).Header(
+    header: Header = module_of(study, "schema").Header(
         schema=SCHEMA,
         study=study,
         task=describe_task(trainer, settings.task),

@@ -11,8 +11,6 @@ from steadygrad._checks import InputError
 from steadygrad.formulas.batch_size import learning_rate
 from steadygrad.tasks import Task
 
-__all__ = ["Rate", "RateSetter", "has_second_moment"]
-
 # Samples of a run whose learning rate does not decay.
 ENDLESS = 1 << 62
 # Options of the optimizer that follow the batch size.

@@ -7,13 +7,13 @@ A study's page is its template, ``page.html``, over ``base.html``, and its modul
 import warnings
 from collections.abc import Iterable, Mapping
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from steadygrad._checks import InputError
+from steadygrad._studies import module_of
 from steadygrad.studies import text
 from steadygrad.studies.folder import HEADER, Run, read_run, understanding, write_page
 
@@ -50,7 +50,7 @@ def render(run: Run) -> str:
     with understanding(run.folder), warnings.catch_warnings():
         # Of odd numbers in a run: many lines, about lines of Matplotlib's code.
         warnings.simplefilter("ignore")
-        view = import_module(f"steadygrad.studies.{study}.page").view
+        view = module_of(study, "page").view
         template = _environment().get_template(f"{study}/page.html")
         return template.render({**common, **view(run)})
 

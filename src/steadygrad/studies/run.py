@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from steadygrad._checks import InputError, launched
+from steadygrad._studies import module_of
 from steadygrad.studies.calibration import calibrate, resolve_device
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
 from steadygrad.studies.distributed import DistributedContext
@@ -27,11 +28,17 @@ from steadygrad.studies.folder import (
     write_summary,
 )
 from steadygrad.studies.header import changes, make_header
-from steadygrad.studies.schema import FREE, Summary, schema_of
+from steadygrad.studies.schema import FREE, Header, Summary
 from steadygrad.studies.strict_json import dumps
-from steadygrad.studies.study import Study, study_class, study_of
-from steadygrad.studies.trainer import Trainer
-from steadygrad.studies.work import Coordinator, Monitor, recorded_trainer, workplace
+from steadygrad.studies.work import (
+    Coordinator,
+    Monitor,
+    finished,
+    make_trainer,
+    recorded_trainer,
+    workplace,
+)
+from steadygrad.studies.workplace import Workplace
 from steadygrad.tasks import Task, load_task
 
 DEPENDENT = (
@@ -105,7 +112,7 @@ def conduct(
     with deadline.signals():
         try:
             if continued is None:
-                outcome = start(name, schema_of(name).Settings(**given), folder, **common)
+                outcome = start(name, module_of(name, "schema").Settings(**given), folder, **common)
             else:
                 outcome = resume(folder, given, name=name, **common)
         except StudyFailed as error:
@@ -125,9 +132,10 @@ def conduct(
         failed.outcome = outcome
         raise failed
     if outcome.too_little:
+        shown = f", as {str(outcome.page)!r} shows" if outcome.page else ""
         raise InputError(
-            f"{outcome.too_little}. Found {str(folder)!r} unfinished. "
-            "Remedy: continue with --resume RUN --budget TIME."
+            f"{outcome.too_little}. Found {str(outcome.folder)!r} unfinished{shown}. "
+            f"Remedy: continue with --resume {outcome.folder} --budget TIME."
         )
     return outcome
 
@@ -150,12 +158,12 @@ def start(
         InputError: For anything that cannot be used; nothing is written then.
         StudyFailed: If training diverges, or the task's code raises, later on.
     """
-    kind, deadline = study_class(name), deadline or Deadline()
+    deadline = deadline or Deadline()
     joined = DistributedContext.joined(deadline, resolve_device(settings.device), settings.sharding)
     named = settings.dask, settings.executor, settings.workers
     with joined as context, cluster_workers(*named, context.size) as cluster:
         task = task or context.together(lambda: load_task(settings.task))
-        trainer = kind.make_trainer(task, settings, context)
+        trainer = make_trainer(name, task, settings, context)
         trainer.try_once()
         speed, workers = calibrate(
             trainer,
@@ -164,17 +172,18 @@ def start(
             budget=settings.budget,
             cluster=cluster.count() if cluster else 0,
         )
-        plan = kind.make_plan(settings, trainer, speed=speed, workers=workers)
+        plan_for = module_of(name, "trials").plan_for
+        plan = plan_for(settings, trainer, speed=speed, workers=workers)
         deadline.limit(settings.budget)
-        trainer.fit_micro_batch(kind.largest_batch(plan, task))
+        trainer.fit_micro_batch(plan.largest_batch)
         trainer.restart()
         files = located(settings)
-        study = kind(make_header(name, settings, trainer, plan=plan, workers=workers, files=files))
-        study.files = files
-        context.on_main(lambda: create(folder, study.header))
+        header = make_header(name, settings, trainer, plan=plan, workers=workers, files=files)
+        context.on_main(lambda: create(folder, header))
         context.on_main(lambda: remember(folder))
-        pool = cluster or local_workers(workers, study.header.runtime)
-        return _run(study, folder, trainer, Results(), pool, monitor)
+        pool = cluster or local_workers(workers, header.runtime)
+        place = workplace(header, files, folder, trainer)
+        return _run(place, folder, Results(), pool, monitor)
 
 
 def resume(
@@ -205,10 +214,11 @@ def resume(
     """
     run = read_run(folder)
     header, given = run.header, dict(given or {})
-    settings, study = _agreed(run, name, given), study_of(header)
+    settings = _agreed(run, name, given)
     with understanding(folder):
-        complete = len(study.finished(run.results)) == len(study.trials())
-        summary = summarize(study, run.results, "complete") if complete else None
+        trials = module_of(header.study, "trials").trials_of(header)
+        complete = len(finished(header.study, trials, run.results)) == len(trials)
+        summary = summarize(header, run.results, "complete") if complete else None
     # A complete run needs neither its device nor the other ranks.
     if summary is not None:
         is_main = launched()[0] == 0
@@ -229,8 +239,8 @@ def resume(
     named = settings.dask, settings.executor, settings.workers
     with joined as context, cluster_workers(*named, context.size) as cluster:
         # Only rank 0's machine knows which runs were begun there.
-        study.files = context.gather(context.on_main(lambda: trusted(run, given)))[0] or {}
-        trainer = recorded_trainer(study, context, task)
+        files = context.gather(context.on_main(lambda: trusted(run, given)))[0] or {}
+        trainer = recorded_trainer(header, files, context, task)
         lost = (f"results/{x} cannot be read: its trial is run again." for x in run.unreadable)
         for warning in (*changes(header, trainer), *lost):
             monitor.say(warning)
@@ -238,7 +248,8 @@ def resume(
         context.gather(None)
         deadline.limit(settings.budget)
         pool = cluster or local_workers(settings.workers, header.runtime)
-        return _run(study, folder, trainer, run.results, pool, monitor)
+        place = workplace(header, files, folder, trainer)
+        return _run(place, folder, run.results, pool, monitor)
 
 
 def _agreed(run: Run, study: str, given: Mapping[str, Any]) -> Any:
@@ -262,26 +273,22 @@ def _agreed(run: Run, study: str, given: Mapping[str, Any]) -> Any:
     return replace(header.settings, **{"dask": "", "executor": "", **free})
 
 
-def summarize(study: Study, results: Results, status: str) -> Summary:
+def summarize(header: Header, results: Results, status: str) -> Summary:
     """The content of ``summary.json``."""
-    summary = study.summarize(results, status)
-    if study.header.task.dependent:
+    summary: Summary = module_of(header.study, "findings").summarize(header, results, status)
+    if header.task.dependent:
         summary = msgspec.structs.replace(summary, remarks=(*summary.remarks[:2], DEPENDENT))
     return summary
 
 
 def _run(
-    study: Study,
-    folder: Path,
-    trainer: Trainer,
-    results: Results,
-    pool: Workers | None,
-    monitor: Monitor,
+    place: Workplace, folder: Path, results: Results, pool: Workers | None, monitor: Monitor
 ) -> Outcome:
     """Runs all trials, and writes the summary however that ends."""
-    place, is_main = workplace(study, folder, trainer), trainer.context.is_main
+    header, is_main = place.header, place.trainer.context.is_main
     with understanding(folder):
-        coordinator = Coordinator(study, results, folder, place, pool, monitor)
+        trials = module_of(header.study, "trials").trials_of(header)
+        coordinator = Coordinator(trials, results, folder, place, pool, monitor)
     status, reason, failure = "complete", 0, None
     try:
         coordinator.run()
@@ -292,7 +299,7 @@ def _run(
         raise
     except InputError as error:
         status, failure = "failed", error
-    summary = summarize(study, results, status)
+    summary = summarize(header, results, status)
     if is_main and results.differing:
         monitor.say(
             "the machine or its libraries are not those of the record: numbers that differ from "
@@ -302,8 +309,8 @@ def _run(
         write_summary(folder, summary)
     if status == "complete":
         place.checkpoints.remove()
-    too_little = study.too_little(summary.to_dict()) if status == "budget" else None
-    outcome = Outcome(folder, summary, too_little, reason)
+    why = module_of(header.study, "words").too_little
+    outcome = Outcome(folder, summary, why(summary) if status == "budget" else None, reason)
     if failure:
         raise StudyFailed(
             f"{failure} The results are kept. --resume {folder} continues where the cause was "

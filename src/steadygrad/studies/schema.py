@@ -6,13 +6,10 @@ A study's own are in its ``schema`` module: ``Settings``, ``Header`` and the uni
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
-
-from steadygrad._studies import STUDIES
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Positive = Annotated[int, Meta(ge=1, lt=1 << 62)]
@@ -231,8 +228,3 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         """Plain values, as in ``summary.json``."""
         fields: Mapping[str, Any] = msgspec.to_builtins(self)
         return fields
-
-
-def schema_of(study: object) -> Any:
-    """The module of a study's types; None if there is no such study."""
-    return import_module(f"steadygrad.studies.{study}.schema") if str(study) in STUDIES else None

@@ -9,6 +9,8 @@ from typing import Any
 MOST = 3.0
 # Up to this one it is only known that it is less.
 LEAST = -0.333
+# How a study ended that is not complete.
+ENDS = {"interrupted": "was interrupted", "budget": "ran out of its budget", "failed": "failed"}
 
 # HTML has no way to write these, and half a surrogate pair cannot be encoded.
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")

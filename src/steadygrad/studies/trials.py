@@ -13,6 +13,8 @@ from typing import Any
 from steadygrad.studies.folder import Results
 from steadygrad.studies.schema import Key
 
+# Of the budget: the machine is never quite free, and the report also takes time.
+SHARE = 0.85
 Job = Mapping[str, Any]
 """Work for a worker as plain values: the kind of its result, its key fields, and parameters."""
 
@@ -50,6 +52,11 @@ def seed_for(seed: int, *names: object) -> int:
 def evaluation_cost(samples: int) -> int:
     """Samples of work in an evaluation: a forward pass is about a third of training."""
     return math.ceil(samples / 3)
+
+
+def start_up(workers: int) -> float:
+    """Seconds for loading torch and the data, for starting workers, and for the report."""
+    return 12.0 if workers > 1 else 4.0
 
 
 def tails(trials: Sequence[Trial]) -> dict[Key, int]:

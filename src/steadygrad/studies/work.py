@@ -3,18 +3,19 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, get_args
 
 import msgspec
 import torch
 
 from steadygrad._checks import InputError
+from steadygrad._studies import module_of
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.deadline import Deadline, StudyInterrupted
 from steadygrad.studies.distributed import DistributedContext
@@ -29,11 +30,11 @@ from steadygrad.studies.folder import (
     replace_file,
     write_result,
 )
-from steadygrad.studies.schema import Key, Result
+from steadygrad.studies.schema import Header, Key, Result
 from steadygrad.studies.strict_json import dumps, loads
-from steadygrad.studies.study import Study, Workplace, study_of
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Job, Trial, tails
+from steadygrad.studies.workplace import Workplace
 from steadygrad.tasks import Task
 from steadygrad.tasks.guard import reason
 
@@ -63,19 +64,40 @@ class Monitor(Protocol):
         """A line for the user, such as a warning."""
 
 
-def work_on(study: Study, job: Job, place: Workplace) -> list[Result]:
+def key_of(study: str, job: Job) -> Key:
+    """The key of the result that a job gives."""
+    kind, union = job["kind"], module_of(study, "schema").RESULTS
+    types = {each.__struct_config__.tag: each for each in get_args(union) or (union,)}
+    return (kind, *(job[name] for name in types[kind].key_fields))
+
+
+def finished(study: str, trials: Sequence[Trial], results: Results) -> set[Key]:
+    """Keys of the trials whose results are there, or that have nothing to do."""
+    done: set[Key] = set()
+    for trial in trials:
+        if done.issuperset(trial.needs):
+            job = trial.job(results)
+            if job is None or key_of(study, job) in results:
+                done.add(trial.key)
+    return done
+
+
+def work_on(job: Job, place: Workplace) -> list[Result]:
     """Does one job, with smaller micro-batches where memory runs out.
 
     Returns:
         Results of earlier trials that had to be repeated for it, then the job's own.
     """
-    began, trainer = time.monotonic(), place.trainer
+    began, trainer, header = time.monotonic(), place.trainer, place.header
     # An earlier job may have halved them; that must not change this job's results.
-    trainer.micro_batch_size = study.header.runtime.micro_batch_size
+    trainer.micro_batch_size = header.runtime.micro_batch_size
+    trial = module_of(header.study, "trials").TRIALS[job["kind"]]
+    parameters = {name: value for name, value in job.items() if name != "kind"}
 
     def attempt() -> Result:
         place.repeated = []
-        return study.run(job, place)
+        result: Result = trial(header.plan, place, **parameters)
+        return result
 
     result = trainer.by_halves(attempt)
     seconds = {"seconds": round(time.monotonic() - began, 3)}
@@ -90,7 +112,7 @@ class Coordinator:
     same on every rank.
     """
 
-    study: Study
+    trials: Sequence[Trial]
     results: Results
     folder: Path
     place: Workplace
@@ -98,10 +120,12 @@ class Coordinator:
     monitor: Monitor
 
     def __post_init__(self) -> None:
-        trials = self.study.trials()
+        study, trials = self.place.header.study, self.trials
         costs = {trial.key: trial.cost for trial in trials}
         # Samples of each trial that the monitor knows to be done.
-        self.told = Counter({key: costs[key] for key in self.study.finished(self.results)})
+        done = finished(study, trials, self.results)
+        self.told = Counter({key: costs[key] for key in done})
+        self.key_of = partial(key_of, study)
         self.monitor.begin(sum(costs.values()), self.told.total())
         chains = tails(trials)
         by_urgency = sorted(trials, key=lambda trial: -chains[trial.key])
@@ -139,7 +163,7 @@ class Coordinator:
             if trial.key not in self.jobs:
                 self.jobs[trial.key] = trial.job(self.results)
             job = self.jobs[trial.key]
-            if job is None or self.study.key_of(job) in self.results:
+            if job is None or self.key_of(job) in self.results:
                 self.done.add(trial.key)
                 if rest := trial.cost - self.told[trial.key]:
                     self.monitor.skip(rest)
@@ -148,23 +172,23 @@ class Coordinator:
 
     def _submit(self) -> None:
         # Two trials may ask for the same result.
-        busy = {self.study.key_of(job) for _, job in self.running.values()}
+        busy = {self.key_of(job) for _, job in self.running.values()}
         most = self.pool.count() if self.pool else 1
         for trial in self.open:
             job = self.jobs.get(trial.key)
-            if job and len(self.running) < most and self.study.key_of(job) not in busy:
-                busy.add(self.study.key_of(job))
+            if job and len(self.running) < most and self.key_of(job) not in busy:
+                busy.add(self.key_of(job))
                 self._start(trial, job)
 
     def _start(self, trial: Trial, job: Job) -> None:
         if self.pool:
-            folder, files = str(self.folder.resolve()), dumps(self.study.files)
+            folder, files = str(self.folder.resolve()), dumps(self.place.files)
             future = self.pool.submit(run_job, folder, dict(job), files)
         else:
             future = Future()
             self.place.advance = partial(self._advance, trial)
             with _naming(trial, job):
-                future.set_result(work_on(self.study, job, self.place))
+                future.set_result(work_on(job, self.place))
         self.running[future] = trial, job
 
     def _collect(self) -> None:
@@ -241,38 +265,53 @@ def run_job(folder: str, job: Job, files: str) -> list[Result]:
     """Does one job in a worker process; ``files`` are places of the user's functions, as JSON."""
     with _lock:  # a cluster's worker may have several threads, and torch's seed is global
         # A cluster's workers outlive a run, and another one may be in its folder.
-        study, place = _worker(folder, read_file(Path(folder) / HEADER), files)
-        return work_on(study, job, place)
+        return work_on(job, _worker(folder, read_file(Path(folder) / HEADER), files))
 
 
 @lru_cache(maxsize=1)
-def _worker(folder: str, header_text: bytes, files: str) -> tuple[Study, Workplace]:
+def _worker(folder: str, header_text: bytes, files: str) -> Workplace:
     """A run in this process, made once."""
-    path = Path(folder)
-    study = study_of(read_header(path)[0])
-    study.files = loads(files)
-    deadline, device = Deadline(stop=path / STOP_FILE), study.header.runtime.device
-    trainer = recorded_trainer(study, DistributedContext(deadline, device=device))
-    return study, workplace(study, path, trainer)
+    path, found = Path(folder), loads(files)
+    header, _ = read_header(path)
+    deadline, device = Deadline(stop=path / STOP_FILE), header.runtime.device
+    trainer = recorded_trainer(header, found, DistributedContext(deadline, device=device))
+    return workplace(header, found, path, trainer)
 
 
-def workplace(study: Study, folder: Path, trainer: Trainer) -> Workplace:
+def workplace(
+    header: Header, files: Mapping[str, str], folder: Path, trainer: Trainer
+) -> Workplace:
     """Where this process does the jobs of the run in ``folder``."""
-    checkpoints = Checkpoints(folder, dumps(study.header))
-    return Workplace(trainer, checkpoints, lambda samples, what: None)
+    checkpoints = Checkpoints(folder, dumps(header))
+    return Workplace(trainer, checkpoints, lambda samples, what: None, header, files)
+
+
+def make_trainer(
+    study: str,
+    task: Task,
+    settings: Any,
+    context: DistributedContext,
+    micro_batch_size: int | None = None,
+) -> Trainer:
+    """A trainer of a task, as a study trains it."""
+    names = {"seed", "dtype", "keep_half_life"}.intersection(vars(settings))
+    options = {name: getattr(settings, name) for name in names}
+    options |= module_of(study, "trials").TRAINING
+    return Trainer(task, context=context, micro_batch_size=micro_batch_size, **options)
 
 
 def recorded_trainer(
-    study: Study, context: DistributedContext, task: Task | None = None
+    header: Any, files: Mapping[str, str], context: DistributedContext, task: Task | None = None
 ) -> Trainer:
     """The trainer of a recorded run, with the threads that it began with.
 
     The task is loaded where none is given.
     """
-    header, runtime = study.header, study.header.runtime
+    runtime = header.runtime
     torch.set_num_threads(runtime.threads)
-    task = task or context.together(lambda: load_recorded_task(header, study.files))
-    trainer = study.make_trainer(task, header.settings, context, runtime.micro_batch_size)
+    task = task or context.together(lambda: load_recorded_task(header, files))
+    settings, micro = header.settings, runtime.micro_batch_size
+    trainer = make_trainer(header.study, task, settings, context, micro)
     trainer.dependent = header.task.dependent
     trainer.second_moment = header.task.beta2 is not None
     return trainer

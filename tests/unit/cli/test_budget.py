@@ -36,7 +36,8 @@ def test_without_a_measured_point_there_is_no_advice(over_after, kind, flags, ca
     assert out == ""
     assert err.splitlines()[-1] == (
         "steadygrad: The budget was over before the first point of training was measured. "
-        f"Found {str(folder)!r} unfinished. Remedy: continue with --resume RUN --budget TIME."
+        f"Found {str(folder)!r} unfinished, as {str(folder / 'report.html')!r} shows. Remedy: "
+        f"continue with --resume {folder} --budget TIME."
     )
     # Neither the table nor the words, with --json on stderr.
     assert "validation" not in err

@@ -6,7 +6,7 @@ import pytest
 
 import steadygrad
 from steadygrad.cli import main
-from steadygrad.studies.compare.study import Compare
+from steadygrad.studies.compare import trials
 from tests.unit.cli.conftest import PLAIN
 from tests.unit.cli.quick import tiny
 from tests.unit.studies.compare.runs import ADDED, planned
@@ -47,7 +47,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(case, refused):
 def small(monkeypatch):
     """A plan made by hand."""
     plan = planned(optimizers=("adamw", "lans"), seeds=2)
-    monkeypatch.setattr(Compare, "make_plan", classmethod(lambda *args, **kwargs: plan))
+    monkeypatch.setattr(trials, "plan_for", lambda *args, **kwargs: plan)
 
 
 def test_it_prints_verdicts_and_goes_on(small, tmp_path, capsys):

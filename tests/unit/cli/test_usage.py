@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from steadygrad import __version__
+from steadygrad._studies import STUDIES
 from steadygrad.cli import main
 from steadygrad.cli.options import options_of, parser, seconds
-from steadygrad.studies.schema import STUDIES, TASKS
+from steadygrad.studies.schema import TASKS
 from steadygrad.tasks import BUILT_IN
 from tests.unit.cli.quick import ROOT
 
@@ -149,6 +150,7 @@ USAGE = {
     "no time": (["advise", "--budget", "0s"], "--budget", "Found '0s'."),
     "days": (["advise", "--budget", "10d"], "--budget", "30s, 5m or 2h", "Found '10d'."),
     "less than none": (["advise", "--budget=-5m"], "--budget", "Found '-5m'."),
+    "seconds or minutes": (["advise", "--budget", "1h30"], "--budget", "Found '1h30'."),
     "no duration": (["inspect", "--budget", "soon"], "--budget", "Found 'soon'."),
     "for ever": (["advise", "--budget", "1e9h"], "--budget", "Found '1e9h'."),
 }
@@ -163,7 +165,7 @@ def test_a_command_line_that_cannot_be_used_is_one_line(case, refused):
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("30s", 30), ("5m", 300), ("1.5h", 5400), ("2h", 7200), ("45", 45), (" 2 M ", 120)],
+    [("30s", 30), ("1.5h", 5400), ("2h", 7200), ("45", 45), (" 2 M ", 120), ("1h 3m20s", 3800)],
 )
 def test_a_budget_is_a_duration(text, found):
     assert seconds(text) == found

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from steadygrad.studies.advise import trials
 from steadygrad.studies.advise.schema import Plan, Settings
-from steadygrad.studies.advise.study import Advise
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.folder import read_run
@@ -88,7 +88,7 @@ def make_trainer(task=None, *, seed=0, dtype="float32", **options):
 def planned(plan):
     """Makes every plan of ``advise`` this one, and measures no speed for long."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Advise, "make_plan", classmethod(lambda *args, **kwargs: plan))
+        patch.setattr(trials, "plan_for", lambda *args, **kwargs: plan)
         patch.setattr("steadygrad.studies.calibration.SECONDS", 0.01)
         patch.setattr("steadygrad.studies.calibration.WARM_UP_STEPS", 1)
         yield

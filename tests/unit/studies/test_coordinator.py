@@ -11,14 +11,15 @@ import pytest
 from steadygrad._checks import InputError
 from steadygrad.studies import work
 from steadygrad.studies.advise.schema import Point
+from steadygrad.studies.advise.trials import TRIALS
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.executors import Workers
 from steadygrad.studies.folder import Results
-from steadygrad.studies.study import Study, Workplace
 from steadygrad.studies.trainer import Diverged
 from steadygrad.studies.trials import Trial
-from steadygrad.studies.work import Coordinator, WorkersLost
+from steadygrad.studies.work import Coordinator, WorkersLost, finished
+from steadygrad.studies.workplace import Workplace
 from tests.unit.studies.framework import Watcher, timeless
 from tests.unit.studies.results import make_header
 
@@ -38,28 +39,10 @@ def trial(number, *needs, cost=10):
     return Trial(("point", number), cost, lambda results: job(number), f"trial {number}", keys)
 
 
-class Toy(Study):
-    """Trials are given; a job's result is the number in it."""
-
-    name = "advise"
-
-    def __init__(self, trials):
-        super().__init__(make_header())
-        self.all = trials
-
-    @classmethod
-    def make_plan(cls, settings, trainer, *, speed, workers):
-        raise NotImplementedError
-
-    def trials(self):
-        return self.all
-
-    def run(self, job, place):
-        place.advance(4, "a part of it")
-        return point(job["point"], job["loss"])
-
-    def summarize(self, results, status):
-        return {}
+def toy(plan, place, **job):
+    """A trial whose result is the number in its job."""
+    place.advance(4, "a part of it")
+    return point(job["point"], job["loss"])
 
 
 class Shuffled(Executor):
@@ -107,7 +90,7 @@ class Setting:
 
     def __init__(self, trials, folder, *, workers=3, seed=0, known=(), monitor=None):
         (folder / "results").mkdir(exist_ok=True, parents=True)
-        self.folder, self.study, self.executor = folder, Toy(trials), Shuffled(seed)
+        self.folder, self.trials, self.executor = folder, trials, Shuffled(seed)
         self.made = self.ended = 0
         self.workers, self.results = workers, Results(known)
         self.monitor, self.deadline = monitor or Watcher(), Deadline()
@@ -127,8 +110,9 @@ class Setting:
         monkeypatch.setattr("os.fsync", lambda handle: None)
         trainer = SimpleNamespace(context=DistributedContext(self.deadline))
         trainer.by_halves = lambda attempt: attempt()
-        place, pool = Workplace(trainer, None, None), self.pool if pool else None
-        Coordinator(self.study, self.results, self.folder, place, pool, self.monitor).run()
+        place, pool = Workplace(trainer, None, None, make_header()), self.pool if pool else None
+        monkeypatch.setitem(TRIALS, "point", toy)
+        Coordinator(self.trials, self.results, self.folder, place, pool, self.monitor).run()
         # Times apart: a worker's own are not measured here.
         return [msgspec.structs.replace(result, time={}) for result in self.results]
 
@@ -235,7 +219,7 @@ def test_what_is_there_is_not_run_again_and_is_done_from_the_beginning(tmp_path,
         assert again.executor.ran == []
         # What a run holds, and what it makes needless, tells no speed.
         assert again.monitor.before == again.monitor.done == again.monitor.total
-        assert again.study.finished(again.results) == {each.key for each in adaptive()}
+        assert finished("advise", again.trials, again.results) == {each.key for each in adaptive()}
 
 
 # Workers that die

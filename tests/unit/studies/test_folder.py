@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from steadygrad._checks import InputError
+from steadygrad._studies import STUDIES, module_of
 from steadygrad.studies.advise.schema import Branch, Noise, Scratch
 from steadygrad.studies.folder import (
     Results,
@@ -25,7 +26,7 @@ from steadygrad.studies.folder import (
     write_result,
     write_summary,
 )
-from steadygrad.studies.schema import STUDIES, Result, schema_of
+from steadygrad.studies.schema import Result
 from tests.unit.studies.results import (
     assert_one_line,
     make_branch,
@@ -441,7 +442,4 @@ def test_results_that_are_gone_or_a_file(tmp_path: Path):
 
 @pytest.mark.parametrize("study", STUDIES)
 def test_every_study_has_its_types(study: str):
-    schema = schema_of(study)
-    assert schema is not None
-    assert schema.Settings().task == "char-lm"
-    assert schema_of("nothing") is schema_of([]) is None
+    assert module_of(study, "schema").Settings().task == "char-lm"

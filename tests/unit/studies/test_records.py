@@ -9,11 +9,11 @@ from msgspec import to_builtins
 
 from steadygrad._studies import STUDIES
 from steadygrad.cli.console import drawn, rendered
+from steadygrad.studies.advise.trials import plan_for
 from steadygrad.studies.folder import create, read_run
 from steadygrad.studies.page import render
 from steadygrad.studies.run import summarize
 from steadygrad.studies.strict_json import dumps
-from steadygrad.studies.study import study_of
 from steadygrad.tasks import load_task
 from tests.unit.studies.framework import go_on, make_trainer
 
@@ -25,7 +25,7 @@ RECORDS = HERE.parents[2] / "docs" / "records"
 def test_the_recorded_summary_is_computed_anew_number_for_number(study):
     run = read_run(RECORDS / study)
     assert run.unreadable == ()
-    found = summarize(study_of(run.header), run.results, "complete").to_dict()
+    found = summarize(run.header, run.results, "complete").to_dict()
     assert {*found} == {*run.summary}
     for name, value in run.summary.items():
         # As text: a NaN is not equal to itself.
@@ -66,8 +66,7 @@ def test_a_fresh_run_of_advise_gives_what_the_documentation_shows(tmp_path):
     shown = read_run(RECORDS / "advise")
     plan, trainer = shown.header.plan, make_trainer(load_task(shown.header.settings.task))
     speed, workers = plan.samples_per_second, shown.header.runtime.workers
-    study = study_of(shown.header)
-    assert study.make_plan(shown.header.settings, trainer, speed=speed, workers=workers) == plan
+    assert plan_for(shown.header.settings, trainer, speed=speed, workers=workers) == plan
     create(tmp_path / "run", shown.header)
     go_on(tmp_path / "run", workers=1, budget=1e6)
     found = read_run(tmp_path / "run")

@@ -11,15 +11,15 @@ from torch import nn
 
 from steadygrad._checks import InputError
 from steadygrad.studies.advise.schema import Branch, Noise, Point, Scratch, Settings
-from steadygrad.studies.advise.trials import noise
+from steadygrad.studies.advise.trials import TRIALS, noise
 from steadygrad.studies.calibration import calibrate
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order, main_order
 from steadygrad.studies.run import start
-from steadygrad.studies.study import Workplace
 from steadygrad.studies.work import work_on, workplace
+from steadygrad.studies.workplace import Workplace
 from steadygrad.tasks import TensorSamples
 from tests.unit.studies import tiny_task
 from tests.unit.studies.framework import (
@@ -151,22 +151,21 @@ def test_an_error_in_the_backward_pass_of_a_measurement_is_the_tasks(tmp_path):
         measured(trainer, tmp_path)
 
 
-def test_memory_that_runs_out_in_a_job_changes_this_job_only(tmp_path):
+def test_memory_that_runs_out_in_a_job_changes_this_job_only(tmp_path, monkeypatch):
     """The next job starts with the run's micro-batch again: its numbers are the same anywhere."""
     sizes = []
 
-    class Hungry:
-        header = make_header(runtime=changed(RUNTIME, micro_batch_size=64))
+    def hungry(plan, place, samples):
+        sizes.append(place.trainer.micro_batch_size)
+        place.trainer.backward(torch.arange(samples))
+        return Point(point=0, samples=4, steps=1, valid_loss=1.0, curve=(), training=())
 
-        def run(self, job, place):
-            sizes.append(place.trainer.micro_batch_size)
-            place.trainer.backward(torch.arange(job["samples"]))
-            return Point(point=0, samples=4, steps=1, valid_loss=1.0, curve=(), training=())
-
+    monkeypatch.setitem(TRIALS, "point", hungry)
     trainer = make_trainer(tiny_task.out_of_memory(), micro_batch_size=64)
-    place = workplace(Hungry(), tmp_path, trainer)
+    header = make_header(runtime=changed(RUNTIME, micro_batch_size=64))
+    place = workplace(header, {}, tmp_path, trainer)
     for samples in (60, 8):
-        work_on(Hungry(), {"samples": samples}, place)
+        work_on({"kind": "point", "samples": samples}, place)
     assert sizes == [64, 32, 16, 64]
 
 

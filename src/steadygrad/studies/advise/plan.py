@@ -20,12 +20,8 @@ from steadygrad._checks import InputError
 from steadygrad.studies.advise.schema import Curve, Plan
 from steadygrad.studies.folder import Results
 from steadygrad.studies.schema import Key
-from steadygrad.studies.trials import Job, Trial, evaluation_cost, makespan
+from steadygrad.studies.trials import SHARE, Job, Trial, evaluation_cost, makespan, start_up
 
-# The machine is never quite free, and the report also takes time.
-SHARE_OF_BUDGET = 0.85
-# Loading torch and the data, and drawing the report, in seconds; and starting workers.
-START_UP, START_UP_WORKERS = 4.0, 12.0
 MICRO_BATCHES = 8
 MAX_MULTIPLE = 512
 MAX_POINTS = 4
@@ -87,8 +83,7 @@ def make_plan(
             f"batch size {batch_size}. Found {train_size}. Remedy: a smaller Task.batch_size or "
             "more data."
         )
-    start_up = START_UP_WORKERS if workers > 1 else START_UP
-    span = SHARE_OF_BUDGET * max(0.0, budget - start_up) * speed
+    span = SHARE * max(0.0, budget - start_up(workers)) * speed
 
     def priced(horizon: int, level: Level) -> Plan:
         plan = plan_of_length(horizon, level, batch_size, train_size, speed=speed)
@@ -104,7 +99,7 @@ def make_plan(
         plan = priced(horizons[max(0, fitting - 1)], level)
         if fitting and len(plan.points) >= points:
             return plan
-    seconds = plan.span / (SHARE_OF_BUDGET * speed) + start_up
+    seconds = plan.span / (SHARE * speed) + start_up(workers)
     # Rounded up to two significant digits, and to whole ones.
     unit = int(10 ** max(0, len(str(math.ceil(seconds))) - 2))
     seconds = math.ceil(seconds / unit) * unit

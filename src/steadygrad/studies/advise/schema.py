@@ -70,6 +70,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Samples of the main trajectory, and of each run from the initial weights."""
         return self.points[-1]
 
+    @property
+    def largest_batch(self) -> int:
+        """Samples of the largest branch."""
+        return max(row[-1] for row in self.multiples) * self.batch_size
+
 
 class Header(schema.Header, frozen=True, kw_only=True):
     """Header of ``advise``."""

@@ -7,30 +7,70 @@ from typing import Any
 
 import torch
 
+from steadygrad._checks import InputError
 from steadygrad.formulas.batch_size import learning_rate
 from steadygrad.noise import NoiseScale
+from steadygrad.studies.advise import schema
+from steadygrad.studies.advise.analysis import Chooser
 from steadygrad.studies.advise.plan import (
     END_MARKS,
     FRACTIONS,
     MICRO_BATCHES,
     averaged_end,
     end_marks,
+    make_plan,
+    make_trials,
     run_marks,
     stretches,
 )
 from steadygrad.studies.advise.schema import Branch, Curve, Noise, Plan, Point, Scratch, Stage
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order, branch_order, main_order
-from steadygrad.studies.study import Workplace
-from steadygrad.studies.trainer import Diverged
+from steadygrad.studies.trainer import Diverged, Trainer
+from steadygrad.studies.trials import Trial
+from steadygrad.studies.workplace import Workplace
 from steadygrad.tasks import guarded
-
-__all__ = ["TRIALS", "branch", "noise", "point", "scratch"]
 
 # Training losses of a segment of the main trajectory that are recorded, each an average.
 TRAINING_MARKS = 32
 Marks = tuple[list[int], list[int]]
 """Samples on the way, and at the end, after which a run is evaluated."""
+
+TRAINING: dict[str, Any] = {}
+
+
+def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
+    """The longest training whose measurements fit the budget.
+
+    Raises:
+        InputError: If the budget is too small for any answer.
+    """
+    task = trainer.task
+    # A task's own evaluation is done whole on every rank.
+    valid = len(task.valid) * (trainer.context.size if task.evaluate else 1)
+    kinds = {"decays": task.lr_decay != "none", "noise": not trainer.dependent}
+    plan = make_plan(
+        settings.budget,
+        speed,
+        batch_size=task.batch_size,
+        train_size=len(task.train),
+        workers=workers,
+        trials_of=lambda plan: make_trials(plan, valid, lambda key, results: None, **kinds),
+    )
+    if task.warmup_samples > plan.length:
+        raise InputError(
+            f"The warm-up should end within the run of {plan.length:,} samples. Found "
+            f"Task.warmup_samples = {task.warmup_samples:,}. Remedy: a larger --budget or a "
+            "shorter warm-up."
+        )
+    return plan
+
+
+def trials_of(header: schema.Header) -> list[Trial]:
+    """Trials in the order of training, then the runs from the initial weights."""
+    task, chooser = header.task, Chooser(header)
+    decays, noise = task.lr_decay != "none", not task.dependent
+    return make_trials(header.plan, task.valid_size, chooser, decays=decays, noise=noise)
 
 
 def point(plan: Plan, place: Workplace, point: int) -> Point:

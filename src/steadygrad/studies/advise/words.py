@@ -7,9 +7,8 @@ from typing import Any
 from steadygrad.studies.advise import schema
 from steadygrad.studies.advise.schema import CAP, Checked, Recommendation, Summary
 from steadygrad.studies.schema import Table
-from steadygrad.studies.text import listed, percent, percent_interval, plural, show
+from steadygrad.studies.text import ENDS, listed, percent, percent_interval, plural, show
 
-ENDS = {"interrupted": "was interrupted", "budget": "ran out of its budget", "failed": "failed"}
 FALLS = {
     "zero": "is exactly 0",
     "slightly": "falls by less than three standard errors",
@@ -157,6 +156,13 @@ TEMPLATES: dict[type, Callable[[Any, Summary], str]] = {
     schema.Schedule: _schedule,
     schema.GoingOn: _going_on,
 }
+
+
+def too_little(s: Summary) -> str | None:
+    """Without one measured point there is no advice."""
+    if any(point.critical for point in s.points):
+        return None
+    return "The budget was over before the first point of training was measured"
 
 
 def table(s: Summary) -> Table | None:

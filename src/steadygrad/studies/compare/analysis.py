@@ -28,8 +28,6 @@ from steadygrad.studies.compare.statistics import choice_variance, compare_pairs
 from steadygrad.studies.folder import Results
 from steadygrad.studies.statistics import Floats
 
-__all__ = ["Evidence"]
-
 # A plateau has the learning rates that cost at most a tenth more samples: this part of the loss's
 # fall over the next octave, on a power law with the exponent a third.
 PLATEAU = (1.1 ** (1 / 3) - 1) / (1 - 2 ** (-1 / 3))

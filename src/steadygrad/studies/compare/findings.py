@@ -21,8 +21,6 @@ from steadygrad.studies.compare.schema import (
 )
 from steadygrad.studies.folder import Results
 
-__all__ = ["find", "summarize"]
-
 
 def summarize(header: Header, results: Results, status: str) -> Summary:
     """The summary: numbers, findings and words.

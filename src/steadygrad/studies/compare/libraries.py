@@ -15,8 +15,6 @@ from steadygrad._checks import InputError
 from steadygrad.studies.compare.schema import Traits
 from steadygrad.tasks.guard import reason
 
-__all__ = ["find", "is_library", "traits_of"]
-
 # Modules with the optimizers of a package, where they are not the package itself.
 HOMES = {"torch": "torch.optim", "timm": "timm.optim"}
 

@@ -27,8 +27,6 @@ from steadygrad.studies.compare.schema import (
 from steadygrad.tasks import Task, load_function
 from steadygrad.tasks.made import make_optimizer
 
-__all__ = ["Entry", "entries_of", "made", "switch"]
-
 
 @dataclass(frozen=True)
 class Entry:

@@ -17,8 +17,6 @@ from steadygrad.studies.compare.schema import Run as Training
 from steadygrad.studies.folder import Run
 from steadygrad.studies.text import listed, plural, short, show
 
-__all__ = ["view"]
-
 # Number of ordinary widths beyond which an interval is cut.
 MOST_WIDTHS = 6
 

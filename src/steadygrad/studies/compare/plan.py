@@ -12,14 +12,8 @@ from steadygrad.studies.compare.schema import KNOWN, Plan, Settings
 from steadygrad.studies.compare.search import LADDER, NEAR, WIDENINGS, Search
 from steadygrad.studies.folder import Results
 from steadygrad.studies.schema import Key
-from steadygrad.studies.trials import Job, Trial, evaluation_cost, makespan
+from steadygrad.studies.trials import SHARE, Job, Trial, evaluation_cost, makespan, start_up
 
-__all__ = ["DEFAULTS", "MARKS", "TURNS", "make_plan", "make_trials"]
-
-# The machine is never quite free, and the report also takes time.
-SHARE_OF_BUDGET = 0.85
-# Loading torch and the data, and drawing the report, in seconds; and starting workers.
-START_UP, START_UP_WORKERS = 4.0, 12.0
 # Seeds, whether the search has a third rung, and the least steps of the longest runs; best first.
 LEVELS = ((10, True, 6400), (8, True, 3200), (5, True, 1600), (5, False, 200), (3, False, 40))
 # Least steps of a short run with the largest batch.
@@ -53,8 +47,7 @@ def make_plan(
             "--seeds 5."
         )
     multiples = _multiples(settings.batches, train_size // batch_size)
-    start_up = START_UP_WORKERS if workers > 1 else START_UP
-    span = SHARE_OF_BUDGET * max(0.0, settings.budget - start_up) * speed
+    span = SHARE * max(0.0, settings.budget - start_up(workers)) * speed
     # Every horizon is a whole number of steps at every batch size.
     unit = 4 * math.lcm(*multiples) * batch_size
     least = math.ceil(4 * LEAST_STEPS * multiples[-1] * batch_size / unit)
@@ -83,7 +76,7 @@ def make_plan(
         plan = prices(given) if given else _longest(prices, fewest, span)
         if plan.span <= span:
             return plan
-    seconds = math.ceil(plan.span / (SHARE_OF_BUDGET * speed) + start_up)
+    seconds = math.ceil(plan.span / (SHARE * speed) + start_up(workers))
     raise InputError(
         f"The budget is too small for any answer: found {settings.budget:g}s, expected at least "
         f"{seconds}s for {len(optimizers)} optimizers at {speed:,.3g} samples a second. Remedy: "

@@ -166,6 +166,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     span: Positive
     traits: dict[str, Traits] = {}
 
+    @property
+    def largest_batch(self) -> int:
+        """Samples of the largest batch."""
+        return self.multiples[-1] * self.batch_size
+
 
 class Header(CommonHeader, frozen=True, kw_only=True):
     """Header of ``compare``."""

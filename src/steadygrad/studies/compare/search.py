@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from steadygrad.studies.compare.schema import Plan, Run
 from steadygrad.studies.folder import Results
 
-__all__ = ["LADDER", "NEAR", "WIDENINGS", "Search", "center"]
-
 # Octaves of the first ladder around an optimizer's default rate, and around the best rate of
 # shorter runs.
 LADDER, NEAR = (-2, -1, 0, 1, 2), (-1, 0, 1)

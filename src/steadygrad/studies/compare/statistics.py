@@ -10,8 +10,6 @@ from scipy import special
 from steadygrad.studies.compare.schema import LEAST_RATIO, MOST_RATIO, Difference, Ratio
 from steadygrad.studies.statistics import Floats
 
-__all__ = ["choice_variance", "compare_pairs", "sample_ratio", "seeds_needed"]
-
 ALPHA, POWER = 0.05, 0.8
 # Mean squared errors of a chosen learning rate, in octaves squared: one that is always added, a
 # quarter of an octave; and the largest that noise can cause, as of a uniform draw from the two

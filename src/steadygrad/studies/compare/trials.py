@@ -8,24 +8,25 @@ from functools import partial
 from statistics import fmean, median
 from typing import Any
 
+import msgspec
 import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from steadygrad._checks import InputError
+from steadygrad.studies.compare import schema
 from steadygrad.studies.compare.libraries import is_library, traits_of
-from steadygrad.studies.compare.optimizers import Entry, made, switch
-from steadygrad.studies.compare.plan import MARKS, TURNS
-from steadygrad.studies.compare.schema import Plan, Run, Speed, Traits
+from steadygrad.studies.compare.optimizers import Entry, entries_of, made, switch
+from steadygrad.studies.compare.plan import MARKS, TURNS, make_plan, make_trials
+from steadygrad.studies.compare.schema import KNOWN, OWN, Plan, Run, Speed, Traits
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import main_order
-from steadygrad.studies.study import Workplace
 from steadygrad.studies.trainer import Diverged, Trainer
+from steadygrad.studies.trials import Trial
+from steadygrad.studies.workplace import Workplace
 from steadygrad.tasks import guarded
 from steadygrad.tasks.guard import reason
 from steadygrad.tasks.made import check_gradients
-
-__all__ = ["TRIALS", "slowdown", "speed", "training", "tried"]
 
 # Turns before the study.
 FIRST_TURNS = 6
@@ -34,11 +35,41 @@ NO_RATE = 1e-12
 
 Entries = Mapping[str, Entry]
 
+TRAINING: dict[str, Any] = {}
+
+
+def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
+    """The longest runs that fit the budget, once all optimizers have taken steps.
+
+    Raises:
+        InputError: If the budget is too small for any answer, or an optimizer cannot be used.
+    """
+    task = trainer.task
+    entries = trainer.context.together(lambda: entries_of(settings, task))
+    entries = {name: tried(trainer, name, entry) for name, entry in entries.items()}
+    plan = make_plan(
+        settings,
+        tuple(entries),
+        batch_size=task.batch_size,
+        train_size=len(task.train),
+        # All have as many trials, so that the mean time of their steps counts.
+        speed=speed / slowdown(trainer, entries),
+        workers=workers,
+        # A task's own evaluation is done whole on every rank.
+        valid_size=len(task.valid) * (trainer.context.size if task.evaluate else 1),
+    )
+    traits = {n: entry.traits for n, entry in entries.items() if n not in (*KNOWN, OWN)}
+    return msgspec.structs.replace(plan, traits=traits)
+
+
+def trials_of(header: schema.Header) -> list[Trial]:
+    """The searches, the verdicts, and the runs at the default rates."""
+    return make_trials(header.plan, header.task.valid_size)
+
 
 def training(
     plan: Plan,
     place: Workplace,
-    entries: Entries,
     optimizer: str,
     multiple: int,
     samples: int,
@@ -47,7 +78,7 @@ def training(
     repeat: int,
 ) -> Run:
     """Trains from the initial weights; all optimizers see the same data and random numbers."""
-    trainer, task, entry = place.trainer, place.trainer.task, entries[optimizer]
+    trainer, task, entry = place.trainer, place.trainer.task, _entries(place)[optimizer]
     lr = entry.lr * 2.0**step
     trainer.task = entry.task(task, lr, point, samples)
     try:
@@ -72,10 +103,10 @@ def training(
     )
 
 
-def speed(plan: Plan, place: Workplace, entries: Entries) -> Speed:
+def speed(plan: Plan, place: Workplace) -> Speed:
     """Measures a step with each optimizer, and counts the bytes of its state."""
     trainer, model = place.trainer, place.trainer.model
-    optimizers = {name: made(name, entry, model) for name, entry in entries.items()}
+    optimizers = {name: made(name, entry, model) for name, entry in _entries(place).items()}
     seconds = _seconds(trainer, optimizers, TURNS)
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
     trainer.restart()
@@ -84,6 +115,15 @@ def speed(plan: Plan, place: Workplace, entries: Entries) -> Speed:
 
 
 TRIALS = {"speed": speed, "training": training}
+
+
+def _entries(place: Workplace) -> Entries:
+    """Made once: a user's file runs when its functions are loaded."""
+    if not place.tools:
+        settings, traits = place.header.settings, place.header.plan.traits
+        found = entries_of(settings, place.trainer.task, place.files)
+        place.tools = {n: replace(e, traits=traits.get(n, Traits())) for n, e in found.items()}
+    return place.tools
 
 
 def _curve(

@@ -9,11 +9,7 @@ from statistics import fmean
 from steadygrad.studies.compare import schema
 from steadygrad.studies.compare.schema import LEAST_RATIO, MOST_RATIO, Plan, Summary, Verdict
 from steadygrad.studies.schema import Finding, Table
-from steadygrad.studies.text import listed, loss, plural, show
-
-__all__ = ["answer", "difference", "notes", "ratios", "remarks", "said", "signed", "table"]
-
-ENDS = {"interrupted": "was interrupted", "budget": "ran out of its budget", "failed": "failed"}
+from steadygrad.studies.text import ENDS, listed, loss, plural, show
 
 
 def answer(s: Summary) -> str:
@@ -130,6 +126,13 @@ def _verdict(row: Verdict, s: Summary) -> str:
         )
     more = f"about {row.needed:,}" if row.needed else "not even 8,000"
     return f"{text}; {more} would tell, if the true difference is {signed(row.mean)}."
+
+
+def too_little(s: Summary) -> str | None:
+    """Without a verdict nothing is said."""
+    if s.verdicts:
+        return None
+    return "The budget was over before two seeds of the verdicts were trained"
 
 
 def table(s: Summary) -> Table | None:

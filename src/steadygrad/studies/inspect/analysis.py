@@ -9,8 +9,6 @@ from steadygrad.studies.folder import Results
 from steadygrad.studies.inspect import schema
 from steadygrad.studies.inspect.schema import BEFORE, KINDS, PARTS, PHASES, SEARCH, Part
 
-__all__ = ["Exponents", "by_phase", "counts_of", "diagnose", "layers_of", "propose", "shares_of"]
-
 # float16: exponents of its least subnormal number, its least normal one, and the first too large.
 LEAST, NORMAL, OVER = -24, -14, 16
 # A layer underflows if more than this share of its gradients is zero or subnormal by the scale.

@@ -10,8 +10,6 @@ from steadygrad.studies.inspect import analysis, schema, words
 from steadygrad.studies.inspect.analysis import Phases
 from steadygrad.studies.inspect.schema import AFTER, BEFORE, PARTS, SEARCH, STEPS, Part, Summary
 
-__all__ = ["summarize"]
-
 
 def summarize(header: schema.Header, results: Results, status: str) -> Summary:
     """Draws the conclusions; ``status`` is as in :class:`steadygrad.studies.schema.Summary`."""

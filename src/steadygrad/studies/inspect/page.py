@@ -18,8 +18,6 @@ from steadygrad.studies.inspect.analysis import LEAST, NORMAL, OVER, Exponents, 
 from steadygrad.studies.inspect.schema import AFTER, BEFORE, KINDS, TITLES, Part
 from steadygrad.studies.inspect.words import layer_title, power
 
-__all__ = ["view"]
-
 # Columns of what has no exponent, apart from the others.
 ZERO, NOT_FINITE = LEAST - 4, OVER + 4
 MOST_LAYERS = 40

@@ -15,14 +15,8 @@ from steadygrad.studies.inspect import schema
 from steadygrad.studies.inspect.analysis import by_phase, propose
 from steadygrad.studies.inspect.schema import AFTER, BEFORE, PARTS, PHASES, SEARCH, TITLES, Plan
 from steadygrad.studies.schema import Key
-from steadygrad.studies.trials import Job, Trial, evaluation_cost, makespan
+from steadygrad.studies.trials import SHARE, Job, Trial, evaluation_cost, makespan, start_up
 
-__all__ = ["make_plan", "make_trials", "steps_of"]
-
-# The machine is never quite free, and the report also takes time.
-SHARE_OF_BUDGET = 0.85
-# Loading torch and the data, and drawing the report, in seconds; and starting workers.
-START_UP, START_UP_WORKERS = 4.0, 12.0
 # Time of a step over that of the steps whose speed was measured: those that overflow are repeated.
 REPEATED = 1.2
 
@@ -34,8 +28,7 @@ def make_plan(
 
     ``plan`` tells batch size and layers; ``speed`` is that of one trial, in samples a second.
     """
-    start_up = START_UP_WORKERS if workers > 1 else START_UP
-    span = SHARE_OF_BUDGET * max(0.0, settings.budget - start_up) * speed / REPEATED
+    span = SHARE * max(0.0, settings.budget - start_up(workers)) * speed / REPEATED
     fewer = range(schema.STEPS, schema.LEAST_STEPS - 1, -PARTS)
     for steps in [settings.steps] if settings.steps else fewer:
         plan = replace(plan, steps=steps)

@@ -11,8 +11,6 @@ from steadygrad.scale.choose import parts_of
 from steadygrad.studies.order import generators_kept
 from steadygrad.studies.trainer import Trainer
 
-__all__ = ["follow_one_scale", "given_scales", "nonfinite_at_any_scale", "searched_scales"]
-
 # As torch.amp.GradScaler begins, and as it moves.
 FIRST_SCALE, BACKOFF, INTERVAL = 2.0**16, 0.5, 2000
 # Below it float32 has too little room. A loss that changes with every call may lead there: the

@@ -51,6 +51,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[str, ...]
     work: Positive
 
+    @property
+    def largest_batch(self) -> int:
+        """The task's own."""
+        return self.batch_size
+
 
 class Header(schema.Header, frozen=True, kw_only=True):
     """Header of ``inspect``."""

@@ -14,19 +14,34 @@ from torch.utils._pytree import tree_leaves
 
 from steadygrad.formulas.exponents import BINS, LOWEST, NONFINITE_BIN, largest_exponents
 from steadygrad.scale import MeasuredExponents
+from steadygrad.scale.choose import parts_of
 from steadygrad.studies.inspect import scalers, schema
-from steadygrad.studies.inspect.plan import steps_of
+from steadygrad.studies.inspect.plan import make_plan, make_trials, steps_of
 from steadygrad.studies.inspect.schema import AFTER, KINDS, PARTS, SEARCH, TITLES, Part, Plan
 from steadygrad.studies.order import generators_kept, main_order
-from steadygrad.studies.study import Workplace
 from steadygrad.studies.trainer import Trainer
+from steadygrad.studies.trials import Trial
+from steadygrad.studies.workplace import Workplace
 from steadygrad.tasks import to_device
 from steadygrad.watch import GradientWatch, check_accumulation
 
-__all__ = ["TRIALS", "ExponentHistograms", "accumulation", "part", "phase"]
-
 # Micro-batches of a window, and samples of the smallest batch that is cut.
 MICRO_BATCHES, LEAST_SAMPLES = 4, 8
+# One loss scale to begin with. A forward pass that overflows is a finding.
+TRAINING = {"dtype": "float16", "finite": False, "scaling": scalers.given_scales}
+
+
+def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
+    """The steps that the settings name, or that fit the budget."""
+    task, layers = trainer.task, tuple(parts_of(trainer.model))
+    plan = Plan(batch_size=task.batch_size, steps=schema.STEPS, layers=layers, work=1)
+    return make_plan(settings, plan, len(task.valid), speed=speed, workers=workers)
+
+
+def trials_of(header: schema.Header) -> list[Trial]:
+    """The parts of each phase, and an evaluation after the first phase and the last."""
+    accumulation = header.settings.accumulation
+    return make_trials(header.plan, header.task.valid_size, accumulation=accumulation)
 
 
 def part(plan: Plan, place: Workplace, phase: schema.PhaseName, part: int, **scales: Any) -> Part:

@@ -7,11 +7,8 @@ from steadygrad.studies.inspect import schema
 from steadygrad.studies.inspect.analysis import WEIGHTS_LOST
 from steadygrad.studies.inspect.schema import AFTER, BEFORE, STEPS, TITLES, Proposal, Seen, Summary
 from steadygrad.studies.schema import Table
-from steadygrad.studies.text import listed
+from steadygrad.studies.text import ENDS, listed
 
-__all__ = ["answer", "code", "layer_title", "power", "remarks", "table"]
-
-ENDS = {"interrupted": "was interrupted", "budget": "ran out of its budget", "failed": "failed"}
 EFFECTS = {
     "nonfinite_at_any_scale": "Look for the cause in the backward pass of {}, or train it in "
     "bfloat16 or float32; torch.amp.GradScaler halves its scale at each of these steps.",
@@ -119,6 +116,15 @@ def _remark(found: schema.Findings, s: Summary) -> str:
             return f"{REMEDIES[found.loss]} {said}."
     assert isinstance(found, schema.Effect)
     return EFFECTS[found.name].format(_in(found.name, found.layers))
+
+
+def too_little(s: Summary) -> str | None:
+    """Without two phases there is nothing to compare, and no diagnosis."""
+    if schema.Verdict(verdict="unmeasured") not in s.findings:
+        return None
+    # A part that is cut short is not kept: as much time again would come no further.
+    early = "" if s.phases else ", nor was an eighth of the first training done"
+    return f"The budget was over before scales were found{early}: nothing is said of the layers"
 
 
 def table(s: Summary) -> Table | None:

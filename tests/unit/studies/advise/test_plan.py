@@ -11,9 +11,6 @@ from steadygrad.studies.advise.plan import (
     END_STEP,
     MIN_STEPS,
     RUN_ENDS,
-    SHARE_OF_BUDGET,
-    START_UP,
-    START_UP_WORKERS,
     end_marks,
     end_unit,
     make_plan,
@@ -21,7 +18,8 @@ from steadygrad.studies.advise.plan import (
     run_marks,
 )
 from steadygrad.studies.advise.schema import Settings
-from steadygrad.studies.advise.study import Advise
+from steadygrad.studies.advise.trials import plan_for
+from steadygrad.studies.trials import SHARE, start_up
 from tests.unit.studies.tiny_task import make_task
 
 
@@ -51,8 +49,7 @@ def test_a_plan_fits_its_budget_and_its_own_rules(budget, size, workers):
     plan = plan_of(budget, size=size, workers=workers)
     trials = make_trials(plan, 256, undecided)
     assert plan.work == sum(trial.cost for trial in trials)
-    start_up = START_UP if workers == 1 else START_UP_WORKERS
-    assert plan.work / workers <= plan.span <= SHARE_OF_BUDGET * (budget - start_up) * 1000
+    assert plan.work / workers <= plan.span <= SHARE * (budget - start_up(workers)) * 1000
     assert list(plan.points) == sorted(set(plan.points))
     for samples, length, ladder in zip(
         plan.points, plan.branch_samples, plan.multiples, strict=True
@@ -160,7 +157,7 @@ def test_a_warm_up_ends_within_the_run():
     def plan(warmup):
         trainer = SimpleNamespace(task=make_task(warmup_samples=warmup))
         trainer.context, trainer.dependent = SimpleNamespace(size=1), False
-        return Advise.make_plan(Settings(budget=60), trainer, speed=1000.0, workers=1)
+        return plan_for(Settings(budget=60), trainer, speed=1000.0, workers=1)
 
     length = plan(0).length
     assert plan(length).length == length

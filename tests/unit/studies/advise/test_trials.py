@@ -15,7 +15,7 @@ from steadygrad.studies.advise.plan import (
 from steadygrad.studies.advise.schema import Plan
 from steadygrad.studies.advise.trials import TRIALS
 from steadygrad.studies.checkpoint import Checkpoints
-from steadygrad.studies.study import Workplace
+from steadygrad.studies.workplace import Workplace
 from tests.unit.studies.framework import PLAN, begin, make_trainer
 from tests.unit.studies.tiny_task import diverging_branches, make_task, without_dropout
 

@@ -8,17 +8,16 @@ import msgspec
 import pytest
 
 from steadygrad.studies.checkpoint import Checkpoints
+from steadygrad.studies.compare import trials
 from steadygrad.studies.compare.findings import summarize
 from steadygrad.studies.compare.optimizers import entries_of
 from steadygrad.studies.compare.plan import make_trials
 from steadygrad.studies.compare.schema import Header, Plan, Run, Settings, Speed
-from steadygrad.studies.compare.study import Compare
-from steadygrad.studies.compare.trials import speed, training
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.folder import Results
 from steadygrad.studies.run import start
 from steadygrad.studies.schema import SCHEMA
-from steadygrad.studies.study import Workplace
+from steadygrad.studies.workplace import Workplace
 from tests.unit.studies.framework import TINY, Watcher, make_trainer, tiny
 from tests.unit.studies.results import RUNTIME, TASK
 
@@ -49,7 +48,7 @@ def begin(folder, factory="make_task", *, at=0, plan=PLAN, **settings):
     deadline = Deadline()
     watcher = Watcher(at, lambda: deadline.limit(-1e9))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Compare, "make_plan", classmethod(lambda *args, **kwargs: plan))
+        patch.setattr(trials, "plan_for", lambda *args, **kwargs: plan)
         patch.setattr("steadygrad.studies.calibration.SECONDS", 0.01)
         patch.setattr("steadygrad.studies.calibration.WARM_UP_STEPS", 1)
         options = Settings(task=tiny(factory), **chosen)
@@ -65,13 +64,14 @@ class Places:
         self.place = Workplace(
             self.trainer, Checkpoints.__new__(Checkpoints), lambda n, what: self.told.append(n)
         )
+        self.place.tools = self.entries
 
     def train(self, optimizer, *, step=0, repeat=1, samples=128, multiple=1, point=0):
         key = optimizer, multiple, samples, point, step, repeat
-        return training(PLAN, self.place, self.entries, *key)
+        return trials.training(PLAN, self.place, *key)
 
     def speed(self):
-        return speed(PLAN, self.place, self.entries)
+        return trials.speed(PLAN, self.place)
 
 
 def header_of(plan, **fields):

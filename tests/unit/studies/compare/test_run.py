@@ -10,13 +10,12 @@ import torch
 from steadygrad._checks import InputError
 from steadygrad.studies.compare.plan import TURNS
 from steadygrad.studies.compare.schema import KNOWN, Run, Settings, Speed, knobs_at
-from steadygrad.studies.compare.study import Compare
 from steadygrad.studies.compare.trials import NO_RATE, _state_bytes
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.run import StudyFailed, start
 from steadygrad.studies.strict_json import dumps
 from tests.unit.studies import tiny_task
-from tests.unit.studies.compare.runs import ADDED, ALL, Places, begin, header_of, planned
+from tests.unit.studies.compare.runs import ADDED, ALL, Places, begin, planned
 from tests.unit.studies.framework import (
     Watcher,
     copy,
@@ -49,11 +48,8 @@ def test_a_state_that_parameters_share_counts_once():
     assert _state_bytes(optimizer) == 4 * 10 + 8 * 3
 
 
-def test_what_the_study_says_of_itself():
-    study = Compare(header_of(planned(multiples=(1, 16))))
-    assert Compare.largest_batch(study.plan, tiny_task.make_task()) == 16 * 4
-    assert study.too_little({"verdicts": [{}]}) is None
-    assert study.too_little({"verdicts": []}).startswith("The budget was over before two seeds")
+def test_the_largest_batch_is_known_before_it_is_trained():
+    assert planned(multiples=(1, 16)).largest_batch == 16 * 4
 
 
 @pytest.mark.slow
@@ -278,7 +274,7 @@ def test_with_any_results_it_goes_on_to_the_same_summary(whole, tmp_path):
 def test_a_plan_of_its_own_for_a_real_budget(tmp_path, monkeypatch):
     # A slow machine by its own account, so that the budget is no limit to the test.
     monkeypatch.setattr("steadygrad.studies.run.calibrate", lambda *_, **options: (20.0, 1))
-    monkeypatch.setattr("steadygrad.studies.compare.study.slowdown", lambda *arguments: 1.0)
+    monkeypatch.setattr("steadygrad.studies.compare.trials.slowdown", lambda *arguments: 1.0)
     chosen = {"device": "cpu", "threads": 1, "workers": 1, "optimizers": "sgd"}
     with pytest.raises(InputError, match=r"The budget is too small .* --budget \d+s or more"):
         start(

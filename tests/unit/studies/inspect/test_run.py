@@ -9,7 +9,7 @@ from steadygrad.studies.folder import Results, read_run
 from steadygrad.studies.inspect import plan
 from steadygrad.studies.inspect.analysis import by_phase, propose
 from steadygrad.studies.inspect.schema import TITLES, Part, Proposal
-from steadygrad.studies.inspect.study import Inspect
+from steadygrad.studies.inspect.trials import trials_of
 from steadygrad.studies.order import main_order, seed_for
 from steadygrad.tasks import load_task
 from tests.unit.studies.framework import tiny
@@ -139,17 +139,17 @@ def test_what_each_trial_needs_and_is_told(whole):
     run = read_run(outcome.folder)
     known = [part for part in run.select(Part) if part.phase != "after"]
     # In the order in which workers may have ended them.
-    journal, study = Results(known[::-1]), Inspect(run.header)
+    journal, trials = Results(known[::-1]), trials_of(run.header)
     proposal = propose(by_phase(journal))
     tried = {"loss_scale": proposal.loss_scale, "layer_scales": proposal.layer_scales}
     assert tried == {name: outcome.summary.to_dict()["proposal"][name] for name in tried}
-    for trial in study.trials():
+    for trial in trials:
         job = trial.job(journal)
         scales = {} if trial.key[1] != "after" else tried
         fields = ("kind", "phase", "part") if trial.key[0] == "part" else ("kind", "phase")
         assert job == dict(zip(fields, trial.key, strict=True)) | scales
     # The first two trainings do not wait for each other; the third waits for both.
-    needs = {trial.key: set(trial.needs) for trial in study.trials()}
+    needs = {trial.key: set(trial.needs) for trial in trials}
     keys = {phase: [("part", phase, part) for part in range(8)] for phase in TITLES}
     for phase in ("before", "search"):
         assert needs[keys[phase][0]] == set()
@@ -158,7 +158,7 @@ def test_what_each_trial_needs_and_is_told(whole):
     assert needs[keys["after"][0]] == {*keys["before"], *keys["search"]}
     assert needs[keys["after"][5]] == {*keys["before"], *keys["search"], keys["after"][4]}
     assert needs["phase", "after"] >= {keys["after"][7]}
-    assert study.plan.work == sum(trial.cost for trial in study.trials())
+    assert run.header.plan.work == sum(trial.cost for trial in trials)
 
 
 def test_a_budget_that_is_over_too_early(whole, tmp_path):
