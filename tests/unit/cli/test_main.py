@@ -132,7 +132,6 @@ def test_json_alone_is_on_stdout(whole):
     assert json.loads(out) == summary_of(folder)
     assert "a task may print what it likes" in err
     assert "samples of work" in err
-    assert "left" in err
     assert "verdict" in err
     assert "".join(str(folder / "report.html").split()) in "".join(err.split())
     assert "\x1b" not in out + err
