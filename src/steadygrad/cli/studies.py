@@ -10,7 +10,6 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
-import msgspec
 import torch
 
 from steadygrad._checks import InputError, launched
@@ -185,6 +184,8 @@ def _given(
     name: str, task: Task | str | None, budget: float | str | None, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """The settings that a call names, checked as strictly as a command line's."""
+    from msgspec import ValidationError, convert
+
     given = dict(options)
     if isinstance(task, str):
         given["task"] = task
@@ -202,8 +203,8 @@ def _given(
             raise InputError(f"`budget`: {error}. Found {budget!r}. Remedy: 5m.") from None
     settings = schema_of(name).Settings(**given)
     try:
-        msgspec.convert(asdict(settings), type(settings))
-    except msgspec.ValidationError as error:
+        convert(asdict(settings), type(settings))
+    except ValidationError as error:
         raise InputError(f"{error}. Found {settings}. Remedy: another value.") from None
     if isinstance(task, Task) and (settings.workers > 1 or settings.dask or settings.executor):
         raise InputError(
