@@ -90,7 +90,6 @@ CASES = {
     "unit/cli/test_faults.py": {
         "test_a_file_in_place_of_the_checkpoints": 0,
         "test_a_page_that_cannot_be_written_costs_no_result": 1,
-        "test_standard_output_that_takes_nothing": 1,
     },
     "unit/formulas/test_intervals.py": {
         "test_hopeless_data_are_mostly_unbounded_and_still_covered": 0,
