@@ -165,12 +165,22 @@ except SystemExit:
 """
 
 
-@pytest.mark.parametrize("module", ["studies.folder", "studies.page", "studies.advise.schema"])
-def test_a_missing_extra_is_named_with_its_remedy(module: str):
-    script = f"import sys; sys.modules['msgspec'] = None; import steadygrad.{module}"
+@pytest.mark.parametrize(
+    ("code", "before"),
+    [
+        ("import steadygrad.studies.folder", "steadygrad._checks.InputError: "),
+        ("import steadygrad; steadygrad.advise()", "steadygrad._checks.InputError: "),
+        ("from steadygrad.cli import main; main(['compare', '--help'])", "steadygrad: "),
+        ("from steadygrad.cli import main; main(['report', 'x'])", "steadygrad: "),
+    ],
+)
+@pytest.mark.parametrize("extra", ["msgspec", "rich"])
+def test_a_missing_extra_is_named_with_its_remedy(extra: str, code: str, before: str):
+    script = f"import sys; sys.modules['{extra}'] = None; {code}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    remedy = "Expected the package 'msgspec'. Found none. Remedy: pip install \"steadygrad[cli]\"."
-    assert done.stderr.splitlines()[-1] == f"ModuleNotFoundError: {remedy}"
+    line = "This needs jinja2, matplotlib, msgspec, rich, scipy. Found no "
+    line += f'{extra}. Remedy: pip install "steadygrad[cli]".'
+    assert done.stderr.splitlines()[-1] == before + line
 
 
 # What reads a run and draws its page.

@@ -9,7 +9,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 
 from steadygrad import __version__
 from steadygrad._checks import InputError, launched
@@ -20,8 +19,6 @@ from steadygrad.cli.options import COMMANDS, near, options_of, parser
 __all__ = ["main"]
 
 HELP = ("-h", "--help")
-# What a study needs beyond the library itself: `pip install "steadygrad[cli]"`.
-STUDY_EXTRAS = ("jinja2", "matplotlib", "msgspec", "rich", "scipy")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,15 +63,8 @@ def _run(arguments: list[str], began: float) -> int:
             f"Found {repr(command) if arguments else 'none'}. "
             f"Remedy: {near(command, commands, 'steadygrad ')}steadygrad --help."
         )
-    asked = any(word in HELP for word in words)
-    needed = COMMANDS[command].needs if command in COMMANDS else STUDY_EXTRAS
-    if missing := [name for name in needed if not asked and find_spec(name) is None]:
-        raise InputError(
-            f"This command needs {', '.join(needed)}. Found no {', '.join(missing)}. "
-            'Remedy: pip install "steadygrad[cli]".'
-        )
     options = options_of(command)
-    if asked:
+    if any(word in HELP for word in words):
         emit(options.format_help().rstrip())
         return 0
     values = options.read(words)

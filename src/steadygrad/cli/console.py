@@ -30,14 +30,8 @@ def cleaned(value: Any) -> Any:
 
 
 def emit(text: str) -> None:
-    """Writes to standard output; an ``InputError`` says that it is closed or full."""
-    try:
-        _write(text, sys.stdout)
-    except OSError as error:
-        raise InputError(
-            f"Expected standard output to take what is printed. Found {error.strerror}. Remedy: "
-            "a pipe that is read to its end, or a file with free space; results are in the folder."
-        ) from error
+    """Writes to standard output."""
+    _write(text, sys.stdout)
 
 
 def note(text: str) -> None:
@@ -61,16 +55,11 @@ def _write(text: str, stream: TextIO | None) -> None:
         return
     encoding = stream.encoding or "utf-8"
     try:
-        # One write: a reader such as `head` may leave before a second one.
         stream.write(f"{text}\n".encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
-    except OSError:
-        with suppress(OSError):
-            # What is left in the buffer would fail again when the interpreter ends.
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, stream.fileno())
-            os.close(null)
-        raise
+    except BrokenPipeError:
+        # What is left in the buffer would fail again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def rendered(*parts: Any, stream: TextIO | None) -> str:

@@ -41,7 +41,6 @@ class Command(NamedTuple):
     examples: tuple[str, ...]
     page: str = "index"
     arguments: Mapping[str, Mapping[str, Any]] = {}
-    needs: tuple[str, ...] = ()
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -50,7 +49,6 @@ COMMANDS: Mapping[str, Command] = {
         ("steadygrad report runs/mine",),
         "reports",
         {"RUN": {"help": "Folder of the run.", **FOLDER}},
-        ("jinja2", "matplotlib", "msgspec"),
     ),
     "tasks": Command(
         "List the built-in tasks.",

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
-import msgspec
 import torch
 
 from steadygrad._checks import InputError, launched
@@ -152,6 +152,9 @@ def _study(
     **options: Any,
 ) -> StudyResult[Any]:
     given = _given(name, task, budget, options)
+    for where, folder in {"out": out, "resume": resume}.items():
+        if not isinstance(folder, (str, Path, NoneType)):
+            raise InputError(f"`{where}` should be a path. Found {folder!r}. Remedy: 'runs/mine'.")
     deadline, threads = Deadline(), torch.get_num_threads()
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     try:
@@ -180,16 +183,13 @@ def _given(
     name: str, task: Task | str | None, budget: float | str | None, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """The settings that a call names, checked as strictly as a command line's."""
+    from msgspec import ValidationError, convert
+
     given = dict(options)
     if isinstance(task, str):
         given["task"] = task
     elif isinstance(task, Task):
         given = {"workers": 1, **given, "task": OBJECT}
-        if given["workers"] > 1 or given.get("dask") or given.get("executor"):
-            raise InputError(
-                "Expected a task that workers can load. Found a Task, which only this process "
-                "has. Remedy: task='path/to/file.py:make_task', or no workers."
-            )
     elif task is not None:
         raise InputError(
             f"Parameter `task` should be a Task or the name of one. Found {type(task).__name__}. "
@@ -198,11 +198,16 @@ def _given(
     if budget is not None:
         try:
             given["budget"] = seconds(budget) if isinstance(budget, str) else float(budget)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise InputError(f"`budget`: {error}. Found {budget!r}. Remedy: 5m.") from None
     settings = module_of(name, "schema").Settings(**given)
     try:
-        msgspec.convert(asdict(settings), type(settings))
-    except msgspec.ValidationError as error:
+        convert(asdict(settings), type(settings))
+    except ValidationError as error:
         raise InputError(f"{error}. Found {settings}. Remedy: another value.") from None
+    if isinstance(task, Task) and (settings.workers > 1 or settings.dask or settings.executor):
+        raise InputError(
+            "Expected a task that workers can load. Found a Task, which only this process has. "
+            "Remedy: task='path/to/file.py:make_task', or no workers."
+        )
     return given

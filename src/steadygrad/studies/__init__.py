@@ -1,10 +1,13 @@
 """The experiments behind the commands; each writes the folder of a run."""
 
-try:
-    import msgspec as _  # noqa: F401
-except ModuleNotFoundError as error:
-    # All modules of the studies need it, and import this package first.
-    raise ModuleNotFoundError(
-        "Expected the package 'msgspec'. Found none. Remedy: pip install \"steadygrad[cli]\".",
-        name="msgspec",
-    ) from error
+from importlib.util import find_spec
+
+from steadygrad._checks import InputError
+
+# All modules of the studies import this package first.
+NEEDED = ("jinja2", "matplotlib", "msgspec", "rich", "scipy")
+if missing := [name for name in NEEDED if find_spec(name) is None]:
+    raise InputError(
+        f"This needs {', '.join(NEEDED)}. Found no {', '.join(missing)}. "
+        'Remedy: pip install "steadygrad[cli]".'
+    )

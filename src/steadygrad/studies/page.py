@@ -11,21 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
-from steadygrad._checks import InputError
 from steadygrad._studies import module_of
-from steadygrad.studies import text
+from steadygrad.studies import charts, text
 from steadygrad.studies.folder import HEADER, Run, read_run, understanding, write_page
-
-try:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
-
-    from steadygrad.studies import charts
-except ModuleNotFoundError as error:
-    raise InputError(
-        f'A page needs {error.name}. Found none. Remedy: pip install "steadygrad[cli]".'
-    ) from error
 
 
 def render(run: Run) -> str:

@@ -1,13 +1,9 @@
 """Printed lines, and the stream that they are printed on."""
 
-import math
-
 import pytest
-from rich.console import Console as RichConsole
 from rich.table import Table
 
 from steadygrad.cli.console import cleaned, complain, emit, note, printable, rendered
-from steadygrad.cli.progress import make_monitor
 
 
 def test_a_text_is_no_markup_and_no_emoji():
@@ -46,25 +42,3 @@ def test_what_a_stream_cannot_encode_is_escaped(write, monkeypatch, tmp_path):
         monkeypatch.setattr("sys.stdout" if write is emit else "sys.stderr", stream)
         write("größer")
     assert (tmp_path / "out").read_text() == "gr\\xf6\\xdfer\n"
-
-
-def test_which_monitor(monkeypatch, capsys):
-    with make_monitor(True, lambda: math.inf) as monitor:
-        monitor.say("a line")
-    with make_monitor(False, lambda: math.inf) as monitor:
-        monitor.begin(100, 10)
-        monitor.say("no line")
-    assert capsys.readouterr().err == "steadygrad: a line\n"
-    monkeypatch.setattr(RichConsole, "is_terminal", True)
-    with make_monitor(True, lambda: 90.0) as monitor:
-        monitor.begin(100, 10)
-        monitor.clock = lambda: monitor.began + 20
-        monitor.advance(5, "training")
-        monitor.advance(5, "")
-        monitor.say("a [line]")
-        (task,) = monitor.bar.tasks
-        assert (task.completed, task.total, task.description) == (20, 100, "training")
-        assert task.fields["left"] == "1m30s"
-        monitor.advance(1, "[red]\x1b")
-        assert task.description == r"[red]\x1b"
-    assert "a [line]" in capsys.readouterr().err

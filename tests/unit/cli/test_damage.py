@@ -21,9 +21,9 @@ from tests.unit.cli.quick import STUDIES, tiny
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no pipes with names")
 CASES = int(os.environ.get("STEADYGRAD_DAMAGED", "10"))
 VALUES = [
-    None, True, 0, -1, 3, 10**9, 2**61, 10**400, 0.5, -1e308, 1e308, 5e-324, "nan", "inf", "-inf",
-    "", "text", "../../outside/file", "\x00\x1b[31mred\nline", "\ud800", "é" * 300, "<b>&", [],
-    {}, [1, [2, ["nan"]]], {"x": {}}, [0] * 1000, "OUTSIDE/evil.py:make_task",
+    None, True, 0, -1, 3, 10**7, 10**9, 2**61, 10**400, 0.5, -1e308, 1e308, 5e-324, "nan", "inf",
+    "-inf", "", "text", "../../outside/file", "\x00\x1b[31mred\nline", "\ud800", "é" * 300, "<b>&",
+    [], {}, [1, [2, ["nan"]]], {"x": {}}, [0] * 1000, [1] * 10**5, "OUTSIDE/evil.py:make_task",
 ]  # fmt: skip
 PLACES = ("outside", "here/run")
 EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"

@@ -5,7 +5,6 @@ import os
 
 import pytest
 
-import steadygrad.cli
 from steadygrad._checks import InputError
 from steadygrad.cli import main
 from steadygrad.studies.advise.schema import Branch
@@ -132,7 +131,6 @@ def test_json_alone_is_on_stdout(whole):
     assert json.loads(out) == summary_of(folder)
     assert "a task may print what it likes" in err
     assert "samples of work" in err
-    assert "left" in err
     assert "verdict" in err
     assert "".join(str(folder / "report.html").split()) in "".join(err.split())
     assert "\x1b" not in out + err
@@ -222,23 +220,6 @@ def test_only_the_first_rank_speaks(second_rank, folder, capsys):
     assert code_of("advise", "--resume", str(folder), "--json") == 0
     assert capsys.readouterr() == ("", "")
     assert not (folder / "report.html").exists()
-
-
-@pytest.mark.parametrize(
-    ("command", "extra"),
-    [("report", "matplotlib"), ("advise", "matplotlib"), ("compare", "scipy")],
-)
-def test_a_missing_extra_names_it(command, extra, monkeypatch, refused):
-    monkeypatch.setattr(steadygrad.cli, "find_spec", lambda name: name != extra or None)
-    line = refused(command, "anything")
-    assert f'Found no {extra}. Remedy: pip install "steadygrad[cli]".' in line
-    # It is not needed to look at the help.
-    assert main([command, "--help"]) == 0
-
-
-def test_a_page_needs_no_extra_of_the_studies(monkeypatch, refused):
-    monkeypatch.setattr(steadygrad.cli, "find_spec", lambda name: name not in ("rich", "scipy"))
-    assert "header.json" in refused("report", "nowhere")
 
 
 def test_a_run_that_its_budget_cut_short_gets_more_time(whole, tmp_path):

@@ -91,11 +91,16 @@ def test_ctrl_c_ends_it_and_the_same_task_goes_on(tmp_path, monkeypatch, capsys)
         ("char-lm", {"tolerance": 2}, "tolerance"),
         (make_task(), {"workers": 2}, "only this process has"),
         (make_task(), {"dask": "host:1"}, "only this process has"),
+        (make_task(), {"workers": "auto"}, "Expected `int`, got `str` - at `\\$.workers`"),
+        (make_task(), {"workers": None}, "Expected `int`, got `null` - at `\\$.workers`"),
+        (make_task(), {"budget": [1]}, "`budget`.*Found \\[1\\]"),
+        (make_task(), {"out": 5}, "`out` .* Found 5"),
+        ("char-lm", {"resume": 5}, "`resume` .* Found 5"),
     ],
 )
 def test_what_cannot_be_used_is_named_and_nothing_is_written(task, options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        steadygrad.advise(task, out=tmp_path / "run", **{**PLAIN, **options})
+        steadygrad.advise(task, **{"out": tmp_path / "run", **PLAIN, **options})
     with pytest.raises(TypeError, match="tolerence"):
         steadygrad.advise("char-lm", tolerence=0.1)
     assert list(tmp_path.iterdir()) == []

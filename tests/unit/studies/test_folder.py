@@ -308,42 +308,6 @@ def test_another_version(tmp_path: Path, schema: int):
     refused(tmp_path / "run", f"schema {schema}")
 
 
-def paths_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths to all fields, those of the first items included."""
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value[:1])
-        if isinstance(value, list)
-        else ()
-    )
-    return [*([path] if path else []), *(p for k, v in items for p in paths_of(v, (*path, k)))]
-
-
-FREE = ("environment", "time")
-PATHS = [
-    path
-    for path in paths_of(json.loads(json.dumps(msgspec.to_builtins(make_header()))))
-    if path[0] not in FREE or len(path) == 1
-]
-
-
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: ".".join(map(str, path)))
-def test_a_field_of_the_header_of_another_type_is_named(tmp_path: Path, path: tuple[Any, ...]):
-    def change(header):
-        for name in path[:-1]:
-            header = header[name]
-        was = header[path[-1]]
-        # A complex thing in place of a simple one, and the other way round.
-        header[path[-1]] = 7 if isinstance(was, (dict, list, str)) else {"x": []}
-
-    write(tmp_path / "run")
-    rewrite_header(tmp_path / "run", change)
-    # The author's own words are no fields.
-    named = [str(name) for name in path if isinstance(name, str) and name != "corpus"]
-    refused(tmp_path / "run", *(named if path != ("schema",) else ["header"]))
-
-
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[1]", b'{"study": "inspect"}', b"[" * 10**5, None]
 )

@@ -20,7 +20,7 @@ from steadygrad.studies.folder import read_run
 from steadygrad.studies.page import write
 from tests.unit.studies.compare import library
 from tests.unit.studies.compare.runs import Places, begin, planned
-from tests.unit.studies.framework import go_on, lines, make_trainer
+from tests.unit.studies.framework import make_trainer
 from tests.unit.studies.tiny_task import make_task
 
 HERE = library.__name__
@@ -173,14 +173,6 @@ def test_the_page_says_what_was_done_otherwise(whole):
         "Its schedule is its own", "It estimates its learning rate", "It takes matrices only",
     ]  # fmt: skip
     assert f"<b>{named('Matrices')} with AdamW.</b> It takes matrices only" in page
-
-
-def test_stopped_and_resumed_to_the_same_numbers(whole, tmp_path):
-    header = read_run(whole).header
-    folder = tmp_path / "run"
-    begin(folder, at=6000, plan=header.plan, optimizers=header.settings.optimizers)
-    go_on(folder)
-    assert lines(folder) == lines(whole)
 
 
 @pytest.mark.parametrize(

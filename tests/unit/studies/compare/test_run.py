@@ -1,7 +1,6 @@
 """Real studies of a tiny task: what is recorded, paired, resumed and refused."""
 
 import math
-import random
 from dataclasses import replace
 
 import pytest
@@ -13,19 +12,9 @@ from steadygrad.studies.compare.schema import KNOWN, Run, Settings, Speed, knobs
 from steadygrad.studies.compare.trials import NO_RATE, _state_bytes
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.run import StudyFailed, start
-from steadygrad.studies.strict_json import dumps
 from tests.unit.studies import tiny_task
 from tests.unit.studies.compare.runs import ADDED, ALL, Places, begin, planned
-from tests.unit.studies.framework import (
-    Watcher,
-    copy,
-    go_on,
-    lines,
-    part,
-    recorded,
-    summary,
-    tiny,
-)
+from tests.unit.studies.framework import Watcher, tiny
 
 
 @pytest.fixture(scope="module")
@@ -227,48 +216,6 @@ def test_a_diverging_optimizer_ends_in_a_verdict(tmp_path):
     assert found["diverged"] == found["diverged_by"]["wild"] > 0
     assert [row["lost"] for row in found["verdicts"]] == [3, 3]
     assert watcher.done == watcher.total
-
-
-def test_stopped_at_three_moments_and_resumed(whole, tmp_path):
-    """Stopped in the search, in the verdicts, and before the last trial."""
-    folder = tmp_path / "run"
-    begin(folder, at=1500, optimizers="lans,sgd")
-    began = recorded(folder)
-    assert 3 < began < recorded(whole)
-    for at in (3000, 5000):
-        outcome, watcher = part(folder, at)
-        assert outcome.summary.status == "budget"
-        # Work of the record counts before the clock starts: the time left is that of the rest.
-        assert 0 < watcher.before < watcher.done < at + 200
-        assert recorded(folder) > began
-        began = recorded(folder)
-    go_on(folder)
-    assert lines(folder) == lines(whole)
-    assert without_times(folder) == without_times(whole)
-
-
-def without_times(folder):
-    """The summary as text, with what was measured by the clock left out."""
-    found = read_run(folder).summary
-    assert found["costs"]
-    rows = [{**row, "time_ratio": None} for row in found["verdicts"]]
-    said = dict.fromkeys(("costs", "findings", "table", "remarks"))
-    return dumps({**found, **said, "verdicts": rows})
-
-
-def test_with_any_results_it_goes_on_to_the_same_summary(whole, tmp_path):
-    """As after a kill, with any number of workers."""
-    generator = random.Random(0)
-    for number in range(3):
-        folder = copy(whole, tmp_path / str(number))
-        (folder / "summary.json").unlink()
-        results = sorted((folder / "results").glob("training-*"))
-        for path in generator.sample(results, generator.randrange(1, len(results))):
-            path.unlink()
-        go_on(folder)
-        assert lines(folder) == lines(whole)
-        # The step's time is recorded: to the bit.
-        assert summary(folder) == summary(whole)
 
 
 def test_a_plan_of_its_own_for_a_real_budget(tmp_path, monkeypatch):
