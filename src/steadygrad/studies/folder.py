@@ -33,15 +33,10 @@ class RunError(InputError):
 
 
 class Results:
-    """Results by key; those of one kind come in one order, whichever was there first.
-
-    Attributes:
-        differing: Results that came again with other numbers.
-    """
+    """Results by key; those of one kind come in one order, whichever was there first."""
 
     def __init__(self, results: Iterable[Result] = ()) -> None:
         self._by_key = {result.key: result for result in results}
-        self.differing = 0
 
     def __contains__(self, key: Key) -> bool:
         return key in self._by_key
@@ -49,11 +44,9 @@ class Results:
     def __iter__(self) -> Iterator[Result]:
         return iter(sorted(self._by_key.values(), key=lambda result: (result.key[0], result.place)))
 
-    def add(self, result: Result) -> bool:
-        """Whether the result is new; one that is known stays as it is."""
-        known = self._by_key.setdefault(result.key, result)
-        self.differing += known.untimed != result.untimed
-        return known is result
+    def add(self, result: Result) -> None:
+        """Takes a result in."""
+        self._by_key[result.key] = result
 
     def get(self, kind: type[R], *key: Any) -> R | None:
         """The result of a class with these key fields; None if there is none."""

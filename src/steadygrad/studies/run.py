@@ -293,11 +293,6 @@ def _run(
     except InputError as error:
         status, failure = "failed", error
     summary = summarize(study, results, status)
-    if is_main and results.differing:
-        monitor.say(
-            "the machine or its libraries are not those of the record: numbers that differ from "
-            f"it: {results.differing}."
-        )
     if is_main:
         write_summary(folder, summary)
     if status == "complete":

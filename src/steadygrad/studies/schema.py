@@ -110,11 +110,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
         """The sort key among results of one kind. Default: the key."""
         return self.key
 
-    @property
-    def untimed(self) -> str:
-        """All that must be equal when a trial is repeated; a text, for a NaN is not equal to it."""
-        return repr(msgspec.structs.replace(self, time={}))
-
 
 class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Description of the task that a study trains.

@@ -6,7 +6,7 @@ trials can run in any order, in any process, and again after a crash.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, get_args
 
@@ -29,16 +29,14 @@ class Workplace:
     trainer: Trainer
     checkpoints: Checkpoints
     advance: Advance
-    # Results of trials that were run again because a checkpoint was lost.
-    repeated: list[Result] = field(default_factory=list)
 
-    def state(self, name: str, samples: int, again: Callable[[], Result]) -> State:
+    def state(self, name: str, samples: int, again: Callable[[], object]) -> State:
         """The state after ``samples``: read, or trained ``again`` by the trial that leaves it."""
         found = self.checkpoints.load(name, samples)
         # On every rank or on none: training again takes all of them.
         if all(self.trainer.context.gather(found is not None)) and found is not None:
             return found
-        self.repeated.append(again())
+        again()
         return self.trainer.state(samples)
 
     def evaluate(self) -> float:

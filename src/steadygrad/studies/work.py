@@ -63,23 +63,14 @@ class Monitor(Protocol):
         """A line for the user, such as a warning."""
 
 
-def work_on(study: Study, job: Job, place: Workplace) -> list[Result]:
-    """Does one job, with smaller micro-batches where memory runs out.
-
-    Returns:
-        Results of earlier trials that had to be repeated for it, then the job's own.
-    """
+def work_on(study: Study, job: Job, place: Workplace) -> Result:
+    """Does one job, with smaller micro-batches where memory runs out."""
     began, trainer = time.monotonic(), place.trainer
     # An earlier job may have halved them; that must not change this job's results.
     trainer.micro_batch_size = study.header.runtime.micro_batch_size
-
-    def attempt() -> Result:
-        place.repeated = []
-        return study.run(job, place)
-
-    result = trainer.by_halves(attempt)
+    result = trainer.by_halves(lambda: study.run(job, place))
     seconds = {"seconds": round(time.monotonic() - began, 3)}
-    return [*place.repeated, msgspec.structs.replace(result, time=result.time | seconds)]
+    return msgspec.structs.replace(result, time=result.time | seconds)
 
 
 @dataclass
@@ -110,7 +101,7 @@ class Coordinator:
         self.jobs: dict[Key, Job | None] = {}
         # Trials whose result is there, or that have nothing to do.
         self.done: set[Key] = set()
-        self.running: dict[Future[list[Result]], tuple[Trial, Job]] = {}
+        self.running: dict[Future[Result], tuple[Trial, Job]] = {}
         self.renewed = False
 
     def run(self) -> None:
@@ -201,11 +192,11 @@ class Coordinator:
         for trial, job in lost.values():
             self._start(trial, job)
 
-    def _take(self, future: "Future[list[Result]]", found: list[Result]) -> None:
+    def _take(self, future: "Future[Result]", result: Result) -> None:
         trial, _ = self.running.pop(future)
-        for result in found:
-            if self.results.add(result) and self.place.trainer.context.is_main:
-                write_result(self.folder, result)
+        self.results.add(result)
+        if self.place.trainer.context.is_main:
+            write_result(self.folder, result)
         if self.pool:
             self._advance(trial, trial.cost, trial.what)
 
@@ -237,7 +228,7 @@ def _naming(trial: Trial, job: Job) -> Iterator[None]:
 _lock = threading.Lock()
 
 
-def run_job(folder: str, job: Job, files: str) -> list[Result]:
+def run_job(folder: str, job: Job, files: str) -> Result:
     """Does one job in a worker process; ``files`` are places of the user's functions, as JSON."""
     with _lock:  # a cluster's worker may have several threads, and torch's seed is global
         # A cluster's workers outlive a run, and another one may be in its folder.

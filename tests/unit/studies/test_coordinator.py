@@ -84,7 +84,7 @@ class Shuffled(Executor):
             if faults := self.faults.get(number):
                 faults.pop(0)(self, future)
             else:
-                future.set_result([point(number, found["loss"])])
+                future.set_result(point(number, found["loss"]))
         return {f for f in running if f.done()}, {f for f in running if not f.done()}
 
     def shutdown(self, wait=True, *, cancel_futures=False):
@@ -272,7 +272,7 @@ def test_workers_lost_twice_are_the_end(tmp_path, monkeypatch, fault):
 def test_a_result_that_came_before_the_death_is_kept(tmp_path, monkeypatch):
     def after_another(executor, future):
         other, found = executor.waiting.pop()
-        other.set_result([point(found["point"], 0.25)])
+        other.set_result(point(found["point"], 0.25))
         executor.kept = found["point"]
         broken(executor, future)
 
@@ -334,21 +334,6 @@ def test_running_trials_see_the_stop_file_and_are_waited_for(tmp_path, monkeypat
         setting.run(monkeypatch)
     assert seen == [False, False, True]
     assert len(setting.files) == 3
-
-
-@pytest.mark.parametrize(("loss", "differing"), [(1.0, 0), (1.5, 1)])
-def test_a_repeated_trial_is_compared_and_the_first_result_kept(
-    tmp_path, monkeypatch, loss, differing
-):
-    """Its checkpoint was lost: 7 ran it again."""
-
-    def repeating(executor, future):
-        future.set_result([point(1, loss), point(7)])
-
-    setting = Setting(graph(), tmp_path)
-    setting.executor.faults = {7: [repeating]}
-    assert setting.run(monkeypatch) == ALL
-    assert setting.results.differing == differing
 
 
 def test_a_cluster_that_grows_runs_more_at_a_time(tmp_path, monkeypatch):
