@@ -126,7 +126,7 @@ def conduct(
         raise failed
     if outcome.too_little:
         raise InputError(
-            f"{outcome.too_little}. Found {str(folder)!r} unfinished. "
+            f"{outcome.too_little}. Found {str(outcome.folder)!r} unfinished. "
             "Remedy: continue with --resume RUN --budget TIME."
         )
     return outcome
@@ -171,6 +171,8 @@ def start(
         files = located(settings)
         study = kind(make_header(name, settings, trainer, plan=plan, workers=workers, files=files))
         study.files = files
+        # Each rank named it by its own clock.
+        folder = Path(context.gather(str(folder))[0])
         context.on_main(lambda: create(folder, study.header))
         context.on_main(lambda: remember(folder))
         pool = cluster or local_workers(workers, study.header.runtime)

@@ -249,7 +249,8 @@ def _worker(folder: str, header_text: bytes, files: str) -> tuple[Study, Workpla
 
 def workplace(study: Study, folder: Path, trainer: Trainer) -> Workplace:
     """Where this process does the jobs of the run in ``folder``."""
-    checkpoints = Checkpoints(folder, dumps(study.header))
+    # Each rank's own header says when and where it began.
+    checkpoints = Checkpoints(folder, trainer.context.gather(dumps(study.header))[0])
     return Workplace(trainer, checkpoints, lambda samples, what: None)
 
 
