@@ -112,8 +112,8 @@ class Coordinator:
             InputError: If a trial fails, or workers are lost.
         """
         try:
-            if self.pool:
-                (self.folder / STOP_FILE).unlink(missing_ok=True)
+            with suppress(OSError):
+                (self.folder / STOP_FILE).unlink()
             while self._find_open():
                 self.place.trainer.context.poll()
                 self._submit()
@@ -208,11 +208,14 @@ class Coordinator:
         """Lets running trials notice the end, keeps finished ones, and ends the workers."""
         with suppress(RunError):
             replace_file(self.folder / STOP_FILE, b"")
-            for future in wait(self.running, GRACE)[0]:
+            ended, late = wait(self.running, GRACE)
+            for future in ended:
                 with suppress(Exception):
                     self._take(future, future.result())
+            # A cluster's worker that has not looked yet outlives the pool.
+            if not late:
+                (self.folder / STOP_FILE).unlink(missing_ok=True)
         pool.close()
-        (self.folder / STOP_FILE).unlink(missing_ok=True)
 
 
 @contextmanager
