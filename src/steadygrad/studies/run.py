@@ -36,7 +36,7 @@ from steadygrad.tasks import Task, load_task
 
 DEPENDENT = (
     "A sample's loss depends on the other samples of its batch. The batch size is part of what is "
-    "trained: no batch was cut into micro-batches, and no noise scale was measured."
+    "trained: no batch was cut into micro-batches{}."
 )
 
 
@@ -268,7 +268,9 @@ def summarize(study: Study, results: Results, status: str) -> Summary:
     """The content of ``summary.json``."""
     summary = study.summarize(results, status)
     if study.header.task.dependent:
-        summary = msgspec.structs.replace(summary, remarks=(*summary.remarks[:2], DEPENDENT))
+        noise = ", and no noise scale was measured" if summary.study == "advise" else ""
+        said = (*summary.remarks[:2], DEPENDENT.format(noise))
+        summary = msgspec.structs.replace(summary, remarks=said)
     return summary
 
 
