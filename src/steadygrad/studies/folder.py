@@ -42,7 +42,7 @@ class Results:
         return key in self._by_key
 
     def __iter__(self) -> Iterator[Result]:
-        return iter(sorted(self._by_key.values(), key=lambda result: (result.key[0], result.place)))
+        return (self._by_key[key] for key in sorted(self._by_key))
 
     def add(self, result: Result) -> None:
         """Takes a result in."""
@@ -55,8 +55,7 @@ class Results:
 
     def select(self, kind: type[R]) -> list[R]:
         """All results of one class, in order."""
-        found = [result for result in self._by_key.values() if isinstance(result, kind)]
-        return sorted(found, key=lambda result: result.place)
+        return [result for result in self if isinstance(result, kind)]
 
 
 @dataclass(frozen=True)

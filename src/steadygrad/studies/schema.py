@@ -105,11 +105,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
         kind = str(self.__struct_config__.tag)
         return (kind, *(getattr(self, field) for field in self.key_fields))
 
-    @property
-    def place(self) -> tuple[Any, ...]:
-        """The sort key among results of one kind. Default: the key."""
-        return self.key
-
 
 class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Description of the task that a study trains.
