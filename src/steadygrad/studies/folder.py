@@ -12,15 +12,20 @@ import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import msgspec
 
 from steadygrad._checks import InputError
-from steadygrad.studies.schema import SCHEMA, Header, Key, Result, schema_of
+from steadygrad.studies.schema import SCHEMA, Header, Key, Result, Summary, schema_of
 from steadygrad.studies.strict_json import dumps, loads
 
+DEPENDENT = (
+    "A sample's loss depends on the other samples of its batch. The batch size is part of what is "
+    "trained: no batch was cut into micro-batches{}."
+)
 HEADER, SUMMARY, PAGE, RESULTS = "header.json", "summary.json", "report.html", "results"
 # Bytes of a file of a run; a result with ten thousand layers has a hundredth of it.
 MOST = 1 << 28
@@ -113,6 +118,17 @@ def write_result(folder: Path, result: Result) -> None:
     with _writing(path):
         path.parent.mkdir(exist_ok=True)
     replace_file(path, _text(result, None))
+
+
+def summarize(header: Header, results: Results, status: str) -> Summary:
+    """The content of ``summary.json``, a pure function of a run and of how it ended."""
+    findings = import_module(f"steadygrad.studies.{header.study}.findings")
+    summary: Summary = findings.summarize(header, results, status)
+    if header.task.dependent:
+        noise = ", and no noise scale was measured" if summary.study == "advise" else ""
+        said = (*summary.remarks[:2], DEPENDENT.format(noise))
+        summary = msgspec.structs.replace(summary, remarks=said)
+    return summary
 
 
 def write_summary(folder: Path, summary: Any) -> None:

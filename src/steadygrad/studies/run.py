@@ -7,8 +7,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from steadygrad._checks import InputError, launched
 from steadygrad.studies.calibration import calibrate, resolve_device
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
@@ -23,6 +21,7 @@ from steadygrad.studies.folder import (
     create,
     read_run,
     refuse_links,
+    summarize,
     understanding,
     write_summary,
 )
@@ -33,11 +32,6 @@ from steadygrad.studies.study import Study, study_class, study_of
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.work import Coordinator, Monitor, recorded_trainer, workplace
 from steadygrad.tasks import Task, load_task
-
-DEPENDENT = (
-    "A sample's loss depends on the other samples of its batch. The batch size is part of what is "
-    "trained: no batch was cut into micro-batches{}."
-)
 
 
 @dataclass(frozen=True)
@@ -210,7 +204,7 @@ def resume(
     settings, study = _agreed(run, name, given), study_of(header)
     with understanding(folder):
         complete = len(study.finished(run.results)) == len(study.trials())
-        summary = summarize(study, run.results, "complete") if complete else None
+        summary = summarize(header, run.results, "complete") if complete else None
     # A complete run needs neither its device nor the other ranks.
     if summary is not None:
         is_main = launched()[0] == 0
@@ -264,16 +258,6 @@ def _agreed(run: Run, study: str, given: Mapping[str, Any]) -> Any:
     return replace(header.settings, **{"dask": "", "executor": "", **free})
 
 
-def summarize(study: Study, results: Results, status: str) -> Summary:
-    """The content of ``summary.json``."""
-    summary = study.summarize(results, status)
-    if study.header.task.dependent:
-        noise = ", and no noise scale was measured" if summary.study == "advise" else ""
-        said = (*summary.remarks[:2], DEPENDENT.format(noise))
-        summary = msgspec.structs.replace(summary, remarks=said)
-    return summary
-
-
 def _run(
     study: Study,
     folder: Path,
@@ -296,7 +280,7 @@ def _run(
         raise
     except InputError as error:
         status, failure = "failed", error
-    summary = summarize(study, results, status)
+    summary = summarize(study.header, results, status)
     if is_main:
         write_summary(folder, summary)
     if status == "complete":

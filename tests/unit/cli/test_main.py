@@ -117,7 +117,7 @@ def test_an_error_of_our_own_is_not_the_task_s(tmp_path, monkeypatch):
     def broken(*arguments):
         raise RuntimeError("ours")
 
-    monkeypatch.setattr("steadygrad.studies.advise.study.summarize", broken)
+    monkeypatch.setattr("steadygrad.studies.advise.findings.summarize", broken)
     with pytest.raises(RuntimeError, match="ours"):
         main(["advise", tiny(), *PLAIN, "--out", str(tmp_path / "run")])
     assert read_run(tmp_path / "run").select(Branch)

@@ -10,9 +10,8 @@ from msgspec.structs import replace
 
 from steadygrad._studies import STUDIES
 from steadygrad.cli.console import drawn, rendered
-from steadygrad.studies.folder import create, read_run
+from steadygrad.studies.folder import create, read_run, summarize
 from steadygrad.studies.page import render
-from steadygrad.studies.run import summarize
 from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.study import study_of
 from steadygrad.tasks import load_task
@@ -26,7 +25,7 @@ RECORDS = HERE.parents[2] / "docs" / "records"
 def test_the_recorded_summary_is_computed_anew_number_for_number(study):
     run = read_run(RECORDS / study)
     assert run.unreadable == ()
-    found = summarize(study_of(run.header), run.results, "complete").to_dict()
+    found = summarize(run.header, run.results, "complete").to_dict()
     assert {*found} == {*run.summary}
     for name, value in run.summary.items():
         # As text: a NaN is not equal to itself.
@@ -37,7 +36,7 @@ def test_the_recorded_summary_is_computed_anew_number_for_number(study):
 def test_of_dependent_losses_a_study_says_what_it_leaves_out(study):
     run = read_run(RECORDS / study)
     header = replace(run.header, task=replace(run.header.task, dependent=True))
-    said = summarize(study_of(header), run.results, "complete").remarks[-1]
+    said = summarize(header, run.results, "complete").remarks[-1]
     assert "batch size is part of what is trained" in said
     assert ("noise scale" in said) == (study == "advise")
 

@@ -28,10 +28,9 @@ class Spot(NamedTuple):
     diverged: float
 
 
-def view(run: Run) -> dict[str, Any]:
+def view(run: Run, found: Summary | None) -> dict[str, Any]:
     """The values of the template's own sections."""
     task = run.header.task
-    found = msgspec.convert(run.summary, Summary) if run.summary else None
     spots, samples = _spots(run, found), plural(task.sample)
     runs = sorted(run.select(Scratch), key=lambda r: (r.purpose, r.batch_size, r.rate, r.repeat))
     resolved = any(spot.resolved for spot in spots)

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-import msgspec
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -24,10 +23,9 @@ __all__ = ["view"]
 MOST_WIDTHS = 6
 
 
-def view(run: Run) -> dict[str, Any]:
+def view(run: Run, found: Summary | None) -> dict[str, Any]:
     """The values of the template's own sections."""
     plan, runs = run.header.plan, run.select(Training)
-    found = msgspec.convert(run.summary, Summary) if run.summary else None
     titles = found.optimizers if found else {name: name for name in plan.optimizers}
     search: dict[tuple[str, int, int], dict[float, float]] = {}
     for one in runs:

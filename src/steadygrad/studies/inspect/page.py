@@ -16,7 +16,7 @@ from steadygrad.studies.charts import CRITICAL, INK, MUTED, NOISE, SCHEDULE
 from steadygrad.studies.folder import Run
 from steadygrad.studies.inspect import analysis
 from steadygrad.studies.inspect.analysis import LEAST, NORMAL, OVER, Exponents, Phases, Place
-from steadygrad.studies.inspect.schema import AFTER, BEFORE, KINDS, TITLES, Part
+from steadygrad.studies.inspect.schema import AFTER, BEFORE, KINDS, TITLES, Part, Summary
 from steadygrad.studies.inspect.words import layer_title, power
 
 __all__ = ["view"]
@@ -30,7 +30,7 @@ FAINTEST = 1e-4
 COLOURS = {BEFORE: SCHEDULE, AFTER: CRITICAL}
 
 
-def view(run: Run) -> dict[str, Any]:
+def view(run: Run, found: Summary | None) -> dict[str, Any]:
     """The values of the template's own sections."""
     phases, layers = analysis.by_phase(run.results), analysis.layers_of(run.select(Part))
     held = {phase: analysis.counts_of(phases[phase]) for phase in COLOURS}
