@@ -6,6 +6,7 @@ whole files. A run may come from a stranger: no name in it is trusted to be a fi
 
 import errno
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -20,7 +21,7 @@ import msgspec
 
 from steadygrad._checks import InputError
 from steadygrad.studies.schema import SCHEMA, Header, Key, Result, Summary, schema_of
-from steadygrad.studies.strict_json import dumps, loads
+from steadygrad.studies.strict_json import dumps
 
 DEPENDENT = (
     "A sample's loss depends on the other samples of its batch. The batch size is part of what is "
@@ -150,7 +151,7 @@ def read_header(folder: Path) -> tuple[Any, Any]:
     """
     path = folder / HEADER
     try:
-        found = loads(read_file(path))
+        found = json.loads(read_file(path))
     except OSError as error:
         raise RunError(
             f"Expected the folder of a run, with a {HEADER} in it. Found {str(folder)!r}, "
@@ -170,7 +171,7 @@ def read_header(folder: Path) -> tuple[Any, Any]:
     if schema is None:
         raise _wrong(path, "the header of a known study", f"study = {found.get('study')!r}")
     try:
-        header = msgspec.convert(found, schema.Header)
+        header = msgspec.convert(found, schema.Header, strict=False)
         if wrong := schema.check(header, None):
             raise _wrong(path, *wrong)
     except (msgspec.ValidationError, UnicodeError) as error:
@@ -191,7 +192,7 @@ def read_run(folder: Path) -> Run:
     unreadable = tuple(name for name, result in found.items() if result is None)
     summary = None
     with suppress(OSError, ValueError, RecursionError):
-        summary = loads(read_file(folder / SUMMARY))
+        summary = json.loads(read_file(folder / SUMMARY))
     fits = isinstance(summary, dict) and summary.get("study") == header.study
     return Run(folder, header, results, summary if fits else None, unreadable)
 
@@ -208,7 +209,7 @@ def refuse_links(folder: Path) -> None:
 
 def _read_result(path: Path, header: Header, schema: Any) -> Result | None:
     with suppress(OSError, ValueError, RecursionError):
-        result: Result = msgspec.convert(loads(read_file(path)), schema.RESULTS)
+        result: Result = msgspec.convert(json.loads(read_file(path)), schema.RESULTS, strict=False)
         if path.name == _name(result.key) and schema.check(header, result) is None:
             return result
     return None

@@ -1,5 +1,6 @@
 """Runs the trials of a study: one after another in this process, or side by side in workers."""
 
+import json
 import threading
 import time
 from collections import Counter
@@ -30,7 +31,7 @@ from steadygrad.studies.folder import (
     write_result,
 )
 from steadygrad.studies.schema import Key, Result
-from steadygrad.studies.strict_json import dumps, loads
+from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.study import Study, Workplace, study_of
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Job, Trial, tails
@@ -244,7 +245,7 @@ def _worker(folder: str, header_text: bytes, files: str) -> tuple[Study, Workpla
     """A run in this process, made once."""
     path = Path(folder)
     study = study_of(read_header(path)[0])
-    study.files = loads(files)
+    study.files = json.loads(files)
     deadline, device = Deadline(stop=path / STOP_FILE), study.header.runtime.device
     trainer = recorded_trainer(study, DistributedContext(deadline, device=device))
     return study, workplace(study, path, trainer)
