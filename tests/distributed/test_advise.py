@@ -15,6 +15,7 @@ import torch.multiprocessing as mp
 
 from steadygrad._checks import InputError
 from steadygrad.studies.advise.schema import Branch, Noise, Point, Scratch
+from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.run import resume
@@ -35,6 +36,16 @@ def study(folder, **options):
     """A whole study; its task has no dropout, as random numbers differ from rank to rank."""
     begin(Path(folder), at=None, plan=SHORT, **options)
     return "done"
+
+
+def apart(folder):
+    """A study whose ranks disagree on its name and on when and where it began."""
+    own, loaded, load = Path(folder, os.environ["RANK"]), [], Checkpoints.load
+    own.mkdir()
+    os.chdir(own)
+    Checkpoints.load = lambda *given: loaded.append(load(*given)) or loaded[-1]
+    outcome, _ = begin(own / "run", "shared", at=None, plan=SHORT)
+    return str(outcome.folder), len(loaded), loaded.count(None)
 
 
 def stopped(folder, at, **options):
@@ -131,6 +142,17 @@ def test_two_processes_find_what_one_does(one, tmp_path, factory, sharding):
         shared.summary["recommendation"]["batch_size"]
         == single.summary["recommendation"]["batch_size"]
     )
+
+
+def test_all_processes_take_the_first_ones_folder_and_checkpoints(one, tmp_path):
+    first, second = on_ranks(tmp_path / "ranks", 2, apart, str(tmp_path))
+    assert first == second
+    folder, loaded, lost = first
+    assert folder == str(tmp_path / "0" / "run")
+    assert (loaded > 5, lost) == (True, 0)
+    assert [event.key for event in read_run(folder).results] == [
+        event.key for event in read_run(one).results
+    ]
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])

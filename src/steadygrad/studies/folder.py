@@ -6,6 +6,7 @@ whole files. A run may come from a stranger: no name in it is trusted to be a fi
 
 import errno
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -19,9 +20,13 @@ import msgspec
 
 from steadygrad._checks import InputError
 from steadygrad._studies import STUDIES, module_of
-from steadygrad.studies.schema import SCHEMA, Header, Key, Result
-from steadygrad.studies.strict_json import dumps, loads
+from steadygrad.studies.schema import SCHEMA, Header, Key, Result, Summary
+from steadygrad.studies.strict_json import dumps
 
+DEPENDENT = (
+    "A sample's loss depends on the other samples of its batch. The batch size is part of what is "
+    "trained: no batch was cut into micro-batches{}."
+)
 HEADER, SUMMARY, PAGE, RESULTS = "header.json", "summary.json", "report.html", "results"
 # Bytes of a file of a run; a result with ten thousand layers has a hundredth of it.
 MOST = 1 << 28
@@ -34,27 +39,20 @@ class RunError(InputError):
 
 
 class Results:
-    """Results by key; those of one kind come in one order, whichever was there first.
-
-    Attributes:
-        differing: Results that came again with other numbers.
-    """
+    """Results by key; those of one kind come in one order, whichever was there first."""
 
     def __init__(self, results: Iterable[Result] = ()) -> None:
         self._by_key = {result.key: result for result in results}
-        self.differing = 0
 
     def __contains__(self, key: Key) -> bool:
         return key in self._by_key
 
     def __iter__(self) -> Iterator[Result]:
-        return iter(sorted(self._by_key.values(), key=lambda result: (result.key[0], result.place)))
+        return (self._by_key[key] for key in sorted(self._by_key))
 
-    def add(self, result: Result) -> bool:
-        """Whether the result is new; one that is known stays as it is."""
-        known = self._by_key.setdefault(result.key, result)
-        self.differing += known.untimed != result.untimed
-        return known is result
+    def add(self, result: Result) -> None:
+        """Takes a result in."""
+        self._by_key[result.key] = result
 
     def get(self, kind: type[R], *key: Any) -> R | None:
         """The result of a class with these key fields; None if there is none."""
@@ -63,8 +61,7 @@ class Results:
 
     def select(self, kind: type[R]) -> list[R]:
         """All results of one class, in order."""
-        found = [result for result in self._by_key.values() if isinstance(result, kind)]
-        return sorted(found, key=lambda result: result.place)
+        return [result for result in self if isinstance(result, kind)]
 
 
 @dataclass(frozen=True)
@@ -124,6 +121,16 @@ def write_result(folder: Path, result: Result) -> None:
     replace_file(path, _text(result, None))
 
 
+def summarize(header: Header, results: Results, status: str) -> Summary:
+    """The content of ``summary.json``, a pure function of a run and of how it ended."""
+    summary: Summary = module_of(header.study, "findings").summarize(header, results, status)
+    if header.task.dependent:
+        noise = ", and no noise scale was measured" if summary.study == "advise" else ""
+        said = (*summary.remarks[:2], DEPENDENT.format(noise))
+        summary = msgspec.structs.replace(summary, remarks=said)
+    return summary
+
+
 def write_summary(folder: Path, summary: Any) -> None:
     """Replaces ``summary.json``."""
     replace_file(folder / SUMMARY, _text(summary))
@@ -143,7 +150,7 @@ def read_header(folder: Path) -> tuple[Any, Any]:
     """
     path = folder / HEADER
     try:
-        found = loads(read_file(path))
+        found = json.loads(read_file(path))
     except OSError as error:
         raise RunError(
             f"Expected the folder of a run, with a {HEADER} in it. Found {str(folder)!r}, "
@@ -164,7 +171,7 @@ def read_header(folder: Path) -> tuple[Any, Any]:
         raise _wrong(path, "the header of a known study", f"study = {study!r}")
     schema = module_of(study, "schema")
     try:
-        header = msgspec.convert(found, schema.Header)
+        header = msgspec.convert(found, schema.Header, strict=False)
         if wrong := schema.check(header, None):
             raise _wrong(path, *wrong)
     except (msgspec.ValidationError, UnicodeError) as error:
@@ -185,7 +192,7 @@ def read_run(folder: Path) -> Run:
     unreadable = tuple(name for name, result in found.items() if result is None)
     summary = None
     with suppress(OSError, ValueError, RecursionError):
-        summary = loads(read_file(folder / SUMMARY))
+        summary = json.loads(read_file(folder / SUMMARY))
     fits = isinstance(summary, dict) and summary.get("study") == header.study
     return Run(folder, header, results, summary if fits else None, unreadable)
 
@@ -202,7 +209,7 @@ def refuse_links(folder: Path) -> None:
 
 def _read_result(path: Path, header: Header, schema: Any) -> Result | None:
     with suppress(OSError, ValueError, RecursionError):
-        result: Result = msgspec.convert(loads(read_file(path)), schema.RESULTS)
+        result: Result = msgspec.convert(json.loads(read_file(path)), schema.RESULTS, strict=False)
         if path.name == _name(result.key) and schema.check(header, result) is None:
             return result
     return None

@@ -1,7 +1,7 @@
 """A run becomes one HTML page: self-contained, without scripts and without the network.
 
 A study's page is its template, ``page.html``, over ``base.html``, and its module ``page``, whose
-``view(run)`` gives the template the charts and tables that it shows.
+``view(run, summary)`` gives the template the charts and tables that it shows.
 """
 
 import warnings
@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from steadygrad._studies import module_of
 from steadygrad.studies import charts, text
-from steadygrad.studies.folder import HEADER, Run, read_run, understanding, write_page
+from steadygrad.studies.folder import HEADER, Run, read_run, summarize, understanding, write_page
 
 
 def render(run: Run) -> str:
@@ -27,23 +27,23 @@ def render(run: Run) -> str:
     Raises:
         InputError: If the run makes no sense.
     """
-    study, missing = run.header.study, []
+    study, status, missing = run.header.study, (run.summary or {}).get("status"), []
     if run.unreadable:
         missing.append(f"Results that cannot be read, and are left out: {len(run.unreadable)}.")
-    if run.summary is None:
+    if not status:
         missing.append("The run was stopped, or is still going.")
     common = {
         "header": msgspec.to_builtins(run.header),
-        "summary": run.summary,
         "missing": missing,
         "colours": charts.VARIABLES,
     }
     with understanding(run.folder), warnings.catch_warnings():
         # Of odd numbers in a run: many lines, about lines of Matplotlib's code.
         warnings.simplefilter("ignore")
+        found = summarize(run.header, run.results, status) if status else None
         view = module_of(study, "page").view
         template = _environment().get_template(f"{study}/page.html")
-        return template.render({**common, **view(run)})
+        return template.render({**common, "summary": found, **view(run, found)})
 
 
 def write(folder: Path) -> Path:

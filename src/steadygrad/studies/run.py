@@ -7,8 +7,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from steadygrad._checks import InputError, launched
 from steadygrad._studies import module_of
 from steadygrad.studies.calibration import calibrate, resolve_device
@@ -24,11 +22,12 @@ from steadygrad.studies.folder import (
     create,
     read_run,
     refuse_links,
+    summarize,
     understanding,
     write_summary,
 )
 from steadygrad.studies.header import changes, make_header
-from steadygrad.studies.schema import FREE, Header, Summary
+from steadygrad.studies.schema import FREE, Summary
 from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.work import (
     Coordinator,
@@ -40,11 +39,6 @@ from steadygrad.studies.work import (
 )
 from steadygrad.studies.workplace import Workplace
 from steadygrad.tasks import Task, load_task
-
-DEPENDENT = (
-    "A sample's loss depends on the other samples of its batch. The batch size is part of what is "
-    "trained: no batch was cut into micro-batches, and no noise scale was measured."
-)
 
 
 @dataclass(frozen=True)
@@ -179,6 +173,8 @@ def start(
         trainer.restart()
         files = located(settings)
         header = make_header(name, settings, trainer, plan=plan, workers=workers, files=files)
+        # Each rank named it by its own clock.
+        folder = Path(context.gather(str(folder))[0])
         context.on_main(lambda: create(folder, header))
         context.on_main(lambda: remember(folder))
         pool = cluster or local_workers(workers, header.runtime)
@@ -273,14 +269,6 @@ def _agreed(run: Run, study: str, given: Mapping[str, Any]) -> Any:
     return replace(header.settings, **{"dask": "", "executor": "", **free})
 
 
-def summarize(header: Header, results: Results, status: str) -> Summary:
-    """The content of ``summary.json``."""
-    summary: Summary = module_of(header.study, "findings").summarize(header, results, status)
-    if header.task.dependent:
-        summary = msgspec.structs.replace(summary, remarks=(*summary.remarks[:2], DEPENDENT))
-    return summary
-
-
 def _run(
     place: Workplace, folder: Path, results: Results, pool: Workers | None, monitor: Monitor
 ) -> Outcome:
@@ -300,11 +288,6 @@ def _run(
     except InputError as error:
         status, failure = "failed", error
     summary = summarize(header, results, status)
-    if is_main and results.differing:
-        monitor.say(
-            "the machine or its libraries are not those of the record: numbers that differ from "
-            f"it: {results.differing}."
-        )
     if is_main:
         write_summary(folder, summary)
     if status == "complete":

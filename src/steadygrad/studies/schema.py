@@ -102,16 +102,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
         kind = str(self.__struct_config__.tag)
         return (kind, *(getattr(self, field) for field in self.key_fields))
 
-    @property
-    def place(self) -> tuple[Any, ...]:
-        """The sort key among results of one kind. Default: the key."""
-        return self.key
-
-    @property
-    def untimed(self) -> str:
-        """All that must be equal when a trial is repeated; a text, for a NaN is not equal to it."""
-        return repr(msgspec.structs.replace(self, time={}))
-
 
 class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Description of the task that a study trains.

@@ -1,5 +1,6 @@
 """Runs the trials of a study: one after another in this process, or side by side in workers."""
 
+import json
 import threading
 import time
 from collections import Counter
@@ -31,7 +32,7 @@ from steadygrad.studies.folder import (
     write_result,
 )
 from steadygrad.studies.schema import Header, Key, Result
-from steadygrad.studies.strict_json import dumps, loads
+from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Job, Trial, tails
 from steadygrad.studies.workplace import Workplace
@@ -82,26 +83,16 @@ def finished(study: str, trials: Sequence[Trial], results: Results) -> set[Key]:
     return done
 
 
-def work_on(job: Job, place: Workplace) -> list[Result]:
-    """Does one job, with smaller micro-batches where memory runs out.
-
-    Returns:
-        Results of earlier trials that had to be repeated for it, then the job's own.
-    """
+def work_on(job: Job, place: Workplace) -> Result:
+    """Does one job, with smaller micro-batches where memory runs out."""
     began, trainer, header = time.monotonic(), place.trainer, place.header
     # An earlier job may have halved them; that must not change this job's results.
     trainer.micro_batch_size = header.runtime.micro_batch_size
     trial = module_of(header.study, "trials").TRIALS[job["kind"]]
     parameters = {name: value for name, value in job.items() if name != "kind"}
-
-    def attempt() -> Result:
-        place.repeated = []
-        result: Result = trial(header.plan, place, **parameters)
-        return result
-
-    result = trainer.by_halves(attempt)
+    result: Result = trainer.by_halves(lambda: trial(header.plan, place, **parameters))
     seconds = {"seconds": round(time.monotonic() - began, 3)}
-    return [*place.repeated, msgspec.structs.replace(result, time=result.time | seconds)]
+    return msgspec.structs.replace(result, time=result.time | seconds)
 
 
 @dataclass
@@ -134,7 +125,7 @@ class Coordinator:
         self.jobs: dict[Key, Job | None] = {}
         # Trials whose result is there, or that have nothing to do.
         self.done: set[Key] = set()
-        self.running: dict[Future[list[Result]], tuple[Trial, Job]] = {}
+        self.running: dict[Future[Result], tuple[Trial, Job]] = {}
         self.renewed = False
 
     def run(self) -> None:
@@ -145,8 +136,8 @@ class Coordinator:
             InputError: If a trial fails, or workers are lost.
         """
         try:
-            if self.pool:
-                (self.folder / STOP_FILE).unlink(missing_ok=True)
+            with suppress(OSError):
+                (self.folder / STOP_FILE).unlink()
             while self._find_open():
                 self.place.trainer.context.poll()
                 self._submit()
@@ -225,11 +216,11 @@ class Coordinator:
         for trial, job in lost.values():
             self._start(trial, job)
 
-    def _take(self, future: "Future[list[Result]]", found: list[Result]) -> None:
+    def _take(self, future: "Future[Result]", result: Result) -> None:
         trial, _ = self.running.pop(future)
-        for result in found:
-            if self.results.add(result) and self.place.trainer.context.is_main:
-                write_result(self.folder, result)
+        self.results.add(result)
+        if self.place.trainer.context.is_main:
+            write_result(self.folder, result)
         if self.pool:
             self._advance(trial, trial.cost, trial.what)
 
@@ -241,11 +232,14 @@ class Coordinator:
         """Lets running trials notice the end, keeps finished ones, and ends the workers."""
         with suppress(RunError):
             replace_file(self.folder / STOP_FILE, b"")
-            for future in wait(self.running, GRACE)[0]:
+            ended, late = wait(self.running, GRACE)
+            for future in ended:
                 with suppress(Exception):
                     self._take(future, future.result())
+            # A cluster's worker that has not looked yet outlives the pool.
+            if not late:
+                (self.folder / STOP_FILE).unlink(missing_ok=True)
         pool.close()
-        (self.folder / STOP_FILE).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -261,7 +255,7 @@ def _naming(trial: Trial, job: Job) -> Iterator[None]:
 _lock = threading.Lock()
 
 
-def run_job(folder: str, job: Job, files: str) -> list[Result]:
+def run_job(folder: str, job: Job, files: str) -> Result:
     """Does one job in a worker process; ``files`` are places of the user's functions, as JSON."""
     with _lock:  # a cluster's worker may have several threads, and torch's seed is global
         # A cluster's workers outlive a run, and another one may be in its folder.
@@ -271,7 +265,7 @@ def run_job(folder: str, job: Job, files: str) -> list[Result]:
 @lru_cache(maxsize=1)
 def _worker(folder: str, header_text: bytes, files: str) -> Workplace:
     """A run in this process, made once."""
-    path, found = Path(folder), loads(files)
+    path, found = Path(folder), json.loads(files)
     header, _ = read_header(path)
     deadline, device = Deadline(stop=path / STOP_FILE), header.runtime.device
     trainer = recorded_trainer(header, found, DistributedContext(deadline, device=device))
@@ -282,7 +276,8 @@ def workplace(
     header: Header, files: Mapping[str, str], folder: Path, trainer: Trainer
 ) -> Workplace:
     """Where this process does the jobs of the run in ``folder``."""
-    checkpoints = Checkpoints(folder, dumps(header))
+    # Each rank's own header says when and where it began.
+    checkpoints = Checkpoints(folder, trainer.context.gather(dumps(header))[0])
     return Workplace(trainer, checkpoints, lambda samples, what: None, header, files)
 
 

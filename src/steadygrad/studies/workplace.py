@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from steadygrad.studies.checkpoint import Checkpoints, State
-from steadygrad.studies.schema import Result
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import evaluation_cost
 
@@ -28,16 +27,14 @@ class Workplace:
     files: Mapping[str, str] = field(default_factory=dict)
     # What a study's trials make once.
     tools: Mapping[str, Any] = field(default_factory=dict)
-    # Results of trials that were run again because a checkpoint was lost.
-    repeated: list[Result] = field(default_factory=list)
 
-    def state(self, name: str, samples: int, again: Callable[[], Result]) -> State:
+    def state(self, name: str, samples: int, again: Callable[[], object]) -> State:
         """The state after ``samples``: read, or trained ``again`` by the trial that leaves it."""
         found = self.checkpoints.load(name, samples)
         # On every rank or on none: training again takes all of them.
         if all(self.trainer.context.gather(found is not None)) and found is not None:
             return found
-        self.repeated.append(again())
+        again()
         return self.trainer.state(samples)
 
     def evaluate(self) -> float:

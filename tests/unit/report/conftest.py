@@ -48,7 +48,6 @@ def made_run(
     task: dict[str, Any] | None = None,
     settings: dict[str, Any] | None = None,
     edit: Callable[[Any], Any] = lambda result: result,
-    summary: dict[str, Any] | None = None,
 ) -> Run:
     """A run with the summary that the study itself would write.
 
@@ -58,7 +57,6 @@ def made_run(
         task: Fields of the task to replace.
         settings: Fields of the settings to replace.
         edit: Changes a result, before it is summarized.
-        summary: Fields of the summary to replace.
     """
     header = make_header(POINTS, task={**TASK, **(task or {})}, settings=settings)
     found = [
@@ -66,9 +64,7 @@ def made_run(
         for result in _results()
         if points == len(POINTS) or (result.key[0] != "scratch" and result.point < points)
     ]
-    total = None
-    if status is not None:
-        total = {**summarize(header, Results(found), status).to_dict(), **(summary or {})}
+    total = summarize(header, Results(found), status).to_dict() if status else None
     return Run(Path(), header, Results(found), total)
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from steadygrad.studies.folder import summarize
 from steadygrad.studies.page import render
 from tests.unit.report.conftest import contrast, luminance
 
@@ -113,12 +115,16 @@ def test_partial_page(make_run: Any, tmp_path: Path, points: int, charts: int):
     assert_well_shown(Look(render(make_run(points=points, status=None)), tmp_path), charts)
 
 
-def test_hostile_names_run_nothing_and_do_not_widen_the_page(make_run: Any, tmp_path: Path):
+def test_hostile_names_run_nothing_and_do_not_widen_the_page(
+    make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     script = "<img src=x onerror=\"document.title='pwned'\"><script>document.title='pwned'</script>"
 
-    change = {"answer": script, "remarks": ["z" * 500, script]}
+    said = {"answer": script, "remarks": ("z" * 500, script)}
+    change = lambda *run: replace(summarize(*run), **said)  # noqa: E731
+    monkeypatch.setattr("steadygrad.studies.page.summarize", change)
     task = {"name": script + "x" * 300, "sample": script, "provenance": {"y" * 99: "y" * 3000}}
-    look = Look(render(make_run(task=task, summary=change)), tmp_path)
+    look = Look(render(make_run(task=task)), tmp_path)
     assert_well_shown(look, charts=4)
     assert look.desk["title"].startswith("<img src=x")
 

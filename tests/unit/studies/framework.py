@@ -13,6 +13,7 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from steadygrad.studies.advise import trials
@@ -123,7 +124,7 @@ def copy(folder, to):
 
 def lines(folder):
     """A run's results in order, without times, as text, because a NaN is not equal to itself."""
-    return [result.untimed for result in read_run(folder).results]
+    return [repr(msgspec.structs.replace(result, time={})) for result in read_run(folder).results]
 
 
 def summary(folder):

@@ -67,7 +67,7 @@ class Shuffled(Executor):
             if faults := self.faults.get(number):
                 faults.pop(0)(self, future)
             else:
-                future.set_result([point(number, found["loss"])])
+                future.set_result(point(number, found["loss"]))
         return {f for f in running if f.done()}, {f for f in running if not f.done()}
 
     def shutdown(self, wait=True, *, cancel_futures=False):
@@ -203,12 +203,12 @@ def test_what_finished_before_an_interruption_is_kept(tmp_path, monkeypatch, see
     assert stopped.value.reason == BUDGET
     done = set(first.executor.ran)
     assert [result.point for result in first.results] == sorted(done)
-    assert not (tmp_path / "stop").exists()
     second = Setting(graph(), tmp_path, seed=seed + 100, known=first.results)
     assert second.run(monkeypatch, way == "parallel") == ALL
     assert set(second.executor.ran) == (set(range(8)) - done if way == "parallel" else set())
     assert (second.monitor.before, second.monitor.done) == (10 * len(done), 80)
     assert len(second.files) == 8
+    assert not (tmp_path / "stop").exists()
 
 
 def test_what_is_there_is_not_run_again_and_is_done_from_the_beginning(tmp_path, monkeypatch):
@@ -256,7 +256,7 @@ def test_workers_lost_twice_are_the_end(tmp_path, monkeypatch, fault):
 def test_a_result_that_came_before_the_death_is_kept(tmp_path, monkeypatch):
     def after_another(executor, future):
         other, found = executor.waiting.pop()
-        other.set_result([point(found["point"], 0.25)])
+        other.set_result(point(found["point"], 0.25))
         executor.kept = found["point"]
         broken(executor, future)
 
@@ -292,7 +292,6 @@ def test_a_trial_that_fails_ends_the_study_and_keeps_the_rest(tmp_path, monkeypa
     kept = {result.point for result in setting.results}
     assert kept == {*setting.executor.ran} - {4}
     assert len(setting.files) == len(kept)
-    assert not (tmp_path / "stop").exists()
     assert setting.ended == 1
 
 
@@ -303,9 +302,10 @@ def test_a_trial_that_was_told_to_stop_is_not_kept(tmp_path, monkeypatch):
     assert setting.executor.ran.count(1) == 2
 
 
-def test_running_trials_see_the_stop_file_and_are_waited_for(tmp_path, monkeypatch):
+@pytest.mark.parametrize("workers", [2, 3])
+def test_running_trials_see_the_stop_file_and_are_waited_for(tmp_path, monkeypatch, workers):
     """What they end with is kept; what they fail with then is not said."""
-    setting, seen = Setting([trial(n) for n in range(6)], tmp_path), []
+    setting, seen = Setting([trial(n) for n in range(6)], tmp_path, workers=workers), []
     wait = setting.executor.wait
 
     def look(running, timeout=None, return_when=None):
@@ -318,21 +318,8 @@ def test_running_trials_see_the_stop_file_and_are_waited_for(tmp_path, monkeypat
         setting.run(monkeypatch)
     assert seen == [False, False, True]
     assert len(setting.files) == 3
-
-
-@pytest.mark.parametrize(("loss", "differing"), [(1.0, 0), (1.5, 1)])
-def test_a_repeated_trial_is_compared_and_the_first_result_kept(
-    tmp_path, monkeypatch, loss, differing
-):
-    """Its checkpoint was lost: 7 ran it again."""
-
-    def repeating(executor, future):
-        future.set_result([point(1, loss), point(7)])
-
-    setting = Setting(graph(), tmp_path)
-    setting.executor.faults = {7: [repeating]}
-    assert setting.run(monkeypatch) == ALL
-    assert setting.results.differing == differing
+    # For those that have not ended, as they looked at something else.
+    assert (tmp_path / "stop").exists() == (workers == 3)
 
 
 def test_a_cluster_that_grows_runs_more_at_a_time(tmp_path, monkeypatch):

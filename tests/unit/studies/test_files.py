@@ -94,7 +94,7 @@ def test_what_has_changed_is_refused(home, tmp_path, name, text, message):
 def test_workers_run_the_file_that_they_are_told_and_check_it(home, tmp_path, monkeypatch):
     monkeypatch.chdir(write(tmp_path / "elsewhere", seed=1))
     folder, job = str(tmp_path / "run"), {"kind": "point", "point": 0}
-    (result,) = run_job(folder, job, dumps({SPEC: f"{home}/{SPEC}"}))
+    result = run_job(folder, job, dumps({SPEC: f"{home}/{SPEC}"}))
     assert result.key == ("point", 0)
     (tmp_path / "elsewhere" / "mine.py").write_text("raise SystemExit('not checked')")
     with pytest.raises(InputError, match=r"mine\.py' as it was"):

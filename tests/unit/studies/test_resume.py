@@ -157,7 +157,7 @@ def test_a_checkpoint_that_cannot_be_trusted_is_trained_anew(cut, whole, tmp_pat
     damage(folder / "checkpoints")
     _, watcher = go_on(folder)
     assert any(stage.startswith("training to 256") for stage in watcher.stages)
-    assert watcher.lines == []  # the points that were trained again have the recorded numbers
+    assert watcher.lines == []
     assert lines(folder) == lines(whole)
     assert summary(folder) == summary(whole)
 
@@ -231,10 +231,10 @@ def test_what_may_change_is_told(cut, tmp_path):
 def test_a_worker_notices_that_another_run_is_in_the_folder(base, tmp_path):
     """A cluster's workers outlive a run, and folders are used again."""
     folder, job = copy(base, tmp_path / "run"), {"kind": "point", "point": 0}
-    (first,) = run_job(str(folder), job, files := dumps({tiny(): tiny()}))
+    first = run_job(str(folder), job, files := dumps({tiny(): tiny()}))
     shutil.rmtree(folder)
     begin(folder, seed=1)
-    (second,) = run_job(str(folder), job, files)
+    second = run_job(str(folder), job, files)
     assert first.valid_loss != second.valid_loss
     assert read_run(folder).header.settings.seed == 1
 

@@ -29,10 +29,9 @@ class Spot(NamedTuple):
     diverged: float
 
 
-def view(run: Run) -> Mapping[str, object]:
+def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     """The values of the template's own sections."""
     task = run.header.task
-    found = msgspec.convert(run.summary, Summary) if run.summary else None
     spots, samples = _spots(run, found), plural(task.sample)
     runs = sorted(run.select(Scratch), key=lambda r: (r.purpose, r.batch_size, r.rate, r.repeat))
     resolved = any(spot.resolved for spot in spots)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-import msgspec
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -21,10 +20,9 @@ from steadygrad.studies.text import listed, plural, short, show
 MOST_WIDTHS = 6
 
 
-def view(run: Run) -> Mapping[str, object]:
+def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     """The values of the template's own sections."""
     plan, runs = run.header.plan, run.select(Training)
-    found = msgspec.convert(run.summary, Summary) if run.summary else None
     titles = found.optimizers if found else {name: name for name in plan.optimizers}
     search: dict[tuple[str, int, int], dict[float, float]] = {}
     for one in runs:

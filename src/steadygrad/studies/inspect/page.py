@@ -15,7 +15,7 @@ from steadygrad.studies.charts import CRITICAL, INK, MUTED, NOISE, SCHEDULE
 from steadygrad.studies.folder import Run
 from steadygrad.studies.inspect import analysis
 from steadygrad.studies.inspect.analysis import LEAST, NORMAL, OVER, Exponents, Phases, Place
-from steadygrad.studies.inspect.schema import AFTER, BEFORE, KINDS, TITLES, Part
+from steadygrad.studies.inspect.schema import AFTER, BEFORE, KINDS, TITLES, Part, Summary
 from steadygrad.studies.inspect.words import layer_title, power
 
 # Columns of what has no exponent, apart from the others.
@@ -27,7 +27,7 @@ FAINTEST = 1e-4
 COLOURS = {BEFORE: SCHEDULE, AFTER: CRITICAL}
 
 
-def view(run: Run) -> Mapping[str, object]:
+def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     """The values of the template's own sections."""
     phases, layers = analysis.by_phase(run.results), analysis.layers_of(run.select(Part))
     held = {phase: analysis.counts_of(phases[phase]) for phase in COLOURS}

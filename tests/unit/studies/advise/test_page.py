@@ -14,7 +14,7 @@ from steadygrad.noise import BatchSizeSchedule
 from steadygrad.studies import charts
 from steadygrad.studies.advise import page
 from steadygrad.studies.advise.schema import Branch, Point, Scratch
-from steadygrad.studies.folder import RunError
+from steadygrad.studies.folder import summarize
 from steadygrad.studies.page import render
 from tests.unit.report.conftest import made_run, no_charts, whole_page  # noqa: F401
 
@@ -53,6 +53,16 @@ def crosses(page: str, chart: str) -> int:
     """Strokes in the colour of what diverged."""
     svg = charts_of(page)[chart]
     return sum(charts.NOISE in str(e.get("style")) for e in svg.iter("use"))
+
+
+def said(monkeypatch, change):
+    """Draws a summary with other fields, which ``change`` gives for its schedule."""
+
+    def changed(*run):
+        found = summarize(*run)
+        return replace(found, **change(found.schedule))
+
+    monkeypatch.setattr("steadygrad.studies.page.summarize", changed)
 
 
 def rows_of(page: str, caption: str) -> list[list[str]]:
@@ -101,7 +111,7 @@ def test_every_number_of_the_run_is_in_a_table(whole_page):  # noqa: F811
 
 
 @quick
-def test_a_growing_batch_in_the_form_of_every_trainer():
+def test_a_growing_batch_in_the_form_of_every_trainer(monkeypatch):
     run = made_run()
     stages, drawn = run.summary["schedule"]["stages"], render(run)
     assert [row[1] for row in rows_of(drawn, "A growing batch")] == [
@@ -118,8 +128,8 @@ def test_a_growing_batch_in_the_form_of_every_trainer():
     plain = render(made_run(task={"tokens_per_sample": None}))
     assert list(forms_of(plain)) == ["Lightning", "Hugging Face Trainer"]
     assert "OLMo-core" not in plain
-    refused = {"schedule": {**run.summary["schedule"], "advised": False, "check": None}}
-    text = render(made_run(summary=refused))
+    said(monkeypatch, lambda found: {"schedule": replace(found, advised=False, check=None)})
+    text = render(run)
     assert forms_of(text) == {}
     assert "It was predicted from branches and not trained." in text
     assert "Grey: the growing batch, which is not advised." in Reader(text).text
@@ -169,11 +179,13 @@ def test_a_point_that_tells_nothing_is_said():
 
 def test_the_bracket_the_interval_and_the_limit_are_drawn():
     run = made_run()
-    found = run.summary["points"][1]["critical"]
-    found |= {"within": 32, "beyond": math.inf, "value": 40.0, "low": 0.0, "high": math.inf}
+    found = summarize(run.header, run.results, "complete")
+    first, second = found.points
+    ends = {"within": 32, "beyond": math.inf, "value": 40.0, "low": 0.0, "high": math.inf}
+    second = replace(second, critical=replace(second.critical, **ends))
     axes = Figure().subplots()
     axes.set_ylim(4, 400)
-    spot = page.view(run)["spots"][1]
+    spot = page.view(run, replace(found, points=(first, second)))["spots"][1]
     page._draw_spot(axes, spot)
     bracket, interval, *triangles, limit = [line.get_ydata() for line in axes.lines]
     assert (list(bracket), list(interval), list(limit)) == ([32, 400], [4, 400], [40.0])
@@ -189,35 +201,12 @@ def test_a_run_without_a_summary_is_drawn(points):
 
 
 @quick
-def test_a_summary_older_than_the_results_is_drawn():
-    old = made_run(points=1, status="interrupted").summary
-    text = Reader(render(made_run(summary=old))).text
-    assert old["answer"] in text
-
-
-@quick
 @pytest.mark.parametrize("sample", [NASTY, "字" * 300, "x", "$\\frac$"])
-def test_every_string_is_escaped(sample):
-    schedule = {**made_run().summary["schedule"], "megatron": NASTY}
-    change = {"answer": NASTY, "remarks": [NASTY], "schedule": schedule}
+def test_every_string_is_escaped(sample, monkeypatch):
+    change = {"answer": NASTY, "remarks": (NASTY,)}
+    said(monkeypatch, lambda found: {**change, "schedule": replace(found, megatron=NASTY)})
     task = {"name": NASTY, "sample": sample, "spec": NASTY, "provenance": {NASTY: NASTY}}
-    reader = Reader(render(made_run(task=task, settings={"dask": NASTY}, summary=change)))
+    reader = Reader(render(made_run(task=task, settings={"dask": NASTY})))
     assert reader.tags.isdisjoint({"script", "img"})
     assert "onerror" not in reader.attributes
     assert "<script>document.title='x'</script>" in reader.text
-
-
-@quick
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"points": [{"samples": "x"}]},
-        {"recommendation": None},
-        {"recommendation": {"kind": "recommendation", "samples": 7, "batch_size": 8, "lr": 0.1}},
-        {"checked": [1]},
-        {"findings": [{"kind": "nobody"}]},
-    ],
-)
-def test_a_summary_that_makes_no_sense_is_one_line(change):
-    with pytest.raises(RunError):
-        render(made_run(summary=change))

@@ -34,18 +34,12 @@ def by(**shifts):
 def make_run(tmp_path):
     """Writes a run with the summary that the study itself would write, and reads it back."""
 
-    def make(
-        loss_of=None, *, events=None, change=None, edit=None, status="complete", task=None, **plan
-    ):
+    def make(loss_of=None, *, events=None, change=None, status="complete", task=None, **plan):
         plan = planned(**{"seeds": 5, **plan})
         header = header_of(plan, task=replace(TASK, **(task or {})))
         results = [*record(plan, loss_of or by(lans=-0.3))][:events]
         results = [change(event) for event in results] if change else results
-        total = None
-        if status:
-            total = summarize(header, Results(results), status).to_dict()
-            if edit:
-                edit(total)
+        total = summarize(header, Results(results), status).to_dict() if status else None
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         return write(tmp_path / "run", *results, header=header, summary=total)
 
@@ -55,6 +49,10 @@ def make_run(tmp_path):
 @pytest.fixture
 def no_charts(monkeypatch):
     monkeypatch.setattr(charts, "_svg", lambda *_, **__: Markup(""))
+
+
+def view(run):
+    return drawing.view(run, summarize(run.header, run.results, run.summary["status"]))
 
 
 @pytest.fixture
@@ -67,7 +65,7 @@ def painted(monkeypatch):
             monkeypatch.setattr(
                 charts, kind, lambda name, _, paint, **k: found.update({name: paint})
             )
-        drawing.view(run)
+        view(run)
         for name, paint in found.items():
             figure = Figure()
             paint(figure, False)
@@ -88,7 +86,7 @@ def rows_of(page, caption):
 @pytest.mark.usefixtures("no_charts")
 def test_every_number_of_the_summary_is_in_the_tables(make_run):
     run = make_run(by(lans=-0.3), points=2)
-    page, found = render(run), drawing.view(run)["found"]
+    page, found = render(run), view(run)["found"]
     verdicts = rows_of(page, "Every verdict")[1:]
     losses = iter(rows_of(page, "Losses by seed")[1:])
     for row, cells in zip(found.verdicts, verdicts, strict=True):
@@ -121,7 +119,7 @@ def test_every_number_of_the_summary_is_in_the_tables(make_run):
 @pytest.mark.usefixtures("no_charts")
 def test_critical_batch_sizes(make_run):
     run = make_run(by(lans=-0.3), multiples=(1, 4), optimizers=("adamw", "lans"))
-    page, found = render(run), drawing.view(run)["found"]
+    page, found = render(run), view(run)["found"]
     head, *rows = rows_of(page, "Critical batch sizes")
     assert head == ["optimizer", "critical batch size", "4"]
     for cells, row in zip(rows, found.critical, strict=True):
@@ -150,7 +148,7 @@ def test_what_diverged_is_a_cross(make_run, painted, name, crosses):
 
 def test_seeds_are_dots_and_bars_are_intervals(make_run, painted):
     run = make_run(by(lans=-0.3))
-    axes, found = painted(run)["differences"], drawing.view(run)["found"]
+    axes, found = painted(run)["differences"], view(run)["found"]
     names = [label.get_text() for label in axes.get_yticklabels()]
     assert names == ["LANS, 128", "LANS, 64", "SGD, 128", "SGD, 64"]
     for row in found.verdicts:
@@ -172,7 +170,7 @@ def test_an_interval_far_outside_does_not_press_the_others_together(make_run, pa
 
 def test_rates_are_drawn_as_they_were_tried(make_run, painted):
     run = make_run(points=3)
-    axes, (row, *_) = painted(run)["rates-0"], drawing.view(run)["found"].tuned
+    axes, (row, *_) = painted(run)["rates-0"], view(run)["found"].tuned
     for line, tried in zip(axes.lines[:6:2], row.tried.values(), strict=True):
         assert sorted(line.get_ydata()) == sorted(tried.values())
     # Two more points of the other options, at the second horizon only.
@@ -190,7 +188,7 @@ def test_the_best_of_every_length_is_in_sight(make_run, painted):
         return replace(event, loss=1e9) if is_lost else event
 
     run = make_run(change=change)
-    search, found = drawing.view(run)["search"], painted(run)
+    search, found = view(run)["search"], painted(run)
     low, high = found["rates-0"].get_ylim()
     bests = [min(search["adamw", 1, samples].values()) for samples in (32, 64, 128)]
     assert low < min(bests) < max(bests) < high
@@ -226,18 +224,21 @@ def test_what_was_not_compared(make_run):
     assert "factors of two, and 4 points of two other options." in page
 
 
-def hostile(make_run):
+@pytest.fixture
+def hostile(make_run, monkeypatch):
     name = NASTY + "x" * 300
 
-    def edit(total):
-        total["optimizers"]["lans"] = name
-        total.update(answer=f"{NASTY} is better.", remarks=["z" * 500, NASTY])
+    def changed(*run):
+        said = {"answer": f"{NASTY} is better.", "remarks": ("z" * 500, NASTY)}
+        found = summarize(*run)
+        return replace(found, optimizers={**found.optimizers, "lans": name}, **said)
 
-    return make_run(by(lans=-0.3), edit=edit, task={"name": name, "sample": NASTY})
+    monkeypatch.setattr("steadygrad.studies.page.summarize", changed)
+    return make_run(by(lans=-0.3), task={"name": name, "sample": NASTY})
 
 
-def test_hostile_names_are_text(make_run):
-    page = render(hostile(make_run))
+def test_hostile_names_are_text(hostile):
+    page = render(hostile)
     assert "<script" not in page
     assert "<img" not in page
     assert "&lt;script&gt;" in page
@@ -256,7 +257,7 @@ def test_six_optimizers_and_four_batch_sizes_in_a_browser(make_run, tmp_path, mo
 
 
 @needs_chromium
-def test_hostile_names_run_nothing_and_do_not_widen_the_page(make_run, tmp_path):
-    look = Look(render(hostile(make_run)), tmp_path)
+def test_hostile_names_run_nothing_and_do_not_widen_the_page(hostile, tmp_path):
+    look = Look(render(hostile), tmp_path)
     assert_well_shown(look, charts=4)
     assert look.desk["title"].startswith("<script>")

@@ -78,7 +78,7 @@ def painted(monkeypatch):
     def paint(run, name):
         painters = {}
         monkeypatch.setattr(charts, "chart", lambda *a, **k: painters.update({a[0]: a[2]}))
-        page.view(run)
+        page.view(run, None)
         figure = Figure()
         painters[name](figure, False)
         return figure
