@@ -253,8 +253,11 @@ def test_foreign_and_half_written_files_are_no_results(tmp_path: Path):
     run = write(tmp_path / "run", make_branch(2.0))
     (run.folder / "results" / ".0123456789abcdef.part").write_bytes(GOOD[:9])
     (run.folder / "results" / "branch-0-7-4.json").write_bytes(GOOD)
+    # Of a plan with more points: the page would lack others.
+    write_result(run.folder, make_branch(point=2))
     run = read_run(run.folder)
-    assert (len(list(run.results)), run.unreadable) == (1, ("branch-0-7-4.json",))
+    unreadable = ("branch-0-7-4.json", "branch-2-0-4.json")
+    assert (len(list(run.results)), run.unreadable) == (1, unreadable)
 
 
 def test_unknown_fields_are_left_alone(tmp_path: Path):
