@@ -18,7 +18,7 @@ from steadygrad.studies.compare import schema
 from steadygrad.studies.compare.libraries import is_library, traits_of
 from steadygrad.studies.compare.optimizers import Entry, entries_of, made, switch
 from steadygrad.studies.compare.plan import MARKS, TURNS, make_plan, make_trials
-from steadygrad.studies.compare.schema import KNOWN, OWN, Plan, Run, Speed, Traits
+from steadygrad.studies.compare.schema import KNOWN, Plan, Run, Speed, Traits
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import main_order
 from steadygrad.studies.trainer import Diverged, Trainer
@@ -58,7 +58,7 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
         # A task's own evaluation is done whole on every rank.
         valid_size=len(task.valid) * (trainer.context.size if task.evaluate else 1),
     )
-    traits = {n: entry.traits for n, entry in entries.items() if n not in (*KNOWN, OWN)}
+    traits = {n: entry.traits for n, entry in entries.items() if n not in KNOWN}
     return msgspec.structs.replace(plan, traits=traits)
 
 

@@ -12,9 +12,9 @@ from torch import nn
 from steadygrad._checks import InputError
 from steadygrad.studies.compare import libraries, words
 from steadygrad.studies.compare.libraries import is_library
-from steadygrad.studies.compare.optimizers import Joined, entries_of
+from steadygrad.studies.compare.optimizers import Joined, entries_of, switch
 from steadygrad.studies.compare.schema import Run, Settings, Traits
-from steadygrad.studies.compare.trials import tried
+from steadygrad.studies.compare.trials import plan_for, tried
 from steadygrad.studies.files import trusted
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.page import write
@@ -66,6 +66,26 @@ def test_a_step_shows_what_an_optimizer_is(name, traits):
     # Without a default rate the task's.
     lr = {"OwnRate": 1.0, "Matrices": 0.02, "Rateless": 0.001}.get(name, 0.05)
     assert entry.lr == lr
+
+
+@pytest.mark.parametrize(
+    ("kind", "traits"),
+    [
+        (library.Plain, {}),
+        (library.ScheduleFree, {"own_schedule": True}),
+        (library.OwnRate, {"own_rate": True}),
+    ],
+)
+def test_a_step_shows_what_the_tasks_own_optimizer_is(kind, traits):
+    def make_optimizer(parameters, lr):
+        optimizer = kind(parameters, lr=lr)
+        switch(optimizer, "train")
+        return optimizer
+
+    trainer = make_trainer(make_task(make_optimizer=make_optimizer))
+    settings = Settings(optimizers="task", budget=600.0)
+    plan = plan_for(settings, trainer, speed=2000.0, workers=1)
+    assert plan.traits == {"task": Traits(**traits)}
 
 
 @pytest.mark.parametrize(
