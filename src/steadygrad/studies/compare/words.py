@@ -121,9 +121,8 @@ def _verdict(row: Verdict, s: Summary) -> str:
         return ""
     text = f"{name} cannot be told from AdamW{at} on {seeds} seeds"
     if row.rates_limit:
-        return (
-            f"{text}; more would not tell either, as the search for learning rates is too coarse."
-        )
+        error = "within the error of the tuned learning rates"
+        return f"{text}; more seeds would not help, as the difference is {error}."
     more = f"about {row.needed:,}" if row.needed else "not even 8,000"
     return f"{text}; {more} would tell, if the true difference is {signed(row.mean)}."
 
