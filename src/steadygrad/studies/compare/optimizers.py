@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -144,9 +143,7 @@ _MAKERS: Mapping[str, Callable[..., Optimizer]] = {
 }
 
 
-def entries_of(
-    settings: Settings, task: Task, files: Mapping[str, str] = MappingProxyType({})
-) -> dict[str, Entry]:
+def entries_of(settings: Settings, task: Task, files: Mapping[str, str] = {}) -> dict[str, Entry]:
     """The optimizers that a study compares, AdamW first, by name.
 
     The functions of ``--add`` are at ``files``. Default: as they are named.

@@ -188,11 +188,10 @@ def test_one_that_sets_its_own_rate_has_no_ladder(whole):
 
 
 def test_the_page_says_what_was_done_otherwise(whole):
-    page, notes = write(whole).read_text(), words.notes(read_run(whole).header.plan)
-    assert [note.partition(":")[0] for note in notes.values()] == [
-        "Its schedule is its own", "It estimates its learning rate", "It takes matrices only",
-    ]  # fmt: skip
-    assert f"<b>{named('Matrices')} with AdamW.</b> It takes matrices only" in page
+    page, names = write(whole).read_text(), ("ScheduleFree", "OwnRate", "Matrices")
+    for name, note in zip(names, words.NOTES.values(), strict=True):
+        title = named(name) + " with AdamW" * (name == "Matrices")
+        assert f"<b>{title}.</b> {note}</li>" in page
 
 
 @pytest.mark.parametrize(
