@@ -106,7 +106,7 @@ print(f"batch size {best.batch_size}, learning rate {best.lr:.2g} ({best.basis})
 # - *The learning rate ... looks too low, so tune it first*: the smallest batch was trained at half
 #   and at twice the rate. If it is too low, larger batches look better than they are, for they come
 #   with larger rates.
-# - *To continue from ...*: the advice for a run that has come that far. It rests on branches.
+# - *A run that has seen ... images*: the advice for continuing from there. It rests on branches.
 # - *A growing batch ...*, where there is such a line: a schedule that was trained as well.
 #
 # The branches

@@ -70,8 +70,8 @@ def remarks(s: Summary) -> tuple[str, ...]:
 
 def _unfinished(found: schema.Unfinished, s: Summary) -> str:
     more = "" if s.status == "failed" else "; --resume continues it"
-    points = f"{found.measured} of {found.planned} points of training"
-    return f"The study {ENDS[s.status]} after measuring {points}{more}."
+    points = f"{found.measured} of {found.planned} points of training measured"
+    return f"The study {ENDS[s.status]} before all trainings were done ({points}){more}."
 
 
 def _rate(found: schema.RateVerdict, s: Summary) -> str:
@@ -86,18 +86,18 @@ def _rate(found: schema.RateVerdict, s: Summary) -> str:
         other = f"one of {_count(s.recommendation.samples or 0, s)}"
         return f"The learning rate {lr} looks too high for {run}, which says nothing of {other}."
     best = "2" if found.verdict == "low" else "0.5"
-    better = f"{found.losses[best]:.4g} at learning rate {s.lr * float(best):.3g}"
-    said = f"Over the last 40% of {run} the mean validation loss is {better}"
-    bound = ", with which every batch size here was measured and is an upper bound"
+    losses = f"validation loss {found.losses[best]:.4g} against {found.losses['1']:.4g} at {lr}"
+    said = f"Learning rate {s.lr * float(best):.3g} does better: {losses}"
+    bound = f" Every batch size here was measured at {lr}, so take it as an upper bound."
     bound *= any(point.resolved for point in s.points)
-    return f"{said}, and {found.losses['1']:.4g} at {lr}{bound}."
+    return f"{said}, both means over the last 40% of {run}.{bound}"
 
 
 def _larger(found: schema.Larger, s: Summary) -> str:
     advised = s.recommendation.batch_size or 0
     if found.run is None:
         if found.diverged is None:
-            return f"No batch above {advised:,} was trained with every seed."
+            return f"No batch above {advised:,} was tested in runs from the initial weights."
         return (
             f"Batch {found.diverged:,} diverged elsewhere in this study, which bounds the advice."
         )
@@ -136,15 +136,15 @@ def _going_on(found: schema.GoingOn, s: Summary) -> str:
     use = f"batch {found.batch_size:,} with learning rate {found.lr:.3g}"
     high = f"to {critical.high:,.0f}" if math.isfinite(critical.high) else "or more"
     span = f"95% confidence interval {critical.low:,.0f} {high}"
-    said = f"use {use}: the critical batch size there is {critical.value:,.0f} ({span})"
+    why = f": the critical batch size there is {critical.value:,.0f} ({span})"
     if not found.known:
-        said = f"the critical batch size is not known ({span}), so use {use}"
+        why = f": the critical batch size there is not known well enough for more ({span})"
     elif found.diverged is not None:
-        said = f"use {use}: batch {found.diverged:,} diverged elsewhere in this study"
+        why = f": batch {found.diverged:,} diverged elsewhere in this study"
     elif math.isinf(critical.beyond):
         more = f"at most {_tolerated(s)} more {plural(s.sample)} than the best"
-        said = f"use {use}, the largest that was tried: all need {more}"
-    return f"To continue from {_count(found.from_samples, s)}, {said}."
+        why = f", the largest that was tried: all need {more}"
+    return f"A run that has seen {_count(found.from_samples, s)} can continue at {use}{why}."
 
 
 TEMPLATES: dict[type, Callable[[Any, Summary], str]] = {

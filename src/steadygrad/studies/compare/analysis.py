@@ -41,7 +41,7 @@ class Evidence:
     """A run's header and results, and the numbers that are derived from them."""
 
     def __init__(self, header: Header, results: Results) -> None:
-        self.header, self.plan, self.results = header, header.plan, results
+        self.plan, self.results = header.plan, results
         self.searches = {m: Search(header.plan, results, m) for m in header.plan.multiples}
 
     @cached_property

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from steadygrad.studies.compare.schema import (
     knobs_at,
 )
 from steadygrad.tasks import Task, load_function
-from steadygrad.tasks.made import make_optimizer
 
 
 @dataclass(frozen=True)
@@ -81,14 +79,13 @@ class Joined(Optimizer):
     def __init__(self, *parts: Optimizer) -> None:
         self.parts = parts
         super().__init__([group for part in parts for group in part.param_groups], {})
+        for part in parts:
+            part.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Takes a step with each, on this optimizer's state and groups; without a closure."""
-        groups = iter(self.param_groups)
         for part in self.parts:
-            # Anew each time: a state that is loaded brings dictionaries of its own.
-            part.state, part.param_groups = self.state, [next(groups) for _ in part.param_groups]
             part.step()
 
 
@@ -144,9 +141,7 @@ _MAKERS: Mapping[str, Callable[..., Optimizer]] = {
 }
 
 
-def entries_of(
-    settings: Settings, task: Task, files: Mapping[str, str] = MappingProxyType({})
-) -> dict[str, Entry]:
+def entries_of(settings: Settings, task: Task, files: Mapping[str, str] = {}) -> dict[str, Entry]:
     """The optimizers that a study compares, AdamW first, by name.
 
     The functions of ``--add`` are at ``files``. Default: as they are named.
@@ -197,13 +192,3 @@ def _added(spec: str) -> Callable[..., Optimizer]:
             f"{spec!r}{wrong}. Remedy: check the path, relative to {Path.cwd()}."
         )
     return load_function(spec)
-
-
-def made(name: str, entry: Entry, model: nn.Module) -> Optimizer:
-    """The optimizer of an entry at its default rate, checked.
-
-    Raises:
-        InputError: If it is not made anew, changes the model, or its rate cannot be set.
-    """
-    what = f"The optimizer {name}"
-    return make_optimizer(partial(entry.ready, model), model, entry.lr, what, varied=True)

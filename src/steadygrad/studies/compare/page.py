@@ -37,7 +37,6 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
         "differences": _differences(found, run.header) if found and found.verdicts else None,
         "panels": [drawn for name in titles if (drawn := _rates(run, name, titles[name]))],
         "missing_names": listed([name for name in KNOWN if name not in titles] + ["all others"]),
-        "notes": {titles[name]: note for name, note in words.notes(plan).items() if note},
         "words": words,
     }
 

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 from steadygrad._checks import InputError
 from steadygrad.studies.compare import schema
 from steadygrad.studies.compare.libraries import is_library, traits_of
-from steadygrad.studies.compare.optimizers import Entry, entries_of, made, switch
+from steadygrad.studies.compare.optimizers import Entry, entries_of, switch
 from steadygrad.studies.compare.plan import MARKS, TURNS, make_plan, make_trials
-from steadygrad.studies.compare.schema import KNOWN, OWN, Plan, Run, Speed, Traits
+from steadygrad.studies.compare.schema import KNOWN, Plan, Run, Speed, Traits
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import main_order
 from steadygrad.studies.trainer import Diverged, Trainer
@@ -26,7 +26,7 @@ from steadygrad.studies.trials import Trial
 from steadygrad.studies.workplace import Workplace
 from steadygrad.tasks import guarded
 from steadygrad.tasks.guard import reason
-from steadygrad.tasks.made import check_gradients
+from steadygrad.tasks.made import check_gradients, make_optimizer
 
 # Turns before the study.
 FIRST_TURNS = 6
@@ -58,7 +58,7 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
         # A task's own evaluation is done whole on every rank.
         valid_size=len(task.valid) * (trainer.context.size if task.evaluate else 1),
     )
-    traits = {n: entry.traits for n, entry in entries.items() if n not in (*KNOWN, OWN)}
+    traits = {n: entry.traits for n, entry in entries.items() if n not in KNOWN}
     return msgspec.structs.replace(plan, traits=traits)
 
 
@@ -106,7 +106,7 @@ def training(
 def speed(plan: Plan, place: Workplace) -> Speed:
     """Measures a step with each optimizer, and counts the bytes of its state."""
     trainer, model = place.trainer, place.trainer.model
-    optimizers = {name: made(name, entry, model) for name, entry in _entries(place).items()}
+    optimizers = {n: entry.ready(model, entry.lr) for n, entry in _entries(place).items()}
     seconds = _seconds(trainer, optimizers, TURNS)
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
     trainer.restart()
@@ -152,13 +152,15 @@ def tried(trainer: Trainer, name: str, entry: Entry) -> Entry:
     Raises:
         InputError: If it is broken, or its step needs more than gradients.
     """
-    errors = []
+    errors, model = [], trainer.model
     for matrices in (False, True) if is_library(name) else (False,):
         own = replace(entry, traits=Traits(matrices=matrices))
         try:
-            optimizer = trainer.context.together(partial(made, name, own, trainer.model))
+            make, what = partial(own.ready, model), f"The optimizer {name}"
+            checked = partial(make_optimizer, make, model, own.lr, what, varied=True)
+            optimizer = trainer.context.together(checked)
             trainer.backward(torch.arange(trainer.task.batch_size))
-            check_gradients(optimizer, trainer.model, f"The optimizer {name}")
+            check_gradients(optimizer, model, what)
             with guarded(f"A step of the optimizer {name}"):
                 optimizer.step()
         except InputError as error:
@@ -185,9 +187,7 @@ def slowdown(trainer: Trainer, entries: Entries) -> float:
 
     It is rounded to a quarter power of two, so that a slightly busier machine makes the same plan.
     """
-    optimizers = trainer.context.together(
-        lambda: {name: made(name, entry, trainer.model) for name, entry in entries.items()}
-    )
+    optimizers = {n: entry.ready(trainer.model, entry.lr) for n, entry in entries.items()}
     seconds = _seconds(trainer, {"": trainer.optimizer, **optimizers}, FIRST_TURNS)
     trainer.restart()
     found = fmean(seconds[name] for name in entries) / seconds[""]

@@ -7,9 +7,19 @@ from itertools import groupby
 from statistics import fmean
 
 from steadygrad.studies.compare import schema
-from steadygrad.studies.compare.schema import LEAST_RATIO, MOST_RATIO, Plan, Summary, Verdict
+from steadygrad.studies.compare.schema import LEAST_RATIO, MOST_RATIO, Ratio, Summary, Verdict
 from steadygrad.studies.schema import Finding, Table
 from steadygrad.studies.text import ENDS, listed, loss, plural, show
+
+# What is done otherwise with an optimizer, by what it shows.
+NOTES = {
+    "own_schedule": "Its schedule is its own: no warm-up and no decay were applied; it was "
+    "evaluated at the weights of its eval().",
+    "own_rate": "It estimates its learning rate: there is no ladder, and all runs have its default "
+    "factor.",
+    "matrices": "It takes matrices only: AdamW has embeddings, the last layer and the rest, at "
+    "1e-3 where the other has its default rate, and in proportion.",
+}
 
 
 def answer(s: Summary) -> str:
@@ -121,9 +131,8 @@ def _verdict(row: Verdict, s: Summary) -> str:
         return ""
     text = f"{name} cannot be told from AdamW{at} on {seeds} seeds"
     if row.rates_limit:
-        return (
-            f"{text}; more would not tell either, as the search for learning rates is too coarse."
-        )
+        error = "within the error of the tuned learning rates"
+        return f"{text}; more seeds would not help, as the difference is {error}."
     more = f"about {row.needed:,}" if row.needed else "not even 8,000"
     return f"{text}; {more} would tell, if the true difference is {signed(row.mean)}."
 
@@ -176,35 +185,14 @@ def ratios(row: Verdict) -> tuple[str, str]:
     if samples is None:
         return "–", "–"
     ends = samples.value, samples.low, samples.high
-    less, more = "≤ ", "≥ "
-    signs = [less if x <= LEAST_RATIO else more if x >= MOST_RATIO else "" for x in ends]
-    value, low, high = (f"{sign}{x:.2f}" for sign, x in zip(signs, ends, strict=True))
-    said = f"{value} ({low} to {high})"
-    if time is None:
-        return said, "–"
+    signs = ["≤ " if x <= LEAST_RATIO else "≥ " if x >= MOST_RATIO else "" for x in ends]
     # The more samples, the less time.
-    turned = [{less: more, more: less}.get(sign, "") for sign in signs]
-    ends = time.value, time.high, time.low
-    value, high, low = (f"{sign}{x:.2f}" for sign, x in zip(turned, ends, strict=True))
-    return said, f"{value} ({low} to {high})"
+    value, high, low = ({"≤ ": "≥ ", "≥ ": "≤ "}.get(sign, "") for sign in signs)
+    return _bounded(samples, *signs), _bounded(time, value, low, high) if time else "–"
 
 
-def notes(plan: Plan) -> dict[str, str]:
-    """What was done otherwise with an optimizer that is not built in, by name."""
-    texts = {
-        "own_schedule": "Its schedule is its own: no warm-up and no decay were applied; it was "
-        "evaluated at the weights of its eval().",
-        "own_rate": "It estimates its learning rate: there is no ladder, and all runs have its "
-        "default factor.",
-        "matrices": "It takes matrices only: AdamW has embeddings, the last layer and the rest, at "
-        "1e-3 where the other has its default rate, and in proportion.",
-    }
-    found = {}
-    for name, traits in plan.traits.items():
-        release = [f"Release {traits.version}."] if traits.version else []
-        said = [text for trait, text in texts.items() if getattr(traits, trait)]
-        found[name] = " ".join([*release, *said])
-    return found
+def _bounded(ratio: Ratio, value: str, low: str, high: str) -> str:
+    return f"{value}{ratio.value:.2f} ({low}{ratio.low:.2f} to {high}{ratio.high:.2f})"
 
 
 def _are_several(s: Summary) -> bool:

@@ -66,8 +66,8 @@ def _verdict(verdict: str, s: Summary) -> tuple[str, str]:
         return f"one loss scale is enough {where}", f": it settled at {at}{more}"
     starved = f"gradients underflow in {_in('underflowing', found.underflowing)}"
     if verdict == "spread":
-        why = "where one loss scale settled: their exponents are too widely spread"
-        return f"no scale prevents that {starved}", f" at {at}, {why}"
+        why = f"one loss scale settled at {at}, and their exponents are too widely spread"
+        return f"{starved}, and no scale prevents it", f": {why}"
     guess = "" if after and after.whole else " (predicted, not trained)"
     if verdict == "higher":
         start = power(s.proposal.loss_scale)

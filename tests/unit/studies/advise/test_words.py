@@ -140,14 +140,14 @@ LOSSES = {"0.5": 2.3, "1": 2.2, "2": 2.1}
     [
         (
             schema.Unfinished(measured=1, planned=2),
-            ("The study ran out of its budget after measuring 1 of 2 points of training; --resume "
-            "continues it."),
+            ("The study ran out of its budget before all trainings were done (1 of 2 points of "
+            "training measured); --resume continues it."),
         ),
         (
             schema.RateVerdict(verdict="low", samples=4096, losses=LOSSES, first=True),
-            ("Over the last 40% of a run of 4,096 rows the mean validation loss is 2.1 at learning "
-            "rate 0.002, and 2.2 at 0.001, with which every batch size here was measured and is an "
-            "upper bound."),
+            ("Learning rate 0.002 does better: validation loss 2.1 against 2.2 at 0.001, both "
+            "means over the last 40% of a run of 4,096 rows. Every batch size here was measured at "
+            "0.001, so take it as an upper bound."),
         ),
         (
             schema.RateVerdict(verdict="high", samples=9000, losses=LOSSES, elsewhere=True),
@@ -204,12 +204,13 @@ def test_continuing(summary):
         last = replace(summary.points[-1], critical=replace(summary.points[-1].critical, **fields))
         findings = (summary.recommendation, going_on)
         (text,) = words.remarks(replace(summary, findings=findings, points=(last,)))
-        return text.removeprefix("To continue from 4,096 rows, ")
+        return text.removeprefix("A run that has seen 4,096 rows can continue at ")
 
-    use = "use batch 32 with learning rate 0.002"
+    use = "batch 32 with learning rate 0.002"
     assert said() == f"{use}: the critical batch size there is 43 ({CI} 14 to 51)."
     unknown = said({"known": False}, {"high": float("inf")})
-    assert unknown == f"the critical batch size is not known ({CI} 14 or more), so {use}."
+    why = "the critical batch size there is not known well enough for more"
+    assert unknown == f"{use}: {why} ({CI} 14 or more)."
     assert said({"diverged": 64}) == f"{use}: batch 64 diverged elsewhere in this study."
     every = said(None, {"beyond": float("inf")})
     assert (

@@ -12,9 +12,9 @@ from torch import nn
 from steadygrad._checks import InputError
 from steadygrad.studies.compare import libraries, words
 from steadygrad.studies.compare.libraries import is_library
-from steadygrad.studies.compare.optimizers import Joined, entries_of
+from steadygrad.studies.compare.optimizers import Joined, entries_of, switch
 from steadygrad.studies.compare.schema import Run, Settings, Traits
-from steadygrad.studies.compare.trials import tried
+from steadygrad.studies.compare.trials import plan_for, tried
 from steadygrad.studies.files import trusted
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.page import write
@@ -66,6 +66,26 @@ def test_a_step_shows_what_an_optimizer_is(name, traits):
     # Without a default rate the task's.
     lr = {"OwnRate": 1.0, "Matrices": 0.02, "Rateless": 0.001}.get(name, 0.05)
     assert entry.lr == lr
+
+
+@pytest.mark.parametrize(
+    ("kind", "traits"),
+    [
+        (library.Plain, {}),
+        (library.ScheduleFree, {"own_schedule": True}),
+        (library.OwnRate, {"own_rate": True}),
+    ],
+)
+def test_a_step_shows_what_the_tasks_own_optimizer_is(kind, traits):
+    def make_optimizer(parameters, lr):
+        optimizer = kind(parameters, lr=lr)
+        switch(optimizer, "train")
+        return optimizer
+
+    trainer = make_trainer(make_task(make_optimizer=make_optimizer))
+    settings = Settings(optimizers="task", budget=600.0)
+    plan = plan_for(settings, trainer, speed=2000.0, workers=1)
+    assert plan.traits == {"task": Traits(**traits)}
 
 
 @pytest.mark.parametrize(
@@ -168,11 +188,10 @@ def test_one_that_sets_its_own_rate_has_no_ladder(whole):
 
 
 def test_the_page_says_what_was_done_otherwise(whole):
-    page, notes = write(whole).read_text(), words.notes(read_run(whole).header.plan)
-    assert [note.partition(":")[0] for note in notes.values()] == [
-        "Its schedule is its own", "It estimates its learning rate", "It takes matrices only",
-    ]  # fmt: skip
-    assert f"<b>{named('Matrices')} with AdamW.</b> It takes matrices only" in page
+    page, names = write(whole).read_text(), ("ScheduleFree", "OwnRate", "Matrices")
+    for name, note in zip(names, words.NOTES.values(), strict=True):
+        title = named(name) + " with AdamW" * (name == "Matrices")
+        assert f"<b>{title}.</b> {note}</li>" in page
 
 
 @pytest.mark.parametrize(

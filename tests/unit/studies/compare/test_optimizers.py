@@ -1,6 +1,5 @@
 """The table of optimizers, the pair of Muon and AdamW, and optimizers of a user's own."""
 
-import copy
 import math
 from dataclasses import replace
 from functools import partial
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.studies.compare.optimizers import entries_of, made
+from steadygrad.studies.compare.optimizers import entries_of
 from steadygrad.studies.compare.schema import Settings, knobs_at
 from steadygrad.studies.compare.trials import slowdown, tried
 from tests.unit.studies.compare.runs import ADDED, ALL
@@ -86,25 +85,9 @@ def test_joined_optimizers_step_as_they_do_alone():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_joined_optimizer_goes_on_from_its_state():
-    torch.manual_seed(0)
-    model, twin = make_model(), make_model()
-    first = KNOWN["muon"].make(model, 0.01)
-    filled(model)
-    first.step()
-    twin.load_state_dict(model.state_dict())
-    second = KNOWN["muon"].make(twin, 0.5)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for optimizer, each in ((first, model), (second, twin)):
-        filled(each, 1)
-        optimizer.step()
-    for own, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(own, other)
-
-
 def test_muon_without_a_matrix_says_so():
     with pytest.raises(InputError, match=r"Muon and its like need a matrix .* Found none"):
-        made("muon", KNOWN["muon"], nn.Linear(8, 1))
+        KNOWN["muon"].make(nn.Linear(8, 1), 0.01)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -115,7 +98,7 @@ def test_frozen_parameters_are_left_out(name):
     torch.nn.init.normal_(model[3].weight)
     if name == "muon":
         model.insert(2, nn.Linear(16, 16))
-    optimizer = made(name, KNOWN[name], filled(model))
+    optimizer = KNOWN[name].make(filled(model), 0.01)
     held = [p for group in optimizer.param_groups for p in group["params"]]
     assert len(held) == len(list(model.parameters())) - 1
     optimizer.step()

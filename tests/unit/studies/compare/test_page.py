@@ -205,6 +205,8 @@ def test_a_partial_record_is_drawn(make_run, events, status):
     assert "nan" not in page.lower().replace("nance", "")
     assert ("Validation loss over the learning rate" in page) == (events > 1)
     assert ("Every verdict" in page) == bool(status and run.summary["verdicts"])
+    # No table without a row.
+    assert all(len(rows_of(page, name)) > 1 for name in re.findall("<caption>(.*?)</cap", page))
     # What was not trained has not diverged.
     assert "∞" not in page
 

@@ -127,7 +127,10 @@ def better(samples, time):
         ({}, f"{CUT}; not even 8,000 would tell, if the true difference is −0.02."),
         (
             {"rates_limit": True},
-            f"{CUT}; more would not tell either, as the search for learning rates is too coarse.",
+            (
+                f"{CUT}; more seeds would not help, as the difference is within the error of the "
+                "tuned learning rates."
+            ),
         ),
         ({"lost": 4, "verdict": "worse"}, "LANS diverged on 4 of 5 seeds, AdamW on 0."),
         ({"baseline_lost": 2}, ""),

@@ -45,8 +45,8 @@ HIGHER = (
     "underflow in a (100%)."
 )
 SPREAD = (
-    "No scale prevents that gradients underflow in early (50%) at 2^8, where one loss scale "
-    "settled: their exponents are too widely spread."
+    "Gradients underflow in early (50%), and no scale prevents it: one loss scale settled at 2^8, "
+    "and their exponents are too widely spread."
 )
 ENOUGH = "One loss scale is enough for every layer (torch.amp.GradScaler): it settled at 2^8{}."
 ZERO = "The training loss is exactly 0 at the end, and so are its gradients."
