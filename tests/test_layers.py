@@ -66,12 +66,12 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # Lines of a room with its docstrings, at most: who needs more takes as much away elsewhere. They
 # come down as rooms are drawn anew; a study's folder is a room of its own.
 CEILINGS = {
-    "cli": 915,
+    "cli": 855,
     "integrations": 1366,
-    "studies": 3541,
-    "studies/advise": 2391,
-    "studies/compare": 2200,
-    "studies/inspect": 1401,
+    "studies": 3458,
+    "studies/advise": 2370,
+    "studies/compare": 2127,
+    "studies/inspect": 1355,
     "tasks": 2142,
     "noise": 3327,
     "balance": 1922,

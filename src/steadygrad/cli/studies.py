@@ -204,7 +204,9 @@ def _given(
     try:
         convert(asdict(settings), type(settings))
     except ValidationError as error:
-        raise InputError(f"{error}. Found {settings}. Remedy: another value.") from None
+        what, _, name = str(error).rstrip("`").partition(" - at `$.")
+        found = getattr(settings, name)
+        raise InputError(f"`{name}`: {what}. Found {found!r}. Remedy: another value.") from None
     if isinstance(task, Task) and (settings.workers > 1 or settings.dask or settings.executor):
         raise InputError(
             "Expected a task that workers can load. Found a Task, which only this process has. "

@@ -1,6 +1,8 @@
 """A study from its first check to its summary, however it ends."""
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib import import_module
@@ -65,6 +67,23 @@ class StudyFailed(InputError):
         self.outcome = outcome
 
 
+_running = threading.Lock()
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    if not _running.acquire(blocking=False):
+        # Two that share torch's random numbers would give neither's.
+        raise InputError(
+            "Expected one study at a time in a process. Found another one that is running. "
+            "Remedy: wait for it, or another process."
+        )
+    try:
+        yield
+    finally:
+        _running.release()
+
+
 def conduct(
     name: str,
     given: Mapping[str, Any],
@@ -103,7 +122,7 @@ def conduct(
     folder = continued or out or Path(f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
     common: Any = {"task": task, "deadline": deadline, "monitor": monitor}
     failed: StudyFailed | None = None
-    with deadline.signals():
+    with _alone(), deadline.signals():
         try:
             if continued is None:
                 outcome = start(name, module_of(name, "schema").Settings(**given), folder, **common)

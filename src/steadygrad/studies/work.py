@@ -1,12 +1,13 @@
 """Runs the trials of a study: one after another in this process, or side by side in workers."""
 
 import json
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -257,7 +258,9 @@ _lock = threading.Lock()
 
 def run_job(folder: str, job: Job, files: str) -> Result:
     """Does one job in a worker process; ``files`` are places of the user's functions, as JSON."""
-    with _lock:  # a cluster's worker may have several threads, and torch's seed is global
+    # A cluster's worker may have several threads, and torch's seed is global. What a task prints
+    # must not mix with --json where the workers are threads or inherit standard output.
+    with _lock, redirect_stdout(sys.stderr):
         # A cluster's workers outlive a run, and another one may be in its folder.
         return work_on(job, _worker(folder, read_file(Path(folder) / HEADER), files))
 

@@ -15,6 +15,7 @@ import steadygrad
 from steadygrad.cli import main
 from steadygrad.studies.advise.schema import Summary
 from steadygrad.studies.folder import read_run, write_result
+from steadygrad.studies.run import _alone
 from steadygrad.studies.strict_json import dumps
 from tests.unit.cli.quick import ROOT, tiny
 from tests.unit.studies.framework import contents, timeless
@@ -91,11 +92,12 @@ def test_ctrl_c_ends_it_and_the_same_task_goes_on(tmp_path, monkeypatch, capsys)
         ("char-lm", {"tolerance": 2}, "tolerance"),
         (make_task(), {"workers": 2}, "only this process has"),
         (make_task(), {"dask": "host:1"}, "only this process has"),
-        (make_task(), {"workers": "auto"}, "Expected `int`, got `str` - at `\\$.workers`"),
-        (make_task(), {"workers": None}, "Expected `int`, got `null` - at `\\$.workers`"),
+        (make_task(), {"workers": "auto"}, "`workers`: Expected `int`, got `str`. Found 'auto'"),
+        (make_task(), {"workers": None}, "`workers`: .*`null`. Found None"),
         (make_task(), {"budget": [1]}, "`budget`.*Found \\[1\\]"),
         (make_task(), {"out": 5}, "`out` .* Found 5"),
         ("char-lm", {"resume": 5}, "`resume` .* Found 5"),
+        ("char-lm", {"tolerance": "0.1"}, "`tolerance`: .*float.* Found '0.1'. Remedy"),
     ],
 )
 def test_what_cannot_be_used_is_named_and_nothing_is_written(task, options, message, tmp_path):
@@ -103,6 +105,13 @@ def test_what_cannot_be_used_is_named_and_nothing_is_written(task, options, mess
         steadygrad.advise(task, **{"out": tmp_path / "run", **PLAIN, **options})
     with pytest.raises(TypeError, match="tolerence"):
         steadygrad.advise("char-lm", tolerence=0.1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_study_at_the_same_time_is_refused(tmp_path):
+    """Torch's random numbers are the process's."""
+    with _alone(), pytest.raises(ValueError, match="one study at a time"):
+        steadygrad.advise("char-lm", out=tmp_path / "run", **PLAIN)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from steadygrad._checks import InputError
+from steadygrad.studies import work
 from steadygrad.studies.executors import cuda_devices, dask_workers
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.run import StudyFailed
@@ -14,6 +15,15 @@ from steadygrad.studies.trials import makespan, tails
 from tests.unit.studies.framework import FILES, begin, go_on, left, part, timeless
 from tests.unit.studies.results import assert_one_line
 from tests.unit.studies.test_coordinator import trial
+
+
+def test_what_a_task_prints_in_a_worker_is_no_output(tmp_path, monkeypatch, capsys):
+    """A thread's, or an executor's whose processes inherit standard output."""
+    (tmp_path / "header.json").touch()
+    monkeypatch.setattr(work, "_worker", lambda *arguments: None)
+    monkeypatch.setattr(work, "work_on", lambda job, place: print("noise"))
+    work.run_job(str(tmp_path), {}, "{}")
+    assert capsys.readouterr() == ("", "noise\n")
 
 
 def diamond():
