@@ -25,6 +25,6 @@ def module_of(study: str, name: str) -> ModuleType:
       options of the trainer that no setting names
     - ``findings``: ``summarize(header, results, status)``, a pure function
     - ``words``: ``too_little(summary)``, why there is no result at all, or None
-    - ``page``: ``view(run)``, the charts and tables of the page
+    - ``page``: ``view(run, summary)``, the charts and tables of the page
     """
     return import_module(f"steadygrad.studies.{study}.{name}")

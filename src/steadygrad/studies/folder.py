@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from steadygrad._checks import InputError
 from steadygrad._studies import STUDIES, module_of
@@ -123,7 +124,9 @@ def write_result(folder: Path, result: Result) -> None:
 
 def summarize(header: Header, results: Results, status: str) -> Summary:
     """The content of ``summary.json``, a pure function of a run and of how it ended."""
-    summary: Summary = module_of(header.study, "findings").summarize(header, results, status)
+    findings = module_of(header.study, "findings")
+    with np.errstate(all="ignore"):  # of a damaged run's numbers
+        summary: Summary = findings.summarize(header, results, status)
     if header.task.dependent:
         noise = ", and no noise scale was measured" if summary.study == "advise" else ""
         said = (*summary.remarks[:2], DEPENDENT.format(noise))
