@@ -44,10 +44,6 @@ def test_the_answer_names_what_is_better(found):
         "LANS (learning rate 0.002) is better than AdamW (0.001) after 128 rows: validation loss "
         f"{row.loss:.4g} against {row.baseline_loss:.4g} on 5 fresh seeds."
     )
-    assert words.answer(told(found, lans="better", sgd="better")) == (
-        "LANS (learning rate 0.002) and SGD (learning rate 0.002) are better than AdamW (0.001) "
-        "after 128 rows; they were not tested against each other."
-    )
 
 
 def test_the_answer_names_the_batch_sizes(several):
