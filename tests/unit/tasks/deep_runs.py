@@ -53,7 +53,7 @@ def main():
         threads = torch.get_num_threads()
         run = look(Path(folder) / "run", "digits-deep", steps=steps, seed=seed, threads=threads)
     names = "diagnosis", "proposal", "phases", "answer"
-    found["inspect"] = {name: run.summary[name] for name in names}
+    found["inspect"] = {name: run.summary.to_dict()[name] for name in names}
     found["kernels"] = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
     print(json.dumps(found))
 
