@@ -66,11 +66,11 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # Lines of a room with its docstrings, at most: who needs more takes as much away elsewhere. They
 # come down as rooms are drawn anew; a study's folder is a room of its own.
 CEILINGS = {
-    "cli": 855,
+    "cli": 858,
     "integrations": 1366,
-    "studies": 3461,
-    "studies/advise": 2370,
-    "studies/compare": 2127,
+    "studies": 3464,
+    "studies/advise": 2372,
+    "studies/compare": 2117,
     "studies/inspect": 1355,
     "tasks": 2142,
     "noise": 3327,

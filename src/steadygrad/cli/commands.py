@@ -36,8 +36,7 @@ def tasks(values: Mapping[str, Any]) -> int:
 
 def init(values: Mapping[str, Any]) -> int:
     """Writes a task that runs as it is; a file that exists is left alone."""
-    name = values["FILE"]
-    path = Path(name)
+    name, path = values["FILE"], Path(values["FILE"])
     # A name that is not printable cannot be pasted; bytes that are no UTF-8 are not printable.
     if not name.endswith(".py") or not path.suffix or not name.isprintable():
         raise InputError(

@@ -36,7 +36,7 @@ def emit(text: str) -> None:
 
 def note(text: str) -> None:
     """Writes to standard error. A study does not end because nobody can read its progress."""
-    with suppress(OSError):
+    with suppress(InputError):
         _write(text, sys.stderr)
 
 
@@ -57,9 +57,12 @@ def _write(text: str, stream: TextIO | None) -> None:
     try:
         stream.write(f"{text}\n".encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
-    except BrokenPipeError:
+    except OSError as error:
         # What is left in the buffer would fail again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if not isinstance(error, BrokenPipeError):
+            found = f"Expected room for what is printed. Found {error.strerror}."
+            raise InputError(f"{found} Remedy: free some.") from error
 
 
 def rendered(*parts: Any, stream: TextIO | None) -> str:

@@ -99,7 +99,7 @@ class Parser(ArgumentParser):
         self.add("--help", "-h", action="store_true", help="Show this help.")
 
     def add(self, *flags: str, complete: Any = None, **options: Any) -> Action:
-        """Adds an argument; ``complete`` is what a shell offers for its value."""
+        """Adds an argument; ``complete`` names a shell's offers for its value."""
         options["help"] = options["help"].replace("%", "%%")
         self.flags += flags
         action = self.add_argument(*flags, **options)

@@ -53,9 +53,10 @@ class Monitor:
             self.write(f"{total:,} samples of work, {done:,} of them done")
 
     def advance(self, samples: int, what: str) -> None:
-        """Counts work that was done."""
+        """Counts work that was done; without a name it is part of the trial before."""
         rest = f"left, budget {self.budget_left() / 60:.1f} min"
-        self.bar.update(self.task.id, advance=samples, description=printable(what), rest=rest)
+        said = printable(what) or None
+        self.bar.update(self.task.id, advance=samples, description=said, rest=rest)
         if not self.drawn and self.clock() >= self.printed + EVERY:
             self.printed = self.clock()
             self.write(" ".join(str(column.render(self.task)) for column in self.columns))

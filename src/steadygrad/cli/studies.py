@@ -106,7 +106,7 @@ def advise(
 
     The study, its numbers and its folder are those of the command. A signal ends it as it ends the
     command, and is then delivered as ever; the folder keeps what was measured. Random generators
-    and torch's number of threads are afterwards what they were.
+    and torch's number of threads are afterwards what they were. A process runs one study at a time.
 
     Args:
         task: A built-in name or ``"path/to/file.py:make_task"``, which workers can load; or a
@@ -137,7 +137,7 @@ def compare(
 def inspect(
     task: Task | str | None = None, *, budget: float | str | None = None, **options: Any
 ) -> "StudyResult[Inspection]":
-    """Where float16 gradients are lost: ``steadygrad inspect``, as :func:`advise`."""
+    """The layers that lose float16 gradients: ``steadygrad inspect``, as :func:`advise`."""
     return _study("inspect", task, budget, **options)
 
 

@@ -105,7 +105,7 @@ class _ScaleGrad(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
-    """Scales a gradient; returns what was seen in it too, a flag and two rows of counts."""
+    """Scales a gradient; returns a flag and two rows of counts of its values too."""
     own, inverse, gate = ctx.saved_tensors
     # In float32 at least: a scale of 2**16 is infinite in half precision. One after the other:
     # the product of the factors may be out of float32's range although its result is not.

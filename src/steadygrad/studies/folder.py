@@ -17,17 +17,12 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import msgspec
-import numpy as np
 
 from steadygrad._checks import InputError
 from steadygrad._studies import STUDIES, module_of
-from steadygrad.studies.schema import SCHEMA, Header, Key, Result, Summary
+from steadygrad.studies.schema import SCHEMA, Header, Key, Result
 from steadygrad.studies.strict_json import dumps
 
-DEPENDENT = (
-    "A sample's loss depends on the other samples of its batch. The batch size is part of what is "
-    "trained: no batch was cut into micro-batches{}."
-)
 HEADER, SUMMARY, PAGE, RESULTS = "header.json", "summary.json", "report.html", "results"
 # Bytes of a file of a run; a result with ten thousand layers has a hundredth of it.
 MOST = 1 << 28
@@ -120,18 +115,6 @@ def write_result(folder: Path, result: Result) -> None:
     with _writing(path):
         path.parent.mkdir(exist_ok=True)
     replace_file(path, _text(result, None))
-
-
-def summarize(header: Header, results: Results, status: str) -> Summary:
-    """The content of ``summary.json``, a pure function of a run and of how it ended."""
-    findings = module_of(header.study, "findings")
-    with np.errstate(all="ignore"):  # of a damaged run's numbers
-        summary: Summary = findings.summarize(header, results, status)
-    if header.task.dependent:
-        noise = ", and no noise scale was measured" if summary.study == "advise" else ""
-        said = (*summary.remarks[:2], DEPENDENT.format(noise))
-        summary = msgspec.structs.replace(summary, remarks=said)
-    return summary
 
 
 def write_summary(folder: Path, summary: Any) -> None:
@@ -284,7 +267,7 @@ def read_file(path: Path, most: int = MOST) -> bytes:
 
 
 def _name(key: Key) -> str:
-    """The name of a result's file; what no file may be called is replaced, and told apart."""
+    """The name of a result's file; a key that is no file name is replaced, and told apart."""
     # 1 and 1.0 are equal keys.
     parts = (str(p).removesuffix(".0") if isinstance(p, float) else str(p) for p in key)
     text = "-".join(parts)

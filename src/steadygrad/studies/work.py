@@ -46,10 +46,6 @@ STOP_FILE = "stop"
 GRACE = 10.0
 
 
-class WorkersLost(InputError):
-    """Workers died twice, or cannot be reached."""
-
-
 class Monitor(Protocol):
     """Watches a study on rank 0."""
 
@@ -148,7 +144,7 @@ class Coordinator:
                 self._stop(self.pool)
 
     def _find_open(self) -> bool:
-        """Whether a trial is open, after a look at those that may not be any more."""
+        """Whether a trial is open; trials that have ended meanwhile are taken off the list."""
         for trial in self.open:
             if not self.done.issuperset(trial.needs):
                 continue
@@ -205,7 +201,7 @@ class Coordinator:
     def _again(self, error: Exception) -> None:
         """Starts the trials anew that were lost with their workers, once."""
         if self.renewed or self.pool is None:
-            raise WorkersLost(
+            raise InputError(
                 f"Expected workers that survive their trials. Found {reason(error)}, for the "
                 "second time. Remedy: fewer --workers if memory is short; --workers 1 shows an "
                 "error of the trial itself."
@@ -278,7 +274,7 @@ def _worker(folder: str, header_text: bytes, files: str) -> Workplace:
 def workplace(
     header: Header, files: Mapping[str, str], folder: Path, trainer: Trainer
 ) -> Workplace:
-    """Where this process does the jobs of the run in ``folder``."""
+    """The workplace of this process for the run in ``folder``."""
     # Each rank's own header says when and where it began.
     checkpoints = Checkpoints(folder, trainer.context.gather(dumps(header))[0])
     return Workplace(trainer, checkpoints, lambda samples, what: None, header, files)

@@ -1,4 +1,4 @@
-"""Where trials are done.
+"""The workplace of trials: a trainer, checkpoints, and the run's header.
 
 A trial is a pure function of the task, the seed and the state at its point of training, so that
 trials can run in any order, in any process, and again after a crash.

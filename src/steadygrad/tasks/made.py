@@ -165,7 +165,7 @@ def _traits(model: nn.Module, layout: bool) -> tuple[list[Any], list[Any]]:
 
 
 def optimizer_of(make: Callable[[float], Any], lr: float, what: str) -> Optimizer:
-    """The optimizer that a function makes of a learning rate; ``what`` is its name.
+    """The optimizer that a function, ``what`` by name, makes of a learning rate.
 
     Raises:
         TaskError: If it is none, or the function raises.

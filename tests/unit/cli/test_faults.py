@@ -33,6 +33,15 @@ def test_closed_standard_output_is_no_error(folder):
     assert (code, err) == (0, "")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_standard_output_is_one_line():
+    with open("/dev/full", "wb") as sink:
+        code, _, err = run_program("--version", stdout=sink)
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "Found No space left on device. Remedy" in err
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_progress_that_nobody_can_read_ends_no_study(tmp_path):

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from steadygrad.studies.folder import summarize
 from steadygrad.studies.page import render
+from steadygrad.studies.summary import summarize
 from tests.unit.report.conftest import contrast, luminance
 
 CHROMIUM = shutil.which("chromium")

@@ -18,7 +18,7 @@ from steadygrad.studies.executors import Workers
 from steadygrad.studies.folder import Results
 from steadygrad.studies.trainer import Diverged
 from steadygrad.studies.trials import Trial
-from steadygrad.studies.work import Coordinator, WorkersLost, finished
+from steadygrad.studies.work import Coordinator, finished
 from steadygrad.studies.workplace import Workplace
 from tests.unit.studies.framework import Watcher, timeless
 from tests.unit.studies.results import make_header
@@ -245,7 +245,7 @@ def test_lost_workers_are_made_once_more(tmp_path, monkeypatch, fault):
 def test_workers_lost_twice_are_the_end(tmp_path, monkeypatch, fault):
     setting = Setting(graph(), tmp_path)
     setting.executor.faults = {3: [LOST[fault]], 5: [LOST[fault]]}
-    with pytest.raises(WorkersLost, match="--workers") as found:
+    with pytest.raises(InputError, match="--workers") as found:
         setting.run(monkeypatch)
     assert isinstance(found.value.__cause__, (CancelledError, OSError, BrokenProcessPool))
     assert "\n" not in str(found.value) + setting.monitor.lines[0]

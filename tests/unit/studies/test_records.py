@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from msgspec import to_builtins
-from msgspec.structs import replace
 
 from steadygrad._studies import STUDIES
 from steadygrad.cli.console import drawn, rendered
 from steadygrad.studies.advise.trials import plan_for
-from steadygrad.studies.folder import create, read_run, summarize
+from steadygrad.studies.folder import create, read_run
 from steadygrad.studies.page import render
 from steadygrad.studies.strict_json import dumps
+from steadygrad.studies.summary import summarize
 from steadygrad.tasks import load_task
 from tests.unit.studies.framework import go_on, make_trainer
 
@@ -30,15 +30,6 @@ def test_the_recorded_summary_is_computed_anew_number_for_number(study):
     for name, value in run.summary.items():
         # As text: a NaN is not equal to itself.
         assert dumps(found[name]) == dumps(value), name
-
-
-@pytest.mark.parametrize("study", STUDIES)
-def test_of_dependent_losses_a_study_says_what_it_leaves_out(study):
-    run = read_run(RECORDS / study)
-    header = replace(run.header, task=replace(run.header.task, dependent=True))
-    said = summarize(header, run.results, "complete").remarks[-1]
-    assert "batch size is part of what is trained" in said
-    assert ("noise scale" in said) == (study == "advise")
 
 
 @pytest.mark.parametrize("study", STUDIES)

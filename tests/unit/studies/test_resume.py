@@ -2,14 +2,16 @@
 
 import math
 import pickle
+import random
 import shutil
 
+import numpy as np
 import pytest
 
 from steadygrad._checks import InputError
-from steadygrad.studies.advise.schema import Branch
+from steadygrad.studies.advise.schema import Branch, Settings
 from steadygrad.studies.folder import read_run, write_summary
-from steadygrad.studies.run import resume
+from steadygrad.studies.run import resume, start
 from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.work import run_job
 from tests.unit.studies.framework import (
@@ -256,3 +258,22 @@ def test_a_record_of_another_study_is_refused(base):
     with pytest.raises(InputError, match=r"run of `steadygrad inspect`\. Found one of `steadyg"):
         resume(base, name="inspect", monitor=Watcher())
     assert contents(base) == before
+
+
+def test_an_optimizer_that_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
+    settings = Settings(task=tiny("unsavable"), device="cpu", workers=1, threads=1)
+    with pytest.raises(InputError, match="optimizer's state should hold tensors"):
+        start("advise", settings, tmp_path / "run", monitor=Watcher())
+    assert not (tmp_path / "run").exists()
+
+
+def test_numpy_in_a_task_does_not_change_a_resumed_run(tmp_path):
+    """Its noise comes from numpy and from Python: both are seeded for each trial."""
+    whole, _ = begin(tmp_path / "whole", "augmented", at=None)
+    begin(tmp_path / "cut", "augmented", at=1500)
+    assert 1 < len(lines(tmp_path / "cut")) < len(lines(tmp_path / "whole")) - 5
+    np.random.rand(17)
+    random.random()
+    go_on(tmp_path / "cut")
+    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+    assert whole.summary.status == "complete"

@@ -10,26 +10,21 @@ import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.studies.advise.schema import Branch, Noise, Point, Scratch, Settings
+from steadygrad.studies.advise.schema import Branch, Noise, Point, Scratch
 from steadygrad.studies.advise.trials import TRIALS, noise
 from steadygrad.studies.calibration import calibrate
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order, main_order
-from steadygrad.studies.run import start
 from steadygrad.studies.work import work_on, workplace
 from steadygrad.studies.workplace import Workplace
 from steadygrad.tasks import TensorSamples
 from tests.unit.studies import tiny_task
 from tests.unit.studies.framework import (
     PLAN,
-    Watcher,
     begin,
-    go_on,
-    lines,
     make_trainer,
-    tiny,
 )
 from tests.unit.studies.results import RUNTIME, changed, make_header
 from tests.unit.studies.tiny_task import make_task, without_dropout
@@ -405,13 +400,6 @@ def test_a_state_is_a_copy_on_the_host():
     assert torch.equal(trainer.model[0].weight, before)
 
 
-def test_an_optimizer_that_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
-    settings = Settings(task=tiny("unsavable"), device="cpu", workers=1, threads=1)
-    with pytest.raises(InputError, match="optimizer's state should hold tensors"):
-        start("advise", settings, tmp_path / "run", monitor=Watcher())
-    assert not (tmp_path / "run").exists()
-
-
 def test_each_repeat_has_weights_of_its_own():
     trainer = make_trainer()
     first = weights(trainer)
@@ -454,15 +442,3 @@ def test_a_loss_that_is_not_finite_is_said_with_the_remedy():
     trainer = make_trainer(tiny_task.diverging())
     with pytest.raises(InputError, match=r"training loss should stay finite.*lower Task.lr"):
         list(trainer.run(main_order(4096, 0), 0, 400, 4))
-
-
-def test_numpy_in_a_task_does_not_change_a_resumed_run(tmp_path):
-    """Its noise comes from numpy and from Python: both are seeded for each trial."""
-    whole, _ = begin(tmp_path / "whole", "augmented", at=None)
-    begin(tmp_path / "cut", "augmented", at=1500)
-    assert 1 < len(lines(tmp_path / "cut")) < len(lines(tmp_path / "whole")) - 5
-    np.random.rand(17)
-    random.random()
-    go_on(tmp_path / "cut")
-    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
-    assert whole.summary.status == "complete"

@@ -76,7 +76,7 @@ def _recommendation(evidence: Evidence) -> Recommendation:
 
 
 def _fall(evidence: Evidence, points: list[int]) -> str:
-    """How the smallest batch's loss falls along branches that tell of no batch size."""
+    """The fall of the smallest batch's loss along branches that tell of no batch size."""
     if {p.point for p in evidence.results.select(Point) if not p.valid_loss}.issuperset(points):
         return "zero"
     falls = any(not evidence.criticals[i].fall <= 0 for i in points)

@@ -326,7 +326,7 @@ class Schedule(Finding, frozen=True, tag="schedule"):
 
 
 class GoingOn(Finding, frozen=True, tag="going on"):
-    """How to continue over the next ``samples`` from the last point that tells batch sizes apart.
+    """A batch size for the next ``samples``, from the last point that tells batch sizes apart.
 
     ``known``: whether the critical batch size is. ``diverged``: a batch size that bounds it by
     diverging elsewhere in the study.

@@ -56,7 +56,8 @@ def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
     run = next((run for run in s.checked if run.batch_size == found.batch_size), None)
     if run is not None:
         steps = _fewer(run.steps * (1 + run.overhead), found.samples // s.batch_size)
-        return f"Train at {settings}: it {_needs(run, s)} and {steps}.", f"train at {settings}"
+        said = f"Train at {settings}: it {_needs(run, s)} and {steps} for the same loss."
+        return said, f"train at {settings}"
     larger = next((f.run for f in s.findings if isinstance(f, schema.Larger)), None)
     why = _failed(larger, s) if larger else f"no larger batch was shown to need {more}"
     return f"Stay at {base}: {why}.", f"stay at {base}"
@@ -127,7 +128,8 @@ def _schedule(found: schema.Schedule, s: Summary) -> str:
     size, samples = s.recommendation.batch_size or 1, s.recommendation.samples or 1
     others = samples // size * (1 + (s.recommendation.overhead or 0.0))
     steps = f"{_fewer(found.steps * (1 + found.check.overhead), others)} than batch {size:,}"
-    return f"A growing batch, {stages} {plural(s.sample)} on, {_needs(found.check, s)} and {steps}."
+    needs = f"{_needs(found.check, s)} and {steps}, for the same loss"
+    return f"A growing batch, {stages} {plural(s.sample)} on, {needs}."
 
 
 def _going_on(found: schema.GoingOn, s: Summary) -> str:

@@ -29,40 +29,32 @@ def find(spec: str, other: float) -> tuple[Callable[..., Optimizer], float]:
         InputError: If it is not there, or cannot be made of parameters.
     """
     package, _, name = spec.partition(":")
-    found, remedy = "", "check the name, and that the library is installed"
     try:
         module = import_module(HOMES.get(package, package))
         kind: Any = getattr(module, name, None)
         if package == "timm":
             kind = partial(module.create_optimizer_v2, opt=name)
         elif not isinstance(kind, type) or not issubclass(kind, Optimizer):
-            found, remedy = "no such class of optimizers", "check the name, and its letters' case"
-        if not found:
-            remedy = "another one, or a function of your own by --add"
-            lr = kind([torch.nn.Parameter(torch.zeros(2, 2))]).param_groups[0].get("lr")
-            return kind, float(lr) if isinstance(lr, (int, float)) and lr > 0 else other
+            raise TypeError("no such class of optimizers")
+        lr = kind([torch.nn.Parameter(torch.zeros(2, 2))]).param_groups[0].get("lr")
     # Whatever the library raises, at import or of its own checks.
     except Exception as error:
-        found = reason(error)
-    raise InputError(
-        "--optimizers should name an optimizer of parameters as module:Class, such as "
-        f"schedulefree:AdamWScheduleFree. Found {spec!r}: {found}. Remedy: {remedy}."
-    )
-
-
-def is_library(name: str) -> bool:
-    """Whether a name is one in a library."""
-    return re.fullmatch(r"[A-Za-z_][\w.]*:\w+", name) is not None
+        raise InputError(
+            "--optimizers should name an optimizer of parameters as module:Class, such as "
+            f"schedulefree:AdamWScheduleFree. Found {spec!r}: {reason(error)}. Remedy: check the "
+            "name, and that the library is installed; --add takes a function of your own."
+        ) from error
+    return kind, float(lr) if isinstance(lr, (int, float)) and lr > 0 else other
 
 
 def traits_of(name: str, optimizer: Optimizer, *, matrices: bool) -> Traits:
-    """What an optimizer's object shows: whether its schedule and its rate are its own.
+    """The traits that an optimizer's object shows: a schedule and a rate of its own.
 
     Raises:
         InputError: If it is of no installed package.
     """
     release = ""
-    if is_library(name):
+    if ":" in name:
         packages = packages_distributions().get(re.split("[:.]", name)[0])
         if packages is None:
             # A resumed run would not find it, nor see that it has changed.

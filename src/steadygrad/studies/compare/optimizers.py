@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from steadygrad._checks import InputError
 from steadygrad.optim import LAMB, LANS, ScaledAdam
-from steadygrad.studies.compare.libraries import find, is_library
+from steadygrad.studies.compare.libraries import find
 from steadygrad.studies.compare.schema import (
     BASELINE,
     KNOWN,
@@ -156,7 +156,7 @@ def entries_of(settings: Settings, task: Task, files: Mapping[str, str] = {}) ->
         name = name if ":" in name else name.lower()
         if name == BASELINE:
             continue
-        if name in found or not (name in known or is_library(name)):
+        if name in found or not (name in known or ":" in name):
             raise InputError(
                 f"--optimizers should be different ones of {', '.join(known)}, or "
                 f"library:name. Found {name!r}{' twice' if name in found else ''}. Remedy: such "

@@ -122,7 +122,7 @@ class Settings(CommonSettings):
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step of an optimizer that is not built in has shown before the study.
+    """Traits that a step of an optimizer beside the built-in ones has shown before the study.
 
     Attributes:
         version: Release of its library; empty where it is not known.

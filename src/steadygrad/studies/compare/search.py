@@ -1,4 +1,4 @@
-"""The search for learning rates, which decides what is trained and at which rate it is judged.
+"""The search for learning rates: it decides over the trainings, and over each verdict's rate.
 
 Every optimizer gets the same trials: complete short schedules on a ladder of learning rates, runs
 twice as long at the best and its two neighbours, and so on. Where the best rate of one optimizer is

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from steadygrad._checks import InputError
 from steadygrad.studies.compare import schema
-from steadygrad.studies.compare.libraries import is_library, traits_of
+from steadygrad.studies.compare.libraries import traits_of
 from steadygrad.studies.compare.optimizers import Entry, entries_of, switch
 from steadygrad.studies.compare.plan import MARKS, TURNS, make_plan, make_trials
 from steadygrad.studies.compare.schema import KNOWN, Plan, Run, Speed, Traits
@@ -153,7 +153,7 @@ def tried(trainer: Trainer, name: str, entry: Entry) -> Entry:
         InputError: If it is broken, or its step needs more than gradients.
     """
     errors, model = [], trainer.model
-    for matrices in (False, True) if is_library(name) else (False,):
+    for matrices in (False, True):
         own = replace(entry, traits=Traits(matrices=matrices))
         try:
             make, what = partial(own.ready, model), f"The optimizer {name}"
@@ -164,8 +164,8 @@ def tried(trainer: Trainer, name: str, entry: Entry) -> Entry:
             with guarded(f"A step of the optimizer {name}"):
                 optimizer.step()
         except InputError as error:
-            # Of a broken maker, such as one that leaves the rate aside, and not of the library.
-            if error.__cause__ is None and not matrices:
+            # The error of a maker, such as one that leaves the rate aside, and not of a library.
+            if ":" not in name or (error.__cause__ is None and not matrices):
                 raise
             errors.append(error)
         else:
@@ -173,8 +173,6 @@ def tried(trainer: Trainer, name: str, entry: Entry) -> Entry:
             return replace(own, traits=traits)
         finally:
             trainer.restart()
-    if not is_library(name):
-        raise errors[0]
     raise InputError(
         f"Expected an optimizer that takes steps on gradients alone. Found {name}: "
         f"{reason(errors[0].__cause__ or errors[0])}. Remedy: --optimizers without it, or --add "

@@ -14,8 +14,8 @@ from steadygrad.noise import BatchSizeSchedule
 from steadygrad.studies import charts
 from steadygrad.studies.advise import page
 from steadygrad.studies.advise.schema import Branch, Point, Scratch
-from steadygrad.studies.folder import summarize
 from steadygrad.studies.page import render
+from steadygrad.studies.summary import summarize
 from tests.unit.report.conftest import made_run, no_charts, whole_page  # noqa: F401
 
 NASTY = "<script>document.title='x'</script><img src=x onerror=alert(1)>\x00$a_b$"

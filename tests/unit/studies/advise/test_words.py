@@ -70,8 +70,9 @@ def test_stay(summary, checked, expected):
 
 def test_train(summary):
     found = with_runs(summary, run(), failed(16), advised=12, run=failed(16))
-    needs = f"it needs 13% more rows than batch 8 ({CI} 5% to 28%) and 25% fewer optimizer steps."
-    assert words.answer(found) == f"Train at batch 12 with learning rate 0.00122: {needs}"
+    needs = f"it needs 13% more rows than batch 8 ({CI} 5% to 28%) and 25% fewer optimizer steps"
+    said = f"Train at batch 12 with learning rate 0.00122: {needs} for the same loss."
+    assert words.answer(found) == said
     assert words.remarks(found) == (
         f"Batch 16 needs 45% more rows than batch 8 ({CI} 30% to 60%).",
     )
@@ -186,7 +187,7 @@ LOSSES = {"0.5": 2.3, "1": 2.2, "2": 2.1}
                 check=run(24), megatron="",
             ),
             ("A growing batch, 8 from 0 and 24 from 9 rows on, needs 13% more rows than batch 8 "
-            f"({CI} 5% to 28%) and 44% fewer optimizer steps than batch 64."),
+            f"({CI} 5% to 28%) and 44% fewer optimizer steps than batch 64, for the same loss."),
         ),
     ],
 )  # fmt: skip

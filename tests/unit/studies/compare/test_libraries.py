@@ -11,7 +11,6 @@ from torch import nn
 
 from steadygrad._checks import InputError
 from steadygrad.studies.compare import libraries, words
-from steadygrad.studies.compare.libraries import is_library
 from steadygrad.studies.compare.optimizers import Joined, entries_of, switch
 from steadygrad.studies.compare.schema import Run, Settings, Traits
 from steadygrad.studies.compare.trials import plan_for, tried
@@ -30,7 +29,10 @@ HERE = library.__name__
 def installed():
     """As if the module were a package's."""
     packages = {**metadata.packages_distributions(), "tests": ["tests"]}
-    release = lambda name: "" if name == "tests" else metadata.version(name)  # noqa: E731
+
+    def release(name):
+        return "" if name == "tests" else metadata.version(name)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(libraries, "packages_distributions", lambda: packages)
         patch.setattr(libraries, "version", release)
@@ -93,12 +95,18 @@ def test_a_step_shows_what_the_tasks_own_optimizer_is(kind, traits):
     [
         (named("Closure"), "Closure: TypeError: Closure.step.. missing 1 .* 'closure'. Remedy"),
         (named("SecondOrder"), "SecondOrder: RuntimeError: element 0 of tensors does not require"),
-        (named("Wrapper"), "Wrapper': TypeError: .* 'base_optimizer'. Remedy: another one"),
-        (named("function"), "function': no such class of optimizers. Remedy: check the name"),
-        (named("Nothing"), "Nothing': no such class of optimizers. Remedy: check the name"),
-        ("torch:Muons", "'torch:Muons': no such class of optimizers"),
+        (named("Wrapper"), "Wrapper': TypeError: .* 'base_optimizer'. Remedy: check the name"),
+        (
+            named("function"),
+            "function': TypeError: no such class of optimizers. Remedy",
+        ),
+        (
+            named("Nothing"),
+            "Nothing': TypeError: no such class of optimizers. Remedy",
+        ),
+        ("torch:Muons", "'torch:Muons': TypeError: no such class of optimizers"),
         ("not_there_at_all.x:Y", "No module named 'not_there_at_all'. Remedy: check the name"),
-        ("lans:", "--optimizers should be different ones of adamw, .* Found 'lans:'"),
+        ("lans:", "Found 'lans:': ModuleNotFoundError"),
         (":Plain", "Found ':Plain'"),
         ("../x.py:Plain", "Found '../x.py:Plain'"),
     ],
@@ -121,11 +129,6 @@ def test_a_module_of_no_package_is_refused(monkeypatch):
     monkeypatch.setattr(libraries, "packages_distributions", dict)
     with pytest.raises(InputError, match=r"Found .*library:Plain.*: --add path/file.py"):
         attempt(named("Plain"))
-
-
-def test_names_of_libraries():
-    assert all(map(is_library, ("timm:adan", "torchao.optim:AdamW8bit", "schedulefree:A_1")))
-    assert not any(map(is_library, ("lans", "a b:c", "x.py:a.b", "/x:y", "x:y:z", "x:", "")))
 
 
 def test_a_schedule_of_its_own_is_left_alone_and_evaluated_at_its_own_weights():
