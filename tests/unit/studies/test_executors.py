@@ -8,6 +8,7 @@ import torch
 
 from steadygrad._checks import InputError
 from steadygrad.studies import work
+from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.executors import cuda_devices, dask_workers
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.run import StudyFailed
@@ -24,6 +25,13 @@ def test_what_a_task_prints_in_a_worker_is_no_output(tmp_path, monkeypatch, caps
     monkeypatch.setattr(work, "work_on", lambda job, place: print("noise"))
     work.run_job(str(tmp_path), {}, "{}")
     assert capsys.readouterr() == ("", "noise\n")
+
+
+def test_a_worker_stops_once_the_file_is_there(tmp_path):
+    deadline = Deadline(stop=tmp_path / "stop")
+    assert deadline.flags == [0.0, 0.0, 0.0]
+    (tmp_path / "stop").touch()
+    assert deadline.flags == [0.0, 0.0, 1.0]
 
 
 def diamond():

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from steadygrad.studies.compare.plan import make_trials
-from steadygrad.studies.compare.schema import Run
+from steadygrad.studies.compare.schema import Run, Traits
 from steadygrad.studies.compare.search import Search, center
 from steadygrad.studies.folder import Results
 from tests.unit.studies.compare.runs import made, planned, record
@@ -47,6 +47,13 @@ def test_an_interior_best_rate_needs_no_more_trials():
     search = Search(plan, journal, 1)
     assert search.tuned("lans", 2) == (0, 1)
     assert all(search.is_interior(name, rung) for name in plan.optimizers for rung in range(3))
+
+
+def test_one_with_a_rate_of_its_own_makes_no_ladder_grow():
+    plan = planned(traits={"lans": Traits(own_rate=True)})
+    journal = record(plan, bowl({"adamw": 0, "lans": 4, "sgd": -1}))
+    assert counts(journal) == {"adamw": 5 + 3 + 3, "lans": 3, "sgd": 5 + 3 + 3}
+    assert Search(plan, journal, 1).is_interior("lans", 0)
 
 
 def test_a_best_rate_at_the_edge_extends_the_ladders_of_all():
