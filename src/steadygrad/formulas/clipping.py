@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad.formulas.tensors import may_hold
+from steadygrad.numerics import may_hold
 
 __all__ = ["EARLY", "Clipping", "clip", "total_norm"]
 

@@ -24,15 +24,8 @@ import torch
 from torch import Tensor
 
 from steadygrad.formulas.lans import grad_sq_norms, trust_ratio
-from steadygrad.formulas.tensors import (
-    Batch,
-    Bucket,
-    average,
-    joined,
-    moved_by,
-    square_sums,
-    sum_type,
-)
+from steadygrad.formulas.tensors import Batch, Bucket, average, joined, moved_by, sum_type
+from steadygrad.numerics import square_sums
 
 __all__ = [
     "Coefficients",

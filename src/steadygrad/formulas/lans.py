@@ -32,16 +32,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from steadygrad.formulas.tensors import (
-    Batch,
-    Bucket,
-    average,
-    joined,
-    moved_by,
-    square_sums,
-    sum_type,
-    wide,
-)
+from steadygrad.formulas.tensors import Batch, Bucket, average, joined, moved_by, sum_type
+from steadygrad.numerics import square_sums, wide
 
 __all__ = [
     "Coefficients",

@@ -36,16 +36,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from steadygrad.formulas.tensors import (
-    Batch,
-    Bucket,
-    decays_of,
-    inner_products,
-    joined,
-    may_hold,
-    square_sums,
-    wide,
-)
+from steadygrad.formulas.tensors import Batch, Bucket, decays_of, joined
+from steadygrad.numerics import inner_products, may_hold, square_sums, wide
 
 __all__ = [
     "Rule",

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError
-from steadygrad.formulas.tensors import Bucket, exact, wide
+from steadygrad.formulas.tensors import Bucket
 from steadygrad.kernels.table import PointerTable, addresses_of, is_recording
+from steadygrad.numerics import exact, wide
 from steadygrad.optim.masters import MASTER, round_masters, sync_masters
 from steadygrad.optim.state import StateField
 from steadygrad.sharding import is_sharded, local

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.formulas import clipping, scaled_adam, sizes
-from steadygrad.formulas.tensors import may_hold
+from steadygrad.numerics import may_hold
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.state import StateField
 

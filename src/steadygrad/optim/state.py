@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError
-from steadygrad.formulas.tensors import exact, wide
+from steadygrad.numerics import exact, wide
 from steadygrad.optim.checks import (
     FOREIGN,
     LARGEST,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from steadygrad.formulas.tensors import exact
+from steadygrad.numerics import exact
 from steadygrad.sharding.shard_sum import ShardSum
 
 __all__ = ["PackedSum"]

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from steadygrad._checks import InputError
-from steadygrad.formulas.tensors import exact
+from steadygrad.numerics import exact
 from steadygrad.sharding.groups import group_of
 
 __all__ = ["ShardSum"]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steadygrad.formulas.tensors import exact
+from steadygrad.numerics import exact
 
 __all__ = ["ZeroSum"]
 

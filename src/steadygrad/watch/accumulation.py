@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from steadygrad._checks import InputError, check_count, shown
 from steadygrad._names import plain_name
 from steadygrad._nests import row_counts, take_rows
-from steadygrad.formulas.tensors import exact
+from steadygrad.numerics import exact
 from steadygrad.sharding import ShardSum, local
 
 __all__ = ["AccumulationCheck", "Window", "check_accumulation"]

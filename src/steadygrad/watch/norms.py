@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad._names import plain_name
-from steadygrad.formulas.tensors import exact, square_sums
+from steadygrad.numerics import exact, square_sums
 from steadygrad.sharding import ShardSum, aligned
 from steadygrad.watch.passes import values
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
 
 from steadygrad._nests import attributes
-from steadygrad.formulas.tensors import exact
+from steadygrad.numerics import exact
 from steadygrad.sharding import local
 from steadygrad.watch.finding import Finding, Habits, Seen, first_fault, is_finite
 

@@ -5,17 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from steadygrad.formulas import tensors
-from steadygrad.formulas.tensors import (
-    Bucket,
-    decays_of,
-    exact,
-    inner_products,
-    joined,
-    moved_by,
-    square_sums,
-    wide,
-)
+from steadygrad import numerics
+from steadygrad.formulas.tensors import Bucket, decays_of, joined, moved_by
+from steadygrad.numerics import exact, inner_products, square_sums, wide
 
 NARROW = [torch.float16, torch.bfloat16]
 
@@ -134,9 +126,9 @@ def test_weights_are_rounded_once_where_they_move(dtype):
 
 
 def test_the_widest_type_of_a_device_is_found_out(monkeypatch):
-    monkeypatch.setattr(tensors, "_WIDEST", {})
+    monkeypatch.setattr(numerics, "_WIDEST", {})
     assert exact(torch.device("cpu")) is torch.float64
-    monkeypatch.setattr(tensors, "_WIDEST", {})
+    monkeypatch.setattr(numerics, "_WIDEST", {})
 
     def narrow(*shape, dtype, device):
         raise TypeError("this device has no float64")
