@@ -21,7 +21,8 @@ FLOORS = [
     {"studies"},
     {"tasks"},
     {"noise", "balance", "scale", "optim", "watch"},
-    {"sharding"},
+    {"shards"},
+    {"distributed"},
     {"averages"},
     {"kernels"},
     {"formulas"},
@@ -64,7 +65,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 
 # Lines of a room with its docstrings, at most: who needs more takes as much away elsewhere. They
-# come down as rooms are drawn anew; a study's folder is a room of its own.
+# come down as rooms are drawn anew; a study's folder is a room of its own, and so are modules of
+# the root that belong together.
 CEILINGS = {
     "cli": 858,
     "integrations": 1366,
@@ -73,28 +75,29 @@ CEILINGS = {
     "studies/compare": 2117,
     "studies/inspect": 1355,
     "tasks": 2142,
-    "noise": 3327,
+    "noise": 3331,
     "balance": 1922,
-    "scale": 1636,
-    "watch": 1751,
+    "scale": 1637,
+    "watch": 1752,
     "optim": 3788,
     "kernels": 308,
     "kernels/numba": 894,
     "kernels/triton": 739,
-    "sharding": 1126,
+    "distributed.py, shards.py": 700,
     "formulas": 2990,
 }
 
 
 @pytest.mark.parametrize("room", CEILINGS)
 def test_a_room_stays_below_its_ceiling(room: str):
-    lines = sum(len(path.read_text().splitlines()) for path in (SOURCE / room).glob("*.py"))
-    assert lines <= CEILINGS[room]
+    paths = [SOURCE / name for name in room.split(", ")]
+    files = [file for path in paths for file in (path.glob("*.py") if path.is_dir() else [path])]
+    assert sum(len(file.read_text().splitlines()) for file in files) <= CEILINGS[room]
 
 
 def test_every_folder_has_a_ceiling():
     folders = {path.parent.relative_to(SOURCE).as_posix() for path in FILES} - {"."}
-    assert folders == set(CEILINGS)
+    assert folders == {room for room in CEILINGS if not room.endswith(".py")}
 
 
 def test_every_room_has_a_floor():
@@ -132,8 +135,9 @@ def imports_distributed(path: Path) -> bool:
     return any("torch.distributed" in line for line in lines)
 
 
-def test_torch_distributed_has_one_user():
-    assert {room_of(path) for path in FILES if imports_distributed(path)} == {"sharding"}
+def test_torch_distributed_has_two_users():
+    users = {room_of(path) for path in FILES if imports_distributed(path)}
+    assert users == {"distributed", "shards"}
 
 
 def test_the_reader_of_imports_sees_every_form(tmp_path, monkeypatch):

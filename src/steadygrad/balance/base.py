@@ -18,7 +18,7 @@ from steadygrad.balance.loss_context import (
     check_weights,
 )
 from steadygrad.balance.results import StepResult
-from steadygrad.sharding import RankSum
+from steadygrad.distributed import RankSum
 
 __all__ = ["BalancerBase"]
 

@@ -13,6 +13,7 @@ from steadygrad.balance.loss_context import BalancerOptions, LossContext
 from steadygrad.balance.norm_averages import BufferUpdates
 from steadygrad.balance.results import BalancedGradients, StepResult, angle_metrics, loss_metrics
 from steadygrad.balance.state import BalancerState
+from steadygrad.distributed import RankSum
 from steadygrad.formulas.balance import (
     balanced_scales,
     gram,
@@ -21,7 +22,6 @@ from steadygrad.formulas.balance import (
     shares,
     weighted_sum,
 )
-from steadygrad.sharding import RankSum
 
 __all__ = ["BalancerCore"]
 

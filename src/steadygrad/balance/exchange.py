@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError
-from steadygrad.sharding import RankSum
+from steadygrad.distributed import RankSum
 
 __all__ = ["Exchange", "GradientRow", "JoinedSums"]
 

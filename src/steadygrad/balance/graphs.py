@@ -9,7 +9,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from steadygrad._checks import InputError
 from steadygrad._nests import tree_tensors
 from steadygrad.balance.loss_context import BalancerOptions
-from steadygrad.sharding import is_sharded
+from steadygrad.shards import is_sharded
 
 __all__ = ["check_losses", "check_outputs", "independent", "item_count", "output_tensors"]
 

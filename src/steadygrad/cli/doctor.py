@@ -57,7 +57,7 @@ def _tried(name: str, look: Callable[..., Any], *arguments: Any) -> dict[str, ob
 def _here() -> dict[str, object]:
     import torch
 
-    from steadygrad.sharding import check_gloo
+    from steadygrad.distributed import check_gloo
 
     devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     found: dict[str, object] = {name: torch.cuda.get_device_name(name) for name in devices}

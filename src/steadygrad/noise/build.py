@@ -9,10 +9,10 @@ from torch.optim import Optimizer
 
 from steadygrad._checks import InputError, check_choice, check_count, check_type
 from steadygrad._names import own_name
+from steadygrad.distributed import World
 from steadygrad.noise.meters import Measured, Meter
 from steadygrad.noise.norms import euclidean_norms, preconditioned_norms
 from steadygrad.noise.sign_meter import SignMeter
-from steadygrad.sharding import World
 
 __all__ = [
     "check_finds_passes",

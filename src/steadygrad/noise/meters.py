@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad._checks import InputError
+from steadygrad.distributed import World
 from steadygrad.formulas.noise_scale import SignalNoise, from_part_sums
 from steadygrad.noise.norms import Norms, values_of
 from steadygrad.noise.parts import Part, Step
 from steadygrad.noise.witness import Witness
-from steadygrad.sharding import World, replicas
+from steadygrad.shards import replicas
 
 __all__ = ["Measured", "Meter"]
 

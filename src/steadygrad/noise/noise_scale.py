@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steadygrad._checks import check_count, check_type
+from steadygrad.distributed import data_parallel_world
 from steadygrad.noise.build import (
     check_finds_passes,
     check_options,
@@ -24,7 +25,6 @@ from steadygrad.noise.per_example import ExampleNorms
 from steadygrad.noise.repeats import Repeats
 from steadygrad.noise.sources import AccumulatedSource, BackwardSource, ExampleSource, Source
 from steadygrad.noise.witness import Alterations
-from steadygrad.sharding import data_parallel_world
 
 __all__ = ["NoiseScale"]
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steadygrad._checks import InputError
-from steadygrad.sharding import local
+from steadygrad.shards import local
 
 __all__ = ["Moments", "Norms", "euclidean_norms", "preconditioned_norms", "values_of"]
 

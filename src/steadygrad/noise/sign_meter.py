@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from steadygrad.distributed import World
 from steadygrad.formulas.noise_scale import SignalNoise, unbias_deviation
 from steadygrad.noise.meters import Measured, Meter
 from steadygrad.noise.norms import Moments, euclidean_norms, values_of
 from steadygrad.noise.parts import Part, Step
-from steadygrad.sharding import World, local
+from steadygrad.shards import local
 
 __all__ = ["SignMeter"]
 

@@ -7,11 +7,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from steadygrad._checks import InputError
+from steadygrad.distributed import fsdp_modules
 from steadygrad.noise.meters import Meter
 from steadygrad.noise.norms import values_of
 from steadygrad.noise.passes import PassBorders
 from steadygrad.noise.per_example import ExampleNorms
-from steadygrad.sharding import fsdp_modules, is_sharded
+from steadygrad.shards import is_sharded
 
 __all__ = ["AccumulatedSource", "BackwardSource", "ExampleSource", "Source"]
 

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from steadygrad.distributed import World
 from steadygrad.formulas.summed_parts import ROUNDINGS, is_altered
 from steadygrad.noise.likeness import Likeness
 from steadygrad.noise.parts import Part, Step
-from steadygrad.sharding import World, first_shard, replicas
+from steadygrad.shards import first_shard, replicas
 
 __all__ = ["Alterations", "Witness"]
 

@@ -16,7 +16,7 @@ from steadygrad.kernels.table import PointerTable, addresses_of, is_recording
 from steadygrad.numerics import exact, wide
 from steadygrad.optim.masters import MASTER, round_masters, sync_masters
 from steadygrad.optim.state import StateField
-from steadygrad.sharding import is_sharded, local
+from steadygrad.shards import is_sharded, local
 
 __all__ = ["BUCKET", "Gradients", "ParamBatch", "buckets_of"]
 

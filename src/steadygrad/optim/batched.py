@@ -19,7 +19,7 @@ from steadygrad.optim.stacks import (
     kind_of,
     laid_out_as,
 )
-from steadygrad.sharding import aligned, local
+from steadygrad.shards import aligned, local
 
 __all__ = ["Batch", "BatchState", "BatchedOptimizer"]
 

@@ -17,7 +17,7 @@ from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import TYPES, check_parameter
 from steadygrad.optim.masters import MASTER, ensure_master
 from steadygrad.optim.state import StatefulOptimizer
-from steadygrad.sharding import is_sharded, local
+from steadygrad.shards import is_sharded, local
 
 __all__ = ["BatchBuilder"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from steadygrad._checks import InputError, check_number
-from steadygrad.sharding import local
+from steadygrad.shards import local
 
 __all__ = [
     "FOREIGN",

@@ -20,7 +20,7 @@ from steadygrad.optim.building import BatchBuilder
 from steadygrad.optim.checks import check_capture, dense_gradient
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.skipping import SkipMonitor
-from steadygrad.sharding import PackedSum, PartialGradients, ZeroSum
+from steadygrad.shards import PackedSum, PartialGradients, ZeroSum
 
 __all__ = ["ShardedOptimizer"]
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from steadygrad._checks import InputError
-from steadygrad.sharding import is_sharded, local
+from steadygrad.shards import is_sharded, local
 
 __all__ = [
     "Batch",

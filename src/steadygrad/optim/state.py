@@ -25,7 +25,7 @@ from steadygrad.optim.checks import (
 )
 from steadygrad.optim.loading import TypeKeepingOptimizer
 from steadygrad.optim.masters import MASTER, ensure_master
-from steadygrad.sharding import is_on_mesh_of, is_sharded, shared_out
+from steadygrad.shards import is_on_mesh_of, is_sharded, shared_out
 
 __all__ = ["ADAM_FIELDS", "SKIPPED", "STEP", "StateField", "StatefulOptimizer"]
 

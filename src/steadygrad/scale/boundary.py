@@ -22,7 +22,7 @@ from steadygrad.formulas.exponents import exponent_histograms
 from steadygrad.scale.audit import is_narrow
 from steadygrad.scale.layers import Layer, Layers
 from steadygrad.scale.table import OTHERS, OWN, ScaleTable
-from steadygrad.sharding import local
+from steadygrad.shards import local
 
 __all__ = ["ScaleHooks", "check_no_boundary"]
 

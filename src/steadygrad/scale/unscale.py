@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from steadygrad.distributed import World, gather_json, process_world
 from steadygrad.formulas.exponents import BINS, exponent_histograms
 from steadygrad.scale.audit import GraphAudit
 from steadygrad.scale.layers import LOSS, Layers
 from steadygrad.scale.table import ScaleTable
-from steadygrad.sharding import World, gather_json, local, process_world
+from steadygrad.shards import local
 
 __all__ = ["MeasuredExponents", "StepUnscaler"]
 

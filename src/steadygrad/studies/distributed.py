@@ -15,16 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steadygrad._checks import InputError
-from steadygrad.sharding import (
-    World,
-    gather_json,
-    join_processes,
-    leave_processes,
-    load_model_state,
-    load_optimizer_state,
-    shard_model,
-    whole_states,
-)
+from steadygrad.distributed import World, gather_json, join_processes, leave_processes
+from steadygrad.shards import load_model_state, load_optimizer_state, shard_model, whole_states
 from steadygrad.studies.deadline import Deadline, stop_if
 from steadygrad.tasks.guard import guarded
 

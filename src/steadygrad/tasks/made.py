@@ -43,7 +43,7 @@ def check_model(model: Any) -> nn.Module:
 def _parts(model: nn.Module) -> dict[str, Tensor]:
     """This process's parts of a model's state, where they are plain tensors."""
     # Not above: it loads torch.distributed, and modules that a file beside a task may replace.
-    from steadygrad.sharding import local
+    from steadygrad.shards import local
 
     state = {name: local(x) for name, x in model.state_dict().items() if isinstance(x, Tensor)}
     plain = (torch.strided, Tensor)

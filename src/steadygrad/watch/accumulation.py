@@ -21,7 +21,7 @@ from steadygrad._checks import InputError, check_count, shown
 from steadygrad._names import plain_name
 from steadygrad._nests import row_counts, take_rows
 from steadygrad.numerics import exact
-from steadygrad.sharding import ShardSum, local
+from steadygrad.shards import PackedSum, local
 
 __all__ = ["AccumulationCheck", "Window", "check_accumulation"]
 
@@ -217,7 +217,7 @@ class _Judge:
         named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         self.layers = [plain_name(name).rpartition(".")[0] for name, _ in named]
         self.parameters = [p for _, p in named]
-        self.sum = ShardSum(self.parameters)
+        self.sum = PackedSum(self.parameters)
         # Far below any bug, and far above the roundings of sums in another order and of adding up
         # ``.grad`` in its own type.
         adding = max(torch.finfo(p.dtype).eps for p in self.parameters)
@@ -313,7 +313,7 @@ class _Judge:
             rows = (torch.stack(piece).to(exact(piece[0].device)) for piece in pieces)
             columns.append(torch.stack([x @ x.T for x in rows]).sum(0))
         products = torch.stack(columns, dim=-1)
-        packed = self.sum(torch.cat([products.flatten(0, 1), torch.stack([*squares])])).cpu()
+        packed = self.sum.of_all(torch.cat([products.flatten(0, 1), torch.stack([*squares])])).cpu()
         return packed[: -len(squares)].view(products.shape), packed[-len(squares) :]
 
 

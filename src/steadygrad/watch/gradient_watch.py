@@ -13,7 +13,8 @@ from torch.autograd import Variable
 
 from steadygrad._checks import InputError, check_count, check_type
 from steadygrad._names import own_name
-from steadygrad.sharding import ShardSum, gather_json, process_world
+from steadygrad.distributed import gather_json, process_world
+from steadygrad.shards import PackedSum
 from steadygrad.watch.finding import Finding, Habits, Seen, is_finite
 from steadygrad.watch.norms import GradientNorms, gradient_norms
 from steadygrad.watch.passes import Clock, Pass, has_values, look_each
@@ -99,7 +100,7 @@ class GradientWatch:
         self._last: Pass | None = None
         self._stop_after, self._bad_steps, self._bad = stop_after, 0, False
         self._mark: Any = None
-        self._sum: ShardSum | None = None
+        self._sum: PackedSum | None = None
         # Reduced gradients are those of all processes, and do not say which of them is at fault.
         weights = witnesses(model) if process_world(process_group).size == 1 else {}
         self._taps: dict[nn.Module, Tap] = {}
@@ -157,7 +158,7 @@ class GradientWatch:
 
         See :func:`gradient_norms`. The first call under sharding takes a collective more.
         """
-        self._sum = self._sum or ShardSum([*self.model.parameters()])
+        self._sum = self._sum or PackedSum([*self.model.parameters()])
         return gradient_norms(self.model, group_of, self._sum)
 
     def begin(self, inputs: Any) -> None:

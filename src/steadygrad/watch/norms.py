@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from steadygrad._names import plain_name
 from steadygrad.numerics import exact, square_sums
-from steadygrad.sharding import ShardSum, aligned
+from steadygrad.shards import PackedSum, aligned
 from steadygrad.watch.passes import values
 
 __all__ = ["GradientNorms", "gradient_norms"]
@@ -50,7 +50,7 @@ class GradientNorms:
 def gradient_norms(
     model: nn.Module,
     group_of: Callable[[str], str] | None = None,
-    shard_sum: ShardSum | None = None,
+    shard_sum: PackedSum | None = None,
 ) -> GradientNorms:
     """Takes the norms of the gradients as they are now, in one collective for each mesh.
 
@@ -76,7 +76,7 @@ def gradient_norms(
         gradients = [values(aligned(g, parameters[i])) for i, g in zip(found, dense, strict=True)]
         squares[present] = square_sums(gradients, squares.dtype)
     # All parameters travel, those without a gradient as zeros: one length on every process.
-    squares = (shard_sum or ShardSum(parameters))(squares[None])[0]
+    squares = (shard_sum or PackedSum(parameters)).of_all(squares[None])[0]
     names = [names[i] for i in present]
     return GradientNorms(names, [(group_of or _part)(name) for name in names], squares[present])
 

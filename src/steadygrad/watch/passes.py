@@ -19,7 +19,7 @@ from torch.utils import _pytree
 
 from steadygrad._nests import attributes
 from steadygrad.numerics import exact
-from steadygrad.sharding import local
+from steadygrad.shards import local
 from steadygrad.watch.finding import Finding, Habits, Seen, first_fault, is_finite
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from steadygrad import __version__, kernels, sharding
+from steadygrad import __version__, distributed, kernels
 from steadygrad.cli import doctor, main
 from steadygrad.kernels.numba import lans
 from tests.unit.cli.quick import ROOT
@@ -71,7 +71,7 @@ def test_a_step_with_wrong_numbers_fails(examined, monkeypatch):
 
 
 def test_what_is_broken_ends_nothing(examined, monkeypatch):
-    monkeypatch.setattr(sharding, "check_gloo", raises(RuntimeError("no\naddress")))
+    monkeypatch.setattr(distributed, "check_gloo", raises(RuntimeError("no\naddress")))
     monkeypatch.setitem(sys.modules, "numba.core.caching", None)
     found = examined()
     assert found["gloo"] == "fails: RuntimeError: no address"

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from steadygrad import shards
 from steadygrad._checks import InputError
-from steadygrad.sharding import PartialGradients, ShardSum, is_sharded, local, shared_out
-from steadygrad.sharding.shard_sum import _parts
+from steadygrad.shards import PackedSum, PartialGradients, is_sharded, local, shared_out
 
 R, S = Replicate(), Shard(0)
 
@@ -34,7 +34,8 @@ def world(monkeypatch):
 
         def send(self, tensor, op=dist.ReduceOp.SUM, group=None):
             ranks = dist.get_process_group_ranks(group)
-            if op == dist.ReduceOp.MAX:
+            # Counts are what processes agree on once.
+            if not tensor.is_floating_point():
                 self.agreed.append(ranks)
             else:
                 self.calls.append((ranks, tensor.clone()))
@@ -55,11 +56,15 @@ def three_axes(world, rank=5):
     return init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copy", "part", "tp"))
 
 
+def sent(world):
+    return [tensor.tolist() for _, tensor in world.calls]
+
+
 def test_without_processes_a_sum_is_the_value_itself(world):
     columns = torch.tensor([[1.0, 2.0]])
-    total = ShardSum([torch.ones(2), torch.ones(3)])
+    total = PackedSum([torch.ones(2), torch.ones(3)])
     assert total.collectives == 0
-    assert total(columns) is columns
+    assert total.of_all(columns) is columns
     assert not is_sharded(columns)
     assert local(columns) is columns
 
@@ -67,101 +72,122 @@ def test_without_processes_a_sum_is_the_value_itself(world):
 def test_shards_of_one_mesh_go_to_all_of_it(world):
     world.start(8, 3)
     mesh = init_device_mesh("cpu", (8,))
-    total = ShardSum([on(mesh, S), on(mesh, S)])
-    result = total(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    total = PackedSum([on(mesh, S), on(mesh, S)])
+    result = total.of_all(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     assert total.collectives == len(world.calls) == 1
     assert world.calls[0][0] == list(range(8))
-    assert sent(world) == [[1.0, 2.0, 3.0, 4.0]]
+    # Each row ends in the column of the flag.
+    assert sent(world) == [[1.0, 2.0, 0.0, 3.0, 4.0, 0.0]]
     assert result.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert result.dtype == torch.float32
 
 
-def sent(world):
-    return [tensor.tolist() for _, tensor in world.calls]
+def test_columns_that_a_process_does_not_work_on_travel_as_zeros(world):
+    world.start(2)
+    mesh, flag = init_device_mesh("cpu", (2,)), torch.tensor(True)
+    total = PackedSum([on(mesh, S)] * 3)
+    index = torch.tensor([2, 0])
+    (sums,), is_up, _ = total([index], [torch.tensor([[5.0, 4.0]])], 1, flag)
+    assert sent(world) == [[4.0, 0.0, 5.0, 1.0]]
+    assert sums.tolist() == [[5.0, 4.0]]
+    assert is_up
+    assert total([], [], 1)[0] == []
+    assert sent(world)[1] == [0.0, 0.0, 0.0, 0.0]
 
 
-def test_copies_are_not_asked_and_whole_tensors_stay_at_home(world):
+def test_copies_elsewhere_are_not_asked(world):
     mesh = three_axes(world)
     tensors = [on(mesh, R, S, R), on(mesh, R, R, R)]
-    result = ShardSum(tensors)(torch.tensor([[1.0, 4.0]]))
+    result = PackedSum(tensors).of_all(torch.tensor([[1.0, 4.0]]))
     # Rank 5 is at (1, 0, 1): with 7 it makes up the shards.
     assert world.calls[0][0] == [5, 7]
-    assert sent(world) == [[1.0]]
-    assert result.tolist() == [[1.0, 4.0]]
+    # They have two copies of the whole tensor.
+    assert sent(world) == [[1.0, 2.0, 0.0]]
+    assert result.tolist() == [[1.0, 2.0]]
 
 
 def test_copies_are_asked_beside_plain_tensors(world):
     """A finding in a plain tensor must reach the copies of the others."""
     mesh = three_axes(world)
-    total = ShardSum([on(mesh, R, S, R), torch.ones(3)], flags=1)
-    result = total(torch.tensor([[1.0, 2.0, 1.0]]))
+    total = PackedSum([on(mesh, R, S, R), torch.ones(3)])
+    result = total.of_all(torch.tensor([[1.0, 2.0]]))
     assert world.calls[0][0] == list(range(8))
     # Two shards among eight processes: four copies of each value.
-    assert sent(world) == [[0.25, 1.0]]
-    assert result.tolist() == [[0.25, 2.0, 1.0]]
+    assert sent(world) == [[0.25, 0.0]]
+    assert result.tolist() == [[0.25, 2.0]]
 
 
 def test_other_axes_of_a_mesh_travel_together_with_shares(world):
     mesh = three_axes(world)
     # FSDP alone and tensor parallelism alone, each on its part of the mesh, and both.
     tensors = [on(mesh["part"], S), on(mesh["tp"], S), on(mesh["part", "tp"], S, Shard(1))]
-    result = ShardSum(tensors)(torch.ones(1, 3, dtype=torch.float64))
+    result = PackedSum(tensors).of_all(torch.ones(1, 3))
     assert [ranks for ranks, _ in world.calls] == [[4, 5, 6, 7]]
     # Along one axis, then the other: so all four have agreed on the new group's name. Before that
     # all that share an axis, or all of the mesh, on whether they hold tensors of several kinds.
     assert world.agreed[-2:] == [[5, 7], [4, 5]]
     # Who is elsewhere along the other axis may hold another tensor, and has a column of its own:
     # rank 5 is the first along `part` and the second along `tp`.
-    assert sent(world) == [[0.0, 1.0, 1.0, 0.0, 1.0]]
+    assert sent(world) == [[0.0, 1.0, 1.0, 0.0, 1.0, 0.0]]
     assert result.tolist() == [[1.0, 1.0, 1.0]]
 
 
 def test_copies_are_asked_beside_tensors_on_a_part_of_the_mesh(world):
     """A part's tensor may differ from another part's, and with it what is found in it."""
     mesh = three_axes(world)
-    total = ShardSum([on(mesh["tp"], S), on(mesh["copy", "tp"], R, R)], flags=1)
-    result = total(torch.tensor([[1.0, 3.0, 1.0]]))
-    # Rank 5 is at (1, 0, 1): a column for each part, half of each of two copies, and the flag.
+    total = PackedSum([on(mesh["tp"], S), on(mesh["copy", "tp"], R, R)])
+    result = total.of_all(torch.tensor([[1.0, 3.0]]))
+    # Rank 5 is at (1, 0, 1): a column for each part, a quarter of each of four copies, the flag.
     assert world.calls[0][0] == [0, 1, 4, 5]
-    assert sent(world) == [[0.0, 1.0, 0.75, 1.0]]
+    assert sent(world) == [[0.0, 1.0, 0.75, 0.0]]
     assert not total.is_uniform
-    assert result.tolist() == [[1.0, 0.75, 1.0]]
+    assert result.tolist() == [[1.0, 0.75]]
 
 
-def test_parts_of_a_group_that_are_laid_out_alike():
-    assert _parts({4, 6}, (4, 5, 6, 7)) == (0, 2)
-    assert _parts({5, 7}, (4, 5, 6, 7)) == (1, 2)
-    assert _parts({4, 5, 6, 7, 9}, (4, 5, 6, 7)) == (0, 1)
-    # In the mesh's order, whatever the ranks are.
-    assert _parts({0, 2}, (0, 2, 1, 3)) == (0, 2)
-    assert _parts({3}, (0, 2, 1, 3)) == (3, 4)
-    assert _parts({0, 1}, (0, 1, 2)) is None
-    assert _parts({1, 2}, (0, 1, 2, 3)) is None
+@pytest.mark.parametrize(
+    ("rank", "columns"), [(0, [1.0, 0.0, 1.0]), (1, [0.0, 1.0, 1.0]), (2, [1.0, 0.0, 1.0])]
+)
+def test_parts_of_a_group_go_by_the_order_of_its_mesh(world, rank, columns):
+    world.start(4, rank)
+    both = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))
+    half = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("c", "d"))["d"]
+    PackedSum([on(half, S), on(both, S, Shard(1))]).of_all(torch.ones(1, 2))
+    assert [ranks for ranks, _ in world.calls] == [[0, 1, 2, 3]]
+    assert sent(world) == [[*columns, 0.0]]
+
+
+@pytest.mark.parametrize(("size", "part"), [(4, [1, 2]), (3, [0, 1])])
+def test_parts_that_do_not_fill_a_group_make_a_collective_of_their_own(world, size, part):
+    world.start(size, 1)
+    mesh = DeviceMesh("cpu", [*range(size)], mesh_dim_names=("a",))
+    some = DeviceMesh("cpu", part, mesh_dim_names=("b",))
+    PackedSum([on(mesh, S), on(some, S)]).of_all(torch.ones(1, 2))
+    assert [ranks for ranks, _ in world.calls] == [[*range(size)], part]
 
 
 def test_means_over_processes_that_may_differ(world):
     """A sum over a tensor of all four, one that two parts hold, and a plain one."""
     mesh = three_axes(world, 0)
     tensors = [on(mesh["part", "tp"], S, Shard(1)), on(mesh["tp"], S), torch.ones(3)]
-    total, terms = ShardSum(tensors), torch.tensor([[8.0, 4.0, 2.0], [0.0, 0.0, 1.0]])
+    total, terms = PackedSum(tensors), torch.tensor([[8.0, 4.0, 2.0], [0.0, 0.0, 1.0]])
     assert not total.is_uniform
-    _, means = total.with_means(torch.ones(1, 3), terms)
+    index, columns = torch.arange(3), torch.ones(1, 3)
+    _, _, means = total([index], [columns], 1, None, [(slice(0, 2), terms)], 2)
     assert world.calls[0][0] == [0, 1, 2, 3]
     # Of the sums over the group's parts the mean of two, of the plain values that of four.
-    own = [8.0 + 4.0 / 2, 2.0 / 4, 0.0, 1.0 / 4]
-    assert sent(world) == [[1.0, 1.0, 0.0, *own]]
+    assert sent(world) == [[1.0, 1.0, 0.0, 0.0, 8.0 + 4.0 / 2 + 2.0 / 4, 1.0 / 4]]
     assert means.tolist() == [10.5, 0.25]
-    assert ShardSum(tensors[:1]).is_uniform
+    assert PackedSum(tensors[:1]).is_uniform
 
 
 def test_processes_among_anothers_travel_with_them(world):
     world.start(8, 2)
     wide, narrow = init_device_mesh("cpu", (8,)), init_device_mesh("cpu", (4, 2))
     tensors = [on(narrow, S, R), on(wide, S), on(narrow, S, S)]
-    total = ShardSum(tensors)
-    total(torch.ones(1, 3))
+    PackedSum(tensors).of_all(torch.ones(1, 3))
     assert [ranks for ranks, _ in world.calls] == [list(range(8))]
     # Two copies of the first.
-    assert sent(world) == [[0.5, 1.0, 1.0]]
+    assert sent(world) == [[0.5, 1.0, 1.0, 0.0]]
 
 
 def test_a_flattened_axis_beside_the_axis_it_lies_next_to(world):
@@ -170,30 +196,42 @@ def test_a_flattened_axis_beside_the_axis_it_lies_next_to(world):
     # As FSDP2 lays out a parameter that tensor parallelism has split before.
     both = DeviceMesh._concatenate([flat, mesh["tp"]])
     tensors = [on(flat, S), on(both, S, Shard(1))]
-    ShardSum(tensors)(torch.ones(1, 2))
+    PackedSum(tensors).of_all(torch.ones(1, 2))
     assert [ranks for ranks, _ in world.calls] == [list(range(8))]
-    assert sent(world) == [[1.0, 0.0, 1.0]]
+    assert sent(world) == [[1.0, 0.0, 1.0, 0.0]]
+
+
+def test_parts_beside_each_other_pass_on_what_they_find(world):
+    """Nothing public leads from one to the other: two sums, one after the other."""
+    mesh = three_axes(world)
+    total = PackedSum([on(mesh["part"], S), on(mesh["tp"], S)])
+    index, columns, terms = torch.arange(2), torch.ones(1, 2), torch.ones(1, 2)
+    _, is_up, means = total([index], [columns], 1, torch.tensor(True), [(slice(0, 1), terms)], 1)
+    assert total.collectives == 2
+    assert [ranks for ranks, _ in world.calls] == [[5, 7], [4, 5]]
+    # Column, flag and joint sum: of a tensor of one pair the mean over the other pairs.
+    assert sent(world) == [[1.0, 1.0, 1.0]] * 2
+    assert is_up
+    assert means.tolist() == [1.0]
 
 
 def test_unrelated_meshes_make_a_collective_each(world):
     world.start(8, 0)
     first = DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("a",))
     second = DeviceMesh("cpu", [0, 4], mesh_dim_names=("b",))
-    total = ShardSum([on(first, S), on(second, S), on(first, S)])
-    result = total(torch.tensor([[1.0, 2.0, 3.0]]))
+    total = PackedSum([on(first, S), on(second, S), on(first, S)])
+    result = total.of_all(torch.tensor([[1.0, 2.0, 3.0]]))
     assert total.collectives == 2
     assert [ranks for ranks, _ in world.calls] == [[0, 1, 2, 3], [0, 4]]
-    assert sent(world) == [[1.0, 3.0], [2.0]]
+    assert sent(world) == [[1.0, 3.0, 0.0], [2.0, 0.0]]
     assert result.tolist() == [[1.0, 2.0, 3.0]]
 
 
 def test_a_share_has_all_the_digits_of_the_sum(world):
     world.start(6)
     mesh = init_device_mesh("cpu", (2, 3))
-    ShardSum([on(mesh, S, R), on(mesh, S, S)])(torch.ones(1, 2, dtype=torch.float64))
-    assert sent(world) == [[1 / 3, 1.0]]
-    ShardSum([on(mesh, S, R), on(mesh, S, S)])(torch.ones(1, 2))
-    assert world.calls[1][1].dtype == torch.float32
+    PackedSum([on(mesh, S, R), on(mesh, S, S)]).of_all(torch.ones(1, 2))
+    assert sent(world) == [[1 / 3, 1.0, 0.0]]
 
 
 def test_a_group_is_made_once_in_a_world(world, monkeypatch):
@@ -205,7 +243,9 @@ def test_a_group_is_made_once_in_a_world(world, monkeypatch):
         mesh = three_axes(world)
         before = len(made)
         for _ in range(3):
-            ShardSum([on(mesh, R, S, S)])
+            PackedSum([on(mesh, R, S, S)])
+            # All processes have one already.
+            PackedSum([on(mesh, S, S, S)])
         assert len(made) == before + 1
         # The groups of a world that has ended are of no use in the next.
         assert made.count([4, 5, 6, 7]) == count
@@ -215,23 +255,19 @@ def test_a_group_is_made_once_in_a_world(world, monkeypatch):
 def test_one_process_needs_no_collective(world):
     world.start(2)
     mesh = init_device_mesh("cpu", (1, 2))
-    total = ShardSum([on(mesh, S, R)])
-    assert total(torch.ones(1, 1)).tolist() == [[1.0]]
+    total = PackedSum([on(mesh, S, R)])
+    assert total.of_all(torch.ones(1, 1)).tolist() == [[1.0]]
     assert total.collectives == len(world.calls) == 0
 
 
-def test_partial_sums_are_refused(world):
-    world.start(2)
-    mesh = init_device_mesh("cpu", (2,))
-    with pytest.raises(InputError, match="Found a partial DTensor"):
-        ShardSum([on(mesh, Partial())])
-
-
-def test_a_mesh_without_this_process_is_refused(world):
-    world.start(4, 3)
+@pytest.mark.parametrize(
+    ("rank", "placement", "match"), [(0, Partial(), "Partial"), (2, S, "process is at None")]
+)
+def test_partial_sums_and_meshes_without_this_process_are_refused(world, rank, placement, match):
+    world.start(4, rank)
     mesh = DeviceMesh("cpu", [0, 1])
-    with pytest.raises(InputError, match="part of its parameters' mesh"):
-        ShardSum([on(mesh, S)])
+    with pytest.raises(InputError, match=match):
+        PackedSum([on(mesh, placement)])
 
 
 def test_partial_gradients_are_added_up_together(world):
@@ -302,17 +338,19 @@ def test_a_whole_tensor_is_shared_out_without_communication(world, rank, rows):
     assert world.calls == []
 
 
-def test_the_blocks_of_a_container_are_sharded_not_the_container():
+def test_the_blocks_of_a_container_are_sharded_not_the_container(monkeypatch):
     """FSDP2 refuses containers without a forward pass."""
-    from steadygrad.sharding.whole import _blocks
 
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.first = torch.nn.Linear(2, 2)
             self.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2))
+            self.act = torch.nn.ReLU()
             self.heads = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 1)})
 
-    model = Model()
-    expected = [model.first, *model.layers, model.heads["a"]]
-    assert [id(block) for block in _blocks(model)] == [id(block) for block in expected]
+    model, blocks = Model(), []
+    monkeypatch.setattr(shards, "fully_shard", blocks.append)
+    shards.shard_model(model)
+    expected = [model.first, *model.layers, model.heads["a"], model]
+    assert [id(block) for block in blocks] == [id(block) for block in expected]

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from steadygrad.sharding import RankSum, rank_sum
+from steadygrad import distributed
+from steadygrad._checks import InputError
+from steadygrad.distributed import RankSum, World, gather_json, process_world
 
 
 @pytest.fixture
@@ -13,25 +15,19 @@ def all_of(monkeypatch):
     """Calls a sum as each of several processes, and returns what each one finds."""
 
     def play(calls):
-        monkeypatch.setattr(RankSum, "size", property(lambda _: len(calls)))
-        sent = []
+        sent, found = [], []
 
         def collect(rows, row, group):
             sent.append(row)
-            for r in rows:
-                r.zero_()
+            for own, other in zip(rows, sent, strict=False):
+                own.copy_(other)
 
-        monkeypatch.setattr(rank_sum.dist, "all_gather", collect)
-        for packed, agreed in calls:
-            RankSum()(packed, agreed)
-
-        def hand_out(rows, row, group):
-            for r, s in zip(rows, sent, strict=True):
-                r.copy_(s)
-
-        monkeypatch.setattr(rank_sum.dist, "all_gather", hand_out)
-        results = [RankSum()(packed, agreed) for packed, agreed in calls]
-        return [(total.tolist(), differs.tolist()) for total, differs in results]
+        monkeypatch.setattr(distributed, "process_world", lambda _: World(size=len(calls)))
+        monkeypatch.setattr(distributed.dist, "all_gather", collect)
+        for packed, agreed in [*calls, *calls]:
+            found.append(RankSum()(packed, agreed))
+        # Only in the second round all have sent theirs.
+        return [(total.tolist(), differs.tolist()) for total, differs in found[len(calls) :]]
 
     return play
 
@@ -65,7 +61,7 @@ OTHERS = {
 @pytest.mark.parametrize("processes", [2, 3])
 def test_numbers_that_differ_are_noticed_by_all_at_their_place(all_of, what, processes):
     one, other = OTHERS[what]
-    values = [one, other, one][:processes]
+    values = [*[one] * (processes - 1), other]
     found = all_of([(numbers(1.0), numbers(5.0, value, 7.0)) for value in values])
     assert found == [([1.0 * processes], [False, True, False])] * processes
 
@@ -84,3 +80,30 @@ def test_numbers_that_have_changed_places_differ(all_of):
 def test_what_counts_as_one_number(all_of, pair):
     found = all_of([(numbers(1.0), numbers(value)) for value in pair])
     assert found == [([2.0], [False])] * 2
+
+
+def test_a_group_that_is_none_is_refused():
+    for wrong in ("half", 3):
+        with pytest.raises(InputError, match="process_group"):
+            process_world(wrong)
+        with pytest.raises(InputError, match="process_group"):
+            RankSum(wrong)
+    assert process_world("all") == process_world(None) == World()
+
+
+def test_values_of_several_lengths_are_gathered(monkeypatch):
+    values, lengths = ["a", {"b": [1, None, "\u00e9"]}, []], []
+
+    def all_gather(rows, row, group):
+        # First the lengths, then the texts, each as long as the longest.
+        texts = [distributed.json.dumps(value).encode() for value in values]
+        for one, text in zip(rows, texts, strict=True):
+            if lengths:
+                one.copy_(torch.tensor([*text.ljust(len(row))], dtype=torch.uint8))
+            else:
+                one.fill_(len(text))
+        lengths.append(len(row))
+
+    monkeypatch.setattr(distributed.dist, "all_gather", all_gather)
+    assert gather_json("a", World(size=3), torch.device("cpu")) == values
+    assert lengths == [1, len(distributed.json.dumps(values[1]))]

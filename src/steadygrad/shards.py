@@ -1,0 +1,437 @@
+"""This process's parts of tensors, and sums over the parts of all processes, packed together."""
+
+import copy
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as checkpoints
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.optim import Optimizer
+
+from steadygrad._checks import InputError
+from steadygrad.distributed import Group, World, add_up, new_group
+from steadygrad.numerics import exact
+
+_WHOLE = checkpoints.StateDictOptions(full_state_dict=True)
+# Axes of a mesh.
+Axes = tuple[int, ...]
+# A column of a collective, the part of its group that this is, of how many, a factor for copies.
+Slot = tuple[int, int, int, float]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is a DTensor, of which this process holds a part."""
+    return isinstance(tensor, DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor: its shard if it is a DTensor, else the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class FirstShard(NamedTuple):
+    """Shape of the rows of a tensor that lie in its first shard, and whether they are here."""
+
+    shape: tuple[int, ...]
+    here: bool
+
+
+def first_shard(tensor: Tensor) -> FirstShard | None:
+    """The first rows of a tensor, which lie alike in its whole; None if its columns are sharded."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor) or not isinstance(tensor.placements[-1], Shard):
+        return FirstShard(shape, True)
+    if tensor.placements[-1].dim != 0:
+        return None
+    rows, coordinate = tensor.device_mesh.size(-1), tensor.device_mesh.get_coordinate()
+    return FirstShard((-(-shape[0] // rows), *shape[1:]), (coordinate or [-1])[-1] == 0)
+
+
+def replicas(tensor: Tensor, world: World) -> int:
+    """On how many processes a tensor's local part lies: a sum over ``world`` counts it so often."""
+    if not isinstance(tensor, DTensor):
+        return world.size
+    pairs = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in pairs if isinstance(placement, Replicate))
+
+
+def aligned(tensor: Tensor, like: Tensor) -> Tensor:
+    """A gradient laid out as its parameter is; communicates only where it was not."""
+    if not isinstance(like, DTensor) or not isinstance(tensor, DTensor):
+        return tensor
+    same = tensor.placements == like.placements
+    return tensor if same else tensor.redistribute(placements=like.placements)
+
+
+def is_on_mesh_of(tensor: Tensor, like: Tensor) -> bool:
+    """Whether :func:`shared_out` can lay a tensor out: it is plain, or on the other's mesh."""
+    mesh = getattr(like, "device_mesh", None)
+    return not isinstance(tensor, DTensor) or tensor.device_mesh == mesh
+
+
+def shared_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """:func:`aligned`, or a part of a plain tensor, which is whole and alike on every process."""
+    if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
+        return aligned(tensor, like)
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+class PackedSum:
+    """Sums over the shards of all parameters of an optimizer, and one flag, in one collective.
+
+    Parameters whose processes are among another's travel with it; unrelated meshes make a
+    collective each. Copies count with a share of the value. Processes that are not known to hold
+    the same tensor (other experts, on another part of the mesh) have columns of their own.
+
+    The columns of all parameters travel in every call, those that nobody works on as zeros: so they
+    have one length on all processes of a mesh, which all make the same calls. Where processes may
+    have different tensors (plain ones, whose columns stay as they are, or on parts of a mesh),
+    replicas take part, too: a flag from one tensor must reach all replicas of the others.
+
+    Args:
+        params: The parameters, in an order that is the same on all processes.
+
+    Attributes:
+        is_uniform: Whether all processes that share a parameter find the same sums.
+        collectives: Number of collectives of a call.
+
+    Raises:
+        InputError: If a DTensor is a partial sum, or this process is not part of its mesh.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        split = {i: _split(p) for i, p in enumerate(params) if isinstance(p, DTensor)}
+        axes: dict[DeviceMesh, set[int]] = defaultdict(set)
+        for mesh, some in split.values():
+            axes[mesh].update(some)
+        self.is_uniform = _are_alike([*axes], len(split) == len(params))
+        if not self.is_uniform:
+            axes = {mesh: {*range(mesh.ndim)} for mesh in axes}
+        # For each mesh the ranks that one collective goes over.
+        peers = {mesh: _peers(mesh, some) for mesh, some in axes.items()}
+        widest = {mesh: _widest(ranks, peers) for mesh, ranks in peers.items()}
+        slots: dict[DeviceMesh, list[Slot]] = defaultdict(list)
+        for column, (mesh, some) in split.items():
+            shards = math.prod(mesh.size(axis) for axis in some)
+            joined, part, parts = widest[mesh]
+            slots[joined].append((column, part, parts, shards * parts / len(peers[joined])))
+        device = next((params[i].device for i in split), torch.device("cpu"))
+        # Of each parameter in the joint sums, which all collectives add up one after the other.
+        self._weights = torch.ones(len(params), dtype=exact(device), device=device)
+        self._lanes = []
+        for mesh, own in slots.items():
+            if (size := len(peers[mesh])) > 1:
+                factors = [1 / size] * len(params)
+                for column, _, parts, share in own:
+                    factors[column] = share / parts
+                self._weights *= self._weights.new_tensor(factors)
+                group = _group(mesh, tuple(sorted(axes[mesh])), dist.group.WORLD)
+                # The flag comes last.
+                self._lanes.append(Lane(group, [*own, (len(params), 0, 1, 1.0)], self._weights))
+        self.collectives = len(self._lanes)
+
+    def of_all(self, columns: Tensor) -> Tensor:
+        """Adds up columns of all parameters, with shape ``(k, params)``."""
+        if not self._lanes:
+            return columns
+        return self([torch.arange(len(self._weights))], [columns], len(columns))[0][0]
+
+    def __call__(
+        self,
+        indices: Sequence[Tensor],
+        columns: Sequence[Tensor],
+        rows: int,
+        flag: Tensor | None = None,
+        terms: Sequence[tuple[int | slice, Tensor]] = (),
+        count: int = 0,
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Adds up over shards.
+
+        Args:
+            indices: Indices of some parameters, one tensor for each of ``columns``.
+            columns: Local sums of these parameters, each with shape ``(rows, len(index))``; none if
+                this process works on nothing and others may.
+            rows: Number of rows, the same on all processes.
+            flag: What every process must know, with shape ``()``; None: nothing.
+            terms: For each index the numbers of joint sums, and each parameter's parts of them.
+            count: Number of joint sums.
+
+        Returns:
+            The sums; whether the flag is up on any process; and the joint sums, with shape
+            ``(count)``: their means over all processes that share a parameter.
+        """
+        # In the widest type, so that the order of processes costs no digits.
+        packed = self._weights.new_zeros(rows, len(self._weights) + 1)
+        joint = self._weights.new_zeros(count, len(self._weights))
+        places = [index.to(packed.device) for index in indices]
+        for place, own in zip(places, columns, strict=True):
+            packed[:, place] = own.to(packed)
+        for place, (row, own) in zip(places, terms, strict=False):
+            joint[row, place] = own.to(joint)
+        if flag is not None:
+            packed[0, -1] = flag.to(packed)
+        means = joint @ self._weights
+        for lane in self._lanes:
+            means = lane(packed, means)
+        totals = [packed[:, place].to(own) for place, own in zip(places, columns, strict=True)]
+        return totals, packed[0, -1] != 0, means
+
+
+def _split(tensor: DTensor) -> tuple[DeviceMesh, Axes]:
+    """The mesh of a tensor, and the axes that split it."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    here = mesh.get_coordinate()
+    if here is None or any(isinstance(placement, Partial) for placement in placements):
+        raise InputError(
+            "Expected parameters that are sharded or replicated over this process and others. "
+            f"Found {placements} on a mesh where this process is at {here}. Remedy: redistribute "
+            "partial sums, and make optimizers only on the processes that hold the model."
+        )
+    return mesh, tuple(i for i, p in enumerate(placements) if not isinstance(p, Replicate))
+
+
+def _peers(mesh: DeviceMesh, axes: Collection[int]) -> tuple[int, ...]:
+    """The processes that differ from this one along these axes only, by rank."""
+    here = mesh.get_coordinate() or ()
+    places = tuple(slice(None) if axis in axes else here[axis] for axis in range(mesh.ndim))
+    return tuple(mesh.mesh[places].flatten().tolist())
+
+
+def _along(mesh: DeviceMesh, axes: Collection[int]) -> list[Group]:
+    """The groups along each of some axes."""
+    return [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
+
+
+@cache
+def _group(mesh: DeviceMesh, axes: Axes, world: object) -> Group:
+    """The group of this process and its peers; made once in a world, by its members alone."""
+    if len(axes) == 1:
+        return mesh.get_group(*axes)
+    ranks, device = _peers(mesh, axes), torch.device(mesh.device_type)
+    everybody = len(ranks) == dist.get_world_size()
+    return None if everybody else new_group(ranks, _along(mesh, axes), device)
+
+
+def _are_alike(meshes: Sequence[DeviceMesh], is_all: bool) -> bool:
+    """Whether all tensors, on all processes that hold one of them, lie on one mesh."""
+    differs = len(meshes) > 1 or not is_all
+    for mesh in meshes:
+        # Once in an optimizer's life: another process may hold a plain tensor.
+        flag = torch.tensor([int(differs)], device=mesh.device_type)
+        differs = bool(add_up(flag, _along(mesh, range(mesh.ndim))))
+    return not differs
+
+
+def _widest(
+    own: tuple[int, ...], peers: Mapping[DeviceMesh, tuple[int, ...]]
+) -> tuple[DeviceMesh, int, int]:
+    """The mesh of the largest collective that some ranks take part in, their part and the parts.
+
+    Parts of a mesh are the same pattern of ranks, moved; they have to fill it.
+    """
+    found = []
+    for mesh, ranks in peers.items():
+        places = [place for place, rank in enumerate(ranks) if rank in own]
+        parts, left = list[list[int]](), [*range(len(ranks))]
+        while left and len(places) == len(own):
+            parts.append([left[0] + place - places[0] for place in places])
+            left = [place for place in left if place not in parts[-1]]
+        if sorted(chain(*parts)) == [*range(len(ranks))] and places in parts:
+            found.append((len(ranks), mesh, parts.index(places), len(parts)))
+    return max(found, key=lambda one: one[0])[1:]
+
+
+class Lane:
+    """One collective of a group, whose parts may hold different tensors: each has its own place."""
+
+    def __init__(self, group: Group, slots: Sequence[Slot], like: Tensor) -> None:
+        columns, part, parts, shares = zip(*slots, strict=True)
+        *firsts, self._width = accumulate(parts, initial=0)
+        places = [first + own for first, own in zip(firsts, part, strict=True)]
+        self._group = group
+        self._columns, self._places = torch.tensor([columns, places], device=like.device)
+        # A third in float32 is not one in float64.
+        self._shares = like.new_tensor(shares)
+
+    def __call__(self, packed: Tensor, means: Tensor) -> Tensor:
+        """Adds up ``packed`` in place, and returns the sum of ``means``."""
+        sent = packed.new_zeros(len(packed), self._width)
+        sent[:, self._places] = packed[:, self._columns] * self._shares
+        flat = add_up(torch.cat([sent.flatten(), means]), [self._group])
+        packed[:, self._columns] = flat[: sent.numel()].view_as(sent)[:, self._places]
+        return flat[sent.numel() :]
+
+
+class PartialGradients:
+    """Adds up gradients that are partial sums: one collective for all of one type.
+
+    Sequence parallelism leaves the gradients of whole parameters, a norm's gain, as partial sums.
+    Before the first step all processes of a mesh agree on which these are: from then on a process
+    without such a gradient adds zeros. One that is partial later must be so on all of them.
+
+    Args:
+        params: The parameters, those of a mesh in an order that is the same on all processes.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._layout = _layout(params)
+        # Axes to add up over, of each gradient that is partial on any process.
+        self._known: dict[int, Axes] | None = None
+
+    def is_of(self, params: Sequence[Tensor]) -> bool:
+        """Whether these parameters are sharded as the ones that it was made for."""
+        return self._layout == _layout(params)
+
+    def __call__(
+        self, gradients: Sequence[Tensor | None], params: Sequence[Tensor]
+    ) -> tuple[list[Tensor | None], Tensor | None]:
+        """Lays gradients, None where this process has none, out as their parameters are.
+
+        Returns:
+            This process's parts, and whether any process has the gradient, of partial ones only,
+            boolean with shape ``(params)``; None: none is partial.
+        """
+        axes = [_partial_axes(g, p) for g, p in zip(gradients, params, strict=True)]
+        if self._known is None:
+            self._known = _agreed(axes, params)
+        self._known |= {i: own for i, own in enumerate(axes) if own}
+        found = [
+            g if g is None else local(g if own else aligned(g, p))
+            for g, p, own in zip(gradients, params, axes, strict=True)
+        ]
+        kinds: dict[Any, dict[int, Tensor]] = defaultdict(dict)
+        for i, own in sorted(self._known.items()):
+            g, p = found[i], params[i]
+            here = local(p.detach()) if g is None else g
+            # One that is whole already stays as it is, on all processes.
+            part = here if axes[i] else torch.zeros_like(here)
+            kinds[p.device_mesh, own, here.dtype][i] = part  # type: ignore[attr-defined]
+        anywhere: dict[int, Tensor] = {}
+        for (mesh, own, _), parts in kinds.items():
+            yes = next(iter(parts.values())).new_ones(1)
+            # Not copied from the host, which would wait for the device.
+            flags = [yes if axes[i] else yes - 1 for i in parts]
+            sent = torch.cat([*(part.reshape(-1) for part in parts.values()), *flags])
+            add_up(sent, [mesh.get_group(axis) for axis in own])
+            *totals, counts = sent.split([*(part.numel() for part in parts.values()), len(parts)])
+            for (i, part), total, count in zip(parts.items(), totals, counts, strict=True):
+                anywhere[i] = count > 0
+                if axes[i] or found[i] is None:
+                    found[i] = total.view(part.shape)
+        if not anywhere:
+            return found, None
+        no = torch.zeros_like(next(iter(anywhere.values())))
+        return found, torch.stack([anywhere.get(i, no).to(no.device) for i in range(len(params))])
+
+
+def _layout(params: Sequence[Tensor]) -> list[Any]:
+    """Mesh and placements of each parameter."""
+    return [(getattr(p, "device_mesh", None), getattr(p, "placements", None)) for p in params]
+
+
+def _partial_axes(gradient: Tensor | None, parameter: Tensor) -> Axes:
+    """The axes to add a gradient up over, where that is all it needs."""
+    if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+        return ()
+    pairs = [*zip(gradient.placements, parameter.placements, strict=True)]
+    axes = tuple(axis for axis, (own, wanted) in enumerate(pairs) if own != wanted)
+    return axes if all(pairs[axis] == (Partial("sum"), Replicate()) for axis in axes) else ()
+
+
+def _agreed(axes: Sequence[Axes], params: Sequence[Tensor]) -> dict[int, Axes]:
+    """Axes of each gradient that is partial on any process; once in an optimizer's life."""
+    copied: dict[DeviceMesh, list[int]] = defaultdict(list)
+    for i, p in enumerate(params):
+        if isinstance(p, DTensor) and any(isinstance(place, Replicate) for place in p.placements):
+            copied[p.device_mesh].append(i)
+    known = {}
+    for mesh, places in copied.items():
+        flags = [[int(axis in axes[i]) for axis in range(mesh.ndim)] for i in places]
+        counts = torch.tensor(flags, device=mesh.device_type)
+        add_up(counts, _along(mesh, range(mesh.ndim)))
+        for i, row in zip(places, counts.tolist(), strict=True):
+            if any(row):
+                known[i] = tuple(axis for axis, count in enumerate(row) if count)
+    return known
+
+
+class ZeroSum:
+    """What :class:`PackedSum` is under ``ZeroRedundancyOptimizer``, which shares parameters out.
+
+    A parameter's rank alone needs its sums: what travels are the flag and the joint sums.
+    """
+
+    collectives, is_uniform = 1, False
+
+    def __init__(self, owner: Any) -> None:
+        self._group, self._device = owner.join_process_group, owner.join_device
+
+    @classmethod
+    def of_caller(cls) -> "ZeroSum | None":
+        """That of the ``ZeroRedundancyOptimizer`` that is making an optimizer now, if one is.
+
+        It tells the optimizer nothing of itself, so the calls under way are looked at.
+        """
+        module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+        frame = None if module is None else sys._getframe(1)
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, module.ZeroRedundancyOptimizer):  # type: ignore[union-attr]
+                return cls(owner) if owner.world_size > 1 else None
+            frame = frame.f_back
+        return None
+
+    def __call__(
+        self,
+        indices: Sequence[Tensor],
+        columns: Sequence[Tensor],
+        rows: int,
+        flag: Tensor | None = None,
+        terms: Sequence[tuple[int | slice, Tensor]] = (),
+        count: int = 0,
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """The columns as they are; the flag and the joint sums over all ranks."""
+        packed = torch.zeros(count + 1, dtype=exact(self._device), device=self._device)
+        for row, own in terms:
+            packed[row] += own.to(packed).sum(-1)
+        if flag is not None:
+            packed[-1] = flag.to(packed)
+            add_up(packed, [self._group])
+        return list(columns), packed[-1] != 0, packed[:-1]
+
+
+def shard_model(model: nn.Module) -> None:
+    """Shards a model over all processes by FSDP2, in place: block by block, and then the rest."""
+    blocks = [*model.children()]
+    for block in blocks:
+        if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+            # FSDP2 refuses containers without a forward pass.
+            blocks += block.children()
+        elif next(block.parameters(), None) is not None:
+            fully_shard(block)
+    fully_shard(model)
+
+
+def whole_states(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """State dicts of a sharded model and its optimizer with whole tensors, on every rank."""
+    return checkpoints.get_state_dict(model, optimizer, options=_WHOLE)
+
+
+def load_model_state(model: nn.Module, state: dict[str, Any]) -> None:
+    """Loads a state dict with whole tensors into a sharded model; the state is not changed."""
+    checkpoints.set_model_state_dict(model, copy.deepcopy(state), options=_WHOLE)
+
+
+def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Loads a state dict with whole tensors into a sharded model's optimizer."""
+    checkpoints.set_optimizer_state_dict(model, optimizer, copy.deepcopy(state), options=_WHOLE)
