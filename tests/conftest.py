@@ -1,4 +1,4 @@
-"""Settings that torch and Triton read as they are imported, and which tests `make test` takes.
+"""Settings that torch reads as it is imported, and which tests `make test` takes.
 
 Any test file may import them, so these settings are made here.
 """
@@ -20,7 +20,7 @@ NUMBA = find_spec("numba") is not None
 # Tests of the compiled loops themselves. Without Numba `fused=True` warns on a CPU and takes
 # multi-tensor calls, which all other tests then hold to the same numbers.
 COMPILED_FILES = (
-    *(f"unit/kernels/test_{name}.py" for name in ("numbers", "processes", "tables")),
+    *(f"unit/optim/test_loop_{name}.py" for name in ("numbers", "processes", "tables")),
     *(f"unit/benchmarks/test_{name}.py" for name in ("truth", "compiled")),
 )
 COMPILED_TESTS = (
@@ -42,12 +42,6 @@ def pytest_collection():
     # A million objects stay until the end: modules, cases and their parameters. The garbage
     # collector would look through them again and again, here and in each test.
     gc.disable()
-
-    import torch
-
-    # Without a CUDA device Triton's kernels are tried by its interpreter.
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -98,26 +98,10 @@ CASES = {
     "unit/formulas/test_summed_parts.py": {
         "test_a_sum_with_its_roundings_is_no_alteration": 9,
     },
-    "unit/kernels/test_processes.py": {
+    "unit/optim/test_loop_processes.py": {
         "test_a_lack_of_memory_in_the_compiler_is_passed_on": 0,
         "test_several_python_threads_step_at_once": 1,
         "test_without_any_folder_it_is_compiled_for_the_process": 1,
-    },
-    "unit/kernels/test_triton_golden.py": {
-        "test_a_golden_file_of_lans": 0,
-        "test_golden_files_of_scaled_adam": 0,
-    },
-    "unit/kernels/test_triton_graphs.py": {
-        "test_nothing_is_kept_where_nothing_changes": 2,
-    },
-    "unit/kernels/test_triton_steps.py": {
-        "test_a_bad_step_changes_nothing": 1,
-        "test_a_large_gradient_is_clipped": 1,
-        "test_finite_gradients_of_any_size_leave_all_finite": 1,
-        "test_launches_do_not_grow_with_the_model": 1,
-        "test_no_wait_for_a_tensor_that_is_read": 1,
-        "test_one_type_without_masters": 1,
-        "test_tensors_that_move_are_found": 1,
     },
     "unit/noise/test_noise_scale_history.py": {
         "test_finds_a_known_noise_scale": 1,

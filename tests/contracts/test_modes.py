@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from steadygrad import kernels
+from steadygrad.optim import loops
 from steadygrad.optim.batch import BUCKET
 from tests.contracts.problems import (
     Calls,
@@ -200,8 +200,8 @@ def test_defaults_leave_the_mode_open():
 
 @every_optimizer
 def test_fused_falls_back_with_one_warning(entry, monkeypatch):
-    monkeypatch.setattr(kernels, "missing", lambda device: "numba is not installed")
-    monkeypatch.setattr(kernels, "_WARNED", set())
+    monkeypatch.setattr(loops, "why_none", lambda: "numba is not installed")
+    monkeypatch.setattr(loops, "_WARNED", set())
     fused, default, plain = parameters(), parameters(), parameters()
     optimizer = entry(fused, fused=True)
     with pytest.warns(UserWarning, match=r"fused kernel.*numba is not installed.*Remedy") as caught:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from steadygrad.formulas import tensors
+from steadygrad import numerics
 from tests.contracts.problems import assert_same, give_gradients, parameters, run, snapshot
 from tests.contracts.table import OPTIMIZERS
 from tests.covering import covering
@@ -211,7 +211,7 @@ def test_devices_without_float64(entry, monkeypatch):
     narrow, wide = parameters(), parameters()
     theirs = entry(wide, foreach=True)
     run(theirs, wide, range(12))
-    monkeypatch.setattr(tensors, "_WIDEST", {"cpu": torch.float32})
+    monkeypatch.setattr(numerics, "_WIDEST", {"cpu": torch.float32})
     ours = entry(narrow, foreach=True)
     with Types() as types:
         run(ours, narrow, range(6))

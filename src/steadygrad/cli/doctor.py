@@ -39,7 +39,7 @@ def examined() -> dict[str, object]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "steadygrad": __version__,
-        **{name: _version(name) for name in ("torch", "numpy", "numba", "triton")},
+        **{name: _version(name) for name in ("torch", "numpy", "numba")},
         **_tried("import torch", _here),
         **_tried("extras", _missing),
     }
@@ -88,7 +88,6 @@ def _step(device: str) -> str:
     """One step of LANS with default options, on two threads, judged by multi-tensor calls."""
     import torch
 
-    from steadygrad.kernels import wants_fused
     from steadygrad.optim import LANS
 
     own, other = torch.linspace(-1, 1, 100_000, device=device).repeat(2, 1).unbind()
@@ -98,8 +97,8 @@ def _step(device: str) -> str:
         LANS([own]).step()
     LANS([other], foreach=True).step()
     torch.testing.assert_close(own, other)
-    # A step that finds no kernels though it looks for them warns.
-    fused = wants_fused(None, None, own.device.type) and not caught
+    # A step that finds no loops though it looks for them warns.
+    fused = own.device.type == "cpu" and not caught
     path = "compiled loops (Numba)" if fused else "multi-tensor calls"
     return " ".join([path, *(f"({warning.message})" for warning in caught)])
 
@@ -107,6 +106,6 @@ def _step(device: str) -> str:
 def _kept_in() -> str:
     from numba.core.caching import FunctionCache
 
-    from steadygrad.kernels.numba import lans
+    from steadygrad.optim.loops import layerwise
 
-    return str(FunctionCache(lans.apply_kernel).cache_path)
+    return str(FunctionCache(layerwise.weights_kernel).cache_path)

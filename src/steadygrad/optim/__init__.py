@@ -2,8 +2,7 @@
 
 from steadygrad.optim.batched import BatchedOptimizer
 from steadygrad.optim.groups import param_groups
-from steadygrad.optim.lamb import LAMB
-from steadygrad.optim.lans import LANS
+from steadygrad.optim.layerwise import LAMB, LANS
 from steadygrad.optim.scaled_adam import ScaledAdam
 from steadygrad.optim.schedules import Eden, WarmupHoldDecay
 

@@ -3,23 +3,27 @@
 from collections.abc import Mapping, Sequence
 from itertools import chain, compress
 from operator import attrgetter, eq, is_
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError
-from steadygrad.formulas.tensors import Bucket
-from steadygrad.kernels.table import PointerTable, addresses_of, is_recording
 from steadygrad.numerics import exact, wide
-from steadygrad.optim.masters import MASTER, round_masters, sync_masters
-from steadygrad.optim.state import StateField
+from steadygrad.optim.checks import TYPES, is_capturing
+from steadygrad.optim.loops import GAPS, Types
+from steadygrad.optim.passes import Bucket, addresses_of, sync_masters
+from steadygrad.optim.state import MASTER, StateField
 from steadygrad.shards import is_sharded, local
 
-__all__ = ["BUCKET", "Gradients", "ParamBatch", "buckets_of"]
+if TYPE_CHECKING:
+    from steadygrad.optim.loops.runtime import Table
 
+__all__ = ["BUCKET", "Gradients", "ParamBatch", "is_compiled", "types_for_loops"]
+
+# Types of devices on which `fused=True` has torch compile the passes.
+COMPILED = {"cuda"}
 # Elements that are worked on together even where no parameter has as many.
 BUCKET = 2**20
 
@@ -83,9 +87,9 @@ class ParamBatch:
         places: Indices of the parameters among all parameters of the optimizer.
         states: States of the parameters.
         fields: Fields of the optimizer's states.
-        passes: The backend: a module with the optimizer's passes.
-        table: Table of pointers that the backend needs; None: it works by multi-tensor calls.
-        single: Whether those calls are to work on one parameter at a time.
+        table: Addresses for compiled loops; None: it works by multi-tensor calls.
+        compiled: Whether torch compiles those, for one parameter at a time.
+        single: Whether they are to work on one parameter at a time.
         views: Whether the states become views of the columns; if not, new values are copied to
             each of them.
 
@@ -103,8 +107,8 @@ class ParamBatch:
         numel: Elements of each parameter over all shards.
         exact: The widest type of their device.
         index: Indices of the parameters among all, with shape ``(tensors)``.
+        rows: The index of each within the batch, with shape ``(1)``, where torch compiles.
         buckets: Parameters that multi-tensor calls work on together.
-        recorded: Whether a CUDA graph has recorded a step of this batch.
     """
 
     has_grad: Tensor
@@ -121,14 +125,14 @@ class ParamBatch:
         places: Sequence[int],
         states: Sequence[dict[str, Any]],
         fields: Mapping[str, StateField],
-        passes: ModuleType,
-        table: PointerTable | None = None,
+        table: "Table | None" = None,
         *,
+        compiled: bool = False,
         single: bool = False,
         views: bool = True,
     ) -> None:
         self.group, self.params, self.places, self.states = group, list(params), places, states
-        self.passes, self.table, self.views = passes, table, views
+        self.table, self.compiled, self.views = table, compiled, views
         self.device, self.sharded = params[0].device, any(map(is_sharded, params))
         self.numel = torch.tensor([p.numel() for p in params], device=self.device)
         self.index = torch.tensor(places, device=self.device)
@@ -145,9 +149,12 @@ class ParamBatch:
         self._masters = [local(state[MASTER]) for state in states if MASTER in state]
         self._own = [local(p) for p in params] if self.sharded else self.params
         self.exact, self.weights = exact(self.device), self._masters or self._own
-        self._bucketed = [[i] for i in range(len(params))] if single else buckets_of(self.weights)
+        # Tensors of their own: the compiler looks at a view's base and offset too.
+        rows = torch.arange(len(params), device=self.device).split(1) if compiled else ()
+        self.rows, single = [row.clone() for row in rows], single or compiled
+        self._bucketed = [[i] for i in range(len(params))] if single else _buckets_of(self.weights)
         self.state_dtype, self.sum_dtype = self.moments[0][0].dtype, wide(self.weights[0].dtype)
-        self.grads, self.buckets, self.recorded = [], [], False
+        self.grads, self.buckets = [], []
         # Both flags on the host; None where they are a graph's own.
         self._flags: tuple[list[bool], list[bool]] | None = None
         if not torch.compiler.is_compiling():
@@ -239,7 +246,7 @@ class ParamBatch:
 
     def _set_flags(self, has_grad: list[bool], in_step: list[bool]) -> None:
         # A graph makes its own, as later steps replace these.
-        recording = not torch.compiler.is_compiling() and is_recording(self.device)
+        recording = not torch.compiler.is_compiling() and is_capturing()
         if recording or (has_grad, in_step) != self._flags:
             no = torch.zeros((), dtype=torch.bool, device=self.device)
             flags = no, ~no
@@ -247,7 +254,6 @@ class ParamBatch:
             self.has_grad = torch.stack([flags[here] for here in has_grad])
             self.in_step = torch.stack([flags[here] for here in in_step])
             self._flags = None if recording else (has_grad, in_step)
-            self.recorded = self.recorded or recording
 
     def _keeps_states(self) -> bool:
         """Whether every state still is the tensor that it was, where it was."""
@@ -286,10 +292,11 @@ class ParamBatch:
         # Only those that were worked on: a graph may still need the others as they are.
         in_step = self._flags[1] if self._flags else [True] * len(self._own)
         written = list(compress(self._own, in_step))
-        if self.table is not None:
+        if self.table is not None or self.compiled:
             torch.autograd.graph.increment_version(written)
-        elif self._masters:
-            round_masters(written, list(compress(self._masters, in_step)))
+        if self.table is None:
+            for own, master in zip(written, compress(self._masters, in_step), strict=False):
+                own.copy_(master)
         # Memory of gradients, which the next ones may want, and of weights.
         self.grads, self.weights, self._own, self.buckets = [], [], [], []
 
@@ -303,7 +310,58 @@ def _check_shape(gradient: Tensor, parameter: Tensor) -> None:
         )
 
 
-def buckets_of(weights: Sequence[Tensor]) -> list[list[int]]:
+def is_compiled(group: Mapping[str, Any], device: torch.device) -> bool:
+    """Whether torch compiles the passes over a group's parameters on a device."""
+    return device.type in COMPILED and bool(group["fused"]) and not torch.compiler.is_compiling()
+
+
+def types_for_loops(
+    parameter: Tensor, gradient: Tensor | None, state: dict[str, Any], large: Sequence[str]
+) -> Types | str:
+    """Types of a parameter that loops can take; else the reason why they cannot.
+
+    Args:
+        parameter: The parameter.
+        gradient: The parameter's local gradient, or None.
+        state: The parameter's state.
+        large: Names of the states with its shape, masters aside.
+    """
+    own, masters = local(parameter), [local(state[MASTER])] if MASTER in state else []
+    moments = [local(state[name]) for name in large]
+    kept = (*moments, *masters)
+    grad_dtype = own.dtype if gradient is None else gradient.dtype
+    # A plain parameter's detached memory is a plain tensor; a wrapper's is not.
+    for t in (own.detach(), *kept):
+        if type(t) is not Tensor:
+            return f"tensors of type {type(t).__name__}"
+    if gradient is not None and type(gradient) is not Tensor:
+        return f"gradients of type {type(gradient).__name__}"
+    if any(t.is_neg() for t in (own, *kept)) or _has_gaps(own):
+        return f"{GAPS} (strides {own.stride()})"
+    if any((t.shape, t.stride()) != (own.shape, own.stride()) for t in kept):
+        return "states in another memory order"
+    types = (grad_dtype, (masters or [own])[0].dtype, moments[0].dtype, own.dtype)
+    if not {*types} <= {*TYPES} or types[2] not in (torch.float32, torch.float64):
+        return f"gradients of {types[0]}, weights of {types[1]} and states of {types[2]}"
+    if any(t.dtype is not types[2] for t in moments) or any(
+        t.dtype is not torch.float32 for t in masters
+    ):
+        return "states of several types"
+    return types
+
+
+def _has_gaps(tensor: Tensor) -> bool:
+    """Whether its elements do not fill their memory, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return True
+            expected *= size
+    return False
+
+
+def _buckets_of(weights: Sequence[Tensor]) -> list[list[int]]:
     """Indices of consecutive tensors that together are no larger than the largest, or ``BUCKET``.
 
     A multi-tensor call makes a temporary for each of its tensors: so the temporaries of a bucket

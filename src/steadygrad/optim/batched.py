@@ -1,8 +1,8 @@
 """A base class for optimizers that work on same-shape parameters stacked into one tensor."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,29 +11,45 @@ from torch import Tensor
 from steadygrad._checks import InputError, check_choice
 from steadygrad.optim.checks import dense_gradient
 from steadygrad.optim.loading import TypeKeepingOptimizer, names_of
-from steadygrad.optim.stacks import (
-    Batch,
-    BatchState,
-    check_result,
-    common_stack,
-    kind_of,
-    laid_out_as,
-)
-from steadygrad.shards import aligned, local
+from steadygrad.shards import aligned, is_sharded, local
 
-__all__ = ["Batch", "BatchState", "BatchedOptimizer"]
+__all__ = ["Batch", "BatchedOptimizer"]
+
+
+@dataclass(eq=False)
+class Batch:
+    """Same-shape parameters of one group, stacked.
+
+    Attributes:
+        param: The parameters, with shape ``[n, *shape]``: a copy, to be changed in place or
+            assigned anew.
+        grad: Gradients of the parameters, with the same shape; zeros where a gradient is None. A
+            copy too.
+        state: State of the parameters by name, with shape ``[n, ...]``: copies, to be changed in
+            place or assigned anew.
+        names: Names of the parameters; ``params.3`` for a group's fourth that has none.
+        params: The parameters themselves.
+        has_grad: Which of them have a gradient, on the host.
+    """
+
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+    names: tuple[str, ...]
+    params: tuple[Tensor, ...]
+    has_grad: tuple[bool, ...]
+
+    def __len__(self) -> int:
+        return len(self.params)
 
 
 class BatchedOptimizer(TypeKeepingOptimizer):
     """Base class for your own optimizer, when a model has many parameters of few shapes.
 
     A subclass writes its rule once, for a stack of parameters with a leading dimension ``n``, and
-    a model of hundreds of tensors takes a few kernels a step instead of hundreds. This is a way
-    to compute only: state is kept for each parameter, as views of one stacked tensor, so that
-    ``state_dict``, torch.distributed.checkpoint, ``add_param_group`` and ``deepcopy`` work as with
-    any torch optimizer. ``deepcopy`` keeps no attributes of an optimizer, so put options into the
-    groups. Where views no longer lie in one stack, after a load for example, they are stacked once
-    more.
+    a model of hundreds of tensors takes a few kernels a step instead of hundreds. State is kept
+    for each parameter, in its own type, and stacked for the step only: ``state_dict``, checkpoints
+    and ``deepcopy`` work as with any torch optimizer.
 
     .. code-block:: python
 
@@ -50,23 +66,20 @@ class BatchedOptimizer(TypeKeepingOptimizer):
                 for group in self.param_groups:
                     with self.batched_params(group) as batches:
                         for batch in batches:
-                            velocity = batch.state["velocity"]  # [n, *shape], a view of the state
+                            velocity = batch.state["velocity"]  # [n, *shape]
                             velocity.mul_(group["momentum"]).add_(batch.grad)
                             batch.param.sub_(group["lr"] * velocity)
                 return loss
 
     A norm for each parameter is one over all dimensions but the first. Counters that all
-    parameters share are best kept in the group, those of single parameters as state with shape
-    ``[n]``.
+    parameters share are best kept in the group, those of single ones as state with shape ``[n]``.
 
-    **None gradients** count as zeros unless ``batched_params`` skips them; zeros still
-    decay averages and, with momentum, still move a parameter, which torch's own optimizers do not.
+    **None gradients** count as zeros unless ``batched_params`` skips them; zeros still decay
+    averages and, with momentum, move a parameter, which torch's own optimizers do not.
 
     **Sharded parameters** (DTensors) are batched by the shapes of this process's parts, and state
     of that shape becomes a DTensor of the same layout. Rules that go by element are exact; a norm
-    is that of the local part only, and nothing is summed over processes for you.
-
-    State keeps its own type through ``load_state_dict``, where torch casts it to the parameter's.
+    is that of the local part only.
 
     Args:
         params: Parameters, named parameters, or groups of either; real and dense.
@@ -80,25 +93,17 @@ class BatchedOptimizer(TypeKeepingOptimizer):
     _allocates = False
 
     def init_state(self, batch: Batch) -> Mapping[str, Tensor]:
-        """State of parameters that have none yet; a subclass defines it.
+        """State of parameters that have none yet, by name, with shape ``[n, ...]``.
 
-        Called before a batch is handed out when any of its members lacks state. Members that have
-        a state keep it, so every row must depend on its own parameter only.
-
-        Args:
-            batch: The whole batch.
-
-        Returns:
-            Tensors whose first dimension is ``len(batch)``, by name. Names that some members have
-            and others have not must be among them.
+        Called when any member of a batch lacks state. Members that have a state keep it, so every
+        row must depend on its own parameter only.
         """
         return {}
 
     def allocate_state(self) -> None:
         """Makes the state of every parameter now; call it at the end of your ``__init__``.
 
-        Checkpoints are then the same before the first step as after it, also those of groups added
-        later. Without this call, state is made as parameters are first batched.
+        Checkpoints are then the same before the first step as after it.
         """
         self._allocates = True
         for group in self.param_groups:
@@ -110,144 +115,100 @@ class BatchedOptimizer(TypeKeepingOptimizer):
     ) -> Iterator[list[Batch]]:
         """Stacks a group's parameters of the same shape, type and device, and writes them back.
 
-        On leaving, the stacked parameters and the state that was assigned are written to the
-        parameters. If the block raises, neither is. What was changed *in place* in state the
-        optimizer already had is changed at once, as the stack is that state: compute into a new
-        tensor and assign it where that matters. Gradients are off inside.
+        On leaving, the stacked parameters and their state are written to the parameters. If the
+        block raises, nothing is. Gradients are off inside.
 
         Args:
             group: One of ``self.param_groups``.
             none_grads: ``"zero"``: None gradients are zeros. ``"skip"``: their parameters take no
-                part, as in torch's own optimizers. State is stacked again whenever the ones that
-                take part change, so choose this for gradients that are seldom None, or always.
+                part, as in torch's own optimizers.
 
         Yields:
             The batches, in the order of their first parameters.
 
         Raises:
-            InputError: If a gradient is sparse, or only a part of a batch has a state that
-                ``init_state`` says nothing of.
+            InputError: If a gradient is sparse, or a tensor that is to be written back has not one
+                row for each parameter.
         """
         check_choice("none_grads", none_grads, ("zero", "skip"))
         with torch.no_grad():
             batches = self._collect(group, none_grads)
-            try:
-                for batch in batches:
-                    batch.state.fill = partial(self._late_state, batch)
-                yield batches
-            finally:
-                for batch in batches:
-                    # A cycle of references would hold the stacks' memory until it is found.
-                    batch.state.fill = None
+            yield batches
             for batch in batches:
-                check_result(batch)
-            # All taken out before any is stored: one may be another's stack (`previous = current`).
-            assigned = [batch.state.pop_assigned(batches) for batch in batches]
-            for batch, values in zip(batches, assigned, strict=True):
-                torch._foreach_copy_(list(batch.parts), list(batch.param.unbind()))
-                for name, value in values:
-                    self._put(batch, name, value)
+                rows = (len(batch), *local(batch.params[0].detach()).shape)
+                _check_rows("param", batch.param, rows)
+                for name, value in batch.state.items():
+                    _check_rows(f"state[{name!r}]", value, rows[:1])
+            for batch in batches:
+                parts = [local(p.detach()) for p in batch.params]
+                torch._foreach_copy_(parts, list(batch.param.unbind()))
+                self._store(batch)
 
     def _collect(self, group: Mapping[str, Any], none_grads: str) -> list[Batch]:
-        params: Sequence[Tensor] = group["params"]
-        names = names_of(group)
-        parts = [local(p.detach()) for p in params]
-        kinds: dict[Any, list[int]] = {}
-        for index, p in enumerate(params):
+        params, names = group["params"], names_of(group)
+        parts, kinds = [local(p.detach()) for p in params], dict[Any, list[int]]()
+        for i, (p, part) in enumerate(zip(params, parts, strict=True)):
             if none_grads == "zero" or p.grad is not None:
-                kinds.setdefault(kind_of(parts[index]), []).append(index)
+                kinds.setdefault((part.shape, part.dtype, part.device), []).append(i)
         batches = []
-        for indices in kinds.values():
-            grads = [
-                local(aligned(dense_gradient(params[i], names[i]), params[i])) for i in indices
-            ]
+        for places in kinds.values():
+            grads = [local(aligned(dense_gradient(params[i], names[i]), params[i])) for i in places]
             batch = Batch(
-                param=torch.stack([parts[i] for i in indices]),
-                grad=torch.stack(grads),
-                state=BatchState({}, len(indices)),
-                names=tuple(names[i] for i in indices),
-                params=tuple(params[i] for i in indices),
-                parts=tuple(parts[i] for i in indices),
-                has_grad=tuple(params[i].grad is not None for i in indices),
+                torch.stack([parts[i] for i in places]),
+                torch.stack(grads),
+                {},
+                tuple(names[i] for i in places),
+                tuple(params[i] for i in places),
+                tuple(params[i].grad is not None for i in places),
             )
-            self._attach_state(batch)
+            states = [self.state[p] for p in batch.params]
+            known = {name: None for state in states for name in state}
+            is_new = not known or any(len(state) < len(known) for state in states)
+            initial = dict(self.init_state(batch)) if is_new else {}
+            for name, value in initial.items():
+                _check_rows(f"state[{name!r}]", value, (len(batch),))
+            for name in {**known, **initial}:
+                rows = [
+                    local(state[name]) if name in state else initial[name][i]
+                    for i, state in enumerate(states)
+                ]
+                batch.state[name] = torch.stack(rows)
             batches.append(batch)
         return batches
 
-    def _attach_state(self, batch: Batch) -> None:
-        """Gives a batch the stacks of its members' states, new members' included."""
-        kept = [
-            {k: v for k, v in self.state.get(p, {}).items() if isinstance(v, Tensor)}
-            for p in batch.params
-        ]
-        known = list(dict.fromkeys(name for state in kept for name in state))
-        initial: Mapping[str, Tensor] = {}
-        if not known or any(len(state) < len(known) for state in kept):
-            initial = self._initial(batch)
-        for name in dict.fromkeys([*known, *initial]):
-            rows = [local(state[name]) if name in state else None for state in kept]
-            batch.state.stacks[name] = self._stack(batch, name, rows, initial.get(name))
-
-    def _initial(self, batch: Batch) -> dict[str, Tensor]:
-        initial = dict(self.init_state(batch))
-        for name, value in initial.items():
-            batch.state.check(name, value)
-        return initial
-
-    def _stack(
-        self, batch: Batch, name: str, rows: Sequence[Tensor | None], initial: Tensor | None
-    ) -> Tensor:
-        """One tensor of all members' rows of a state, which are views of it from then on."""
-        if any(row is None for row in rows) and initial is None:
-            without = [n for n, row in zip(batch.names, rows, strict=True) if row is None]
-            raise InputError(
-                f"Expected `init_state` to return {name!r}, which {without[0]!r} lacks and other "
-                f"parameters of its batch have. Found none. Remedy: return {name!r} from "
-                "`init_state`, or load a state that covers all parameters."
-            )
-        filled = [initial[i] if row is None else row for i, row in enumerate(rows)]  # type: ignore[index]
-        kinds = {kind_of(row) for row in filled}
-        if len(kinds) > 1:
-            raise InputError(
-                f"Expected state {name!r} to be of one shape, type and device over the batch of "
-                f"{batch.names[0]!r}. Found {sorted(map(str, kinds))}. "
-                "Remedy: assign it for whole batches only."
-            )
-        stack = common_stack(filled) if all(row is not None for row in rows) else None
-        if stack is None:
-            stack = torch.stack(filled)
-            self._view(batch, name, stack)
-        return stack
-
-    def _late_state(self, batch: Batch, name: str) -> Tensor | None:
-        """State that no member has, though they have others: an older version's, when loaded."""
-        initial = self._initial(batch).get(name)
-        return None if initial is None else self._stack(batch, name, [None] * len(batch), initial)
-
-    def _put(self, batch: Batch, name: str, value: Tensor) -> None:
-        """Stores an assigned state, in place where it fits."""
-        stack = batch.state.stacks.get(name)
-        if stack is value:
-            return
-        if stack is not None and kind_of(stack) == kind_of(value):
-            # Where the addresses stay, a captured CUDA graph stays right.
-            stack.copy_(value)
-            return
-        self._view(batch, name, value.detach().clone(memory_format=torch.contiguous_format))
-
-    def _view(self, batch: Batch, name: str, stack: Tensor) -> None:
-        """Makes each member's state a view of its row."""
-        for p, row in zip(batch.params, stack.unbind(), strict=True):
-            self.state[p][name] = laid_out_as(p, row)
+    def _store(self, batch: Batch) -> None:
+        """Writes a batch's state to its parameters, in place where it fits."""
+        for name, value in batch.state.items():
+            for p, row in zip(batch.params, value.unbind(), strict=True):
+                state, kept = self.state[p], self.state[p].get(name)
+                if kept is not None and (local(kept).shape, kept.dtype) == (row.shape, row.dtype):
+                    # Where the address stays, a captured CUDA graph stays right.
+                    local(kept).copy_(row)
+                else:
+                    state[name] = _laid_out_as(p, row.clone())
 
     @torch.no_grad()
     def _make_state(self, group: Mapping[str, Any]) -> None:
-        if self._allocates:
-            self._collect(group, none_grads="zero")
+        for batch in self._collect(group, none_grads="zero") if self._allocates else ():
+            self._store(batch)
 
-    def _place(
-        self, parameter: Tensor, group: Mapping[str, Any], name: str, value: Tensor
-    ) -> Tensor:
-        # As in torch, a counter stays on the host if it was there.
-        device = value.device if name == "step" else parameter.device
-        return value.detach().to(device, copy=True)
+
+def _laid_out_as(parameter: Tensor, row: Tensor) -> Tensor:
+    """The row as it is, or as this process's part of a DTensor laid out as the parameter."""
+    if not is_sharded(parameter) or row.shape != local(parameter.detach()).shape or not row.ndim:
+        return row
+    sharded: Any = parameter.detach()
+    mesh, placements, shape = sharded.device_mesh, sharded.placements, sharded.shape
+    return type(sharded).from_local(  # type: ignore[no-any-return]
+        row, mesh, placements, run_check=False, shape=shape, stride=sharded.stride()
+    )
+
+
+def _check_rows(what: str, value: object, shape: tuple[int, ...]) -> None:
+    """Raises InputError unless a value is a tensor whose shape begins so."""
+    if not isinstance(value, Tensor) or tuple(value.shape[: len(shape)]) != shape:
+        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(
+            f"Expected `{what}` of a batch to be a tensor whose shape begins with {shape}. Found "
+            f"{found}. Remedy: a row for each parameter; what all share belongs into the group."
+        )

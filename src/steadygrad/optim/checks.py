@@ -1,6 +1,5 @@
-"""Checks of the options and parameters that all optimizers take."""
+"""Checks of the options, parameters and states that all optimizers take."""
 
-import warnings
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -13,7 +12,6 @@ from steadygrad._checks import InputError, check_number
 from steadygrad.shards import local
 
 __all__ = [
-    "FOREIGN",
     "LARGEST",
     "TYPES",
     "check_capture",
@@ -39,24 +37,24 @@ _REAL = (*TYPES, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 COUNTS = ("step", "skipped", "clipping_step")
 LARGEST = torch.finfo(torch.float64).max
 
-# Options of other optimizers, which do nothing here.
-FOREIGN = {
-    *("alpha", "amsgrad", "beta2_decay", "betas", "centered", "clip_value", "clipping_scale"),
-    *("clipping_update_period", "dampening", "decoupled_weight_decay", "eps", "etas"),
-    *("initial_accumulator_value", "lambd", "lower_bound", "lr_decay", "max_grad_norm"),
-    *("momentum", "momentum_decay", "nesterov", "ns_steps", "param_max_rms", "param_min_rms"),
-    *("recipe", "rho", "scalar_lr_scale", "scalar_max", "size_update_period", "step_sizes", "t0"),
-    *("upper_bound", "weight_decay"),
-}
+
+def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's options by name, of the ``locals()`` with which its constructor begins.
+
+    So a signature is the only list of options, for users, type checkers and the optimizer alike.
+    """
+    others = ("self", "params", "__class__")
+    return {name: value for name, value in arguments.items() if name not in others}
 
 
-def check_options(group: Mapping[str, Any]) -> None:
+def check_options(group: Mapping[str, Any], betas_needed: int) -> None:
     """Raises InputError unless the options that all optimizers share can be used."""
     check_lr(group["lr"])
     betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+    if not isinstance(betas, (tuple, list)) or len(betas) != betas_needed:
         raise InputError(
-            f"Parameter `betas` should be two numbers. Found {betas!r}. Remedy: betas=(0.9, 0.999)."
+            f"Parameter `betas` should be {betas_needed} numbers from 0 to 1. Found {betas!r}. "
+            "Remedy: such as 0.9 and 0.999."
         )
     for beta in betas:
         check_number("betas", beta, low=0, high=1, high_open=True)
@@ -68,6 +66,53 @@ def check_options(group: Mapping[str, Any]) -> None:
         raise InputError(
             "Expected at most one of `foreach` and `fused`. Found both. Remedy: leave one out."
         )
+
+
+def check_switch(name: str, value: Any, choices: tuple[bool | None, ...]) -> None:
+    """Raises InputError unless an option is one of some constants."""
+    # By identity: 1 and a tensor of it are equal to True.
+    if not any(value is choice for choice in choices):
+        raise InputError(
+            f"Parameter `{name}` should be one of {', '.join(map(str, choices))}. "
+            f"Found {value!r}. Remedy: one of these."
+        )
+
+
+def check_lr(lr: Any) -> None:
+    """Raises InputError unless a learning rate can be used; reads no tensor of an accelerator."""
+    if not isinstance(lr, Tensor):
+        # Numbers of numpy are no Python ones, but schedules compute with them.
+        is_scalar = hasattr(lr, "item") and getattr(lr, "ndim", 1) == 0
+        check_number("lr", lr.item() if is_scalar else lr, low=0)
+        return
+    plain = not lr.is_nested and lr.layout is torch.strided and not lr.is_meta
+    # A schedule writes into it, and an integer would be cut off to 0.
+    if not plain or lr.numel() != 1 or not lr.dtype.is_floating_point:
+        raise InputError(
+            "Parameter `lr` should be a number, or a dense tensor of one element and a floating "
+            f"type. Found {lr.numel()} of {lr.dtype}, {lr.layout}, on {lr.device}. "
+            "Remedy: torch.tensor(0.1), and groups for several learning rates."
+        )
+    if lr.device.type == "cpu":  # elsewhere reading it would wait for the device
+        # `.numpy()` reads the host's memory; `float(lr)` would count as waiting for a device.
+        check_number("lr", lr.detach().to(torch.float64).numpy().item(), low=0)
+
+
+def check_names(group: Mapping[str, Any], options: Collection[str]) -> None:
+    """Raises InputError for a misspelt option, which torch would keep, and which would do nothing.
+
+    Args:
+        group: The group.
+        options: All names of options there are.
+    """
+    for name in {*group} - {*options} - _KNOWN_TO_OTHERS:
+        near = get_close_matches(name, options, n=1, cutoff=0.8)
+        if near or name in ("lr_mult", "wd_mult"):
+            multiplier = "param_groups(model, ...), which applies multipliers"
+            raise InputError(
+                f"Expected the options of an optimizer in a group. Found {name!r}. Remedy: "
+                f"{repr(near[0]) if near else multiplier}."
+            )
 
 
 def is_capturing() -> bool:
@@ -93,52 +138,58 @@ def check_capture(optimizer: Optimizer) -> None:
             )
 
 
-def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's options by name, of the ``locals()`` with which its constructor begins.
-
-    So a signature is the only list of options, for users, type checkers and the optimizer alike.
-    """
-    others = ("self", "params", "__class__")
-    return {name: value for name, value in arguments.items() if name not in others}
-
-
-def check_switch(name: str, found: Any, values: tuple[bool | None, ...]) -> None:
-    """Raises InputError unless an option is one of some constants."""
-    # By identity: 1 and a tensor of it are equal to True.
-    if not any(found is value for value in values):
-        raise InputError(
-            f"Parameter `{name}` should be one of {', '.join(map(str, values))}. "
-            f"Found {found!r}. Remedy: one of these."
-        )
-
-
 def check_parameter(parameter: Tensor, name: str = "") -> None:
     """Raises InputError unless a step can write to a parameter: real, floating and dense."""
-    whose, dtype = f" in parameter {name!r}" if name else "", parameter.dtype
-    found = ""
-    if dtype not in TYPES:
-        kind, found = "parameters of a real floating type of 16 to 64 bits", str(dtype)
-        remedy = "leave it out of the optimizer; a parameter of this type has no gradient"
-        remedy = "parameter.float()" if dtype.is_floating_point else remedy
-        remedy = "torch.view_as_real(p)" if dtype.is_complex else remedy
+    dtype, remedy = parameter.dtype, ""
+    if dtype.is_complex:
+        remedy = "torch.view_as_real(p)"
+    elif dtype not in TYPES:
+        remedy = "parameter.float(), or leave it out of the optimizer"
     elif parameter.layout != torch.strided:
-        kind, found, remedy = "dense parameters", str(parameter.layout), "parameter.to_dense()"
-    elif parameter.numel() and _overlaps(parameter):
-        kind, found = "parameters with memory for each element", f"strides {parameter.stride()}"
-        remedy = "parameter.clone()"
+        remedy = "parameter.to_dense()"
+    elif parameter.numel() and any(
+        stride == 0 and size > 1
+        for stride, size in zip(parameter.stride(), parameter.shape, strict=True)
+    ):
+        remedy = "parameter.clone(), as elements share memory here"
     elif parameter.is_inference():
-        kind, found = "parameters that can be written to", "one of torch.inference_mode()"
-        remedy = "build the model outside of it"
-    if found:
+        remedy = "build the model outside of torch.inference_mode()"
+    if remedy:
         raise InputError(
-            f"Expected {kind}. Found {found} with shape {tuple(parameter.shape)}"
-            f"{whose}. Remedy: {remedy}."
+            "Expected dense parameters of a real floating type that can be written to. Found "
+            f"{dtype}, {parameter.layout}, of shape {tuple(parameter.shape)}"
+            f"{f' in parameter {name!r}' if name else ''}. Remedy: {remedy}."
         )
 
 
-def _overlaps(parameter: Tensor) -> bool:
-    sizes = zip(parameter.stride(), parameter.shape, strict=True)
-    return any(stride == 0 and size > 1 for stride, size in sizes)
+def dense_gradient(parameter: Tensor, name: str = "") -> Tensor:
+    """A parameter's gradient; a zero that takes no memory for None.
+
+    Raises:
+        InputError: If it is sparse.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        own = local(parameter.detach())
+        return own.new_zeros(()).expand(own.shape)
+    if gradient.layout != torch.strided:
+        whose = f" for {name!r}" if name else ""
+        raise InputError(
+            f"Expected dense gradients. Found {gradient.layout}{whose}. Remedy: sparse=False in "
+            "the embedding, or an optimizer for sparse gradients on these parameters."
+        )
+    return gradient
+
+
+def check_shape(name: str, value: Any, shape: tuple[int, ...], parameter: Tensor) -> None:
+    """Raises InputError unless a saved state has the shape that it must have for a parameter."""
+    found = tuple(getattr(value, "shape", ()))
+    if found != shape:
+        whose = "the parameter's " if shape == parameter.shape else ""
+        raise InputError(
+            f"Expected a `{name}` with {whose}shape {shape}. Found {found}. Remedy: load the state "
+            "of a model with the same parameters in the same order."
+        )
 
 
 def check_state_tensor(
@@ -167,106 +218,17 @@ def check_state_tensor(
         wrong = f"{value.dtype}, {value.layout}"
     else:
         check_shape(name, value, shape, parameter)
+        if value.is_meta:
+            wrong = "" if parameter.is_meta else "a meta tensor, which has no values"
+        elif (own := local(value)).numel():
+            least, largest = (float(x) for x in torch.aminmax(own.detach()))
+            # A comparison with NaN is false.
+            if not bounds[0] <= least <= largest <= bounds[1]:
+                wrong = f"values from {least:g} to {largest:g}"
+            elif name in COUNTS and largest != int(largest):
+                wrong = f"{largest:g}, which is no whole number"
     if wrong:
-        pass
-    elif value.is_meta:
-        wrong = "" if parameter.is_meta else "a meta tensor, which has no values"
-    elif (own := local(value)).numel():
-        least, largest = (float(x) for x in torch.aminmax(own.detach()))
-        # A comparison with NaN is false.
-        if not bounds[0] <= least <= largest <= bounds[1]:
-            wrong = f"values from {least:g} to {largest:g}"
-        elif name in COUNTS and largest != int(largest):
-            wrong = f"{largest:g}, which is no whole number"
-    if wrong:
-        kind = "finite numbers" if bounds[0] < 0 else f"numbers from {bounds[0]:g} up"
         raise InputError(
-            f"Expected a state `{name}` of {kind}. Found {wrong}. Remedy: load a state dict that "
-            "is not damaged."
-        )
-
-
-def check_shape(name: str, value: Any, shape: tuple[int, ...], parameter: Tensor) -> None:
-    """Raises InputError unless a saved state has the shape that it must have for a parameter."""
-    found = tuple(getattr(value, "shape", ()))
-    if found != shape:
-        whose = "the parameter's " if shape == parameter.shape else ""
-        raise InputError(
-            f"Expected a `{name}` with {whose}shape {shape}. Found {found}. Remedy: load the state "
-            "of a model with the same parameters in the same order."
-        )
-
-
-def dense_gradient(parameter: Tensor, name: str = "") -> Tensor:
-    """A parameter's gradient; a zero that takes no memory for None.
-
-    Raises:
-        InputError: If it is sparse.
-    """
-    gradient = parameter.grad
-    if gradient is None:
-        own = local(parameter.detach())
-        return own.new_zeros(()).expand(own.shape)
-    if gradient.layout != torch.strided:
-        whose = f" for {name!r}" if name else ""
-        raise InputError(
-            f"Expected dense gradients. Found {gradient.layout}{whose}. Remedy: sparse=False in "
-            "the embedding, or an optimizer for sparse gradients on these parameters."
-        )
-    return gradient
-
-
-def check_lr(lr: Any) -> None:
-    """Raises InputError unless a learning rate can be used; reads no tensor of an accelerator."""
-    if not isinstance(lr, Tensor):
-        # Numbers of numpy are no Python ones, but schedules compute with them.
-        is_scalar = hasattr(lr, "item") and getattr(lr, "ndim", 1) == 0
-        check_number("lr", lr.item() if is_scalar else lr, low=0)
-        return
-    if lr.is_nested or lr.layout is not torch.strided or lr.is_meta:
-        raise InputError(
-            f"Parameter `lr` should be a dense tensor with a value. Found {lr.layout} on "
-            f"{lr.device}. Remedy: torch.tensor(0.1)."
-        )
-    if lr.numel() != 1:
-        raise InputError(
-            f"Parameter `lr` should have one element. Found shape {tuple(lr.shape)}. "
-            "Remedy: a 0-d tensor, and groups for several learning rates."
-        )
-    if not lr.dtype.is_floating_point:
-        # A schedule writes into it, and an integer would be cut off to 0.
-        raise InputError(
-            f"Parameter `lr` should be of a floating type. Found {lr.dtype}. "
-            "Remedy: a floating-point tensor, such as torch.tensor(1.0)."
-        )
-    if lr.device.type == "cpu":  # elsewhere reading it would wait for the device
-        # `.numpy()` reads the host's memory; `float(lr)` would count as waiting for a device.
-        check_number("lr", lr.detach().to(torch.float64).numpy().item(), low=0)
-
-
-def check_names(group: Mapping[str, Any], options: Collection[str]) -> None:
-    """Raises InputError for a misspelt option, which torch would keep, and which would do nothing.
-
-    Args:
-        group: The group.
-        options: All names of options there are.
-    """
-    for name in group:
-        if name in options or name in _KNOWN_TO_OTHERS:
-            continue
-        if name in ("lr_mult", "wd_mult"):
-            raise InputError(
-                f"Expected the options of an optimizer in a group. Found {name!r}. Remedy: "
-                "build the groups with param_groups(model, ...), which applies multipliers."
-            )
-        if near := get_close_matches(name, options, n=1, cutoff=0.8):
-            raise InputError(
-                f"Expected the options of an optimizer in a group. Found {name!r}. "
-                f"Remedy: did you mean {near[0]!r}?"
-            )
-    if foreign := sorted((FOREIGN - {*options}) & {*group}):
-        warnings.warn(
-            f"Expected the options of this optimizer in a group: {sorted(options)}. Found "
-            f"{foreign}, which it does not have and leaves aside. Remedy: leave them out.",
-            stacklevel=2,
+            f"Expected a state `{name}` of numbers from {bounds[0]:g} to {bounds[1]:g}. Found "
+            f"{wrong}. Remedy: load a state dict that is not damaged."
         )

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad.formulas.clipping import EARLY
 from steadygrad.optim.batch import ParamBatch
+from steadygrad.optim.clipping import EARLY
 
 __all__ = ["OWN_SUMS", "Report"]
 

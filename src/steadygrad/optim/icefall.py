@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from steadygrad._checks import InputError
-from steadygrad.optim.loading import check_parts
+from steadygrad.optim.loading import check_outline
 from steadygrad.optim.state import StateField
 
 __all__ = ["unstack"]
@@ -36,7 +36,8 @@ def unstack(
             of icefall's.
     """
     is_whole = isinstance(checkpoint, Mapping) and "optimizer" in checkpoint
-    check_parts(checkpoint, "hand in checkpoint['optimizer']" if is_whole else "")
+    wanted = "checkpoint['optimizer']" if is_whole else "the optimizer's state_dict()"
+    check_outline(checkpoint, f"hand in {wanted}")
     if any("skipped" in state for state in checkpoint["state"].values()):
         raise InputError(
             "Expected a checkpoint of icefall's ScaledAdam. Found one that steadygrad wrote. "

@@ -1,34 +1,48 @@
-"""The step that LAMB and LANS share: Adam's directions, each as long as its layer's weight."""
+"""LANS and LAMB: Adam's directions, each as long as its layer's weight, for very large batches."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from steadygrad._checks import InputError, check_number
-from steadygrad.formulas.lans import trust_ratio
+from steadygrad.optim.base import ShardedOptimizer
 from steadygrad.optim.batch import ParamBatch
+from steadygrad.optim.checks import check_switch, options_of
 from steadygrad.optim.diagnostics import OWN_SUMS, Report
-from steadygrad.optim.optimizer import ShardedOptimizer
+from steadygrad.optim.layerwise_rule import (
+    LAMB_DIRECTIONS,
+    LAMB_PASSES,
+    LANS_DIRECTIONS,
+    LANS_PASSES,
+    Factors,
+    LayerwisePasses,
+    Options,
+    coefficients,
+    factors,
+    inverse_norms,
+    pattern_sums,
+    trust_ratio,
+)
+from steadygrad.optim.passes import Pass
 from steadygrad.optim.state import ADAM_FIELDS
 
-__all__ = ["LayerwiseOptimizer"]
+__all__ = ["LAMB", "LANS"]
 
 
 class LayerwiseOptimizer(ShardedOptimizer):
     """An optimizer with a trust ratio for each layer, and two sums over shards a step.
 
-    A subclass works out the factors of its pass over the moments.
+    A subclass says by which factor a gradient is scaled before all else.
     """
 
     _fields = ADAM_FIELDS
+    _passes: LayerwisePasses
+    _directions: Pass
     # Names in reports of the ratios to each direction's norm.
     _ratios: tuple[str, ...] = ("trust_ratio",)
-    # Sums of a report's second pass.
-    _report_rows = 2
-    # Options of a group that the coefficients depend on besides the bounds.
-    _ratio_options: tuple[str, ...] = ()
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)
@@ -44,92 +58,280 @@ class LayerwiseOptimizer(ShardedOptimizer):
                 f"Found {low} and {high}. Remedy: exchange them."
             )
 
-    def _rule(self, group: Mapping[str, Any]) -> Any:
-        """The options that all passes need."""
-        return self._passes.Rule(*group["betas"], group["eps"], group["weight_decay"])
-
-    def _scales(
-        self,
-        batches: Sequence[ParamBatch],
-        norms: Sequence[Tensor],
-        rules: Sequence[Any],
-        joint: Tensor | None,
-    ) -> Sequence[Any]:
-        """Factors of the pass over the moments.
+    def _gradient_scales(
+        self, batches: Sequence[ParamBatch], norms: Sequence[Tensor], joint: Tensor | None
+    ) -> Sequence[Tensor]:
+        """Factor on the gradients of each batch, with shape ``(tensors)`` or ``()``.
 
         Args:
-            batches: The batches, with this step counted where it is taken.
+            batches: The batches.
             norms: Sums of each over all shards, the first row of squared gradients.
-            rules: Options of each that all passes need.
             joint: Joint sums of :meth:`_joint_terms` that all processes agree on, if they had to.
         """
         raise NotImplementedError
 
     def _joint_terms(
-        self, batches: Sequence[ParamBatch], own: Sequence[Tensor]
+        self, batches: Sequence[ParamBatch], sums: Sequence[Tensor]
     ) -> Sequence[tuple[int | slice, Tensor]]:
         """Local parts of a norm of several parameters; none if there is no such norm."""
         return ()
 
     def _update(self, batches: Sequence[ParamBatch]) -> Tensor:
-        own = [b.passes.grad_sq_norms(b) for b in batches]
+        sums = [self._passes.grad_sq_norms(batch) for batch in batches]
         norms, ok, joint = self._first_sums(
-            batches, own, terms=lambda: self._joint_terms(batches, own)
+            batches, sums, terms=lambda: self._joint_terms(batches, sums)
         )
         for batch in batches:
             batch.store("step", batch.columns["step"] + batch.taken)
-        rules = [self._rule(batch.group) for batch in batches]
-        by = self._scales(batches, norms, rules, joint)
-        passes = list(zip(batches, by, rules, strict=True))
-        own = [b.passes.update_moments(b, x, rule) for b, x, rule in passes]
-        totals = self._sums(batches, own, 1 + len(self._ratios))
-        for (b, x, rule), sums in zip(passes, totals, strict=True):
-            options = {name: b.group[name] for name in self._ratio_options}
-            bounds = _bounds(b.group)
-            found = self._passes.coefficients(sums, x, rule, lr=b.lr, bounds=bounds, **options)
-            b.passes.apply(b, found, rule)
+        work = self._work(batches, norms, joint)
+        totals = self._sums(
+            batches, [self._passes.move_moments(*one) for one in work], 1 + len(self._ratios)
+        )
+        for (batch, by, options), directions in zip(work, totals, strict=True):
+            group = batch.group
+            found = coefficients(
+                directions,
+                by,
+                options,
+                lr=batch.lr,
+                bounds=_bounds(group),
+                adapt=group.get("adapt", True),
+            )
+            self._passes.move_weights(batch, found, options)
         return ok
+
+    def _work(
+        self, batches: Sequence[ParamBatch], norms: Sequence[Tensor], joint: Tensor | None
+    ) -> list[tuple[ParamBatch, Factors, Options]]:
+        """Batches with the factors and the options of the pass over their moments."""
+        work = []
+        scales = self._gradient_scales(batches, norms, joint)
+        for batch, scale in zip(batches, scales, strict=True):
+            group, clip_value = batch.group, batch.group.get("clip_value")
+            bound = torch.inf if clip_value is None else clip_value
+            beta1, beta2 = group["betas"]
+            options = Options(beta1, beta2, group["eps"], group["weight_decay"], bound)
+            work.append((batch, factors(scale, batch.steps, batch.taken, options), options))
+        return work
 
     def _diagnose(self, reports: Sequence[Report]) -> list[dict[str, Any]]:
         # All groups at once: a norm may be that of all gradients.
         owners = [(report, b) for report in reports for b in report.batches]
         batches = [b for _, b in owners]
-        own = [
-            torch.cat([b.passes.grad_sq_norms(b), Report.own_sums(b, b.moments[1])])
+        sums = [
+            torch.cat([self._passes.grad_sq_norms(b), Report.own_sums(b, b.moments[1])])
             for b in batches
         ]
-        norms = self._sums(batches, own, 1 + OWN_SUMS)
-        for (report, batch), sums in zip(owners, norms, strict=True):
-            report.add_gradients(batch, sums)
-            batch.taken = batch.has_grad & torch.isfinite(sums[0])
-        rules = [self._rule(batch.group) for batch in batches]
-        by = self._scales(batches, norms, rules, None)
-        passes = list(zip(batches, by, rules, strict=True))
-        more = [self._report_sums(*given) for given in passes]
-        more = self._sums(batches, more, self._report_rows)
-        for (report, batch), first, x, sums in zip(owners, norms, by, more, strict=True):
-            self._add_ratios(batch, sums, report)
-            report.add_unusual(batch, *self._unusual(batch, first, x, sums))
+        norms = self._sums(batches, sums, 1 + OWN_SUMS)
+        for (report, batch), own in zip(owners, norms, strict=True):
+            report.add_gradients(batch, own)
+            batch.taken = batch.has_grad & torch.isfinite(own[0])
+        work = self._work(batches, norms, None)
+        sums = [torch.cat([self._directions(*one), pattern_sums(*one)]) for one in work]
+        totals = self._sums(batches, sums, 2 + len(self._ratios))
+        each = zip(owners, work, norms, totals, strict=True)
+        for (report, batch), (_, by, _), own, directions in each:
+            weight, *lengths = directions[:-1].sqrt().unbind()
+            low, high = _bounds(batch.group)
+            if low is not None or high is not None:
+                weight = weight.clamp(low, high)
+            for name, length in zip(self._ratios, lengths, strict=True):
+                report.add(name, batch, trust_ratio(weight, length))
+            report.add_unusual(batch, *self._unusual(batch, own, by, directions[-1]))
         return [report.finish() for report in reports]
 
-    def _report_sums(self, batch: ParamBatch, by: Any, rule: Any) -> Tensor:
-        """This process's squared norms of weights and directions, with shape ``(k, tensors)``."""
-        sums: Tensor = self._passes.direction_sums(batch, by, rule)
-        return sums
-
     def _unusual(
-        self, batch: ParamBatch, norms: Tensor, by: Any, sums: Tensor
+        self, batch: ParamBatch, norms: Tensor, by: Factors, pattern: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Squared size of each gradient, and the one expected from its history."""
         raise NotImplementedError
 
-    def _add_ratios(self, batch: ParamBatch, sums: Tensor, report: Report) -> None:
-        weight, *directions = sums[: 1 + len(self._ratios)].sqrt().unbind()
-        low, high = _bounds(batch.group)
-        if low is not None or high is not None:
-            weight = weight.clamp(low, high)
-        for name, direction in zip(self._ratios, directions, strict=True):
-            report.add(name, batch, trust_ratio(weight, direction))
+
+class LANS(LayerwiseOptimizer):
+    r"""Layer-wise adaptive Nesterov-like steps with block-normalised gradients.
+
+    .. math::
+        x \leftarrow x - \eta\, \phi(\|x\|) \left( \frac{\beta_1}{\|u_m\|}\, u_m
+            + \frac{1 - \beta_1}{\|u_g\|}\, u_g \right)
+
+    with :math:`u_m` Adam's direction and :math:`u_g` that of the gradient alone, both from
+    gradients divided by their block's norm; see :mod:`steadygrad.optim.layerwise_rule`. A block is
+    a parameter. The length of a step is the weight's norm times the learning rate, whatever the
+    gradient's scale: clipping by the global norm and loss scales change nothing.
+
+    Two packed collectives a step where parameters are sharded, none elsewhere. A block whose
+    gradient is zero decays and its moments fade; one whose weight is zero takes ratio 1.
+    A step with a non-finite gradient changes nothing and is counted in ``skipped``. A gradient of
+    None leaves its parameter and state alone, as in torch.
+
+    Args:
+        params: Parameters, named parameters, or groups of either.
+        lr: :math:`\eta`, a number or a tensor of one element.
+        betas: :math:`\beta_1, \beta_2`, in [0, 1).
+        eps: :math:`\epsilon`, positive. Normalised gradients have elements of about one over the
+            root of the block's size: 1e-6 is a hundredth of that for a block of 1e8.
+        weight_decay: :math:`\lambda`. The decay term is part of both directions, each of which is
+            normalised: it changes the directions but not their lengths.
+        lower_bound: Least value of :math:`\phi`; None: no bound.
+        upper_bound: Greatest value of :math:`\phi`; None: no bound.
+        clip_value: Bound on each element of a normalised gradient (MXNet's ``clip_gradient``).
+        master_weights: Whether fp16 and bf16 parameters have float32 masters; None: yes.
+        foreach: Whether to work on several parameters in a call; None: where nothing is fused.
+        fused: Whether to fuse a step's passes: compiled loops on CPUs, ``torch.compile`` on CUDA
+            devices; None: on CPUs with the extra ``cpu``.
+        maximize: Whether to go up instead of down.
+        capturable: Whether steps may be recorded in a CUDA graph, as in torch.
+
+    Raises:
+        InputError: If an option is out of range or a parameter is complex or sparse.
+
+    References:
+        | Accelerated Large Batch Optimization of BERT Pretraining in 54 minutes
+        | (Zheng et al., 2020)
+        | https://arxiv.org/abs/2006.13484
+    """
+
+    _passes, _directions = LANS_PASSES, LANS_DIRECTIONS
+    _ratios = ("trust_ratio", "gradient_trust_ratio")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        lower_bound: float | None = None,
+        upper_bound: float | None = None,
+        clip_value: float | None = None,
+        master_weights: bool | None = None,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        super().__init__(params, options_of(locals()))
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
+        if group["clip_value"] is not None:
+            check_number("clip_value", group["clip_value"], low=0, low_open=True)
+
+    def _gradient_scales(
+        self, batches: Sequence[ParamBatch], norms: Sequence[Tensor], joint: Tensor | None
+    ) -> list[Tensor]:
+        return [b.sign * inverse_norms(sums[0]) for b, sums in zip(batches, norms, strict=True)]
+
+    def _unusual(
+        self, batch: ParamBatch, norms: Tensor, by: Factors, pattern: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        # Not of gradients that have grown, of which LANS takes no notice.
+        return pattern, batch.numel
+
+
+class LAMB(LayerwiseOptimizer):
+    r"""Layer-wise adaptive moments for batch training.
+
+    .. math:: x \leftarrow x - \eta\, \frac{\phi(\|x\|)}{\|u\|}\, u
+
+    with :math:`u` AdamW's direction, weight decay included; see
+    :mod:`steadygrad.optim.layerwise_rule`. A layer is a parameter.
+
+    Two packed collectives a step where parameters are sharded, none elsewhere. A layer whose
+    weight or direction is zero takes ratio 1. A step with a non-finite gradient changes nothing and
+    is counted in ``skipped``. A gradient of None leaves its parameter and state alone, as in torch.
+
+    Args:
+        params: Parameters, named parameters, or groups of either.
+        lr: :math:`\eta`, a number or a tensor of one element.
+        betas: :math:`\beta_1, \beta_2`, in [0, 1).
+        eps: :math:`\epsilon`, positive.
+        weight_decay: :math:`\lambda`. The decay term is part of the direction, which is normalised:
+            with ``adapt`` it changes the direction of a step but not its length.
+        lower_bound: Least value of :math:`\phi`; None: no bound.
+        upper_bound: Greatest value of :math:`\phi`; None: no bound.
+        max_grad_norm: Norm over the gradients of all groups above which they are scaled down to
+            it before anything else, as in NVLAMB, where it is 1; None: they are not.
+        adapt: Whether there is a trust ratio; programs for BERT leave it out for biases and gains
+            of norms, with a weight decay of 0.
+        master_weights: Whether fp16 and bf16 parameters have float32 masters; None: yes.
+        foreach: Whether to work on several parameters in a call; None: where nothing is fused.
+        fused: Whether to fuse a step's passes: compiled loops on CPUs, ``torch.compile`` on CUDA
+            devices; None: on CPUs with the extra ``cpu``.
+        maximize: Whether to go up instead of down.
+        capturable: Whether steps may be recorded in a CUDA graph, as in torch.
+
+    Raises:
+        InputError: If an option is out of range or a parameter is complex or sparse.
+
+    References:
+        | Large Batch Optimization for Deep Learning: Training BERT in 76 minutes
+        | (You et al., 2020)
+        | https://arxiv.org/abs/1904.00962
+    """
+
+    _passes, _directions = LAMB_PASSES, LAMB_DIRECTIONS
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        lower_bound: float | None = None,
+        upper_bound: float | None = None,
+        max_grad_norm: float | None = None,
+        adapt: bool = True,
+        master_weights: bool | None = None,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        super().__init__(params, options_of(locals()))
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
+        if group["max_grad_norm"] is not None:
+            check_number("max_grad_norm", group["max_grad_norm"], low=0, low_open=True)
+        check_switch("adapt", group["adapt"], (True, False))
+
+    def _joint_terms(
+        self, batches: Sequence[ParamBatch], sums: Sequence[Tensor]
+    ) -> list[tuple[int | slice, Tensor]]:
+        if all(group["max_grad_norm"] is None for group in self.param_groups):
+            return []
+        return [(0, own[0].to(b.exact)) for b, own in zip(batches, sums, strict=True)]
+
+    def _gradient_scales(
+        self, batches: Sequence[ParamBatch], norms: Sequence[Tensor], joint: Tensor | None
+    ) -> list[Tensor]:
+        # Divided first: each of them may be finite and their sum not.
+        count = len(self._params)
+        parts = [
+            (torch.where(b.taken, sums[0], 0.0).to(b.exact) / count).sum().to(norms[0].device)
+            for b, sums in zip(batches, norms, strict=True)
+        ]
+        # No parts are left in a report without gradients.
+        mean = torch.stack(parts).sum() if parts else torch.zeros(())
+        norm = mean.sqrt() * count**0.5 if joint is None else joint[0].sqrt()
+        scales = []
+        for b in batches:
+            bound = b.group["max_grad_norm"]
+            scale = torch.full((), b.sign, dtype=b.exact, device=b.device)
+            if bound is not None:
+                scale = scale / (norm.to(b.device) / bound).clamp(min=1.0)
+            scales.append(scale)
+        return scales
+
+    def _unusual(
+        self, batch: ParamBatch, norms: Tensor, by: Factors, pattern: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        # Scaled by the norm of all gradients, as they reach the moments; these begin with zero.
+        return norms[0].to(by.gradient) * by.gradient**2, norms[2] * by.unbias2
 
 
 def _bounds(group: Mapping[str, Any]) -> tuple[float | None, float | None]:

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from steadygrad._checks import InputError
-from steadygrad.optim.checks import check_parameter, check_shape
+from steadygrad.optim.checks import LARGEST, check_parameter, check_shape
 
-__all__ = ["TypeKeepingOptimizer", "check_parts", "names_of"]
+__all__ = ["TypeKeepingOptimizer", "check_outline", "names_of"]
 
 
 class _Kept:
@@ -70,9 +70,7 @@ class TypeKeepingOptimizer(Optimizer):
         Raises:
             ValueError: If it is of other groups or another optimizer; nothing is changed then.
         """
-        given: Any = state_dict
-        if not isinstance(given, Mapping):
-            check_parts(given)
+        check_outline(state_dict)
         # The last hook, so that others see tensors, and what they return is what is loaded.
         handle = self.register_load_state_dict_pre_hook(self._wrap)
         try:
@@ -84,25 +82,18 @@ class TypeKeepingOptimizer(Optimizer):
     def _finish_load(self) -> None:
         """Completes a state that was loaded."""
 
-    def _check_loaded(self, given: Mapping[str, Any]) -> None:
+    def _check_loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Raises before anything is changed if a state cannot be this optimizer's."""
-        check_parts(given)
-        groups = given["param_groups"]
-        own_sizes, sizes = ([len(g["params"]) for g in x] for x in (self.param_groups, groups))
-        if own_sizes != sizes:
-            what = "a different number of parameter groups" if len(sizes) != len(own_sizes) else ""
-            raise InputError(
-                f"Expected parameter groups of {own_sizes} parameters. Found {what or sizes}. "
-                "Remedy: load the state of an optimizer with the same groups."
-            )
-        for own, saved in zip(self.param_groups, groups, strict=True):
-            _check_order(own.get("param_names"), saved.get("param_names"))
-            self._check_loaded_group(own, saved)
-            for parameter, key in zip(own["params"], saved["params"], strict=True):
-                self._check_loaded_state(parameter, saved, given["state"].get(key, {}))
+        check_outline(state_dict)
+        # torch itself refuses other numbers of groups and parameters.
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            _check_order(group.get("param_names"), saved.get("param_names"))
+            self._check_loaded_group(saved)
+            for parameter, key in zip(group["params"], saved["params"], strict=False):
+                self._check_loaded_state(parameter, saved, state_dict["state"].get(key, {}))
 
-    def _check_loaded_group(self, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-        """Raises InputError if a saved group cannot be loaded into a group of this optimizer."""
+    def _check_loaded_group(self, saved: Mapping[str, Any]) -> None:
+        """Raises InputError if this optimizer cannot have a group that was saved."""
 
     def _check_loaded_state(
         self, parameter: Tensor, saved: Mapping[str, Any], state: Mapping[str, Any]
@@ -144,23 +135,16 @@ class TypeKeepingOptimizer(Optimizer):
 
 
 def _kept(value: Any, has_meta: bool) -> Any:
+    is_bad = isinstance(value, Tensor) and (
+        (value.is_meta and not has_meta) or value.is_quantized or value.layout is not torch.strided
+    )
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         # Old programs count steps in plain numbers.
-        try:
-            value = torch.tensor(value, dtype=torch.float64, device="cpu")
-        except OverflowError:
-            raise InputError(
-                "Expected states within float64's range. Found a larger number. Remedy: load a "
-                "state dict that is not damaged."
-            ) from None
-    if isinstance(value, Tensor) and (
-        (value.is_meta and not has_meta)
-        or value.is_quantized
-        or value.is_nested
-        or value.layout is not torch.strided
-    ):
+        is_bad = abs(value) > LARGEST
+        value = value if is_bad else torch.tensor(value, dtype=torch.float64, device="cpu")
+    if is_bad:
         raise InputError(
-            "Expected dense states with values. Found a meta, quantized, nested or sparse tensor. "
+            "Expected states that are numbers, or dense tensors with values. Found another. "
             "Remedy: load a state dict that is not damaged."
         )
     return _Kept(value) if isinstance(value, Tensor) else value
@@ -171,51 +155,35 @@ def names_of(group: Mapping[str, Any]) -> Sequence[str]:
     return group.get("param_names") or [f"params.{i}" for i in range(len(group["params"]))]
 
 
-def check_parts(given: Any, remedy: str = "") -> None:
+def check_outline(state_dict: Any, remedy: str = "load what state_dict() returned") -> None:
     """Raises InputError unless this is a state dict in its outline: groups, and states by keys."""
-    wrong = ""
-    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= {*given}:
-        wrong = f"{sorted(map(str, given))}" if isinstance(given, Mapping) else _kind(given)
-    elif not _is_list_of(Mapping, groups := given["param_groups"]):
-        wrong = f"`param_groups` of {_kind(groups)}, or with others than dictionaries"
-    elif not all(_is_list_of((int, str), group.get("params")) for group in groups):
-        wrong = "a group without a list of keys as its `params`"
-    elif len(keys := [key for group in groups for key in group["params"]]) != len({*keys}):
-        wrong = "a parameter twice"
-    elif not isinstance(states := given["state"], Mapping):
-        wrong = f"a `state` of {_kind(states)}"
-    elif not all(isinstance(state, Mapping) for state in states.values()):
-        wrong = "a parameter's state that is no dictionary"
-    if wrong:
+    try:
+        groups, states = state_dict["param_groups"], state_dict["state"]
+        keys = [key for group in groups for key in group["params"]]
+        states = [*states.values()]
+        has_dicts = all(isinstance(each, Mapping) for each in [*groups, *states])
+        fits = has_dicts and len({*keys}) == len(keys) and {*map(type, keys)} <= {int, str}
+    except (TypeError, KeyError, AttributeError):
+        fits = False
+    if not fits:
         raise InputError(
-            f"Expected a state dict with state and param_groups. Found {wrong}. Remedy: "
-            f"{remedy or 'load what state_dict() returned'}."
+            "Expected a `state_dict` with param_groups, which list their parameters by keys, and a "
+            f"state for these keys. Found none in what was given. Remedy: {remedy}."
         )
 
 
-def _is_list_of(kind: Any, value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(one, kind) for one in value)
-
-
-def _kind(value: Any) -> str:
-    return f"type {type(value).__name__}"
-
-
-def _check_order(own: Any, found: Any) -> None:
+def _check_order(names: Any, saved: Any) -> None:
     """Raises if the same names come in another order: torch goes by place alone."""
-    if found is not None and not _is_list_of(str, found):
-        raise InputError(
-            "Expected `param_names` that are texts. Found others. Remedy: load a state dict that "
-            "is not damaged."
-        )
-    if own is not None and found is not None and len(found) != len(own):
-        raise InputError(
-            f"Expected `param_names` of {len(own)} parameters. Found {len(found)}. Remedy: load a "
-            "state dict that is not damaged."
-        )
-    if own is None or found is None or sorted(own) != sorted(found):
+    if not names or saved is None:
         return
-    for place, (name, other) in enumerate(zip(own, found, strict=True)):
+    if not isinstance(saved, list) or len(saved) != len(names) or {*map(type, saved)} != {str}:
+        raise InputError(
+            f"Expected `param_names` of {len(names)} parameters. Found {saved!r:.60}. Remedy: load "
+            "a state dict that is not damaged."
+        )
+    if sorted(saved) != sorted(names):
+        return
+    for place, (name, other) in enumerate(zip(names, saved, strict=True)):
         if name != other:
             raise InputError(
                 f"Expected the state of {name!r} at place {place} of a group. Found that of "

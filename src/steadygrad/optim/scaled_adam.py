@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from steadygrad._checks import check_choice, check_count, check_number
-from steadygrad.formulas import scaled_adam
+from steadygrad.optim.base import ShardedOptimizer
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import options_of
 from steadygrad.optim.diagnostics import OWN_SUMS, Report
 from steadygrad.optim.icefall import unstack
-from steadygrad.optim.optimizer import ShardedOptimizer
+from steadygrad.optim.scaled_adam_rule import Needed, sums, update
 from steadygrad.optim.scaled_adam_step import (
     CLIPPING,
     CLOCK,
@@ -31,7 +31,7 @@ RECIPES = ("zipformer", "stateless7")
 class ScaledAdam(ShardedOptimizer):
     r"""Adam with steps proportional to each parameter's root mean square, and learned sizes.
 
-    See :mod:`steadygrad.formulas.scaled_adam` for the rule. Good learning rates are larger than
+    See :mod:`steadygrad.optim.scaled_adam_rule` for the rule. Good learning rates are larger than
     Adam's, as they are relative changes: 0.03 to begin with, and falling.
 
     One packed collective a step where parameters are sharded, none elsewhere. A step with a
@@ -50,19 +50,16 @@ class ScaledAdam(ShardedOptimizer):
         scalar_max: Bound on one-element parameters.
         size_update_period: Steps from one size step to the next.
         clipping_scale: Threshold of a group's scaled gradient norm over its recent median; None:
-            no clipping. See :mod:`steadygrad.formulas.clipping`.
+            no clipping. See :mod:`steadygrad.optim.clipping`.
         clipping_update_period: Steps from one threshold to the next, and norms that it is from.
         recipe: ``"zipformer"``, the current rule, with its state in float32; or ``"stateless7"``,
             that of 2022, whose clipping acts on the sizes only.
         master_weights: Whether fp16 and bf16 parameters have float32 masters; None: yes.
         foreach: Whether to work on several parameters in a call; None: where nothing is fused.
-        fused: Whether to use fused kernels: compiled loops on CPUs, Triton's on CUDA devices; None:
-            on CPUs with the extra ``cpu``.
+        fused: Whether to fuse a step's passes: compiled loops on CPUs, ``torch.compile`` on CUDA
+            devices; None: on CPUs with the extra ``cpu``.
         maximize: Whether to go up instead of down.
-        capturable: Whether steps may be recorded in a CUDA graph; nothing else depends on it. A
-            graph keeps to the tensors that it recorded: record it anew after ``add_param_group``,
-            ``load_state_dict``, a cast of the model or of gradients, and another mode. An outdated
-            graph updates the weights from tensors that are no longer the optimizer's state.
+        capturable: Whether steps may be recorded in a CUDA graph, as in torch.
 
     Raises:
         InputError: If an option is out of range or a parameter is complex or sparse.
@@ -72,7 +69,7 @@ class ScaledAdam(ShardedOptimizer):
         | https://arxiv.org/abs/2310.11230
     """
 
-    _passes = scaled_adam
+    _passes = (sums, update)
     _none_is_zero = True
     _first_rows = 3
     _load_remedy = (
@@ -155,13 +152,13 @@ class ScaledAdam(ShardedOptimizer):
             del state[CLOCK]
         self.load_state_dict({**own, "state": states})
 
-    def _check_loaded(self, given: Mapping[str, Any]) -> None:
-        super()._check_loaded(given)
-        for group in given["param_groups"]:
-            states = [given["state"][key] for key in group["params"]]
+    def _check_loaded(self, state_dict: Mapping[str, Any]) -> None:
+        super()._check_loaded(state_dict)
+        for group in state_dict["param_groups"]:
+            states = [state_dict["state"][key] for key in group["params"]]
             without = [state for state in states if CLOCK not in state]
             if 0 < len(without) < len(states):
-                raise self._not_its_own("a state", self._fields, without[0])
+                raise self._not_its_own([CLOCK], without[0])
 
     def _finish_load(self) -> None:
         for group in self.param_groups:
@@ -178,25 +175,25 @@ class ScaledAdam(ShardedOptimizer):
 
     def _update(self, batches: Sequence[ParamBatch]) -> Tensor:
         work = [ScaledAdamStep(batch) for batch in batches]
-        own = [update.local_sums() for update in work]
+        own = [one.local_sums() for one in work]
         places = {id(group): place for place, group in enumerate(self.param_groups)}
         clips = any(group["clipping_scale"] is not None for group in self.param_groups)
 
         def terms() -> list[tuple[slice, Tensor]]:
             found = []
-            for u, sums in zip(work if clips else (), own, strict=False):
-                parts = u.norm_terms(sums[0].to(u.batch.exact))
+            for u, first_sums in zip(work if clips else (), own, strict=False):
+                parts = u.norm_terms(first_sums[0].to(u.batch.exact))
                 first = 2 * places[id(u.group)]
                 rows = torch.stack([parts, u.batch.in_step.to(parts)])
                 found.append((slice(first, first + 2), rows))
             return found
 
-        sums, ok, joint = self._first_sums(batches, own, [u.finite for u in work], terms)
-        for update, total in zip(work, sums, strict=True):
-            update.sums = total
+        totals, ok, joint = self._first_sums(batches, own, [u.finite for u in work], terms)
+        for one, total in zip(work, totals, strict=True):
+            one.sums = total
         factors = clip_factors(work, self.param_groups, self.state, ok, joint)
-        for update in work:
-            update.apply(factors.get(id(update.group)))
+        for one in work:
+            one.apply(factors.get(id(one.group)))
         return ok
 
     def _diagnose(self, reports: Sequence[Report]) -> list[dict[str, Any]]:
@@ -204,17 +201,17 @@ class ScaledAdam(ShardedOptimizer):
         batches = [b for _, b in owners]
         own = [
             torch.cat(
-                [scaled_adam.sums(b, torch.ones_like(b.in_step)), Report.own_sums(b, b.moments[0])]
+                [sums(b, Needed(torch.ones_like(b.in_step))), Report.own_sums(b, b.moments[0])]
             )
             for b in batches
         ]
-        for (report, batch), sums in zip(
+        for (report, batch), total in zip(
             owners, self._sums(batches, own, 3 + OWN_SUMS), strict=True
         ):
             step = ScaledAdamStep(batch)
-            step.sums = sums[:3]
-            report.add_gradients(batch, sums[[0, 3, 4]])
-            report.add_unusual(batch, sums[0], sums[4])
+            step.sums = total[:3]
+            report.add_gradients(batch, total[[0, 3, 4]])
+            report.add_unusual(batch, total[0], total[4])
             report.add("dominance", batch, step.norm_terms(step.sums[0]))
             if not step.is_scalar:
                 report.add("rms", batch, batch.columns["param_rms"])

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad.formulas import clipping, scaled_adam, sizes
 from steadygrad.numerics import may_hold
+from steadygrad.optim import clipping
+from steadygrad.optim import scaled_adam_rule as rule_of
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.state import StateField
 
@@ -52,7 +53,7 @@ class ScaledAdamStep:
         self.is_scalar = "param_rms" not in batch.columns
         self.step = batch.steps
         # The weights of a frozen parameter are not read: its step stays zero.
-        needed = scaled_adam.needs_products(self.step, self.rule) & batch.in_step
+        needed = rule_of.needs_products(self.step, self.rule) & batch.in_step
         self.needed = torch.zeros_like(needed) if self.is_scalar else needed
         self.is_sized = not self.is_scalar and may_hold(needed)
 
@@ -62,12 +63,12 @@ class ScaledAdamStep:
         # of every step.
         every_step = self.batch.sharded and not self.is_scalar
         needed = self.batch.in_step if every_step else self.needed
-        sums: Tensor = self.batch.passes.sums(self.batch, needed)
+        sums: Tensor = rule_of.sums(self.batch, rule_of.Needed(needed))
         return sums
 
     def finite(self, sums: Tensor) -> Tensor:
         """Whether sums can be used, with shape ``(tensors)``."""
-        return scaled_adam.finite(sums, self.needed, self.batch.state_dtype, self.rule.period)
+        return rule_of.finite(sums, self.needed, self.batch.state_dtype, self.rule.period)
 
     def norm_terms(self, squares: Tensor) -> Tensor:
         """Squared norms of the scaled gradients from those of the gradients, both ``(tensors)``."""
@@ -91,30 +92,30 @@ class ScaledAdamStep:
         in_update = torch.full_like(scale, batch.sign) if rule.original else scale
         known, factors = None, None
         if not self.is_scalar:
-            known = sizes.Sizes(*(batch.columns[name] for name in SIZES))
+            known = rule_of.Sizes(*(batch.columns[name] for name in SIZES))
             move = torch.zeros_like(known.rms)
             if self.is_sized:
                 known, move = self._size_step(known, scale)
             factors = known.rms, move
-        by = scaled_adam.step_scales(self.step, factors, in_update, batch.taken, rule)
-        products = batch.passes.update(batch, by, rule)
+        by = rule_of.step_scales(self.step, factors, in_update, batch.taken, rule)
+        products = rule_of.update(batch, by, rule.update_options(is_scalar=self.is_scalar))[0]
         batch.store("step", self.step + batch.taken)
         if known is not None:
             now = self.sums[1]
             if not batch.sharded:
                 now = torch.where(self.needed, now, products)
             now = (now * scale).to(batch.state_dtype)
-            ring = sizes.remembered(known.gradients, now, self.step, batch.taken)
+            ring = rule_of.remembered(known.gradients, now, self.step, batch.taken)
             batch.store("scale_grads", ring)
             if self.is_sized:
                 batch.store("param_rms", known.rms)
                 batch.store("scale_exp_avg_sq", known.mean_square)
 
-    def _size_step(self, known: sizes.Sizes, scale: Tensor) -> tuple[sizes.Sizes, Tensor]:
+    def _size_step(self, known: rule_of.Sizes, scale: Tensor) -> tuple[rule_of.Sizes, Tensor]:
         batch = self.batch
         gradient = (self.sums[1] * scale).to(batch.state_dtype)
         rms = (self.sums[2] / batch.numel).sqrt().to(batch.state_dtype)
-        return sizes.size_step(known, gradient, rms, self.step, batch.taken, self.rule)
+        return rule_of.size_step(known, gradient, rms, self.step, batch.taken, self.rule)
 
 
 def clip_factors(
@@ -195,9 +196,9 @@ def _norm(members: Sequence[ScaledAdamStep]) -> Tensor:
     return clipping.total_norm(terms, shapes)
 
 
-def _rule(batch: ParamBatch) -> scaled_adam.Rule:
+def _rule(batch: ParamBatch) -> rule_of.Rule:
     group = batch.group
-    return scaled_adam.Rule(
+    return rule_of.Rule(
         lr=batch.lr,
         betas=group["betas"],
         eps=group["eps"],

@@ -1,29 +1,19 @@
 """The schedules these optimizers were published with, as ordinary torch schedulers."""
 
 import math
-import warnings
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from steadygrad._checks import InputError, check_count, check_number
-from steadygrad.formulas.schedules import eden, warmup_hold_decay
 
-__all__ = ["Eden", "WarmupHoldDecay"]
+__all__ = ["Eden", "WarmupHoldDecay", "eden", "warmup_hold_decay"]
 
 
 class _FactorLR(LRScheduler):
-    """A schedule that multiplies each group's base learning rate by one factor.
-
-    Whatever another scheduler or the user multiplies a group's learning rate by is kept, as
-    ``outside``: this is what makes the schedule chainable without the drift of multiplying step
-    by step. As long as no other code writes to it, the learning rate is exactly base times factor.
-    """
-
-    outside: list[float | Tensor]
+    """A schedule that multiplies each group's base learning rate by one factor, as LambdaLR."""
 
     def __init__(self, optimizer: Optimizer, last_epoch: int = -1) -> None:
         if not isinstance(optimizer, Optimizer):
@@ -39,35 +29,18 @@ class _FactorLR(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """Learning rates for the batch to come, one a group."""
-        groups = self.optimizer.param_groups
-        if len(groups) != len(self.base_lrs):
+        groups = len(self.optimizer.param_groups)
+        if groups != len(self.base_lrs):
             raise InputError(
                 f"Expected {len(self.base_lrs)} parameter groups, as when the schedule was made. "
-                f"Found {len(groups)}. Remedy: make the schedule after `add_param_group`."
+                f"Found {groups}. Remedy: make the schedule after `add_param_group`."
             )
-        if self._is_initial:
-            return self._get_closed_form_lr()
-        self.outside = [
-            factor * _change(group["lr"], last)
-            for factor, group, last in zip(self.outside, groups, self._last_lr, strict=True)
-        ]
-        return self._values()
-
-    def _get_closed_form_lr(self) -> list[float | Tensor]:
-        # Also what SequentialLR asks for where this schedule takes over from another.
-        self.outside = [1.0 for _ in self.base_lrs]
-        return self._values()
-
-    def _values(self) -> list[float | Tensor]:
         factor = self._factor()
-        return [
-            base * factor * outside
-            for base, outside in zip(self.base_lrs, self.outside, strict=True)
-        ]
+        return [base * factor for base in self.base_lrs]
 
-    def _write(self, values: list[float | Tensor]) -> None:
+    def _write(self) -> None:
         """Sets learning rates without counting a batch."""
-        for group, value in zip(self.optimizer.param_groups, values, strict=True):
+        for group, value in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(value)
             else:
@@ -78,14 +51,15 @@ class _FactorLR(LRScheduler):
         ]
 
 
-def _change(found: float | Tensor, left: float | Tensor) -> float | Tensor:
-    """Factor by which a learning rate was changed from outside; 1 where either is zero."""
-    if isinstance(found, Tensor) or isinstance(left, Tensor):
-        # A tensor is not read, it may be on a device.
-        both = torch.as_tensor(found), torch.as_tensor(left)
-        known = (both[0] != 0) & (both[1] != 0)
-        return torch.where(known, both[0] / both[1], 1.0)
-    return found / left if found and left else 1.0
+def warmup_hold_decay(step: float, *, total: float, warmup: float, hold: float) -> float:
+    """Factor of :class:`WarmupHoldDecay` after so many steps, in [0, 1]."""
+    if step >= total:
+        return 0.0
+    if step < warmup:
+        return step / warmup
+    if step < warmup + hold:
+        return 1.0
+    return (total - step) / (total - warmup - hold)
 
 
 class WarmupHoldDecay(_FactorLR):
@@ -120,8 +94,8 @@ class WarmupHoldDecay(_FactorLR):
         ...     optimizer.step()
         ...     schedule.step()
 
-    In a ``ChainedScheduler`` make this schedule first, the others after it; what they multiply
-    the learning rate by is lost while this schedule has it at 0.
+    Like torch's LambdaLR it sets the learning rate, and does not chain with schedules that multiply
+    it: put them one after the other in a ``SequentialLR``.
 
     References:
         | Accelerated Large Batch Optimization of BERT Pretraining in 54 minutes
@@ -162,6 +136,23 @@ def _length(name: str, value: float, total_steps: int) -> float:
     # 1.0 may be meant as one step or as the whole run.
     remedy = f"an int for steps (1, or all {total_steps}), a float below 1 for a share of them"
     return check_number(name, value, low=0, high=1, high_open=True, remedy=remedy) * total_steps
+
+
+def eden(
+    batch: float,
+    epoch: float,
+    *,
+    lr_batches: float,
+    lr_epochs: float,
+    warmup_batches: float,
+    warmup_start: float,
+) -> float:
+    """Factor of :class:`Eden` after so many batches and epochs, in [0, 1]."""
+    by_batch = math.pow(1 + (batch / lr_batches) ** 2, -0.25)
+    by_epoch = math.pow(1 + (epoch / lr_epochs) ** 2, -0.25)
+    if batch >= warmup_batches:
+        return by_batch * by_epoch
+    return by_batch * by_epoch * (warmup_start + (1 - warmup_start) * batch / warmup_batches)
 
 
 class Eden(_FactorLR):
@@ -241,7 +232,7 @@ class Eden(_FactorLR):
         """
         count = self.last_epoch + 1 if batch is None else check_number("batch", batch, low=0)
         self._count(int(count))
-        self._write(self.get_lr())
+        self._write()
 
     def _count(self, batches: int) -> None:
         self.last_epoch = batches
@@ -256,23 +247,20 @@ class Eden(_FactorLR):
                 more than before, for a call at the end of an epoch.
         """
         self.epoch = self.epoch + 1 if epoch is None else check_number("epoch", epoch, low=0)
-        self._write(self.get_lr())
+        self._write()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state, of this schedule or of icefall's.
 
         icefall saves two counters only. The base learning rates are then what its optimizer has
         as ``base_lr`` in its groups, else those that this schedule was made with; the learning
-        rates are set at once. A state of this schedule has its own numbers, which count from then
-        on; where they differ from those that it was made with, a warning says so.
+        rates are set at once. A state of this schedule brings its own numbers, as in torch.
 
         Args:
             state_dict: The dictionary that ``state_dict()`` returned, here or in icefall.
         """
         if "batch" not in state_dict or "last_epoch" in state_dict:
-            made_with = self._numbers()
             super().load_state_dict(state_dict)
-            self._warn_of_others(made_with)
             return
         # Icefall counts before the optimizer's step, and saves after it: that batch is done.
         self._count(state_dict["batch"] + 1)
@@ -281,28 +269,4 @@ class Eden(_FactorLR):
         self.base_lrs = [
             group.get("base_lr", base) for group, base in zip(groups, self.base_lrs, strict=True)
         ]
-        self._write(self._get_closed_form_lr())
-
-    def _numbers(self) -> dict[str, float]:
-        """The numbers that this schedule was made with, or that a state has brought."""
-        names = ("lr_batches", "lr_epochs", "warmup_batches", "warmup_start")
-        base_lrs = {f"base_lrs[{i}]": float(base) for i, base in enumerate(self.base_lrs)}
-        return {**base_lrs, **{name: getattr(self, name) for name in names}}
-
-    def _warn_of_others(self, made_with: dict[str, float]) -> None:
-        """Warns where a loaded state has other numbers."""
-        now = self._numbers()
-        # A learning rate in a float32 tensor has fewer digits. Other groups are refused later.
-        differ = [
-            f"{name}={now[name]} instead of {value}"
-            for name, value in made_with.items()
-            if name in now and not math.isclose(value, now[name], rel_tol=1e-6)
-        ]
-        if differ:
-            warnings.warn(
-                "Expected the numbers that this Eden was made with. Found others in the state, "
-                f"which count from now on: {', '.join(differ)}. Remedy: to keep the new ones, make "
-                "a new Eden before the optimizer's state is loaded, and let it load "
-                "{'epoch': state['epoch'], 'batch': state['last_epoch'] - 1}.",
-                stacklevel=3,
-            )
+        self._write()

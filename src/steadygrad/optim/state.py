@@ -4,7 +4,7 @@ Checkpoints are then the same before the first step as after it, on every proces
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -16,7 +16,6 @@ from torch import Tensor
 from steadygrad._checks import InputError
 from steadygrad.numerics import exact, wide
 from steadygrad.optim.checks import (
-    FOREIGN,
     LARGEST,
     check_lr,
     check_names,
@@ -24,12 +23,21 @@ from steadygrad.optim.checks import (
     check_state_tensor,
 )
 from steadygrad.optim.loading import TypeKeepingOptimizer
-from steadygrad.optim.masters import MASTER, ensure_master
 from steadygrad.shards import is_on_mesh_of, is_sharded, shared_out
 
-__all__ = ["ADAM_FIELDS", "SKIPPED", "STEP", "StateField", "StatefulOptimizer"]
+__all__ = [
+    "ADAM_FIELDS",
+    "MASTER",
+    "SKIPPED",
+    "STEP",
+    "StateField",
+    "StatefulOptimizer",
+    "ensure_master",
+]
 
 
+# Name of the float32 master of a 16-bit parameter, which holds the digits that the weight cannot.
+MASTER = "master_weight"
 # Not checked in every step: learning rates apart from the others, and lists that are no options.
 _NO_OPTIONS = {"lr", "params", "param_names"}
 
@@ -78,6 +86,16 @@ ADAM_FIELDS = {
 }
 
 
+def ensure_master(
+    parameter: Tensor, state: MutableMapping[str, Any], group: Mapping[str, Any]
+) -> None:
+    """Makes or drops a master where the model was cast, or the option changed, since."""
+    is_narrow = parameter.dtype in (torch.float16, torch.bfloat16)
+    wanted = is_narrow and group["master_weights"] is not False
+    if (MASTER in state) != wanted and state.pop(MASTER, None) is None:
+        state[MASTER] = parameter.detach().to(torch.float32)
+
+
 class StatefulOptimizer(TypeKeepingOptimizer):
     """An optimizer with eager state for each parameter, and masters for 16-bit ones.
 
@@ -87,13 +105,15 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     _fields: Mapping[str, StateField]
     # Remedy for a state dict of another optimizer.
     _load_remedy = "load what this optimizer's state_dict() returned."
+    # Number of decays in the option `betas`.
+    _betas = 2
     # All options but learning rates as they were checked; a cache, neither saved nor copied.
     _options: Sequence[Any] = ()
     _modes: Sequence[Any] = ()
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Checks a group's options; a subclass adds its own."""
-        check_options(group)
+        check_options(group, self._betas)
 
     def _check_edited(self) -> None:
         """Checks the options if one of them is another object than at the last check."""
@@ -220,14 +240,11 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         value = value.detach().to(parameter.device, dtype, copy=True)
         return shared_out(value, parameter) if self._field(name).elementwise else value
 
-    def _check_loaded(self, given: Mapping[str, Any]) -> None:
+    def _check_loaded(self, state_dict: Mapping[str, Any]) -> None:
         self._fill_state()
-        super()._check_loaded(given)
+        super()._check_loaded(state_dict)
 
-    def _check_loaded_group(self, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-        # A foreign option that this group has too gave a warning when the group was added.
-        if foreign := FOREIGN & {*saved} - {*self.defaults, *own}:
-            raise self._not_its_own("groups", self.defaults, foreign)
+    def _check_loaded_group(self, saved: Mapping[str, Any]) -> None:
         check_names(saved, self.defaults)
         self._check_group({**self.defaults, **saved})
 
@@ -235,17 +252,14 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         self, parameter: Tensor, saved: Mapping[str, Any], state: Mapping[str, Any]
     ) -> None:
         expected = set(self.state[parameter]) - {MASTER}
-        if not {name for name in expected if not self._field(name).optional} <= set(state):
-            raise self._not_its_own("a state", expected, state)
+        if missing := {n for n in expected if not self._field(n).optional} - set(state):
+            raise self._not_its_own(missing, state)
         for name in (expected | {MASTER}) & set(state):
-            field = self._field(name)
-            group = {**self.defaults, **saved}
-            shape = field.shape(parameter, group)
+            field, value, group = self._field(name), state[name], {**self.defaults, **saved}
             # In the type that it is kept in, a larger number would be infinite.
             most = torch.finfo(self._dtype_of(name, parameter, group)).max
             bounds = max(field.low, -most), field.high if math.isinf(field.high) else most
-            check_state_tensor(name, state[name], shape, bounds, parameter)
-            value = state[name]
+            check_state_tensor(name, value, field.shape(parameter, group), bounds, parameter)
             if is_sharded(value) and not (field.elementwise and is_on_mesh_of(value, parameter)):
                 raise InputError(
                     f"Expected a state `{name}` that is whole, or on the mesh of its parameter. "
@@ -253,8 +267,8 @@ class StatefulOptimizer(TypeKeepingOptimizer):
                     "torch.distributed.checkpoint, which lays states out anew."
                 )
 
-    def _not_its_own(self, what: str, expected: Iterable[str], found: Iterable[str]) -> InputError:
+    def _not_its_own(self, missing: Iterable[str], state: Iterable[str]) -> InputError:
         return InputError(
-            f"Expected {what} of {type(self).__name__} with {sorted(expected)}. Found "
-            f"{sorted(found)}. Remedy: {self._load_remedy}"
+            f"Expected a `state_dict` of {type(self).__name__}, with {sorted(missing)}. Found "
+            f"{sorted(state)}. Remedy: {self._load_remedy}"
         )

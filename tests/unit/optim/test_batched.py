@@ -43,13 +43,6 @@ def through_a_file(state_dict):
     return torch.load(file, weights_only=True)
 
 
-def stack_of(optimizer, params, name):
-    """The rows' common storage, or a failure."""
-    rows = [optimizer.state[p][name] for p in params]
-    assert len({row.untyped_storage().data_ptr() for row in rows}) == 1
-    return rows
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", ["momentum", "adam"])
 def test_equals_torchs_own_to_the_bit(name, dtype):
@@ -94,30 +87,6 @@ def test_a_loaded_state_is_a_copy():
     assert torch.equal(first.state[params[0]]["velocity"], before)
 
 
-def test_state_lies_in_one_stack_and_stays_there():
-    params = make_params()
-    optimizer = Momentum(params)
-    same_shape = [p for p in params if p.shape == (3, 4)]
-    rows = stack_of(optimizer, same_shape, "velocity")
-    assert [row.storage_offset() for row in rows] == [0, 12, 24]
-    run(optimizer, params, range(3))
-    assert all(optimizer.state[p]["velocity"] is r for p, r in zip(same_shape, rows, strict=True))
-
-
-@pytest.mark.parametrize("way", ["dict", "file"])
-def test_a_loaded_state_is_stacked_once(way):
-    params = make_params()
-    optimizer = Momentum(params)
-    run(optimizer, params, range(2))
-    state = optimizer.state_dict()
-    optimizer.load_state_dict(through_a_file(state) if way == "file" else state)
-    optimizer.step()
-    same_shape = [p for p in params if p.shape == (3, 4)]
-    rows = stack_of(optimizer, same_shape, "velocity")
-    optimizer.step()
-    assert all(optimizer.state[p]["velocity"] is r for p, r in zip(same_shape, rows, strict=True))
-
-
 def test_assigned_state_stays_where_it_is():
     params = make_params()
     optimizer = Adam(params)
@@ -128,29 +97,6 @@ def test_assigned_state_stays_where_it_is():
     assert optimizer.state[params[0]]["mean"] is rows[0]
     assert optimizer.state[params[4]]["mean"] is rows[1]
     assert not torch.equal(rows[0], values[0])
-
-
-def test_rows_of_two_stacks_are_not_taken_for_one():
-    params, others = make_params(), make_params()
-    first, second = Momentum(params), Momentum(others)
-    first.state[params[1]]["velocity"] = second.state[others[1]]["velocity"].fill_(5)
-    set_grads(params, 0)
-    first.none_grads = "zero"
-    first.step()
-    assert torch.equal(first.state[params[1]]["velocity"], 4.5 + params[1].grad)
-    stack_of(first, [params[i] for i in (0, 1, 4)], "velocity")
-
-
-def test_a_deepcopy_keeps_its_stack():
-    params = make_params()
-    copies, optimizer = copy.deepcopy((params, Momentum(params)))
-    same_shape = [p for p in copies if p.shape == (3, 4)]
-    rows = stack_of(optimizer, same_shape, "velocity")
-    set_grads(copies, 0)
-    optimizer.none_grads = "zero"
-    optimizer.step()
-    assert optimizer.state[same_shape[1]]["velocity"] is rows[1]
-    assert torch.equal(rows[1], same_shape[1].grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -202,50 +148,6 @@ def test_new_members_of_a_batch_start_from_init_state():
         assert torch.equal(velocity[1], kept)
         assert not velocity[0].any()
         assert not velocity[2].any()
-    stack_of(optimizer, [fresh, params[0], params[1], params[4]], "velocity")
-
-
-def test_a_state_that_the_saved_version_lacked_starts_from_init_state():
-    class Newer(Momentum):
-        def init_state(self, batch):
-            return {**super().init_state(batch), "slow": batch.param * 3}
-
-    params = make_params()
-    old = Momentum(params)
-    run(old, params, range(2))
-    newer = Newer(params)
-    newer.load_state_dict(old.state_dict())
-    with newer.batched_params(newer.param_groups[0]) as batches:
-        assert "slow" in batches[0].state
-        assert "fast" not in batches[0].state
-        assert torch.equal(batches[0].state["slow"][1], params[1] * 3)
-    assert torch.equal(newer.state[params[1]]["slow"], params[1] * 3)
-    with pytest.raises(KeyError, match="Found 'fast'; known are"):
-        batches[0].state["fast"]
-
-
-def test_state_of_a_part_of_a_batch_without_init_state():
-    params = make_params()
-    optimizer = Bare(params)
-    optimizer.state[params[0]]["m"] = torch.zeros(3, 4)
-    with (
-        pytest.raises(InputError, match=r"`init_state` to return 'm', which 'params\.1' lacks"),
-        optimizer.batched_params(optimizer.param_groups[0]),
-    ):
-        pass
-
-
-def test_state_of_two_types_in_a_batch():
-    params = make_params()
-    optimizer = Bare(params)
-    for p in params:
-        optimizer.state[p]["m"] = torch.zeros(3, 4)
-    optimizer.state[params[1]]["m"] = torch.zeros(3, 4, dtype=torch.float64)
-    with (
-        pytest.raises(InputError, match="state 'm' to be of one shape, type and device"),
-        optimizer.batched_params(optimizer.param_groups[0]),
-    ):
-        pass
 
 
 def test_shapes_are_mixed():

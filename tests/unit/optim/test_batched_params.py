@@ -140,7 +140,7 @@ def test_groups_have_their_own_options_and_may_come_later():
 def test_assigned_state_has_a_row_for_each_member(value):
     optimizer = Bare(make_params())
     with (
-        pytest.raises(InputError, match="leading dimension 3, one row for each"),
+        pytest.raises(InputError, match=r"state\['m'\]"),
         optimizer.batched_params(optimizer.param_groups[0]) as batches,
     ):
         batches[0].state["m"] = value
@@ -156,7 +156,7 @@ def test_a_parameter_of_another_shape_is_not_written_back():
     optimizer = Bare(params)
     want = [p.detach().clone() for p in params]
     with (
-        pytest.raises(InputError, match=r"`batch.param` of shape \(2, 5\)"),
+        pytest.raises(InputError, match=r"`param`.*\(2, 5\)"),
         optimizer.batched_params(optimizer.param_groups[0]) as batches,
     ):
         spoil(batches)

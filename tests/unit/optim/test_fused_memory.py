@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from steadygrad import kernels
 from steadygrad._checks import InputError
-from steadygrad.optim import LAMB, LANS, ScaledAdam
+from steadygrad.optim import LAMB, LANS, ScaledAdam, loops
 from tests.contracts.problems import assert_rounded_alike
 from tests.rounding import assert_alike
 
@@ -24,7 +23,7 @@ both_modes = pytest.mark.parametrize("mode", ["fused", "foreach"])
 
 @pytest.fixture(autouse=True)
 def _warnings_anew(monkeypatch):
-    monkeypatch.setattr(kernels, "_WARNED", set())
+    monkeypatch.setattr(loops, "_WARNED", set())
 
 
 def start(make, shape=(8, 8), **mode):

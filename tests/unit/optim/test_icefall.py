@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from steadygrad._checks import InputError
-from steadygrad.formulas.schedules import eden
 from steadygrad.optim import Eden, ScaledAdam
+from steadygrad.optim.schedules import eden
 from tests.golden.trajectories import HERE, Trajectory
 
 RECIPES = ["stateless7", "zipformer"]

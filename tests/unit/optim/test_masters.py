@@ -3,13 +3,8 @@
 import pytest
 import torch
 
-from steadygrad.optim.masters import (
-    MASTER,
-    ensure_master,
-    round_masters,
-    sync_masters,
-    wants_master,
-)
+from steadygrad.optim.passes import sync_masters
+from steadygrad.optim.state import MASTER, ensure_master
 
 WANTED = {"master_weights": None}
 narrow = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -31,7 +26,9 @@ def pair(dtype):
     ],
 )
 def test_who_has_a_master(dtype, wish, expected):
-    assert wants_master(torch.zeros(2, dtype=dtype), {"master_weights": wish}) is expected
+    state = {}
+    ensure_master(torch.zeros(2, dtype=dtype), state, {"master_weights": wish})
+    assert (MASTER in state) is expected
 
 
 def synced(parameter, state):
@@ -108,11 +105,3 @@ def test_a_master_comes_and_goes_with_the_models_type(dtype):
     parameter.data = parameter.data.to(dtype)
     ensure_master(parameter, state, WANTED)
     assert torch.equal(state[MASTER], parameter.detach().float())
-
-
-@narrow
-def test_masters_are_rounded_to_the_nearest(dtype):
-    parameter, state = pair(dtype)
-    state[MASTER].mul_(1.1)
-    round_masters([parameter.detach()], [state[MASTER]])
-    assert torch.equal(parameter.detach(), state[MASTER].to(dtype))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from steadygrad.formulas import clipping, scaled_adam
-from steadygrad.optim import ScaledAdam, scaled_adam_step
+from steadygrad.optim import ScaledAdam, clipping, scaled_adam_step
+from steadygrad.optim import scaled_adam_rule as scaled_adam
 from tests.covering import covering
 from tests.reference import scaled_adam as reference
 from tests.unit.optim.reference_runs import MODES, deviation

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.optim.schedules import Eden, WarmupHoldDecay
+from steadygrad.optim.schedules import Eden, WarmupHoldDecay, eden, warmup_hold_decay
 from tests.reference import schedules as reference
 from tests.unit.optim.batched_examples import NoHostSync
 from tests.unit.optim.schedule_examples import MAKERS, advance, lrs_of, make_optimizer
@@ -143,18 +143,9 @@ def test_the_state_holds_base_learning_rates_and_epoch():
     second = make_optimizer(9.0)
     other = Eden(second, lr_batches=1, lr_epochs=1)
     second.load_state_dict(first.state_dict())
-    expected = r"base_lrs\[0\]=0.5 instead of 9.0, lr_batches=7 instead of 1, lr_epochs=2 instead"
-    with pytest.warns(UserWarning, match=expected):
-        other.load_state_dict(schedule.state_dict())
+    other.load_state_dict(schedule.state_dict())
     assert (other.base_lrs, other.epoch, other.lr_batches) == ([0.5], 3, 7)
     assert advance(second, other, 5) == advance(first, schedule, 5)
-
-
-def test_a_rate_in_a_float32_tensor_is_no_other_rate():
-    state = Eden(make_optimizer(torch.tensor(0.045)), lr_batches=7, lr_epochs=2).state_dict()
-    schedule = Eden(make_optimizer(0.045), lr_batches=7, lr_epochs=2)
-    schedule.load_state_dict(state)  # pytest makes a warning an error
-    assert float(schedule.base_lrs[0]) == pytest.approx(0.045)
 
 
 def test_a_state_of_other_groups_is_refused_in_words():
@@ -249,3 +240,30 @@ def test_bad_epoch_and_bad_optimizer():
         schedule.step_epoch(-1)
     with pytest.raises(InputError, match=r"Expected a torch optimizer\. Found list"):
         Eden([], lr_batches=5, lr_epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("total", "warmup", "hold"), [(40, 10, 10), (40, 0, 10), (40, 10, 0), (40, 0, 0), (7, 3, 4)]
+)
+def test_the_factor_of_warmup_hold_decay(total, warmup, hold):
+    got = [warmup_hold_decay(t, total=total, warmup=warmup, hold=hold) for t in range(total + 3)]
+    want = [reference.lans(t, total, warmup, hold) for t in range(total + 3)]
+    assert got == pytest.approx(want, rel=1e-15)  # one rounding
+    assert max(got) == 1
+    assert got[total:] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 500])
+@pytest.mark.parametrize("epoch", [0, 0.5, 30])
+@pytest.mark.parametrize("batch", [0, 1, 250, 499, 500, 100_000])
+def test_the_factor_of_eden(batch, epoch, warmup):
+    scales = {"lr_batches": 5000, "lr_epochs": 3.5}
+    got = eden(batch, epoch, **scales, warmup_batches=warmup, warmup_start=0.5)
+    want = reference.icefall_eden(batch, epoch, **scales, warmup_batches=warmup)
+    assert got == pytest.approx(want, rel=1e-14)  # roots by another road
+
+
+def test_eden_far_out_is_an_inverse_square_root():
+    scales = {"lr_batches": 100, "lr_epochs": 1, "warmup_batches": 0, "warmup_start": 0}
+    assert eden(1e8, 0, **scales) == pytest.approx(1e-3, rel=1e-9)
+    assert eden(0, 1e6, **scales) == pytest.approx(1e-3, rel=1e-9)

@@ -6,17 +6,27 @@ import numpy as np
 import pytest
 import torch
 
-from steadygrad.kernels.numba import lans, runtime
-from steadygrad.kernels.numba.numbers import arguments, arrays_at, chunk_of, state_at
-from steadygrad.kernels.table import CHUNK, GRAD, PARAM, STATES, WEIGHT, PointerTable
+from steadygrad.optim.layerwise_rule import LANS_PASSES
+from steadygrad.optim.loops import runtime
+from steadygrad.optim.loops.numbers import (
+    GRAD,
+    PARAM,
+    STATES,
+    WEIGHT,
+    arguments,
+    arrays_at,
+    chunk_of,
+    state_at,
+)
+from steadygrad.optim.loops.runtime import CHUNK, Table
+from steadygrad.optim.passes import Pass
 
-CPU = torch.device("cpu")
 FLOATS = (torch.float32,) * 4
 SIZES = [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5, 7]
 
 
 def test_every_element_is_in_one_chunk():
-    table = PointerTable(SIZES, FLOATS, 2, CPU)
+    table = Table(SIZES, FLOATS, 2)
     assert table.elements == sum(SIZES)
     for tensor, size in enumerate(SIZES):
         own = table.chunks[table.chunks[:, 0] == tensor]
@@ -27,7 +37,7 @@ def test_every_element_is_in_one_chunk():
 
 
 def test_starts_beyond_two_to_the_31():
-    table = PointerTable([3 * 2**31], FLOATS, 1, CPU)
+    table = Table([3 * 2**31], FLOATS, 1)
     assert table.chunks[-1].tolist() == [0, 3 * 2**31 - CHUNK, CHUNK]
     assert table.chunks.dtype == np.int64
 
@@ -35,7 +45,7 @@ def test_starts_beyond_two_to_the_31():
 def test_addresses_stand_in_their_columns():
     tensors = [[torch.zeros(3) for _ in range(2)] for _ in range(5)]
     params, weights, grads, m, v = tensors
-    table = PointerTable([3, 3], FLOATS, 2, CPU)
+    table = Table([3, 3], FLOATS, 2)
     table.fill_states((m, v))
     table.fill(params, weights, [None, grads[1]])
     for column, own in ((PARAM, params), (WEIGHT, weights), (STATES, m), (STATES + 1, v)):
@@ -44,13 +54,13 @@ def test_addresses_stand_in_their_columns():
 
 
 def table_of(tensors):
-    table = runtime.Table([t.numel() for t in tensors], FLOATS, 2, CPU)
+    table = Table([t.numel() for t in tensors], FLOATS, 2)
     table.addresses[:, GRAD] = [t.data_ptr() for t in tensors]
     return table
 
 
 def sums_of(table):
-    return lans.grad_sq_norms(
+    return LANS_PASSES.grad_sq_norms(
         SimpleNamespace(table=table, sum_dtype=torch.float64, inverse_scale=None)
     )[0]
 
@@ -120,10 +130,12 @@ def test_any_number_of_large_states(states):
     sizes = [5, CHUNK + 3]
     grads, weights = ([torch.full((n,), value) for n in sizes] for value in (2.0, 0.5))
     moments = [[torch.full((n,), 10.0 * k) for n in sizes] for k in range(states)]
-    table = runtime.Table(sizes, FLOATS, states, CPU)
+    table = Table(sizes, FLOATS, states)
     table.fill_states(moments)
     table.fill(weights, weights, grads)
-    runtime.Pass(make)(SimpleNamespace(table=table, inverse_scale=None))
+    one = Pass(None)
+    one.maker = lambda: make
+    table.run(one, (), (), torch.float32, None)
     for k, own in enumerate(moments):
         for tensor in own:
             assert torch.equal(tensor, torch.full_like(tensor, 10.0 * k + 2 * (k + 1) + 0.5))

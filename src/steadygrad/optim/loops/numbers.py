@@ -14,9 +14,13 @@ from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from steadygrad.kernels.table import GRAD, MOST_SUMS, PARAM, STATES, WEIGHT
-
 __all__ = [
+    "BLOCK",
+    "GRAD",
+    "MOST_SUMS",
+    "PARAM",
+    "STATES",
+    "WEIGHT",
     "KernelArgs",
     "arguments",
     "arrays_at",
@@ -30,6 +34,13 @@ __all__ = [
     "wide",
     "widen",
 ]
+
+# Elements that are added up in the working type; their sums are added up in float64.
+BLOCK = 4096
+# Sums that a pass may leave for each chunk.
+MOST_SUMS = 3
+# Columns of addresses. A 16-bit parameter with a master is where the weight goes, rounded.
+GRAD, PARAM, WEIGHT, STATES = 0, 1, 2, 3
 
 
 class KernelArgs(NamedTuple):
@@ -66,9 +77,7 @@ def source_of(*fields: tuple[str, ...]) -> int:
     Numba's cache checks a function's own file only. Kernels hold on to this number, so that they
     are compiled anew when anything else that they are made of has changed.
     """
-    here = Path(__file__).parent
-    sources = [here / "numbers.py", here.parent / "table.py"]
-    return crc32(b"".join(path.read_bytes() for path in sources) + repr(fields).encode())
+    return crc32(Path(__file__).read_bytes() + repr(fields).encode())
 
 
 # Without `nnan` and `ninf`: given those, the compiler may drop what guards against such values.

@@ -5,30 +5,35 @@ little arithmetic on columns with one number for each tensor in between. Everyth
 decides on the device: nothing here makes the host wait for one.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from steadygrad import kernels
-from steadygrad._checks import check_count, check_number
-from steadygrad.optim.batch import Gradients, ParamBatch
-from steadygrad.optim.building import BatchBuilder
-from steadygrad.optim.checks import check_capture, dense_gradient
+from steadygrad._checks import InputError, check_count, check_number
+from steadygrad.optim import loops
+from steadygrad.optim.batch import Gradients, ParamBatch, is_compiled, types_for_loops
+from steadygrad.optim.checks import check_capture, check_parameter, dense_gradient
 from steadygrad.optim.diagnostics import Report
+from steadygrad.optim.loops import Types
+from steadygrad.optim.passes import Pass
 from steadygrad.optim.skipping import SkipMonitor
-from steadygrad.shards import PackedSum, PartialGradients, ZeroSum
+from steadygrad.optim.state import MASTER, StatefulOptimizer, ensure_master
+from steadygrad.shards import PackedSum, PartialGradients, ZeroSum, is_sharded, local
 
 __all__ = ["ShardedOptimizer"]
 
 
-class ShardedOptimizer(BatchBuilder):
+class ShardedOptimizer(StatefulOptimizer):
     """An optimizer whose norms are of whole tensors, however they are sharded.
 
-    A subclass says how a step goes; this class keeps torch's contract.
+    A subclass declares its states (``_fields``) and passes, and says how a step goes
+    (``_update``); this class keeps torch's contract.
 
     Attributes:
         skipped: Steps left out because a gradient was not finite, a tensor.
@@ -36,11 +41,20 @@ class ShardedOptimizer(BatchBuilder):
     """
 
     warn_after_skips: int | None = 100
+    _passes: Sequence[Pass]
     # First sums of each parameter.
     _first_rows = 1
-    # Caches, neither saved nor copied.
+    # Whether a parameter without a gradient, unless it is frozen, takes part as if it were zero.
+    _none_is_zero = False
+
+    # Caches, neither saved nor copied: parameters with elements in the order of the groups, whether
+    # each is sharded, those without elements, and what the batches that are kept were built for.
+    _params: Sequence[Tensor] = ()
+    _sharded: Sequence[bool] = ()
+    _empty: Sequence[Tensor] = ()
+    _members_then: Sequence[Any] = ()
     _built: Sequence[ParamBatch] = ()
-    _recorded: Sequence[ParamBatch] = ()
+    _built_for: Any = None
     _partial: PartialGradients | None = None
     # Whether any process has a gradient that is partial, with one flag for each parameter.
     _anywhere: Tensor | None = None
@@ -129,6 +143,8 @@ class ShardedOptimizer(BatchBuilder):
         """
         raise NotImplementedError
 
+    # Gradients and batches of a step.
+
     def _batches(self) -> list[ParamBatch]:
         """The parameters of this step with their gradients."""
         compiling = torch.compiler.is_compiling()
@@ -136,20 +152,53 @@ class ShardedOptimizer(BatchBuilder):
             self._check_edited()
         self._find_params()
         # A gradient scaler sets it for a step whose gradients it has not unscaled.
-        given = self._gradients(getattr(self, "grad_scale", None))
-        batches, key = self._built, None if compiling else (self._modes, len(kernels.BROKEN))
-        if compiling or self._built_for != key or not _refresh(batches, given):
-            batches = self._build(given.grads)
-            if not _refresh(batches, given):
+        gradients = self._gradients(getattr(self, "grad_scale", None))
+        batches, key = self._built, None if compiling else (self._modes, len(loops.BROKEN))
+        if compiling or self._built_for != key or not _refresh(batches, gradients):
+            if not compiling:
+                self._check_params()
+            batches = [
+                batch
+                for group, places in self._grouped()
+                for batch in self._build_group(group, places, gradients.grads)
+            ]
+            if not _refresh(batches, gradients):
                 raise RuntimeError(
                     "Expected gradients that stay the same during a step. Found one that changed. "
                     "Remedy: no backward pass and no zero_grad() in another thread meanwhile."
                 )
             if not compiling:
-                # Replays of a graph keep writing to what it has recorded: none of it is freed.
-                self._recorded = [*self._recorded, *(b for b in self._built if b.recorded)]
                 self._built, self._built_for = batches, key
-        return _in_step(batches, given)
+        return _in_step(batches, gradients)
+
+    def _find_params(self) -> None:
+        """Lists the parameters anew where they or their states were exchanged."""
+        # Without a look-up by parameter: each of these calls Python for the hash of a tensor.
+        members = self._members()
+        same = len(members) == len(self._members_then)
+        same = same and all(map(is_, members, self._members_then))
+        same = same and not any(map(Tensor.numel, self._empty))
+        if not (same and members and all(self.state.values())):
+            self._fill_state()
+            self._members_then, self._built_for = self._members(), None
+            params = [p for group in self.param_groups for p in group["params"]]
+            self._params = [p for p in params if p.numel()]
+            self._empty = [p for p in params if not p.numel()]
+            self._sharded = [is_sharded(p) for p in self._params]
+
+    def _members(self) -> list[Any]:
+        """Every group before its parameters, then the keys and values of the state."""
+        groups = (part for g in self.param_groups for part in ([g], g["params"]))
+        return [*chain.from_iterable(groups), *self.state, *self.state.values()]
+
+    def _grouped(self) -> list[tuple[dict[str, Any], range]]:
+        """Each group with the indices of its parameters."""
+        groups, first = [], 0
+        for group in self.param_groups:
+            stop = first + sum(p.numel() > 0 for p in group["params"])
+            groups.append((group, range(first, stop)))
+            first = stop
+        return groups
 
     def _gradients(self, grad_scale: Tensor | None) -> Gradients:
         """Local gradients of all parameters.
@@ -158,14 +207,14 @@ class ShardedOptimizer(BatchBuilder):
             grad_scale: Loss scale that is still in them; None: none is.
         """
         grads: list[Tensor | None] = [p.grad for p in self._params]
-        given = [g for g in grads if g is not None]
+        present = [g for g in grads if g is not None]
         has_grad = [True] * len(grads)
-        if len(given) < len(grads):
+        if len(present) < len(grads):
             has_grad = [
                 g is not None or (self._none_is_zero and p.requires_grad)
                 for p, g in zip(self._params, grads, strict=True)
             ]
-        is_odd = {torch.strided} < {torch.strided, *map(attrgetter("layout"), given)}
+        is_odd = {torch.strided} < {torch.strided, *map(attrgetter("layout"), present)}
         if not is_odd and not any(self._sharded):
             self._anywhere = None
             return Gradients(grads, has_grad, has_grad, grad_scale)
@@ -181,6 +230,98 @@ class ShardedOptimizer(BatchBuilder):
             for here, shared, p in zip(has_grad, self._sharded, self._params, strict=True)
         ]
         return Gradients(grads, has_grad, in_step, grad_scale)
+
+    def _check_params(self) -> None:
+        """Raises InputError if a parameter no longer has the shape and device of its state."""
+        for p in self._params:
+            check_parameter(p)
+            for name in (*self._large, MASTER):
+                kept = self.state[p].get(name, p)
+                if kept.shape != p.shape or kept.device != p.device:
+                    raise InputError(
+                        "Expected parameters with the shape and device of their state. Found "
+                        f"{tuple(p.shape)} on {p.device}, and a `{name}` of {tuple(kept.shape)} on "
+                        f"{kept.device}. Remedy: a new optimizer, after the model was changed."
+                    )
+
+    @property
+    def _large(self) -> list[str]:
+        """Names of the states with the parameter's shape, masters aside."""
+        return [name for name, field in self._fields.items() if field.elementwise]
+
+    def _kind(self, parameter: Tensor) -> Any:
+        """A property that all parameters of a batch share, besides group, device and types."""
+
+    def _build_group(
+        self,
+        group: dict[str, Any],
+        places: Sequence[int],
+        grads: Sequence[Tensor | None],
+        *,
+        is_report: bool = False,
+    ) -> list[ParamBatch]:
+        """Batches of a group.
+
+        Args:
+            group: The group.
+            places: Indices of its parameters.
+            grads: Local gradients of all parameters.
+            is_report: Whether nothing is to change: multi-tensor calls on copies of the columns.
+        """
+        kinds: dict[Any, list[int]] = defaultdict(list)
+        for i in places:
+            p, state = self._params[i], self.state[self._params[i]]
+            ensure_master(p, state, group)
+            types = None if is_report else self._loop_types(p, grads[i], group)
+            state_dtype = state[self._large[0]].dtype
+            kinds[p.device, p.dtype, state_dtype, types, self._kind(p)].append(i)
+        batches = []
+        for (device, _, _, types, _), members in kinds.items():
+            params, table = [self._params[i] for i in members], None
+            if types is not None:
+                from steadygrad.optim.loops.runtime import Table  # needs numba
+
+                table = Table([local(p).numel() for p in params], types, len(self._large))
+            batch = ParamBatch(
+                group,
+                params,
+                members,
+                [self.state[p] for p in params],
+                self._fields,
+                table,
+                compiled=is_compiled(group, device) and not is_report,
+                single=group["foreach"] is False,
+                views=not (is_report or torch.compiler.is_compiling()),
+            )
+            batches.append(batch)
+        return batches
+
+    def _loop_types(
+        self, parameter: Tensor, gradient: Tensor | None, group: dict[str, Any]
+    ) -> Types | None:
+        """Types for which compiled loops take a parameter; None: multi-tensor calls work on it."""
+        name, fused = type(self).__name__, group["fused"]
+        is_default = fused is None and group["foreach"] is None
+        # Torch's own compiler writes kernels of its own.
+        if torch.compiler.is_compiling() or not (fused or is_default):
+            return None
+        if is_compiled(group, parameter.device):
+            return None
+        if parameter.device.type != "cpu":
+            if fused:
+                loops.warn_once(name, f"there are none for {parameter.device.type} devices")
+            return None
+        if (why := loops.why_none()) is None:
+            types = types_for_loops(parameter, gradient, self.state[parameter], self._large)
+            if isinstance(types, str):
+                if fused:
+                    loops.warn_once(name, types, parameter)
+                return None
+            if (why := loops.prepare(self._passes, types)) is None:
+                return types
+        if fused or self._passes[0].loop:
+            loops.warn_once(name, why)
+        return None
 
     # Sums over shards, and what all processes decide from them.
 

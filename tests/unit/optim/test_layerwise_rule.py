@@ -6,22 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from steadygrad.formulas.lans import (
-    Normalizers,
-    Rule,
-    apply,
+from steadygrad.optim.layerwise_rule import (
+    LANS_DIRECTIONS,
+    LANS_PASSES,
+    Factors,
+    Options,
     coefficients,
-    direction_sums,
-    grad_sq_norms,
-    normalizers,
+    factors,
+    inverse_norms,
     trust_ratio,
-    update_moments,
 )
-from steadygrad.formulas.tensors import Bucket
+from steadygrad.optim.passes import Bucket
 from tests.reference.lans import Lans
 
 SHAPES = [(5, 3), (7,), (), (4,)]
-RULE = Rule(0.9, 0.99, 1e-6, 0.1, 0.4)
+RULE = Options(0.9, 0.99, 1e-6, 0.1, 0.4)
 
 
 def draw(seed):
@@ -43,19 +42,19 @@ def batch(x, g, m, v):
         for own in places
         if own
     ]
-    return SimpleNamespace(weights=x, grads=g, buckets=buckets)
+    return SimpleNamespace(weights=x, grads=g, buckets=buckets, table=None, compiled=False)
 
 
-def factors(some, t, ok=True):
+def factors_at(some, t, ok=True):
     taken = torch.tensor([ok and g is not None for g in some.grads])
     step = torch.full((len(some.weights),), float(t), dtype=torch.float64)
-    return normalizers(grad_sq_norms(some)[0], step, taken, RULE, maximize=False)
+    return factors(inverse_norms(LANS_PASSES.grad_sq_norms(some)[0]), step, taken, RULE)
 
 
 def take_step(some, t, *, ok=True, lr=0.05, bounds=(None, None)):
-    by = factors(some, t, ok)
-    sums = update_moments(some, by, RULE)
-    apply(some, coefficients(sums, by, RULE, lr=lr, bounds=bounds), RULE)
+    by = factors_at(some, t, ok)
+    sums = LANS_PASSES.move_moments(some, by, RULE)
+    LANS_PASSES.move_weights(some, coefficients(sums, by, RULE, lr=lr, bounds=bounds), RULE)
 
 
 @pytest.mark.parametrize("bounds", [(None, None), (0.5, 1.5), (0.0, 2.0)], ids=str)
@@ -93,7 +92,7 @@ def test_trust_ratio_is_one_where_there_is_nothing_to_compare():
 
 def norms_of(*taken):
     ones = torch.ones(3, dtype=torch.float64)
-    return Normalizers(torch.tensor(taken), ones, ones, ones)
+    return Factors(torch.tensor(taken), ones, ones, ones)
 
 
 def test_coefficients():
@@ -101,15 +100,15 @@ def test_coefficients():
     rule, all_take = RULE._replace(beta1=0.75), norms_of(True, True, True)
     by = coefficients(sums, all_take, rule, lr=number(0.1))
     expected = number([[0.15, 0.0375, 0.075], [0.00625, 0.025, 0.025]])
-    found = torch.stack([by.momentum, by.gradient])
+    found = torch.stack([by.along_m, by.along_g])
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
     torch.testing.assert_close(by.keep, 1 - 0.1 * expected.sum(0), rtol=1e-14, atol=0)
     bounded = coefficients(sums, all_take, rule, lr=0.1, bounds=(0.5, 1.0))
     # Norms of 2, 2 and 0 become 1, 1 and 0.5.
-    torch.testing.assert_close(bounded.momentum, torch.tensor([0.075, 0.01875, 0.0375]).double())
+    torch.testing.assert_close(bounded.along_m, torch.tensor([0.075, 0.01875, 0.0375]).double())
     sums[:, 1] = torch.nan
     some = coefficients(sums, norms_of(True, False, True), rule, lr=0.1)
-    assert some.momentum.tolist() == [by.momentum[0], 0.0, by.momentum[2]]
+    assert some.along_m.tolist() == [by.along_m[0], 0.0, by.along_m[2]]
     assert some.keep[1] == 1.0
 
 
@@ -117,12 +116,12 @@ def test_direction_sums_add_up_over_shards():
     """Squared norms of parts sum to those of the whole: what sharding stands on."""
     x, m, v, g = ([t[0]] for t in (draw(0), draw(1), [t.square() for t in draw(2)], draw(3)))
     whole = batch(x, g, m, v)
-    by = factors(whole, 5)
+    by = factors_at(whole, 5)
     halves = [
         batch(*([t[part] for t in ts] for ts in (x, g, m, v))) for part in (slice(2), slice(2, 5))
     ]
-    parts = sum(direction_sums(half, by, RULE) for half in halves)
-    torch.testing.assert_close(parts, direction_sums(whole, by, RULE), rtol=1e-14, atol=0)
+    parts = sum(LANS_DIRECTIONS(half, by, RULE) for half in halves)
+    torch.testing.assert_close(parts, LANS_DIRECTIONS(whole, by, RULE), rtol=1e-14, atol=0)
 
 
 def test_moments_stay_below_one():
@@ -131,7 +130,7 @@ def test_moments_stay_below_one():
     for t in range(1, 50):
         g = [torch.randn(6, generator=torch.Generator().manual_seed(t)).double() * 10.0**t]
         some = batch([torch.ones(6).double()], g, m, v)
-        update_moments(some, factors(some, t), RULE._replace(clip_value=torch.inf))
+        LANS_PASSES.move_moments(some, factors_at(some, t), RULE._replace(clip_value=torch.inf))
         assert m[0].norm() <= 1
         assert v[0].sum() <= 1
 
@@ -141,9 +140,9 @@ def test_a_parameter_without_gradient_is_left_alone():
     g[1] = None
     before = [t[1].clone() for t in (x, m, v)]
     some = batch(x, g, m, v)
-    by = factors(some, 3)
-    sums = update_moments(some, by, RULE)
-    apply(some, coefficients(sums, by, RULE, lr=0.05), RULE)
+    by = factors_at(some, 3)
+    sums = LANS_PASSES.move_moments(some, by, RULE)
+    LANS_PASSES.move_weights(some, coefficients(sums, by, RULE, lr=0.05), RULE)
     assert all(torch.equal(a, b) for a, b in zip((x[1], m[1], v[1]), before, strict=True))
     assert not torch.equal(x[2], draw(0)[2])
     # The others' sums stay in their places.

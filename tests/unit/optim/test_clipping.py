@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from steadygrad.formulas.clipping import EARLY, Clipping, clip, total_norm
+from steadygrad.optim.clipping import EARLY, Clipping, clip, total_norm
 from tests.reference.scaled_adam import Clipper
 
 TRUE = torch.tensor(True)

@@ -1,13 +1,11 @@
 """Sums that neither round nor overflow in 16 bits, and guards decided on the device."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from steadygrad import numerics
-from steadygrad.formulas.tensors import Bucket, decays_of, joined, moved_by
 from steadygrad.numerics import exact, inner_products, square_sums, wide
+from steadygrad.optim.passes import Bucket, decays_of, joined, moved_by
 
 NARROW = [torch.float16, torch.bfloat16]
 
@@ -111,10 +109,10 @@ def test_averages_decay_where_a_step_is_taken(dtype):
 
 
 def test_sums_of_buckets_stand_in_their_places():
-    batch = SimpleNamespace(weights=[torch.ones(1)] * 4)
+    weights = [torch.ones(1)] * 4
     parts = [([3], torch.tensor([[3.0], [30.0]])), ([0, 1], torch.tensor([[1.0, 2], [10, 20]]))]
-    assert joined(batch, parts, 2).tolist() == [[1, 2, 0, 3], [10, 20, 0, 30]]
-    assert joined(batch, [], 2).tolist() == [[0] * 4] * 2
+    assert joined(weights, parts, 2).tolist() == [[1, 2, 0, 3], [10, 20, 0, 30]]
+    assert joined(weights, [], 2).tolist() == [[0] * 4] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

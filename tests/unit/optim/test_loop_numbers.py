@@ -5,7 +5,7 @@ import pytest
 import torch
 from numba import njit
 
-from steadygrad.kernels.numba import numbers
+from steadygrad.optim.loops import numbers
 
 KINDS = {torch.bfloat16: np.uint16, torch.float16: np.int16}
 kinds = pytest.mark.parametrize(("dtype", "bits"), KINDS.items(), ids=map(str, KINDS))

@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from steadygrad import kernels
-from steadygrad.kernels.numba import lans, numbers, runtime
-from steadygrad.optim import LAMB, LANS, ScaledAdam
+from steadygrad.optim import LAMB, LANS, ScaledAdam, loops
+from steadygrad.optim.loops import layerwise, numbers, runtime
 
 MAKERS = {
     "lans": LANS,
@@ -72,7 +71,7 @@ def step_in_child(connection, make):
     # Torch's own operations would wait for the parent's threads; only the loops use two.
     torch.set_num_threads(1)
     torch.get_num_threads = lambda: 2
-    connection.send((kernels.was_forked(), [p.numpy() for p in trained(make, fused=True)]))
+    connection.send((loops.was_forked(), [p.numpy() for p in trained(make, fused=True)]))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -88,7 +87,7 @@ def test_a_forked_process_steps_too():
     child.kill()
     child.join()
     assert forked is True
-    assert not kernels.was_forked()
+    assert not loops.was_forked()
     assert same([torch.from_numpy(x) for x in found], expected)
 
 
@@ -124,7 +123,7 @@ def test_the_first_compiled_step_may_come_after_the_fork():
 def step_beside_a_lock(connection):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    connection.send(([p.numpy() for p in trained(LANS)], kernels.missing("cpu")))
+    connection.send(([p.numpy() for p in trained(LANS)], loops.why_none()))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -182,7 +181,7 @@ def test_without_any_folder_it_is_compiled_for_the_process(error, monkeypatch):
         return compiled(function, cache)
 
     monkeypatch.setattr(runtime, "compiled", nowhere)
-    found = runtime._kernel_for.__wrapped__(lans.grad_kernel, (torch.float32,) * 4)
+    found = runtime._kernel_for.__wrapped__(layerwise.grad_kernel, (torch.float32,) * 4, ())
     assert asked == [True, False]
     assert found.address > 0
 
@@ -197,12 +196,12 @@ def test_nothing_is_loaded_before_it_is_needed():
 def test_a_compiler_that_fails_is_left_alone(make, monkeypatch):
     calls = []
 
-    def fail(make_kernel, types):
-        calls.append(make_kernel)
-        raise kernels.KernelError("no such processor")
+    def fail(one, types):
+        calls.append(one)
+        raise loops.KernelError("no such processor")
 
-    monkeypatch.setattr(kernels, "BROKEN", {})
-    monkeypatch.setattr(kernels, "_WARNED", set())
+    monkeypatch.setattr(loops, "BROKEN", {})
+    monkeypatch.setattr(loops, "_WARNED", set())
     monkeypatch.setattr(runtime, "_address_of", fail)
     with pytest.warns(
         UserWarning, match=r"cannot be compiled.*no such processor.*Remedy"
@@ -219,14 +218,14 @@ def test_types_that_cannot_be_compiled_leave_others_alone(make, monkeypatch):
     """Nor other optimizers, on which nothing is tried in vain."""
     tried, address_of = [], runtime._address_of
 
-    def fail(make_kernel, types):
+    def fail(one, types):
         if torch.bfloat16 in types:
             tried.append(types)
-            raise kernels.KernelError("no such number")
-        return address_of(make_kernel, types)
+            raise loops.KernelError("no such number")
+        return address_of(one, types)
 
-    monkeypatch.setattr(kernels, "BROKEN", {})
-    monkeypatch.setattr(kernels, "_WARNED", set())
+    monkeypatch.setattr(loops, "BROKEN", {})
+    monkeypatch.setattr(loops, "_WARNED", set())
     monkeypatch.setattr(runtime, "_address_of", fail)
     params = [torch.ones(3, dtype=d).requires_grad_() for d in (torch.bfloat16, torch.float32)]
     optimizer = make(params, fused=True)
@@ -252,12 +251,12 @@ def test_a_lack_of_memory_in_the_compiler_is_passed_on(make, monkeypatch):
     optimizer = make(params, fused=True)
     params[0].grad = torch.ones(3, dtype=torch.float64)
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "BROKEN", {})
+        patch.setattr(loops, "BROKEN", {})
         patch.setattr(runtime, "compiled", fail)
         patch.setattr(runtime, "_kernel_for", runtime._kernel_for.__wrapped__)
         with pytest.raises(MemoryError):
             optimizer.step()
-        assert kernels.BROKEN == {}
+        assert loops.BROKEN == {}
     assert torch.equal(params[0].detach(), torch.ones(3, dtype=torch.float64))
     optimizer.step()
     assert optimizer._built[0].table is not None
@@ -265,7 +264,7 @@ def test_a_lack_of_memory_in_the_compiler_is_passed_on(make, monkeypatch):
 
 def test_every_reason_is_told_once(monkeypatch):
     """A first warning does not hide the next, of another reason."""
-    monkeypatch.setattr(kernels, "_WARNED", set())
+    monkeypatch.setattr(loops, "_WARNED", set())
     params = [torch.ones(6, 4)[:, ::2].requires_grad_(), torch.ones(3).requires_grad_()]
     optimizer = LANS(params, fused=True)
 
@@ -283,17 +282,16 @@ def test_every_reason_is_told_once(monkeypatch):
 def test_reasons(monkeypatch):
     import numba
 
-    assert kernels.missing("cpu") is None
-    assert kernels.missing("xla") == "there are none for xla devices"
-    missing = kernels._missing_package.__wrapped__
+    assert loops.why_none() is None
+    missing = loops._why_no_numba.__wrapped__
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
-    assert missing("numba") == "NUMBA_DISABLE_JIT is set"
+    assert missing() == "NUMBA_DISABLE_JIT is set"
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert missing("numba") == "numba is not installed"
+    assert missing() == "numba is not installed"
 
 
 def test_what_is_no_fault_of_the_compiler_is_raised(monkeypatch):
-    def fail(make_kernel, types):
+    def fail(make_kernel, types, constants):
         raise MemoryError("out of memory")
 
     monkeypatch.setattr(runtime, "_kernel_for", fail)
@@ -302,14 +300,14 @@ def test_what_is_no_fault_of_the_compiler_is_raised(monkeypatch):
     p.grad = torch.ones(3)
     with pytest.raises(MemoryError, match="out of memory"):
         optimizer.step()
-    assert kernels.missing("cpu") is None
+    assert loops.why_none() is None
     assert torch.equal(p.detach(), torch.ones(3))
 
 
 @every_optimizer
 def test_without_numba_one_warning_says_what_it_costs(make, monkeypatch):
-    monkeypatch.setattr(kernels, "_WARNED", set())
-    monkeypatch.setattr(kernels, "missing", lambda device: "numba is not installed")
+    monkeypatch.setattr(loops, "_WARNED", set())
+    monkeypatch.setattr(loops, "why_none", lambda: "numba is not installed")
     with pytest.warns(UserWarning, match=r"numba is not installed.*steadygrad\[cpu\]") as caught:
         found = trained(make)
     assert len(caught) == 1
@@ -354,14 +352,13 @@ def test_all_threads_are_waited_for_where_the_own_one_is_interrupted(how, monkey
 def test_loops_are_made_anew_where_their_parts_change():
     """Every module of loops takes a number of what they share, and of its factors' names."""
     place = Path(numbers.__file__).parent
-    loops = [path for path in place.glob("*.py") if "_kernel(" in path.read_text()]
-    assert sorted(path.stem for path in loops) == ["lamb", "lans", "scaled_adam"]
-    for path in loops:
+    modules = [path for path in place.glob("*.py") if "def kernel(" in path.read_text()]
+    assert sorted(path.stem for path in modules) == ["layerwise", "scaled_adam"]
+    for path in modules:
         text = path.read_text()
         assert text.count("source") >= 2 * text.count("def kernel(")
-        read = set(re.findall(r"from steadygrad\.kernels\.([\w.]+) import", text))
-        # A kernel of another module holds on to that module's number.
-        assert read <= {"numba.numbers", "numba.runtime", "table", "numba.lans"}
+        # Of anything else that compiled code is made of the number would know nothing.
+        assert set(re.findall(r"from steadygrad\.optim\.loops\.(\w+) import", text)) == {"numbers"}
     assert numbers.source_of(("a", "b")) != numbers.source_of(("b", "a"))
     # Given `nnan` or `ninf`, what guards against such values may be dropped.
     assert {"reassoc", "contract", "arcp", "nsz", "afn"} == numbers.FAST
@@ -395,10 +392,10 @@ def test_a_broken_numba_is_none(error, monkeypatch):
     def broken(name):
         raise error("libllvmlite.so cannot be found")
 
-    kernels._missing_package.cache_clear()
-    monkeypatch.setattr(kernels.importlib, "import_module", broken)
+    loops._why_no_numba.cache_clear()
+    monkeypatch.setattr(loops.importlib, "import_module", broken)
     try:
-        found = kernels.missing("cpu")
+        found = loops.why_none()
         assert found == "numba cannot be loaded (libllvmlite.so cannot be found)"
     finally:
-        kernels._missing_package.cache_clear()
+        loops._why_no_numba.cache_clear()

@@ -1,15 +1,13 @@
-"""ScaledAdam as compiled loops: both passes of :mod:`steadygrad.formulas.scaled_adam`."""
+"""ScaledAdam as compiled loops: the passes of :mod:`steadygrad.optim.scaled_adam_rule`."""
 
 import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from steadygrad.formulas.scaled_adam import Rule, StepScales
-from steadygrad.kernels.numba.numbers import (
+from steadygrad.optim.loops.numbers import (
+    BLOCK,
     arguments,
     arrays_at,
     chunk_of,
@@ -22,29 +20,12 @@ from steadygrad.kernels.numba.numbers import (
     wide,
     widen,
 )
-from steadygrad.kernels.numba.runtime import Pass
-from steadygrad.kernels.table import BLOCK, KernelBatch
+from steadygrad.optim.scaled_adam_rule import StepScales, UpdateOptions
 
-__all__ = ["PASSES", "sums", "update"]
+__all__ = ["sums_kernel", "update_kernel"]
 
-SOURCE = source_of(StepScales._fields)
-FACTORS = len(StepScales._fields)
-# beta1, beta2, eps, and the bounds on weights before and after the step.
-OPTIONS = 5
-
-
-def sums(batch: KernelBatch, needed: Tensor) -> Tensor:
-    """Sums of :mod:`steadygrad.formulas.scaled_adam`. Masters take what was written to weights."""
-    found: Tensor = SUMS(batch, [needed])
-    return found
-
-
-def update(batch: KernelBatch, by: StepScales, rule: Rule) -> Tensor:
-    """Update of :mod:`steadygrad.formulas.scaled_adam`. 16-bit weights follow their masters."""
-    weight = torch.zeros_like(by.gradient) if by.weight is None else by.weight
-    options = (*rule.betas, rule.eps, *rule.bounds(is_scalar=by.weight is None))
-    found: Tensor = UPDATE(batch, [*by[:4], weight], options)[0]
-    return found
+SOURCE = source_of(StepScales._fields, UpdateOptions._fields)
+FACTORS, OPTIONS = len(StepScales._fields), len(UpdateOptions._fields)
 
 
 def sums_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
@@ -127,6 +108,3 @@ def update_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[A
                     round_masters(p, out, size)
 
     return kernel
-
-
-PASSES = SUMS, UPDATE = Pass(sums_kernel, rows=3), Pass(update_kernel, rows=1)

@@ -1,1 +1,0 @@
-"""Backend for CPUs: passes as loops that Numba compiles, one module for each optimizer."""

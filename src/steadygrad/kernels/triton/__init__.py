@@ -1,1 +1,0 @@
-"""Backend for accelerators: passes as Triton kernels, one module for each optimizer."""

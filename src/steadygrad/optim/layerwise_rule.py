@@ -1,0 +1,284 @@
+r"""The rule of LANS and LAMB: Adam's directions, each as long as its layer's weight.
+
+For each block (parameter) :math:`x` with gradient :math:`g`, at its step :math:`t`,
+
+.. math::
+    m &\leftarrow \beta_1 m + (1 - \beta_1)\, \tilde g \qquad
+    v \leftarrow \beta_2 v + (1 - \beta_2)\, \tilde g^2 \\
+    d &= \sqrt{v / (1 - \beta_2^t)} + \epsilon \qquad
+    u_m = \frac{m / (1 - \beta_1^t)}{d} + \lambda x \qquad
+    u_g = \frac{\tilde g}{d} + \lambda x
+
+with :math:`\phi` the identity between its bounds. **LANS** normalises each block's gradient,
+:math:`\tilde g = g / \|g\|`, clipped elementwise where asked, and takes Nesterov's two directions,
+
+.. math::
+    x \leftarrow x - \eta\, \phi(\|x\|) \left( \frac{\beta_1}{\|u_m\|}\, u_m
+        + \frac{1 - \beta_1}{\|u_g\|}\, u_g \right).
+
+**LAMB** takes the first one whole. In the paper :math:`\tilde g = g`; NVLAMB divides all gradients
+by :math:`\max(1, \|G\| / c)` first, with :math:`\|G\|` the norm over all parameters.
+
+The norms of directions are known only after the moments have moved: hence three passes, over
+gradients, moments and weights. Between them there is arithmetic on columns with one number for each
+parameter.
+
+References:
+    | Accelerated Large Batch Optimization of BERT Pretraining in 54 minutes (Zheng et al., 2020)
+    | https://arxiv.org/abs/2006.13484
+    | Large Batch Optimization for Deep Learning: Training BERT in 76 minutes (You et al., 2020)
+    | https://arxiv.org/abs/1904.00962
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from steadygrad.numerics import square_sums, wide
+from steadygrad.optim.passes import Bucket, Pass, average, moved_by, sum_type
+
+__all__ = [
+    "LAMB_DIRECTIONS",
+    "LAMB_PASSES",
+    "LANS_DIRECTIONS",
+    "LANS_PASSES",
+    "Coefficients",
+    "Factors",
+    "LayerwisePasses",
+    "Options",
+    "coefficients",
+    "factors",
+    "inverse_norms",
+    "pattern_sums",
+    "trust_ratio",
+]
+
+
+class Options(NamedTuple):
+    r"""Numbers of a group that the passes need.
+
+    Attributes:
+        beta1: :math:`\beta_1`.
+        beta2: :math:`\beta_2`.
+        eps: :math:`\epsilon`.
+        weight_decay: :math:`\lambda`.
+        clip_value: Bound on each element of LANS's normalised gradient; infinite: none.
+    """
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    clip_value: float = torch.inf
+
+
+class Factors(NamedTuple):
+    r"""Factors of the pass over the moments, each with shape ``(tensors)``.
+
+    Attributes:
+        taken: Whether the parameter takes the step.
+        gradient: :math:`\tilde g / g`, negative to maximise.
+        unbias1: :math:`1 / (1 - \beta_1^t)`.
+        unbias2: :math:`1 / (1 - \beta_2^t)`.
+    """
+
+    taken: Tensor
+    gradient: Tensor
+    unbias1: Tensor
+    unbias2: Tensor
+
+
+class Coefficients(NamedTuple):
+    r"""Factors of the pass over the weights, each with shape ``(tensors)``.
+
+    Attributes:
+        taken: Whether the parameter takes the step.
+        gradient: As in :class:`Factors`.
+        unbias2: As there.
+        along_m: Factor on :math:`m / d`.
+        along_g: Factor on :math:`\tilde g / d`; zero in LAMB.
+        keep: Factor on the weight: one less the weight decay of the directions.
+    """
+
+    taken: Tensor
+    gradient: Tensor
+    unbias2: Tensor
+    along_m: Tensor
+    along_g: Tensor
+    keep: Tensor
+
+
+def factors(scale: Tensor, step: Tensor, taken: Tensor, options: Options) -> Factors:
+    r"""Works out the factors of the pass over the moments.
+
+    Args:
+        scale: :math:`\tilde g / g`, with shape ``(tensors)`` or ``()``.
+        step: Steps that each parameter has taken, this one included, with shape ``(tensors)`` and
+            in the widest type there is.
+        taken: Whether each takes this step, with shape ``(tensors)``.
+        options: The group's options.
+    """
+    # A first step that is not taken leaves the count at zero; its corrections go unused.
+    t = step.clamp(min=1)
+    unbias = ((1 - beta**t).reciprocal() for beta in (options.beta1, options.beta2))
+    # The norm of a step that is not taken, and so the scale, may be NaN.
+    return Factors(taken, torch.where(taken, scale, 0.0), *unbias)
+
+
+def coefficients(
+    sums: Tensor,
+    by: Factors,
+    options: Options,
+    *,
+    lr: float | Tensor,
+    bounds: tuple[float | None, float | None] = (None, None),
+    adapt: bool = True,
+) -> Coefficients:
+    r"""Works out the factors of the pass over the weights: learning rate times trust ratio.
+
+    Args:
+        sums: Squared norms of :math:`x, u_m` and, in LANS, :math:`u_g` over all shards, with shape
+            ``(2, tensors)`` or ``(3, tensors)``.
+        by: Factors of the pass over the moments.
+        options: The group's options.
+        lr: :math:`\eta`.
+        bounds: Least and greatest value of :math:`\phi`; None: no bound.
+        adapt: Whether there is a trust ratio.
+    """
+    x, directions = sums.sqrt().split((1, len(sums) - 1))
+    if bounds[0] is not None or bounds[1] is not None:
+        x = x.clamp(*bounds)
+    # Rounded as a product with a plain number is, whatever type a tensor `lr` has.
+    rate = (torch.ones_like(x[0]) * lr).to(sums.dtype)
+    has_two = len(directions) == 2
+    shares = [rate * options.beta1, rate * (1 - options.beta1)] if has_two else [rate]
+    ratios = trust_ratio(x, directions) if adapt else torch.ones_like(directions)
+    # Selected, not multiplied by zero: a norm that is not finite must not reach a weight.
+    along = torch.where(by.taken, torch.stack(shares) * ratios, 0.0)
+    along_g = along[1] if has_two else torch.zeros_like(rate)
+    keep = 1 - options.weight_decay * (along[0] + along_g)
+    return Coefficients(by.taken, by.gradient, by.unbias2, along[0] * by.unbias1, along_g, keep)
+
+
+def inverse_norms(sq_norms: Tensor) -> Tensor:
+    """One over the norm of each gradient, by which LANS normalises it; zero for a zero norm."""
+    return torch.where(sq_norms > 0, sq_norms.rsqrt(), 0.0)
+
+
+def trust_ratio(weight: Tensor, direction: Tensor) -> Tensor:
+    """Weight norm over the direction's, 1 where either is zero or the weight's is past its type."""
+    ratio = weight / direction
+    return torch.where((weight > 0) & (ratio < torch.inf), ratio, 1.0)
+
+
+def _grad_sq_norms(bucket: Bucket, by: tuple[()], options: tuple[()]) -> Tensor:
+    return square_sums(bucket.unscaled(), wide(bucket.weights[0].dtype))[None]
+
+
+def _move_moments(bucket: Bucket, by: Factors, options: Options) -> None:
+    g = _scaled(bucket, by, options.clip_value)
+    average(bucket, g, (options.beta1, options.beta2), by.taken)
+
+
+def _direction_sums(bucket: Bucket, by: Factors, options: Options, *, has_two: bool) -> Tensor:
+    m, x, dtype = bucket.moments[0], bucket.weights, sum_type(bucket)
+    unbias1, unbias2 = bucket.pick((by.unbias1, by.unbias2), m[0].dtype)
+    d, parts = _denominators(bucket, unbias2, options.eps), []
+    if has_two:
+        u = _scaled(bucket, by, options.clip_value)
+        torch._foreach_div_(u, d)
+        torch._foreach_add_(u, x, alpha=options.weight_decay)
+        parts.append(square_sums(u, dtype)[None])
+        del u  # Two temporaries at a time, no more.
+    u = list(torch._foreach_mul(m, unbias1))
+    torch._foreach_div_(u, d)
+    del d
+    torch._foreach_add_(u, x, alpha=options.weight_decay)
+    return torch.cat([square_sums([*x, *u], dtype).view(2, -1), *parts])
+
+
+def _move_weights(bucket: Bucket, by: Coefficients, options: Options, *, has_two: bool) -> None:
+    m, dtype = bucket.moments[0], bucket.moments[0][0].dtype
+    unbias2, along_m, along_g = bucket.pick((by.unbias2, by.along_m, by.along_g), dtype)
+    (keep,) = bucket.pick([by.keep], sum_type(bucket))
+    if has_two:
+        u = _scaled(bucket, by, options.clip_value)
+        torch._foreach_mul_(u, along_g)
+        for total, own, factor in zip(u, m, along_m, strict=True):
+            total.addcmul_(own, factor)
+    else:
+        u = list(torch._foreach_mul(m, along_m))
+    torch._foreach_div_(u, _denominators(bucket, unbias2, options.eps))
+    moved_by(bucket.weights, keep, u)
+
+
+def _scaled(bucket: Bucket, by: Factors | Coefficients, clip_value: float) -> list[Tensor]:
+    r"""Copies of :math:`\tilde g`."""
+    dtype = bucket.moments[0][0].dtype
+    taken, scale = bucket.pick((by.taken, by.gradient), dtype)
+    g = bucket.sanitized(taken, dtype)
+    torch._foreach_mul_(g, scale)
+    if clip_value != torch.inf:
+        torch._foreach_clamp_min_(g, -clip_value)
+        torch._foreach_clamp_max_(g, clip_value)
+    return g
+
+
+def _denominators(bucket: Bucket, unbias2: list[Tensor], eps: float) -> list[Tensor]:
+    """:math:`d` of each."""
+    d = list(torch._foreach_mul(bucket.moments[1], unbias2))
+    torch._foreach_sqrt_(d)
+    torch._foreach_add_(d, eps)
+    return d
+
+
+def _pattern_sums(bucket: Bucket, by: Factors, options: Options) -> Tensor:
+    u, dtype = _scaled(bucket, by, torch.inf), bucket.moments[0][0].dtype
+    (unbias2,) = bucket.pick([by.unbias2], dtype)
+    torch._foreach_div_(u, _denominators(bucket, unbias2, options.eps))
+    return square_sums(u, dtype)[None]
+
+
+# Squared norms of normalised gradients over their second moments' roots, for reports.
+pattern_sums = Pass(_pattern_sums, 1)
+
+
+class LayerwisePasses(NamedTuple):
+    """The passes of a step.
+
+    Attributes:
+        grad_sq_norms: Squared norms of gradients.
+        move_moments: Moves the moments, and returns squared norms of weights and directions.
+        move_weights: Moves the weights.
+    """
+
+    grad_sq_norms: Pass
+    move_moments: Pass
+    move_weights: Pass
+
+
+def _passes(has_two: bool) -> tuple[LayerwisePasses, Pass]:
+    """The passes of a step with one direction or two, and the sums of the second, for reports."""
+
+    def move_moments(bucket: Bucket, by: Factors, options: Options) -> Tensor:
+        _move_moments(bucket, by, options)
+        return _direction_sums(bucket, by, options, has_two=has_two)
+
+    def direction_sums(bucket: Bucket, by: Factors, options: Options) -> Tensor:
+        return _direction_sums(bucket, by, options, has_two=has_two)
+
+    def move_weights(bucket: Bucket, by: Coefficients, options: Options) -> None:
+        _move_weights(bucket, by, options, has_two=has_two)
+
+    loops, rows = "steadygrad.optim.loops.layerwise:", 2 + has_two
+    passes = LayerwisePasses(
+        Pass(_grad_sq_norms, 1, f"{loops}grad_kernel"),
+        Pass(move_moments, rows, f"{loops}moments_kernel", (has_two,)),
+        Pass(move_weights, 0, f"{loops}weights_kernel", (has_two,)),
+    )
+    return passes, Pass(direction_sums, rows)
+
+
+LANS_PASSES, LANS_DIRECTIONS = _passes(has_two=True)
+LAMB_PASSES, LAMB_DIRECTIONS = _passes(has_two=False)

@@ -1,0 +1,107 @@
+"""Compiled loops for CPUs, with the extra ``cpu`` (numba): whether a step can go by them."""
+
+import importlib
+import os
+import warnings
+from collections.abc import Hashable, Sequence
+from functools import cache
+
+import torch
+
+from steadygrad.optim.passes import Pass
+
+__all__ = [
+    "BROKEN",
+    "GAPS",
+    "KernelError",
+    "Types",
+    "prepare",
+    "warn_once",
+    "was_forked",
+    "why_none",
+]
+
+# Types of gradients, weights, state, and of the parameters that weights are rounded to.
+Types = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]
+
+# Why loops are not tried again in this process: by passes and types, or of all of them.
+BROKEN: dict[Hashable, str] = {}
+ALL = "all"
+# A layout that loops cannot take though it is easily changed.
+GAPS = "elements with gaps between them"
+# Optimizer and reason of each warning given.
+_WARNED: set[tuple[str, str]] = set()
+# The process that read this file, which is always read before there is anything to compile.
+_PROCESS = os.getpid()
+
+
+class KernelError(RuntimeError):
+    """A loop cannot be compiled here."""
+
+
+def was_forked() -> bool:
+    """Whether this is a child of the process that loaded this package, without its threads."""
+    return os.getpid() != _PROCESS
+
+
+@cache
+def _why_no_numba() -> str | None:
+    try:
+        numba = importlib.import_module("numba")
+    except Exception as error:
+        # Broken installations raise all sorts of things.
+        if isinstance(error, ImportError) and error.name == "numba":
+            return "numba is not installed"
+        return f"numba cannot be loaded ({error})"
+    return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else None
+
+
+def why_none() -> str | None:
+    """Why there are no compiled loops here; None if there are."""
+    return BROKEN.get(ALL) or _why_no_numba()
+
+
+def prepare(passes: Sequence[Pass], types: Types) -> str | None:
+    """Compiles the loops of passes, so that a failure to compile shows before a step begins.
+
+    Returns:
+        Why they cannot be compiled for these types; None if they can.
+    """
+    if not all(one.loop for one in passes):
+        return "it has none"
+    key = tuple(passes), types
+    if key not in BROKEN:
+        try:
+            importlib.import_module("steadygrad.optim.loops.runtime").prepare(passes, types)
+        except KernelError as error:
+            BROKEN[key] = f"it cannot be compiled ({error})"
+    return BROKEN.get(key)
+
+
+def warn_once(optimizer: str, why: str, parameter: torch.Tensor | None = None) -> None:
+    """Warns of multi-tensor calls in place of loops, once for each optimizer and reason.
+
+    Args:
+        optimizer: Name of the optimizer.
+        why: Why there are no loops.
+        parameter: The parameter that they cannot take; None: there are none at all.
+    """
+    has_gaps = why.startswith(GAPS)
+    if (key := (optimizer, GAPS if has_gaps else why)) in _WARNED:
+        return
+    _WARNED.add(key)
+    if parameter is None:
+        message = (
+            f"Expected a fused kernel for {optimizer}. Found none: {why}. Multi-tensor calls are "
+            "used. Remedy: pip install 'steadygrad[cpu]' for parameters on a CPU; foreach=True "
+            "chooses multi-tensor calls."
+        )
+    else:
+        contiguous = "parameter.data = parameter.data.contiguous() before the optimizer is built"
+        remedy = contiguous if has_gaps else "dense tensors of floating types"
+        message = (
+            f"Expected parameters that fused kernels can take in {optimizer}. Found {why} in one "
+            f"of {parameter.dtype} with shape {tuple(parameter.shape)}; multi-tensor calls work on "
+            f"it. Remedy: {remedy}, or foreach=True in a group of their own."
+        )
+    warnings.warn(message, stacklevel=2)

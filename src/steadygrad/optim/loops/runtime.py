@@ -1,0 +1,286 @@
+"""Compiled loops for CPUs: how they are made and started. It needs numba, and numpy with it.
+
+They are compiled when first needed, in about a quarter of a second each, and kept on disk: beside
+this file, else in the user's cache folder, else not at all. ``NUMBA_CACHE_DIR`` says where instead.
+
+They run on the threads that torch computes with. On Linux these are OpenMP's, and a loop that asks
+the same library for a team gets the same threads: none are added that could compete with them, and
+several Python threads may step at once, as with torch's own operations. Elsewhere, and in a process
+that was forked, whose OpenMP threads are its parent's and not its own, Python threads do it.
+
+A batch's tensors are divided into chunks, which the threads share. What a chunk adds up goes to a
+place of its own, so sums do not depend on who worked on it.
+"""
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from steadygrad._checks import InputError
+from steadygrad.optim.loops import ALL, BROKEN, KernelError, Types, was_forked
+from steadygrad.optim.loops.numbers import (
+    BLOCK,
+    GRAD,
+    MOST_SUMS,
+    PARAM,
+    STATES,
+    WEIGHT,
+    KernelArgs,
+    compiled,
+)
+from steadygrad.optim.passes import Pass, addresses_of
+
+__all__ = ["CHUNK", "Table", "prepare"]
+
+# Elements of a chunk: with fewer, hardware prefetching restarts too often (of 16,384 to
+# 1,048,576 all from 65,536 on took the same time, fewer up to 8% more).
+CHUNK = 65536
+# Elements below which waking a second thread costs more than it saves.
+_SMALL = 32768
+_ZEROS = np.zeros(BLOCK)
+
+
+class Table:
+    """Addresses and chunks of a batch's tensors, in the host's memory.
+
+    Args:
+        sizes: Elements of each tensor; an empty one has an empty chunk.
+        types: Types of the batch.
+        states: Number of large states.
+
+    Attributes:
+        addresses: With shape ``(tensors, 3 + states)``. Zero for a gradient that is zero.
+        chunks: Rows of tensor, first element and length, with shape ``(chunks, 3)``.
+        firsts: First chunk of each tensor.
+        partial_sums: Sums of the last pass over each chunk, with shape ``(chunks, MOST_SUMS)``.
+    """
+
+    def __init__(self, sizes: Sequence[int], types: Types, states: int) -> None:
+        self.types, self.lengths = types, np.asarray(sizes, np.int64)
+        self.elements = int(self.lengths.sum())
+        counts = np.maximum(1, -(-self.lengths // CHUNK))
+        tensors = np.repeat(np.arange(len(sizes)), counts)
+        self.firsts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+        starts = (np.arange(len(tensors)) - self.firsts[tensors]) * CHUNK
+        parts = np.minimum(CHUNK, self.lengths[tensors] - starts)
+        self.chunks = np.ascontiguousarray(np.stack([tensors, starts, parts], axis=1))
+        self.addresses = np.zeros((len(sizes), STATES + states), np.int64)
+        self.partial_sums = np.zeros((len(self.chunks), MOST_SUMS))
+        self.args = KernelArgs(
+            counter=0,
+            chunks=len(self.chunks),
+            chunk_table=self.chunks.ctypes.data,
+            tensors=len(self.addresses),
+            addresses=self.addresses.ctypes.data,
+            fields=self.addresses.shape[1],
+            sums=self.partial_sums.ctypes.data,
+            factors=0,
+            options=0,
+            zeros=_ZEROS.ctypes.data,
+        )
+
+    def fill_states(self, moments: Sequence[Sequence[Tensor]]) -> None:
+        """Writes where large states lie, given as a list for each of them."""
+        for place, states in enumerate(moments):
+            self.addresses[:, STATES + place] = addresses_of(states)
+
+    def fill(
+        self,
+        params: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+    ) -> None:
+        """Writes where all that may have moved lies now.
+
+        Args:
+            params: Local parameters.
+            weights: Local weights, or masters.
+            grads: Local gradients; None: zero.
+        """
+        present = [g for g in grads if g is not None]
+        rows = slice(None) if len(present) == len(grads) else [g is not None for g in grads]
+        self.addresses[:, GRAD] = 0
+        self.addresses[rows, GRAD] = addresses_of(present)
+        self.addresses[:, PARAM] = addresses_of(params)
+        own = self.addresses[:, PARAM]
+        self.addresses[:, WEIGHT] = own if weights is params else addresses_of(weights)
+        if not self.addresses.all():
+            self._check_memory(rows)
+
+    def _check_memory(self, rows: slice | list[bool]) -> None:
+        """Raises InputError if a tensor with elements has no memory, and is no gradient of None."""
+        freed = (self.addresses == 0) & (self.lengths > 0)[:, None]
+        absent = np.ones(len(freed), bool)
+        absent[rows] = False
+        freed[absent, GRAD] = False
+        if freed.any():
+            row, column = np.argwhere(freed)[0]
+            what = {GRAD: "gradient", PARAM: "parameter", WEIGHT: "weight"}.get(column, "state")
+            raise InputError(
+                f"Expected tensors with memory. Found a {what} of {self.lengths[row]} elements "
+                "whose storage was freed. Remedy: give it memory again before the step, or set a "
+                "gradient to None."
+            )
+
+    def run(
+        self,
+        one: Pass,
+        by: Sequence[Tensor],
+        options: Sequence[float],
+        sum_dtype: torch.dtype,
+        inverse_scale: Tensor | None,
+    ) -> Tensor | None:
+        """Runs a pass's loop on as many threads as torch uses.
+
+        Args:
+            one: The pass.
+            by: Factors, each with shape ``(tensors)``. A tensor takes part if its first is not
+                zero; without any, if it has a gradient.
+            options: Numbers that hold for all tensors.
+            sum_dtype: Type of the sums.
+            inverse_scale: Factor on every gradient that is read; None: one.
+
+        Returns:
+            This process's sums, with shape ``(rows, tensors)``; None without rows.
+        """
+        factors = np.array([column.numpy() for column in by], np.float64)
+        scale = 1.0 if inverse_scale is None else inverse_scale.numpy()
+        numbers = np.array([*options, scale], np.float64)
+        # A line of cache to itself: every thread writes to it.
+        counter = np.zeros(16, np.int64)
+        args = self.args._replace(
+            counter=counter.ctypes.data + 64,
+            factors=factors.ctypes.data,
+            options=numbers.ctypes.data,
+        )
+        _run(_address_of(one, self.types), np.array(args, np.int64), self.elements)
+        if not one.rows:
+            return None
+        sums = np.add.reduceat(self.partial_sums[:, : one.rows], self.firsts, axis=0)
+        return torch.from_numpy(sums.T).to(sum_dtype)
+
+
+_NUMBERS = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    # The bits of 16-bit types, see `numbers`.
+    torch.bfloat16: np.uint16,
+    torch.float16: np.int16,
+}
+# Numba's compiler is for one thread at a time; so are the entries here.
+_LOCK = threading.Lock()
+
+
+def _after_fork() -> None:
+    if _LOCK.locked():
+        # The thread that compiled was not forked along, and Numba's own lock stays locked.
+        BROKEN[ALL] = "this process was forked while another thread compiled"
+    _Own.pool = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def prepare(passes: Iterable[Pass], types: Types) -> None:
+    """Compiles the loops of passes for some types, if they are not yet compiled.
+
+    Raises:
+        KernelError: If one cannot be compiled.
+    """
+    for one in passes:
+        _address_of(one, types)
+
+
+def _address_of(one: Pass, types: Types) -> int:
+    with _LOCK:
+        try:
+            return int(_kernel_for(one.maker(), types, one.constants).address)
+        except MemoryError:
+            raise
+        except Exception as error:
+            # A compiler may raise anything on an unknown machine.
+            raise KernelError(" ".join(str(error).split())[:200]) from error
+
+
+# A kernel's address is valid only while the kernel object lives, so it is kept here.
+@cache
+def _kernel_for(make: Callable[..., Any], types: Types, constants: tuple[Any, ...]) -> Any:
+    function = make(*(_NUMBERS[dtype] for dtype in types), *constants)
+    try:
+        return compiled(function, cache=True)
+    except Exception:
+        # No folder to write to, a full disk, or what was kept there is damaged, which may raise
+        # anything: compiled for this process alone. What cannot be compiled raises again.
+        return compiled(function, cache=False)
+
+
+_KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class _Own:
+    """Python threads of this process."""
+
+    pool: ThreadPoolExecutor | None = None
+    size = 0
+
+
+@cache
+def _team() -> Any:
+    """OpenMP's way to start a team, from the very library that torch uses; None: there is none."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        library = ctypes.CDLL(str(path))
+        start, end = library.GOMP_parallel_start, library.GOMP_parallel_end
+    except (OSError, AttributeError):
+        return None
+    start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
+    start.restype = end.restype = None
+    return start, end
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    if _Own.pool is None or _Own.size < threads:
+        _Own.pool, _Own.size = ThreadPoolExecutor(threads, "steadygrad"), threads
+    return _Own.pool
+
+
+def _run(address: int, args: NDArray[np.int64], elements: int) -> None:
+    """Runs a kernel to its end, without the interpreter's lock.
+
+    Args:
+        address: Address of the kernel.
+        args: Arguments of the kernel.
+        elements: Elements that it works on.
+    """
+    threads = min(torch.get_num_threads(), max(1, elements // _SMALL))
+    kernel, place = _KERNEL(address), args.ctypes.data
+    if threads == 1:
+        kernel(place)
+    elif not was_forked() and (team := _team()) is not None:
+        start, end = team
+        # A team must come to its end wherever an interrupt may fall.
+        try:
+            start(address, place, threads)
+        finally:
+            try:
+                kernel(place)
+            finally:
+                end()
+    else:
+        others = [_pool(threads).submit(kernel, place) for _ in range(threads - 1)]
+        try:
+            kernel(place)
+        finally:
+            for other in others:
+                other.result()

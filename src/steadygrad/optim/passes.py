@@ -1,0 +1,295 @@
+"""Passes over all elements of a batch of parameters: what a rule is made of.
+
+A rule alternates between arithmetic on columns, with one number for each parameter, and passes. A
+pass is a function of multi-tensor calls. On CPUs it may have a compiled loop that does the same
+(:mod:`steadygrad.optim.loops`), and on CUDA devices ``fused=True`` has torch compile the function.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from steadygrad.numerics import wide
+
+if TYPE_CHECKING:
+    from steadygrad.optim.batch import ParamBatch
+
+__all__ = [
+    "Bucket",
+    "Pass",
+    "addresses_of",
+    "average",
+    "decays_of",
+    "moved_by",
+    "sum_type",
+    "sync_masters",
+]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some parameters of a batch that one multi-tensor call works on, each with a gradient.
+
+    Attributes:
+        places: Indices of the parameters in the batch.
+        weights: Local weights, or the float32 masters of 16-bit ones.
+        grads: Local gradients, in any floating type.
+        moments: Local large states, a list for each of them, all in one type.
+        inverse_scale: Factor on every gradient that is read, with shape ``()``; None: one.
+        row: The place of the only parameter, with shape ``(1)``, where torch compiles the pass: as
+            it would make code for each number.
+    """
+
+    places: list[int]
+    weights: list[Tensor]
+    grads: list[Tensor]
+    moments: tuple[list[Tensor], ...]
+    inverse_scale: Tensor | None = None
+    row: Tensor | None = None
+
+    def unscaled(self) -> list[Tensor]:
+        """Gradients without their loss scale, in float32 at least; as they are if there is none."""
+        if self.inverse_scale is None:
+            return self.grads
+        types = [wide(g.dtype) for g in self.grads]
+        return [
+            g.to(dtype) * self.inverse_scale.to(dtype)
+            for g, dtype in zip(self.grads, types, strict=True)
+        ]
+
+    def sanitized(self, taken: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Copies of gradients without their loss scale; zeros where the step is not taken.
+
+        Decided on the device: the host does not wait to learn which.
+
+        Args:
+            taken: Whether each takes the step, with shape ``()``.
+            dtype: Type of the copies.
+        """
+        pairs = zip(self.unscaled(), taken, strict=True)
+        if self.inverse_scale is not None:
+            return [g.masked_fill_(~ok, 0.0).to(dtype) for g, ok in pairs]
+        return [
+            torch.where(ok, g, 0.0)
+            if g.dtype == dtype
+            else g.to(dtype, copy=True).masked_fill_(~ok, 0.0)
+            for g, ok in pairs
+        ]
+
+    def pick(self, columns: Iterable[Tensor], dtype: torch.dtype) -> list[list[Tensor]]:
+        """Picks the entries of these parameters from columns of shape ``(tensors)``, as scalars.
+
+        Args:
+            columns: The columns.
+            dtype: Type of the entries, other than truth values.
+        """
+        if self.row is not None:
+            parts = [column.index_select(0, self.row).view(()) for column in columns]
+            return [[p if p.dtype is torch.bool else p.to(dtype)] for p in parts]
+        first, stop, entries = min(self.places), max(self.places) + 1, []
+        for column in columns:
+            # Unbinds the range of this bucket only: there may be as many buckets as parameters.
+            part = column[first:stop]
+            values = (part if part.dtype is torch.bool else part.to(dtype)).unbind()
+            entries.append([values[i - first] for i in self.places])
+        return entries
+
+    def for_compiler(self, row: Tensor) -> "Bucket":
+        """This bucket of one parameter so that one code does for tensors of all shapes.
+
+        Args:
+            row: The place of the parameter, with shape ``(1)``.
+        """
+        # A zero that stands for None takes no memory.
+        grads = [g.contiguous() if 0 in g.stride() else g for g in self.grads]
+        tensors = [self.weights, grads, *self.moments]
+        if all(t.is_contiguous() for some in tensors for t in some):
+            tensors = [[_flat(t) for t in some] for some in tensors]
+        weights, grads, *moments = tensors
+        return Bucket([0], weights, grads, tuple(moments), self.inverse_scale, row)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The tensor's memory with one axis; no view, whose base the compiler would look at too."""
+    flat, count = torch.empty(0, dtype=tensor.dtype, device=tensor.device), tensor.numel()
+    return flat.set_(tensor.untyped_storage(), tensor.storage_offset(), (count,), (1,))
+
+
+# Of a bucket, factors in columns, and the options that all parameters share, to sums with shape
+# `(rows, tensors of the bucket)`.
+BucketPass = Callable[[Bucket, Any, Any], Tensor | None]
+
+
+class Pass:
+    """A pass over all elements, however it is computed.
+
+    Args:
+        function: The pass over a bucket by multi-tensor calls.
+        rows: Number of sums that it leaves for each parameter.
+        loop: Where the maker of its compiled loop is, ``"module:name"``; empty: it has none.
+        constants: What else the maker is given.
+    """
+
+    def __init__(
+        self, function: BucketPass, rows: int = 0, loop: str = "", constants: tuple[Any, ...] = ()
+    ) -> None:
+        self.function, self.rows, self.loop, self.constants = function, rows, loop, constants
+
+    def __call__(self, batch: "ParamBatch", by: Any = (), options: Any = ()) -> Any:
+        """Goes over all parameters of a batch.
+
+        Args:
+            batch: The parameters.
+            by: A named tuple of factors, each with shape ``(tensors)``. The first says whether a
+                parameter takes part.
+            options: A named tuple of numbers that hold for all of them.
+
+        Returns:
+            This process's sums, with shape ``(rows, tensors)``; None without rows.
+        """
+        if batch.table is not None:
+            return batch.table.run(self, by, options, batch.sum_dtype, batch.inverse_scale)
+        parts = []
+        for bucket in batch.buckets:
+            if batch.compiled:
+                (i,) = bucket.places
+                sums = _compiled(self.function)(bucket.for_compiler(batch.rows[i]), by, options)
+            else:
+                sums = self.function(bucket, by, options)
+            parts.append((bucket.places, sums))
+        return joined(batch.weights, parts, self.rows) if self.rows else None
+
+    def maker(self) -> Callable[..., Any]:
+        """The maker of its compiled loop."""
+        module, _, name = self.loop.partition(":")
+        found: Callable[..., Any] = getattr(import_module(module), name)
+        return found
+
+
+@cache
+def _compiled(function: BucketPass) -> BucketPass:
+    """A pass that torch compiles, at its first call; as it is where torch cannot."""
+    compiled = torch.compile(function, dynamic=True)
+
+    def run(bucket: Bucket, by: Any, options: Any) -> Tensor | None:
+        nonlocal compiled
+        try:
+            return compiled(bucket, by, options)
+        # Raised before anything runs, so nothing has moved.
+        except torch._dynamo.exc.TorchDynamoException as error:
+            compiled = function
+            warnings.warn(
+                f"Expected a pass that torch.compile can compile. Found {str(error)[:200]!r}; "
+                "multi-tensor calls are used. Remedy: what torch.compile needs on this machine.",
+                stacklevel=2,
+            )
+            return function(bucket, by, options)
+
+    return run
+
+
+def joined(weights: Sequence[Tensor], parts: Sequence[tuple[list[int], Any]], rows: int) -> Tensor:
+    """Sums of buckets as columns of a batch, zeros for parameters that took no part.
+
+    Args:
+        weights: The weights of all parameters of the batch.
+        parts: Places and sums of each bucket, these with shape ``(rows, len(places))``.
+        rows: Number of rows.
+
+    Returns:
+        Sums with shape ``(rows, tensors)``.
+    """
+    places = [i for own, _ in parts for i in own]
+    if len(places) == len(weights):
+        return torch.cat([sums for _, sums in parts], dim=1)
+    dtype = parts[0][1].dtype if parts else wide(weights[0].dtype)
+    zero = torch.zeros(rows, dtype=dtype, device=weights[0].device)
+    # Stacked, because an index by a list would be copied to the device and waited for.
+    columns = {i: sums[:, k] for own, sums in parts for k, i in enumerate(own)}
+    return torch.stack([columns.get(i, zero) for i in range(len(weights))], dim=1)
+
+
+def sum_type(bucket: Bucket) -> torch.dtype:
+    """The wider type of its weights and states."""
+    return torch.promote_types(bucket.weights[0].dtype, bucket.moments[0][0].dtype)
+
+
+def decays_of(bucket: Bucket, betas: Iterable[float], taken: Tensor) -> list[list[Tensor]]:
+    """Factors on averages: each ``beta`` where a parameter takes the step, else one.
+
+    Args:
+        bucket: The parameters.
+        betas: Decays of the averages.
+        taken: Whether each parameter of the batch takes the step, with shape ``(tensors)``.
+    """
+    dtype = bucket.moments[0][0].dtype
+    rest = torch.ones(taken.shape, dtype=dtype, device=taken.device)
+    columns = [torch.where(taken, torch.full_like(rest, beta), rest) for beta in betas]
+    return bucket.pick(columns, dtype)
+
+
+def average(
+    bucket: Bucket, gradients: list[Tensor], betas: tuple[float, float], taken: Tensor
+) -> None:
+    """Moves the averages of gradients and of their squares, the bucket's first two large states.
+
+    Args:
+        bucket: The parameters.
+        gradients: What is averaged, zeros where a parameter does not take the step.
+        betas: Decays of both averages.
+        taken: As in :func:`decays_of`.
+    """
+    m, v = bucket.moments[:2]
+    # A parameter that skips the step keeps its averages: the decay is 1, and zero is added.
+    decay1, decay2 = decays_of(bucket, betas, taken)
+    torch._foreach_mul_(m, decay1)
+    torch._foreach_add_(m, gradients, alpha=1 - betas[0])
+    torch._foreach_mul_(v, decay2)
+    torch._foreach_addcmul_(v, gradients, gradients, value=1 - betas[1])
+
+
+def moved_by(weights: list[Tensor], keep: list[Tensor], steps: list[Tensor]) -> None:
+    """Moves weights: each times a factor, less a step.
+
+    Args:
+        weights: The weights, in any floating type.
+        keep: Factor on each, with shape ``()`` and in the wider type of weight and step.
+        steps: Steps, in the type of the state.
+    """
+    if weights[0].dtype == steps[0].dtype:
+        torch._foreach_mul_(weights, keep)
+        torch._foreach_sub_(weights, steps)
+        return
+    for weight, factor, step in zip(weights, keep, steps, strict=True):
+        # Rounded to the weight's type once, not after each operation.
+        work = torch.promote_types(weight.dtype, step.dtype)
+        weight.copy_(weight.to(work).mul_(factor).sub_(step))
+
+
+def sync_masters(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Copies values that were written to parameters into their masters, element by element.
+
+    When other code writes to 16-bit weights (a checkpoint is loaded, an average is swapped in for
+    an evaluation and out again), their masters must follow. Where a weight no longer equals its
+    rounded master, the master takes its value; elsewhere it keeps all its digits. torch's version
+    counters cannot replace the comparison: writes through ``parameter.data`` do not change them.
+    """
+    for own, master in zip(parameters, masters, strict=True):
+        # Bits, because the CPU compares integers much faster than 16-bit floats.
+        unchanged = master.to(own.dtype).view(torch.int16) == own.view(torch.int16)
+        # Written in place: less memory at a time than the two temporaries of a step.
+        torch.where(unchanged, master, own, out=master)
+
+
+def addresses_of(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
+    """Address of each tensor's memory."""
+    # Without a loop in Python: there are thousands of them a step.
+    return np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))

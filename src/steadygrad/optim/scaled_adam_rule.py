@@ -1,0 +1,349 @@
+r"""The rule of ScaledAdam: arithmetic on columns with one number for each parameter, two passes.
+
+A parameter is thought of as :math:`p = r\, \bar p` with :math:`\bar p` of root mean square 1.
+Adam's second moment scales the gradient, the step is proportional to :math:`r`, and
+:math:`\log r` is learned too, once in ``size_update_period`` steps :math:`P`. At step
+:math:`t = 0, 1, \dots`,
+
+.. math::
+    v &\leftarrow \beta_2 v + (1 - \beta_2)\, g^2 \qquad
+    \hat v = v / (1 - \beta_2^{t+1}) \\
+    \delta &\leftarrow \beta_1 \delta + (1 - \beta_1) \left(
+        - \eta\, \max(r, r_{\min})\, \frac{g}{\sqrt{\hat v} + \epsilon} + s\, p \right) \\
+    p &\leftarrow p + \delta
+
+with :math:`s` the size step, zero unless :math:`t \bmod P = P - 1`. The momentum is one of updates
+and not of gradients, so that a new learning rate acts gradually. A parameter of one element has no
+size: its learning rate is :math:`\eta` times ``scalar_lr_scale``, and its value is bounded.
+
+The gradient may be clipped first, see :mod:`steadygrad.optim.clipping`.
+
+The inner products :math:`h = p \cdot g`, from which sizes are learned, cost a pass over the
+weights. They are needed before the update at size steps only; elsewhere the update takes them
+along.
+
+References:
+    | Zipformer: A faster and better encoder for automatic speech recognition (Yao et al., 2023)
+    | https://arxiv.org/abs/2310.11230
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from steadygrad.numerics import inner_products, may_hold, square_sums, wide
+from steadygrad.optim.passes import Bucket, Pass, decays_of
+
+__all__ = [
+    "Needed",
+    "Rule",
+    "Sizes",
+    "StepScales",
+    "UpdateOptions",
+    "finite",
+    "needs_products",
+    "remembered",
+    "size_step",
+    "step_scales",
+    "sums",
+    "update",
+]
+
+# The second moment is corrected until its correction is this close to one.
+CORRECTED_BELOW = 0.99
+# How far one size step may go in the current recipe, as a fraction of the size.
+LARGEST_SIZE_STEP = 0.1
+
+
+@dataclass(frozen=True)
+class Rule:
+    r"""A group's numbers.
+
+    Attributes:
+        lr: :math:`\eta`.
+        betas: :math:`\beta_1, \beta_2`.
+        eps: :math:`\epsilon`.
+        scalar_lr_scale: Factor on the learning rate of sizes and of one-element parameters.
+        min_rms: :math:`r_{\min}`.
+        max_rms: Size that a parameter does not learn to exceed.
+        scalar_max: Bound on one-element parameters.
+        period: :math:`P`.
+        original: Whether the rule is that of 2022, ``stateless7``.
+    """
+
+    lr: float | Tensor
+    betas: tuple[float, float]
+    eps: float
+    scalar_lr_scale: float
+    min_rms: float
+    max_rms: float
+    scalar_max: float
+    period: int
+    original: bool
+
+    def update_options(self, *, is_scalar: bool) -> "UpdateOptions":
+        """Options of the update of one-element parameters, or of all others."""
+        bound = self.scalar_max if is_scalar else torch.inf
+        before, after = (bound, torch.inf) if self.original else (torch.inf, bound)
+        return UpdateOptions(*self.betas, self.eps, before, after)
+
+
+class UpdateOptions(NamedTuple):
+    r"""Numbers of a group that the update needs.
+
+    Attributes:
+        beta1: :math:`\beta_1`.
+        beta2: :math:`\beta_2`.
+        eps: :math:`\epsilon`.
+        before: Bound on weights before the update; infinite: none.
+        after: Bound on weights after the update; infinite: none.
+    """
+
+    beta1: float
+    beta2: float
+    eps: float
+    before: float
+    after: float
+
+
+class Needed(NamedTuple):
+    """Whether inner products and norms of weights are needed, with shape ``(tensors)``."""
+
+    needed: Tensor
+
+
+def needs_products(step: Tensor, rule: Rule) -> Tensor:
+    """Whether a step needs inner products and norms of weights before its update.
+
+    The first step takes the size that the weights have; a size step learns from products.
+
+    Args:
+        step: :math:`t` of each parameter, with shape ``(tensors)``.
+        rule: The group's numbers.
+    """
+    return (step == 0) | (step % rule.period == rule.period - 1)
+
+
+def finite(sums: Tensor, needed: Tensor, dtype: torch.dtype, period: int) -> Tensor:
+    """Whether the sums can be used, with shape ``(tensors)``.
+
+    Squares of gradients of sizes are added up over a period, and must not overflow where the others
+    do not; and the state may have a smaller range than the weights.
+
+    Args:
+        sums: Results of :func:`sums`, over all shards, with shape ``(3, tensors)``.
+        needed: Whether products are needed, with shape ``(tensors)``.
+        dtype: The state's type.
+        period: :math:`P`.
+    """
+    # A sum of squares is below infinity unless it is infinite or NaN.
+    found = sums[0].to(dtype) < torch.inf
+    if not may_hold(needed):
+        return found
+    # Twice the sum: that of a period is rounded.
+    squares = (sums[1].square() * (2 * period)).to(dtype)
+    products = (squares < torch.inf) & (sums[2] < torch.inf)
+    return found & (products | ~needed)
+
+
+class StepScales(NamedTuple):
+    r"""Factors of the update, each with shape ``(tensors)``.
+
+    Attributes:
+        taken: Whether the parameter takes the step.
+        clip: Factor on the gradient: clipping and direction.
+        second_moment: :math:`1 / (1 - \beta_2^{t+1})`, or 1.
+        gradient: Factor on the scaled gradient.
+        weight: Factor :math:`s` on the weight, zero for one-element parameters.
+    """
+
+    taken: Tensor
+    clip: Tensor
+    second_moment: Tensor
+    gradient: Tensor
+    weight: Tensor
+
+
+def step_scales(
+    step: Tensor,
+    known: tuple[Tensor, Tensor] | None,
+    clip: Tensor,
+    taken: Tensor,
+    rule: Rule,
+) -> StepScales:
+    r"""Works out the factors of the update.
+
+    Args:
+        step: :math:`t` of each parameter, with shape ``(tensors)`` and in the widest type there is.
+        known: Root mean square of each and its size step :math:`s`, both with shape ``(tensors)``;
+            None for one-element parameters.
+        clip: Factor on the gradients: clipping and direction, with shape ``()``.
+        taken: Whether each takes this step, with shape ``(tensors)``.
+        rule: The group's numbers.
+    """
+    remaining = 1 - rule.betas[1] ** (step + 1)
+    factor = remaining.reciprocal()
+    # In 2022 one-element parameters were corrected without end.
+    if known is not None or not rule.original:
+        factor = torch.where(remaining < CORRECTED_BELOW, factor, 1.0)
+    clip = clip.expand(step.shape)
+    if known is None:
+        lr = torch.full_like(factor, rule.scalar_lr_scale) * rule.lr
+        return StepScales(taken, clip, factor, -lr, torch.zeros_like(lr))
+    rms, size = known
+    return StepScales(taken, clip, factor, -rule.lr * rms.clamp(min=rule.min_rms), size)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of several parameters, with the averages and gradients that they are learned from.
+
+    Attributes:
+        rms: Root mean square of each as it was last taken, with shape ``(tensors)``.
+        mean_square: Running mean square of the gradients of the log sizes, with shape
+            ``(tensors)``.
+        gradients: The last of these gradients, with shape ``(tensors, period)``.
+    """
+
+    rms: Tensor
+    mean_square: Tensor
+    gradients: Tensor
+
+
+def size_step(
+    sizes: Sizes, size_gradient: Tensor, rms: Tensor, step: Tensor, taken: Tensor, rule: Rule
+) -> tuple[Sizes, Tensor]:
+    r"""Learns the sizes.
+
+    .. math::
+        q &\leftarrow \beta_2^P q + (1 - \beta_2^P)\, \frac{1}{P} \sum_i h_i^2 \\
+        s &= - \eta\, c \sqrt{1 - \beta_2^{P k}}\; \frac{\sum_i h_i}{\sqrt q + \epsilon}
+
+    with :math:`h_i = p \cdot g` the gradients of the log size over the last :math:`P` steps,
+    :math:`c` the ``scalar_lr_scale`` and :math:`k` the number of size steps so far.
+
+    Args:
+        sizes: The sizes before this step.
+        size_gradient: :math:`p \cdot g` at this step, with shape ``(tensors)``. It counts at size
+            steps only.
+        rms: Root mean square of each parameter at this step, with shape ``(tensors)``. It counts
+            at the first step and at size steps only.
+        step: :math:`t` of each, with shape ``(tensors)``.
+        taken: Whether each takes this step, with shape ``(tensors)``.
+        rule: The group's numbers.
+
+    Returns:
+        The sizes now, still without this step's gradients, and :math:`s`, with shape
+        ``(tensors)``.
+    """
+    turn = (step % rule.period == rule.period - 1) & taken
+    ring = remembered(sizes.gradients, size_gradient, step, turn)
+    # The first step takes the size that the weights then have. With a period of one it is a size
+    # step too many: nothing has been averaged yet.
+    due = turn & (step > 0)
+    beta = rule.betas[1] ** rule.period
+    mean = sizes.mean_square * beta + ring.square().mean(1) * (1 - beta)
+    known = Sizes(
+        rms=torch.where(turn | (taken & (step == 0)), rms, sizes.rms),
+        mean_square=torch.where(due, mean, sizes.mean_square),
+        gradients=sizes.gradients,
+    )
+    scale = (1 - beta ** ((step + 1) // rule.period)).sqrt().to(mean)
+    # The product of a tensor and a number is rounded to the tensor's type.
+    lr = rule.lr.to(mean.dtype) if isinstance(rule.lr, Tensor) else rule.lr
+    lr = lr * rule.scalar_lr_scale
+    raw = -lr * scale * ring.sum(1) / (known.mean_square.sqrt() + rule.eps)
+    return known, torch.where(due, _bounded(raw, known.rms, lr, rule), 0.0)
+
+
+def remembered(ring: Tensor, size_gradient: Tensor, step: Tensor, taken: Tensor) -> Tensor:
+    """The last gradients of the log sizes, with this step's.
+
+    A gradient whose square times twice the period overflows counts as zero: it came with weights
+    that have grown since the last size step, which did not need it.
+
+    Args:
+        ring: The last ones, with shape ``(tensors, period)``; step ``t`` at ``t mod period``.
+        size_gradient: This step's, with shape ``(tensors)``.
+        step: :math:`t` of each parameter, with shape ``(tensors)``.
+        taken: Whether each takes this step, with shape ``(tensors)``.
+    """
+    period = ring.shape[1]
+    place = torch.arange(period, device=step.device) == (step % period)[:, None]
+    usable = torch.where(size_gradient.square() * (2 * period) < torch.inf, size_gradient, 0.0)
+    return torch.where(place & taken[:, None], usable[:, None], ring)
+
+
+def _bounded(raw: Tensor, rms: Tensor, lr: float | Tensor, rule: Rule) -> Tensor:
+    """A size step that makes no small parameter smaller, and no large one larger."""
+    raw = torch.where(rms < rule.min_rms, 0.0, raw)
+    if rule.original:
+        return torch.where(rms > rule.max_rms, torch.zeros_like(raw) - lr * rule.period, raw)
+    raw = raw.clamp(-LARGEST_SIZE_STEP, LARGEST_SIZE_STEP)
+    return torch.minimum(raw, (rule.max_rms - rms) / rms)
+
+
+def _sums(bucket: Bucket, by: Needed, options: tuple[()]) -> Tensor:
+    dtype, grads = wide(bucket.weights[0].dtype), bucket.unscaled()
+    squares = square_sums(grads, dtype)
+    if not may_hold(by.needed):
+        return torch.stack([squares, torch.zeros_like(squares), torch.zeros_like(squares)])
+    products = inner_products(bucket.weights, grads, dtype)
+    return torch.stack([squares, products, square_sums(bucket.weights, dtype)])
+
+
+def _update(bucket: Bucket, by: StepScales, options: UpdateOptions) -> Tensor:
+    dtype = wide(bucket.weights[0].dtype)
+    products = inner_products(bucket.weights, bucket.unscaled(), dtype)[None]
+    v, delta = bucket.moments
+    dtype = v[0].dtype
+    taken, clip, unbias, factor, moves = bucket.pick((*by[:4], by.taken.to(dtype)), dtype)
+    # A parameter that skips the step keeps its averages: the decay is 1, and zero is added.
+    decay1, decay2 = decays_of(bucket, (options.beta1, options.beta2), by.taken)
+    g = bucket.sanitized(taken, dtype)
+    torch._foreach_mul_(g, clip)
+    torch._foreach_mul_(v, decay2)
+    torch._foreach_addcmul_(v, g, g, value=1 - options.beta2)
+    d = list(torch._foreach_mul(v, unbias))
+    torch._foreach_sqrt_(d)
+    torch._foreach_add_(d, options.eps)
+    torch._foreach_div_(g, d)
+    del d  # Two temporaries at a time, no more.
+    torch._foreach_mul_(g, factor)
+    _add_size_step(g, bucket, by.weight, dtype)
+    torch._foreach_mul_(delta, decay1)
+    torch._foreach_add_(delta, g, alpha=1 - options.beta1)
+    del g
+    if options.before < torch.inf:
+        _bound_(bucket.weights, taken, options.before)
+    # Zero times an average that is finite: a step that is not taken leaves the weight as it is.
+    torch._foreach_add_(bucket.weights, torch._foreach_mul(delta, moves))
+    if options.after < torch.inf:
+        _bound_(bucket.weights, taken, options.after)
+    return products
+
+
+def _add_size_step(moves: list[Tensor], bucket: Bucket, weight: Tensor, dtype: torch.dtype) -> None:
+    """Adds the weights, times the size step."""
+    used, factors = bucket.pick((weight != 0, weight), dtype)
+    # A weight that is not finite must not reach `delta` by way of zero. One element with an axis,
+    # for the outcome to have the state's type.
+    zero = torch.zeros(1, dtype=dtype, device=weight.device)
+    own = [torch.where(c, p, zero).view_as(p) for c, p in zip(used, bucket.weights, strict=True)]
+    torch._foreach_addcmul_(moves, own, factors)
+
+
+def _bound_(weights: list[Tensor], taken: list[Tensor], bound: float) -> None:
+    for p, ok in zip(weights, taken, strict=True):
+        p.copy_(torch.where(ok, p.clamp(-bound, bound), p))
+
+
+_LOOPS = "steadygrad.optim.loops.scaled_adam:"
+# This process's :math:`|g|^2`, :math:`p \cdot g` and :math:`|p|^2`, the latter two of no use where
+# they are not needed.
+sums = Pass(_sums, 3, f"{_LOOPS}sums_kernel")
+# Moves `v`, `delta` and `p`: the equations above, with two temporaries. Its sums are
+# :math:`p \cdot g` with the weights before the update.
+update = Pass(_update, 1, f"{_LOOPS}update_kernel")
