@@ -160,27 +160,6 @@ def test_another_module_is_measured_anew(tmp_path):
     assert int(callback.noise.estimate().measurements) == 2
 
 
-def test_a_batch_size_that_is_not_the_loaders_is_told(tmp_path):
-    with pytest.warns(UserWarning, match=rf"Found {ROWS} rows in the first. Remedy: batch_size"):
-        make_trainer(tmp_path, BatchSizeCallback(GROWS, 1)).fit(
-            Module(), loader(token_batches(ACCUMULATION))
-        )
-
-
-BAD = {
-    "samples": (lambda: NoiseScaleCallback(samples=0), r"`samples`"),
-    "name": (lambda: NoiseScaleCallback(sample=len), r"Found 'sample'"),
-    "scaler": (lambda: LayerwisePrecision(None, "cpu"), r"`scaler` should be a function.*None"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_refused_when_it_is_made(case):
-    make, words = BAD[case]
-    with pytest.raises((ValueError, TypeError), match=words):
-        make()
-
-
 def test_precision_of_another_device_is_refused(tmp_path):
     trainer = make_trainer(tmp_path, plugins=[LayerwisePrecision()])
     with pytest.raises(InputError, match=r"Found it on 'cpu'\. Remedy: .*device='cpu'"):

@@ -202,7 +202,7 @@ def test_one_micro_batch_is_refused(tmp_path):
     batches = token_batches(MICROS * STEPS)
     trainer = make_trainer(tmp_path, batches, {"noise": NoiseScaleCallback()}, no_checkpoints=True)
     trainer.train_module.rank_microbatch_size *= MICROS
-    with pytest.raises(InputError, match=r"two micro-batches a step .*Found 1\. Remedy"):
+    with pytest.raises(InputError, match="parts a step"):
         trainer.fit()
 
 

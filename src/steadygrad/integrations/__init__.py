@@ -2,3 +2,18 @@
 
 A module's package comes with the extra of its name: ``pip install "steadygrad[transformers]"``.
 """
+
+__all__ = ["MissingExtraError"]
+
+
+class MissingExtraError(ImportError):
+    """A package that an adapter needs is not installed.
+
+    Args:
+        package: The package's name for pip.
+        extra: The extra of steadygrad that brings it; None: it comes from elsewhere.
+    """
+
+    def __init__(self, package: str, extra: str | None) -> None:
+        remedy = f'pip install "steadygrad[{extra}]"' if extra else f"pip install {package}"
+        super().__init__(f"Expected the package {package!r}. Found none. Remedy: {remedy}.")

@@ -1,27 +1,26 @@
 """Callbacks and a precision plugin for Lightning's ``Trainer``."""
 
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from steadygrad._checks import InputError, check_type
 from steadygrad.formulas.schedule import BatchSizeSchedule
-from steadygrad.integrations.batches import rows_of
-from steadygrad.integrations.extras import MissingExtraError
-from steadygrad.integrations.lightning_precision import LayerwisePrecision
+from steadygrad.integrations import MissingExtraError
 from steadygrad.integrations.metrics import noise_metrics
-from steadygrad.integrations.options import check_noise_options, sample_counter
-from steadygrad.integrations.step_watch import BatchWatch
-from steadygrad.integrations.windows import check_micro_batch, check_parts
+from steadygrad.integrations.step_watch import StepWatch
+from steadygrad.integrations.windows import check_micro_batch, rows_of
 from steadygrad.noise import NoiseScale
+from steadygrad.scale import LayerwiseGradScaler
 from steadygrad.watch import Finding
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.plugins.precision import MixedPrecision
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 except ImportError as error:
     raise MissingExtraError("lightning", "lightning") from error
@@ -32,6 +31,25 @@ __all__ = [
     "LayerwisePrecision",
     "NoiseScaleCallback",
 ]
+
+
+def check_support(trainer: Trainer, module: LightningModule) -> None:
+    """Checks that Lightning accumulates the gradients and keeps them with their parameters.
+
+    Raises:
+        InputError: For manual optimization, DeepSpeed and FSDP1.
+    """
+    if not module.automatic_optimization:
+        raise InputError(
+            "Expected automatic optimization. Found manual optimization. Remedy: use NoiseScale "
+            "or GradientWatch directly, as in a plain training loop."
+        )
+    if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
+        raise InputError(
+            "Expected a strategy that leaves gradients with their parameters. Found "
+            f"{type(trainer.strategy).__name__}. Remedy: 'ddp', or ModelParallelStrategy with "
+            "fully_shard."
+        )
 
 
 class NoiseScaleCallback(Callback):
@@ -58,22 +76,27 @@ class NoiseScaleCallback(Callback):
     """
 
     def __init__(self, samples: Callable[[Any], int] | int = rows_of, **options: Any) -> None:
-        check_noise_options(options, own=["samples"])
         self.noise: NoiseScale | None = None
         self.left_out = 0
-        self._samples_of, self._options = sample_counter(samples), options
+        self._count, self._options = samples, options
         # The hooked module, and measurements from a checkpoint that wait for training to begin.
         self._module: weakref.ref[LightningModule] | None = None
         self._loaded: Mapping[str, Any] | None = None
         # Samples of the micro-batch under way, and backward passes of the window under way.
         self._samples = self._passes = 0
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Hooks the estimator to the model as it is trained: wrapped, and on its device."""
-        check_support(trainer, pl_module)
-        if self._module is not None and self._module() is not pl_module:
+        check_support(trainer, module)
+        grows = any(isinstance(callback, BatchSizeCallback) for callback in trainer.callbacks)
+        if trainer.accumulate_grad_batches * trainer.world_size < 2 and not grows:
+            raise InputError(
+                "Expected at least two micro-batches a step over all processes. Found 1. Remedy: "
+                "accumulate_grad_batches=2 and batches half as large."
+            )
+        if self._module is not None and self._module() is not module:
             self.noise, self.left_out = None, 0
-        self._module = weakref.ref(pl_module)
+        self._module = weakref.ref(module)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         noise = NoiseScale(trainer.strategy.model, **{"scaler": scaler, **self._options})
         state = self.state_dict()
@@ -81,30 +104,22 @@ class NoiseScaleCallback(Callback):
             noise.load_state_dict(state["noise"])
         self.noise, self._passes = noise, 0
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Counts the micro-batch's samples."""
-        self._samples = self._samples_of(batch)
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, *_: Any) -> None:
+        self._samples = self._count(batch) if callable(self._count) else self._count
 
-    def on_before_backward(
-        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
-    ) -> None:
-        """Tells of the backward pass."""
+    def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
         if self.noise is not None:
             # Lightning has divided the loss so, in short windows too.
             self.noise.samples(self._samples, weight=1 / trainer.accumulate_grad_batches)
             self._passes += 1
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
-    ) -> None:
-        """Measures the step."""
+    def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
         if self.noise is None:
             return
         passes, self._passes = self._passes, 0
         if passes * trainer.world_size < 2:
-            self._leave_out(trainer, self.noise)
+            self.left_out += 1
+            self.noise.drop_step()
             return
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -112,33 +127,21 @@ class NoiseScaleCallback(Callback):
         unscaled = isinstance(scaler, torch.amp.GradScaler) and not fused
         self.noise.step(grad_scale=1.0 if unscaled else None)
 
-    def _leave_out(self, trainer: Trainer, noise: NoiseScale) -> None:
-        if not any(isinstance(callback, BatchSizeCallback) for callback in trainer.callbacks):
-            planned = trainer.accumulate_grad_batches * trainer.world_size
-            check_parts(planned, "accumulate_grad_batches=2 and batches half as large")
-        self.left_out += 1
-        noise.drop_step()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
-    ) -> None:
-        """Logs the numbers where Lightning logs its own."""
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         every, loop = trainer.log_every_n_steps, trainer.fit_loop
         if self.noise is None or loop._should_accumulate() or not every:
             return
         if trainer.global_step % every == 0:
             # For a key that is missing Lightning logs the previous value again.
-            pl_module.log_dict(noise_metrics(self.noise, all_numbers=True))
+            module.log_dict(noise_metrics(self.noise, all_numbers=True))
 
     def on_train_end(self, *_: Any) -> None:
-        """Takes the hooks off the model; the estimate stays."""
         if self.noise is not None:
             self.noise.remove()
 
     on_exception = on_train_end
 
     def state_dict(self) -> dict[str, Any]:
-        """The measurements."""
         noise = self._loaded if self.noise is None else self.noise.state_dict()
         return {} if noise is None else {"noise": noise, "left_out": self.left_out}
 
@@ -147,6 +150,18 @@ class NoiseScaleCallback(Callback):
         self.on_train_end()
         self._loaded, self.noise = state_dict.get("noise"), None
         self.left_out = int(state_dict.get("left_out", 0))
+
+
+class BatchWatch(StepWatch):
+    """A watch whose passes begin with :meth:`begin_batch`: Lightning may not call the module."""
+
+    def begin(self, inputs: Any) -> None:
+        """Ends the pass when the model is called without gradients, to be evaluated."""
+        if not torch.is_grad_enabled():
+            super().begin(inputs)
+
+    def begin_batch(self, batch: Any) -> None:
+        super().begin(batch)
 
 
 class GradientWatchCallback(Callback):
@@ -173,27 +188,19 @@ class GradientWatchCallback(Callback):
         self.watch: BatchWatch | None = None
         self.findings: list[Finding] = []
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hooks the watch to the model as it is trained."""
-        check_support(trainer, pl_module)
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        check_support(trainer, module)
         self.watch = BatchWatch(trainer.strategy.model, self.findings)
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Begins a pass."""
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, *_: Any) -> None:
         if self.watch is not None:
             self.watch.begin_batch(batch)
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
-    ) -> None:
-        """Looks at the step's gradients."""
+    def on_before_optimizer_step(self, *_: Any) -> None:
         if self.watch is not None:
             self.watch.step()
 
     def on_train_end(self, *_: Any) -> None:
-        """Takes the hooks off the model; the findings stay."""
         if self.watch is not None:
             self.watch.close()
 
@@ -221,66 +228,69 @@ class BatchSizeCallback(Callback):
     def _wanted(self, seen: int) -> int:
         return self._schedule.batch_size(seen * self._batch_size) // self._batch_size
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Sets the first factor before schedulers of learning rates are made."""
         trainer.accumulate_grad_batches = self._factor
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Checks that Lightning accumulates the gradients, and sets the factor again."""
-        check_support(trainer, pl_module)
+        check_support(trainer, module)
         trainer.accumulate_grad_batches = self._factor
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
         """Sets a new factor at the first window that begins at one of its multiples."""
-        if not self._seen:
-            self._check_rows(rows_of(batch) * trainer.world_size)
         wanted = self._wanted(self._seen)
-        if batch_idx % self._factor == 0 and batch_idx % wanted == 0:
+        if index % self._factor == 0 and index % wanted == 0:
             self._factor = wanted
         trainer.accumulate_grad_batches = self._factor
 
-    def _check_rows(self, rows: int) -> None:
-        if rows != self._batch_size:
-            warnings.warn(
-                f"Expected micro-batches of {self._batch_size} samples on all devices together, as "
-                f"`batch_size` says. Found {rows} rows in the first. Remedy: batch_size={rows}, "
-                "if rows are samples.",
-                stacklevel=2,
-            )
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
-    ) -> None:
-        """Counts the micro-batch, and logs the batch size of a step."""
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         self._seen += 1
         if not trainer.fit_loop._should_accumulate():
-            pl_module.log("steadygrad/batch_size", float(self._factor * self._batch_size))
+            module.log("steadygrad/batch_size", float(self._factor * self._batch_size))
 
     def state_dict(self) -> dict[str, Any]:
-        """Micro-batches so far, and the factor."""
         return {"seen": self._seen, "factor": self._factor}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Puts them back."""
         self._seen, self._factor = int(state_dict["seen"]), int(state_dict["factor"])
 
 
-def check_support(trainer: Trainer, pl_module: LightningModule) -> None:
-    """Checks that Lightning accumulates the gradients and keeps them with their parameters.
+class LayerwisePrecision(MixedPrecision):
+    """Mixed precision in float16 with a loss scale for each layer.
+
+    .. code-block:: python
+
+        scaler = partial(LayerwiseGradScaler, layer_scales={"model.blocks.*": 2**8})
+        trainer = Trainer(plugins=[LayerwisePrecision(scaler)])     # without `precision`
+
+    Args:
+        scaler: A function from the LightningModule to a gradient scaler.
+        device: Device type of autocast, and of the module.
 
     Raises:
-        InputError: For manual optimization, DeepSpeed and FSDP1.
+        InputError: When training begins, if the module is on another device.
     """
-    if not pl_module.automatic_optimization:
-        raise InputError(
-            "Expected automatic optimization. Found manual optimization. Remedy: use NoiseScale "
-            "or GradientWatch directly, as in a plain training loop."
-        )
-    if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
-        raise InputError(
-            "Expected a strategy that leaves gradients with their parameters. Found "
-            f"{type(trainer.strategy).__name__}. Remedy: 'ddp', or ModelParallelStrategy with "
-            "fully_shard."
-        )
+
+    scaler: Any
+
+    def __init__(
+        self, scaler: Callable[[nn.Module], Any] = LayerwiseGradScaler, device: str = "cuda"
+    ) -> None:
+        # A scaler that does nothing, until there is a model on its device.
+        super().__init__("16-mixed", device, scaler=torch.amp.GradScaler(device, enabled=False))
+        self._make = scaler
+        self._model: nn.Module | None = None
+
+    def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> Any:
+        inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
+        device = next((p.device.type for p in inner.parameters()), self.device)
+        if device != self.device:
+            raise InputError(
+                f"Expected the module on {self.device!r}, where autocast is on. Found it on "
+                f"{device!r}. Remedy: LayerwisePrecision(..., device={device!r})."
+            )
+        if inner is not self._model:
+            getattr(self.scaler, "remove", lambda: None)()
+            self.scaler, self._model = self._make(inner), inner
+        return super().connect(model, optimizers, lr_schedulers)

@@ -12,21 +12,9 @@ from torch import Tensor
 
 from steadygrad.balance import LossBalancer
 from steadygrad.noise import NoiseScale
+from steadygrad.numerics import exact
 
 __all__ = ["balancer_metrics", "noise_metrics", "optimizer_metrics"]
-
-
-def finite(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Reads tensors with shape ``()``, waiting for their device once; keeps the finite ones."""
-    numbers = _read(prefix, tensors)
-    return {name: number for name, number in numbers.items() if math.isfinite(number)}
-
-
-def _read(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    if not tensors:
-        return {}
-    rows = torch.stack([t.detach().to(torch.float64) for t in tensors.values()]).tolist()
-    return {f"{prefix}/{name}": row for name, row in zip(tensors, rows, strict=True)}
 
 
 def noise_metrics(noise: NoiseScale, *, all_numbers: bool = False) -> dict[str, float]:
@@ -44,22 +32,32 @@ def noise_metrics(noise: NoiseScale, *, all_numbers: bool = False) -> dict[str, 
     """
     estimate = noise.estimate()
     names = ("value", "low", "high", "grad_sq_norm", "noise_trace", "resolved", "drifting")
-    found = {name: getattr(estimate, name) for name in names}
-    found |= {"skipped": noise.skipped, "altered": noise.altered}
+    tensors = {name: getattr(estimate, name) for name in names}
+    tensors |= {"skipped": noise.skipped, "altered": noise.altered}
     if len(estimate.by_group) > 1:
-        found |= {f"by_group/{name}": group.value for name, group in estimate.by_group.items()}
-    return (_read if all_numbers else finite)("steadygrad/noise_scale", found)
+        tensors |= {f"by_group/{name}": group.value for name, group in estimate.by_group.items()}
+    return _numbers("steadygrad/noise_scale", tensors, all_numbers)
 
 
 def balancer_metrics(balancer: LossBalancer) -> dict[str, float]:
     """:attr:`LossBalancer.metrics` under ``steadygrad/balancer/``; waits for the device."""
-    return finite("steadygrad/balancer", balancer.metrics)
+    return _numbers("steadygrad/balancer", balancer.metrics)
 
 
 def optimizer_metrics(optimizers: Iterable[Any]) -> dict[str, float]:
     """``steadygrad/optimizer/skipped``: steps skipped by steadygrad's optimizers among these."""
     counts = [getattr(optimizer, "skipped", None) for optimizer in optimizers]
     skipped = [count for count in counts if isinstance(count, Tensor)]
-    return finite(
-        "steadygrad/optimizer", {"skipped": torch.stack(skipped).sum()} if skipped else {}
-    )
+    total = {"skipped": torch.stack(skipped).sum()} if skipped else {}
+    return _numbers("steadygrad/optimizer", total)
+
+
+def _numbers(
+    prefix: str, tensors: Mapping[str, Tensor], all_numbers: bool = False
+) -> dict[str, float]:
+    """Reads tensors with shape ``()``, waiting for their device once."""
+    if not tensors:
+        return {}
+    rows = torch.stack([t.detach().to(exact(t.device)) for t in tensors.values()]).tolist()
+    named = zip(tensors, rows, strict=True)
+    return {f"{prefix}/{name}": x for name, x in named if all_numbers or math.isfinite(x)}

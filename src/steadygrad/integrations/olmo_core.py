@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from steadygrad.integrations.extras import MissingExtraError
+from steadygrad.integrations import MissingExtraError
 from steadygrad.integrations.metrics import noise_metrics
-from steadygrad.integrations.windows import check_parts
 from steadygrad.noise import NoiseScale
 
 try:
@@ -59,17 +58,14 @@ class NoiseScaleCallback(Callback):
         ignored = module.label_ignore_index
         labels = batch["labels"] if "labels" in batch else get_labels(batch, ignored)
         rows = module.rank_microbatch_size // labels.shape[1]
-        tokens = [(part["labels"] != ignored).sum() for part in parts_of(labels, rows)]
-        counts = [len(part["labels"]) for part in parts_of(labels, rows)]
-        check_parts(len(counts) * self._processes, "half of rank_microbatch_size")
+        parts = [
+            part["labels"] for part in split_batch({"input_ids": labels, "labels": labels}, rows)
+        ]
+        tokens = [(part != ignored).sum() for part in parts]
         total = sum(tokens)
-        weights = [count / total for count in tokens]
-        self._waiting = deque(zip(counts, weights, strict=True))
-
-    @property
-    def _processes(self) -> int:
-        assert self.noise is not None
-        return int(self.noise.world.size)
+        self._waiting = deque(
+            (len(part), count / total) for part, count in zip(parts, tokens, strict=True)
+        )
 
     def _tell(self, model: nn.Module, *_: Any) -> None:
         if model.training and self._waiting and self.noise is not None:
@@ -85,13 +81,11 @@ class NoiseScaleCallback(Callback):
                 self.trainer.record_metric(name, value)
 
     def close(self) -> None:
-        """Takes the hooks off the model; the estimate stays."""
         if self.noise is not None:
             self.noise.remove()
             self._handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """The measurements."""
         state = self._loaded if self.noise is None else self.noise.state_dict()
         return {} if state is None else {"noise": state}
 
@@ -100,8 +94,3 @@ class NoiseScaleCallback(Callback):
         self._loaded = state_dict.get("noise")
         if self.noise is not None and self._loaded is not None:
             self.noise.load_state_dict(self._loaded)
-
-
-def parts_of(labels: Tensor, rows: int) -> Any:
-    """A batch's labels, split as OLMo-core splits the batch."""
-    return split_batch({"input_ids": labels, "labels": labels}, rows)

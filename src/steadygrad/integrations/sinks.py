@@ -16,13 +16,11 @@ def log_to(sink: Any, metrics: Mapping[str, float], step: int) -> None:
         log_to(SummaryWriter("runs/1"), noise_metrics(noise), step)
         log_to(wandb.run, noise_metrics(noise), step)
 
-    Names have slashes, by which these tools sort charts into groups.
-
     Args:
         sink: A ``SummaryWriter`` of TensorBoard; or an object or module with
             ``log(metrics, step=...)``, as W&B, Trackio and Accelerate have it, or with
             ``log_metrics(metrics, step=...)``, as MLflow and Lightning's loggers.
-        metrics: Numbers by names.
+        metrics: Numbers by names, whose slashes sort charts into groups.
         step: Optimizer steps so far.
 
     Raises:

@@ -2,14 +2,12 @@
 
 import math
 import warnings
-from typing import Any
 
-import torch
 from torch import nn
 
 from steadygrad.watch import Finding, GradientWatch
 
-__all__ = ["BatchWatch", "StepWatch"]
+__all__ = ["StepWatch"]
 
 
 class StepWatch(GradientWatch):
@@ -27,21 +25,8 @@ class StepWatch(GradientWatch):
     def step(self) -> None:
         """Looks at the step's gradients, which waits for the device; every process must call it."""
         broken = not math.isfinite(self.norms().total)
-        found = self.report() if broken and not self._broken else None
+        finding = self.report() if broken and not self._broken else None
         self._broken = broken
-        if found is not None:
-            self._findings.append(found)
-            warnings.warn(str(found), stacklevel=2)
-
-
-class BatchWatch(StepWatch):
-    """A watch whose passes begin with :meth:`begin_batch`, as Lightning may not call the module."""
-
-    def begin(self, inputs: Any) -> None:
-        """Ends the pass when the model is called without gradients, to be evaluated."""
-        if not torch.is_grad_enabled():
-            super().begin(inputs)
-
-    def begin_batch(self, batch: Any) -> None:
-        """Begins a pass."""
-        super().begin(batch)
+        if finding is not None:
+            self._findings.append(finding)
+            warnings.warn(str(finding), stacklevel=2)

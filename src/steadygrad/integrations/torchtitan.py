@@ -16,7 +16,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from steadygrad._checks import check_choice
-from steadygrad.integrations.extras import MissingExtraError
+from steadygrad.integrations import MissingExtraError
 from steadygrad.integrations.metrics import noise_metrics, optimizer_metrics
 from steadygrad.noise import NoiseScale
 from steadygrad.optim import LAMB, LANS, ScaledAdam
@@ -46,8 +46,10 @@ class SteadygradOptimizers(OptimizersContainer):
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
-        found: Callable[..., Optimizer] | None = OPTIMIZERS.get(name)
-        return OptimizersContainer._resolve_optimizer_factory(name) if found is None else found
+        if name in OPTIMIZERS:
+            return OPTIMIZERS[name]
+        factory: Callable[..., Optimizer] = OptimizersContainer._resolve_optimizer_factory(name)
+        return factory
 
 
 @override(target=OptimizersContainer.Config, description="ScaledAdam, LANS and LAMB by name")
@@ -84,10 +86,10 @@ class SteadygradMetrics(MetricsProcessor):
         self, *args: Any, extra_metrics: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         """Adds steps that the optimizers skipped, and the noise scale; waits for the device."""
-        found = optimizer_metrics(self.optimizers or ())
+        numbers = optimizer_metrics(self.optimizers or ())
         if self.noise is not None:
-            found |= noise_metrics(self.noise)
-        super().log(*args, extra_metrics={**(extra_metrics or {}), **found}, **kwargs)
+            numbers |= noise_metrics(self.noise)
+        super().log(*args, extra_metrics={**(extra_metrics or {}), **numbers}, **kwargs)
 
 
 @override(target=MetricsProcessor.Config, description="metrics of steadygrad's tools")

@@ -3,7 +3,10 @@
 Callbacks see a step's gradients only after they were clipped, and no inputs: hence a mixin.
 """
 
+import os
 from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +16,83 @@ from torch import Tensor, nn
 from steadygrad._checks import InputError, check_type
 from steadygrad.balance import LossBalancer
 from steadygrad.formulas.schedule import BatchSizeSchedule
-from steadygrad.integrations.batches import IGNORED, labels_of, rows_of
+from steadygrad.integrations import MissingExtraError
 from steadygrad.integrations.metrics import balancer_metrics, noise_metrics, optimizer_metrics
-from steadygrad.integrations.options import check_noise_options, reads, sample_counter
-from steadygrad.integrations.state_file import load_states, save_states
 from steadygrad.integrations.step_watch import StepWatch
-from steadygrad.integrations.trainer_schedule import ScheduledTrainer
-from steadygrad.integrations.windows import check_parts
+from steadygrad.integrations.windows import Window, rows_of, windows
 from steadygrad.noise import NoiseScale
 from steadygrad.watch import Finding
 
+try:
+    from transformers import Trainer
+    from transformers.trainer_utils import has_length
+except ImportError as error:
+    raise MissingExtraError("transformers", "transformers") from error
+
 __all__ = ["SteadygradMixin"]
 
+IGNORED = -100
 STATE_NAME = "steadygrad-state.pt"
+
+
+class ScheduledTrainer(Trainer):
+    """Sets a Trainer's ``gradient_accumulation_steps`` by a schedule, if there is one."""
+
+    _batch_sizes: BatchSizeSchedule | None = None
+    # The windows of all steps of a training, and the one after them.
+    _plan: list[Window]
+
+    def _follow(self, schedule: BatchSizeSchedule | None) -> None:
+        """Sets the first stage's number of micro-batches, and follows the schedule from there."""
+        if schedule is not None:
+            remedy = "BatchSizeSchedule([...])"
+            self._batch_sizes = check_type("batch_sizes", schedule, BatchSizeSchedule, remedy)
+            first = next(windows(schedule, self._micro_batch_size))
+            self.args.gradient_accumulation_steps = first.factor
+
+    @property
+    def _micro_batch_size(self) -> int:
+        """Samples of one micro-batch, on all processes together."""
+        accumulation = int(self.args.gradient_accumulation_steps)
+        return int(self.get_total_train_batch_size(self.args)) // accumulation
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
+        """Replaces the Trainer's numbers of epochs, steps and samples by those of the schedule."""
+        values: tuple[Any, ...] = super().set_initial_training_values(args, dataloader)
+        if self._batch_sizes is None:
+            return values
+        batches = len(dataloader) if has_length(dataloader) else None
+        walk = partial(windows, self._batch_sizes, self._micro_batch_size, batches)
+        steps = args.max_steps
+        if steps <= 0:
+            # The Trainer refuses num_train_epochs for a dataset without a length.
+            end = args.num_train_epochs * (batches or 1)
+            inside = takewhile(lambda w: w.epoch * (batches or 1) + w.start < end, walk())
+            steps = sum(1 for _ in inside)
+        self._plan = [*islice(walk(), steps + 1)]
+        micros = sum(window.length for window in self._plan[:steps])
+        samples = micros * self._micro_batch_size
+        # An upper bound: the Trainer shortens the window with this number, which no epoch reaches.
+        most = (batches or steps) + 1
+        epochs = values[0] if batches is None else self._plan[steps - 1].epoch + 1
+        return (epochs, most, values[2], samples, values[4], batches or micros, steps)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        start: tuple[int, int] = super()._init_training_state(*args, **kwargs)
+        if self._batch_sizes is None:
+            return start
+        window = self._next_window()
+        return window.epoch, 0 if self.args.ignore_data_skip else window.start
+
+    def _next_window(self) -> Window:
+        window = self._plan[min(self.state.global_step, len(self._plan) - 1)]
+        self.args.gradient_accumulation_steps = window.factor
+        return window
+
+    def get_batch_samples(self, batches: Any, num_batches: int, device: Any) -> Any:
+        if self._batch_sizes is not None:
+            num_batches = self._next_window().factor
+        return super().get_batch_samples(batches, num_batches, device)
 
 
 class SteadygradMixin(ScheduledTrainer):
@@ -39,10 +106,10 @@ class SteadygradMixin(ScheduledTrainer):
         trainer = MyTrainer(model, args, train_dataset=data, noise_scale=True)
 
     Gradients are measured at the end of a window's last ``training_step``: complete, not clipped,
-    and still scaled in float16. Micro-batches weigh as the Trainer weighs them: by their labels
-    where it divides by ``num_items_in_batch``, alike where it divides by their number, or where a
-    loss of your own does not read ``num_items_in_batch``. A window
-    with one micro-batch on one process, as at an epoch's end, is not measured.
+    and still scaled in float16. Micro-batches weigh as the Trainer takes them to weigh: by their
+    labels where it divides by ``num_items_in_batch``, alike where it divides by their number, as
+    with ``loss_is_scaled_for_ga = False``. A window with one micro-batch on one process, as at an
+    epoch's end, is not measured.
 
     The tools' numbers are added to the Trainer's own logs as ``steadygrad/...``, and their states
     to its checkpoints.
@@ -82,18 +149,13 @@ class SteadygradMixin(ScheduledTrainer):
         gradient_watch: bool = False,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(noise_scale, (bool, Mapping)):
-            raise InputError(
-                "Parameter `noise_scale` should be True, False or options of NoiseScale. Found "
-                f"{noise_scale!r}. Remedy: such as {{'every': 10}}."
-            )
-        options = dict(noise_scale) if isinstance(noise_scale, Mapping) else {}
-        check_noise_options(options, own=["scaler"])
-        self._noise_options = options if noise_scale is not False else None
-        self._samples_of = sample_counter(options.pop("samples", rows_of))
+        if not isinstance(noise_scale, bool):
+            check_type("noise_scale", noise_scale, dict, "options of NoiseScale, as {'every': 10}")
+        options = {} if isinstance(noise_scale, bool) else dict(noise_scale)
+        self._samples: Callable[[Any], int] | int = options.pop("samples", rows_of)
+        self._noise_options = None if noise_scale is False else options
         if balancer is not None:
             check_type("balancer", balancer, LossBalancer, "LossBalancer({...})")
-            self._check_losses()
         self.balancer, self._grad_scaler = balancer, grad_scaler
         # The model whose layers the gradient scaler knows.
         self._scaled: nn.Module | None = None
@@ -118,7 +180,7 @@ class SteadygradMixin(ScheduledTrainer):
             The losses by name, each a mean over the micro-batch and made from its own copy; and the
             model's outputs.
         """
-        raise NotImplementedError
+        raise NotImplementedError("compute_losses() makes the losses that `balancer` balances.")
 
     # What follows overrides the Trainer.
 
@@ -159,7 +221,8 @@ class SteadygradMixin(ScheduledTrainer):
         if self._watches and self._watch is None:
             self._watch = StepWatch(model, self.findings)
         if noise is not None:
-            noise.samples(self._samples_of(inputs), weight=self._weight(inputs, num_items_in_batch))
+            count = self._samples(inputs) if callable(self._samples) else self._samples
+            noise.samples(count, weight=self._weight(inputs, num_items_in_batch))
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         if noise is not None and self.accelerator.sync_gradients:
             noise.step()
@@ -168,14 +231,13 @@ class SteadygradMixin(ScheduledTrainer):
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Adds the tools' numbers to the training logs."""
         if "loss" in logs:
             logs = {**logs, **self._metrics()}
         super().log(logs, *args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Makes the gradient scaler too, before Accelerate wraps the optimizer with it."""
-        optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
+        optimizer = super().create_optimizer(*args, **kwargs)
         if self._grad_scaler is not None and self._scaled is not self.model:
             getattr(self.accelerator.scaler, "remove", lambda: None)()
             self.accelerator.scaler, self._scaled = self._grad_scaler(self.model), self.model
@@ -188,40 +250,32 @@ class SteadygradMixin(ScheduledTrainer):
         tools = {"noise": self.noise, "balancer": self.balancer}
         states = {name: tool.state_dict() for name, tool in tools.items() if tool is not None}
         if states and self.args.should_save:
-            save_states(Path(output_dir, STATE_NAME), states)
+            path = Path(output_dir, STATE_NAME)
+            torch.save(states, part := path.with_suffix(".part"))
+            os.replace(part, path)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or not Path(checkpoint, STATE_NAME).exists():
+        if checkpoint is None or not (path := Path(checkpoint, STATE_NAME)).is_file():
             return
-        self._loaded = load_states(Path(checkpoint, STATE_NAME))
+        try:
+            self._loaded = dict(torch.load(path, map_location="cpu", weights_only=True))
+        except Exception as error:
+            reason = " ".join(str(error).split())[:80]
+            raise InputError(
+                f"Expected states of steadygrad's tools in {str(path)!r}. Found a file that cannot "
+                f"be read ({reason}). Remedy: another checkpoint, or delete it to start afresh."
+            ) from error
         if self.balancer is not None and "balancer" in self._loaded:
             self.balancer.load_state_dict(self._loaded.pop("balancer"))
 
     # And what follows is the mixin's own.
+
     def _remove_hooks(self) -> None:
         if self.noise is not None:
             self.noise.remove()
         if self._watch is not None:
             self._watch.close()
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        before = cls.__mro__[: cls.__mro__.index(SteadygradMixin)]
-        trainer = next((base for base in before if "_inner_training_loop" in vars(base)), None)
-        if trainer is not None:
-            raise InputError(
-                f"Expected SteadygradMixin before {trainer.__name__} among the bases of "
-                f"{cls.__name__}, whose methods it overrides. Found it after. Remedy: "
-                f"class {cls.__name__}(SteadygradMixin, {trainer.__name__})."
-            )
-
-    def _check_losses(self) -> None:
-        if type(self).compute_losses is SteadygradMixin.compute_losses:
-            raise InputError(
-                "Expected a Trainer with compute_losses(), whose losses `balancer` balances. Found "
-                f"none in {type(self).__name__}. Remedy: write it, or leave `balancer` out."
-            )
 
     def _check_support(self) -> None:
         if self.is_deepspeed_enabled:
@@ -237,11 +291,6 @@ class SteadygradMixin(ScheduledTrainer):
         if self.balancer is not None:
             # Each loss is a mean over its micro-batch: the Trainer divides by their number.
             self.loss_is_scaled_for_ga = False
-        if self._grad_scaler is not None and self.accelerator.mixed_precision != "fp16":
-            raise InputError(
-                "Parameter `grad_scaler` is for TrainingArguments(fp16=True). Found mixed "
-                f"precision {self.accelerator.mixed_precision!r}. Remedy: fp16=True."
-            )
 
     def _noise_of(self, model: nn.Module) -> NoiseScale | None:
         """The estimator, where this window can be measured: it has two parts at least."""
@@ -254,11 +303,11 @@ class SteadygradMixin(ScheduledTrainer):
             if "noise" in self._loaded:
                 self.noise.load_state_dict(self._loaded.pop("noise"))
         processes = self.accelerator.num_processes
-        if self._batch_sizes is None:
-            check_parts(
-                self._factor * processes,
+        if self._batch_sizes is None and self.args.gradient_accumulation_steps * processes < 2:
+            raise InputError(
+                "Expected at least two micro-batches a step over all processes. Found 1. Remedy: "
                 "gradient_accumulation_steps=2 and half of per_device_train_batch_size, or "
-                "noise_scale=False",
+                "noise_scale=False."
             )
         return self.noise if self.current_gradient_accumulation_steps * processes > 1 else None
 
@@ -266,20 +315,13 @@ class SteadygradMixin(ScheduledTrainer):
         """Factor between a micro-batch's mean loss and the loss that is differentiated."""
         if num_items is None or self.loss_is_scaled_for_ga is False:
             return None
-        if self._ignores_items():
-            # The Trainer leaves the loss as it is, taking it for one that was divided.
-            return 1.0
         spread = self.args.average_tokens_across_devices
         ranks = self.accelerator.num_processes // self.get_tp_size() if spread else 1
-        labelled = labels_of(inputs, self._shifts_labels).ne(IGNORED).sum()
-        weight: Tensor | float = labelled.to(self.args.device) * ranks / num_items
+        labels = torch.as_tensor(inputs.get("shift_labels", inputs["labels"]))
+        if "shift_labels" not in inputs and self._shifts_labels:
+            labels = labels[..., 1:]
+        weight: Tensor | float = labels.ne(IGNORED).sum().to(self.args.device) * ranks / num_items
         return weight
-
-    def _ignores_items(self) -> bool:
-        """Whether a loss of the user's own is a plain mean, whatever the window's labels are."""
-        written = [vars(c)["compute_loss"] for c in type(self).__mro__ if "compute_loss" in vars(c)]
-        written += [self.compute_loss_func] if self.compute_loss_func is not None else []
-        return not all(reads(function, "num_items_in_batch") for function in written)
 
     @property
     def _shifts_labels(self) -> bool:
@@ -291,10 +333,10 @@ class SteadygradMixin(ScheduledTrainer):
         return bool(self._loss_shifts_labels) or (unknown and lm_head)
 
     def _metrics(self) -> dict[str, float]:
-        found = {} if self.noise is None else noise_metrics(self.noise)
+        metrics = {} if self.noise is None else noise_metrics(self.noise)
         if self.balancer is not None:
-            found |= balancer_metrics(self.balancer)
+            metrics |= balancer_metrics(self.balancer)
         if self._batch_sizes is not None:
-            found["steadygrad/batch_size"] = self._taken * self._micro_batch_size
+            metrics["steadygrad/batch_size"] = self.get_total_train_batch_size(self.args)
         # Accelerate's wrapper has no such count.
-        return found | optimizer_metrics([getattr(self.optimizer, "optimizer", None)])
+        return metrics | optimizer_metrics([getattr(self.optimizer, "optimizer", None)])

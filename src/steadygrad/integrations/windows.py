@@ -1,12 +1,32 @@
-"""Number of micro-batches of every optimizer step, where a trainer's window follows a schedule."""
+"""Micro-batches of trainers: their rows, and how many make up each optimizer step."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from steadygrad._checks import InputError, check_count
 from steadygrad.formulas.schedule import BatchSizeSchedule
 
-__all__ = ["Window", "check_micro_batch", "check_parts", "windows"]
+__all__ = ["Window", "check_micro_batch", "rows_of", "windows"]
+
+
+def rows_of(batch: Any) -> int:
+    """Rows of the first tensor of a micro-batch, which may be a nest of mappings and sequences.
+
+    Raises:
+        InputError: If it has none.
+    """
+    # A tokenizer's BatchEncoding is a mapping that torch's pytree does not know.
+    leaves = tree_leaves({**batch} if isinstance(batch, Mapping) else batch)
+    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
+    if first is None:
+        raise InputError(
+            f"Expected a micro-batch with a tensor. Found a {type(batch).__name__}. Remedy: pass "
+            "`samples`, a function from the micro-batch to its number of samples."
+        )
+    return len(first)
 
 
 class Window(NamedTuple):
@@ -23,19 +43,6 @@ class Window(NamedTuple):
     start: int
     factor: int
     length: int
-
-
-def check_parts(parts: int, remedy: str) -> None:
-    """Checks the number of micro-batches of a step, on all processes together.
-
-    Raises:
-        InputError: If there are fewer than two.
-    """
-    if parts < 2:
-        raise InputError(
-            f"Expected at least two micro-batches a step over all processes. Found {parts}. "
-            f"Remedy: {remedy}."
-        )
 
 
 def check_micro_batch(schedule: BatchSizeSchedule, batch_size: int) -> None:
@@ -71,13 +78,10 @@ def windows(
         InputError: If a stage's batch size is not an integer multiple of ``batch_size``.
     """
     check_micro_batch(schedule, batch_size)
-    stages = [(s.from_samples, s.batch_size // batch_size) for s in schedule]
-    epoch = start = seen = stage = 0
-    factor = stages[0][1]
+    epoch = start = seen = 0
+    factor = schedule.batch_size(0) // batch_size
     while True:
-        while stage + 1 < len(stages) and stages[stage + 1][0] <= seen:
-            stage += 1
-        wanted = stages[stage][1]
+        wanted = schedule.batch_size(seen) // batch_size
         factor = wanted if start % wanted == 0 else factor
         length = factor if epoch_batches is None else min(factor, epoch_batches - start)
         yield Window(epoch, start, factor, length)
