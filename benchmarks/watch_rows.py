@@ -148,7 +148,7 @@ def case(seed):
     if not back:
         model.get_submodule(name).register_forward_hook(spoil)
     watch = GradientWatch(model)
-    watch.clock.deferred = draw.random() < 0.3
+    watch.shared.deferred = draw.random() < 0.3
     loss = LOSSES[draw.choice([*LOSSES])] if not back else LOSSES["mse"]
     keep = [i for i in range(rows) if i != row] if draw.random() < 0.5 else [*range(rows)]
     healthy = draw.randint(0, 2)

@@ -77,7 +77,7 @@ CEILINGS = {
     "noise": 3331,
     "balance": 1922,
     "scale": 1637,
-    "watch": 1752,
+    "watch": 1646,
     "optim": 4424,
     "distributed.py, shards.py": 700,
     "optim/loops": 949,

@@ -1,9 +1,6 @@
 """Diagnosis of gradients in any training loop.
 
 It finds the first non-finite tensor, norms of sharded gradients, and mistakes of accumulation.
-
-``finding`` searches the tensors of a pass for its first fault, ``passes`` collects them, ``taps``
-are the hooks behind each module. ``norms`` and ``accumulation`` stand alone.
 """
 
 from steadygrad.watch.accumulation import AccumulationCheck, Window, check_accumulation

@@ -7,7 +7,7 @@ found by least squares; comparing them names the bug.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -22,19 +22,17 @@ from steadygrad._names import plain_name
 from steadygrad._nests import row_counts, take_rows
 from steadygrad.numerics import exact
 from steadygrad.shards import PackedSum, local
+from steadygrad.watch.passes import values
 
 __all__ = ["AccumulationCheck", "Window", "check_accumulation"]
 
-Loss = Callable[[nn.Module, Any], Tensor]
-Accumulate = Callable[[Sequence[Any]], object]
-
 # Elements of a parameter whose inner products are taken at a time.
 _CHUNK = 2**20
-# A factor that no binary type holds exactly.
-_OTHER_SCALE = 0.7
-# The vectors before those of the micro-batches: the gradients of the whole batch, the loop, the
-# whole batch again, and of its samples in another order.
-_WHOLE, _USED, _AGAIN, _MIXED, _PARTS = range(5)
+# A factor that no binary type holds exactly: a loss with it has other roundings all the way back.
+_FACTOR = 0.7
+# Gradients before those of the micro-batches: the whole batch's, the loop's, the whole batch's
+# again, and that of the loss with the factor.
+_WHOLE, _USED, _AGAIN, _SCALED, _PARTS = range(5)
 
 
 @dataclass(frozen=True)
@@ -77,27 +75,24 @@ class AccumulationCheck:
         for w in self.windows:
             one = f"{len(w.sizes)} x {w.sizes[0]}" if len({*w.sizes}) == 1 else ""
             cut = one or " + ".join(map(str, w.sizes))
-            found = f"ratio {w.ratio:.4g}, cosine {w.cosine:.4g}"
-            lines.append(f"{w.name} ({cut}): {found}. {w.words}")
+            lines += [f"{w.name} ({cut}): ratio {w.ratio:.4g}, cosine {w.cosine:.4g}. {w.words}"]
         return "\n".join(lines)
 
 
 def check_accumulation(
     model: nn.Module,
-    loss_fn: Loss,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
     batch: Any,
     *,
-    accumulate: Accumulate | None = None,
+    accumulate: Callable[[Sequence[Any]], object] | None = None,
     micro_batches: int = 4,
     split: Callable[[Any, Tensor], Any] | None = None,
     samples: int | None = None,
 ) -> AccumulationCheck:
     """Compares one batch's gradient with the accumulated one, for four ways of cutting the batch.
 
-    The cuts: equal micro-batches, one sample at a time (of the first ``2 * micro_batches``), ragged
-    ones, and a short last window with one micro-batch less. Weights, ``.grad``, buffers and random
-    numbers are afterwards as they were. Dropout is turned off meanwhile. The memory is that of
-    ``2 * micro_batches + 12`` gradients.
+    Weights, ``.grad``, buffers and random numbers are afterwards as they were. Dropout is turned
+    off meanwhile. The memory is that of ``2 * micro_batches + 12`` gradients.
 
     Args:
         model: The model.
@@ -113,19 +108,16 @@ def check_accumulation(
 
     Returns:
         A window for each cut whose samples have a gradient; none beside one that shows that the
-        loss cannot be cut.
+        loss cannot be cut: equal micro-batches, one sample at a time (of the first ``2 *
+        micro_batches``), ragged ones, and a short last window with one micro-batch less.
 
     Raises:
-        InputError: If the batch has fewer than ``2 * micro_batches`` samples, or its rows are not
-            samples: their numbers differ, or the gradient depends on their order. If no weight
-            requires a gradient, or the gradient is zero or not finite.
+        InputError: If the batch has fewer than ``2 * micro_batches`` samples, or not everything in
+            it has as many rows; if no weight requires a gradient, or that is zero or not finite.
     """
     least = 2 * check_count("micro_batches", micro_batches, low=2)
     if not any(p.requires_grad for p in model.parameters()):
-        raise InputError(
-            "Parameter `model` should have weights that require a gradient. Found none. "
-            "Remedy: requires_grad_() on those that are trained."
-        )
+        raise InputError("Parameter `model` should have weights that require a gradient.")
     if samples is not None:
         check_count("samples", samples, low=least, remedy="fewer micro-batches")
     count = (samples or least) if split else _count(batch, least, samples)
@@ -135,27 +127,18 @@ def check_accumulation(
         for micro in micros:
             (loss_fn(model, micro) / len(micros)).backward()
 
-    def whole() -> None:
-        torch.autograd.backward(loss_fn(model, part(torch.arange(count, device="cpu"))))
-
-    equal = [count // micro_batches] * micro_batches
-    ways = {
-        "equal micro-batches": equal,
-        "one sample at a time": [1] * least,
-        "ragged micro-batches": _ragged(count, micro_batches),
-        "short last window": equal[:-1],
-    }
+    windows: list[Window] = []
     with _as_it_was(model) as put_back:
-        loop, is_split = accumulate or by_mean, split is not None
-        judge = _Judge(model, loss_fn, loop, part, micro_batches, is_split, put_back)
-        whole()
+        check = _Check(model, loss_fn, accumulate or by_mean, part, not split, put_back)
+        check.gradient(torch.arange(count, device="cpu"))
         changed = put_back()
-        windows: list[Window] = []
-        for name, sizes in ways.items():
-            window = judge(name, sizes)
+        for name, sizes in _cuts(count, micro_batches).items():
+            window = check.window(name, sizes, micro_batches)
             if window.bug == "random" and not windows:
-                _settle(model, whole, changed)
-                window = judge(name, sizes)
+                _settle(model, changed)
+                # A loss that only the training mode has stays random.
+                with suppress(Exception):
+                    window = check.window(name, sizes, micro_batches)
             # Samples without labels, say.
             if window.bug == "nothing" and windows:
                 continue
@@ -168,7 +151,21 @@ def check_accumulation(
             windows = [*(windows if window.bug != "batch" else ()), window]
             if window.bug in ("random", "batch", "rounding"):
                 break
-        return AccumulationCheck(windows)
+    return AccumulationCheck(windows)
+
+
+def _cuts(count: int, parts: int) -> dict[str, list[int]]:
+    """Sizes of micro-batches by the name of the way in which they are cut."""
+    # Those of ragged ones grow by equal steps, as nearly as whole numbers do.
+    growth = (count - parts) / (parts * (parts + 1))
+    ends = [i + round(growth * i * (i + 1)) for i in range(parts + 1)]
+    equal = [count // parts] * parts
+    return {
+        "equal micro-batches": equal,
+        "one sample at a time": [1] * (2 * parts),
+        "ragged micro-batches": [stop - start for start, stop in pairwise(ends)],
+        "short last window": equal[:-1],
+    }
 
 
 def _count(batch: Any, least: int, given: int | None) -> int:
@@ -194,23 +191,18 @@ def _not_samples(found: str, least: int) -> InputError:
     )
 
 
-def _ragged(count: int, parts: int) -> list[int]:
-    """Sizes that grow by equal steps, as nearly as whole numbers do."""
-    more = count - parts
-    ends = [round(more * i * (i + 1) / (parts * (parts + 1))) for i in range(parts + 1)]
-    return [1 + stop - start for start, stop in pairwise(ends)]
-
-
 @dataclass
-class _Judge:
-    """Takes the gradients of one window, and names their fault."""
+class _Check:
+    """Takes the gradients of windows, and their inner products.
+
+    ``part`` makes a micro-batch of samples; ``is_cut`` says that these are rows, which is not sure.
+    """
 
     model: nn.Module
-    loss: Loss
-    loop: Accumulate
+    loss: Callable[[nn.Module, Any], Tensor]
+    loop: Callable[[Sequence[Any]], object]
     part: Callable[[Tensor], Any]
-    micro_batches: int
-    is_split: bool
+    is_cut: bool
     put_back: Callable[[], list[Tensor]]
 
     def __post_init__(self) -> None:
@@ -218,160 +210,113 @@ class _Judge:
         self.layers = [plain_name(name).rpartition(".")[0] for name, _ in named]
         self.parameters = [p for _, p in named]
         self.sum = PackedSum(self.parameters)
-        # Far below any bug, and far above the roundings of sums in another order and of adding up
-        # ``.grad`` in its own type.
-        adding = max(torch.finfo(p.dtype).eps for p in self.parameters)
-        self.floor = max(math.sqrt(torch.finfo(torch.float32).eps), 4 * adding)
 
-    def __call__(self, name: str, sizes: Sequence[int]) -> Window:
-        products, squares = self._products(*self._gradients(name, sizes))
-        total, lengths = products.sum(-1), products.sum(-1).diagonal()
-        # A micro-batch without a gradient, as one without labels, says nothing of its weight.
-        least = 1e-12 * float(lengths[_PARTS:].nan_to_num(0, 0, 0).max())
-        seen = [i for i, x in enumerate(lengths) if i < _PARTS or least < float(x) < math.inf]
-        total, squares = total[seen][:, seen], squares.sum(-1)[seen]
-        ratio, cosine = _compared(total)
-        layers = {
-            layer: _compared(products[..., [n == layer for n in self.layers]].sum(-1))
-            for layer in dict.fromkeys(self.layers)
-        }
-        (right, _), (got, _) = _fit(total, _WHOLE), _fit(total, _USED)
-        own, parts = squares[_WHOLE], right.square() @ squares[_PARTS:]
-        rounding = (torch.stack([own, own + parts]) / total[_WHOLE, _WHOLE]).sqrt().tolist()
-        bug = _bug(total, self.floor, rounding, len(sizes), self.micro_batches)
-        if squares[_USED]:
-            bug = "steps"
-        if bug == "order":
-            raise _not_samples(
-                f"another gradient in another order, in {name}", 2 * self.micro_batches
-            )
-        if bug == "batch" and not lengths.isfinite().all():
-            bug = "unknown"
-        used, needed = (", ".join(f"{x:.3g}" for x in found.tolist()) for found in (got, right))
-        amounts = got.abs().tolist()
-        words = _WORDS.get(bug, "").format(
-            parts=len(sizes),
-            whole=self.micro_batches,
-            ratio=ratio,
-            left=sum(10 * x > max(amounts) for x in amounts),
-            used=used,
-            right=needed,
-        )
-        return Window(name, tuple(sizes), ratio, cosine, layers, bug, words)
-
-    def _gradients(
-        self, name: str, sizes: Sequence[int]
-    ) -> tuple[list[list[Tensor]], list[Tensor]]:
-        """Gradients in the order of the constants, and squares: roundings, and the loop's steps."""
+    def window(self, name: str, sizes: Sequence[int], whole: int) -> Window:
+        """Compares a window of ``sizes`` where ``whole`` micro-batches are set."""
         rows = torch.arange(sum(sizes), device="cpu")
-        # Each row at another place than before.
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0), device="cpu")
-        moved = rows if self.is_split else rows[order.roll(1)[order.argsort()]]
         micros = rows.split([*sizes])
         try:
-            again, mixed = (self._gradient(self.backward, self.part(x)) for x in (rows, moved))
-            measured = [self._measured(own) for own in (rows, *micros)]
+            again, scaled = self.gradient(rows), self.gradient(rows, _FACTOR)
+            full, *parts = [self.gradient(own) for own in (rows, *micros)]
         except Exception as error:
-            if self.is_split:
+            if not self.is_cut:
                 raise
-            raise _not_samples(f"{shown(error)}, in {name}", 2 * self.micro_batches) from error
-        (whole, *parts), (noise, *noises) = zip(*measured, strict=True)
-        used = self._gradient(self.loop, [self.part(own) for own in micros])
-        steps = torch.zeros_like(noise)
-        steps += any(isinstance(changed, nn.Parameter) for changed in self.put_back())
-        return [whole, used, again, mixed, *parts], [noise, steps, noise, noise, *noises]
+            raise _not_samples(f"{shown(error)}, in {name}", 2 * whole) from error
+        used = self.left_by(lambda: self.loop([self.part(own) for own in micros]))
+        stepped = any(isinstance(changed, nn.Parameter) for changed in self.put_back())
+        products = self.products([full, used, again, scaled, *parts])
+        bug = "steps" if stepped else self.bug(products.sum(-1), whole)
+        ratio, cosine = _ratio_and_cosine(products.sum(-1))
+        layers = {
+            layer: _ratio_and_cosine(products[..., [n == layer for n in self.layers]].sum(-1))
+            for layer in dict.fromkeys(self.layers)
+        }
+        words = _WORDS.get(bug, "").format(parts=len(sizes), whole=whole, ratio=ratio)
+        return Window(name, tuple(sizes), ratio, cosine, layers, bug, words)
 
-    def backward(self, batch: Any, factor: float = 1.0) -> None:
-        """A backward pass of the loss of a batch."""
-        torch.autograd.backward(factor * self.loss(self.model, batch))
-
-    def _measured(self, rows: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Gradient of samples, and squares of its roundings, with shape ``(parameters)``."""
-        # Another factor of the loss makes other roundings all the way back.
-        gradient = self._gradient(self.backward, self.part(rows))
-        scaled = self._gradient(partial(self.backward, factor=_OTHER_SCALE), self.part(rows))
-        pairs = zip(gradient, scaled, strict=True)
-        apart = [x.to(exact(x.device)) - y.to(exact(y.device)) / _OTHER_SCALE for x, y in pairs]
-        return gradient, torch.stack([x.square().sum() for x in apart])
-
-    def _gradient(self, work: Callable[[Any], object], batches: Any) -> list[Tensor]:
+    def left_by(self, work: Callable[[], object]) -> list[Tensor]:
         """Copies of this process's parts of the gradients that some work leaves, all real."""
         for p in self.parameters:
             p.requires_grad_().grad = None
-        work(batches)
+        work()
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        found = [local(grad.detach()).to_dense().clone() for grad in grads]
-        return [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in found]
+        return [values(local(grad).to_dense()).clone() for grad in grads]
 
-    def _products(
-        self, vectors: Sequence[Sequence[Tensor]], squares: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Inner products, shape ``(vectors, vectors, parameters)``, and squares, of all ranks."""
+    def gradient(self, rows: Tensor, factor: float = 1.0) -> list[Tensor]:
+        """Gradient of the loss of samples."""
+        batch = self.part(rows)
+        return self.left_by(lambda: torch.autograd.backward(factor * self.loss(self.model, batch)))
+
+    def products(self, vectors: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Inner products on all ranks together, with shape ``(vectors, vectors, parameters)``."""
         columns = []
         for tensors in zip(*vectors, strict=True):
             pieces = zip(*(x.reshape(-1).split(_CHUNK) for x in tensors), strict=True)
             rows = (torch.stack(piece).to(exact(piece[0].device)) for piece in pieces)
             columns.append(torch.stack([x @ x.T for x in rows]).sum(0))
         products = torch.stack(columns, dim=-1)
-        packed = self.sum.of_all(torch.cat([products.flatten(0, 1), torch.stack([*squares])])).cpu()
-        return packed[: -len(squares)].view(products.shape), packed[-len(squares) :]
+        return self.sum.of_all(products.flatten(0, 1)).cpu().view(products.shape)
+
+    def bug(self, products: Tensor, whole: int) -> str:
+        """Name of the bug of a window."""
+        parts, lengths, square = len(products) - _PARTS, products.diagonal(), products[0, 0]
+        if not 0 < float(square + lengths[_AGAIN]) < math.inf:
+            return "unknown" if square else "nothing"
+        # A micro-batch without a gradient, as one without labels, says nothing of its weight.
+        least = 1e-12 * float(lengths[_PARTS:].nan_to_num(0, 0, 0).max())
+        seen = [i for i in range(parts) if least < float(lengths[_PARTS + i]) < math.inf]
+        (right, left), (used, unused) = (_fit(products, seen, i) for i in (_WHOLE, _USED))
+        again, scaled = (
+            _share(square + lengths[i] / factor**2 - 2 * products[_WHOLE, i] / factor, square)
+            for i, factor in ((_AGAIN, 1.0), (_SCALED, _FACTOR))
+        )
+        # Far below any bug, and far above the roundings of sums in another order and of adding up
+        # ``.grad`` in its own type.
+        adding = max(torch.finfo(p.dtype).eps for p in self.parameters)
+        floor = max(math.sqrt(torch.finfo(torch.float32).eps), 4 * adding)
+        # Roundings of the parts, together, are no larger than the whole batch's.
+        tolerance = max(floor, 4 * scaled)
+        # Random numbers look like large roundings, but come with the same factor too.
+        if again > max(floor, scaled / 4):
+            return "random"
+        # Half of the smallest bug: one micro-batch too few.
+        if tolerance > 0.5 / whole:
+            return "rounding"
+        ratio, cosine = _ratio_and_cosine(products)
+        near = partial(math.isclose, rel_tol=tolerance)
+        if not math.isfinite(ratio):
+            return "overflow"
+        if near(ratio, 1) and near(cosine, 1):
+            return ""
+        if left > tolerance:
+            return "batch"
+        if unused > tolerance:
+            return "other"
+        if float(used.abs().min()) <= tolerance * float(used.abs().max()):
+            return "lost"
+        is_even, should_be_even = (
+            float((x - x.mean()).abs().max() / x.abs().max()) <= tolerance for x in (used, right)
+        )
+        if not near(cosine, 1) or (is_even and not should_be_even):
+            return "means" if is_even else "weights"
+        factors = {"sum": parts, "twice": 1 / parts, "short": parts / whole}
+        return next((bug for bug, factor in factors.items() if near(ratio, factor)), "factor")
 
 
-def _bug(products: Tensor, floor: float, rounding: list[float], parts: int, whole: int) -> str:
-    """Name of the fault of a window of ``parts`` micro-batches where ``whole`` are set.
-
-    ``floor`` is the least relative difference that counts; ``rounding`` are the relative roundings
-    of the whole batch's gradient, and with its parts' as well.
-    """
-    tolerance = max(floor, 3 * rounding[1])
-    near = partial(math.isclose, rel_tol=tolerance)
-    ratio, cosine = _compared(products)
-    square, lengths = products[_WHOLE, _WHOLE], products.diagonal()
-    again, mixed = (square + lengths - 2 * products[_WHOLE])[[_AGAIN, _MIXED]]
-    if not 0 < float(square + lengths[_AGAIN]) < math.inf:
-        return "unknown" if square else "nothing"
-    if ratio == 0:
-        return "lost" if len(lengths) > _PARTS else "batch"
-    # Random numbers look like large roundings, but come with the same factor too.
-    if _share(again, square) > max(floor, rounding[0] / 4):
-        return "random"
-    # Half of the smallest bug: one micro-batch too few.
-    if tolerance > 0.5 / whole:
-        return "rounding"
-    if not _share(mixed, square) <= tolerance:
-        return "order"
-    if not math.isfinite(ratio):
-        return "overflow"
-    if near(ratio, 1) and near(cosine, 1):
-        return ""
-    (right, left), (used, unused) = _fit(products, _WHOLE), _fit(products, _USED)
-    if left > tolerance:
-        return "batch"
-    if unused > tolerance:
-        return "other"
-    largest = float(used.abs().max())
-    if float(used.abs().min()) < tolerance * largest:
-        return "lost"
-    alike = [float((x - x.mean()).abs().max() / x.abs().max()) <= tolerance for x in (used, right)]
-    if near(cosine, 1) and alike != [True, False]:
-        found = {"sum": parts, "twice": 1 / parts, "short": parts / whole}
-        return next((bug for bug, factor in found.items() if near(ratio, factor)), "factor")
-    return "means" if alike[0] else "weights"
-
-
-def _compared(products: Tensor) -> tuple[float, float]:
-    """Ratio and cosine of vector 1 to vector 0; both are 1 for two zeros."""
-    whole, used = products[0, 0].sqrt(), products[1, 1].sqrt()
+def _ratio_and_cosine(products: Tensor) -> tuple[float, float]:
+    """Ratio and cosine of the loop's gradient to the whole batch's; 1 and 1 for two zeros."""
+    whole, used = products[_WHOLE, _WHOLE].sqrt(), products[_USED, _USED].sqrt()
     if float(whole) == float(used) == 0.0:
         return 1.0, 1.0
-    return float(used / whole), float(products[0, 1] / (whole * used))
+    return float(used / whole), float(products[_WHOLE, _USED] / (whole * used))
 
 
-def _fit(products: Tensor, vector: int) -> tuple[Tensor, float]:
+def _fit(products: Tensor, seen: Sequence[int], vector: int) -> tuple[Tensor, float]:
     """Least-squares weights of the micro-batches' gradients in a vector, and the residual."""
-    inner, with_it = products[_PARTS:, _PARTS:], products[_PARTS:, vector].nan_to_num(0, 0, 0)
-    weights: Tensor = torch.linalg.lstsq(inner, with_it[:, None], driver="gelsd").solution[:, 0]
-    fitted = 2 * weights @ products[_PARTS:, vector] - weights @ inner @ weights
+    parts = products[_PARTS:, _PARTS:][seen][:, seen]
+    with_it = products[_PARTS:, vector][seen].nan_to_num(0, 0, 0)
+    weights: Tensor = torch.linalg.lstsq(parts, with_it[:, None], driver="gelsd").solution[:, 0]
+    fitted = 2 * weights @ with_it - weights @ parts @ weights
     return weights, _share(products[vector, vector] - fitted, products[vector, vector])
 
 
@@ -387,7 +332,7 @@ def _as_it_was(model: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
     places: list[tuple[Any, str, Tensor | None]] = [({"": p}, "", p) for p, *_ in grads]
     places += [(m._buffers, name, x) for m in model.modules() for name, x in m._buffers.items()]
     kept = [(place, name, x, x.detach().clone()) for place, name, x in places if x is not None]
-    settings = [(m, m.training, getattr(m, "dropout", 0.0)) for m in model.modules()]
+    modes = [(m, m.training, getattr(m, "dropout", 0.0)) for m in model.modules()]
 
     @torch.no_grad()
     def put_back() -> list[Tensor]:
@@ -411,62 +356,37 @@ def _as_it_was(model: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
         put_back()
         for p, grad, is_trained in grads:
             p.requires_grad_(is_trained).grad = grad
-        for module, training, dropout in settings:
+        for module, training, dropout in modes:
             module.training = training
             if isinstance(module, nn.RNNBase):
                 module.dropout = dropout
 
 
-def _settle(model: nn.Module, work: Callable[[], object], changed: list[Tensor]) -> None:
-    """Turns dropout off: evaluation mode, but for modules with statistics, which a pass changed.
-
-    If the loss fails in evaluation mode, only innermost modules are in it.
-    """
-    statistics, others = {*map(id, changed)}, []
+def _settle(model: nn.Module, changed: Sequence[Tensor]) -> None:
+    """Turns dropout off: evaluation mode, but for modules with statistics, which a pass changed."""
+    statistics = {*map(id, changed)}
     for module in model.modules():
-        own = [*module._buffers.values(), *module._parameters.values()]
+        own = (*module._buffers.values(), *module._parameters.values())
         if isinstance(module, nn.RNNBase):
             # In training mode, because cuDNN has no backward pass out of it.
             module.dropout = 0.0
-        elif module.training and statistics.isdisjoint(map(id, own)):
-            others.append(module)
+        elif statistics.isdisjoint(map(id, own)):
             module.training = False
-    try:
-        work()
-    except Exception:
-        for module in others:
-            module.training = bool(module._modules)
 
 
 _WORDS = {
     "": "The same gradient.",
-    "random": "The whole batch has another gradient each time. Remedy: for this check, turn off "
-    "random numbers, and modules that each pass changes (spectral norm).",
-    "rounding": "The rounding error of this gradient is too large for a comparison. Remedy: make "
-    "the check in float32, without autocast, or earlier in training.",
-    "batch": "The whole batch's gradient is not a weighted sum of the micro-batches' gradients: a "
-    "sample's loss depends on the other samples (BatchNorm, a contrastive loss), or what was cut "
-    "is no sample. Remedy: statistics that do not depend on the batch, or no accumulation.",
-    "steps": "The loop changes the weights, which were put back; an optimizer's state was not. "
-    "Remedy: leave the step out of `accumulate`.",
-    "lost": "Only {left} of {parts} micro-batches are in the gradient with their weight. Remedy: a "
-    "backward pass for each, gradients cleared once a window, before the first, and no clipping "
-    "between them.",
-    "overflow": "The accumulated gradient is not finite, and the whole batch's is. Remedy: look "
-    "for a division by zero, as for a micro-batch without labels.",
-    "sum": "The gradient is {parts} times too large: losses are added up. Remedy: divide each by "
-    "the number of micro-batches.",
-    "twice": "The gradient is {parts} times too small: it is divided by the number of micro-"
-    "batches twice. Remedy: leave one of the two divisions out.",
-    "short": "The loop divides by {whole} where the window has {parts} micro-batches. Remedy: "
-    "divide by the number that it has.",
-    "means": "All micro-batches have the same weight although they contribute different parts of "
-    "the loss (a mean of means). Remedy: add up the losses of all samples or tokens, and divide "
-    "once by their number in the whole window.",
-    "factor": "The gradient is {ratio:.4g} times as large as it should be, in the right "
-    "direction. Remedy: look for what the losses are divided by.",
-    "weights": "Micro-batches have the weights ({used}) where ({right}) would be right. Remedy: "
-    "look for what each micro-batch's loss is divided by, and for clipping between them.",
-    "other": "The accumulated gradient is not made of the micro-batches' gradients. Remedy: look "
-    "for gradients that were left from before, clipping, or another loss in the loop.",
+    "random": "The loss is random. Remedy: turn off what each pass draws or changes.",
+    "rounding": "Roundings are too large. Remedy: the check in float32, or earlier in training.",
+    "batch": "A sample's loss depends on the other samples (BatchNorm), or it is no sample.",
+    "steps": "The loop changes the weights, which were put back. Remedy: leave the step out.",
+    "lost": "Some micro-batches are not in the gradient. Remedy: clear and clip once a window.",
+    "overflow": "The accumulated gradient alone is not finite. Remedy: look for divisions by zero.",
+    "sum": "Losses are added up: the gradient is {parts} times too large. Remedy: divide each.",
+    "twice": "The gradient is {parts} times too small. Remedy: leave one of two divisions out.",
+    "short": "The loop divides by {whole} where the window has {parts} micro-batches.",
+    "means": "A mean of means. Remedy: add up all losses, and divide once by the window's number.",
+    "factor": "The gradient has the right direction, and {ratio:.4g} times the right length.",
+    "weights": "Micro-batches have other weights than in the whole batch's gradient.",
+    "other": "The gradient is no sum of the micro-batches': look for clipping, or leftovers.",
 }

@@ -1,6 +1,7 @@
 """The first fault of a pass: a search through the tensors that it made."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,14 +16,12 @@ _MOST_ROWS = 16
 
 @dataclass(eq=False)
 class Seen:
-    """A tensor that a module took or gave, in the order of the forward pass.
-
-    ``value`` and the gradients are True for one that is finite, None for one that was not seen, and
-    else numbers, one a row or one in all, that are finite exactly where it is.
+    """A tensor that a module took or gave: an input is one that no module had given.
 
     Attributes:
-        what: ``"batch"``, ``"output"``, or ``"input"`` for one that no module had given.
         name: Name of the module.
+        value, gradient: True if finite, None if not seen, else numbers, one a row or one in all,
+            that are finite exactly where it is.
         second: Its gradient in a later backward pass, if the loss contains its first one.
         takers: Modules that were handed this very tensor; None if unknown.
         returned: Whether the model returned it, so that its gradient is the loss's as well.
@@ -39,6 +38,10 @@ class Seen:
     returned: bool = False
     weight: str = ""
     time: Any = 0
+
+    def __str__(self) -> str:
+        name = repr(self.name) if self.name else "the model"
+        return "the batch" if self.what == "batch" else f"the {self.what} of {name}"
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ class Finding:
     kind: str
     name: str
     seen_in: str
-    finite_before: str
-    finite_after: str
+    finite_before: str = ""
+    finite_after: str = ""
     batch: int = -1
     rank: int = 0
     last: int = -1
@@ -125,7 +128,7 @@ class Habits:
     def __init__(self) -> None:
         self._passes, self._seen = 0, Counter[tuple[str, str, str]]()
 
-    def learn(self, seen: list[Seen]) -> None:
+    def learn(self, seen: Sequence[Seen]) -> None:
         """Takes note of a pass without a fault."""
         self._passes += 1
         self._seen.update({self._key(one) for one in seen if not is_finite(one.value)})
@@ -145,12 +148,12 @@ def is_finite(found: Any) -> bool:
 
 
 def first_fault(
-    seen: list[Seen],
-    entries: list[Seen],
+    seen: Sequence[Seen],
+    entries: Sequence[Seen],
     called: set[str],
-    weights: dict[str, str],
+    weights: Mapping[str, str],
     habits: Habits,
-    broken: list[str],
+    broken: Sequence[str],
 ) -> Finding | None:
     """Finds the first non-finite value of a pass; None if all are finite.
 
@@ -161,20 +164,43 @@ def first_fault(
     have come in. ``called`` has the names of all modules that were called, ``weights`` of weights
     that are not finite, and ``broken`` of parameters whose gradients the pass made non-finite.
     """
-    at = _source(seen, habits)
-    # The only one, of which finite values were made, is a guess.
-    later = [one for one in seen[(at or 0) + 1 :] if not is_finite(one.value)]
-    sure = at is not None and not (_is_harmless(seen, at) and all(map(habits.has, later)))
-    found = _in_backward(seen, entries, called) if at is None else None
-    if at is None and found is None and broken:
-        # Values that were thought to do no harm.
-        bad = [i for i, one in enumerate(seen) if not is_finite(one.value)]
-        new = (i for i in bad if not habits.has(seen[i]) or _sort(seen[i].value) == "nan")
-        at, found = next(new, None), _of_parameter(broken[0], seen)
-    return found if at is None else _in_forward(seen, at, called, weights, sure)
+    bad = [i for i, one in enumerate(seen) if not is_finite(one.value)]
+    nan = [i for i in bad if _sort(seen[i].value) == "nan"]
+    new = [i for i in bad if not habits.has(seen[i])]
+    for number, at in enumerate(new, 1):
+        if not _is_absorbed(seen, at, new[number:]):
+            # A module that is handed NaN is not to blame for giving it.
+            handed = (i for i in nan if i < at and seen[at].name in (seen[i].takers or ()))
+            return _in_forward(seen, next(handed, at), called, weights, order=0)
+    found = _in_backward(seen, entries, called)
+    # Else a guess: a value that was thought to do no harm.
+    guess = sorted({*new, *nan})
+    if found is None and guess and (new or broken):
+        return _in_forward(seen, guess[0], called, weights, order=2)
+    return _of_parameter(broken[0], seen) if found is None and broken else found
 
 
-def _of_parameter(name: str, seen: list[Seen]) -> Finding:
+def _is_absorbed(seen: Sequence[Seen], at: int, later: Sequence[int]) -> bool:
+    """Whether finite values were made of it, and it is a mask's infinity, or of the batch.
+
+    ``later`` are those that are not finite either. The batch may be the reason of the first of
+    them, unless that was made of finite tensors.
+    """
+    gave = [one for one in seen if one.what == "output" and one.name in (seen[at].takers or ())]
+    if at:
+        fine = bool(gave) and _sort(seen[at].value) == "-inf"
+    else:
+        gave = gave or [*seen[1:2]]
+        took = _took(seen, seen[later[0]].name) if later else gave
+        fine = bool(took) and all(is_finite(one.value) for one in took)
+    return fine and all(is_finite(one.value) for one in gave)
+
+
+def _took(seen: Sequence[Seen], name: str) -> list[Seen]:
+    return [one for one in seen if name in (one.takers or ())]
+
+
+def _of_parameter(name: str, seen: Sequence[Seen]) -> Finding:
     """Finding of a parameter's gradient that is not finite, of which nothing else was seen.
 
     It is the parameter's own fault if what its module took, and the gradient of what it gave, is
@@ -186,41 +212,11 @@ def _of_parameter(name: str, seen: list[Seen]) -> Finding:
     sure = sure and all(one.second is None and is_finite(one.gradient) for one in gave)
     sure = sure and all(is_finite(one.value) for one in (*_took(seen, owner), *gave))
     kind, culprit = ("parameter", name) if sure else ("unknown", "")
-    return Finding(kind, culprit, f"the gradient of {name!r}", "", "")
-
-
-def _source(seen: list[Seen], habits: Habits) -> int | None:
-    """Index of the first value that is not finite without being a habit; None for none."""
-    bad = [i for i, one in enumerate(seen) if not is_finite(one.value)]
-    new = [i for i in bad if not habits.has(seen[i])]
-    back = max((i for i, one in enumerate(seen) if not is_finite(one.gradient)), default=-1)
-    while new and _is_harmless(seen, new[0]) and (new[1:] or back > new[0] or new == [0]):
-        took = _took(seen, seen[new[1]].name) if new[1:] else []
-        # The batch is at fault if the next one was not made of finite tensors.
-        if new[0] == 0 and new[1:] and not (took and all(is_finite(one.value) for one in took)):
-            break
-        del new[0]
-    if not new:
-        return None
-    # A module that is handed NaN is not to blame for giving it.
-    nan = (i for i in bad if i < new[0] and _sort(seen[i].value) == "nan")
-    return next((i for i in nan if seen[new[0]].name in (seen[i].takers or ())), new[0])
-
-
-def _is_harmless(seen: list[Seen], at: int) -> bool:
-    """Whether modules made finite values of it, and it is a mask's infinity, or of the batch."""
-    one = seen[at]
-    gave = [other for other in seen if other.what == "output" and other.name in (one.takers or ())]
-    made = all(is_finite(other.value) for other in gave)
-    return made and (at == 0 or (bool(gave) and _sort(one.value) == "-inf"))
-
-
-def _took(seen: list[Seen], name: str) -> list[Seen]:
-    return [one for one in seen if name in (one.takers or ())]
+    return Finding(kind, culprit, f"the gradient of {name!r}")
 
 
 def _in_forward(
-    seen: list[Seen], at: int, called: set[str], weights: dict[str, str], sure: bool
+    seen: Sequence[Seen], at: int, called: set[str], weights: Mapping[str, str], order: int
 ) -> Finding:
     kind: str = seen[at].what
     name = seen[at].name
@@ -231,11 +227,11 @@ def _in_forward(
     own = [weights[use] for use in uses if _around(called, use) == name]
     kind, name = ("weight", own[0]) if own else (kind, name)
     bracket = _bracket(seen, at, [is_finite(one.value) for one in seen], "")
-    order = 0 if sure else 2, at, not own
-    return Finding(kind, name, *bracket, order=order, rows=_rows(seen[at].value))
+    place = order, at, not own
+    return Finding(kind, name, *bracket, order=place, rows=_rows(seen[at].value))
 
 
-def _in_backward(seen: list[Seen], entries: list[Seen], called: set[str]) -> Finding | None:
+def _in_backward(seen: Sequence[Seen], entries: Sequence[Seen], called: set[str]) -> Finding | None:
     signals = [one for one in reversed(seen) if one.gradient is not None]
     finite = [is_finite(one.gradient) for one in signals]
     # A loss may contain gradients, whose own derivative enters anywhere in the model.
@@ -246,22 +242,22 @@ def _in_backward(seen: list[Seen], entries: list[Seen], called: set[str]) -> Fin
         bad = signals[at].gradient
         kind, name = _backward_culprit(signals, at, finite, called)
         bracket = _bracket(signals, at, finite, "the gradient at ")
-    came = (one for one in entries if is_finite(one.value) and not is_finite(one.gradient))
-    entry = next(came, None)
-    if entry is not None:
-        bad, kind, name = entry.gradient, "loss" if entry.returned else "unknown", ""
-        words = "a gradient that came in elsewhere than at the outputs, or that a hook changed"
-        bracket = (words, *bracket[1:])
+    for entry in entries:
+        if is_finite(entry.value) and not is_finite(entry.gradient):
+            bad, kind, name = entry.gradient, "loss" if entry.returned else "unknown", ""
+            words = "a gradient that came in elsewhere than at the outputs, or that a hook changed"
+            bracket = (words, *bracket[1:])
+            break
     if bad is None:
         return None
     if kind == "loss":
         # What came before is the forward pass.
-        bracket = "the gradient at the output of the model", _words(seen[-1]), bracket[2]
+        bracket = "the gradient at the output of the model", str(seen[-1]), bracket[2]
     return Finding(kind, name, *bracket, order=(1, at, True), rows=_rows(bad))
 
 
 def _backward_culprit(
-    signals: list[Seen], at: int, finite: list[bool], called: set[str]
+    signals: Sequence[Seen], at: int, finite: Sequence[bool], called: set[str]
 ) -> tuple[str, str]:
     """Kind and name of the place between the last finite gradient and the first non-finite one."""
     one = signals[at]
@@ -292,17 +288,13 @@ def _around(called: set[str], *names: str) -> str:
     return max(around, key=len, default="")
 
 
-def _bracket(seen: list[Seen], at: int, finite: list[bool], prefix: str) -> tuple[str, str, str]:
+def _bracket(
+    seen: Sequence[Seen], at: int, finite: Sequence[bool], prefix: str
+) -> tuple[str, str, str]:
     """The tensor in words, the last finite one before it and the next after it."""
-    words = [prefix + _words(one) if fine else "" for one, fine in zip(seen, finite, strict=True)]
+    words = [f"{prefix}{one}" if fine else "" for one, fine in zip(seen, finite, strict=True)]
     before = next(filter(None, reversed(words[:at])), "")
-    return prefix + _words(seen[at]), before, next(filter(None, words[at + 1 :]), "")
-
-
-def _words(one: Seen) -> str:
-    if one.what == "batch":
-        return "the batch"
-    return f"the {one.what} of {repr(one.name) if one.name else 'the model'}"
+    return f"{prefix}{seen[at]}", before, next(filter(None, words[at + 1 :]), "")
 
 
 def _sort(value: Any) -> str:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -22,42 +22,43 @@ from steadygrad.numerics import exact
 from steadygrad.shards import local
 from steadygrad.watch.finding import Finding, Habits, Seen, first_fault, is_finite
 
-if TYPE_CHECKING:
-    from steadygrad.watch.gradient_watch import GradientWatch
-    from steadygrad.watch.taps import Tap
-
-__all__ = ["Clock", "Pass", "has_values", "in_backward", "look_each", "values"]
+__all__ = ["Pass", "Shared", "has_values", "in_backward", "look_each", "tensors_of", "values"]
 
 _NARROW = (torch.float16, torch.bfloat16)
 _REAL = (*_NARROW, torch.float32, torch.float64)
 _KNOWN = (*_REAL, torch.complex64, torch.complex128)
-# Tensors with no more elements are copied together, and checked by one call.
-_SMALL = 4096
 
 
-class Clock:
-    """State that a watch shares with its taps and passes.
+class Shared:
+    """What a watch shares with its taps and passes.
 
     Calls are counted in a tensor, which compiled code can update; it cannot append to lists.
 
     Attributes:
-        watch: Gives the watch; None if it was dropped, and for a copy of a watched model.
+        begin: Gives what begins a pass; None if the watch is gone, as for a copy of the model.
+        await_backward: Gives what is told of the gradients of a pass.
+        current: The pass under way.
         ticks: Number of calls since there is compiled code, with shape ``()``.
-        used: Whether there is compiled code.
+        compiled: Whether there is compiled code.
         deferred: Whether a read waits for a device, so that it is left until later.
         detailed: Whether to hook all that modules give, and what code gives them, in every pass:
             after the first fault.
     """
 
-    def __init__(self, device: torch.device, watch: "GradientWatch | None" = None) -> None:
-        self.watch: Callable[[], GradientWatch | None]
-        self.watch = weakref.ref(watch) if watch else lambda: None
+    def __init__(
+        self,
+        device: torch.device,
+        begin: Callable[[], Callable[[Any], object] | None] = lambda: None,
+        await_backward: Callable[[], Callable[["Pass"], object] | None] = lambda: None,
+    ) -> None:
+        self.begin, self.await_backward = begin, await_backward
+        self.current: Pass | None = None
         self.ticks = torch.zeros((), dtype=torch.int64, device=device)
-        self.used, self.deferred = False, device.type not in ("cpu", "meta")
+        self.compiled, self.deferred = False, device.type not in ("cpu", "meta")
         self.detailed = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Clock, (self.ticks.device,)
+        return Shared, (self.ticks.device,)
 
 
 class Pass:
@@ -69,30 +70,28 @@ class Pass:
         weights, gradients: By name, what was seen of parameters, where that was asked.
         uses: Name of the parameter by each of its names; a tied one has several.
         called: Names of the modules that were called.
-        left: Parameters whose gradients were not finite before the backward pass: they say nothing
-            of this one.
+        left: Parameters whose gradients were not finite before the backward pass.
         every: Whether to hook all that modules give, and what code gives them.
         backward: Whether a gradient has arrived.
         broken: Whether something may not be finite.
         twice: Whether the loss contains gradients.
-        window: Number of the backward pass that ended it, with the others of it.
         fresh: Whether gradients were cleared before: an optimizer's step begins.
     """
 
-    def __init__(self, batch: int, clock: Clock, inputs: Any, *, every: bool) -> None:
-        self.batch, self._clock, self.every, self.window = batch, clock, every, -1
+    def __init__(self, batch: int, shared: Shared, inputs: Any, *, every: bool) -> None:
+        self.batch, self._shared, self.every = batch, shared, every
         self.weights, self.gradients = dict[str, Any](), dict[str, Any]()
         self.called, self.left, self.uses = set[str](), set[str](), dict[str, str]()
         self.backward = self.fresh = self.twice = False
         self._copied: tuple[Tensor, torch.cuda.Event] | None = None
-        tensors = [x for x in _tensors(inputs) if x.numel()]
+        tensors = [x for x in tensors_of(inputs) if x.numel()]
         lengths = {x.shape[0] for x in tensors if x.ndim}
         self._rows = lengths.pop() if len(lengths) == 1 else 0
         found = [self._look(x) for x in tensors if x.dtype in _KNOWN]
         # A mask may be minus infinity.
-        some = [x.clamp(min=0).to(clock.ticks.device) for x in found if x is not True]
+        some = [x.clamp(min=0).to(shared.ticks.device) for x in found if x is not True]
         given = Seen("batch", "", sum(some) if some else True)
-        self.broken = clock.deferred or not is_finite(given.value)
+        self.broken = shared.deferred or not is_finite(given.value)
         self.seen = [given]
         self.entries, self._parts = list[Seen](), dict[tuple[int, int], list[Tensor]]()
         self._first = torch._C._autograd._get_sequence_nr()
@@ -105,51 +104,39 @@ class Pass:
         They are not finite where a value is not, and keep the sign of a mask's infinities.
         """
         numbers, rows = values(tensor), self._rows
-        if not (numbers.numel() and (self._clock.deferred or not _all_finite(numbers))):
+        if not (numbers.numel() and (self._shared.deferred or not _all_finite(numbers))):
             return True
         told = rows and not tensor.is_sparse and tensor.ndim and len(numbers) == rows
         found = numbers.reshape(rows if told else 1, -1).sum(1, dtype=exact(numbers.device))
         return found if told else found[0]
 
-    def enter(self, tap: "Tap", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Notes the inputs of a module."""
-        for leaf in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(leaf, (Tensor, list, tuple, dict)):
-                for tensor in (leaf,) if isinstance(leaf, Tensor) else _tensors(leaf):
-                    one = self._known(tensor)
-                    if one is None:
-                        self._note(tap, "input", tensor)
-                    elif one.takers is not None and not in_backward():
-                        one.takers.append(tap.name)
-
-    def _known(self, tensor: Tensor) -> Seen | None:
+    def known(self, tensor: Tensor) -> Seen | None:
         """The notes on a tensor; None if nothing was, or it was changed in place since."""
         note = self._notes.get(id(tensor))
         known = note and note[0]() is tensor and note[1] == _version(tensor)
         return note[2] if note and known else None
 
-    def see(self, tap: "Tap", output: Any) -> None:
-        """Notes the outputs of a module."""
-        repeated = in_backward()
-        if not repeated:
-            # The weights' gradients would not say in which of the module's calls they broke.
-            tap.hooked = tap.hooked or tap.batch == self.batch
-            tap.batch = self.batch
-            self.called.add(tap.name)
-        outputs = (output,) if type(output) is Tensor else _tensors(output)
-        for tensor in outputs:
-            if self._known(tensor) in (None, self.seen[0]):
-                self._note(tap, "output", tensor)
-        if tap.root and not repeated:
-            self._await_loss(outputs)
+    def note(self, one: Seen, tensor: Tensor, *, hooked: bool, again: bool) -> bool:
+        """Looks at a tensor unless it is one seen ``again``; whether there was something to see."""
+        if tensor.dtype not in _KNOWN or not has_values(tensor):
+            return False
+        if not again:
+            self.seen.append(one)
+            if self._shared.compiled:
+                one.time = self._shared.ticks.add_(1).clone()
+            self._set(one, "value", tensor)
+        self._notes[id(tensor)] = weakref.ref(tensor), _version(tensor), one
+        if hooked or self.every or self._shared.detailed:
+            self._await_gradient(one, tensor)
+        return True
 
-    def _await_loss(self, outputs: Sequence[Tensor]) -> None:
+    def await_loss(self, outputs: Sequence[Tensor]) -> None:
         """Hooks the gradients at the outputs and at other tensors that the loss may take."""
         # In an object that is not known there is nothing to hook.
-        self._clock.detailed = self._clock.detailed or not outputs
-        self.every = taken = self.every or self._clock.detailed
+        self._shared.detailed = self._shared.detailed or not outputs
+        self.every = taken = self.every or self._shared.detailed
         for tensor in outputs:
-            one = self._known(tensor)
+            one = self.known(tensor)
             if one is None or one.returned or tensor.grad_fn is None:
                 continue
             one.returned = True
@@ -188,10 +175,10 @@ class Pass:
                 self._parts.setdefault(edge, []).append(gradient)
 
     def _meet(self, number: int, returned: bool, gradients: tuple[Tensor | None, ...]) -> None:
+        # Where the loss contains gradients, the model's parts are in the loss as well.
+        twice = self.twice or torch.is_grad_enabled()
         for i, gradient in enumerate(gradients):
             parts = self._parts.pop((number, i), [])
-            # Where the loss contains gradients, the model's parts are in the loss as well.
-            twice = self.twice or torch.is_grad_enabled()
             if twice or not has_values(gradient) or any(part is gradient for part in parts):
                 continue
             whole, *inner = map(values, (gradient, *parts))
@@ -202,29 +189,10 @@ class Pass:
             self._set(one, "gradient", whole)
             self._set(one, "value", total)
             self.entries.append(one)
-            kept = not (returned or self._clock.deferred)
+            kept = not (returned or self._shared.deferred)
             if kept and (total is None or not torch.equal(total, whole)):
                 # The loss takes what the model keeps: later passes are measured as this one is.
-                self._clock.detailed = True
-
-    def _note(self, tap: "Tap", what: Literal["input", "output"], tensor: Tensor) -> None:
-        if tensor.dtype not in _KNOWN or not has_values(tensor):
-            return
-        # Reentrant checkpointing: the forward pass within the backward pass has a graph.
-        one = getattr(tap, what) if in_backward() else Seen(what, tap.name)
-        if one is None:
-            return
-        if not in_backward():
-            setattr(tap, what, one)
-            self.seen.append(one)
-            if what == "input":
-                one.takers = [tap.name]
-            if self._clock.used:
-                one.time = self._clock.ticks.add_(1).clone()
-            self._set(one, "value", tensor)
-        self._notes[id(tensor)] = weakref.ref(tensor), _version(tensor), one
-        if tap.hooked or self.every or self._clock.detailed:
-            self._await_gradient(one, tensor)
+                self._shared.detailed = True
 
     def _set(self, one: Seen, name: str, tensor: Tensor | None) -> None:
         if not has_values(tensor):
@@ -248,11 +216,11 @@ class Pass:
             return
         if torch.is_grad_enabled():
             # With create_graph: the loss will contain this gradient, and go back through it.
-            self.twice = self._clock.detailed = True
+            self.twice = self._shared.detailed = True
         else:
-            watch = self._clock.watch()
-            if watch is not None:
-                watch.await_backward(self)
+            await_backward = self._shared.await_backward()
+            if await_backward is not None:
+                await_backward(self)
             self.backward = True
             name = "second" if self.twice else "gradient"
         self._set(one, name, gradient)
@@ -260,7 +228,7 @@ class Pass:
     def close(self) -> None:
         """Sends the numbers from a device to the host; nothing waits for them."""
         self._notes, self._parts = {}, {}
-        device = self._clock.ticks.device
+        device = self._shared.ticks.device
         owners = (*map(vars, (*self.seen, *self.entries)), self.weights, self.gradients)
         found = [(own, key) for own in owners for key, x in own.items() if isinstance(x, Tensor)]
         if device.type == "cpu" or not found:
@@ -277,30 +245,26 @@ class Pass:
 
     def arrived(self, *, wait: bool) -> bool:
         """Whether all numbers are on the host."""
-        if self._copied is None:
-            return True
-        if wait:
+        if self._copied is not None and wait:
             self._copied[1].synchronize()
-        return bool(self._copied[1].query())
+        return self._copied is None or bool(self._copied[1].query())
 
     def fault(self, habits: Habits) -> Finding | None:
         """The first fault, once all numbers have arrived; a pass without one adds to the habits."""
         if self._copied is not None:
             self.broken = not bool(self._copied[0].isfinite().all())
+        if self._shared.compiled:
+            self.seen.sort(key=lambda one: float(one.time))
         # While all is well, nothing is asked of single tensors.
-        seen, made = self.seen if self.broken else [], list[str]()
-        if self._clock.used:
-            self.seen = sorted(self.seen, key=lambda one: float(one.time))
-        if self.broken:
-            made = [n for n, x in self.gradients.items() if n not in self.left and not is_finite(x)]
+        seen, grads = (self.seen, self.gradients) if self.broken else ([], {})
+        made = [n for n, x in grads.items() if n not in self.left and not is_finite(x)]
         fine = all(is_finite(found) for one in seen for found in (one.gradient, one.second))
         if self.backward and fine and not made:
             if not self.left:
                 habits.learn(seen)
             return None
+        # In an evaluation with gradients enabled an infinity may be normal.
         if not self.backward and is_finite(self.seen[-1].value):
-            # An evaluation with gradients enabled. Only passes with a backward pass show which
-            # infinities are normal.
             return None
         return self.explain(habits, made)
 
@@ -328,7 +292,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _tensors(nest: Any) -> list[Tensor]:
+def tensors_of(nest: Any) -> list[Tensor]:
     """Tensors among a module's inputs or outputs."""
     found = []
     for leaf in (nest,) if isinstance(nest, Tensor) else _pytree.tree_leaves(nest):
@@ -336,7 +300,7 @@ def _tensors(nest: Any) -> list[Tensor]:
             found += [leaf] if has_values(leaf) else []
         else:
             parts = leaf.values() if isinstance(leaf, Mapping) else attributes(leaf)
-            found += [tensor for part in parts for tensor in _tensors(part)]
+            found += [tensor for part in parts for tensor in tensors_of(part)]
     return found
 
 
@@ -346,7 +310,7 @@ def values(tensor: Tensor) -> Tensor:
     if tensor.is_sparse:
         tensor = tensor._values()
     if tensor.is_complex():
-        return torch.view_as_real(tensor)
+        return torch.view_as_real(tensor.resolve_conj())
     # Sums and norms of float8 do not exist.
     return tensor if tensor.dtype in _REAL else tensor.float()
 
@@ -355,11 +319,8 @@ def look_each(tensors: Iterable[Tensor], *, now: bool) -> list[Any]:
     """Whether each is finite; its largest magnitude, left on the device, if it is not read now."""
     # An empty tensor has no largest magnitude.
     numbers = [x if x.numel() else x.new_zeros(1) for x in map(values, tensors)]
-    if not now:
-        return [*torch._foreach_norm(numbers, math.inf)] if numbers else []
-    small = [x.flatten() for x in numbers if x.numel() <= _SMALL]
-    fine = bool(small) and _all_finite(torch.cat(small))
-    return [(fine and x.numel() <= _SMALL) or _all_finite(x) for x in numbers]
+    largest = [*torch._foreach_norm(numbers, math.inf)] if numbers else []
+    return [math.isfinite(x.item()) for x in largest] if now else largest
 
 
 def _all_finite(numbers: Tensor) -> bool:

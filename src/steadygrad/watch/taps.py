@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from steadygrad._nests import tree_map_tensors
 from steadygrad.watch.finding import Seen, is_finite
-from steadygrad.watch.passes import Clock, Pass, in_backward, look_each
+from steadygrad.watch.passes import Pass, Shared, in_backward, look_each, tensors_of
 
 __all__ = ["Tap", "detach", "is_watched", "witnesses"]
 
@@ -28,23 +28,20 @@ class Tap:
         hooked: Whether gradients at its outputs are hooked in every pass.
         plain: Whether it is one of torch's layers, which never changes its input.
         batch: Index of the last pass in which it was called.
-        input: The last tensor that it took and no module had given.
-        output: The last one that it gave.
+        last: The last ``"input"`` that it took and no module had given, and its last ``"output"``.
         forward: Largest magnitudes of outputs in compiled code, added up, with shape ``()``.
         backward: A leaf, whose gradient is that of the outputs' gradients in compiled code.
-        time: When the module was last at work in compiled code, by the watch's clock.
+        time: When the module was last at work in compiled code, by the ticks.
     """
 
-    def __init__(self, name: str, hooked: bool, clock: Clock) -> None:
-        self.name, self.hooked, self.clock = name, hooked, clock
+    def __init__(self, name: str, hooked: bool, shared: Shared) -> None:
+        self.name, self.hooked, self.shared = name, hooked, shared
         self.plain = self.root = False
         self.hooks: list[RemovableHandle] = []
-        self.batch = -1
-        self.input: Seen | None = None
-        self.output: Seen | None = None
-        self.forward = torch.zeros((), device=clock.ticks.device)
+        self.batch, self.last = -1, dict[str, Seen]()
+        self.forward = torch.zeros((), device=shared.ticks.device)
         self.backward = torch.zeros_like(self.forward, requires_grad=True)
-        self.time = torch.zeros_like(clock.ticks)
+        self.time = torch.zeros_like(shared.ticks)
 
     def attach(self, module: nn.Module, model: nn.Module) -> None:
         """Puts the tap and its hooks behind a module."""
@@ -64,14 +61,48 @@ class Tap:
             self.hooks.append(hook)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tap, (self.name, self.hooked, self.clock), {"hooks": self.hooks}
+        return Tap, (self.name, self.hooked, self.shared), {"hooks": self.hooks}
+
+    def enter(self, over: Pass, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Notes the module's inputs."""
+        for leaf in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(leaf, (Tensor, list, tuple, dict)):
+                for tensor in (leaf,) if isinstance(leaf, Tensor) else tensors_of(leaf):
+                    one = over.known(tensor)
+                    if one is None:
+                        self._note(over, "input", tensor)
+                    elif one.takers is not None and not in_backward():
+                        one.takers.append(self.name)
+
+    def leave(self, over: Pass, output: Any) -> None:
+        """Notes the module's outputs."""
+        repeated = in_backward()
+        if not repeated:
+            # The weights' gradients would not say in which of the module's calls they broke.
+            self.hooked = self.hooked or self.batch == over.batch
+            self.batch = over.batch
+            over.called.add(self.name)
+        outputs = [output] if type(output) is Tensor else tensors_of(output)
+        for tensor in outputs:
+            if over.known(tensor) in (None, over.seen[0]):
+                self._note(over, "output", tensor)
+        if self.root and not repeated:
+            over.await_loss(outputs)
+
+    def _note(self, over: Pass, what: Literal["input", "output"], tensor: Tensor) -> None:
+        # Reentrant checkpointing: the forward pass within the backward pass has a graph.
+        again = in_backward()
+        takers = [self.name] if what == "input" else []
+        one = self.last.get(what) if again else Seen(what, self.name, takers=takers)
+        if one is not None and over.note(one, tensor, hooked=self.hooked, again=again):
+            self.last[what] = one
 
     def hand_over(self, over: Pass) -> None:
         """Adds the numbers that compiled code left to a pass, and clears them."""
         one = Seen("output", self.name, self.forward.clone(), self.backward.grad, takers=None)
         one.time, self.backward.grad = self.time.clone(), None
         self.forward.zero_()
-        self.output, self.batch = one, over.batch
+        self.last["output"], self.batch = one, over.batch
         over.seen.append(one)
         over.called.add(self.name)
         over.broken = over.broken or not (is_finite(one.value) and is_finite(one.gradient))
@@ -81,8 +112,8 @@ class Tap:
 
         def crossed(tensor: Tensor) -> Tensor:
             self.forward.add_(*look_each([tensor], now=False))
-            self.clock.used = True
-            self.time.copy_(self.clock.ticks.add_(1))
+            self.shared.compiled = True
+            self.time.copy_(self.shared.ticks.add_(1))
             if not self.hooked:
                 return tensor
             through: Tensor = _Largest.apply(tensor, self.backward)  # type: ignore[no-untyped-call]
@@ -101,7 +132,7 @@ def detach(modules: Iterable[nn.Module]) -> None:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether a watch that still exists is attached to a module."""
-    return _TAP in module.__dict__ and module.__dict__[_TAP].clock.watch() is not None
+    return _TAP in module.__dict__ and module.__dict__[_TAP].shared.begin() is not None
 
 
 def witnesses(model: nn.Module) -> Mapping[nn.Module, str]:
@@ -120,11 +151,12 @@ def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return
     tap = module.__dict__[_TAP]
-    watch = tap.clock.watch()
-    if watch is not None and tap.root and not in_backward():
-        watch.begin((args, kwargs))
-    elif watch is not None and watch.current is not None:
-        watch.current.enter(tap, args, kwargs)
+    if tap.root and not in_backward():
+        begin = tap.shared.begin()
+        if begin is not None:
+            begin((args, kwargs))
+    elif tap.shared.current is not None:
+        tap.enter(tap.shared.current, args, kwargs)
 
 
 def _after_forward(
@@ -134,12 +166,11 @@ def _after_forward(
     tap = module.__dict__[_TAP]
     if torch.compiler.is_compiling():
         return tap.trace(output) if torch.is_grad_enabled() else output
-    watch = tap.clock.watch()
-    if watch is None or watch.current is None or torch._C._are_functorch_transforms_active():
-        return output
-    if tap.plain:
-        watch.current.enter(tap, args, kwargs)
-    watch.current.see(tap, output)
+    over = tap.shared.current
+    if over is not None and not torch._C._are_functorch_transforms_active():
+        if tap.plain:
+            tap.enter(over, args, kwargs)
+        tap.leave(over, output)
     return output
 
 

@@ -21,7 +21,7 @@ MODES = {"first": (0, False), "later": (1, False), "as on a device": (0, True)}
 def watching(model, mode):
     """A watch in its first pass, in a later one, or as on a device that it must not wait for."""
     watch = GradientWatch(model)
-    watch.batches, watch.clock.deferred = MODES[mode]
+    watch.batches, watch.shared.deferred = MODES[mode]
     return watch
 
 

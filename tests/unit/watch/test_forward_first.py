@@ -42,7 +42,9 @@ def batch(seed=1):
 
 def watching(model, mode):
     watch = GradientWatch(model)
-    watch.batches, watch.clock.deferred = {"first": (0, 0), "later": (1, 0), "device": (0, 1)}[mode]
+    watch.batches, watch.shared.deferred = {"first": (0, 0), "later": (1, 0), "device": (0, 1)}[
+        mode
+    ]
     return watch
 
 
@@ -168,7 +170,7 @@ def test_mask_is_a_habit_and_its_nan_is_none(place, function, kind, before, defe
         nn.Linear(6, 6), Module(masks), nn.Softmax(-1), nn.Linear(6, 6), Module(lambda x: x)
     )
     watch, (x, _) = GradientWatch(model), batch()
-    watch.clock.deferred = deferred
+    watch.shared.deferred = deferred
     for _ in range(before):
         model(x).square().mean().backward()
         model.zero_grad()
@@ -176,6 +178,16 @@ def test_mask_is_a_habit_and_its_nan_is_none(place, function, kind, before, defe
     model.get_submodule(place).function = function
     model(x).square().mean().backward()
     assert culprit(watch) == (kind, place)
+
+
+def test_mask_of_the_first_pass_is_not_blamed_for_a_backward_fault_before_it():
+    model = nn.Sequential(
+        nn.Linear(6, 6), Module(lambda x: (x * 0).sqrt() + x), nn.Linear(6, 6),
+        Module(lambda x: x.masked_fill(torch.arange(6) > 3, -torch.inf)), nn.Softmax(-1),
+    )  # fmt: skip
+    watch = GradientWatch(model)
+    model(batch()[0]).square().mean().backward()
+    assert culprit(watch) == ("gradient", "1")
 
 
 def test_bad_batch_is_no_habit():

@@ -44,7 +44,7 @@ def test_no_false_alarm(kind):
     torch.manual_seed(0)
     model = make()
     watch = GradientWatch(model)
-    watch.clock.deferred = deferred
+    watch.shared.deferred = deferred
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     alarms = []
     for step in range(STEPS):

@@ -421,7 +421,7 @@ def train(model, bad, *, micro_batches=1, to_none=True):
 def test_stop_after_a_row_of_bad_steps(micro_batches, deferred):
     model, _ = make("sequential")
     watch = GradientWatch(model, stop_after=2)
-    watch.clock.deferred = deferred
+    watch.shared.deferred = deferred
     step, error = train(model, [1, 0, 1, 0, 1, 1, 0, 0], micro_batches=micro_batches)
     # The second bad step in a row ends with its last micro-batch, or before.
     assert step == (6 if micro_batches == 1 else 5)

@@ -158,7 +158,7 @@ def test_minus_infinity_that_is_usual_is_not_blamed(deferred):
         Module(lambda x: x * torch.tensor(scale)),
     )
     watch, scale = GradientWatch(model), 1.0
-    watch.clock.deferred = deferred
+    watch.shared.deferred = deferred
     for seed in range(3):
         step(model, seed=seed)
         assert watch.report() is None
@@ -335,7 +335,7 @@ def test_inputs_of_minus_infinity_are_masks(deferred):
 
     model = Masked()
     watch, (x, y) = GradientWatch(model), data()
-    watch.clock.deferred = deferred
+    watch.shared.deferred = deferred
     mask = torch.zeros(4)
     mask[0] = -torch.inf
     (mse(model(x, mask), y) * torch.inf).backward()
@@ -362,7 +362,7 @@ def test_weight_of_its_own_module_is_blamed(deferred):
     with torch.no_grad():
         model.head.weight[0, 0] = torch.nan
     watch = GradientWatch(model)
-    watch.clock.deferred = deferred
+    watch.shared.deferred = deferred
     step(model)
     found = watch.report()
     assert (found.kind, found.name) == ("weight", "head.weight")
@@ -386,7 +386,7 @@ def test_empty_weights_and_other_types(deferred):
 
     model = Odd()
     watch, (x, _y) = GradientWatch(model), data()
-    watch.clock.deferred = deferred
+    watch.shared.deferred = deferred
     model(x.to(torch.float8_e4m3fn)).backward()
     assert watch.report() is None
     grad = model.wave.grad

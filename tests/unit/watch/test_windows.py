@@ -89,7 +89,7 @@ def test_the_same_gradient_breaks_again(late):
 def test_a_report_between_forward_and_backward(deferred):
     model, _ = make("sequential")
     watch, (x, y) = GradientWatch(model), data()
-    watch.clock.deferred = deferred
+    watch.shared.deferred = deferred
     [*model.parameters()][-2].register_hook(lambda gradient: gradient * torch.inf)
     loss = mse(model(x), y)
     assert watch.report() is None

@@ -104,7 +104,7 @@ def accumulation(plan: Plan, place: Workplace) -> schema.Accumulation:
         torch.arange(count),
         accumulate=by_samples,
         micro_batches=MICRO_BATCHES,
-        # The task says what one sample is: their order is not asked.
+        # The task says what one sample is.
         split=lambda indices, rows: indices[rows],
         samples=count,
     )
