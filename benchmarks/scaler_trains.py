@@ -34,8 +34,7 @@ from torch import Tensor, nn
 from steadygrad.optim import LANS
 from steadygrad.scale import AutoScale, LayerwiseGradScaler
 from steadygrad.tasks import load_task
-from steadygrad.tasks.digits import TRAIN_IMAGES, load_digits
-from steadygrad.tasks.digits_deep import patches
+from steadygrad.tasks.digits import TRAIN_IMAGES, load_digits, patches
 
 WIDTH, SMALL, LARGE = 24, 2.0**-15, 2.0**14
 STEPS = 120

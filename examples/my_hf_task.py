@@ -26,10 +26,10 @@ def counting(first: int, count: int) -> list[dict[str, list[int]]]:
 
 def make_task() -> Task:
     return Task.from_hf(
-        None,  # or a model, whose weights every run starts from
+        make_model,
         counting(0, 4_096),
         valid=counting(4_096, 256),
-        make_model=make_model,
         lr=1e-3,  # tuned for batches of 8, by AdamW
         batch_size=8,
+        objective="causal-lm",
     )

@@ -73,7 +73,7 @@ CEILINGS = {
     "studies/advise": 2372,
     "studies/compare": 2117,
     "studies/inspect": 1355,
-    "tasks": 2142,
+    "tasks": 1449,
     "noise": 3331,
     "balance": 1922,
     "scale": 1637,

@@ -24,7 +24,7 @@ from steadygrad._checks import InputError, launched
 from steadygrad.studies.environment import environment
 from steadygrad.studies.schema import Runtime
 from steadygrad.tasks import guarded
-from steadygrad.tasks.registry import FOLDERS, load_function
+from steadygrad.tasks.load import FOLDERS, load_function
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

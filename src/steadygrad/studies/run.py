@@ -177,7 +177,7 @@ def start(
     with joined as context, cluster_workers(*named, context.size) as cluster:
         task = task or context.together(lambda: load_task(settings.task))
         trainer = make_trainer(name, task, settings, context)
-        trainer.try_once()
+        trainer.check_task()
         speed, workers = calibrate(
             trainer,
             workers=settings.workers,

@@ -24,20 +24,20 @@ from steadygrad.tasks import (
     Task,
     TaskError,
     batches,
-    check_losses,
-    check_model,
-    evaluating,
     guarded,
     is_out_of_memory,
     mean_loss,
     to_device,
 )
-from steadygrad.tasks.losses import depend_on_company
-from steadygrad.tasks.made import (
+from steadygrad.tasks.check import (
     check_gradients,
+    check_losses,
+    check_model,
     check_model_maker,
+    check_optimizer_maker,
+    evaluating,
     fingerprints,
-    make_optimizer,
+    losses_depend_on_company,
     optimizer_of,
 )
 
@@ -107,7 +107,7 @@ class Trainer:
         self.model = context.together(lambda: self._make_anew(0))
         self.wrapped = context.wrap(self.model)
         make, what = partial(task.optimizer, self.model), "Task.make_optimizer"
-        context.together(lambda: make_optimizer(make, self.model, task.lr, what))
+        context.together(lambda: check_optimizer_maker(make, self.model, task.lr, what))
         context.together(self._begin)
 
     def _make_anew(self, repeat: int) -> nn.Module:
@@ -161,7 +161,7 @@ class Trainer:
         torch.manual_seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
 
-    def try_once(self) -> None:
+    def check_task(self) -> None:
         """Evaluates, trains and saves once: a broken task is refused before the study begins."""
         together, size = self.context.together, self.task.batch_size
         before = fingerprints(self.model)
@@ -197,7 +197,7 @@ class Trainer:
             return self.losses(batch, len(indices)), shapes
 
         size = min(max(2, self.micro_batch_size), total)
-        found = depend_on_company(losses, self.model, size, total, eps)
+        found = losses_depend_on_company(losses, self.model, size, total, eps)
         self.dependent = any(self.context.gather(found))
 
     def _check_evaluation(self) -> None:

@@ -7,8 +7,6 @@ import torch
 
 from steadygrad._checks import InputError
 
-__all__ = ["TaskError", "guarded", "is_out_of_memory", "reason"]
-
 # CUDA's and MPS's allocators, the CPU's (Windows, Linux), cuBLAS and cuSOLVER.
 PHRASES = ("out of memory", "not enough memory", "can't allocate memory", "status_alloc_failed")
 
@@ -24,11 +22,8 @@ class TaskError(InputError):
 def guarded(what: str) -> Iterator[None]:
     """Turns whatever a piece of the user's code raises, but Ctrl-C, into one readable line.
 
-    Args:
-        what: Which piece, such as ``"Task.make_model"``.
-
     Raises:
-        TaskError: From what was raised, unless that is a readable line already.
+        TaskError: From what was raised, unless that is a readable line; ``what`` names the piece.
     """
     try:
         yield
@@ -48,10 +43,7 @@ def reason(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one that it was raised from, says that memory ran out.
-
-    A smaller micro-batch may then succeed. ``TaskError`` counts by its cause.
-    """
+    """Whether an error, or one that it was raised from, says that memory ran out."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error).lower()

@@ -1,38 +1,36 @@
-"""Data that a task draws its batches from."""
+"""Data that a task draws its batches from, in this process or in workers ahead of it."""
 
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import (
-    TreeSpec,
-    keystr,
-    tree_flatten_with_path,
-    tree_map,
-    tree_unflatten,
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
 )
 
-from steadygrad._checks import InputError
-
-__all__ = ["Samples", "TensorSamples", "rows_of", "to_device"]
+from steadygrad._checks import InputError, check_count
+from steadygrad.tasks.guard import TaskError
 
 
 @runtime_checkable
 class Samples(Protocol):
-    """A fixed, indexable set of samples; the caller's indices decide on the order."""
+    """A fixed set of samples; the caller's indices decide on the order."""
 
     def __len__(self) -> int: ...
 
     def batch(self, indices: Tensor) -> Any:
-        """Collects samples into a batch.
-
-        Args:
-            indices: Sample numbers in ``[0, len(self))``, int64 with shape ``(n,)``.
-
-        Returns:
-            A nest of tensors whose leading dimension is ``n``.
-        """
+        """A nest of tensors with one row for each of ``indices``: int64 with shape ``(n,)``."""
         ...
 
 
@@ -48,7 +46,17 @@ class TensorSamples:
     """
 
     def __init__(self, data: Tensor | Sequence[Any] | Mapping[str, Any]) -> None:
-        self._tensors, self._spec = rows_of("data", data)
+        leaves, self._spec = tree_flatten(dict(data) if isinstance(data, Mapping) else data)
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in leaves]
+        if len({shape[:1] for shape in shapes}) != 1 or () in shapes:
+            found = ", ".join(
+                str(shape or type(x).__name__) for shape, x in zip(shapes, leaves, strict=True)
+            )
+            raise InputError(
+                "Parameter `data` should hold tensors with one row for each sample. Found "
+                f"{found or 'no tensor'}. Remedy: torch.as_tensor of each."
+            )
+        self._tensors: list[Tensor] = leaves
 
     def __len__(self) -> int:
         return len(self._tensors[0])
@@ -58,42 +66,14 @@ class TensorSamples:
         return tree_unflatten([tensor[indices] for tensor in self._tensors], self._spec)
 
 
-def rows_of(name: str, nest: Any) -> tuple[list[Tensor], TreeSpec]:
-    """The tensors of a nest that the caller knows as ``name``, and its structure.
-
-    Raises:
-        InputError: If it holds anything but tensors with one common first dimension.
-    """
-    places, spec = tree_flatten_with_path(dict(nest) if isinstance(nest, Mapping) else nest)
-    leaves = [leaf for _, leaf in places]
-    lengths = {leaf.shape[:1] if isinstance(leaf, Tensor) else () for leaf in leaves}
-    if len(lengths) != 1 or () in lengths:
-        found = ", ".join(
-            f"{name}{keystr(place)}: "
-            f"{tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__}"
-            for place, leaf in places[:4]
-        )
-        raise InputError(
-            f"Parameter `{name}` should hold tensors with one row for each sample. Found "
-            f"{found or 'no tensor'}. Remedy: torch.as_tensor of each; in place of a loader of "
-            "such batches, one of a map-style data set, and a collate_fn."
-        )
-    return leaves, spec
-
-
 def to_device(batch: Any, model: nn.Module) -> Any:
     """Moves a batch to the device of a model, and narrows no number on the way.
 
     Args:
         batch: A nest (tuples, named tuples, lists, mappings) of tensors; other leaves are kept.
-            Objects with a method ``to``, such as a Hugging Face ``BatchEncoding``, move
-            themselves.
-        model: Model whose first parameter says the device. A floating-point tensor is widened to
-            that parameter's dtype where this has more bits; a float32 target stays float32 for a
-            bfloat16 model. A model without parameters leaves the batch alone.
-
-    Returns:
-        The same nest on the model's device.
+            Objects with a method ``to``, such as a ``BatchEncoding``, move themselves.
+        model: Its first parameter says the device. A floating-point tensor is widened to that
+            parameter's dtype where this has more bits. Without parameters nothing moves.
     """
     like = next(model.parameters(), None)
     if like is None:
@@ -110,3 +90,133 @@ def to_device(batch: Any, model: nn.Module) -> Any:
         return tree_map(move, dict(leaf)) if isinstance(leaf, Mapping) else leaf
 
     return tree_map(move, batch)
+
+
+class CollatedSamples:
+    """Samples of a map-style data set, collated into batches.
+
+    Args:
+        dataset: Has ``__getitem__`` and ``__len__``; its ``__getitems__`` is used where it has one.
+        collate: ``(list of samples) -> batch``.
+        keys: What the data set is asked for. Default: all of ``range(len(dataset))``.
+    """
+
+    def __init__(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], keys: Sequence[Any] | None = None
+    ) -> None:
+        self.dataset = dataset
+        self.collate = collate
+        self.keys = range(len(dataset)) if keys is None else keys
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def batch(self, indices: Tensor) -> Any:
+        """Collates the samples ``indices``, with shape ``(n,)``."""
+        keys = [self.keys[i] for i in indices.tolist()]
+        many = getattr(self.dataset, "__getitems__", None)
+        return self.collate(many(keys) if many else [self.dataset[key] for key in keys])
+
+
+def read_loader(
+    name: str, loader: Any, max_samples: int
+) -> tuple[Samples, int | None, dict[str, str]]:
+    """The samples of a loader, its batch size where it has one, and where they come from.
+
+    Of a stream ``max_samples`` are read. ``name`` is the argument's, for errors.
+    """
+    if isinstance(loader, Samples):
+        return loader, None, {}
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+        raise InputError(
+            f"Parameter `{name}` should be a DataLoader that makes batches of single samples. "
+            f"Found {type(loader).__name__} of ready ones. Remedy: DataLoader(rows, batch_size=8), "
+            "with rows such as [row for batch in loader for row in zip(*batch)]."
+        )
+    size, rows = getattr(loader.batch_sampler, "batch_size", None), loader.dataset
+    if not isinstance(rows, IterableDataset):
+        keys = _drawn_keys(loader, max_samples)
+        return CollatedSamples(rows, loader.collate_fn, keys), size, {}
+    samples = CollatedSamples(list(islice(rows, max_samples)), loader.collate_fn)
+    return samples, size, {"train": f"the first {len(samples)} samples of a stream"}
+
+
+def _drawn_keys(loader: DataLoader[Any], max_samples: int) -> list[Any] | None:
+    """Samples that the loader's sampler draws in one epoch; None: every sample once."""
+    batches: Any = loader.batch_sampler
+    sampler = batches.sampler if type(batches) is BatchSampler else None
+    # Each rank of a distributed sampler has a part, and a study shares batches itself.
+    uniform = isinstance(sampler, (SequentialSampler, RandomSampler, DistributedSampler))
+    source = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
+    if uniform and source is loader.dataset:
+        return None
+    most = max(max_samples, len(loader.dataset))  # type: ignore[arg-type]
+    # One fixed seed: every process and every resumed run has the same samples.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        drawn = chain.from_iterable(islice(batches, most)) if sampler is None else sampler
+        return list(islice(drawn, most))
+
+
+def batches(
+    samples: Samples, index_batches: Iterable[Tensor], device: torch.device, workers: int = 0
+) -> Iterator[Any]:
+    """Collects one batch after the other, in order, on the host.
+
+    The batches and torch's random numbers are the same whatever the number of workers. Samples
+    that draw random numbers themselves draw others in each worker.
+
+    Args:
+        samples: What the batches are made of; for workers they may have to be picklable.
+        index_batches: The sample numbers of each batch, int64 with shape ``(n,)``.
+        device: Where the batches will be moved: for CUDA the workers' batches are in pinned memory.
+        workers: Processes that make batches ahead; 0: this one makes each as it is asked for.
+
+    Raises:
+        TaskError: If a worker cannot be started, raises, or ends.
+    """
+    check_count("workers", workers, low=0)
+    if workers == 0:
+        yield from (samples.batch(indices) for indices in index_batches)
+        return
+    # A loader draws its workers' seed: from a copy, so that training draws the same without them.
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    loader: DataLoader[Any] = DataLoader(
+        _Batches(samples),
+        batch_size=None,
+        sampler=(indices.tolist() for indices in index_batches),
+        collate_fn=_unchanged,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        generator=generator,
+    )
+    try:
+        ahead = iter(loader)
+        # torch's handler raises the death of a worker wherever the program is; without it the next
+        # batch does. Windows has none, and only the main thread handles any.
+        if hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        yield from ahead
+    except Exception as error:
+        # torch puts the worker's traceback into the message, and what it raised last.
+        lines = str(error).strip().splitlines() or [""]
+        raise TaskError(
+            "The worker processes of Task.loader_workers should run without an error. Found "
+            f"{type(error).__name__}: {lines[-1]}. Remedy: loader_workers = 0 shows the traceback; "
+            "fewer where memory is short."
+        ) from error
+
+
+class _Batches(Dataset[Any]):
+    """Batches by their sample numbers."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __getitem__(self, numbers: list[int]) -> Any:
+        return self.samples.batch(torch.tensor(numbers))
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

@@ -1,24 +1,27 @@
 """The task: model, data, loss and optimizer of a training that a study runs."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
+from torch.utils.data import DataLoader
 
-from steadygrad._checks import InputError, check_choice, check_count, check_number, shown
-from steadygrad.formulas.batch_size import PLAIN_LR_RULES
-from steadygrad.tasks.guard import TaskError, reason
-from steadygrad.tasks.samples import Samples
+from steadygrad._checks import InputError, check_choice, check_count, check_number, check_type
+from steadygrad.tasks import hugging_face
+from steadygrad.tasks.check import check_losses, check_model, evaluating
+from steadygrad.tasks.guard import guarded
+from steadygrad.tasks.samples import CollatedSamples, Samples, read_loader, to_device
 
-__all__ = ["Task"]
-
-OPTIMIZER_TAKES = ("parameters", "named_parameters", "model")
+LR_RULES = ("sqrt", "linear", "constant")
 LR_DECAYS = ("none", "linear", "cosine")
-# A name stands in titles and sentences.
-LONGEST_NAME = 200
+OPTIMIZER_TAKES = ("parameters", "named_parameters", "model")
+# Most samples in one forward pass of an evaluation, where nothing says how many fit.
+EVALUATION_SIZE = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +42,8 @@ class Task:
         lr_rule: How the learning rate follows the batch size: ``"sqrt"`` (Adam-like optimizers),
             ``"linear"`` (SGD) or ``"constant"``.
         evaluate: ``(model, samples) -> loss`` to be minimised; None: the mean per-sample loss.
-        samples_per_second: Training speed of the whole machine on CPU, in samples a second, as the
-            author measured it with two cores. A plan uses the smaller of this and a quick
-            measurement; None: the measurement alone.
+        samples_per_second: Training speed of the whole machine on CPU, measured with two cores. A
+            plan uses the smaller of this and a quick measurement; None: the measurement alone.
         provenance: Where the data come from, for the record: ``{"corpus": ..., "sha256": ...}``.
         micro_batch_size: Most samples in one forward pass on one device, in training, measuring
             and evaluation. Larger batches are accumulated. None: a study finds what fits.
@@ -52,12 +54,10 @@ class Task:
         warmup_samples: Samples over which the learning rate rises linearly from zero to its peak.
         lr_decay: How the learning rate falls after the warm-up, to zero at the end of the run:
             ``"none"`` (it does not), ``"linear"`` or ``"cosine"``.
-        loader_workers: Processes that make batches ahead of the training; 0: none, the training
-            process makes its own.
+        loader_workers: Processes that make batches ahead of the training; 0: none.
 
     Raises:
-        InputError: If a field has the wrong type or is out of range, the data are empty, or the
-            batch is larger than the training data.
+        InputError: If a field has the wrong type or is out of range, or the data are empty.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Task:
     lr_rule: str = "sqrt"
     evaluate: Callable[[nn.Module, Samples], float] | None = None
     samples_per_second: float | None = None
-    provenance: Mapping[str, str] = field(default_factory=dict)
+    provenance: dict[str, str] = field(default_factory=dict)
     micro_batch_size: int | None = None
     tokens_per_sample: int | None = None
     optimizer_takes: str = "parameters"
@@ -81,26 +81,25 @@ class Task:
     loader_workers: int = 0
 
     def __post_init__(self) -> None:
-        _check_text("name", self.name)
-        _check_text("sample", self.sample)
-        for name in ("make_model", "per_sample_loss", "make_optimizer"):
-            _check_callable(name, getattr(self, name))
-        if self.evaluate is not None:
-            _check_callable("evaluate", self.evaluate)
-        _check_samples("train", self.train)
-        _check_samples("valid", self.valid)
+        for name in ("name", "sample"):
+            check_type(name, getattr(self, name), str, "a word, for the report")
+        for name in ("train", "valid"):
+            samples = getattr(self, name)
+            if not isinstance(samples, Samples):
+                raise InputError(
+                    f"Parameter `{name}` should have __len__() and batch(indices). Found "
+                    f"{type(samples).__name__}. Remedy: wrap tensors in TensorSamples."
+                )
+            check_count(f"len({name})", len(samples), remedy="look where the task reads its data")
         check_number("lr", self.lr, low=0, low_open=True)
-        check_count("batch_size", self.batch_size)
-        if self.batch_size > len(self.train):
-            raise InputError(
-                f"Parameter `batch_size` should be at most len(train) = {len(self.train)}. Found "
-                f"`batch_size = {self.batch_size}`: the batch is larger than the data. "
-                "Remedy: a smaller batch_size or more training samples."
-            )
-        check_choice("lr_rule", self.lr_rule, PLAIN_LR_RULES)
+        high = len(self.train)
+        check_number("batch_size", check_count("batch_size", self.batch_size), high=high)
+        check_choice("lr_rule", self.lr_rule, LR_RULES)
         if self.samples_per_second is not None:
             check_number("samples_per_second", self.samples_per_second, low=0, low_open=True)
-        _check_provenance(self.provenance)
+        check_type("provenance", self.provenance, dict, "a dict of texts")
+        for text in (part for item in self.provenance.items() for part in item):
+            check_type("provenance", text, str, "texts for its keys and values")
         for name in ("micro_batch_size", "tokens_per_sample"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
@@ -110,65 +109,113 @@ class Task:
         check_count("loader_workers", self.loader_workers, low=0)
 
     @classmethod
-    def from_dataloader(cls, loader: Any, **options: Any) -> "Task":
-        """Makes a task from a loader; see :func:`steadygrad.tasks.adapters.from_dataloader`."""
-        from steadygrad.tasks.adapters import from_dataloader
+    def from_dataloader(
+        cls,
+        loader: DataLoader[Any],
+        *,
+        valid: DataLoader[Any] | Samples,
+        max_samples: int = 10_000,
+        **fields: Any,
+    ) -> "Task":
+        """Makes a task from the data loader of a training loop.
 
-        return from_dataloader(loader, **options)
-
-    @classmethod
-    def from_hf(cls, model: nn.Module | None, dataset: Any, **options: Any) -> "Task":
-        """Makes a Hugging Face task; see :func:`steadygrad.tasks.adapters.from_hf`."""
-        from steadygrad.tasks.adapters import from_hf
-
-        return from_hf(model, dataset, **options)
-
-    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
-        """Makes the optimizer of a model.
+        Samples of a map-style data set are indexed, in the study's own random order, and collated
+        by the loader's ``collate_fn``. The loader's sampler says which samples there are: one that
+        it draws twice counts twice. Streams (iterable-style data sets) are read once, from their
+        start, and kept in memory.
 
         Args:
-            model: A model that ``make_model`` made.
-            lr: The learning rate.
-
-        Returns:
-            What ``make_optimizer`` returns for the argument that ``optimizer_takes`` names.
+            loader: Makes batches of single samples.
+            valid: Loader of the held-out samples, or ``Samples``.
+            max_samples: Most samples read from a stream; a longer one is cut.
+            **fields: Further fields of the task. By default ``make_optimizer`` is AdamW,
+                ``batch_size`` the loader's, and ``loader_workers`` its ``num_workers``.
 
         Raises:
-            TaskError: If it raises.
+            InputError: If a value is out of range, or the loader's batches are ready ones.
         """
+        check_count("max_samples", max_samples)
+        train, size, provenance = read_loader("loader", loader, max_samples)
+        defaults = {
+            "name": "my-model",
+            "sample": "sample",
+            "make_optimizer": AdamW,
+            "batch_size": size,
+            "loader_workers": getattr(loader, "num_workers", 0),
+            "provenance": provenance,
+        }
+        held_out, *_ = read_loader("valid", valid, max_samples)
+        return cls(train=train, valid=held_out, **{**defaults, **fields})
+
+    @classmethod
+    def from_hf(
+        cls,
+        make_model: Callable[[], nn.Module],
+        dataset: Any,
+        *,
+        valid: Any,
+        objective: str,
+        collator: Callable[[list[Any]], Any] | None = None,
+        **fields: Any,
+    ) -> "Task":
+        """Makes a task from a Hugging Face model and a tokenized data set.
+
+        A sample's loss is the mean cross-entropy, in nats, over its tokens whose label is not -100;
+        0 where it has none. On the first samples it is compared with the model's own loss.
+
+        Args:
+            make_model: Makes a model; of one to be fine-tuned, a copy.
+            dataset: A ``datasets.Dataset``, or a sequence of mappings from column to value. Columns
+                that the model's ``forward`` does not take are left out.
+            valid: Data set of the held-out samples.
+            objective: ``"causal-lm"``, ``"masked-lm"`` or ``"classification"``.
+            collator: ``(list of mappings) -> batch`` with ``labels``, such as a
+                ``DataCollatorForLanguageModeling``, which pads as well; None: columns of one length
+                are stacked, and a causal model without labels learns its own ``input_ids``.
+            **fields: Further fields of the task. By default ``make_optimizer`` is AdamW, ``name``
+                the model's class and ``sample`` ``"sequence"``.
+
+        Raises:
+            InputError: If the objective is not known, or its loss is not the model's own.
+        """
+        check_choice("objective", objective, hugging_face.OBJECTIVES)
+        with guarded("make_model"), torch.random.fork_rng(devices=[]):
+            model = check_model(make_model())
+        collate = partial(
+            hugging_face.collate_columns,
+            collate=collator or partial(hugging_face.stack_columns, objective=objective),
+            columns=hugging_face.columns_of(model),
+        )
+        train, held_out = (CollatedSamples(rows, collate) for rows in (dataset, valid))
+        defaults = {
+            "name": type(model).__name__,
+            "sample": "sequence",
+            "per_sample_loss": partial(hugging_face.objective_losses, objective=objective),
+            "make_optimizer": AdamW,
+        }
+        data = {"make_model": make_model, "train": train, "valid": held_out}
+        task = cls(**{**defaults, **data, **fields})
+        hugging_face.check_own_loss(train, model, objective)
+        return task
+
+    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        """Makes the optimizer of a model; a TaskError from what ``make_optimizer`` raises."""
         takes = self.optimizer_takes
         # Lists: a factory may go through them once for each of its groups.
-        given = model if takes == "model" else list(getattr(model, takes)())
-        try:
-            return self.make_optimizer(given, lr)
-        except Exception as error:
-            others = " or ".join(repr(kind) for kind in sorted({*OPTIMIZER_TAKES} - {takes}))
-            raise TaskError(
-                f"Task.make_optimizer should run without an error for optimizer_takes={takes!r}. "
-                f"Found {reason(error)}. Remedy: optimizer_takes={others}, if it is written for "
-                "that; --debug shows the traceback."
-            ) from error
+        first = model if takes == "model" else list(getattr(model, takes)())
+        with guarded(f"Task.make_optimizer, with optimizer_takes={takes!r},"):
+            return self.make_optimizer(first, lr)
 
     def lr_factor(self, samples_seen: float, total: int) -> float:
-        r"""Computes the fraction of the peak learning rate at one point of a run.
+        r"""The fraction of the peak learning rate after ``samples_seen`` of ``total`` samples.
 
         With :math:`s` samples seen of :math:`T`, a warm-up over :math:`W` and
         :math:`p = (s - W) / (T - W)`, clipped to [0, 1], it is :math:`\min(1, s / W)` times 1,
         :math:`1 - p` (linear) or :math:`(1 + \cos \pi p) / 2` (cosine).
 
-        At :math:`s = 0` the warm-up's factor is zero. The middle of a step's batch is the fair
-        choice of :math:`s`: there linear factors equal their mean over the batch, whatever its
-        size.
-
-        Args:
-            samples_seen: Samples seen, from the start of the run.
-            total: Samples in the whole run.
-
-        Returns:
-            A factor in [0, 1].
+        The middle of a step's batch is the fair choice of :math:`s`: there linear factors equal
+        their mean over the batch, whatever its size.
         """
-        check_number("samples_seen", samples_seen, low=0)
-        check_count("total", total)
         warmup = self.warmup_samples
         rise = min(1.0, samples_seen / warmup) if warmup else 1.0
         if self.lr_decay == "none" or samples_seen <= warmup:
@@ -177,41 +224,31 @@ class Task:
         return 1 - progress if self.lr_decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
 
 
-def _check_text(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not value.strip() or len(value) > LONGEST_NAME:
-        raise InputError(
-            f"Parameter `{name}` should be a non-empty str of at most {LONGEST_NAME} characters. "
-            f"Found `{name} = {shown(value)}`. Remedy: a word, for the report to use."
-        )
+def mean_loss(
+    task: Task,
+    model: nn.Module,
+    samples: Samples | None = None,
+    *,
+    micro_batch_size: int | None = None,
+) -> float:
+    """Evaluates a model by its mean per-sample loss, in evaluation mode and without gradients.
 
+    Args:
+        task: Says the per-sample loss.
+        model: The model; every module's training mode is put back afterwards.
+        samples: What to evaluate on. Default: ``task.valid``.
+        micro_batch_size: Most samples in one forward pass. Default: the task's, or else 128.
 
-def _check_callable(name: str, value: Any) -> None:
-    if not callable(value):
-        raise InputError(
-            f"Parameter `{name}` should be callable. Found {type(value).__name__}. "
-            "Remedy: pass the function itself, not what it returns."
-        )
-
-
-def _check_samples(name: str, value: Any) -> None:
-    if not isinstance(value, Samples):
-        raise InputError(
-            f"Parameter `{name}` should have __len__() and batch(indices). Found "
-            f"{type(value).__name__}. Remedy: wrap tensors in steadygrad.tasks.TensorSamples."
-        )
-    if len(value) == 0:
-        raise InputError(
-            f"Parameter `{name}` should hold at least one sample. Found an empty data set. "
-            "Remedy: check where the task reads its data from."
-        )
-
-
-def _check_provenance(value: Any) -> None:
-    texts = isinstance(value, Mapping) and all(
-        isinstance(text, str) for item in value.items() for text in item
-    )
-    if not texts:
-        raise InputError(
-            "Parameter `provenance` should map str to str. "
-            f"Found `provenance = {value!r}`. Remedy: convert the values with str."
-        )
+    Returns:
+        The mean, summed in float64; it may be NaN or infinite when a loss is.
+    """
+    size = micro_batch_size or task.micro_batch_size or EVALUATION_SIZE
+    samples = task.valid if samples is None else samples
+    total = 0.0
+    with torch.no_grad(), evaluating(model):
+        for indices in torch.arange(len(samples)).split(size):
+            losses = task.per_sample_loss(model, to_device(samples.batch(indices), model))
+            check_losses(losses, len(indices), finite=False)
+            # On the host: MPS has no float64.
+            total += float(losses.cpu().double().sum())
+    return total / len(samples)

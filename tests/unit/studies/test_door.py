@@ -18,7 +18,7 @@ from tests.unit.studies.tiny_task import losses, make_model, make_task, mean
 
 def enter(**changes):
     trainer = make_trainer(make_task(**changes))
-    trainer.try_once()
+    trainer.check_task()
     return trainer
 
 
@@ -159,7 +159,7 @@ def test_models_that_are_new_or_meant_to_be_alike(make):
 def test_weights_that_an_ordinary_first_step_would_not_move(changes, dtype):
     trainer = make_trainer(make_task(make_model=same(), **changes), dtype=dtype)
     with pytest.raises(InputError, match=r"Task.make_model.*Remedy"):
-        trainer.try_once()
+        trainer.check_task()
 
 
 def test_a_shared_part_that_no_optimizer_has_may_be_shared():
@@ -231,8 +231,8 @@ def exchanges(model, lr):
     [
         ({"make_optimizer": again()}, "returned before"),
         ({"make_optimizer": lambda p, lr: SGD(p, lr=0.5)}, "0.5 for 0.001"),
-        ({"make_optimizer": rated(None)}, "Found no number, 0.001"),
-        ({"make_optimizer": rated(torch.ones(2))}, "Found no number, 0.001"),
+        ({"make_optimizer": rated(None)}, r"Found \w+Error"),
+        ({"make_optimizer": rated(torch.ones(2))}, r"Found \w+Error"),
         ({"make_optimizer": scheduled(0.0)}, "Found 0 for 0.001"),
         ({"make_optimizer": with_another(EXTRA), "per_sample_loss": with_extra}, "1 others"),
         ({"make_optimizer": turns, "optimizer_takes": "model"}, "with other values, exchanged"),
@@ -240,15 +240,15 @@ def exchanges(model, lr):
         ({"make_optimizer": exchanges, "optimizer_takes": "model"}, "with other values, exchanged"),
         (
             {"make_optimizer": lambda model, lr: SGD(model.parameters(), lr=lr)},
-            "optimizer_takes='model'",
+            "optimizer_takes='parameters'",
         ),
         (
             {"make_optimizer": lambda named, lr: SGD([p for _, p in named], lr=lr)},
-            "optimizer_takes=.*'named_parameters'",
+            "optimizer_takes='parameters'",
         ),
         (
             {"make_optimizer": lambda p, lr: SGD([*p], lr=lr), "optimizer_takes": "model"},
-            "optimizer_takes=.* or 'parameters'",
+            "optimizer_takes='model'",
         ),
     ],
 )
@@ -402,7 +402,7 @@ def texts(noise):
 )
 def test_losses_alone_and_in_company(changes, dependent, dtype):
     trainer = make_trainer(make_task(**{"batch_size": 8, **changes}), dtype=dtype)
-    trainer.try_once()
+    trainer.check_task()
     assert trainer.dependent is dependent
 
 
@@ -419,9 +419,9 @@ def test_losses_that_change_from_call_to_call_tell_nothing():
 def test_dependent_batches_are_not_cut():
     task = make_task(per_sample_loss=by_statistics, batch_size=8, micro_batch_size=4)
     with pytest.raises(InputError, match=r"micro_batch_size = 4.*Remedy"):
-        make_trainer(task).try_once()
+        make_trainer(task).check_task()
     trainer = make_trainer(replace(task, micro_batch_size=8))
-    trainer.try_once()
+    trainer.check_task()
     with pytest.raises(InputError, match=r"Batches of 16.*micro_batch_size = 8.*Remedy"):
         trainer.fit_micro_batch(16)
 
@@ -433,7 +433,7 @@ def test_dependent_batches_that_do_not_fit_are_not_cut():
         return by_statistics(model, batch)
 
     trainer = make_trainer(make_task(per_sample_loss=hungry, batch_size=8))
-    trainer.try_once()
+    trainer.check_task()
     trainer.fit_micro_batch(16)
     with pytest.raises(InputError, match=r"Batches of 32 samples.*micro_batch_size = 16.*Remedy"):
         trainer.fit_micro_batch(32)

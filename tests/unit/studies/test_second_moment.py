@@ -67,7 +67,7 @@ def test_without_betas_only_the_weight_decay_follows():
 def test_a_study_refuses_them_before_it_begins(kind):
     task = make_task(make_optimizer=lambda params, lr: kind(params, lr))
     with pytest.raises(InputError, match="`--keep-half-life`"):
-        make_trainer(task, keep_half_life=True).try_once()
+        make_trainer(task, keep_half_life=True).check_task()
 
 
 def test_a_schedule_of_the_users_own_changes_nothing():
@@ -80,5 +80,5 @@ def test_a_schedule_of_the_users_own_changes_nothing():
         return made[-1]
 
     trainer = make_trainer(make_task(make_optimizer=make), keep_half_life=True)
-    trainer.try_once()
+    trainer.check_task()
     assert trainer.second_moment

@@ -88,7 +88,7 @@ def test_the_task_bounds_the_micro_batch(tmp_path):
         return tiny_task.losses(model, batch)
 
     trainer = make_trainer(make_task(per_sample_loss=watched, micro_batch_size=6, batch_size=16))
-    trainer.try_once()
+    trainer.check_task()
     trainer.fit_micro_batch(64)
     assert trainer.micro_batch_size == 6
     seen.clear()
@@ -102,7 +102,7 @@ def test_the_task_bounds_the_micro_batch(tmp_path):
 
 def test_out_of_memory_halves_the_micro_batch():
     trainer = make_trainer(replace(tiny_task.out_of_memory(), batch_size=64))
-    trainer.try_once()
+    trainer.check_task()
     assert trainer.micro_batch_size == 16
     trainer.fit_micro_batch(100)
     # 100, 50, 25 do not fit.
@@ -123,9 +123,9 @@ def test_a_loss_that_is_not_finite_in_the_largest_batch_is_seen_before_training(
     x, y = make_task().train.batch(torch.arange(4096))
     y[40] = math.nan
     trainer = make_trainer(make_task(train=TensorSamples((x, y))))
-    trainer.try_once()
+    trainer.check_task()
     trainer.fit_micro_batch(32)
-    with pytest.raises(InputError, match=r"all finite. Found 1 .*NaN in the data"):
+    with pytest.raises(InputError, match=r"one finite.*Found 1 .*NaN in the data"):
         trainer.fit_micro_batch(64)
 
 

@@ -1,8 +1,7 @@
-"""Stand-ins for Hugging Face: models with logits and a loss, and a tokenizer that pads."""
+"""Stand-ins for Hugging Face: models with logits and a loss."""
 
 from types import SimpleNamespace
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -47,19 +46,3 @@ class TinyForSequenceClassification(Table):
         logits = self.logits(input_ids).mean(1)
         loss = None if labels is None else F.cross_entropy(logits, labels)
         return SimpleNamespace(logits=logits, loss=loss)
-
-
-class Tokenizer:
-    """Pads with word 0, as ``PreTrainedTokenizerBase.pad``."""
-
-    def __init__(self, padding_side="right"):
-        self.padding_side = padding_side
-
-    def pad(self, items, return_tensors):
-        assert return_tensors == "pt"
-        rows = [torch.tensor(item["input_ids"]) for item in items]
-        ones = [torch.ones_like(row) for row in rows]
-        return {
-            name: nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_side=self.padding_side)
-            for name, parts in (("input_ids", rows), ("attention_mask", ones))
-        }

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from steadygrad.tasks import BUILT_IN, check_losses, load_task, mean_loss, to_device
+from steadygrad.tasks import BUILT_IN, load_task, mean_loss, to_device
+from steadygrad.tasks.check import check_losses
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "my_task.py"
 SPECS = [*BUILT_IN, f"{EXAMPLE}:make_task"]

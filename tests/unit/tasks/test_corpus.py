@@ -1,5 +1,6 @@
 """The corpus: the same files in the same order everywhere, split without a leak."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -9,15 +10,19 @@ from pathlib import Path
 import pytest
 
 from steadygrad._checks import InputError
-from steadygrad.tasks.corpus import (
+from steadygrad.tasks.char_lm import (
     OTHER,
     VOCABULARY,
     encode,
-    is_held_out,
     read_corpus,
     source_names,
 )
 from tests.unit.tasks.tiny import decode
+
+
+def is_held_out(name: str) -> bool:
+    """About one path in twenty, whatever else there is."""
+    return hashlib.sha256(name.encode()).digest()[0] < 13
 
 
 def write(root: Path, names: list[str], text: str = "x = 1\n") -> Path:
@@ -56,18 +61,12 @@ def test_names_are_sorted_as_posix_paths(tmp_path):
 
 
 def test_whole_files_are_held_out(tmp_path):
-    corpus = read_corpus(write(tmp_path, MANY))
-    train, valid = ({name for name, _ in part} for part in (corpus.train, corpus.valid))
-    assert train | valid == set(MANY)
-    assert train & valid == set()
-    assert valid == {name for name in MANY if is_held_out(name)}
-    assert all(f"# {name}\n" in text for name, text in corpus.train + corpus.valid)
-
-
-def test_about_one_path_in_twenty_is_held_out():
-    share = sum(is_held_out(f"m{i}.py") for i in range(20_000)) / 20_000
-    # 13 / 256 = 5.08%; four standard deviations of 20,000 draws are 0.6%.
-    assert share == pytest.approx(13 / 256, abs=0.006)
+    train, valid, _ = read_corpus(write(tmp_path, MANY))
+    for name in MANY:
+        inside, outside = (valid, train) if is_held_out(name) else (train, valid)
+        assert f"# {name}\n" in inside
+        assert f"# {name}\n" not in outside
+    assert len(train + valid) == sum(len(f"# {name}\nx = 1\n") for name in MANY)
 
 
 def test_the_digest_sees_names_borders_and_every_byte(tmp_path):
@@ -83,7 +82,7 @@ def test_the_digest_sees_names_borders_and_every_byte(tmp_path):
             swallowed = (root / "m30.py").read_text()
             (root / "m30.py").unlink()
             (root / "m3.py").write_text((root / "m3.py").read_text() + "m30.py" + swallowed)
-        digests.add(read_corpus(root).sha256)
+        digests.add(read_corpus(root)[2]["sha256"])
     assert len(digests) == 4
 
 
@@ -92,18 +91,17 @@ def test_the_digest_is_the_same_wherever_the_folder_lies(tmp_path):
     assert first == second
 
 
-def test_files_that_are_not_utf8_are_left_out_and_named(tmp_path):
-    before = read_corpus(write(tmp_path / "a", MANY))
-    root = write(tmp_path / "b", MANY)
-    (root / "latin.py").write_bytes("# -*- coding: latin-1 -*-\nname = 'é'\n".encode("latin-1"))
-    corpus = read_corpus(root)
-    assert corpus.skipped == ("latin.py",)
-    assert (corpus.train, corpus.sha256) == (before.train, before.sha256)
+def test_bytes_that_are_not_utf8_are_other_characters(tmp_path):
+    root = write(tmp_path, MANY)
+    (root / "latin.py").write_bytes("name = 'é'\n".encode("latin-1"))
+    assert not is_held_out("latin.py")
+    assert "name = '\ufffd'\n" in read_corpus(root)[0]
 
 
 def test_windows_line_ends_become_line_feeds(tmp_path):
-    corpus = read_corpus(write(tmp_path, MANY, "x = 1\r\n"))
-    assert all(text.endswith("\nx = 1\n") for _, text in corpus.train)
+    train, *_ = read_corpus(write(tmp_path, MANY, "x = 1\r\n"))
+    assert "\r" not in train
+    assert train.endswith("\nx = 1\n")
 
 
 def test_a_missing_folder_has_a_remedy(tmp_path, monkeypatch):
@@ -122,15 +120,12 @@ def test_too_few_files_have_a_remedy(tmp_path):
 
 
 SCRIPT = """
-from steadygrad.tasks.corpus import read_corpus
-corpus = read_corpus()
-print(corpus.sha256, len(corpus.train), len(corpus.valid))
+from steadygrad.tasks.char_lm import read_corpus
+print("\\n".join(read_corpus()[2].values()))
 """
 
 
 def test_the_standard_library_reads_the_same_in_another_process():
-    corpus = read_corpus()
-    found = [corpus.sha256, str(len(corpus.train)), str(len(corpus.valid))]
     out = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         # Another order of sets and of str hashes than this process has.
@@ -139,17 +134,15 @@ def test_the_standard_library_reads_the_same_in_another_process():
         text=True,
         check=True,
     )
-    assert out.stdout.split() == found
-    assert read_corpus() == corpus
+    assert out.stdout.splitlines() == [*read_corpus()[2].values()]
 
 
 def test_the_standard_library_is_there_without_its_tests():
-    corpus = read_corpus()
-    names = [name for name, _ in corpus.train + corpus.valid]
+    names = source_names(Path(sysconfig.get_paths()["stdlib"]))
     assert len(names) > 300
     assert {"argparse.py", "asyncio/events.py"} <= set(names)
     assert not any("test" in Path(name).parent.parts for name in names)
-    assert sum(len(text) for _, text in corpus.train) > 5_000_000
+    assert len(read_corpus()[0]) > 5_000_000
 
 
 def test_tokens_are_one_byte_a_character():

@@ -13,7 +13,7 @@ import torch
 
 from steadygrad.studies.folder import read_run
 from steadygrad.tasks import load_task
-from steadygrad.tasks.digits_deep import digit_losses
+from steadygrad.tasks.digits import digit_losses
 
 ROOT = Path(__file__).parents[3]
 STARVED = {"embed", *(f"blocks.{i}" for i in range(6)), "pool", "digit"}

@@ -1,6 +1,5 @@
 """Tasks from data loaders: the samples behind the batches, whatever kind of loader it is."""
 
-from collections import namedtuple
 from dataclasses import fields
 
 import pytest
@@ -21,7 +20,7 @@ from torch.utils.data import (
 )
 
 from steadygrad._checks import InputError
-from steadygrad.tasks import Task, TaskError, TensorSamples, mean_loss
+from steadygrad.tasks import Task, TensorSamples, mean_loss
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, torch.arange(12))
@@ -36,7 +35,7 @@ def made(loader, **options):
         "valid": TensorSamples((X, torch.arange(12))),
         "per_sample_loss": losses,
         "lr": 0.1,
-        "model": nn.Linear(3, 2),
+        "make_model": lambda: nn.Linear(3, 2),
     }
     return Task.from_dataloader(loader, **{**defaults, **options})
 
@@ -88,9 +87,8 @@ def test_a_map_style_data_set_is_collated_in_any_order_and_size():
 @pytest.mark.parametrize("rows", [Words(), [{"x": Words()[i]} for i in range(6)], [[1], [1, 2]]])
 def test_unequal_rows_without_a_collate_fn(rows):
     task = made(DataLoader(rows, batch_size=2), valid=TensorSamples(X))
-    with pytest.raises(InputError, match=r"one shape.*Remedy: .*collate_fn") as error:
+    with pytest.raises(RuntimeError, match="equal size"):
         task.train.batch(torch.arange(2))
-    assert "\n" not in str(error.value)
 
 
 def test_a_data_set_that_fetches_many_rows_at_once_does():
@@ -102,7 +100,7 @@ def test_fields_of_the_loader_and_of_the_caller():
     loader = DataLoader(DATA, batch_size=4, num_workers=2)
     task = made(loader)
     assert (task.name, task.sample, task.batch_size, task.loader_workers) == (
-        "Linear",
+        "my-model",
         "sample",
         4,
         2,
@@ -170,44 +168,14 @@ def test_a_stream_is_read_from_its_start_and_kept():
     }
 
 
-Pair = namedtuple("Pair", ["x", "n"])
-
-
-@pytest.mark.parametrize(
-    "loader",
-    [
-        [(X[:5], torch.arange(5)), (X[5:], torch.arange(5, 12))],
-        [Pair(X[:5], torch.arange(5)), Pair(X[5:], torch.arange(5, 12))],
-        DataLoader([(X[:5], torch.arange(5)), (X[5:], torch.arange(5, 12))], batch_size=None),
-    ],
-    ids=["list", "named", "loader"],
-)
-def test_ready_batches_are_cut_into_samples(loader):
-    task = made(loader, max_samples=8)
-    assert numbers(task.train) == list(range(8))
-    batch = task.train.batch(torch.tensor([6, 0]))
-    assert torch.equal(batch[0], X[[6, 0]])
-    assert type(batch) is type(next(iter(loader)))
-    assert task.batch_size == 5
-
-
-def test_ready_batches_by_name_are_dictionaries():
-    task = made([{"x": X, "n": torch.arange(12)}], per_sample_loss=lambda m, b: losses(m, [b["x"]]))
-    assert task.train.batch(torch.tensor([2]))["n"].tolist() == [2]
-
-
 @pytest.mark.parametrize(
     ("loader", "found"),
     [
-        ([], "`loader`.*Found .*no batch"),
-        ([(X, "text")], r"`loader`.*Found loader\[0\]: \(12, 3\), loader\[1\]: str"),
-        ([(X, X[:5])], r"loader\[0\]: \(12, 3\), loader\[1\]: \(5, 3\)"),
-        ([torch.tensor(1.0)], r"Found loader: \(\)"),
-        ([()], "Found no tensor"),
-        ([X, X[:, :2]], "Found RuntimeError: Sizes of tensors must match"),
-        ([{"x": X}, {"y": X}], "Found ValueError: batches of different structure"),
+        ([(X, torch.arange(12))], "`loader`.*Found list of ready ones"),
+        (DataLoader([X], batch_size=None), "`loader`.*Found DataLoader of ready ones"),
+        (DataLoader([]), r"`len\(train\)`"),
         (DataLoader(DATA, batch_sampler=[[0], [1]]), "`batch_size`.*Found `batch_size = None`"),
-        (DataLoader(DATA, batch_size=13), "batch is larger than the data"),
+        (DataLoader(DATA, batch_size=13), "`batch_size`.*Found `batch_size = 13`"),
     ],
 )
 def test_loaders_that_cannot_be_read_are_refused(loader, found):
@@ -215,41 +183,9 @@ def test_loaders_that_cannot_be_read_are_refused(loader, found):
         made(loader)
 
 
-@pytest.mark.parametrize(
-    ("models", "found"),
-    [
-        ({"model": None}, "Found neither"),
-        ({"make_model": lambda: nn.Linear(3, 2)}, "Found both"),
-    ],
-)
-def test_one_way_to_make_the_model(models, found):
-    with pytest.raises(InputError, match=rf"{found}.*Remedy"):
-        made(DataLoader(DATA, batch_size=2), **models)
-
-
-def test_every_model_starts_from_the_weights_at_the_time():
-    model = nn.Linear(3, 2)
-    before = model.weight.detach().clone()
-    task = made(DataLoader(DATA, batch_size=2), model=model)
-    nn.init.zeros_(model.weight)
-    first, second = task.make_model(), task.make_model()
-    nn.init.zeros_(first.weight)
-    assert torch.equal(second.weight, before)
-    made_afresh = made(DataLoader(DATA, batch_size=2), model=None, make_model=lambda: model)
-    assert made_afresh.make_model() is model
-    assert made_afresh.name == "my-model"
-
-
-def test_a_model_that_cannot_be_copied_is_one_line():
-    model = nn.Linear(3, 2)
-    model.stream = (i for i in range(3))
-    with pytest.raises(TaskError, match=r"copy of the model.*Found TypeError.*Remedy"):
-        made(DataLoader(DATA, batch_size=2), model=model)
-
-
 def test_it_trains():
     torch.manual_seed(0)
-    task = made(DataLoader(DATA, batch_size=4), model=nn.Linear(3, 2), micro_batch_size=5)
+    task = made(DataLoader(DATA, batch_size=4), micro_batch_size=5)
     model = task.make_model()
     before = mean_loss(task, model)
     optimizer = task.optimizer(model, task.lr)
@@ -262,20 +198,6 @@ def test_it_trains():
     assert mean_loss(task, model) < 0.2 * before
 
 
-@pytest.mark.parametrize("first", [0, 2])
-def test_an_endless_stream_of_empty_batches_ends(first):
-    def stream():
-        yield from [(X[:first], torch.arange(first))] * bool(first)
-        while True:
-            yield X[:0], torch.arange(0)
-
-    if first:
-        assert len(made(stream(), batch_size=1, max_samples=50).train) == first
-    else:
-        with pytest.raises(InputError, match="`train`"):
-            made(stream(), batch_size=1, max_samples=50)
-
-
 def test_an_endless_sampler_of_empty_batches_ends():
     class Empty(BatchSampler):
         def __iter__(self):
@@ -283,5 +205,5 @@ def test_an_endless_sampler_of_empty_batches_ends():
                 yield []
 
     loader = DataLoader(DATA, batch_sampler=Empty(SequentialSampler(DATA), 2, False))
-    with pytest.raises(InputError, match="`train`"):
+    with pytest.raises(InputError, match="train"):
         made(loader, max_samples=50)

@@ -1,5 +1,7 @@
 """Tasks from models and data sets that look like Hugging Face's."""
 
+import copy
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -11,11 +13,9 @@ from steadygrad.tasks import Task, TaskError, mean_loss
 from steadygrad.tasks.hugging_face import token_losses
 from tests.unit.tasks.hf_like import (
     WORDS,
-    Table,
     TinyForMaskedLM,
     TinyForSequenceClassification,
     TinyLMHeadModel,
-    Tokenizer,
 )
 
 EVEN = [{"input_ids": [i % WORDS, (i + 1) % WORDS, (2 * i) % WORDS, 3]} for i in range(10)]
@@ -31,8 +31,28 @@ def _seed():
     torch.manual_seed(0)
 
 
+OBJECTIVES = {
+    TinyLMHeadModel: "causal-lm",
+    TinyForMaskedLM: "masked-lm",
+    TinyForSequenceClassification: "classification",
+}
+
+
 def made(model, dataset, **options):
-    return Task.from_hf(model, dataset, **{"valid": dataset, "lr": 0.1, "batch_size": 2, **options})
+    """Of copies of a model."""
+    objective = OBJECTIVES.get(type(model), "causal-lm")
+    options = {"valid": dataset, "lr": 0.1, "batch_size": 2, "objective": objective, **options}
+    return Task.from_hf(partial(copy.deepcopy, model), dataset, **options)
+
+
+def pad(items):
+    """Pads with word 0, as ``DataCollatorForLanguageModeling`` with a tokenizer."""
+    rows = [torch.tensor(item["input_ids"]) for item in items]
+    batch, ones = (
+        nn.utils.rnn.pad_sequence(x, batch_first=True)
+        for x in (rows, [torch.ones_like(row) for row in rows])
+    )
+    return {"input_ids": batch, "labels": batch.masked_fill(ones == 0, -100)}
 
 
 def cross_entropy(logits, label):
@@ -53,7 +73,7 @@ def test_a_causal_models_losses_are_for_the_next_token():
         words = row["input_ids"]
         losses = [cross_entropy(table[a], b) for a, b in pairwise(words)]
         expected.append(sum(losses) / len(losses))
-    task = made(model, RAGGED, tokenizer=Tokenizer())
+    task = made(model, RAGGED, collator=pad)
     # float32 logits and logarithms.
     assert losses_of(task, model, 0, 1, 2) == pytest.approx(expected, rel=1e-5)
 
@@ -89,13 +109,12 @@ def test_a_classifiers_losses_are_of_its_labels():
 )
 def test_weighted_by_tokens_they_average_to_the_models_own_loss(kind, rows):
     model = kind().eval()
-    task = made(model, rows, tokenizer=Tokenizer() if rows is RAGGED else None)
+    task = made(model, rows, collator=pad if rows is RAGGED else None)
     batch = task.train.batch(torch.arange(5))
     labels = batch["labels"][:, 1:] if rows is RAGGED else batch["labels"]
     weights = (labels != -100).view(5, -1).sum(1)
     mean = (task.per_sample_loss(model, batch) * weights).sum() / weights.sum()
-    inputs = {key: value for key, value in batch.items() if key != "attention_mask"}
-    torch.testing.assert_close(mean, model(**inputs).loss)
+    torch.testing.assert_close(mean, model(**batch).loss)
 
 
 def test_a_sample_without_labels_has_no_loss_and_no_gradient():
@@ -121,13 +140,10 @@ def test_losses_are_in_float32_at_least():
 
 def test_defaults_and_fields():
     task = made(TinyLMHeadModel(), EVEN)
-    assert (task.name, task.sample, task.tokens_per_sample) == ("TinyLMHeadModel", "sequence", 4)
+    assert (task.name, task.sample, task.tokens_per_sample) == ("TinyLMHeadModel", "sequence", None)
     assert type(task.make_optimizer([nn.Parameter(torch.ones(2))], 0.1)) is torch.optim.AdamW
-    assert made(TinyLMHeadModel(), RAGGED, tokenizer=Tokenizer()).tokens_per_sample is None
-    assert made(TinyForSequenceClassification(), LABELLED).tokens_per_sample is None
-    assert made(TinyForMaskedLM(), MASKED).tokens_per_sample == 4
-    task = made(TinyLMHeadModel(), EVEN, name="mine", tokens_per_sample=9, lr_decay="cosine")
-    assert (task.name, task.tokens_per_sample, task.lr_decay) == ("mine", 9, "cosine")
+    task = made(TinyLMHeadModel(), EVEN, name="mine", tokens_per_sample=4, lr_decay="cosine")
+    assert (task.name, task.tokens_per_sample, task.lr_decay) == ("mine", 4, "cosine")
 
 
 def test_columns_that_the_model_does_not_take_are_left_out():
@@ -148,17 +164,13 @@ def test_a_forward_that_takes_anything_gets_all_columns():
     assert set(batch) == {"input_ids", "extra", "labels"}
 
 
-@pytest.mark.parametrize(
-    ("side", "expected"),
-    [("right", [[1, 2, -100], [5, 6, 4]]), ("left", [[-100, 1, 2], [5, 6, 4]])],
-)
-def test_padding_is_ignored(side, expected):
-    rows = [{"input_ids": [1, 2]}, {"input_ids": [5, 6, 4]}]
-    task = made(TinyLMHeadModel(), rows, tokenizer=Tokenizer(side))
-    assert task.train.batch(torch.arange(2))["labels"].tolist() == expected
-    labelled = [{**row, "labels": row["input_ids"]} for row in rows]
-    task = made(TinyLMHeadModel(), labelled, tokenizer=Tokenizer(side))
-    assert task.train.batch(torch.arange(2))["labels"].tolist() == expected
+def test_padding_is_ignored():
+    rows = [
+        {"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]},
+        {"input_ids": [5, 6, 4], "attention_mask": [1] * 3},
+    ]
+    batch = made(TinyLMHeadModel(), rows).train.batch(torch.arange(2))
+    assert batch["labels"].tolist() == [[1, 2, -100], [5, 6, 4]]
 
 
 def test_a_collator_makes_the_batch():
@@ -172,35 +184,25 @@ def test_a_collator_makes_the_batch():
     assert (batch["labels"] == -100).any()
 
 
-def test_a_stream_is_read_from_its_start():
-    task = made(TinyLMHeadModel(), iter(EVEN), valid=iter(EVEN), max_samples=4)
-    assert (len(task.train), len(task.valid)) == (4, 4)
-
-
-def test_the_model_is_copied_or_made_afresh():
-    model = TinyLMHeadModel()
-    before = model.table.weight.detach().clone()
-    task = made(model, EVEN)
-    nn.init.zeros_(model.table.weight)
-    assert torch.equal(task.make_model().table.weight, before)
+def test_random_numbers_are_left_alone():
     state = torch.get_rng_state()
-    task = made(None, EVEN, make_model=TinyLMHeadModel)
+    task = Task.from_hf(
+        TinyLMHeadModel, EVEN, valid=EVEN, objective="causal-lm", lr=0.1, batch_size=2
+    )
     assert torch.equal(torch.get_rng_state(), state)
-    assert task.name == "TinyLMHeadModel"
-    first, second = task.make_model(), task.make_model()
-    assert not torch.equal(first.table.weight, second.table.weight)
-
-
-class UnshiftedLMHeadModel(TinyForMaskedLM):
-    """A name that says causal, and a loss that is not."""
+    assert task.make_model is TinyLMHeadModel
 
 
 @pytest.mark.parametrize(
     ("model", "rows", "options", "found"),
     [
-        (UnshiftedLMHeadModel(), EVEN, {}, "should be the model's own loss.*another objective"),
+        (
+            TinyForMaskedLM(),
+            EVEN,
+            {"objective": "causal-lm"},
+            "should be the model's own loss.*another objective",
+        ),
         (TinyLMHeadModel(), MASKED, {"objective": "masked-lm"}, "should be the model's own loss"),
-        (Table(), EVEN, {}, "`objective` should be one of.*Found `objective = ''`"),
         (TinyLMHeadModel(), EVEN, {"objective": "causal"}, "`objective`.*did you mean 'causal-lm'"),
         (
             TinyLMHeadModel(),
@@ -208,11 +210,9 @@ class UnshiftedLMHeadModel(TinyForMaskedLM):
             {},
             "The model on the first samples.*KeyError: 'input_ids'",
         ),
-        (TinyLMHeadModel(), RAGGED, {}, r"equal size, but got \[2\] at entry 0.*tokenizer="),
+        (TinyLMHeadModel(), RAGGED, {}, r"equal size, but got \[2\] at entry 0"),
         (TinyForMaskedLM(), EVEN, {}, "The model on the first samples.*KeyError: 'labels'"),
-        (TinyLMHeadModel(), [], {"batch_size": 1}, "`train`.*empty data set"),
-        (TinyLMHeadModel(), EVEN, {"make_model": TinyLMHeadModel}, "Found both"),
-        (TinyLMHeadModel(), EVEN, {"max_samples": 0}, "`max_samples`"),
+        (TinyLMHeadModel(), [], {"batch_size": 1}, r"`len\(train\)`"),
     ],
 )
 def test_what_does_not_fit_is_refused(model, rows, options, found):

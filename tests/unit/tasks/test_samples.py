@@ -34,12 +34,12 @@ def test_tensor_samples_are_samples():
 @pytest.mark.parametrize(
     ("data", "found"),
     [
-        ((ROWS, LABELS[:5]), r"data\[0\]: \(6, 2\), data\[1\]: \(5,\)"),
+        ((ROWS, LABELS[:5]), r"\(6, 2\), \(5,\)"),
         ((), "no tensor"),
         ({}, "no tensor"),
-        (3, "Found data: int"),
-        ({"x": [1.0, 2.0]}, r"data\['x'\]\[0\]: float"),
-        (torch.tensor(1.0), r"data: \(\)"),
+        (3, "Found int"),
+        ({"x": [1.0, 2.0]}, "Found float"),
+        (torch.tensor(1.0), "Found Tensor"),
     ],
 )
 def test_data_that_are_not_rows_are_refused(data, found):

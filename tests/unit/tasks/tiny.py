@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from steadygrad.tasks import Task, TensorSamples
-from steadygrad.tasks.corpus import VOCABULARY
+from steadygrad.tasks.char_lm import VOCABULARY
 
 
 def squared(model, batch):

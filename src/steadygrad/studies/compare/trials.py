@@ -25,8 +25,8 @@ from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.studies.trials import Trial
 from steadygrad.studies.workplace import Workplace
 from steadygrad.tasks import guarded
+from steadygrad.tasks.check import check_gradients, check_optimizer_maker
 from steadygrad.tasks.guard import reason
-from steadygrad.tasks.made import check_gradients, make_optimizer
 
 # Turns before the study.
 FIRST_TURNS = 6
@@ -157,7 +157,7 @@ def tried(trainer: Trainer, name: str, entry: Entry) -> Entry:
         own = replace(entry, traits=Traits(matrices=matrices))
         try:
             make, what = partial(own.ready, model), f"The optimizer {name}"
-            checked = partial(make_optimizer, make, model, own.lr, what, varied=True)
+            checked = partial(check_optimizer_maker, make, model, own.lr, what, varied=True)
             optimizer = trainer.context.together(checked)
             trainer.backward(torch.arange(trainer.task.batch_size))
             check_gradients(optimizer, model, what)

@@ -167,7 +167,7 @@ def test_names():
         "not there": (
             "lans",
             f"{ADDED}:adamix",
-            "should define 'adamix', a function. Found adamax,",
+            "should define 'adamix', a function. Found None",
         ),
         "no callable": ("lans", f"{ADDED}:not_a_function", "should define 'not_a_function'"),
         "added twice": ("lans", f"{ADDED}:adamax,{ADDED}:adamax", "Found 'adamax' for two"),

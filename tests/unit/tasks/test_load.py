@@ -75,7 +75,7 @@ def test_a_colon_in_the_path(write, tmp_path):
 
 @pytest.mark.parametrize("spec", ["n" * 100_000, "n" * 100_000 + ".py:make_task"])
 def test_a_name_without_end_is_not_repeated(spec):
-    assert len(str(refused(spec, "Found 'nnn", "Remedy"))) < 300
+    assert len(str(refused(spec, "nnn", "Remedy"))) < 400
 
 
 def test_a_path_that_is_too_long_for_a_file_system_is_not_there():
@@ -125,8 +125,8 @@ def test_a_file_that_is_not_python(write, source, found):
 
 def test_no_such_factory_lists_what_there_is(write):
     path = write(GOOD + "\ndef make_other(): ...\n")
-    refused(f"{path}:make_tusk", "losses, make_task, make_other", "`def make_tusk`")
-    refused(f"{write('x = 1', 'empty.py')}:make_task", "Found none in")
+    refused(f"{path}:make_tusk", "make_tusk", "`def make_tusk`")
+    refused(f"{write('x = 1', 'empty.py')}:make_task", "Found None")
 
 
 def test_a_factory_that_is_not_a_function(write):
@@ -138,7 +138,7 @@ def test_a_factory_that_is_not_a_function(write):
 @pytest.mark.parametrize("value", ["None", "{'lr': 1}"])
 def test_a_factory_that_returns_no_task(write, value):
     path = write(f"def make_task():\n    return {value}\n")
-    refused(f"{path}:make_task", "should return a steadygrad.Task. Found", "`return Task(...)`")
+    refused(f"{path}:make_task", "should be of type Task. Found", "`return Task(...)`")
 
 
 def test_a_factory_that_raises_keeps_its_own_traceback(write):
@@ -188,7 +188,7 @@ def test_a_factory_that_wants_arguments(write):
 
 @pytest.mark.parametrize(
     ("arguments", "found"),
-    [("rows=0", "empty data set"), ("batch_size=11", "the batch is larger than the data")],
+    [("rows=0", "len(train)"), ("batch_size=11", "`batch_size = 11`")],
 )
 def test_a_tasks_own_errors_stay_readable(write, arguments, found):
     path = write(f"{GOOD}\ndef wrong():\n    return make_task({arguments})\n")
@@ -218,6 +218,7 @@ def test_siblings_import_early_and_late(write):
     path = write("from sibling_of_my_task import LR\n" + source)
     task = load_task(f"{path}:make_task")
     assert (task.lr, len(task.train)) == (0.25, 7)
+    assert sys.path[0] == str(path.parent)  # as with `python my_task.py`
     del sys.modules["sibling_of_my_task"], sys.modules["late_sibling_of_my_task"]
 
 

@@ -7,42 +7,30 @@ import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from types import FunctionType, MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 from steadygrad._checks import InputError, check_type, shown
 from steadygrad.tasks.char_lm import char_lm
-from steadygrad.tasks.digits import digits_autoencoder, digits_classifier
-from steadygrad.tasks.digits_deep import digits_deep
+from steadygrad.tasks.digits import digits_autoencoder, digits_classifier, digits_deep
 from steadygrad.tasks.guard import guarded
 from steadygrad.tasks.task import Task
 
-__all__ = ["BUILT_IN", "DEFAULT", "load_function", "load_task", "sources"]
-
-BUILT_IN: Mapping[str, Callable[[], Task]] = MappingProxyType(
-    {
-        "char-lm": char_lm,
-        "digits-classifier": digits_classifier,
-        "digits-autoencoder": digits_autoencoder,
-        "digits-deep": digits_deep,
-    }
-)
-DEFAULT = "char-lm"
-# Folders of tasks that were loaded, which are first in ``sys.path``.
+BUILT_IN: Mapping[str, Callable[[], Task]] = {
+    "char-lm": char_lm,
+    "digits-classifier": digits_classifier,
+    "digits-autoencoder": digits_autoencoder,
+    "digits-deep": digits_deep,
+}
+# Folders of files that were loaded, which are first in ``sys.path``.
 FOLDERS: set[str] = set()
 
 
 def load_task(spec: str) -> Task:
-    """Makes the task that a user asked for.
+    """Makes the task that a user asked for: one of ``BUILT_IN``, or ``"path/file.py:make_task"``.
 
     The folder of the task's file is first in ``sys.path`` from then on, as with ``python file.py``.
-
-    Args:
-        spec: A name in ``BUILT_IN``, or ``"path/file.py:make_task"``.
-
-    Returns:
-        The task.
 
     Raises:
         InputError: If there is no such task, file or factory, or it returns something else.
@@ -51,24 +39,15 @@ def load_task(spec: str) -> Task:
     remedy = f"one of {', '.join(BUILT_IN)}, or path/file.py:make_task"
     if check_type("spec", spec, str, remedy) in BUILT_IN:
         return BUILT_IN[spec]()
-    make, path = load_function(spec), _split(spec)[0]
-    with guarded(spec), _arguments_of(path):
+    make = load_function(spec)
+    # A script that parses its arguments finds none of ours.
+    with guarded(spec), patch.object(sys, "argv", [spec]):
         task = make()
-    if not isinstance(task, Task):
-        raise InputError(
-            f"{spec} should return a steadygrad.Task. Found {type(task).__name__}. "
-            "Remedy: end the function with `return Task(...)`."
-        )
-    return task
+    return check_type(spec, task, Task, "end the function with `return Task(...)`")
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """The function that ``path/file.py:name`` names, such as a maker of optimizers.
-
-    Raises:
-        InputError: If there is no such file or function.
-        TaskError: If the file raises while it is imported.
-    """
+    """The function that ``path/file.py:name`` names, such as a maker of optimizers."""
     path, name = _split(spec)
     folder = str(path.parent)
     FOLDERS.add(folder)
@@ -78,18 +57,15 @@ def load_function(spec: str) -> Callable[..., Any]:
     module.__file__ = str(path)
     # Dataclasses and pickles look their module up while the file is still being executed.
     sys.modules[module.__name__] = module
-    with guarded(f"Importing the file of {spec}"), _arguments_of(path):
-        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-        exec(code, module.__dict__)
-    found = getattr(module, name, None)
-    if not callable(found):
-        own = [x for x in vars(module).values() if isinstance(x, FunctionType)]
-        names = [x.__name__ for x in own if x.__module__ == module.__name__]
+    with guarded(f"Importing the file of {spec}"), patch.object(sys, "argv", [str(path)]):
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module.__dict__)
+    function = getattr(module, name, None)
+    if not callable(function):
         raise InputError(
-            f"The file should define {name!r}, a function. Found {', '.join(names) or 'none'} in "
-            f"{str(path)!r}. Remedy: the name of one of its functions, or `def {name}` in it."
+            f"The file should define {name!r}, a function. Found {shown(function)} in "
+            f"{str(path)!r}. Remedy: a function's name, or `def {name}` in it."
         )
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def sources(spec: str) -> list[Path]:
@@ -104,11 +80,6 @@ def sources(spec: str) -> list[Path]:
     return [path, *sorted(beside - {path})]
 
 
-def _arguments_of(path: Path) -> Any:
-    """A script that parses its arguments has none."""
-    return patch.object(sys, "argv", [str(path)])
-
-
 def _split(spec: str) -> tuple[Path, str]:
     """Splits at the last colon: a Windows path has one after its drive letter."""
     path, _, name = spec.rpartition(":")
@@ -116,10 +87,9 @@ def _split(spec: str) -> tuple[Path, str]:
     # Functions of os.path are False, not an error, for names that are too long for a file system.
     if not os.path.isfile(file) or not name.isidentifier():
         near = get_close_matches(spec, BUILT_IN, n=1)
-        found = repr(spec) if len(spec) < 300 else shown(spec)  # the end of a path says most
         hint = f"did you mean {near[0]!r}?" if near else f"a path, relative to {Path.cwd()}."
         raise InputError(
             f"The task should be one of {', '.join(BUILT_IN)}, or a function in a file that is "
-            f"there, as path/file.py:make_task. Found {found}. Remedy: {hint}"
+            f"there, as path/file.py:make_task. Found {spec[-100:]!r}. Remedy: {hint}"
         )
     return file, name

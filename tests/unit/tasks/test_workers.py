@@ -96,9 +96,7 @@ def test_batches_are_made_as_they_are_asked_for():
 def test_an_error_in_a_worker_is_one_line():
     made = batches(Broken(), ORDER, CPU, 2)
     assert [next(made).tolist(), next(made).tolist()] == [[3, 1], [2]]
-    with pytest.raises(
-        TaskError, match=r"worker process.*Found KeyError: 'seven.*Remedy"
-    ) as caught:
+    with pytest.raises(TaskError, match=r"loader_workers.*Found KeyError.*Remedy") as caught:
         next(made)
     assert "\n" not in str(caught.value)
 
@@ -109,9 +107,7 @@ def test_samples_that_cannot_be_sent_are_refused():
     before = multiprocessing.get_start_method()
     multiprocessing.set_start_method("spawn", force=True)
     try:
-        with pytest.raises(
-            InputError, match=r"picklable.*cannot pickle.*Remedy: loader_workers = 0"
-        ):
+        with pytest.raises(TaskError, match=r"cannot pickle.*Remedy: loader_workers = 0"):
             next(batches(Unpicklable(), ORDER, CPU, 1))
     finally:
         multiprocessing.set_start_method(before, force=True)
