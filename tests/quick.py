@@ -71,9 +71,6 @@ CASES = {
         "test_a_broken_trainer_fails_where_all_are_installed": 0,
         "test_a_missing_package_is_named": 0,
     },
-    "unit/balance/test_combine.py": {
-        "test_a_hull_does_not_have_a_corner_at_zero": 2,
-    },
     "unit/benchmarks/test_compiled.py": {
         "test_every_trial_gives_the_losses_of_torch": 0,
     },

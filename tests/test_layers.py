@@ -75,13 +75,13 @@ CEILINGS = {
     "studies/inspect": 1355,
     "tasks": 1449,
     "noise": 3331,
-    "balance": 1922,
+    "balance": 1324,
     "scale": 1637,
     "watch": 1646,
     "optim": 4424,
     "distributed.py, shards.py": 700,
     "optim/loops": 949,
-    "formulas": 1794,
+    "formulas": 1557,
 }
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from steadygrad._checks import check_number
 
-__all__ = ["DoubleBuffers", "MaskedAverages", "MovingAverage", "WideBuffers"]
+__all__ = ["DoubleBuffers", "MovingAverage", "WideBuffers"]
 
 M = TypeVar("M", bound="WideBuffers")
 
@@ -98,60 +98,3 @@ class MovingAverage(WideBuffers):
         """Forgets every value."""
         self.total.zero_()
         self.mass.zero_()
-
-
-class MaskedAverages(DoubleBuffers):
-    r"""Several bias-corrected averages, each of which moves only when it has a new value.
-
-    .. math:: x_t = \beta\,x_{t-1} + v_t, \qquad m_t = \beta\,m_{t-1} + 1, \qquad
-              \bar v_t = x_t / m_t
-
-    With :math:`\beta = 1` this is the plain mean, with 0 the last value. Other than
-    :class:`MovingAverage` each entry has a mass of its own.
-
-    Args:
-        count: Number of averages.
-
-    Attributes:
-        total: :math:`x`, float64 with shape ``(count,)``.
-        mass: :math:`m`, likewise; zero before the first value.
-    """
-
-    total: Tensor
-    mass: Tensor
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros(count, dtype=torch.float64))
-        self.register_buffer("mass", torch.zeros(count, dtype=torch.float64))
-
-    def with_values(self, values: Tensor, where: Tensor, decay: float) -> tuple[Tensor, Tensor]:
-        r"""Total and mass as they would be after new values, without taking them in.
-
-        Args:
-            values: The new values, with shape ``(count,)``.
-            where: Which entries have one, boolean with shape ``(count,)``.
-            decay: :math:`\beta`, in [0, 1].
-        """
-        total = torch.where(where, self.total * decay + values, self.total)
-        mass = torch.where(where, self.mass * decay + 1, self.mass)
-        return total, mass
-
-    @torch.no_grad()
-    def set(self, total: Tensor, mass: Tensor) -> None:
-        """Takes over the values of :meth:`with_values`."""
-        self.total.copy_(total)
-        self.mass.copy_(mass)
-
-    def value(self) -> Tensor:
-        """The averages so far, with shape ``(count,)``; NaN before an entry's first value."""
-        return self.total / self.mass
-
-    def reset(self) -> None:
-        """Forgets every value."""
-        self.total.zero_()
-        self.mass.zero_()
-
-    def reset_parameters(self) -> None:
-        """Forgets every value, as is the custom after `to_empty`."""
-        self.reset()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.averages import MaskedAverages, MovingAverage
+from steadygrad.averages import MovingAverage
 
 
 def test_exact_from_the_first_value_and_by_definition_after():
@@ -51,26 +51,6 @@ def test_state_goes_on_in_its_own_type():
 def test_bad_rates(rate):
     with pytest.raises(InputError, match=r"`update_rate` should be a finite number in \(0, 1\]"):
         MovingAverage(rate)
-
-
-def test_masked_averages_move_one_by_one():
-    averages = MaskedAverages(2)
-    both, first = torch.tensor([True, True]), torch.tensor([True, False])
-    averages.set(*averages.with_values(torch.tensor([4.0, 1.0]), both, 0.5))
-    assert averages.value().tolist() == [4.0, 1.0]
-    averages.set(*averages.with_values(torch.tensor([1.0, torch.nan]), first, 0.5))
-    # (0.5 * 4 + 1) / (0.5 * 1 + 1)
-    assert averages.value().tolist() == [2.0, 1.0]
-    averages.reset()
-    assert averages.value().isnan().all()
-
-
-@pytest.mark.parametrize(("decay", "expected"), [(0.0, 6.0), (1.0, 3.0)])
-def test_masked_averages_at_their_ends(decay, expected):
-    averages = MaskedAverages(1)
-    for value in (1.0, 2.0, 6.0):
-        averages.set(*averages.with_values(torch.tensor([value]), torch.tensor([True]), decay))
-    assert averages.value().item() == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -1,167 +1,187 @@
-"""Checks of the output `y` and of autograd graphs, before anything is computed."""
+"""The graph between the output `y` and the losses: what it must be like, and its gradients.
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+These are had for each loss by itself, or at the node of a fork, where they meet.
+"""
 
-from torch import Tensor
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from steadygrad._checks import InputError
-from steadygrad._nests import tree_tensors
-from steadygrad.balance.loss_context import BalancerOptions
+from steadygrad._nests import tree_map_tensors, tree_tensors
+from steadygrad.balance.norms import GradientRow
+from steadygrad.balance.options import Options
 from steadygrad.shards import is_sharded
 
-__all__ = ["check_losses", "check_outputs", "independent", "item_count", "output_tensors"]
+__all__ = [
+    "HeadParameters",
+    "check_losses",
+    "check_outputs",
+    "eager",
+    "fork",
+    "head_parameters_of",
+    "item_count",
+    "loss_gradients",
+    "output_tensors",
+]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Edge = tuple[Node, int]
+# Takes each loss's gradients of all outputs, an empty row for a loss without any.
+Join = Callable[[list[GradientRow]], Sequence[Tensor | None]]
+HeadParameters = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
 
-def output_tensors(y: Any) -> list[Tensor]:
-    """Collects the tensors of ``y`` that require a gradient, each once, in the nest's order.
-
-    Raises:
-        InputError: If there is none, one is complex or sharded, or some are in an object that
-            cannot be taken apart.
-    """
+def output_tensors(y: object) -> list[Tensor]:
+    """Collects the tensors of ``y`` that require a gradient, each once, in the nest's order."""
     tensors = tree_tensors(y, "parameter `y`")
     if not tensors:
         raise InputError(
-            "Parameter `y` should hold a tensor that requires a gradient. Found none. Remedy: "
-            "hand in the model's output as the losses see it: not detached, not made under "
-            "`torch.no_grad()`."
+            "Parameter `y` should hold a tensor that requires a gradient. Found none. Remedy: do "
+            "not detach it."
         )
     for tensor in tensors:
-        if is_sharded(tensor):
+        if is_sharded(tensor) or not tensor.is_floating_point():
             raise InputError(
-                "Parameter `y` should hold plain tensors. Found a DTensor. "
-                "Remedy: `y.to_local()` or `y.full_tensor()` before the losses."
-            )
-        if not tensor.is_floating_point():
-            raise InputError(
-                f"Parameter `y` should hold real tensors. Found one of {tensor.dtype}. "
-                "Remedy: `torch.view_as_real(y)` before the losses."
+                f"Parameter `y` should hold plain real tensors. Found a {type(tensor).__name__} of "
+                f"{tensor.dtype}. Remedy: `y.full_tensor()`, or `torch.view_as_real(y)`."
             )
     return tensors
 
 
-def item_count(outputs: Sequence[Tensor], options: BalancerOptions) -> int:
-    """Counts the items of a batch of outputs with shapes ``(B, *)``.
-
-    Raises:
-        InputError: If the norm depends on items, and the first dimensions differ.
-    """
-    sizes = {output.shape[0] if output.ndim else None for output in outputs}
-    if len(sizes) == 1 and None not in sizes:
-        return outputs[0].shape[0]
-    if options.per_batch_item or options.batch_independent:
+def item_count(outputs: Sequence[Tensor], options: Options) -> int:
+    """Counts the items of a batch of outputs, with shapes ``(B, *)`` if the norm is of items."""
+    sizes = {output.shape[:1] for output in outputs}
+    by_item = options.per_batch_item or options.batch_independent
+    if by_item and (len(sizes) > 1 or outputs[0].ndim == 0):
         raise InputError(
             "Parameter `y` should hold tensors with one common first dimension, the batch. Found "
-            f"shapes {[tuple(t.shape) for t in outputs]}. Remedy: per_batch_item=False, and "
-            "no batch_independent=True."
+            f"{[tuple(t.shape) for t in outputs]}. Remedy: neither `per_batch_item` nor "
+            "`batch_independent`."
         )
     return outputs[0].shape[0] if outputs[0].ndim else 1
+
+
+def head_parameters_of(source: HeadParameters) -> list[Tensor]:
+    """Collects the parameters that require a gradient, each once."""
+    parts: Iterable[Any] = source.parameters() if isinstance(source, nn.Module) else source
+    # A tensor in two heads must be asked for once.
+    heads = dict.fromkeys(part[1] if isinstance(part, tuple) else part for part in parts)
+    for head in heads:
+        if not isinstance(head, Tensor) or not head.is_leaf:
+            raise InputError(
+                "Parameter `head_parameters` should be a module or parameters. Found a "
+                f"{type(head).__name__} that is none. Remedy: `critic`, `critic.parameters()`."
+            )
+    return [head for head in heads if head.requires_grad]
 
 
 def check_outputs(outputs: Sequence[Tensor], heads: Sequence[Tensor]) -> set[Node] | None:
     """Refuses outputs and head parameters that an output is made from: they would count twice.
 
-    Returns:
-        The nodes upstream of the outputs, or None if there was no need to look.
+    Returns the nodes upstream of the outputs, or None if there was no need to look.
     """
     if len(outputs) < 2 and not heads:
         return None
     ends = {get_gradient_edge(output).node for output in outputs}
-    upstream = _behind(ends)
+    upstream = _upstream(ends, set())
     if not ends.isdisjoint(upstream):
         raise InputError(
-            "Parameter `y` should hold tensors of which none is made from another. Found one "
-            "upstream of another, whose gradient would be counted twice. Remedy: `fork(y)`, "
-            "with the rest of the model fed from the tensor itself and not from a branch."
+            "Parameter `y` should hold tensors of which none is made from another, whose gradient "
+            "would count twice. Remedy: `fork(y)`."
         )
-    shared = [tuple(p.shape) for p in heads if get_gradient_edge(p).node in upstream | ends]
+    shared = [p for p in heads if get_gradient_edge(p).node in upstream | ends]
     if shared:
         raise InputError(
-            "Parameter `head_parameters` should hold parameters between `y` and the losses. Found "
-            f"{len(shared)} of {len(heads)} that `y` is made from, the first of shape {shared[0]}: "
-            "the whole model, or a weight that a head shares with it. Remedy: the heads' alone, "
-            "such as `model.head.parameters()`; with shared weights, `fork(y)`."
+            "Parameter `head_parameters` should be between `y` and the losses. Found that `y` is "
+            f"made from {len(shared)} of {len(heads)}. Remedy: `fork(y)`, or the heads' alone."
         )
     return upstream
 
 
 def check_losses(
-    losses: Mapping[str, Tensor], outputs: Sequence[Tensor], upstream: set[Node] | None = None
-) -> dict[str, int]:
+    losses: Mapping[str, Tensor], outputs: Sequence[Tensor], upstream: set[Node] | None
+) -> dict[str, bool]:
     """Refuses losses whose gradient would be wrong or lost; ``upstream`` is of `check_outputs`.
 
-    Returns:
-        For each loss, how many of the later ones share nodes of its graph.
-
-    Raises:
-        InputError: If a loss is no scalar, does not depend on the outputs, reaches the model
-            beside them, or goes through a reentrant checkpoint.
+    Returns for each loss whether a later one shares nodes of its graph.
     """
     edges = {_edge(output) for output in outputs}
     stops = {node for node, _ in edges}
     graphs: dict[str, set[Node]] = {}
     for name, loss in losses.items():
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise InputError(
-                f"Loss {name!r} should be a tensor with one real number. Found {shape}. "
-                "Remedy: `loss.mean()`, or None where it is missing in a step."
-            )
-        nodes, reached = _above(loss, stops)
+        nodes, reached = _between(loss, stops)
         if reached.isdisjoint(edges):
-            compiled = any(node.name().startswith("CompiledFunction") for node, _ in reached)
-            raise _one_compiled(name) if compiled else independent(name)
-        if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
             raise InputError(
-                f"Loss {name!r} should have a graph that can be differentiated by parts. Found a "
-                "reentrant checkpoint in it. Remedy: checkpoint(..., use_reentrant=False), or "
-                "`fork(y)` and an ordinary backward."
+                f"Loss {name!r} should depend on `y`, the very tensor, outside of a compiled graph "
+                "that makes both. Remedy: `fork(y)`, or add it outside of the balancer."
             )
-        if not reached <= edges:
-            raise _beside(name)
+        beside = not reached <= edges
         # Every path into the model ends at a leaf: a loss without one of its own has no other path.
-        if any(not node.next_functions for node in nodes):
-            upstream = _behind(stops) if upstream is None else upstream
-            if not nodes.isdisjoint(upstream):
-                raise _beside(name)
+        if not beside and any(not node.next_functions for node in nodes):
+            upstream = _upstream(stops, set()) if upstream is None else upstream
+            beside = not nodes.isdisjoint(upstream)
+        if beside:
+            raise InputError(
+                f"Loss {name!r} should reach the model through `y` alone. Found another path, as "
+                "by a shared weight, whose gradient would be lost. Remedy: `fork(y)`, or put what "
+                "it takes into `y`, or detach it."
+            )
         # Parameters' own nodes hold nothing that a first pass could free.
         graphs[name] = {node for node in nodes if node.next_functions}
     names = list(graphs)
     return {
-        name: sum(not graphs[name].isdisjoint(graphs[other]) for other in names[i + 1 :])
+        name: any(not graphs[name].isdisjoint(graphs[later]) for later in names[i + 1 :])
         for i, name in enumerate(names)
     }
 
 
-def independent(name: str) -> InputError:
-    """Makes the error for a loss that does not depend on the outputs."""
-    return InputError(
-        f"Loss {name!r} should depend on `y`. Found a graph in which it does not. Remedy: compute "
-        "it from the very tensor handed in as `y`, not from a copy, a detached tensor or another "
-        "output; add losses of other things to the total outside of the balancer."
-    )
+def loss_gradients(
+    losses: Mapping[str, Tensor],
+    shared: Mapping[str, bool],
+    inputs: Sequence[Tensor],
+    count: int,
+    *,
+    retain_graph: bool,
+) -> dict[str, list[Tensor | None]]:
+    """Differentiates each loss by the ``inputs``: ``count`` outputs, and then head parameters.
+
+    Its graph is freed unless it is ``shared``, as :func:`check_losses` says, with a later one.
+    """
+    gradients: dict[str, list[Tensor | None]] = {}
+    for name, loss in losses.items():
+        keep = retain_graph or shared[name]
+        with _without_hooks(inputs[:count]):
+            found = torch.autograd.grad(loss, inputs, retain_graph=keep, allow_unused=True)
+        gradients[name] = list(found)
+    return gradients
 
 
-def _beside(name: str) -> InputError:
-    return InputError(
-        f"Loss {name!r} should reach the model through `y` alone. Found that it also depends on a "
-        "weight of the model, on a tensor upstream of `y` or on another output of the model, whose "
-        "gradient would be lost. Remedy: `fork(y)` and an ordinary backward, which carries both; "
-        "or put it into `y`, or detach it."
-    )
+@contextmanager
+def _without_hooks(outputs: Sequence[Tensor]) -> Iterator[None]:
+    """Hides partial gradients from the outputs' own hooks, which see the balanced one.
 
-
-def _one_compiled(name: str) -> InputError:
-    return InputError(
-        f"Loss {name!r} should be computed from `y` in a graph of its own. Found one compiled "
-        "graph that returns both, in which nothing tells how the loss depends on `y`. Remedy: "
-        "return `y` from the compiled model, and compute the losses outside or in another compiled "
-        "function; or call `fork(y)` in between."
-    )
+    FSDP2 gathers parameters in such a hook: once for every loss, and for ever on a process that
+    waits for one with fewer losses.
+    """
+    hooks = [output._backward_hooks or {} for output in outputs]
+    kept = [dict(of_output) for of_output in hooks]
+    retained = [(output, output.grad) for output in outputs if output.retains_grad]
+    for of_output in hooks:
+        of_output.clear()
+    try:
+        yield
+    finally:
+        for of_output, before in zip(hooks, kept, strict=True):
+            of_output.update(before)
+        for output, gradient in retained:
+            output.grad = gradient
 
 
 def _edge(tensor: Tensor) -> Edge:
@@ -169,30 +189,96 @@ def _edge(tensor: Tensor) -> Edge:
     return edge.node, edge.output_nr
 
 
-def _above(loss: Tensor, stops: set[Node]) -> tuple[set[Node], set[Edge]]:
+def _between(loss: Tensor, stops: set[Node]) -> tuple[set[Node], set[Edge]]:
     """Finds the nodes between a loss and the outputs, and the edges that reach the outputs."""
     if not loss.requires_grad:
         return set(), set()
     start = _edge(loss)
-    nodes = _upstream([start[0]], stops) - stops
+    nodes = {start[0], *_upstream({start[0]} - stops, stops)} - stops
     followed = {edge for node in nodes for edge in node.next_functions} | {start}
-    return nodes, {(n, number) for n, number in followed if n is not None and n in stops}
+    return nodes, {(node, number) for node, number in followed if node in stops}
 
 
-def _behind(ends: set[Node]) -> set[Node]:
-    """Finds the nodes upstream of the outputs."""
-    starts = [after for end in ends for after, _ in end.next_functions if after is not None]
-    # One walk for all outputs: a graph has no circles, so no output is upstream of itself.
-    return _upstream(starts, set())
+def _upstream(nodes: set[Node], stops: set[Node]) -> set[Node]:
+    """Finds all nodes that a backward pass reaches after ``nodes``, without going past ``stops``.
 
-
-def _upstream(stack: list[Node], stops: set[Node]) -> set[Node]:
-    """Finds all nodes that a backward pass from ``stack`` reaches, without going past ``stops``."""
+    One walk serves all outputs: a graph has no circles, so none is upstream of itself.
+    """
     reached: set[Node] = set()
+    stack = list(nodes)
     while stack:
-        node = stack.pop()
-        if node not in reached:
-            reached.add(node)
-            if node not in stops:
-                stack += [after for after, _ in node.next_functions if after is not None]
+        for node, _ in stack.pop().next_functions:
+            if node is not None and node not in reached:
+                reached.add(node)
+                if node not in stops:
+                    stack.append(node)
     return reached
+
+
+def fork(join: Join, y: Any, outputs: Sequence[Tensor], names: Sequence[str]) -> dict[str, Any]:
+    """Makes a nest like ``y`` for each name, with copies in place of ``outputs``, its tensors.
+
+    ``join`` makes one gradient for each output out of those of all losses.
+    """
+    copies = iter(Fork.apply(join, len(names), *outputs))  # type: ignore[no-untyped-call]
+
+    def branch() -> Any:
+        copy_of = {id(output): next(copies) for output in outputs}
+        return tree_map_tensors(lambda tensor: copy_of[id(tensor)], y, "parameter `y`")
+
+    return {name: branch() for name in names}
+
+
+class Fork(torch.autograd.Function):
+    """Returns copies of tensors, and joins the gradients that come back.
+
+    The engine runs a node when the gradients of all its outputs have arrived. So this backward
+    sees every loss's gradient at once, within one ordinary pass, and passes on one gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, join: Join, branches: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Returns views of all tensors for the first branch, then for the next."""
+        ctx.set_materialize_grads(False)  # None tells a missing loss from one with zero gradient
+        ctx.join, ctx.branches, ctx.joined = join, branches, False
+        return tuple(tensor.view_as(tensor) for _ in range(branches) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        """Joins the gradients of all branches, once."""
+        # Constant, and to be differentiated: the derivative of a copy, and of no loss.
+        derivative = torch.is_grad_enabled() and not any(
+            g is not None and g.requires_grad for g in gradients
+        )
+        if ctx.joined or derivative:
+            found = "a copy's derivative" if derivative else "a second one, of some losses alone"
+            raise InputError(
+                f"Expected one backward pass through one `fork`. Found {found}. Remedy: "
+                '`backward()` of the sum; `fork({"u": u, "u_xx": u_xx})`.'
+            )
+        return Fork._join(ctx, *gradients)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def _join(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        width = len(gradients) // ctx.branches
+        rows = [list(gradients[i * width : (i + 1) * width]) for i in range(ctx.branches)]
+        joined = ctx.join([row if any(g is not None for g in row) else [] for row in rows])
+        ctx.joined = True
+        return None, None, *joined
+
+
+def eager(function: Callable[P, R]) -> Callable[P, R]:
+    """Keeps a function out of compiled graphs, which end before the call and go on after it.
+
+    What it does to buffers and process groups in a backward pass is no part of a graph.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        # Not at the top: it imports the compiler, which takes a second.
+        return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-any-return]
+
+    return call

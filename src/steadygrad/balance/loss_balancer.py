@@ -1,24 +1,29 @@
 """Several losses, each with the share of the gradient that was asked for."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from steadygrad._checks import InputError
-from steadygrad.balance.base import BalancerBase
-from steadygrad.balance.fork import Fork, GradientRows, branches, eager
-from steadygrad.balance.graphs import check_losses, check_outputs, item_count, output_tensors
-from steadygrad.balance.head_gradients import HeadParameters, head_parameters_of, loss_gradients
-from steadygrad.balance.loss_context import GradScale, LossContext, present_losses
-from steadygrad.balance.norm_averages import commit
-from steadygrad.balance.results import BalancedGradients, effective_loss
+from steadygrad._checks import InputError, check_choice
+from steadygrad.balance import aggregators, equations, graphs
+from steadygrad.balance.norms import GradientRow, JoinedSums, LossNumbers, LossState, StepResult
+from steadygrad.balance.options import GradScale, LossScale, Options, check_weights
+from steadygrad.numerics import wide
+from steadygrad.distributed import RankSum
 
 __all__ = ["LossBalancer"]
 
+T = TypeVar("T", Tensor, Tensor | None)
 
-class LossBalancer(BalancerBase):
+# Averages of one norm do not apply to another, and processes agree on them once.
+FIXED = {"weights", "combine", "aggregator", "process_group"} | {f.name for f in fields(Options)}
+
+
+class LossBalancer(nn.Module):
     r"""Gives each of several losses the share of the gradient that its weight asks for.
 
     .. math:: G = \sum_k \frac{T}{\epsilon + \langle \lVert g_k \rVert \rangle}
@@ -36,17 +41,14 @@ class LossBalancer(BalancerBase):
         balancer.backward({"l1": l1, "adv": adv}, y)        # or: as audiocraft has it
 
     A loss takes part in a step if it is present and its gradient is neither zero nor non-finite.
-    Otherwise it is left out of the step and of its average, which is counted in
-    :attr:`left_out`, and the others share the total norm. On several processes the norm is that
-    of the joined batch: see :mod:`steadygrad.formulas.balance`.
+    Otherwise it is left out of the step and of its average, which :attr:`metrics` counts, and the
+    others share the total norm. On several processes the norm is that of the joined batch: see
+    :mod:`steadygrad.balance.equations`.
 
-    All state is buffers: ``state_dict`` has it, the weights included. Averages and weights stay
-    float64 if the model is cast; a copy of the model asks the same scaler. Nothing waits for the
-    device, but an aggregator may. A call that raises has counted nothing.
-
-    The arguments are attributes that may be set between steps, on all processes alike; but
-    ``weights`` (see :meth:`set_weights`), ``per_batch_item``, ``batch_independent``, ``combine``
-    and ``process_group`` raise when they are set.
+    All state is buffers, float64 if the model is cast, too; ``state_dict`` has it, the weights
+    included. Options are fixed; only weights change, by :meth:`set_weights`. A copy of the model
+    asks the same scaler. Nothing waits for the device, but an aggregator may. A call that raises
+    has counted nothing.
 
     Args:
         weights: Weight of each loss, zero or more. A loss may be missing in a step, but no name can
@@ -83,13 +85,53 @@ class LossBalancer(BalancerBase):
         | https://arxiv.org/abs/2406.16232
     """
 
-    @eager
+    aggregator: aggregators.Aggregator | None
+
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        balance_grads: bool = True,
+        total_norm: float = 1.0,
+        ema_decay: float = 0.999,
+        per_batch_item: bool = True,
+        eps: float = 1e-12,
+        *,
+        batch_independent: bool = False,
+        lag: bool = False,
+        monitor: bool = False,
+        combine: str | aggregators.Aggregator | None = None,
+        grad_scale: GradScale = None,
+        accumulation_steps: int = 1,
+        process_group: Any = "all",
+    ) -> None:
+        super().__init__()
+        self.options = Options(
+            balance_grads, total_norm, ema_decay, per_batch_item, eps, batch_independent, lag,
+            monitor, accumulation_steps, grad_scale,
+        )  # fmt: skip
+        self.state = LossState(check_weights(weights))
+        self.ranks = RankSum(process_group)
+        super().__setattr__("aggregator", aggregators.load_aggregator(combine))  # type: ignore[arg-type]
+        # Of the last step, and whether processes ever differed.
+        self._last: StepResult | None = None
+        self._differed: Tensor | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses to change an option."""
+        if name in FIXED:
+            raise InputError(
+                f"Attribute `{name}` should be left as it was made. Remedy: `set_weights`, or a "
+                "new balancer, which loads the state."
+            )
+        super().__setattr__(name, value)
+
+    @graphs.eager
     def backward(
         self,
         losses: Mapping[str, Tensor | None],
         y: Any,
         *,
-        head_parameters: HeadParameters = (),
+        head_parameters: graphs.HeadParameters = (),
         grad_scale: GradScale = None,
         accumulation_steps: int | None = None,
         retain_graph: bool = False,
@@ -112,43 +154,38 @@ class LossBalancer(BalancerBase):
             The effective loss, each loss times its scale, without loss scale, on this process.
 
         Raises:
-            InputError: If there is no loss with a weight; one is unknown, no real scalar, does not
-                depend on ``y``, reaches the model beside it too, gives it a sparse gradient, goes
-                through a reentrant checkpoint, or shares a compiled head or ``y``'s own graph;
-                ``y`` is refused as by :meth:`fork`, or one of its tensors is made from another;
-                ``head_parameters`` are none, or ``y`` is made from one of them; processes have
-                other options, states or loss scales each; or ``combine`` returns a wrong shape.
-                Nothing has changed then.
+            InputError: If no loss has a weight, one is unknown, does not depend on ``y`` or reaches
+                the model beside it too; a tensor of ``y`` or a head parameter is what ``y`` is
+                made from; ``y`` is refused as by :meth:`fork`; ``combine`` returns a wrong shape;
+                or processes differ in options, states or loss scales. Nothing has changed then.
         """
-        core = self.core
-        present = present_losses(losses, self.weights, core.ranks.size)
-        outputs = output_tensors(y)
-        heads = head_parameters_of(head_parameters)
-        upstream = check_outputs(outputs, heads)
-        items = item_count(outputs, core.options)
-        overlaps = check_losses(present, outputs, upstream)
-        context = self._context(grad_scale, accumulation_steps, outputs[0].device)
-        self._prepare(outputs[0].device)
-        partial = loss_gradients(present, overlaps, outputs, heads, retain_graph=retain_graph)
-        balanced = core.balance(partial.outputs, items, context)
-        of_heads = core.head_gradients(partial.heads, balanced.result) or [None] * len(heads)
-        of_outputs = self._filled(balanced.gradients, outputs, outputs[0].device)
-        pairs = zip([*outputs, *heads], [*of_outputs, *of_heads], strict=True)
+        present = self._present(losses)
+        outputs, heads = graphs.output_tensors(y), graphs.head_parameters_of(head_parameters)
+        items = graphs.item_count(outputs, self.options)
+        shared = graphs.check_losses(present, outputs, graphs.check_outputs(outputs, heads))
+        device = outputs[0].device
+        loss_scale = self.options.loss_scale(grad_scale, accumulation_steps, device)
+        self._prepare(device)
+        inputs, count = [*outputs, *heads], len(outputs)
+        partial = graphs.loss_gradients(present, shared, inputs, count, retain_graph=retain_graph)
+        rows = [partial.get(name, []) for name in self.weights]
+        gradients, result = self._balance([row[:count] for row in rows], items, loss_scale)
+        columns = _columns([row[count:] for row in rows], len(heads))
+        of_heads = [_plain_sum(column, result.sums.finite) for column in columns]
+        of_heads = _spoiled(of_heads, result.overflowed)
+        pairs = zip(inputs, [*self._filled(gradients, outputs), *of_heads], strict=True)
         given = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
-        if context.scaled is not None and context.scaled.requires_grad:
-            given.append((context.scaled, torch.zeros_like(context.scaled)))
-        tensors, gradients = zip(*given, strict=True)
-        torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
-        self._commit(balanced)
-        return effective_loss(present, core.names, balanced.result, context)
+        if loss_scale.scaled is not None and loss_scale.scaled.requires_grad:
+            given.append((loss_scale.scaled, torch.zeros_like(loss_scale.scaled)))
+        tensors, grads = zip(*given, strict=True)
+        torch.autograd.backward(tensors, grads, retain_graph=retain_graph)
+        self.state.store(result.state)
+        self._last = result
+        return result.effective_loss(present, self.weights, loss_scale)
 
-    @eager
+    @graphs.eager
     def fork(
-        self,
-        y: Any,
-        *,
-        grad_scale: GradScale = None,
-        accumulation_steps: int | None = None,
+        self, y: Any, *, grad_scale: GradScale = None, accumulation_steps: int | None = None
     ) -> dict[str, Any]:
         """Copies ``y`` once for each loss; where the copies meet, their gradients are balanced.
 
@@ -169,73 +206,226 @@ class LossBalancer(BalancerBase):
 
         Raises:
             InputError: If no tensor of ``y`` requires a gradient though gradients are enabled, one
-                is complex, a DTensor or in an object that cannot be taken apart, or their first
-                dimensions differ; if ``grad_scale`` or ``accumulation_steps`` is out of its range;
-                or if ``combine`` uses whole gradients and there are several processes.
+                is complex, a DTensor or in an object that cannot be taken apart, their first
+                dimensions differ, or a ``combine`` of whole gradients has several processes.
         """
-        names = self.core.names
+        names = list(self.weights)
         if not torch.is_grad_enabled():
             return dict.fromkeys(names, y)
-        outputs = output_tensors(y)
-        items = item_count(outputs, self.core.options)
+        outputs = graphs.output_tensors(y)
+        items = graphs.item_count(outputs, self.options)
         device = outputs[0].device
         # Mistakes are reported here, not in the backward pass.
-        self._context(grad_scale, accumulation_steps, device)
+        self.options.loss_scale(grad_scale, accumulation_steps, device)
         self._prepare(device)
         # Without values, which the graph would keep alive.
-        metas = [output.detach().to("meta") for output in outputs]
+        shapes = [output.detach().to("meta") for output in outputs]
 
-        def join(rows: GradientRows) -> Sequence[Tensor | None]:
-            present = {n: row for n, row in zip(names, rows, strict=True) if row}
-            context = self._context(grad_scale, accumulation_steps, device)
-            balanced = self.core.balance(present, items, context)
-            self._commit(balanced)
-            return self._filled(balanced.gradients, metas, device)
+        def join(rows: list[GradientRow]) -> Sequence[Tensor | None]:
+            loss_scale = self.options.loss_scale(grad_scale, accumulation_steps, device)
+            gradients, result = self._balance(rows, items, loss_scale)
+            self.state.store(result.state)
+            self._last = result
+            return self._filled(gradients, shapes)
 
-        copies = iter(Fork.apply(join, len(names), *outputs))  # type: ignore[no-untyped-call]
-        return branches(y, outputs, names, copies)
+        return graphs.fork(join, y, outputs, names)
 
-    def _context(
-        self, grad_scale: GradScale, accumulation_steps: int | None, device: torch.device
-    ) -> LossContext:
-        scale = self.grad_scale if grad_scale is None else grad_scale
-        steps = self.accumulation_steps if accumulation_steps is None else accumulation_steps
-        return LossContext.read(scale, steps, device)
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Weight of each loss; :meth:`set_weights` changes them."""
+        return MappingProxyType(self.state.weights)
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Changes the weights of the losses named; the averages stay.
+
+        Raises:
+            InputError: If a name is unknown, a weight negative, or no positive one is left.
+        """
+        self.state.set_weights(check_weights(weights, self.weights))
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """Numbers of the last step, as tensors with shape ``()``; empty before the first one.
+
+        ====================== ================================================================
+        ``ratio_NAME``         share of the averaged norms before balancing; audiocraft's metric
+        ``share_before_NAME``  share of this step's norms before balancing
+        ``share_after_NAME``   share of this step's norms after balancing, and after an aggregator's
+                               weights; not with one of whole gradients, which has none
+        ``target_NAME``        share asked for, among the losses that took part
+        ``norm_NAME``          this step's norm
+        ``average_NAME``       the average it was scaled by
+        ``scale_NAME``         factor on the loss's gradient
+        ``nonfinite_NAME``     micro-batches it was left out of for a gradient that was not finite
+        ``zero_NAME``          micro-batches it was left out of for a gradient of zero
+        ``total``              with ``monitor``: norm of the whole batch's balanced gradient
+        ``cosine_NAME_NAME``   with ``monitor``: between two losses' gradients
+        ``disagreement``       on several processes: whether their options ever differed
+        ====================== ================================================================
+        """
+        if self._last is None:
+            return {}
+        metrics = self._last.metrics(list(self.weights), self.options)
+        return metrics if self._differed is None else {**metrics, "disagreement": self._differed}
+
+    def end_step(self) -> None:
+        """Ends a step that has fewer micro-batches than usual; to be called on every process."""
+        numbers = self.state.numbers()
+        self.state.store(numbers.ended(numbers.position >= 0, self.options, self.ranks.size)[1])
+
+    def reset(self) -> None:
+        """Forgets averages and counts; weights stay. Fills buffers made by `to_empty`."""
+        self.state.reset_parameters()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if f"{prefix}core.names_json" in state_dict:
+            raise InputError(
+                "Expected a balancer's state with one row a loss. Found one of a development "
+                "version of 0.2.0. Remedy: load without it; the averages start afresh."
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    @property
+    def _uses_products(self) -> bool:
+        """Whether the aggregator needs no more than the gradients' inner products."""
+        return hasattr(self.aggregator, "gramian_weighting")
+
+    def _present(self, losses: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """Returns the losses that are not None; a single process must have one with a weight."""
+        for name in losses:
+            check_choice("losses", name, self.weights)
+        present = {name: loss for name, loss in losses.items() if loss is not None}
+        # Another process may have losses, and waits for this one.
+        if self.ranks.size == 1 and not any(self.weights[name] for name in present):
+            raise InputError(
+                f"Parameter `losses` should hold a loss with a positive weight. Found {[*present]}."
+            )
+        return present
 
     def _prepare(self, device: torch.device) -> None:
-        """Moves the state to the gradients' device and creates the process group, once."""
-        self.core.combiner.check(self.core.ranks.size)
-        if self.core.weights.is_meta and device.type != "meta":
+        """Moves the state to the gradients' device and creates the process group, once.
+
+        A group made inside a backward pass could meet other collectives.
+        """
+        name = getattr(self.aggregator, "__name__", type(self.aggregator).__name__)
+        if self.ranks.size > 1 and self.aggregator is not None and not self._uses_products:
             raise InputError(
-                "Expected a balancer with state. Found it on `meta`, as it was built. Remedy: "
-                f"`balancer.to_empty(device={str(device)!r})`, then `reset_parameters()` or a "
-                "state dict."
+                "Parameter `combine` should have a `gramian_weighting` on several processes, as "
+                f"UPGrad has. Found {name}, which would see each one's items alone."
             )
-        if self.core.weights.device != device:
-            _check_float64(device)
+        if self.state.rows()[0].device != device:
             self.to(device)
-        self.core.prepare(device)
+        if self.ranks.size > 1:
+            text = f"losses {list(self.weights)}, {self.options}, combine={name}"
+            self.ranks.prepare(device, text)
+
+    @torch.no_grad()
+    def _balance(
+        self, rows: Sequence[GradientRow], items: int, loss_scale: LossScale
+    ) -> tuple[list[Tensor | None], StepResult]:
+        """Balances the gradients of one micro-batch, one for each output; stores nothing."""
+        options, numbers = self.options, self.state.numbers()
+        sums = self._joined(rows, items, loss_scale, numbers)
+        overflowed = None
+        if loss_scale.scaled is not None:
+            # Most likely the loss scale is too large, which the gradient scaler must see.
+            overflowed = ((sums.there ^ sums.finite) & (numbers.weight > 0)).any()
+        averages, state = numbers.after(sums, overflowed, options, loss_scale.micro_batches)
+        targets = equations.shares(numbers.weight, sums.active)
+        scales = torch.where(sums.finite, numbers.weight, 0.0)
+        if options.balance_grads:
+            norm, eps = options.total_norm, options.eps
+            scales = equations.balanced_scales(averages, targets, total_norm=norm, eps=eps)
+        result = StepResult(sums, averages, scales, targets, overflowed, state)
+        columns = _columns(rows, max(len(row) for row in rows))
+        there = [bool(row) or sums.ranks > 1 for row in rows]
+        chosen = aggregators.aggregator_rows(self.aggregator, self.weights, there)
+        if self._uses_products:
+            state = state._replace(seeds=state.seeds + 1)
+            products, seed = sums.products_of_active(), int(state.seeds.max())
+            weights = aggregators.gram_weights(self.aggregator, products, scales, chosen, seed)
+            result = result._replace(scales=scales * weights, state=state)
+        elif self.aggregator is not None:
+            gradients = aggregators.aggregated(self.aggregator, columns, scales, chosen)
+            whole = equations.norm_sum([g for g in gradients if g is not None], per_item=False)
+            result = result._replace(total=whole.sqrt() * loss_scale.unscaling)
+            # Not before, because an aggregator may replace what is not finite.
+            return _spoiled(gradients, overflowed), result
+        # NaN among the factors costs nothing and reaches every gradient.
+        (factors,) = _spoiled([result.scales], overflowed)
+        return [equations.weighted_sum(column, factors) for column in columns], result
+
+    def _joined(
+        self, rows: Sequence[GradientRow], items: int, scale: LossScale, numbers: LossNumbers
+    ) -> JoinedSums:
+        """Sums norms, and inner products if needed, over all processes in one collective."""
+        options, ranks, size, like = self.options, self.ranks.size, len(rows), numbers.weight
+        zero, per_item = like.new_zeros(()), options.per_batch_item
+        there = [[g for g in row if g is not None] for row in rows]
+        own = [equations.norm_sum(row, per_item=per_item) if row else zero for row in there]
+        one = torch.ones_like(zero)
+        counts = [one if row else zero for row in there]
+        packed = torch.stack([*own, *counts, torch.full_like(zero, items)])
+        if options.monitor or self._uses_products:
+            products = equations.gram(rows) if any(there) else like.new_zeros(size, size)
+            packed = torch.cat([packed, products.flatten()])
+        if ranks > 1:
+            factors = scale.unscaling, scale.micro_batches, scale.scaled is not None
+            alike = [*numbers, *(torch.ones_like(like[:1]) * factor for factor in factors)]
+            packed, differs = self.ranks(packed, torch.cat(alike))
+            self._note(differs)
+        sums, present, count, products = packed.tensor_split([size, 2 * size, 2 * size + 1])
+        sums = sums * (scale.unscaling if per_item else scale.unscaling**2)
+        products = products.view(-1, size) * (scale.unscaling / ranks) ** 2
+        present = present > 0
+        finite = present & torch.isfinite(sums)
+        return JoinedSums(sums, present, finite, finite & (sums > 0), count[0], products, ranks)
+
+    def _note(self, differs: Tensor) -> None:
+        """Records whether processes differ, and raises where that is known without waiting."""
+        now = differs.any()
+        self._differed = now if self._differed is None else now | self._differed.to(now)
+        if differs.device.type == "cpu" and bool(now):
+            kinds = LossNumbers._fields
+            names = [f"{kind} of {name!r}" for kind in kinds for name in self.weights]
+            names += ["loss scale", "`accumulation_steps`", "`grad_scale` being a scaler"]
+            raise InputError(
+                "Expected the same weights, state and loss scale on every process. Found another "
+                f"{names[differs.tolist().index(True)]}. Remedy: the same `grad_scale` for all; "
+                "`load_state_dict`, `set_weights`, `reset` and `end_step` on all or on none."
+            )
 
     def _filled(
-        self, gradients: Sequence[Tensor | None], like: Sequence[Tensor], device: torch.device
+        self, gradients: Sequence[Tensor | None], outputs: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Fills in zeros for missing gradients, if other processes may have one to reduce."""
-        if self.core.ranks.size == 1:
+        if self.ranks.size == 1:
             return list(gradients)
-        pairs = zip(gradients or [None] * len(like), like, strict=True)
+        device = self.state.rows()[0].device
+        pairs = zip(gradients or [None] * len(outputs), outputs, strict=True)
         return [torch.zeros_like(t, device=device) if g is None else g for g, t in pairs]
 
-    def _commit(self, balanced: BalancedGradients) -> None:
-        commit(balanced.updates)
-        self._last = balanced.result
+
+def _columns(rows: Sequence[GradientRow], width: int) -> list[list[Tensor | None]]:
+    """For each tensor the losses' gradients, None for a loss that is missing."""
+    return [[row[i] if row else None for row in rows] for i in range(width)]
 
 
-def _check_float64(device: torch.device) -> None:
-    """Refuses a device without float64, as Apple's GPUs are: averages need its digits."""
-    try:
-        torch.zeros((), dtype=torch.float64, device=device)
-    except (TypeError, RuntimeError) as error:
-        raise InputError(
-            f"Expected a device with float64. Found {str(device)!r}, which has none ({error}). "
-            "Remedy: `y.cpu()` before the losses."
-        ) from error
+def _plain_sum(gradients: Sequence[Tensor | None], kept: Tensor) -> Tensor | None:
+    """Sums one head parameter's gradients of the losses that are kept, overflows included.
+
+    Those are the only sign there is of an overflow behind the point where the losses part.
+    """
+    total = None
+    for gradient, keep in zip(gradients, kept.unbind(), strict=True):
+        if gradient is not None:
+            part = torch.where(keep, gradient.to(wide(gradient.dtype)), 0.0)
+            total, dtype = part if total is None else total.add_(part), gradient.dtype
+    return None if total is None else total.to(dtype)
+
+
+def _spoiled(tensors: list[T], overflowed: Tensor | None) -> list[T]:
+    """Makes tensors NaN if a gradient overflowed, so that the scaler skips the step."""
+    if overflowed is None:
+        return tensors
+    return [t if t is None else torch.where(overflowed, torch.nan, t) for t in tensors]

@@ -60,3 +60,14 @@ def parameters_of(model):
 
 def gradients_of(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def averages_of(balancer):
+    """The averaged norm of each loss, NaN before the first one."""
+    numbers = balancer.state.numbers()
+    return numbers.total / numbers.mass
+
+
+def mass_of(balancer):
+    """The mass of each loss's average: one more for each step, at a decay of one."""
+    return balancer.state.numbers().mass

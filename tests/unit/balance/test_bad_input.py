@@ -28,13 +28,11 @@ def refused(match, **arguments):
         ({"weights": {"a": 0, "b": 0.0}}, "at least one positive weight"),
         ({"weights": {"a": 1, "b": -1}}, r"weights\['b'\].*\[0, inf\)"),
         ({"weights": {"a": float("nan")}}, r"weights\['a'\]"),
-        ({"weights": [1, 2]}, "map names to numbers"),
+        ({"weights": [1, 2]}, "weights"),
         ({"total_norm": 0.0}, "total_norm"),
         ({"ema_decay": 1.5}, "ema_decay"),
         ({"eps": -1.0}, "eps"),
         ({"accumulation_steps": 0}, "accumulation_steps"),
-        ({"grad_scale": 0.0}, "grad_scale"),
-        ({"grad_scale": "auto"}, "grad_scale"),
         ({"process_group": 3}, "process_group"),
         ({"combine": 3}, "combine"),
     ],
@@ -68,14 +66,6 @@ def all_missing(y):
 
 def unknown(y):
     return {**losses_of(same_y(y), TARGET), "l3": y.sum()}, y
-
-
-def not_scalar(y):
-    return {"l1": (y - TARGET).abs()}, y
-
-
-def a_number(y):
-    return {"l1": 0.5}, y
 
 
 def detached(y):
@@ -116,17 +106,15 @@ def complex_output(y):
 
 
 CALLS = {
-    no_losses: "loss with a positive weight. Found none",
-    all_missing: "loss with a positive weight. Found none",
+    no_losses: "loss with a positive weight",
+    all_missing: "loss with a positive weight",
     unknown: "`losses` should be one of 'l1', 'l2', 'adv'. Found `losses = 'l3'`",
-    not_scalar: r"'l1' should be a tensor with one real number. Found \(4, 7\)",
-    a_number: "'l1' should be a tensor with one real number. Found float",
     detached: "'l1' should depend on `y`",
     apart: "'l2' should depend on `y`",
     from_a_copy: "'l1' should depend on `y`",
     no_gradient: "`y` should hold a tensor that requires a gradient",
     no_tensor: "`y` should hold a tensor that requires a gradient",
-    no_batch: "common first dimension.*per_batch_item=False",
+    no_batch: "common first dimension.*per_batch_item",
     other_batch: "common first dimension",
     one_from_the_other: "none is made from another",
     complex_output: "real tensors",
@@ -177,7 +165,7 @@ def test_heads_that_the_output_is_made_from(used, wrong):
 
 def test_an_output_is_no_head(used):
     y = draw(4, 7).requires_grad_()
-    with pytest.raises(InputError, match="1 of 1 that `y` is made from"):
+    with pytest.raises(InputError, match="1 of 1"):
         used.backward(losses_of(same_y(y), TARGET), y, head_parameters=[y])
 
 
@@ -195,20 +183,30 @@ def test_a_batch_independent_norm_needs_one_number_of_items(call):
 def test_only_losses_of_weight_zero():
     balancer = LossBalancer({"a": 0, "b": 1})
     y = draw(4, 7).requires_grad_()
-    with pytest.raises(InputError, match="only \\['a'\\], of weight zero"):
+    with pytest.raises(InputError, match="positive weight"):
         balancer.backward({"a": y.sum()}, y)
 
 
 @pytest.mark.parametrize(
     ("grad_scale", "match"),
-    [(torch.ones(2), "one number"), (-1.0, "grad_scale"), (object(), "has a method `scale`")],
+    [(torch.ones(2), "invalid for input of size 2"), (-1.0, "grad_scale"), (object(), "scale")],
 )
 def test_loss_scales(used, grad_scale, match):
     y = draw(4, 7).requires_grad_()
-    with pytest.raises(InputError, match=match):
+    wrong = pytest.raises((InputError, RuntimeError, AttributeError), match=match)
+    with wrong:
         used.backward({"l1": y.sum()}, y, grad_scale=grad_scale)
-    with pytest.raises(InputError, match=match):
+    with wrong:
         used.fork(y, grad_scale=grad_scale)
+
+
+def test_a_loss_of_several_numbers_is_torchs_own_error(used):
+    y = draw(4, 7).requires_grad_()
+    before = copy.deepcopy(used.state_dict())
+    with pytest.raises(RuntimeError, match="scalar outputs"):
+        used.backward({**losses_of(same_y(y), TARGET), "adv": y.abs()}, y)
+    assert y.grad is None
+    assert all(torch.equal(value, before[key]) for key, value in used.state_dict().items())
 
 
 def test_weights_are_changed_by_name_only(used):
@@ -226,6 +224,5 @@ def test_weights_are_changed_by_name_only(used):
 
 def test_the_state_of_other_losses_is_refused(used):
     other = LossBalancer({"l1": 1.0, "l2": 2.0, "feat": 4.0})
-    with pytest.raises(InputError, match=r"\['feat', 'l1', 'l2'\].*\['adv', 'l1', 'l2'\]"):
+    with pytest.raises(RuntimeError, match=r"Missing.*state.loss_feat.*\n.*Unexpected.*loss_adv"):
         other.load_state_dict(used.state_dict())
-    assert other.core.averages.steps.mass.sum() == 0

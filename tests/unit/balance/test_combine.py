@@ -1,6 +1,5 @@
 """Aggregators in place of the sum: our own stand-ins always, TorchJD's where it is installed."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -148,19 +147,15 @@ class MGDA(ByProducts):
 
 
 @CALLS
-@pytest.mark.parametrize("why", ["not finite", "zero", "weight", "missing"])
-def test_a_hull_does_not_have_a_corner_at_zero(call, why, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchjd.aggregation", SimpleNamespace(MGDA=MGDA))
+@pytest.mark.parametrize("why", ["weight", "missing"])
+def test_a_hull_does_not_have_a_corner_at_zero(call, why):
     y = draw(4, 7)
     weights = {**WEIGHTS, "l1": 0.0 if why == "weight" else 1.0}
-    factor = {"not finite": torch.nan, "zero": 0.0}.get(why, 1.0)
 
     def losses(ys):
         found = make(ys)
         if why == "missing":
             del found["l1"]
-        else:
-            found["l1"] = factor * ys["l1"].sum()
         return found
 
     got = gradient_handed_on(LossBalancer(weights, combine=MGDA()), losses, y, call)
@@ -199,7 +194,7 @@ def test_random_weights_do_not_depend_on_the_callers_generator():
 def test_random_weights_begin_anew_as_well():
     first, fresh = (LossBalancer(WEIGHTS, combine=Drawing()) for _ in range(2))
     gradient_handed_on(first, make, draw(4, 7))
-    first.reset_parameters()
+    first.reset()
     got, expected = (gradient_handed_on(b, make, draw(4, 7)) for b in (first, fresh))
     assert torch.equal(got, expected)
 
@@ -259,13 +254,11 @@ def test_what_torchjd_s_names_may_be(monkeypatch):
     fake = SimpleNamespace(Aggregator=Aggregator, Known=Known, Needy=Needy, Helper=dict)
     monkeypatch.setattr("steadygrad.balance.aggregators.import_module", lambda _: fake)
     assert isinstance(LossBalancer(WEIGHTS, combine="Known").aggregator, Known)
-    for name, match in [
-        ("Needy", "no arguments"),
-        ("Helper", "aggregator of TorchJD"),
-        ("Nothing", "aggregator of TorchJD"),
-    ]:
-        with pytest.raises(InputError, match=match):
+    for name in ("Helper", "Nothing", 3):
+        with pytest.raises(InputError, match="combine"):
             LossBalancer(WEIGHTS, combine=name)
+    with pytest.raises(TypeError, match="'k'"):
+        LossBalancer(WEIGHTS, combine="Needy")
 
 
 @CALLS

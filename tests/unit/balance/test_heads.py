@@ -7,7 +7,7 @@ from torch.amp import GradScaler
 
 from steadygrad import LossBalancer
 from steadygrad._checks import InputError
-from tests.unit.balance.problems import draw, gradient_handed_on
+from tests.unit.balance.problems import draw, gradient_handed_on, mass_of
 
 CALLS = pytest.mark.parametrize("call", ["backward", "fork"])
 WEIGHTS = {"l1": 1.0, "adv": 4.0}
@@ -42,7 +42,7 @@ def test_an_overflow_in_a_head_alone_reaches_its_scaler(call, dtype):
     )
     assert torch.isfinite(got).all()
     assert not torch.isfinite(head.weight.grad).any()
-    assert balancer.left_out["nonfinite"]["adv"].item() == 0
+    assert balancer.metrics["nonfinite_adv"].item() == 0
     if dtype == torch.float32:  # torch refuses to unscale float16 gradients
         scaler.step(optimizer)
         scaler.update()
@@ -82,12 +82,20 @@ def test_an_overflowing_y_makes_all_heads_gradients_nan_for_a_scaler():
     assert head.weight.grad.isnan().all()
 
 
+def test_gradients_of_a_float16_head_are_summed_in_float32():
+    """2048 + 1 + 1 in float16 alone is 2048."""
+    weight, factors = nn.Parameter(torch.ones(1).half()), {"a": 2048.0, "b": 1.0, "c": 1.0}
+    make = lambda ys: {k: (f * weight).sum() + ys[k].mean() for k, f in factors.items()}  # noqa: E731
+    balancer = LossBalancer(dict.fromkeys(factors, 1.0))
+    gradient_handed_on(balancer, make, draw(4, 7), head_parameters=[weight])
+    assert weight.grad.dtype == torch.float16
+    assert weight.grad.item() == 2050.0
+
+
 FORMS = {
     "module": lambda head: head,
     "generator": lambda head: head.parameters(),
     "named": lambda head: head.named_parameters(),
-    "modules": lambda head: [head[0], head[1]],
-    "mixed": lambda head: [head[0], *head[1].parameters()],
 }
 
 
@@ -102,31 +110,14 @@ def test_heads_may_be_named_in_many_ways(form):
         torch.testing.assert_close(p.grad, expected, rtol=1e-12, atol=0)
 
 
-def test_one_tensor_is_a_head():
-    weight = draw(7, 3).requires_grad_()
-    make = lambda ys: {"l1": ys["l1"].abs().mean(), "adv": (ys["adv"] @ weight).sum()}  # noqa: E731
-    y = draw(4, 7)
-    gradient_handed_on(LossBalancer(WEIGHTS), make, y, head_parameters=weight)
-    expected = y.sum(0)[:, None].expand(7, 3)
-    torch.testing.assert_close(weight.grad, expected, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize(
-    ("heads", "match"),
-    [
-        (3, "Found a int"),
-        ("critic", "Found a str"),
-        ({"w": torch.ones(2)}, "Found a dict"),
-        ([torch.ones(2), None], "Found a NoneType"),
-        ([("w", 3)], "Found a tuple"),
-        (torch.ones(2, requires_grad=True) * 2, r"shape \(2,\) that was computed"),
-    ],
+    "heads",
+    ["critic", [nn.Linear(1, 1)], [("w", 3)], [torch.ones(2, requires_grad=True) * 2]],
 )
-def test_what_is_no_head_is_refused(heads, match):
+def test_what_is_no_head_is_refused(heads):
     y = draw(4, 7).requires_grad_()
     balancer = LossBalancer(WEIGHTS)
-    with pytest.raises(InputError, match=match) as caught:
+    with pytest.raises(InputError, match="head_parameters"):
         balancer.backward({"l1": y.sum()}, y, head_parameters=heads)
-    assert "Remedy" in str(caught.value)
     assert y.grad is None
-    assert balancer.core.averages.steps.mass.sum() == 0
+    assert mass_of(balancer).sum() == 0

@@ -11,11 +11,13 @@ from steadygrad import LossBalancer
 from tests.reference.balance import ReferenceBalancer
 from tests.unit.balance.problems import (
     WEIGHTS,
+    averages_of,
     draw,
     gradient_handed_on,
     gradients_of,
     losses_of,
     make_model,
+    mass_of,
     partial_gradients,
     run,
     same_y,
@@ -70,7 +72,7 @@ def test_float16_under_a_scaler_equals_float32(call, micro):
         for optimizer in optimizers:
             optimizer.zero_grad()
     # The averages hold unscaled norms.
-    kept, wanted = ours.core.averages.steps.value(), exact.core.averages.steps.value()
+    kept, wanted = averages_of(ours), averages_of(exact)
     torch.testing.assert_close(kept, wanted, rtol=2e-3, atol=0)
     assert kept.min() < 1e-4
 
@@ -88,10 +90,9 @@ def test_an_overflow_reaches_the_scaler_and_no_average(call):
     scaler.update()
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     assert scaler.get_scale() == 2.0**23
-    assert balancer.left_out["nonfinite"]["l2"].item() == 1
+    assert balancer.metrics["nonfinite_l2"].item() == 1
     # The step is skipped, so the other losses' averages wait too.
-    assert balancer.core.averages.steps.mass.tolist() == [0.0] * 3
-    assert balancer.core.averages.steps.total.tolist() == [0.0] * 3
+    assert mass_of(balancer).tolist() == [0.0] * 3
 
 
 class Doubling:
@@ -114,15 +115,15 @@ def test_only_a_scaler_is_handed_what_is_not_finite(call):
         some = lambda ys: {k: v for k, v in make(ys).items() if k != "l2"}  # noqa: E731
         expected = 2 * gradient_handed_on(fresh, some, y, call)
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
-        assert balancer.core.averages.steps.mass.tolist() == [1.0, 0.0, 1.0]
+        assert mass_of(balancer).tolist() == [1.0, 0.0, 1.0]
     balancer = LossBalancer(WEIGHTS, grad_scale=Doubling())
     assert gradient_handed_on(balancer, broken, y, call).isnan().all()
-    assert balancer.core.averages.steps.mass.tolist() == [0.0] * 3
+    assert mass_of(balancer).tolist() == [0.0] * 3
     # Nothing of a loss without weight is in the gradient: there is nothing to skip.
     balancer = LossBalancer({**WEIGHTS, "l2": 0.0}, grad_scale=Doubling())
     got = gradient_handed_on(balancer, broken, y, call)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
-    assert balancer.core.averages.steps.mass.tolist() == [1.0, 0.0, 1.0]
+    assert mass_of(balancer).tolist() == [1.0, 0.0, 1.0]
 
 
 @CALLS
@@ -137,12 +138,12 @@ def test_a_step_that_overflows_in_one_micro_batch_moves_no_average(call, spoiled
         losses = broken if part == spoiled else make
         got = gradient_handed_on(balancer, losses, 3 * y, call)
         assert got.isnan().all() == (part == spoiled)
-    assert balancer.core.averages.steps.mass.tolist() == [0.0] * 3
+    assert mass_of(balancer).tolist() == [0.0] * 3
     # And the next step is one like any other.
     for _ in range(3):
         got = gradient_handed_on(balancer, make, y, call)
         assert torch.equal(got, gradient_handed_on(plain, make, y, call))
-    assert balancer.core.averages.steps.mass.tolist() == [1.0] * 3
+    assert mass_of(balancer).tolist() == [1.0] * 3
 
 
 def test_a_step_is_ended_by_hand():
@@ -152,16 +153,16 @@ def test_a_step_is_ended_by_hand():
     balancer.end_step()
     for slope in (0.25, 0.75):
         gradient_handed_on(balancer, line(slope), y)
-    assert balancer.core.averages.steps.mass.item() == 0
+    assert mass_of(balancer).item() == 0
     for _ in range(2):
         balancer.end_step()
-        assert balancer.core.averages.steps.mass.item() == 1
+        assert mass_of(balancer).item() == 1
         # Slopes of 1 and 3, divided by four micro-batches, for items of seven numbers.
-        assert balancer.core.averages.steps.value().item() == pytest.approx(2 * 7**0.5)
+        assert averages_of(balancer).item() == pytest.approx(2 * 7**0.5)
     for part in range(4):
-        assert balancer.core.averages.steps.mass.item() == 1, part
+        assert mass_of(balancer).item() == 1, part
         gradient_handed_on(balancer, line(0.25), y)
-    assert balancer.core.averages.steps.mass.item() == pytest.approx(1.999)
+    assert mass_of(balancer).item() == pytest.approx(1.999)
 
 
 def test_a_skipped_step_that_is_ended_by_hand_moves_no_average():
@@ -169,8 +170,8 @@ def test_a_skipped_step_that_is_ended_by_hand_moves_no_average():
     for slope in (1.0, torch.nan):
         gradient_handed_on(balancer, lambda ys, s=slope: {"a": s * ys["a"].sum()}, y)
     balancer.end_step()
-    assert balancer.core.averages.steps.mass.item() == 0
-    assert balancer.core.averages.spoiled.item() == 0
+    assert mass_of(balancer).item() == 0
+    assert balancer.state.numbers().skipped.item() == 0
 
 
 def test_a_disabled_scaler_is_none():
@@ -195,7 +196,7 @@ def test_one_and_four_accumulation_steps_agree(call, per_item):
             if step > 0:
                 results[micro].append(gradients_of(model))
             model.zero_grad()
-        results[micro].append(balancer.core.averages.steps.value())
+        results[micro].append(averages_of(balancer))
     for one, four in zip(results[1], results[4], strict=True):
         torch.testing.assert_close(four, one, rtol=1e-11, atol=1e-13)
 
@@ -226,12 +227,12 @@ def test_a_step_cut_short_ends_with_what_it_has():
     balancer, y = LossBalancer({"a": 1}), draw(4, 7)
     line = lambda slope: lambda ys: {"a": slope * ys["a"].sum()}  # noqa: E731
     gradient_handed_on(balancer, line(0.5), y, accumulation_steps=2)
-    assert balancer.core.averages.steps.mass.item() == 0
+    assert mass_of(balancer).item() == 0
     gradient_handed_on(balancer, line(3.0), y, accumulation_steps=1)
-    assert balancer.core.averages.steps.mass.item() == 1
+    assert mass_of(balancer).item() == 1
     # The mean of slopes 1 (a half of two) and 3, for items of seven numbers.
     expected = pytest.approx(2 * 7**0.5)
-    assert balancer.core.averages.steps.value().item() == expected
+    assert averages_of(balancer).item() == expected
 
 
 def test_a_lagging_first_step_uses_its_own_norm():
@@ -242,7 +243,7 @@ def test_a_lagging_first_step_uses_its_own_norm():
     # Then the average as it was before, while the other one has moved.
     gradient_handed_on(lag, make, 5 * y)
     gradient_handed_on(plain, make, 5 * y)
-    first = plain.core.averages.steps.total[1] - lag.metrics["norm_l2"]
+    first = plain.state.numbers().total[1] - lag.metrics["norm_l2"]
     torch.testing.assert_close(lag.metrics["average_l2"], first / 0.999, rtol=1e-9, atol=0)
     assert lag.metrics["average_l2"] < 0.9 * plain.metrics["average_l2"]
 
@@ -254,11 +255,11 @@ def test_a_step_that_was_open_when_saved_is_open_when_loaded():
     second.load_state_dict(first.state_dict())
     gradient_handed_on(second, line(3.0), y, accumulation_steps=1)
     # Slopes of 1 and 3: what was saved belongs to the step that is ended now.
-    assert second.core.averages.steps.value().item() == pytest.approx(2 * 7**0.5)
+    assert averages_of(second).item() == pytest.approx(2 * 7**0.5)
     third = LossBalancer({"a": 1})
     third.load_state_dict(first.state_dict())
     third.end_step()
-    assert third.core.averages.steps.value().item() == pytest.approx(7**0.5)
+    assert averages_of(third).item() == pytest.approx(7**0.5)
 
 
 @CALLS

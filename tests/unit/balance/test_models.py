@@ -7,13 +7,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from steadygrad import LossBalancer
-from steadygrad.balance.fork import eager
+from steadygrad.balance.graphs import eager
 from tests.unit.balance.problems import (
     WEIGHTS,
     draw,
     gradients_of,
     losses_of,
     make_model,
+    mass_of,
     run,
     same_y,
 )
@@ -46,7 +47,7 @@ def test_a_fork_inside_of_a_checkpoint_balances_once(reentrant):
         return sum(losses_of(balancer.fork(model(x)), TARGET).values())
 
     checkpoint(region, draw(4, 5).requires_grad_(), use_reentrant=reentrant).backward()
-    assert balancer.core.averages.steps.mass.tolist() == [1.0, 1.0, 1.0]
+    assert mass_of(balancer).tolist() == [1.0, 1.0, 1.0]
     expected = step(LossBalancer(WEIGHTS), make_model(), draw(4, 5), "fork")
     torch.testing.assert_close(gradients_of(model), expected, **CLOSE)
 

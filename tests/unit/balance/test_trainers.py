@@ -12,7 +12,15 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from steadygrad import LossBalancer
-from tests.unit.balance.problems import WEIGHTS, draw, losses_of, make_model, parameters_of
+from tests.unit.balance.problems import (
+    WEIGHTS,
+    averages_of,
+    draw,
+    losses_of,
+    make_model,
+    mass_of,
+    parameters_of,
+)
 
 X, TARGET = draw(32, 5, dtype=torch.float32), draw(32, 7, seed=1, dtype=torch.float32)
 ITEMS, RATE = 8, 0.01
@@ -52,12 +60,10 @@ def assert_as_by_hand(module, micro, tolerance):
     got = parameters_of(module.model)
     torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
     assert not torch.equal(got, parameters_of(make_model(torch.float32)))
-    steps = module.balancer.core.averages.steps
-    torch.testing.assert_close(
-        steps.value(), balancer.core.averages.steps.value(), rtol=1e-6, atol=0
-    )
+    found = averages_of(module.balancer)
+    torch.testing.assert_close(found, averages_of(balancer), rtol=1e-6, atol=0)
     # As many steps as the optimizer's, not as micro-batches.
-    assert torch.equal(steps.mass, balancer.core.averages.steps.mass)
+    assert torch.equal(mass_of(module.balancer), mass_of(balancer))
 
 
 @MICRO

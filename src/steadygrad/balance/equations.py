@@ -26,59 +26,39 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = [
-    "balanced_scales",
-    "gram",
-    "item_norms",
-    "norm_sum",
-    "norms_from_sums",
-    "plain_sum",
-    "shares",
-    "weighted_sum",
-]
+from steadygrad.numerics import wide
 
-
-def item_norms(gradients: Sequence[Tensor]) -> Tensor:
-    r"""The norm of each item's gradient, over all tensors of a nest.
-
-    Args:
-        gradients: Gradients of one loss, with shapes ``(B, *)``; the items come first.
-
-    Returns:
-        :math:`\lVert g[b] \rVert`, in float32 or wider, with shape ``(B,)``.
-    """
-    norms = [_norm_of_rows(g) for g in gradients]
-    if len(norms) == 1:
-        return norms[0]
-    joined: Tensor = torch.linalg.vector_norm(torch.stack(norms).double(), dim=0)
-    return joined
-
-
-def _norm_of_rows(gradient: Tensor) -> Tensor:
-    wide = _wide(gradient)
-    # No dimensions would mean all of them.
-    if gradient.ndim == 1:
-        return gradient.abs().to(wide)
-    dims = tuple(range(1, gradient.ndim))
-    norms: Tensor = torch.linalg.vector_norm(gradient, dim=dims, dtype=wide)
-    return norms
+__all__ = ["balanced_scales", "gram", "norm_sum", "norms_from_sums", "shares", "weighted_sum"]
 
 
 def norm_sum(gradients: Sequence[Tensor], *, per_item: bool) -> Tensor:
     r"""Norms of one loss's gradients, as they are summed over items, micro-batches and processes.
 
     Args:
-        gradients: Gradients of one loss; with ``per_item`` of shapes ``(B, *)``.
+        gradients: Gradients of one loss; with ``per_item`` of shapes ``(B, *)``, items first.
         per_item: Whether items have norms of their own.
 
     Returns:
         :math:`\sum_b \lVert g[b] \rVert`, or :math:`\lVert g \rVert^2` of the whole, in float64
         with shape ``()``.
     """
-    if per_item:
-        return item_norms(gradients).sum(dtype=torch.float64)
-    norms = [torch.linalg.vector_norm(g, dtype=_wide(g)).double() for g in gradients]
-    return torch.stack(norms).square().sum()
+    if not per_item:
+        norms = [torch.linalg.vector_norm(g, dtype=wide(g.dtype)).double() for g in gradients]
+        return torch.stack(norms).square().sum()
+    norms = [_norms_of_items(g) for g in gradients]
+    if len(norms) > 1:
+        norms = [torch.linalg.vector_norm(torch.stack(norms).double(), dim=0)]
+    total: Tensor = norms[0].sum(dtype=torch.float64)
+    return total
+
+
+def _norms_of_items(gradient: Tensor) -> Tensor:
+    # No dimensions would mean all of them.
+    if gradient.ndim == 1:
+        return gradient.abs().to(wide(gradient.dtype))
+    dims = tuple(range(1, gradient.ndim))
+    norms: Tensor = torch.linalg.vector_norm(gradient, dim=dims, dtype=wide(gradient.dtype))
+    return norms
 
 
 def norms_from_sums(
@@ -138,10 +118,6 @@ def balanced_scales(averages: Tensor, targets: Tensor, *, total_norm: float, eps
 
     Returns:
         Scales with shape ``(K,)``, zero for losses without a target.
-
-    References:
-        | High Fidelity Neural Audio Compression (Défossez et al., 2022), section 3.4
-        | https://arxiv.org/abs/2210.13438
     """
     return torch.where(targets > 0, targets * total_norm / (eps + averages), 0.0)
 
@@ -159,42 +135,16 @@ def weighted_sum(gradients: Sequence[Tensor | None], scales: Tensor) -> Tensor |
     Returns:
         The sum in the gradients' type, or None if there is none.
     """
-    there = [g for g in gradients if g is not None]
-    if not there:
+    pairs = [(g, s) for g, s in zip(gradients, scales.unbind(), strict=True) if g is not None]
+    if not pairs:
         return None
-    factors = scales.to(_wide(there[0])).unbind()
-    pairs = [(g, s) for g, s in zip(gradients, factors, strict=True) if g is not None]
-    first, factor = pairs[0]
-    wide = _wide(first)
-    total = _finite(first.to(wide)).mul_(factor)
+    first = pairs[0][0]
+    dtype = wide(first.dtype)
+    total = _finite(first.to(dtype)).mul_(pairs[0][1].to(dtype))
     scratch = torch.empty_like(total) if len(pairs) > 1 else total
-    for gradient, factor in pairs[1:]:
+    for gradient, scale in pairs[1:]:
         # Rounded before it is added, as the originals do: gradients that cancel leave zero.
-        total.add_(_finite(gradient.to(wide), out=scratch).mul_(factor))
-    return total.to(first.dtype)
-
-
-def plain_sum(gradients: Sequence[Tensor | None], kept: Tensor) -> Tensor | None:
-    """Sums one tensor's gradients of the losses that are kept, as they are.
-
-    Other than in :func:`weighted_sum`, what is not finite in a kept one stays: it is the only
-    sign there is of an overflow behind the point where the losses part.
-
-    Args:
-        gradients: One gradient a loss, of one shape; None counts as zero.
-        kept: Which losses are kept, boolean with shape ``(K,)``.
-
-    Returns:
-        The sum in the gradients' type, taken in float32 or wider, or None if there is none.
-    """
-    pairs = zip(gradients, kept.unbind(), strict=True)
-    there = [(g, keep) for g, keep in pairs if g is not None]
-    if not there:
-        return None
-    (first, keep), *others = there
-    total = torch.where(keep, first.to(_wide(first)), 0.0)
-    for gradient, keep in others:
-        total.add_(torch.where(keep, gradient, 0.0))
+        total.add_(_finite(gradient.to(dtype), out=scratch).mul_(scale.to(dtype)))
     return total.to(first.dtype)
 
 
@@ -203,35 +153,23 @@ def _finite(tensor: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0, out=out)
 
 
-def gram(gradients: Sequence[Sequence[Tensor | None] | None]) -> Tensor:
+def gram(gradients: Sequence[Sequence[Tensor | None]]) -> Tensor:
     r"""Inner products of the losses' gradients.
 
     Args:
-        gradients: For each loss its gradients, or None; a missing one counts as zero.
+        gradients: For each loss its gradients of the outputs; None and an empty row count as zero.
 
     Returns:
         :math:`\langle g_i, g_j \rangle`, symmetric, in float64 with shape ``(K, K)``.
     """
-    device = next(g.device for row in gradients if row for g in row if g is not None)
+    device = next(g.device for row in gradients for g in row if g is not None)
     zero = torch.zeros((), dtype=torch.float64, device=device)
-    count = len(gradients)
-    products = [[zero] * count for _ in range(count)]
-    for i in range(count):
-        for j in range(i + 1):
-            products[i][j] = products[j][i] = _inner(gradients[i], gradients[j], zero)
-    return torch.stack([entry for row in products for entry in row]).view(count, count)
-
-
-def _inner(
-    left: Sequence[Tensor | None] | None, right: Sequence[Tensor | None] | None, zero: Tensor
-) -> Tensor:
-    total = zero
-    for a, b in zip(left or (), right or (), strict=False):
-        if a is not None and b is not None:
-            wide = _wide(a)
-            total = total + torch.dot(a.to(wide).reshape(-1), b.to(wide).reshape(-1))
-    return total
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+    products = [[zero] * len(gradients) for _ in gradients]
+    for i, row in enumerate(gradients):
+        for j, other in enumerate(gradients[: i + 1]):
+            for a, b in zip(row, other, strict=False):
+                if a is not None and b is not None:
+                    a, b = (x.to(wide(x.dtype)).reshape(-1) for x in (a, b))
+                    products[i][j] = products[i][j] + torch.dot(a, b)
+            products[j][i] = products[i][j]
+    return torch.stack([torch.stack(line) for line in products])
