@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from steadygrad import LayerwiseGradScaler
-from steadygrad.formulas.exponents import exponent_histograms, shares
 from steadygrad.tasks import load_task
 
 torch.set_num_threads(1)  # tensors this small only wait for each other
@@ -146,9 +145,11 @@ for place, layer in enumerate(LAYERS):
         low, high = found.quantile(0.01).item(), found.max().item()
         label = None if place else kind
         axis.barh(place + height, high - low, 0.36, left=low, color=color, label=label)
-    counts = exponent_histograms([inside[layer]])
-    own = math.log2(last[""] * last[layer])
-    lost = [shares(counts, log2).flushed.item() for log2 in (one[-1], own)]
+    sizes = inside[layer].abs().log2()  # minus infinity for zeros
+    scales = one[-1], math.log2(last[""] * last[layer])
+    # Below half of float16's least number, 2**-24.
+    flushed = [(sizes > -math.inf) & (sizes < -25 - scale) for scale in scales]
+    lost = [zeros.float().mean().item() for zeros in flushed]
     print(f"{layer}: {lost[0]:5.1%} become zero under the one scale, {lost[1]:5.1%} under its own")
 axis.set_yticks(range(len(LAYERS)), [*LAYERS])
 axis.invert_yaxis()

@@ -12,8 +12,8 @@ from steadygrad._checks import InputError, check_choice
 from steadygrad.balance import aggregators, equations, graphs
 from steadygrad.balance.norms import GradientRow, JoinedSums, LossNumbers, LossState, StepResult
 from steadygrad.balance.options import GradScale, LossScale, Options, check_weights
-from steadygrad.numerics import wide
 from steadygrad.distributed import RankSum
+from steadygrad.numerics import wide
 
 __all__ = ["LossBalancer"]
 

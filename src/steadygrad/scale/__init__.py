@@ -3,8 +3,7 @@
 :class:`LayerwiseGradScaler` takes the place of ``torch.amp.GradScaler``.
 """
 
-from steadygrad.scale.options import AutoScale, LayerScale
-from steadygrad.scale.scaler import LayerwiseGradScaler
-from steadygrad.scale.unscale import MeasuredExponents
+from steadygrad.scale.layers import AutoScale, LayerScale
+from steadygrad.scale.scaler import LayerwiseGradScaler, MeasuredExponents
 
 __all__ = ["AutoScale", "LayerScale", "LayerwiseGradScaler", "MeasuredExponents"]

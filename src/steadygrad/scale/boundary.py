@@ -10,7 +10,7 @@ by :math:`s_a / s_b`: in half precision the plain gradient between the two might
 """
 
 import copyreg
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,31 +18,22 @@ from torch import Tensor, nn
 
 from steadygrad._checks import InputError
 from steadygrad._nests import tree_map_tensors
-from steadygrad.formulas.exponents import exponent_histograms
-from steadygrad.scale.audit import is_narrow
-from steadygrad.scale.layers import Layer, Layers
+from steadygrad.numerics import wide
+from steadygrad.scale.equations import exponent_histogram, is_narrow
+from steadygrad.scale.layers import Layers
 from steadygrad.scale.table import OTHERS, OWN, ScaleTable
 from steadygrad.shards import local
-
-__all__ = ["ScaleHooks", "check_no_boundary"]
 
 _TAG = "_steadygrad_boundary"
 
 
 class _ScalePath(NamedTuple):
-    """Lists the boundaries that a gradient crosses at one node, as indices of layers.
+    """The boundaries that a gradient crosses at one node, as indices of layers."""
 
-    Attributes:
-        into: The layer that the gradient enters.
-        out_of: The layer that it leaves; a non-finite value arose there.
-        times: Layers whose scales multiply it.
-        over: Layers whose scales divide it.
-    """
-
-    into: int
-    out_of: int
-    times: tuple[int, ...] = ()
-    over: tuple[int, ...] = ()
+    into: int  # the layer that the gradient enters
+    out_of: int  # the layer that it leaves; a non-finite value arose there
+    times: tuple[int, ...] = ()  # layers whose scales multiply it
+    over: tuple[int, ...] = ()  # layers whose scales divide it
 
     def joined(self, earlier: "_ScalePath") -> "_ScalePath":
         """Joins an earlier path to this one; scales that cancel are left out."""
@@ -54,27 +45,13 @@ class _ScalePath(NamedTuple):
 
 
 class _BoundaryTag(NamedTuple):
-    """Marks a tensor behind a boundary, so that the next boundary can replace its node.
-
-    Attributes:
-        table: The scaler's table.
-        origin: The tensor before the boundary.
-        version: Version of the origin; the tensor's own is zero until it is changed in place.
-        path: The node's path.
-        argument: The tensor that the hook was given; ``origin`` or a tensor behind it.
-    """
+    """Marks a tensor behind a boundary, so that the next boundary can replace its node."""
 
     table: ScaleTable
-    origin: Tensor
-    version: int
+    origin: Tensor  # the tensor before the boundary
+    version: int  # of the origin; the tensor's own is zero until it is changed in place
     path: _ScalePath
-    argument: Tensor
-
-    def allows_replacement(self, tensor: Tensor, table: ScaleTable) -> bool:
-        """Checks that both tensors are unchanged and the one between them has no hooks."""
-        heard = tensor._backward_hooks or tensor.retains_grad
-        same = (self.origin._version, tensor._version) == (self.version, 0)
-        return self.table is table and same and not heard
+    argument: Tensor  # what the hook was given: the origin, or a tensor behind it
 
 
 class _ScaleGrad(torch.autograd.Function):
@@ -88,7 +65,7 @@ class _ScaleGrad(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, table: ScaleTable, path: _ScalePath, flag: Tensor, *counts: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(table.own, table.inverse, table.gate)
+        ctx.save_for_backward(table.scales, table.inverse, table.gate)
         # The audit reads the path.
         ctx.table, ctx.scale_path, ctx.measured = table, path, bool(counts)
         # A view would not do: autograd forbids to change it in place.
@@ -106,12 +83,12 @@ class _ScaleGrad(torch.autograd.Function):
 
 def _scaled(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
     """Scales a gradient; returns a flag and two rows of counts of its values too."""
-    own, inverse, gate = ctx.saved_tensors
+    scales, inverse, gate = ctx.saved_tensors
     # In float32 at least: a scale of 2**16 is infinite in half precision. One after the other:
     # the product of the factors may be out of float32's range although its result is not.
-    scaled = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    scaled = gradient.to(wide(gradient.dtype))
     for index in ctx.scale_path.times:
-        scaled = scaled * own[index].to(gradient.device)
+        scaled = scaled * scales[index].to(gradient.device)
     for index in ctx.scale_path.over:
         scaled = scaled * inverse[index].to(gradient.device)
     compiling = torch.compiler.is_compiling()
@@ -119,9 +96,9 @@ def _scaled(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
         kept = gradient if ctx.table.running == OTHERS else scaled.to(gradient.dtype)
         return kept, *[None] * (3 if ctx.measured else 1)
     # The sum is finite exactly when every element is, unless the sum itself overflows.
-    seen = [torch.isfinite(local(scaled).sum()).logical_not().to(own)]
+    seen = [torch.isfinite(local(scaled).sum()).logical_not().to(scales)]
     if ctx.measured:
-        seen += exponent_histograms([local(scaled), local(gradient)]).unbind()
+        seen += [exponent_histogram(local(scaled)), exponent_histogram(local(gradient))]
     result = torch.nan_to_num(scaled, 0.0, 0.0, 0.0)
     if compiling:
         gate = gate.to(gradient.device)
@@ -141,48 +118,41 @@ class _OnceOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> None:
         raise InputError(
-            "Expected first derivatives through the modules chosen in `layer_scales`. Found a "
-            "second one, as of a gradient penalty: no single divisor removes the scales from it. "
-            "Remedy: do not choose these modules, or layer_scales={} with an init_scale."
+            "Expected first derivatives through the modules in `layer_scales`. Found a second one, "
+            "from which no divisor removes the scales. Remedy: leave these modules out."
         )
 
 
 class ScaleHooks:
-    """Puts a boundary around one chosen module, by its forward hooks.
+    """Puts a boundary around one chosen module, by its forward hooks."""
 
-    Args:
-        index: Index of the layer.
-        layers: The layers.
-        table: Scales of the layers.
-    """
-
-    def __init__(self, index: int, layers: Layers, table: ScaleTable) -> None:
-        name, module, parent = layers.layers[index]
-        self.table, self._name = table, repr(name)
+    def __init__(self, module: nn.Module, index: int, layers: Layers, table: ScaleTable) -> None:
+        parent = layers.chains[index][-2]
+        self.table, self._name = table, repr(layers.names[index])
         self._enter = _ScalePath(into=parent, out_of=index, over=(index,))
         self._leave = _ScalePath(into=index, out_of=parent, times=(index,))
-        self._entered: list[Tensor] = []  # in compiled code, while it is traced
+        entered: list[Tensor] = []  # in compiled code, while it is traced
 
         # Functions without arguments of ours: dynamo hands nothing else to its callbacks.
         def note_call(context: Any = None) -> None:
             table.called.add(index)
-            self._entered.clear()
+            entered.clear()
 
         def note_argument(context: Any) -> None:
-            self._entered.append(context.get_local("tensor").as_fake())
+            entered.append(context.get_local("tensor").as_fake())
 
         def refuse_changes(context: Any) -> None:
-            if any(fake._version for fake in self._entered):
+            if any(fake._version for fake in entered):
                 raise InputError(
-                    "Expected modules that leave their arguments as they are, in compiled code. "
-                    f"Found that {self._name} changes one in place, which its caller would not "
-                    "see. Remedy: inplace=False, or choose a module around it."
+                    f"Expected arguments left as they are in compiled code. Found {self._name} "
+                    "changes one in place, unseen by its caller. Remedy: inplace=False, or choose "
+                    "a module around it."
                 )
 
         self._note_call, self._note_argument = note_call, note_argument
         self._refuse_changes = refuse_changes
         # Compiled code is guarded by this text: a new scaler's hooks are traced anew.
-        self._key = f"{name} {id(self)}"
+        self._key = f"{self._name} {id(self)}"
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, with_kwargs=True),
@@ -208,32 +178,28 @@ class ScaleHooks:
         else:
             self._note_call()
         where = f"an argument of {self._name}"
-        entered = [self._cross_nest(arg, self._enter, where) for arg in args]
-        return tuple(entered), {
-            k: self._cross_nest(v, self._enter, where) for k, v in kwargs.items()
-        }
+        return tree_map_tensors(lambda x: self._cross(x, self._enter), (args, kwargs), where)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not self._is_active():
             return output
-        left = self._cross_nest(output, self._leave, f"an output of {self._name}")
+        where = f"an output of {self._name}"
+        left = tree_map_tensors(lambda x: self._cross(x, self._leave), output, where)
         if torch.compiler.is_compiling():
             _at_trace_time(self._key, self._refuse_changes)
         else:
-            for nest in (*args, *kwargs.values()):
-                tree_map_tensors(self._hand_back, nest, f"an argument of {self._name}")
+            tree_map_tensors(self._hand_back, (args, kwargs), where)
         return left
-
-    def _cross_nest(self, nest: Any, path: _ScalePath, where: str) -> Any:
-        return tree_map_tensors(lambda tensor: self._cross(tensor, path), nest, where)
 
     def _cross(self, tensor: Tensor, path: _ScalePath) -> Tensor:
         table, origin = self.table, tensor
         # A compiler cannot read versions; inductor leaves out the roundings in between itself.
         compiling = torch.compiler.is_compiling()
         tag = None if compiling else getattr(tensor, _TAG, None)
-        if tag is not None and tag.allows_replacement(tensor, table):
-            origin, path = tag.origin, tag.path.joined(path)
+        if tag is not None and tag.table is table:
+            same = (tag.origin._version, tensor._version) == (tag.version, 0)
+            if same and not (tensor._backward_hooks or tensor.retains_grad):
+                origin, path = tag.origin, tag.path.joined(path)
         leaves = [table.nonfinite_leaves[path.out_of]]
         # float32 gradients lose nothing: what they are says nothing about float16.
         if table.measuring and is_narrow(tensor.dtype):
@@ -264,16 +230,15 @@ def _at_trace_time(key: str, callback: Any, tensor: Tensor | None = None) -> Non
         comptime(callback)
 
 
-def check_no_boundary(model: nn.Module, chosen: Sequence[Layer]) -> None:
+def check_no_boundary(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
     """Refuses chosen modules that have, or lie in or around, a boundary of another scaler."""
     for name, module in model.named_modules():
-        owners = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]
+        hooks = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]
         # That of a copied model has no table, and belongs to no scaler.
-        if any(isinstance(owner, ScaleHooks) and owner.table is not None for owner in owners):
-            for layer in chosen:
-                if module in {*layer.module.modules()} or layer.module in {*module.modules()}:
+        if any(isinstance(hook, ScaleHooks) and hook.table is not None for hook in hooks):
+            for other, layer in chosen.items():
+                if module in {*layer.modules()} or layer in {*module.modules()}:
                     raise InputError(
-                        "Expected chosen modules without another LayerwiseGradScaler: gradients "
-                        f"would be scaled twice. Found its boundary around {name!r}, and "
-                        f"{layer.name!r} is chosen. Remedy: call remove() on the other one first."
+                        f"Expected {other!r} without another scaler's boundary. Found one around "
+                        f"{name!r}: gradients would be scaled twice. Remedy: call remove() on it."
                     )

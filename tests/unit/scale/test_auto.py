@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from steadygrad.scale import AutoScale, LayerwiseGradScaler
+from steadygrad.scale.equations import exponent_histogram
+from tests.unit.scale.training import Model
 
 
 class Shrink(torch.nn.Linear):
@@ -104,7 +106,34 @@ def test_keeps_to_its_bounds():
 def test_a_flag_counts_where_the_measurement_says_nothing():
     _, scaler = run(1.0, steps=5)
     table, auto = scaler._table, AutoScale()
-    before = table.own.clone()
+    before = table.scales.clone()
     nonfinite = torch.tensor([False, True, False, False])
     table.update(nonfinite, torch.zeros(4, table.counts.shape[1]), auto)
-    assert torch.equal(table.own, before * torch.tensor([1.0, 0.5, 1.0, 1.0]))
+    assert torch.equal(table.scales, before * torch.tensor([1.0, 0.5, 1.0, 1.0]))
+
+
+def counted(*exponents):
+    """A value of each layer's gradients; None: the layer has none."""
+    seen = [[] if e is None else [2.0**e] for e in exponents]
+    return torch.stack([exponent_histogram(torch.tensor(values)) for values in seen])
+
+
+def moved(*exponents, fixed=()):
+    """Base-2 logarithms of the scales of the loss, ``a``, ``b`` and ``b.1`` within it."""
+    scaler = LayerwiseGradScaler(Model(), AutoScale(layers=("a", "b", "b.1")))
+    table = scaler._table
+    table.fix(fixed)
+    table.update(torch.zeros(4) > 0, counted(*exponents), AutoScale())
+    return table.scales.log2().tolist()
+
+
+def test_shifts_of_totals_become_shifts_of_own_scales():
+    # What is subnormal moves to 2**11; 2**-10 and 1 may stay.
+    assert moved(0, -20, 0, -19) == [0, 31, 0, 30]
+    assert moved(0, 0, -20, -10) == [0, 0, 31, -31]
+    assert moved(-20, 0, 0, -19) == [31, -31, -31, 30]
+
+
+def test_what_is_counted_in_a_fixed_layer_moves_the_one_around_it():
+    assert moved(None, 0, -20, -19, fixed=[2]) == [31, -31, 0, -1]
+    assert moved(0, 0, -20, -19, fixed=[3]) == [0, 0, 30, 0]

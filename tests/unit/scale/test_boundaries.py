@@ -133,7 +133,8 @@ def test_a_backward_pass_on_the_other_side_of_an_update_is_refused():
     model, _ = make()
     scaler = LayerwiseGradScaler(model, SCALES)
     loss = scaler.scale(loss_on(model, 0))
-    scaler.update(2.0)
+    scaler.unscale_(torch.optim.SGD(model.parameters()))
+    scaler.update()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

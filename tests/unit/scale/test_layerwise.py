@@ -148,17 +148,19 @@ def test_two_optimizers_skip_each_for_itself_as_torch_does_it():
     assert scaler.skipped == 1
 
 
-def test_bounds_and_rules_of_single_layers():
+def test_bounds_and_fixed_layers():
     model, optimizer = make()
-    own = LayerScale(4.0, backoff_factor=0.25, min_scale=0.5)
-    scales = {"a": LayerScale(8.0, growth_interval=1, max_scale=32.0), "b": own}
-    scaler = LayerwiseGradScaler(model, scales, growth_interval=100)
+    scales = {"a": 8.0, "b": 4.0, "b.1": LayerScale(2.0, fixed=True), "head": 4.0}
+    rule = {"backoff_factor": 0.25, "growth_interval": 1, "min_scale": 0.5, "max_scale": 32.0}
+    scaler = LayerwiseGradScaler(model, scales, **rule)
     poison = Poison(model.b[0])
     for step in range(4):
         poison.active = step < 2
         train_step(model, optimizer, scaler, step)
-    # The layer at fault backs off; the other counts its finite steps although they were skipped.
-    assert scaler.get_scales() == {"": 1.0, "a": 32.0, "b": 0.5}
+        if step == 1:
+            assert scaler.get_scales() == {"": 1.0, "a": 32.0, "b": 0.5, "b.1": 2.0, "head": 16.0}
+    # The layer at fault backs off; the others count their finite steps although they were skipped.
+    assert scaler.get_scales() == {"": 1.0, "a": 32.0, "b": 2.0, "b.1": 2.0, "head": 32.0}
 
 
 @pytest.mark.parametrize("scales", [SCALES, "auto", AutoScale(warmup=1, every=2)])

@@ -69,7 +69,7 @@ def test_compiled_gradients_are_the_plain_ones_to_the_bit(case):
 @pytest.mark.parametrize("case", sorted(REFUSED_COMPILED))
 def test_a_changed_argument_is_refused_in_compiled_code(case):
     # torch wraps what a callback raises while it traces.
-    with pytest.raises(Exception, match="changes one in place, which its caller would not see"):
+    with pytest.raises(Exception, match="in place"):
         gradients_of(case, CASES[case][1], compiled=True)
 
 
@@ -115,7 +115,7 @@ def test_code_that_was_compiled_before_the_scaler_is_noticed():
     scaler = LayerwiseGradScaler(model, {"a": 4.0})
     optimizer = torch.optim.SGD(model.parameters())
     scaler.scale(loss_of(compiled, x)).backward()
-    with pytest.raises(ValueError, match="Found 'a' never called since the scaler was built"):
+    with pytest.raises(ValueError, match="Found 'a' never called"):
         scaler.step(optimizer)
 
 
@@ -131,7 +131,7 @@ def test_weights_used_behind_their_modules_back_are_noticed():
     model = Behind()
     scaler = LayerwiseGradScaler(model, {"inner": 4.0})
     loss_of(model, data_of("residual")).backward()
-    with pytest.raises(ValueError, match="Remedy: choose the module that uses them"):
+    with pytest.raises(ValueError, match="Found 'inner' never called"):
         scaler.step(torch.optim.SGD(model.parameters()))
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler
-from steadygrad.scale.choose import parts_of
+from steadygrad.scale.layers import automatic_layers
 from steadygrad.studies.order import generators_kept
 from steadygrad.studies.trainer import Trainer
 
@@ -28,8 +28,8 @@ def given_scales(
     Call :func:`follow_one_scale` after each update: without layer scales the loss scale then moves
     as that of ``torch.amp.GradScaler``.
     """
-    measured = LayerScale(1.0, growth_factor=1.0, backoff_factor=1.0)
-    layers = {name: layer_scales.get(name, measured) for name in parts_of(model)}
+    measured = LayerScale(1.0, fixed=True)
+    layers = {name: layer_scales.get(name, measured) for name in automatic_layers(model)}
     scaler = LayerwiseGradScaler(
         model, layers, growth_interval=INTERVAL, backoff_factor=BACKOFF, init_scale=loss_scale
     )

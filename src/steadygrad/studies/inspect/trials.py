@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from steadygrad.formulas.exponents import BINS, LOWEST, NONFINITE_BIN, largest_exponents
 from steadygrad.scale import MeasuredExponents
-from steadygrad.scale.choose import parts_of
+from steadygrad.scale.equations import BINS, LOWEST, NONFINITE_BIN, largest_exponents
+from steadygrad.scale.layers import automatic_layers
 from steadygrad.studies.inspect import scalers, schema
 from steadygrad.studies.inspect.plan import make_plan, make_trials, steps_of
 from steadygrad.studies.inspect.schema import AFTER, KINDS, PARTS, SEARCH, TITLES, Part, Plan
@@ -33,7 +33,7 @@ TRAINING = {"dtype": "float16", "finite": False, "scaling": scalers.given_scales
 
 def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
     """The steps that the settings name, or that fit the budget."""
-    task, layers = trainer.task, tuple(parts_of(trainer.model))
+    task, layers = trainer.task, tuple(automatic_layers(trainer.model))
     plan = Plan(batch_size=task.batch_size, steps=schema.STEPS, layers=layers, work=1)
     return make_plan(settings, plan, len(task.valid), speed=speed, workers=workers)
 

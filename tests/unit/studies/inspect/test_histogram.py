@@ -4,11 +4,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from steadygrad.formulas.exponents import exponent_histograms, shares
 from steadygrad.scale import MeasuredExponents
+from steadygrad.scale.equations import exponent_histogram
 from steadygrad.studies.inspect.analysis import counts_of, lost, shares_of
 from steadygrad.studies.inspect.schema import Histogram
 from steadygrad.studies.inspect.trials import ExponentHistograms, _histogram
+from tests.reference.layerwise import fates
 from tests.unit.studies.inspect.runs import parts
 
 NAMES = ["", "a"]
@@ -16,7 +17,7 @@ NAMES = ["", "a"]
 
 def measured(values, scales=(4.0, 8.0)):
     """The same gradients at the boundaries and in the weights, of the layer ``a`` only."""
-    rows = exponent_histograms([torch.zeros(0), torch.tensor(values)])
+    rows = torch.stack([exponent_histogram(torch.tensor(row)) for row in ([], values)])
     return MeasuredExponents(rows, rows, torch.tensor(scales))
 
 
@@ -59,11 +60,12 @@ def test_what_gradients_would_be_without_scales():
 
 def test_what_a_scale_makes_zero_or_subnormal():
     """As torch counts it for float16."""
-    (row,) = exponent_histograms([torch.tensor([0.0, 1.0, 2.0**-10, 2.0**-14, 2.0**15, torch.inf])])
+    values = [0.0, 1.0, 2.0**-10, 2.0**-14, 2.0**15, torch.inf]
+    row = exponent_histogram(torch.tensor(values))
     held = _histogram(row.double())
     (counted,) = counts_of(parts("before", {"a": held}, {})).values()
     for log2 in (-45, -30, -15, -12, -5, -1, 0, 1):
-        zero, flushed, subnormal, overflow = (x.item() for x in shares(row[None], log2))
+        zero, flushed, subnormal, overflow = fates(values, 2.0**log2, torch.float16)
         # Of the second half of eight parts, with six values each.
         assert lost(counted, log2) == pytest.approx(4 * 6 * (flushed + subnormal))
         (found,) = shares_of(
