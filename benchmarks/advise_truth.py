@@ -31,7 +31,7 @@ from benchmarks.truth import exact
 from benchmarks.truth.compiled import CompiledTrainer, header_of, run_study, start_at
 from benchmarks.truth.worlds import WORLDS
 
-from steadygrad.formulas.batch_size import learning_rate
+from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise.analysis import Evidence
 from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.advise.plan import end_marks, plan_of_length

@@ -16,8 +16,7 @@ import torch
 from side_by_side import hardware, save
 from torch import Tensor
 
-from steadygrad.formulas.drift import present_ratio
-from steadygrad.formulas.intervals import RatioInterval, ratio_of_averages
+from steadygrad.noise.intervals import RatioInterval, present_ratio, ratio_of_averages
 
 DIM, PARTS, BATCH = 64, 8, 64
 # Decay, and measurements kept: 688 hold all but 0.1 % of the weight, 200 are a young history.
@@ -94,7 +93,7 @@ def line(decay: float, n: int, name: str, truth: Truth, replicates: int) -> str:
     drifting = new.drifting.double().mean()
     return (
         f"| {decay} | {n} | {name} | {truth.moves} | {truth.growth} | {covered(whole)} | "
-        f"{covered(new.ratio)} | {drifting:.1%} | {new.age.median():.0f} |"
+        f"{covered(new)} | {drifting:.1%} | {new.age.median():.0f} |"
     )
 
 

@@ -32,11 +32,14 @@ class Variant:
         self.model = CharTransformer(VOCABULARY, context=CONTEXT)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
         self.record = record and bool(kinds)
-        self.taps = ExampleNorms(self.model)
-        for tap in self.taps._taps:
-            if not isinstance(tap.layer.module, kinds or ()):
-                tap.remove()
-        self.taps._taps = [t for t in self.taps._taps if isinstance(t.layer.module, kinds or ())]
+        if kinds:
+            # What is frozen now is not measured later either.
+            for module in self.model.modules():
+                for parameter in module._parameters.values():
+                    if parameter is not None:
+                        parameter.requires_grad_(isinstance(module, kinds))
+            self.taps = ExampleNorms(self.model)
+            self.model.requires_grad_(True)
 
     def step(self, batches: list[tuple[Tensor, Tensor]]) -> float:
         start = time.perf_counter()
@@ -71,7 +74,7 @@ def run(table: dict[str, Variant], rounds: int) -> dict[str, list[float]]:
         batches = list(pairs)
         for name, variant in table.items():
             elapsed = variant.step(batches)
-            # The first rounds allocate, and audit.
+            # The first rounds allocate, and compare.
             if round_number >= 3:
                 times[name].append(elapsed)
     return times

@@ -88,7 +88,7 @@ CASES = {
         "test_a_file_in_place_of_the_checkpoints": 0,
         "test_a_page_that_cannot_be_written_costs_no_result": 1,
     },
-    "unit/formulas/test_intervals.py": {
+    "unit/noise/test_intervals.py": {
         "test_hopeless_data_are_mostly_unbounded_and_still_covered": 0,
         "test_level_is_the_coverage": 0,
     },

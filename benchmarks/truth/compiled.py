@@ -13,7 +13,7 @@ from benchmarks.truth.exact import Start
 from benchmarks.truth.worlds import BETAS, EPS, World
 from numba import njit
 
-from steadygrad.formulas.batch_size import learning_rate
+from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise.analysis import Chooser
 from steadygrad.studies.advise.plan import make_trials
 from steadygrad.studies.advise.schema import Header, Plan, Settings

@@ -16,7 +16,7 @@ from scipy.optimize import isotonic_regression
 from torch import nn
 from torch.optim import Optimizer
 
-from steadygrad.formulas.batch_size import learning_rate
+from steadygrad.noise.schedule import learning_rate
 
 __all__ = [
     "Critical",

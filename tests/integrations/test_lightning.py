@@ -311,13 +311,3 @@ def test_the_pages_other_tools_train(tmp_path):
     assert found["model"].windows[0] == 2
     found = run(blocks(PAGE, "python")[1], {**names_of(tmp_path), "device": "cpu"}, PAGE)
     assert found["trainer"].precision_plugin.scaler.get_scales()["model.transformer.h.0"] == 16
-
-
-def test_the_text_of_a_schedule_runs_in_the_trainer(tmp_path):
-    scheduler = lightning.callbacks.GradientAccumulationScheduler
-    names = {"GradientAccumulationScheduler": scheduler}
-    exec(GROWS.to_lightning(ROWS), names)
-    module = Module()
-    trainer = make_trainer(tmp_path, names["callback"], accumulate_grad_batches=1)
-    trainer.fit(module, loader(token_batches(30)))
-    assert module.windows == [2, 2, 2, 3, 3, 3, 3, 6, 6]

@@ -207,23 +207,3 @@ def test_a_schedule_resumes_to_the_bit(saved, tmp_path):
     assert history(again) == history(whole)
     for found, wanted in zip(again.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(found, wanted)
-
-
-def test_the_text_of_a_schedule_runs_in_the_trainer(tmp_path):
-    names = {"TrainerCallback": transformers.TrainerCallback}
-    exec(GROWS.to_hugging_face(ROWS), names)
-    sizes = []
-
-    class Plain(transformers.Trainer):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            self.micro = getattr(self, "micro", 0) + 1
-            loss = super().training_step(model, inputs, num_items_in_batch)
-            if self.accelerator.sync_gradients:
-                sizes.append(self.micro)
-                self.micro = 0
-            return loss
-
-    args = arguments(tmp_path, max_steps=9, gradient_accumulation_steps=2)
-    data, callbacks = rows_from(token_batches(60)), [names["BatchSizes"]()]
-    Plain(make_model(), args, train_dataset=data, callbacks=callbacks).train()
-    assert sizes == [2, 2, 2, 3, 3, 3, 3, 6, 6]

@@ -1,6 +1,6 @@
 """The noise scale's present value, one measurement and one test at a time, in float64 numpy.
 
-Series begin with the newest measurement, as in `steadygrad.formulas.drift`.
+Series begin with the newest measurement, as in `steadygrad.noise.intervals`.
 """
 
 from typing import NamedTuple

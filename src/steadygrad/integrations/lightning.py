@@ -9,12 +9,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from steadygrad._checks import InputError, check_type
-from steadygrad.formulas.schedule import BatchSizeSchedule
 from steadygrad.integrations import MissingExtraError
 from steadygrad.integrations.metrics import noise_metrics
 from steadygrad.integrations.step_watch import StepWatch
 from steadygrad.integrations.windows import check_micro_batch, rows_of
 from steadygrad.noise import NoiseScale
+from steadygrad.noise.schedule import BatchSizeSchedule
 from steadygrad.scale import LayerwiseGradScaler
 from steadygrad.watch import Finding
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from steadygrad._checks import InputError, check_count
-from steadygrad.formulas.schedule import BatchSizeSchedule
+from steadygrad.noise.schedule import BatchSizeSchedule
 
 __all__ = ["Window", "check_micro_batch", "rows_of", "windows"]
 

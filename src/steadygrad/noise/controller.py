@@ -23,15 +23,6 @@ class BatchSizeController:
 
     One change at most doubles or halves the count, as early estimates are the least certain.
 
-    .. code-block:: python
-
-        controller = BatchSizeController(samples_per_count=8 * world_size, max_count=64)
-        for step in range(steps):
-            for micro in take(controller.count):
-                ...
-            if step % 50 == 0:
-                controller.update(noise.estimate())
-
     Args:
         samples_per_count: Samples that one micro-batch adds to a step, over all processes.
         count: Micro-batches a step to begin with.
@@ -67,10 +58,7 @@ class BatchSizeController:
         self.patience = check_count("patience", patience, low=0)
         self.count = check_count("count", count, low=least)
         if count > max_count:
-            raise InputError(
-                f"Parameter `count` should be at most `max_count = {max_count}`. Found {count}. "
-                "Remedy: a smaller count, or a larger max_count."
-            )
+            raise InputError(f"Parameter `count` should be at most {max_count}. Found {count}.")
         self._waited = self.patience
 
     @property
@@ -105,14 +93,13 @@ class BatchSizeController:
 
     def _goal(self, estimate: NoiseEstimate) -> float | None:
         """The wanted batch size, or None while the data agree with the present one."""
-        low, high = float(estimate.low) * self.factor, float(estimate.high) * self.factor
-        if not bool(estimate.resolved):
-            # A negative noise estimate gives an upper end near zero. It is an artefact and must not
-            # shrink the batch.
-            high = math.inf
+        low, resolved = float(estimate.low) * self.factor, bool(estimate.resolved)
+        # A negative noise estimate gives an upper end near zero. It is an artefact and must not
+        # shrink the batch.
+        high = float(estimate.high) * self.factor if resolved else math.inf
         if math.isnan(low) or low <= self.batch_size <= high:
             return None
-        return float(estimate.value) * self.factor if bool(estimate.resolved) else low
+        return float(estimate.value) * self.factor if resolved else low
 
     def state_dict(self) -> dict[str, Any]:
         """Count and waiting time."""
@@ -121,9 +108,6 @@ class BatchSizeController:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts a saved count back, within this controller's bounds."""
         if not {"count", "waited"} <= set(state):
-            raise InputError(
-                f"Expected a state_dict of this controller. Found the keys {sorted(state)}. "
-                "Remedy: hand in what `state_dict()` returned."
-            )
+            raise InputError(f"Expected `count` and `waited`. Found the keys {sorted(state)}.")
         self.count = min(max(int(state["count"]), self.min_count), self.max_count)
         self._waited = int(state["waited"])

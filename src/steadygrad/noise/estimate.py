@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from steadygrad._checks import InputError, check_count, check_number
 from steadygrad.averages import WideBuffers
-from steadygrad.formulas.drift import PresentRatio, present_ratio
-from steadygrad.formulas.intervals import RatioInterval, ratio_of_averages
 from steadygrad.formulas.noise_scale import SignalNoise
+from steadygrad.noise.intervals import RatioInterval, present_ratio, ratio_of_averages
 
 __all__ = ["History", "KeptBatches", "NoiseEstimate"]
 
@@ -111,16 +110,12 @@ def newest_first(ring: Tensor, pushed: Tensor | int) -> tuple[Tensor, Tensor, Te
 
 def present_of(
     signal: Tensor, noise: Tensor, finite: Tensor, decay: float, level: float, drift: bool = True
-) -> PresentRatio:
+) -> RatioInterval:
     """The ratio of the averages of series that begin with the newest value, shape ``(*, N)``."""
     age = torch.arange(len(finite), device=finite.device)
     weights = torch.where(finite, decay ** age.to(signal.dtype), 0.0)
-    if drift:
-        return present_ratio(noise, signal, weights, level=level)
-    ratio = ratio_of_averages(noise, signal, weights, level=level)
-    each = torch.ones_like(ratio.value)
-    mean_age = each * (weights * age).sum() / weights.sum()
-    return PresentRatio(ratio, each < 0, finite.sum().expand_as(each), mean_age)
+    ratio = present_ratio if drift else ratio_of_averages
+    return ratio(noise, signal, weights, level=level)
 
 
 def _moved(selected: Tensor, effective: Tensor) -> Tensor:
@@ -136,13 +131,13 @@ def _moved(selected: Tensor, effective: Tensor) -> Tensor:
 
 
 def _estimate(
-    present: PresentRatio,
+    ratio: RatioInterval,
     facts: Mapping[str, Tensor],
     power: int = 1,
     by_group: Mapping[str, NoiseEstimate] | None = None,
 ) -> NoiseEstimate:
-    facts = {"unlike": present.age < 0, **facts}
-    ratio, unlike = present.ratio, facts["unlike"]
+    facts = {"unlike": ratio.age < 0, **facts}
+    unlike = facts["unlike"]
     doubtful = unlike | _moved(facts["selected"], ratio.effective)
     return NoiseEstimate(
         value=torch.where(unlike, torch.nan, ratio.value**power),
@@ -151,10 +146,10 @@ def _estimate(
         grad_sq_norm=ratio.denominator**power,
         noise_trace=ratio.numerator**power,
         resolved=ratio.resolved & ~doubtful,
-        measurements=present.measurements,
+        measurements=ratio.measurements,
         effective=ratio.effective,
-        drifting=present.drifting,
-        age=present.age,
+        drifting=ratio.drifting,
+        age=ratio.age,
         by_group=by_group or {},
         **facts,
     )
@@ -227,8 +222,7 @@ class History:
         # Signal and noise both add up over groups, so the whole is their sum.
         signal, noise = torch.cat([rows.sum(1, keepdim=True), rows], 1)
         present = present_of(signal, noise, finite, self.decay, self.level, self.drift)
-        rows_of = [RatioInterval(*row) for row in zip(*present.ratio, strict=True)]
-        each = [PresentRatio(*row) for row in zip(rows_of, *present[1:], strict=True)]
+        each = [RatioInterval(*row) for row in zip(*present, strict=True)]
         groups = [_estimate(row, facts, self.power) for row in each[1:]]
         by_group = dict(zip(self.groups, groups, strict=True))
         return _estimate(each[0], facts, self.power, by_group)

@@ -1,35 +1,58 @@
 """Exact squared gradient norms of single examples, during the ordinary backward pass."""
 
-from collections.abc import Iterator
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from steadygrad._checks import InputError, check_count
-from steadygrad.noise.example_taps import Ledger, Tap
-from steadygrad.noise.layer_rules import measured_layers
+from steadygrad._checks import InputError, check_choice
+from steadygrad.distributed import fsdp_modules
+from steadygrad.noise import example_norms as norms
+from steadygrad.numerics import exact
+from steadygrad.shards import is_sharded
 
-__all__ = ["ExampleNorms"]
+__all__ = ["ExampleNorms", "gradient_leaves", "leave_alone"]
 
-# A parameter whose gradient stays exactly zero gives an audit nothing to compare.
-_MOST_AUDITS = 8
+# Each example's gradient of the weight, and a cheaper way to its squared norm where there is one.
+_Rule = tuple[Callable[..., Tensor], Callable[..., Tensor] | None]
+_NORMS: dict[type[nn.Module], _Rule] = {
+    nn.LayerNorm: (norms.norm_gradients, None),
+    nn.RMSNorm: (norms.norm_gradients, None),
+}
+_RULES: dict[type[nn.Module], _Rule] = {
+    nn.Linear: (norms.linear_gradients, norms.linear_sq_norms),
+    nn.Embedding: (norms.embedding_gradients, norms.embedding_sq_norms),
+    **_NORMS,
+    nn.Conv1d: (norms.conv_gradients, norms.conv_sq_norms),
+    nn.Conv2d: (norms.conv_gradients, norms.conv_sq_norms),
+}
 
-_Received = list[tuple[str, Tensor | None, int]]
+# A parameter whose gradient stays exactly zero leaves nothing to compare.
+_MOST_COMPARISONS = 8
+# Relative to the larger of the gradient and its examples: far above rounding, far below what a
+# use of the weight outside its layer contributes.
+_TOLERANCE, _TOLERANCE_HALF = 1e-2, 1e-1
 
 
-class ExampleNorms(Ledger):
+class ExampleNorms:
     """Taps every layer so that a backward pass leaves its examples' squared gradient norms.
 
     A forward hook wraps each layer's output in an identity whose backward pass sees the layer's
-    input and output gradient. No gradient changes.
+    input and output gradient. No gradient changes. An example is an entry of every layer's leading
+    dimension. A weight shared by several layers, or a layer called several times, holds its
+    examples' gradients (``B`` times its size) until the pass is over.
 
-    An example is an entry of every layer's leading dimension. A weight shared by several layers,
-    or a layer called several times, holds its examples' gradients (``B`` times its size) until
-    the pass is over. The first recording is audited, at the price of one host synchronisation
-    (up to eight, while a gradient is exactly zero or not finite): each parameter must receive the
-    sum of its examples' gradients. Layers inside a
-    ``torch.compile``'d region cannot be seen, which is an error, not a zero.
+    Each parameter must receive the sum of its examples' gradients. This is compared in the first
+    recording, at the price of one wait for the device (in up to eight, while a gradient is exactly
+    zero or not finite), and finds what a layer's hook cannot see: a weight that is also used by
+    itself (``F.linear(x, embedding.weight)``, a penalty), or a hook that changes gradients. A
+    gradient past all taps, as of a compiled region, is an error in every recording.
 
     Args:
         model: The model as it is called in training: plain, in DDP, or after ``fully_shard``.
@@ -37,25 +60,54 @@ class ExampleNorms(Ledger):
 
     Attributes:
         parameter_names: The measured parameters, as ``model.named_parameters()`` names them.
+        enabled: Whether forward passes are tapped.
 
     Raises:
-        InputError: If a trainable parameter is in a layer of an unsupported type; no hook is
-            left behind.
-
-    References:
-        | Normalization Layer Per-Example Gradients are Sufficient to Predict Gradient Noise
-          Scale in Transformers (Gray et al., 2024)
-        | https://arxiv.org/abs/2411.00999
+        InputError: If a trainable parameter is in a layer of an unsupported type, or there is none;
+            no hook is left behind.
     """
 
     def __init__(self, model: nn.Module, layers: str = "all") -> None:
-        found = measured_layers(model, layers)
-        super().__init__()
-        names = [name for layer in found for name in layer.parameters.values()]
+        self._taps = _taps(self, model, layers)
+        names = [name for tap in self._taps for name in tap.names.values()]
         self.parameter_names = list(dict.fromkeys(names))
+        self.enabled = True
+        # Weights that are known to be used several times in a pass.
+        self._reused: set[str] = set()
+        self._comparisons = _MOST_COMPARISONS
         self._done: dict[str, Tensor] = {}
-        self._recordings = 0
-        self._taps = [Tap(layer, self) for layer in found]
+        self._clear()
+        leaves = gradient_leaves(model)
+        self._handles = [leaves[n].register_hook(self._receiver(n)) for n in self.parameter_names]
+        # First in line, so that what other hooks do to the output is not taken for the layer's.
+        self._handles += [
+            tap.module.register_forward_hook(tap, prepend=True, with_kwargs=True)
+            for tap in self._taps
+        ]
+
+    def _clear(self) -> None:
+        """Ends a recording."""
+        self._examples: int | None = None
+        self._squares: dict[str, Tensor] = {}
+        # Examples' gradients that may still grow before they are squared.
+        self._held: dict[str, Tensor] = {}
+        # What is compared: sums over examples, and gradients as they arrive at the leaves, which is
+        # before DDP or FSDP2 reduces them.
+        self._expected: dict[str, Tensor] = {}
+        self._received: dict[str, Tensor] = {}
+        self._arrived: set[str] = set()
+        self._half: set[str] = set()
+        for tap in self._taps:
+            tap.calls = 0
+
+    def _receiver(self, name: str) -> Callable[[Tensor], None]:
+        def receive(gradient: Tensor) -> None:
+            if self._examples is not None:
+                self._arrived.add(name)
+                if self._comparisons:
+                    _add(self._received, name, gradient.detach())
+
+        return receive
 
     @contextmanager
     def recording(self, num_examples: int) -> Iterator[None]:
@@ -63,78 +115,259 @@ class ExampleNorms(Ledger):
 
         A recording that ends in an error leaves nothing behind.
 
-        Args:
-            num_examples: The size of every layer's leading dimension.
-
         Raises:
-            InputError: If a layer has no such dimension, received a gradient without being
-                called, or received another one than its examples' sum.
-            RuntimeError: If a recording is under way already, or a layer is called again after
-                its norms were taken.
+            InputError: If a layer's leading dimension is another, or a gradient is not the sum of
+                its examples'.
+            RuntimeError: If a layer is called again after its norms were taken.
         """
-        check_count("num_examples", num_examples, low=0)
-        if self.examples is not None:
-            raise RuntimeError(
-                "Expected one recording at a time. Found one inside another. "
-                "Remedy: leave the first before the second is entered."
-            )
-        before = [tap.received() for tap in self._taps]
-        self.examples = num_examples
-        if self.audit is not None:
-            self.audit.active = True
+        self._examples = num_examples
         try:
             yield
-            self._finish(before)
+            self._finish()
         finally:
-            self.examples, self.totals, self.held = None, {}, {}
-            if self.audit is not None:
-                self.audit.forget()
-            for tap in self._taps:
-                tap.reset()
+            self._clear()
 
     def pop(self) -> dict[str, Tensor]:
-        r"""Returns the records since the last call, and forgets them.
+        r"""Returns :math:`\sum_i \|h_i\|^2` of all recordings since the last call.
 
-        Returns:
-            For each parameter that received a gradient, :math:`\sum_i \|h_i\|^2` with shape
-            ``()``, where :math:`h_i` is example i's part of the gradient, divided by nothing.
+        One number with shape ``()`` for each parameter that received a gradient; :math:`h_i` is
+        example i's part of it, divided by nothing.
         """
         done, self._done = self._done, {}
         return done
 
     def remove(self) -> None:
         """Takes every hook off the model."""
-        for tap in self._taps:
-            tap.remove()
-        if self.audit is not None:
-            self.audit.close()
+        for handle in self._handles:
+            handle.remove()
 
-    def _finish(self, before: list[_Received]) -> None:
-        for name, gradients in self.held.items():
-            self.totals[name] = torch.linalg.vector_norm(gradients).square()
-        if self.enabled:
-            for tap, state in zip(self._taps, before, strict=True):
-                _refuse_unseen(tap, state, self.totals)
-        self._recordings += 1
-        if self.audit is not None and (
-            self.audit.passes(self.totals) or self._recordings >= _MOST_AUDITS
-        ):
-            self.audit.close()
-            self.audit = None
-        for name, value in self.totals.items():
-            self._done[name] = self._done[name] + value if name in self._done else value
-
-
-def _refuse_unseen(tap: Tap, before: _Received, totals: dict[str, Tensor]) -> None:
-    """A gradient that came past the tap: the layer's weight was used without the layer."""
-    if tap.fired:
-        return
-    for (name, old, old_version), (_, new, version) in zip(before, tap.received(), strict=True):
-        if name not in totals and (new is not old or version != old_version):
-            kind = type(tap.layer.module).__name__
+    def measure(self, tap: "_Tap", inputs: Tensor | None, grad: Tensor) -> None:
+        """Takes the gradient of a layer's output, and the layer's input if its weight trains."""
+        calls, tap.calls = tap.calls, max(tap.calls - 1, 0)
+        if self._examples is None:
+            return
+        if grad.dim() <= tap.features or len(grad) != self._examples:
             raise InputError(
-                f"Expected layer `{tap.layer.name}` ({kind}) to be called where its forward hooks "
-                f"run. Found a gradient of `{name}` without such a call: the layer is inside a "
-                "torch.compile'd region, or its weight is used directly. "
-                "Remedy: source='microbatch', or measure before compiling."
+                f"Expected the output of layer `{tap.name}` to begin with {self._examples} examples"
+                f" and to end with {tap.features} dimensions of features. Found the shape "
+                f"{tuple(grad.shape)}. Remedy: put the batch first, expand position indices to "
+                "[B, T], or source='microbatch'."
             )
+        if tap.trains("bias"):
+            self._take(tap, tap.names["bias"], (norms.bias_gradients, None), None, grad)
+        if inputs is not None:
+            name, (gradients, sq_norms) = tap.names["weight"], tap.rule
+            if name in self._held:
+                self._reused.add(name)
+            if calls > 1 or tap.tied or name in self._reused:
+                sq_norms = None
+            self._take(tap, name, (gradients, sq_norms), inputs, grad)
+
+    def _take(self, tap: "_Tap", name: str, rule: _Rule, inputs: Any, grad: Tensor) -> None:
+        if name in self._squares:
+            self._reused.update(self.parameter_names)
+            raise RuntimeError(
+                f"Expected all forward passes of layer `{tap.name}` before its first backward pass."
+                " Found one after it. Remedy: add the losses and call backward once; a second "
+                "attempt will also succeed."
+            )
+        gradients, sq_norms = rule
+        if sq_norms is None:
+            each = gradients(tap.module, inputs, grad)
+            _add(self._held, name, each)
+        else:
+            self._squares[name] = sq_norms(tap.module, inputs, grad).sum()
+            if self._comparisons:
+                each = gradients(tap.module, *_as_one_example(tap.features, inputs, grad))
+        if self._comparisons:
+            _add(self._expected, name, each.sum(0))
+            self._half |= {name} if grad.dtype.itemsize < 4 else set()
+
+    def _finish(self) -> None:
+        for name, gradients in self._held.items():
+            self._squares[name] = torch.linalg.vector_norm(gradients).square()
+        unseen = sorted(self._arrived - self._squares.keys())
+        if unseen and self.enabled:
+            raise InputError(
+                f"Expected a call of the layer that owns `{unseen[0]}` where forward hooks run. "
+                "Found a gradient without one: of a torch.compile'd region, or of a weight that is "
+                "used directly. Remedy: source='microbatch'."
+            )
+        if self._comparisons:
+            self._comparisons = 0 if self._compare() else self._comparisons - 1
+        for name, value in self._squares.items():
+            _add(self._done, name, value)
+
+    def _compare(self) -> bool:
+        """Whether all gradients could be compared with their examples' sums, and agree.
+
+        Raises:
+            InputError: If a parameter received something else.
+        """
+        names = [name for name in self._expected if name in self._received]
+        rows = []
+        for name in names:
+            received, dtype = self._received[name], exact(self._received[name].device)
+            self._half |= {name} if received.dtype.itemsize < 4 else set()
+            received = (received.to_dense() if received.is_sparse else received).to(dtype)
+            difference = (received - self._expected[name].to(dtype)).square().sum()
+            size = received.square().sum() + self._squares[name].to(dtype)
+            rows.append(torch.stack([difference, size]).cpu())
+        read = torch.stack(rows).tolist() if rows else []
+        for name, (difference, size) in zip(names, read, strict=True):
+            tolerance = _TOLERANCE_HALF if name in self._half else _TOLERANCE
+            if difference > tolerance**2 * size:
+                raise InputError(
+                    f"Expected the gradient of `{name}` to be the sum of its layer's examples. "
+                    f"Found a relative difference of {(difference / size) ** 0.5:.2g}: it is also "
+                    "used outside its layer (F.linear(x, embedding.weight), a penalty), or a hook "
+                    "changes its gradient. Remedy: a layer that shares it, or source='microbatch'."
+                )
+        # After an overflow, or an empty batch, nothing has been compared.
+        return bool(read) and all(0 < size < float("inf") for _, size in read)
+
+
+@dataclass(eq=False)
+class _Tap:
+    """The forward hook of one layer.
+
+    Attributes:
+        names: The parameter's name in the model, by attribute (``"weight"``, ``"bias"``).
+        tied: Whether a parameter belongs to another layer as well.
+        calls: Forward passes of the layer whose backward passes are to come.
+    """
+
+    owner: ExampleNorms
+    name: str
+    module: nn.Module
+    rule: _Rule
+    names: dict[str, str]
+    tied: bool
+    calls: int = 0
+
+    def __post_init__(self) -> None:
+        self.features = norms.features(self.module)
+        # Looked up by every call: attributes of a module cost a microsecond each.
+        self._parameters = self.module._parameters
+
+    def __reduce__(self) -> tuple[Any, tuple[Any]]:
+        # A copied or saved model is not measured.
+        return partial, (leave_alone,)
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor | None:
+        """Wraps the layer's output; its value stays the same."""
+        if not self.owner.enabled or torch.compiler.is_compiling():
+            return None
+        # Inside a backward pass, checkpointing repeats a call that was counted before.
+        if module.training and torch._C._current_graph_task_id() == -1:
+            self.calls += 1
+        # vmap, grad and jvp take no autograd.Function of this form.
+        if torch._C._are_functorch_transforms_active():
+            return None
+        if not (torch.is_grad_enabled() and output.requires_grad):
+            return None
+        inputs = args[0] if args else next(iter(kwargs.values()))
+        identity: Callable[..., Tensor] = _TappedOutput.apply
+        return identity(output, inputs if self.trains("weight") else None, self)
+
+    def trains(self, attribute: str) -> bool:
+        """Whether the layer has this parameter, and it is trained now."""
+        parameter = self._parameters.get(attribute)
+        return parameter is not None and attribute in self.names and parameter.requires_grad
+
+
+class _TappedOutput(torch.autograd.Function):
+    """The identity on a layer's output; its backward pass measures."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, inputs: Tensor | None, tap: _Tap) -> Tensor:
+        # Saved, not referenced: checkpointing and saved-tensor hooks apply.
+        ctx.save_for_backward(inputs)
+        ctx.tap = tap
+        # Not a view as autograd sees it, so that in-place operations may follow.
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+            ctx.tap.owner.measure(ctx.tap, *ctx.saved_tensors, grad)
+        return grad, None, None
+
+
+def leave_alone(*_: object) -> None:
+    """The hook that a copied model carries in place of one that measures."""
+
+
+def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
+    sums[name] = sums[name] + value if name in sums else value
+
+
+def _as_one_example(features: int, inputs: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """All examples as one, where the shapes allow it: no ``[B, V, D]`` is formed."""
+    if features > 1:
+        return inputs, grad
+    rows = inputs.flatten(0, -1 if inputs.dim() < grad.dim() else -2)
+    return rows.unsqueeze(0), grad.flatten(0, -2).unsqueeze(0)
+
+
+def gradient_leaves(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Leaves that receive the gradients, by names: with FSDP2 the unsharded ones that it keeps."""
+    leaves = dict(model.named_parameters())
+    for module in fsdp_modules(model):
+        module.unshard()  # type: ignore[operator]
+        leaves |= {name: p for name, p in model.named_parameters() if not is_sharded(p)}
+        module.reshard()  # type: ignore[operator]
+    return leaves
+
+
+def _taps(owner: ExampleNorms, model: nn.Module, layers: str) -> list[_Tap]:
+    """Taps of the layers that own a trainable parameter, in the model's order."""
+    check_choice("layers", layers, ("all", "norm"))
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
+    rules, taps = _RULES if layers == "all" else _NORMS, []
+    library = sys.modules.get("transformers.pytorch_utils")
+    if layers == "all" and library is not None:
+        # GPT-2 and its like: a linear layer whose weight is transposed.
+        rules = {**rules, library.Conv1D: (_transposed, norms.linear_sq_norms)}
+    for name, module in model.named_modules():
+        own = {k: p for k, p in module._parameters.items() if p is not None and id(p) in names}
+        rule = _rule_for(module, rules)
+        if not own or (rule is None and layers == "norm"):
+            continue
+        unknown = [k for k in own if rule is None or k not in ("weight", "bias")]
+        if rule is None or unknown:
+            where = f"layer `{name}`" if name else "the model itself"
+            supported = ", ".join(kind.__name__ for kind in _RULES)
+            raise InputError(
+                f"Expected every trainable parameter in a layer of type {supported}. Found "
+                f"`{unknown[0]}` in {where} ({type(module).__name__}). "
+                "Remedy: layers='norm' measures the norm layers only, source='microbatch' any one."
+            )
+        tied = any(owners[id(p)] > 1 for p in own.values())
+        names_of = {attribute: names[id(p)] for attribute, p in own.items()}
+        taps.append(_Tap(owner, name, module, rule, names_of, tied))
+    if not taps:
+        kind = "layer" if layers == "all" else "LayerNorm or RMSNorm"
+        raise InputError(f"Expected a trainable {kind}. Found none. Remedy: source='microbatch'.")
+    return taps
+
+
+def _transposed(layer: nn.Module, inputs: Tensor, grads: Tensor) -> Tensor:
+    return norms.linear_gradients(layer, inputs, grads).mT
+
+
+def _rule_for(module: nn.Module, rules: dict[type[nn.Module], _Rule]) -> _Rule | None:
+    """The rule for a layer that computes as its torch class does, else None."""
+    if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
+        # It divides by counts over the whole batch: examples are no longer a sum.
+        return None
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        # nn.MultiheadAttention reads its weight and never calls it.
+        return None
+    for kind, rule in rules.items():
+        if isinstance(module, kind) and type(module).forward is kind.forward:
+            return rule
+    return None

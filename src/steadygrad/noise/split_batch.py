@@ -2,24 +2,24 @@
 
 import math
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from steadygrad._checks import InputError, check_choice, check_count, check_number
+from steadygrad._checks import InputError, check_choice, check_count, check_number, check_type
 from steadygrad.averages import MovingAverage, WideBuffers
 from steadygrad.formulas.noise_scale import SignalNoise, from_halves, from_nested
 from steadygrad.noise.estimate import KeptBatches, NoiseEstimate, default_capacity
+from steadygrad.numerics import inner_products, wide
 
 __all__ = ["SplitBatchNoiseScale"]
 
 
 class SplitBatchNoiseScale(WideBuffers):
     r"""Estimates the noise scale from the gradients of two random parts of each batch.
-
-    A drop-in for ALF's ``GradientNoiseScaleEstimator``, without its defects.
 
     ================ =========================================================================
     mode             one batch's estimates, averaged over batches before dividing
@@ -126,7 +126,14 @@ class SplitBatchNoiseScale(WideBuffers):
             InputError: If the loss has another shape or fewer than two samples, or nothing in
                 ``tensors`` requires a gradient.
         """
-        leaves = self._check(per_sample_loss, tensors, fill_grad)
+        check_type("per_sample_loss", per_sample_loss, Tensor, "torch.stack(losses)")
+        if per_sample_loss.ndim not in (1, 2) or per_sample_loss.shape[-1] < 2:
+            raise InputError(
+                "Parameter `per_sample_loss` should have shape (B) or (T, B) with B >= 2. Found "
+                f"{tuple(per_sample_loss.shape)}. Remedy: use reduction='none', then average over "
+                "all dimensions except the samples'."
+            )
+        leaves = _leaves(tensors, fill_grad)
         batch = per_sample_loss.shape[-1]
         small = max(1, int(batch * (0.5 if self.mode == "alternative" else self.batch_size_ratio)))
         order = torch.randperm(batch, generator=self.generator)
@@ -139,73 +146,29 @@ class SplitBatchNoiseScale(WideBuffers):
         if fill_grad:
             _add_to_grad(leaves, big_grads, small_grads, small / batch)
         self._take_in(big_grads, small_grads, batch - small, small, loss_scale)
-        return self._value().to(torch.promote_types(per_sample_loss.dtype, torch.float32))
+        return self._value().to(wide(per_sample_loss.dtype))
 
     def estimate(self) -> NoiseEstimate:
-        r"""The noise scale with its interval, in samples.
-
-        The interval covers what the averages converge to; with ``gradient_norm_clip`` at work that
-        is not the noise scale itself.
+        """The noise scale with its interval, in samples; nothing waits for the device.
 
         While it does not drift, the value is what the last call returned, but for the weight of
         batches no longer kept; where it does, it is the newest batches' own. It is NaN where the
-        averages are not positive, whatever ``negative`` says.
-
-        Returns:
-            Tensors; nothing waits for the device until one is read.
+        averages are not positive, whatever ``negative`` says. With ``gradient_norm_clip`` at work
+        the interval is one for what the averages converge to, not for the noise scale itself.
         """
         return self.kept.estimate(1 - self.signal.update_rate, self.level, self.skipped)
 
-    def _check(self, loss: Tensor, tensors: Any, fill_grad: bool) -> list[Tensor]:
-        if not isinstance(loss, Tensor):
-            raise InputError(
-                f"Parameter `per_sample_loss` should be a tensor. Found {type(loss).__name__}. "
-                "Remedy: torch.stack(losses)."
-            )
-        if loss.ndim not in (1, 2) or loss.shape[-1] < 2:
-            raise InputError(
-                "Parameter `per_sample_loss` should have shape (B) or (T, B) with B >= 2. Found "
-                f"{tuple(loss.shape)}. Remedy: use reduction='none', then average over all "
-                "dimensions except the samples'."
-            )
-        if not loss.requires_grad:
-            raise InputError(
-                "Parameter `per_sample_loss` should depend on `tensors`. Found one without a "
-                "graph. Remedy: hand it in before `detach`, and outside `no_grad`."
-            )
-        if isinstance(tensors, nn.Module):
-            tensors = tensors.parameters()
-        if isinstance(tensors, Iterator):
-            tensors = list(tensors)
-        found = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
-        # By identity: a tied parameter is one parameter, wherever it appears in the nest.
-        leaves = list({id(leaf): leaf for leaf in found if leaf.requires_grad}.values())
-        if not leaves:
-            raise InputError(
-                "Parameter `tensors` should hold at least one tensor that requires a gradient. "
-                f"Found {len(found)} tensors, none of which does. "
-                "Remedy: hand in the model, or its trainable parameters."
-            )
-        if fill_grad and not all(leaf.is_leaf for leaf in leaves):
-            raise InputError(
-                "Expected leaf tensors with `fill_grad=True`. Found one that was computed. "
-                "Remedy: hand in the parameters, or fill_grad=False."
-            )
-        return leaves
-
     @torch.no_grad()
     def _take_in(
-        self,
-        big: list[Tensor],
-        small: list[Tensor],
-        n_big: int,
-        n_small: int,
-        loss_scale: Tensor | float,
+        self, big: list[Tensor], small: list[Tensor], n_big: int, n_small: int, scale: Any
     ) -> None:
         """Averages one batch's estimates; leaves it out where they are not finite."""
 
-        def inner(a: list[Tensor], b: list[Tensor]) -> Tensor:
-            return _inner(a, b) / loss_scale / loss_scale
+        def inner(first: list[Tensor], second: list[Tensor]) -> Tensor:
+            # Each tensor's sum in float32 at least, and the sum of sums in float64.
+            dtype = reduce(torch.promote_types, (x.dtype for x in first), torch.float32)
+            product = inner_products(first, second, dtype).to(torch.float64).sum()
+            return product / scale / scale  # type: ignore[no-any-return]
 
         sq_big, sq_small = inner(big, big), inner(small, small)
         bound = self.gradient_norm_clip or math.inf
@@ -219,8 +182,8 @@ class SplitBatchNoiseScale(WideBuffers):
             measured = SignalNoise(sq_big * torch.nan, sq_small * torch.nan)
         else:
             # The big part's factor for both: clipping each to one norm would erase the noise.
-            sizes = {"b_small": n_small, "b_big": n_big}
-            measured = from_nested(sq_small * f_big**2, sq_big * f_big**2, **sizes)
+            squares = sq_small * f_big**2, sq_big * f_big**2
+            measured = from_nested(*squares, b_small=n_small, b_big=n_big)
         finite = torch.isfinite(measured.signal) & torch.isfinite(measured.noise)
         self.signal.update(measured.signal, where=finite)
         self.noise.update(measured.noise, where=finite)
@@ -232,27 +195,35 @@ class SplitBatchNoiseScale(WideBuffers):
         ratio = noise / signal
         self.resolved.copy_((signal > 0) & (noise >= 0))
         if self.negative == "unresolved":
-            return torch.where(self.resolved, ratio, torch.full_like(ratio, torch.nan))
+            return torch.where(self.resolved, ratio, torch.nan)
         valid = torch.isfinite(ratio) & (ratio >= 0)
         self.last_valid.copy_(torch.where(valid, ratio, self.last_valid))
         return self.last_valid.clone()
 
 
+def _leaves(tensors: Any, fill_grad: bool) -> list[Tensor]:
+    """Tensors that require a gradient, each once."""
+    tensors = tensors.parameters() if isinstance(tensors, nn.Module) else tensors
+    tensors = list(tensors) if isinstance(tensors, Iterator) else tensors
+    every = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
+    # By identity: a tied parameter is one parameter, wherever it appears in the nest.
+    leaves = list({id(leaf): leaf for leaf in every if leaf.requires_grad}.values())
+    if not leaves:
+        raise InputError(
+            "Parameter `tensors` should hold a tensor that requires a gradient. Found none among "
+            f"{len(every)} tensors. Remedy: hand in the model, or its trainable parameters."
+        )
+    if fill_grad and not all(leaf.is_leaf for leaf in leaves):
+        raise InputError(
+            "Parameter `tensors` should hold leaves with fill_grad=True. Found one that was "
+            "computed. Remedy: hand in the parameters, or fill_grad=False."
+        )
+    return leaves
+
+
 def _gradients(loss: Tensor, leaves: list[Tensor], *, keep_graph: bool) -> list[Tensor]:
-    found = torch.autograd.grad(loss, leaves, retain_graph=keep_graph, allow_unused=True)
-    dense = (g.to_dense() if g is not None and g.is_sparse else g for g in found)
-    return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, dense, strict=True)]
-
-
-def _inner(first: list[Tensor], second: list[Tensor]) -> Tensor:
-    # Each tensor's sum in float32 at least, and the sum of sums in float64.
-    pairs = zip(first, second, strict=True)
-    products = [_wide(a).flatten().dot(_wide(b).flatten()) for a, b in pairs]
-    return torch.stack([p.to(torch.float64) for p in products]).sum()
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    grads = torch.autograd.grad(loss, leaves, retain_graph=keep_graph, materialize_grads=True)
+    return [grad.to_dense() if grad.is_sparse else grad for grad in grads]
 
 
 @torch.no_grad()

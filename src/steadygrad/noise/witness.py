@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from steadygrad.distributed import World
 from steadygrad.formulas.summed_parts import ROUNDINGS, is_altered
-from steadygrad.noise.likeness import Likeness
 from steadygrad.noise.parts import Part, Step
+from steadygrad.noise.repeats import Likeness
 from steadygrad.shards import first_shard, replicas
 
 __all__ = ["Alterations", "Witness"]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from steadygrad._checks import InputError
-from steadygrad.formulas.batch_size import learning_rate
+from steadygrad.noise.schedule import learning_rate
 from steadygrad.tasks import Task
 
 # Samples of a run whose learning rate does not decay.

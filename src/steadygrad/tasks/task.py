@@ -12,12 +12,12 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
 
 from steadygrad._checks import InputError, check_choice, check_count, check_number, check_type
+from steadygrad.noise.schedule import LR_RULES
 from steadygrad.tasks import hugging_face
 from steadygrad.tasks.check import check_losses, check_model, evaluating
 from steadygrad.tasks.guard import guarded
 from steadygrad.tasks.samples import CollatedSamples, Samples, read_loader, to_device
 
-LR_RULES = ("sqrt", "linear", "constant")
 LR_DECAYS = ("none", "linear", "cosine")
 OPTIMIZER_TAKES = ("parameters", "named_parameters", "model")
 # Most samples in one forward pass of an evaluation, where nothing says how many fit.

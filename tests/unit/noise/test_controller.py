@@ -72,15 +72,15 @@ def test_state_goes_on():
 
 
 def test_bad_arguments():
-    with pytest.raises(InputError, match="Expected a state_dict of this controller"):
+    with pytest.raises(InputError, match="`count`"):
         BatchSizeController(8).load_state_dict({})
-    with pytest.raises(InputError, match=r"`max_count`.*at least 4"):
+    with pytest.raises(InputError, match="`max_count`"):
         BatchSizeController(8, min_count=4, max_count=2)
-    with pytest.raises(InputError, match=r"`count` should be at most `max_count = 2`.*Remedy"):
+    with pytest.raises(InputError, match="`count`"):
         BatchSizeController(8, count=3, max_count=2)
     controller = BatchSizeController(8)
     before = controller.state_dict()
-    with pytest.raises(InputError, match=r"`estimate` should be of type NoiseEstimate. Found 500"):
+    with pytest.raises(InputError, match="`estimate`"):
         controller.update(500.0)
     assert controller.state_dict() == before
 

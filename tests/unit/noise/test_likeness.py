@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from steadygrad.noise import NoiseScale
-from steadygrad.noise.likeness import Likeness
+from steadygrad.noise.repeats import Likeness
 from tests.unit.noise.training_loop import losses, make
 
 bce = nn.functional.binary_cross_entropy_with_logits

@@ -10,7 +10,7 @@ from steadygrad._checks import InputError
 from steadygrad.formulas.noise_scale import SignalNoise
 from steadygrad.noise import NoiseScale
 from steadygrad.noise.estimate import History
-from tests.unit.formulas.test_drift import course_of, histories
+from tests.unit.noise.test_drift import course_of, histories
 from tests.unit.noise.training_loop import run
 
 STEPS = 240

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steadygrad.noise.example_taps import Ledger
+from steadygrad.noise import per_example
 from steadygrad.noise.per_example import ExampleNorms
 from tests.unit.noise import example_models as ex
 
@@ -126,14 +126,14 @@ def test_a_second_use_after_the_norm_was_taken_is_refused_once():
 def test_only_layers_in_use_several_times_hold_matrices(monkeypatch, mode: str):
     """Neither recomputation, nor passes that nobody measured, make a layer look reused."""
     model, batch = ex.Tiny(mode=mode), ex.rows_of(5)
-    taps, held, hold = ExampleNorms(model), set(), Ledger.hold
+    taps, held, add = ExampleNorms(model), set(), per_example._add
 
-    def spy(ledger: Ledger, name: str, gradients: Tensor) -> None:
-        if gradients.dim() > 2:
+    def spy(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
+        if sums is taps._held and value.dim() > 2:
             held.add(name)
-        hold(ledger, name, gradients)
+        add(sums, name, value)
 
-    monkeypatch.setattr(Ledger, "hold", spy)
+    monkeypatch.setattr(per_example, "_add", spy)
     for _ in range(2):
         ex.loss_of(model, batch).backward()
         ex.measured(taps, model, batch)
@@ -150,6 +150,14 @@ def test_only_layers_in_use_several_times_hold_matrices(monkeypatch, mode: str):
     held.clear()
     ex.measured(taps, model, batch)
     assert held == set()
+
+
+def test_what_is_compared_is_one_gradient_not_one_for_each_example(monkeypatch):
+    """Where the norms need no gradient: of an embedding of a whole vocabulary it would be huge."""
+    model, sizes, bmm = nn.Linear(40, 40), [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *x: sizes.append(bmm(*x).numel()) or bmm(*x))
+    ex.measured(ExampleNorms(model), model, torch.randn(ex.BATCH, 2, 40))
+    assert max(sizes) == 40 * 40
 
 
 def test_evaluation_between_steps_changes_nothing():

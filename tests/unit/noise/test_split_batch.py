@@ -201,31 +201,29 @@ def test_a_half_precision_model_keeps_what_was_measured():
 
 
 @pytest.mark.parametrize(
-    ("loss", "message"),
+    "loss",
     [
-        (lambda w: (w * 1.0).sum(), r"shape \(B\) or \(T, B\).*Found \(\).*reduction='none'"),
-        (lambda w: w.view(1, 6, 1)[:, :, 0][:, :1], r"B >= 2"),
+        lambda w: (w * 1.0).sum(),
+        lambda w: w.view(1, 6, 1)[:, :, 0][:, :1],
+        lambda w: [w.sum()],
     ],
 )
-def test_bad_losses(loss, message):
+def test_bad_losses(loss):
     w = weights()
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match="`per_sample_loss`"):
         SplitBatchNoiseScale()(loss(w), w)
 
 
 def test_bad_arguments():
     w = weights()
-    with pytest.raises(InputError, match="Remedy: did you mean 'paper'"):
-        SplitBatchNoiseScale(mode="papper")
-    with pytest.raises(InputError, match=r"`batch_size_ratio`.*\(0, 0.5\)"):
-        SplitBatchNoiseScale("paper", 0.5)
-    with pytest.raises(InputError, match=r"at least one tensor that requires a.*Remedy: hand in"):
-        SplitBatchNoiseScale()(gradients(8) @ w, w.detach())
-    with pytest.raises(InputError, match="without a graph"):
-        SplitBatchNoiseScale()((gradients(8) @ w).detach(), w)
-    with pytest.raises(InputError, match=r"should be a tensor. Found list"):
-        SplitBatchNoiseScale()([(gradients(8) @ w).sum()], w)
-    with pytest.raises(InputError, match="Expected leaf tensors"):
+    for name, value in [("mode", "papper"), ("negative", "x"), ("batch_size_ratio", 0.5),
+                        ("gradient_norm_clip", 0.0)]:  # fmt: skip
+        with pytest.raises(InputError, match=f"`{name}`"):
+            SplitBatchNoiseScale(**{name: value})
+    for nest in (w.detach(), []):
+        with pytest.raises(InputError, match="`tensors`"):
+            SplitBatchNoiseScale()(gradients(8) @ w, nest)
+    with pytest.raises(InputError, match=r"`tensors`.*leaves"):
         SplitBatchNoiseScale()(gradients(8) @ (v := w * 2), v, fill_grad=True)
 
 

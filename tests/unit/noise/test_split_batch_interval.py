@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from steadygrad._checks import InputError
-from steadygrad.formulas.intervals import ratio_of_averages
 from steadygrad.noise import SplitBatchNoiseScale
+from steadygrad.noise.intervals import ratio_of_averages
 from tests.unit.noise.test_split_batch import gradients, weights
 
 BATCH, DIM = 16, 32

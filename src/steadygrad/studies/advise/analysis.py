@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from steadygrad.formulas.batch_size import learning_rate
+from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise import critical as branches
 from steadygrad.studies.advise.critical import LEAST_FALL, ROUNDING, MeasuredPoint
 from steadygrad.studies.advise.plan import Stages, averaged_end, scratch_job, stretches

@@ -5,7 +5,7 @@ import math
 import msgspec
 from msgspec.structs import replace
 
-from steadygrad.formulas.schedule import BatchSizeSchedule
+from steadygrad.noise.schedule import BatchSizeSchedule
 from steadygrad.studies.advise import schema, words
 from steadygrad.studies.advise.analysis import Evidence
 from steadygrad.studies.advise.schema import Header, Noise, Point, Recommendation, Stage, Summary

@@ -9,7 +9,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from steadygrad.formulas.schedule import BatchSizeSchedule
+from steadygrad.noise.schedule import BatchSizeSchedule
 from steadygrad.studies import charts
 from steadygrad.studies.advise.runs import baseline_of, scratch_runs
 from steadygrad.studies.advise.schema import Branch, Critical, Noise, Point, Scratch, Summary
@@ -74,13 +74,12 @@ def _forms(found: Summary | None, tokens: int | None) -> list[tuple[str, str]]:
     if found is None or found.schedule is None or not found.schedule.advised:
         return []
     schedule = BatchSizeSchedule(msgspec.to_builtins(found.schedule.stages))
-    base = found.batch_size
-    each = f"micro-batches of {show(base)} over all devices"
+    own = f"schedule = BatchSizeSchedule({schedule.to_json()})"
     forms = [
         ("Megatron: --step-batch-size-schedule, in tokens", found.schedule.megatron),
         ("OLMo-core: its own callback, in tokens", schedule.to_olmo_core(tokens) if tokens else ""),
-        (f"Lightning: {each}", schedule.to_lightning(base)),
-        (f"Hugging Face Trainer: {each}", schedule.to_hugging_face(base)),
+        ("Lightning: BatchSizeCallback(schedule, samples of a micro-batch)", own),
+        ("Hugging Face Trainer: batch_sizes=schedule", own),
     ]
     return [(name, text) for name, text in forms if text]
 

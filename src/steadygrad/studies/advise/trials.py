@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from steadygrad._checks import InputError
-from steadygrad.formulas.batch_size import learning_rate
 from steadygrad.noise import NoiseScale
+from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise import schema
 from steadygrad.studies.advise.analysis import Chooser
 from steadygrad.studies.advise.plan import (

@@ -7,10 +7,15 @@ import pytest
 import scipy.stats
 import torch
 
-from steadygrad.formulas.drift import ALARM, halves_differ, present_ratio, short_memory
-from steadygrad.formulas.intervals import ratio_of_averages
+from steadygrad.noise.intervals import (
+    ALARM,
+    halves_differ,
+    present_ratio,
+    ratio_of_averages,
+    short_memory,
+)
 from tests.reference import noise_drift as reference
-from tests.unit.formulas.test_intervals import autoregressive
+from tests.unit.noise.test_intervals import autoregressive
 
 REPLICATES = 500
 
@@ -84,11 +89,11 @@ def test_agrees_with_the_reference(case):
     got = present_ratio(noise, signal, weights)
     for i in range(len(noise)):
         expected = reference.present(noise[i].numpy(), signal[i].numpy(), weights.numpy(), n)
-        ours = [x[i].item() for x in (got.ratio.value, got.ratio.low, got.ratio.high)]
+        ours = [x[i].item() for x in (got.value, got.low, got.high)]
         if not math.isnan(ours[0]):
             assert ours[0] == pytest.approx(expected.value, rel=1e-12)
         # The expansion of Student's quantile: 6e-4 at 2 degrees of freedom, 1e-5 from 3 on.
-        loose = 1e-3 if got.ratio.effective[i] < 4 else 1e-5
+        loose = 1e-3 if got.effective[i] < 4 else 1e-5
         assert ours[1:] == pytest.approx([expected.low, expected.high], rel=loose)
         assert got.drifting[i].item() == expected.drifting
         assert got.measurements[i].item() == expected.measurements
@@ -144,7 +149,7 @@ def test_a_common_factor_is_no_drift():
 def test_constant_is_covered_and_raises_no_alarm(decay, n, strength, rho):
     got, whole, truth = present("none", strength, decay, n, rho)
     # Less a standard error of 500 replicates; the test takes next to nothing from the coverage.
-    assert covered(got.ratio, truth) >= max(0.92, covered(whole, truth) - 0.015)
+    assert covered(got, truth) >= max(0.92, covered(whole, truth) - 0.015)
     # 2 % of false alarms, and two standard errors of 500 replicates.
     assert got.drifting.double().mean() <= 0.032
 
@@ -156,7 +161,7 @@ def test_the_present_value_is_covered_while_it_grows(decay, n, strength, growth,
     """Growth by 4 over what the weights reach back to. Standard error of a share of 90 %: 1.3."""
     got, whole, truth = present(growth, strength, decay, n)
     with capsys.disabled():
-        before, after = covered(whole, truth), covered(got.ratio, truth)
+        before, after = covered(whole, truth), covered(got, truth)
         print(f" [{decay} {n} {strength} {growth}: {before:.1%}, now {after:.1%}] ")
     assert after >= 0.9
     if strength == 2.0:
@@ -164,19 +169,19 @@ def test_the_present_value_is_covered_while_it_grows(decay, n, strength, growth,
         # The whole history is older, and where it is bounded it tells of the past.
         assert got.age.max() < 40
         # Of six measurements, the fewest here, one in a hundred cannot bound the noise scale.
-        assert got.ratio.resolved.double().mean() >= 0.98
+        assert got.resolved.double().mean() >= 0.98
 
 
 def test_a_hint_widens_the_interval_and_keeps_the_value():
     noise, signal = histories(course_of("linear", 200, 200), 16.0)
     weights = torch.ones(200, dtype=torch.float64)
     got, whole = present_ratio(noise, signal, weights), ratio_of_averages(noise, signal, weights)
-    wider = ~got.drifting & (got.ratio.high > whole.high)
+    wider = ~got.drifting & (got.high > whole.high)
     assert wider.any()
-    assert torch.equal(got.ratio.value[wider], whole.value[wider])
-    assert (got.ratio.low <= whole.low)[wider].all()
+    assert torch.equal(got.value[wider], whole.value[wider])
+    assert (got.low <= whole.low)[wider].all()
     assert (got.measurements[wider] == 200).all()
-    assert torch.equal(got.ratio.resolved, torch.isfinite(got.ratio.high))
+    assert torch.equal(got.resolved, torch.isfinite(got.high))
 
 
 @pytest.mark.parametrize("since", [20, 60, 100, 150])
@@ -188,7 +193,7 @@ def test_a_step_is_left_behind(since):
     assert got.drifting.double().mean() >= 0.99
     # The newest quarter of a window that ends at the step, or before it.
     assert got.measurements.median() <= since / 2
-    assert covered(got.ratio, 128) >= 0.92
+    assert covered(got, 128) >= 0.92
 
 
 def test_what_lies_where_there_is_no_measurement_does_not_matter():
@@ -200,7 +205,7 @@ def test_what_lies_where_there_is_no_measurement_does_not_matter():
     assert got.drifting.any()
     assert torch.equal(other.drifting, got.drifting)
     assert torch.equal(other.measurements, got.measurements)
-    torch.testing.assert_close(other.ratio, got.ratio, rtol=1e-9, atol=0, equal_nan=True)
+    torch.testing.assert_close(other, got, rtol=1e-9, atol=0, equal_nan=True)
 
 
 def test_a_ring_that_is_not_full():
@@ -211,14 +216,14 @@ def test_a_ring_that_is_not_full():
     weights = torch.cat([torch.ones(200), torch.zeros(50)]).double()
     part = present_ratio(torch.cat([noise, space], -1), torch.cat([signal, space], -1), weights)
     assert torch.equal(part.measurements, full.measurements)
-    torch.testing.assert_close(part.ratio.value, full.ratio.value, rtol=1e-12, atol=0)
+    torch.testing.assert_close(part.value, full.value, rtol=1e-12, atol=0)
 
 
 def test_noise_without_a_signal_does_not_drift():
     noise, signal = histories(torch.full((200,), 1e9).double(), 1.0)
     got = present_ratio(noise, signal, torch.ones(200).double())
     assert got.drifting.double().mean() <= 3 * ALARM
-    assert got.ratio.high.isinf().double().mean() >= 0.95
+    assert got.high.isinf().double().mean() >= 0.95
 
 
 @pytest.mark.parametrize("n", [1, 2, 31])

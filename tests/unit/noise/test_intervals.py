@@ -6,7 +6,7 @@ import pytest
 import scipy.stats
 import torch
 
-from steadygrad.formulas.intervals import (
+from steadygrad.noise.intervals import (
     autocorrelation_time,
     fieller_interval,
     ratio_of_averages,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steadygrad.formulas import example_norms as f
+from steadygrad.noise import example_norms as f
 
 # float64 sums of at most some thousand terms: rounding stays near 1e-13.
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
@@ -46,31 +46,23 @@ def test_linear(between: tuple[int, ...], wide: int, narrow: int):
     layer = nn.Linear(wide, narrow).double()
     inputs = torch.randn(BATCH, *between, wide, dtype=torch.float64)
     grads, expected = reference(layer, inputs)
-    torch.testing.assert_close(
-        f.linear_weight_gradients(inputs, grads), expected["weight"], **TIGHT
+    weight, norms = (
+        f.linear_gradients(layer, inputs, grads),
+        f.linear_sq_norms(layer, inputs, grads),
     )
-    torch.testing.assert_close(f.linear_bias_gradients(grads), expected["bias"], **TIGHT)
-    torch.testing.assert_close(
-        f.linear_weight_sq_norms(inputs, grads), squares(expected["weight"]), **TIGHT
-    )
+    torch.testing.assert_close(weight, expected["weight"], **TIGHT)
+    torch.testing.assert_close(f.bias_gradients(layer, None, grads), expected["bias"], **TIGHT)
+    torch.testing.assert_close(norms, squares(expected["weight"]), **TIGHT)
 
 
-def test_ghost_norm_equals_formed_gradient():
-    """Both ways on shapes where the choice would fall either way."""
-    for positions, wide, narrow in [(1, 8, 8), (4, 8, 8), (5, 8, 8), (32, 2, 2)]:
-        inputs = torch.randn(BATCH, positions, wide, dtype=torch.float64)
-        grads = torch.randn(BATCH, positions, narrow, dtype=torch.float64)
-        formed = f.sq_norms(f.linear_weight_gradients(inputs, grads))
-        torch.testing.assert_close(f._ghost_sq_norms(inputs, grads), formed, **TIGHT)
-
-
-@pytest.mark.parametrize(("positions", "ghost"), [(3, True), (4, False)])
-def test_linear_takes_the_cheaper_way(monkeypatch, positions: int, ghost: bool):
-    # K = L = 8: the gradient costs 64 T, the Gram matrices 16 T^2; they meet at T = 4.
-    taken = []
-    monkeypatch.setattr(f, "_ghost_sq_norms", lambda x, g: taken.append("ghost"))
-    f.linear_weight_sq_norms(torch.randn(2, positions, 8), torch.randn(2, positions, 8))
-    assert bool(taken) == ghost
+@pytest.mark.parametrize(("positions", "products"), [(3, 2), (4, 1)])
+def test_linear_takes_the_cheaper_way(monkeypatch, positions: int, products: int):
+    """K = L = 8: the gradient costs 64 T, two Gram matrices 16 T^2; they meet at T = 4."""
+    inputs, grads = torch.randn(2, positions, 8), torch.randn(2, positions, 8)
+    calls, bmm = [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: calls.append(1) or bmm(a, b))
+    f.linear_sq_norms(nn.Linear(8, 8), inputs, grads)
+    assert len(calls) == products
 
 
 @pytest.mark.parametrize("rows", [6, 7, 60])
@@ -82,16 +74,16 @@ def test_embedding(rows: int, padding_idx: int | None, between: tuple[int, ...])
     indices = torch.randint(0, 6, (BATCH, *between))
     indices.view(-1)[0] = 2
     grads, expected = reference(layer, indices)
-    table = f.embedding_gradients(indices, grads, rows, padding_idx)
+    table = f.embedding_gradients(layer, indices, grads)
     torch.testing.assert_close(table, expected["weight"], **TIGHT)
-    norms = f.embedding_sq_norms(indices, grads, rows, padding_idx)
+    norms = f.embedding_sq_norms(layer, indices, grads)
     torch.testing.assert_close(norms, squares(expected["weight"]), **TIGHT)
 
 
 def test_embedding_of_a_huge_table_forms_no_table():
     """2**40 rows would not fit anywhere; int32 indices are looked up too."""
     indices, grads = torch.tensor([[0, 5, 5]], dtype=torch.int32), torch.ones(1, 3, 2)
-    norms = f.embedding_sq_norms(indices, grads, 2**40)
+    norms = f.embedding_sq_norms(nn.Embedding(2**40, 2, device="meta"), indices, grads)
     # Row 0 receives (1, 1), row 5 receives (2, 2).
     torch.testing.assert_close(norms, torch.tensor([10.0]), rtol=0, atol=0)
 
@@ -103,9 +95,9 @@ def test_layer_norm(shape: tuple[int, ...], between: tuple[int, ...]):
     nn.init.normal_(layer.weight)
     inputs = torch.randn(BATCH, *between, *shape, dtype=torch.float64)
     grads, expected = reference(layer, inputs)
-    weight = f.layer_norm_weight_gradients(inputs, grads, shape, 1e-3)
+    weight = f.norm_gradients(layer, inputs, grads)
     torch.testing.assert_close(weight, expected["weight"], **TIGHT)
-    torch.testing.assert_close(f.norm_bias_gradients(grads, shape), expected["bias"], **TIGHT)
+    torch.testing.assert_close(f.bias_gradients(layer, None, grads), expected["bias"], **TIGHT)
 
 
 @pytest.mark.parametrize("eps", [None, 1e-2])
@@ -114,7 +106,7 @@ def test_rms_norm(shape: tuple[int, ...], eps: float | None):
     layer = nn.RMSNorm(shape, eps=eps).double()
     inputs = torch.randn(BATCH, 4, *shape, dtype=torch.float64)
     grads, expected = reference(layer, inputs)
-    weight = f.rms_norm_weight_gradients(inputs, grads, shape, eps)
+    weight = f.norm_gradients(layer, inputs, grads)
     torch.testing.assert_close(weight, expected["weight"], **TIGHT)
 
 
@@ -125,9 +117,8 @@ def test_rms_norm_default_eps_is_the_inputs_own():
     grads = torch.randn(BATCH, 4)
     expected = one_at_a_time(layer, inputs, grads)["weight"]
     # float32 rounding of a handful of operations.
-    torch.testing.assert_close(
-        f.rms_norm_weight_gradients(inputs, grads, (4,)), expected, rtol=1e-5, atol=1e-6
-    )
+    weight = f.norm_gradients(layer, inputs, grads)
+    torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
 
 
 CONVOLUTIONS = {
@@ -169,37 +160,28 @@ def test_convolution(dims: int, options: dict[str, object]):
     layer = kind(**{"in_channels": 4, "out_channels": 6, "kernel_size": 3, **options}).double()
     inputs = torch.randn(BATCH, 4, *(9, 8)[:dims], dtype=torch.float64)
     grads, expected = reference(layer, inputs)
-    geometry = f.ConvGeometry(
-        layer.kernel_size,
-        layer.stride,
-        layer.padding,
-        layer.dilation,
-        layer.groups,
-        layer.padding_mode,
-    )
-    weight = f.conv_weight_gradients(inputs, grads, geometry)
+    weight = f.conv_gradients(layer, inputs, grads)
     torch.testing.assert_close(weight, expected["weight"], **TIGHT)
-    norms = f.conv_weight_sq_norms(inputs, grads, geometry)
+    norms = f.conv_sq_norms(layer, inputs, grads)
     torch.testing.assert_close(norms, squares(expected["weight"]), **TIGHT)
-    torch.testing.assert_close(f.conv_bias_gradients(grads), expected["bias"], **TIGHT)
+    torch.testing.assert_close(f.bias_gradients(layer, None, grads), expected["bias"], **TIGHT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_widened(dtype: torch.dtype):
+@pytest.mark.parametrize("width", [4, 20])
+def test_half_precision_is_widened(dtype: torch.dtype, width: int):
     """300^2 overflows float16; eight positions of it overflow it by far."""
-    inputs, grads = torch.full((2, 8, 4), 300.0, dtype=dtype), torch.ones(2, 8, 3, dtype=dtype)
+    inputs, grads = (torch.full((2, 8, width), value, dtype=dtype) for value in (300.0, 1.0))
     value = float(inputs[0, 0, 0])
-    expected = torch.full((2,), 12 * (8 * value) ** 2)
-    norms = f.linear_weight_sq_norms(inputs, grads)
+    expected = torch.full((2,), width**2 * (8 * value) ** 2)
+    layer = nn.Linear(width, width)
+    norms = f.linear_sq_norms(layer, inputs, grads)
     assert norms.dtype == torch.float32
     # One float32 rounding for each of a few sums.
     torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(f._ghost_sq_norms(inputs, grads), expected, rtol=1e-6, atol=0)
     # bfloat16 cannot count to 257: the sum itself must be wide.
     ones = torch.ones(1, 257, 1, dtype=dtype)
-    assert f.linear_bias_gradients(ones).item() == 257
-    bias = f.linear_bias_gradients(inputs)
-    torch.testing.assert_close(f.sq_norms(bias), 4 * (8 * torch.tensor([value] * 2)) ** 2)
+    assert f.bias_gradients(layer, None, ones).item() == 257
 
 
 def test_layouts_and_empty_batches():
@@ -208,26 +190,27 @@ def test_layouts_and_empty_batches():
     grads = torch.randn(BATCH, 2, 4, dtype=torch.float64).transpose(1, 2)
     assert not inputs.is_contiguous()
     torch.testing.assert_close(
-        f.linear_weight_gradients(inputs, grads),
+        f.linear_gradients(None, inputs, grads),
         torch.stack([g.T @ a for g, a in zip(grads, inputs, strict=True)]),
         **TIGHT,
     )
     images, empty = torch.randn(0, 2, 5, 5), torch.randn(0, 4, 6)
-    geometry = f.ConvGeometry((3, 3), (1, 1), (1, 1), (1, 1))
+    conv = nn.Conv2d(2, 2, 3, padding=1)
     rows = torch.zeros(0, 4, dtype=torch.long)
-    assert f.conv_weight_gradients(images, images, geometry).shape == (0, 2, 2, 3, 3)
-    assert f.conv_weight_sq_norms(images, images, geometry).shape == (0,)
-    assert f.linear_weight_sq_norms(empty, empty).shape == (0,)
-    assert f.embedding_sq_norms(rows, empty, 1000).shape == (0,)
-    assert f.embedding_sq_norms(rows, empty, 3).shape == (0,)
-    assert f.layer_norm_weight_gradients(empty, empty, (6,)).shape == (0, 6)
+    assert f.conv_gradients(conv, images, images).shape == (0, 2, 2, 3, 3)
+    assert f.conv_sq_norms(conv, images, images).shape == (0,)
+    assert f.linear_sq_norms(None, empty, empty).shape == (0,)
+    for count in (3, 1000):
+        table = nn.Embedding(count, 6)
+        assert f.embedding_sq_norms(table, rows, empty).shape == (0,)
+    assert f.norm_gradients(nn.LayerNorm(6), empty, empty).shape == (0, 6)
 
 
 def test_inputs_are_left_alone():
     """The normalized input is multiplied in place, the given one never."""
     inputs, grads = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
     before = inputs.clone(), grads.clone()
-    f.layer_norm_weight_gradients(inputs, grads, (4,))
-    f.rms_norm_weight_gradients(inputs, grads, (4,))
+    for layer in (nn.LayerNorm(4), nn.RMSNorm(4)):
+        f.norm_gradients(layer, inputs, grads)
     assert torch.equal(inputs, before[0])
     assert torch.equal(grads, before[1])
