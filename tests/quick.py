@@ -92,7 +92,7 @@ CASES = {
         "test_hopeless_data_are_mostly_unbounded_and_still_covered": 0,
         "test_level_is_the_coverage": 0,
     },
-    "unit/formulas/test_summed_parts.py": {
+    "unit/noise/test_summed_parts.py": {
         "test_a_sum_with_its_roundings_is_no_alteration": 9,
     },
     "unit/optim/test_loop_processes.py": {

@@ -118,8 +118,8 @@ def refusals(rank, world):
 
 def test_what_cannot_work_is_refused(tmp_path):
     for ddp, fsdp in on_ranks(2, refusals, tmp_path):
-        assert "Found DDP. Remedy: source='microbatch'" in ddp
-        assert "Found source='microbatch'. Remedy: source='accumulated'" in fsdp
+        assert "`source` to be microbatch or per_example" in ddp
+        assert "`source` to be accumulated for metric='l1'" in fsdp
 
 
 def spoiled(rank, world):

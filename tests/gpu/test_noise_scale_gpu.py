@@ -75,6 +75,7 @@ def found_step(noise, model, x, y, scaler=None):
     noise.step()
 
 
+@pytest.mark.filterwarnings("ignore:Expected `.grad`")
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("left_over", [False, True])
 def test_found_passes_never_wait(scaled, left_over):

@@ -2,18 +2,16 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from steadygrad._checks import InputError, check_count, check_number
 from steadygrad.averages import WideBuffers
-from steadygrad.formulas.noise_scale import SignalNoise
-from steadygrad.noise.intervals import RatioInterval, present_ratio, ratio_of_averages
-
-__all__ = ["History", "KeptBatches", "NoiseEstimate"]
+from steadygrad.noise.equations import SignalNoise
+from steadygrad.noise.intervals import present_ratio, ratio_of_averages
+from steadygrad.numerics import exact
 
 _NONE = torch.zeros((), dtype=torch.int64)
 
@@ -22,9 +20,8 @@ _NONE = torch.zeros((), dtype=torch.int64)
 class NoiseEstimate:
     r"""A noise scale with its interval. Every number is a tensor with shape ``()``.
 
-    It is the value of the newest ``measurements`` measurements. While no drift is found, these are
-    the whole history; where it is, they are the newest part, in which none is found, so that the
-    interval is one for the present value.
+    It is the value of the newest ``measurements`` measurements: the whole history, or where drift
+    is found, its newest part, so that the interval is one for the present value.
 
     Attributes:
         value: Noise scale :math:`\mathrm{tr}(\Sigma)/|G|^2`, in samples. NaN where the averaged
@@ -75,13 +72,13 @@ class NoiseEstimate:
                 "losses do, or samples in a fixed order. Remedy: source='accumulated' with one "
                 "`with noise.microbatch(n)` around all passes of a sample, or shuffling."
             )
-        if not _moved(self.selected, self.effective):
-            return None
-        return (
-            f"{float(self.selected):.0%} of the steps were left out for what their gradients were, "
-            "altered, dropped or not finite, and the others are no fair sample. Remedy: a smaller "
-            "loss scale, and noise.step() before clipping and before a step is dropped."
-        )
+        if _moved(self.selected, self.effective):
+            return (
+                f"{float(self.selected):.0%} of the steps were left out for what their gradients "
+                "were: altered, dropped or not finite. Remedy: a smaller loss scale, and "
+                "noise.step() before clipping and before a step is dropped."
+            )
+        return None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, for logs and records; waits for the device."""
@@ -97,7 +94,124 @@ def default_capacity(decay: float, most: int) -> int:
     return max(3, min(most, math.ceil(math.log(1e-3, decay)) + 1)) if decay > 0 else 3
 
 
-def newest_first(ring: Tensor, pushed: Tensor | int) -> tuple[Tensor, Tensor, Tensor]:
+class History(WideBuffers):
+    """The newest measurements of every group, in a ring of buffers that move and are saved with it.
+
+    Nothing here waits for the device: a measurement that is not finite takes its place, and is left
+    out by arithmetic. It is NaN if left out for what its gradients were, else infinite.
+
+    Loaded as a module, a ring of another length is taken over from its newest end, and a
+    ``state_dict`` without one empties it.
+
+    Args:
+        capacity: How many measurements are kept.
+        groups: Number of groups.
+        device: Where they live.
+    """
+
+    ring: Tensor
+    pushed: Tensor
+
+    def __init__(self, capacity: int, groups: int = 1, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        # Each measurement is a row of signals and a row of noises.
+        dtype = exact(torch.device(device))
+        ring = torch.zeros(capacity, 2, groups, dtype=dtype, device=device)
+        self.register_buffer("ring", ring)
+        self.register_buffer("pushed", torch.zeros((), dtype=torch.int64, device=device))
+        nn.Module.register_load_state_dict_pre_hook(self, _fit_ring)
+
+    def push(self, measured: SignalNoise, where: Tensor | None = None) -> None:
+        """Takes in one measurement, each of its two tensors with shape ``(groups)``.
+
+        With ``where``, a boolean tensor, nothing where it is false: no gap is left, so that the
+        weights are those of a :class:`~steadygrad.averages.MovingAverage`.
+        """
+        slot = (self.pushed % len(self.ring)).view(1)
+        row = torch.stack(measured).to(self.ring).view(1, 2, -1)
+        if where is not None:
+            row = torch.where(where, row, self.ring.index_select(0, slot))
+        self.ring.index_copy_(0, slot, row)
+        self.pushed += 1 if where is None else where
+
+    def drop(self) -> None:
+        """Counts a step that was left out because of its gradients."""
+        self.push(SignalNoise(*torch.full_like(self.ring[0], torch.nan)))
+
+    def reset(self) -> None:
+        """Forgets every measurement."""
+        self.ring.zero_()
+        self.pushed.zero_()
+
+    @property
+    def skipped(self) -> Tensor:
+        """Number of kept measurements that are not finite, with shape ``()``."""
+        return (
+            self.pushed.clamp(max=len(self.ring)) - _newest_first(self.ring, self.pushed)[1].sum()
+        )
+
+    def estimate(
+        self,
+        decay: float,
+        level: float,
+        skipped: Tensor | None = None,
+        *,
+        groups: Sequence[str] = (),
+        drift: bool = True,
+        power: int = 1,
+        **facts: Tensor,
+    ) -> NoiseEstimate:
+        """The noise scale of the whole, with that of each group.
+
+        Args:
+            decay: Weight ratio of one measurement to the next newer one, in (0, 1].
+            level: Probability with which the interval should cover the truth.
+            skipped: Number of measurements that were not pushed. Default: those not finite.
+            groups: Names of the groups; none: the whole alone.
+            drift: Whether the noise scale may drift from one measurement to the next.
+            power: The value is the ratio of the averages to this power.
+            facts: Other fields of the estimate.
+        """
+        kept, finite, lost = _newest_first(self.ring, self.pushed)
+        age = torch.arange(len(kept), device=kept.device)
+        weights = decay ** age.to(kept.dtype)
+        if skipped is None:
+            skipped, share = self.skipped, weights @ lost.to(weights)
+            selected = (share / (weights @ (finite | lost).to(weights))).nan_to_num()
+        else:
+            # A batch too small to be split is left out too, and then all are.
+            selected = skipped / (skipped + self.pushed).clamp(min=1) * (self.pushed > 0)
+        facts = {"unlike": selected < 0, **facts, "skipped": skipped, "selected": selected}
+        rows = kept.permute(1, 2, 0)
+        # Signal and noise both add up over groups, so the whole is their sum.
+        signal, noise = torch.cat([rows.sum(1, keepdim=True), rows[:, : len(groups)]], 1)
+        weights = torch.where(finite, weights, 0.0)
+        ratio = present_ratio if drift else ratio_of_averages
+        value, low, high, top, bottom, effective, resolved, *of = ratio(
+            noise, signal, weights, level=level
+        )
+        drifting, measurements, age = of
+        unlike, doubtful = facts["unlike"], facts["unlike"] | _moved(selected, effective)
+        columns = (
+            torch.where(unlike, torch.nan, value**power),
+            torch.where(doubtful, 0.0, low**power),
+            torch.where(doubtful, torch.inf, high**power),
+            bottom**power,
+            top**power,
+            resolved & ~doubtful,
+            measurements,
+            effective,
+            drifting,
+            age,
+        )
+        whole, *each = (
+            NoiseEstimate(*row, **facts)  # type: ignore[arg-type]  # no fact is named `by_group`
+            for row in zip(*columns, strict=True)
+        )
+        return replace(whole, by_group=dict(zip(groups, each, strict=True)))
+
+
+def _newest_first(ring: Tensor, pushed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A ring's rows by age, zeros if not finite; which of them are finite, and which NaN."""
     age = torch.arange(len(ring), device=ring.device)
     rows = ring[(pushed - 1 - age) % len(ring)]
@@ -106,16 +220,6 @@ def newest_first(ring: Tensor, pushed: Tensor | int) -> tuple[Tensor, Tensor, Te
     lost = there & torch.isnan(rows).flatten(1).any(1)
     # Zero, not NaN, where the weight is zero: their product must vanish.
     return torch.where(finite.view(-1, 1, 1), rows, 0.0), finite, lost
-
-
-def present_of(
-    signal: Tensor, noise: Tensor, finite: Tensor, decay: float, level: float, drift: bool = True
-) -> RatioInterval:
-    """The ratio of the averages of series that begin with the newest value, shape ``(*, N)``."""
-    age = torch.arange(len(finite), device=finite.device)
-    weights = torch.where(finite, decay ** age.to(signal.dtype), 0.0)
-    ratio = present_ratio if drift else ratio_of_averages
-    return ratio(noise, signal, weights, level=level)
 
 
 def _moved(selected: Tensor, effective: Tensor) -> Tensor:
@@ -130,186 +234,13 @@ def _moved(selected: Tensor, effective: Tensor) -> Tensor:
     return moved
 
 
-def _estimate(
-    ratio: RatioInterval,
-    facts: Mapping[str, Tensor],
-    power: int = 1,
-    by_group: Mapping[str, NoiseEstimate] | None = None,
-) -> NoiseEstimate:
-    facts = {"unlike": ratio.age < 0, **facts}
-    unlike = facts["unlike"]
-    doubtful = unlike | _moved(facts["selected"], ratio.effective)
-    return NoiseEstimate(
-        value=torch.where(unlike, torch.nan, ratio.value**power),
-        low=torch.where(doubtful, 0.0, ratio.low**power),
-        high=torch.where(doubtful, torch.inf, ratio.high**power),
-        grad_sq_norm=ratio.denominator**power,
-        noise_trace=ratio.numerator**power,
-        resolved=ratio.resolved & ~doubtful,
-        measurements=ratio.measurements,
-        effective=ratio.effective,
-        drifting=ratio.drifting,
-        age=ratio.age,
-        by_group=by_group or {},
-        **facts,
-    )
-
-
-class History:
-    """The newest measurements of every group, in a ring on the model's device.
-
-    Nothing here waits for the device: a measurement that is not finite takes its place, and is left
-    out by arithmetic. It is NaN if left out for what its gradients were, else infinite.
-
-    Args:
-        groups: Names of the groups.
-        decay: Weight ratio of one measurement to the next newer one, in (0, 1].
-        capacity: How many measurements are kept. Default: :func:`default_capacity`, at most 4,096.
-        power: The estimate's value is the ratio of the averages to this power.
-        level: Probability with which the interval should cover the truth.
-        device: Where the measurements live.
-        drift: Whether the noise scale may drift from one measurement to the next.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[str],
-        *,
-        decay: float,
-        capacity: int | None,
-        power: int,
-        level: float,
-        device: torch.device,
-        drift: bool = True,
-    ) -> None:
-        check_number("decay", decay, low=0, high=1, low_open=True)
-        check_number("level", level, low=0, high=1, low_open=True, high_open=True)
-        if capacity is None:
-            capacity = default_capacity(decay, most=4096)
-        self.groups = list(groups)
-        self.decay, self.power, self.level, self.drift = decay, power, level, drift
-        self.capacity = check_count("history", capacity, low=3)
-        # MPS has no float64.
-        self.dtype = torch.float32 if device.type == "mps" else torch.float64
-        # Each measurement is a row of signals and a row of noises.
-        self.ring = torch.zeros(capacity, 2, len(groups), dtype=self.dtype, device=device)
-        self.pushed = 0
-
-    def push(self, measured: SignalNoise) -> None:
-        """Takes in one measurement of every group, each with shape ``(groups)``."""
-        self.ring[self.pushed % self.capacity].copy_(torch.stack(measured))
-        self.pushed += 1
-
-    def drop(self) -> None:
-        """Counts a step that was left out because of its gradients."""
-        self.ring[self.pushed % self.capacity].fill_(torch.nan)
-        self.pushed += 1
-
-    @property
-    def skipped(self) -> Tensor:
-        """Number of kept measurements that are not finite, with shape ``()``."""
-        return min(self.pushed, self.capacity) - newest_first(self.ring, self.pushed)[1].sum()
-
-    def estimate(self, **facts: Tensor) -> NoiseEstimate:
-        """The noise scale of the whole, with that of each group; ``facts`` are fields of both."""
-        kept, finite, lost = newest_first(self.ring, self.pushed)
-        weights = self.decay ** torch.arange(len(kept), dtype=kept.dtype, device=kept.device)
-        selected = (
-            weights @ lost.to(weights) / (weights @ (finite | lost).to(weights))
-        ).nan_to_num()
-        facts |= {"skipped": self.skipped, "selected": selected}
-        rows = kept.permute(1, 2, 0)
-        # Signal and noise both add up over groups, so the whole is their sum.
-        signal, noise = torch.cat([rows.sum(1, keepdim=True), rows], 1)
-        present = present_of(signal, noise, finite, self.decay, self.level, self.drift)
-        each = [RatioInterval(*row) for row in zip(*present, strict=True)]
-        groups = [_estimate(row, facts, self.power) for row in each[1:]]
-        by_group = dict(zip(self.groups, groups, strict=True))
-        return _estimate(each[0], facts, self.power, by_group)
-
-    def reset(self) -> None:
-        """Forgets every measurement."""
-        self.ring.zero_()
-        self.pushed = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """The kept measurements, as tensors and plain values."""
-        return {
-            "groups": list(self.groups),
-            "ring": self.ring.clone(),
-            "pushed": self.pushed,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Puts saved measurements back.
-
-        Raises:
-            InputError: If they are of other groups or of another capacity.
-        """
-        missing = {"groups", "ring", "pushed"} - set(state)
-        if missing:
-            raise InputError(
-                f"Expected a state_dict of this estimator. Found none of {sorted(missing)} in it. "
-                "Remedy: hand in what `state_dict()` returned."
-            )
-        found = (list(state["groups"]), tuple(state["ring"].shape))
-        expected = (self.groups, tuple(self.ring.shape))
-        if found != expected:
-            raise InputError(
-                f"Expected measurements of groups and shape {expected}. Found {found}. "
-                "Remedy: build the estimator with the same model, groups, decay and history."
-            )
-        self.ring.copy_(state["ring"])
-        self.pushed = int(state["pushed"])
-
-
-class KeptBatches(WideBuffers):
-    """The newest measurements of a module, in a ring of buffers that move and are saved with it.
-
-    One that is not finite leaves no gap, unlike in :class:`History`, so that the weights are those
-    of a :class:`~steadygrad.averages.MovingAverage`.
-
-    A saved ring of another length is taken over from its newest end. A ``state_dict`` without one
-    empties the ring: the interval then knows only of batches from there on.
-
-    Args:
-        capacity: How many measurements are kept.
-    """
-
-    ring: Tensor
-    pushed: Tensor
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
-        self.register_buffer("ring", torch.zeros(capacity, 2, 1, dtype=torch.float64))
-        self.register_buffer("pushed", torch.zeros((), dtype=torch.int64))
-        nn.Module.register_load_state_dict_pre_hook(self, _fit_ring)
-
-    @torch.no_grad()
-    def push(self, measured: SignalNoise, where: Tensor) -> None:
-        """Takes in one measurement, two tensors with shape ``()``; nothing where it is false."""
-        slot = (self.pushed % len(self.ring)).view(1)
-        row = torch.stack(measured).to(self.ring).view(1, 2, 1)
-        self.ring.index_copy_(0, slot, torch.where(where, row, self.ring.index_select(0, slot)))
-        self.pushed += where
-
-    def estimate(self, decay: float, level: float, skipped: Tensor) -> NoiseEstimate:
-        """The noise scale from measurements weighted by ``decay`` to the power of their age."""
-        rows, finite, _ = newest_first(self.ring, self.pushed)
-        signal, noise = rows[..., 0].unbind(1)
-        present = present_of(signal, noise, finite, decay, level)
-        # A batch too small to be split is left out too, and then all are.
-        selected = skipped / (skipped + self.pushed).clamp(min=1) * (self.pushed > 0)
-        return _estimate(present, {"skipped": skipped, "selected": selected})
-
-
-def _fit_ring(module: KeptBatches, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _fit_ring(module: History, state: dict[str, Any], prefix: str, *_: object) -> None:
     name, count = f"{prefix}ring", f"{prefix}pushed"
     empty = torch.zeros_like(module.ring)
     if name not in state or count not in state:
         state[name], state[count] = empty, torch.zeros_like(module.pushed)
     elif len(state[name]) != len(empty):
-        newest, finite = newest_first(state[name], state[count])[:2]
+        newest, finite, _lost = _newest_first(state[name], state[count])
         kept = int(finite.sum().clamp(max=len(empty)))
         empty[:kept] = newest[:kept].flip(0).to(empty)
         state[name], state[count] = empty, torch.full_like(state[count], kept)

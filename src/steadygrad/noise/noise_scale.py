@@ -1,7 +1,8 @@
 """The gradient noise scale, nearly free: from gradients that training computes anyway."""
 
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,24 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from steadygrad._checks import check_count, check_type
-from steadygrad.distributed import data_parallel_world
-from steadygrad.noise.build import (
-    check_finds_passes,
-    check_options,
-    choose_parameters,
-    make_meter,
-    warn_of_batch_norm,
-)
-from steadygrad.noise.estimate import History, NoiseEstimate
-from steadygrad.noise.loss_scale import LossScale, Scaler
-from steadygrad.noise.micro_batches import MicroBatches
+from steadygrad._checks import InputError, check_choice, check_count, check_number, check_type
+from steadygrad._names import own_name
+from steadygrad.distributed import World, data_parallel_world
+from steadygrad.noise.estimate import History, NoiseEstimate, default_capacity
 from steadygrad.noise.per_example import ExampleNorms
 from steadygrad.noise.repeats import Repeats
-from steadygrad.noise.sources import AccumulatedSource, BackwardSource, ExampleSource, Source
-from steadygrad.noise.witness import Alterations
-
-__all__ = ["NoiseScale"]
+from steadygrad.noise.sources import Source, gradient_leaves
+from steadygrad.noise.sums import SignSums, Sums
 
 
 class NoiseScale:
@@ -78,8 +69,8 @@ class NoiseScale:
             mean; ``"samples"``: each is a sum, divided by this process's samples. A wrong choice
             leaves ``value`` right, while the micro-batches are equal.
         groups: Names a parameter's group from its name. Default: the first part of the name.
-        scaler: A gradient scaler whose scale the losses carry; with ``LayerwiseGradScaler`` every
-            parameter's own.
+        scaler: A gradient scaler whose scale the losses carry: anything with torch's method
+            ``scale``, or ``LayerwiseGradScaler``, with every parameter's own.
         history: How many measurements are kept. Default: enough for ``decay``.
         level: Probability with which intervals should cover the truth. Default: 0.95.
         every: Number of steps of which one is measured, for a share of the cost. The first is
@@ -109,64 +100,64 @@ class NoiseScale:
         optimizer: Optimizer | None = None,
         accumulation: str = "mean",
         groups: Callable[[str], str] | None = None,
-        scaler: Scaler | None = None,
+        scaler: Any = None,
         history: int | None = None,
         level: float = 0.95,
         every: int = 1,
         drift: bool = True,
     ) -> None:
         check_type("model", model, nn.Module, "the model as it is called in training")
-        check_options(source, metric, accumulation, layers, optimizer, samples)
+        check_choice("source", source, ("microbatch", "per_example", "accumulated"))
+        check_choice("metric", metric, ("euclidean", "preconditioned", "l1"))
+        check_choice("accumulation", accumulation, ("mean", "sum", "samples"))
+        group_of = groups or (lambda name: name.split(".")[0])
+        check_type("groups", group_of, Callable, "`groups=table.get` for a dict")  # type: ignore[arg-type]
+        if not (samples is None or callable(samples)):
+            check_count("samples", samples)
+        self._decay = check_number("decay", decay, low=0, high=1, low_open=True)
+        self._level = check_number("level", level, low=0, high=1, low_open=True, high_open=True)
+        self._drift = check_type("drift", drift, bool, "True or False")
         self._every = check_count("every", every)
-        warn_of_batch_norm(model)
+        capacity = default_capacity(decay, most=4096) if history is None else history
+        check_count("history", capacity, low=3)
         self.world = data_parallel_world(model)
+        _check_combination(source, metric, layers, optimizer, self.world)
+
         taps = ExampleNorms(model, layers) if source == "per_example" else None
-        names = None if taps is None else set(taps.parameter_names)
-        measured, group_names = choose_parameters(model, names, groups)
-        device = measured[0].parameter.device
-        self._loss_scale = LossScale(scaler, [m.parameter for m in measured], device)
-        self._meter = make_meter(metric, optimizer, source, measured, len(group_names), self.world)
-        self._likeness = self._meter.witness.likeness
-        self._history = History(
-            group_names,
-            decay=decay,
-            capacity=history,
-            power=self._meter.power,
-            level=level,
-            device=device,
-            drift=check_type("drift", drift, bool, "True or False"),
+        measured = _measured_parameters(model, None if taps is None else taps.parameter_names)
+        labels = [group_of(own_name(name, model)) for name in measured]
+        self._groups = list(dict.fromkeys(labels))
+        self._sums = (SignSums if metric == "l1" else Sums)(
+            measured,
+            [self._groups.index(label) for label in labels],
+            self.world,
+            None if metric == "euclidean" else optimizer,
+            reduced=source == "accumulated",
         )
-        self._alterations = Alterations(device)
-        self._parts = MicroBatches(
-            self._meter,
-            self._loss_scale,
-            samples,
-            accumulation,
-            shared=source == "accumulated",
-            by_example=source == "per_example",
-            alike=metric == "l1",
+        self._witness = self._sums.witness
+        device = self._sums.parameters[0].device
+        self._history = History(capacity, len(self._groups), device)
+        self._source = Source(
+            source,
+            self._sums,
+            gradient_leaves(model, measured, sharded=self.world.kind == "fsdp"),
+            taps,
+            Repeats(model, self._sums.parameters),
+            samples=samples,
+            accumulation=accumulation,
+            loss_scale=_loss_scale_of(scaler, self._sums.parameters, device),
         )
-        self._source_name = source
+        # One that is dropped leaves no hooks behind either.
+        self._remove = weakref.finalize(self, self._source.remove)
+        self._remove.atexit = False
         # Whether a step has had parts enough.
         self._whole = False
-        self._source: Source
-        if source == "accumulated":
-            self._source = AccumulatedSource(self._meter)
-        elif taps is not None:
-            self._source = ExampleSource(model, self._meter, taps)
-        else:
-            self._source = BackwardSource(model, self._meter, self._parts.borders)
-        self._parts.repeats = Repeats(model, [m.parameter for m in measured])
-        # One that is dropped leaves no hooks behind either.
-        hooked = (self._source, self._parts.repeats)
-        self._remove = weakref.finalize(self, lambda: [each.remove() for each in hooked])
-        self._remove.atexit = False
         self._begin(0)
 
     def _begin(self, steps: int) -> None:
         """Forgets the step under way, after a number of whole ones."""
-        self._parts.clear()
-        self._meter.witness.turn(steps // self._every)
+        self._source.clear()
+        self._witness.turn(steps // self._every)
         self._count(steps)
 
     def _count(self, steps: int) -> None:
@@ -185,7 +176,7 @@ class NoiseScale:
     @property
     def altered(self) -> Tensor:
         """Number of steps left out as ``.grad`` was not the parts' sum, with shape ``()``."""
-        return self._alterations.count
+        return self._witness.count
 
     def samples(
         self,
@@ -194,7 +185,7 @@ class NoiseScale:
         weight: Tensor | float | None = None,
         loss_scale: Tensor | float | None = None,
     ) -> None:
-        """Tells of the next backward pass; for where ``samples`` was not given, or is not enough.
+        """Tells of the next backward pass, which with ``"microbatch"`` then needs no context.
 
         Args:
             num_samples: Samples in this process's micro-batch. 0, where all are masked: no part.
@@ -202,11 +193,9 @@ class NoiseScale:
             loss_scale: As in :meth:`microbatch`.
 
         Raises:
-            InputError: If the source is not ``"microbatch"``, a count or weight is negative, or
-                only some weights are given.
+            InputError: If a count or weight is negative, or only some weights are given.
         """
-        check_finds_passes(self._source_name)
-        self._parts.tell(self._parts.part(num_samples, weight, loss_scale))
+        self._source.told = self._source.part(num_samples, weight, loss_scale)
 
     @contextmanager
     def microbatch(
@@ -229,9 +218,7 @@ class NoiseScale:
         Raises:
             InputError: If a count or weight is negative, or only some weights are given.
         """
-        part = self._parts.part(num_samples, weight, loss_scale)
-        recording = self._source.recording(num_samples) if self._measures_now else None
-        with self._parts.context(part, recording):
+        with self._source.context(self._source.part(num_samples, weight, loss_scale)):
             yield
 
     @torch.no_grad()
@@ -253,18 +240,19 @@ class NoiseScale:
         if not self._measures_now:
             self._count(self._steps + 1)
             return
-        self._parts.borders.finish()
-        wrong = self._parts.wrong()
+        self._source.finish()
+        wrong = self._source.wrong()
         if wrong is None:
             self._whole = True
         else:
-            self._parts.broken = True
+            self._sums.broken = True
             # A short window at an epoch's end is no mistake, and is left out.
             wrong = None if self._whole else wrong
         try:
             # The other processes wait in the collective, so this one joins it before it raises.
             if wrong is None or self.world.size > 1:
-                self._measure(self._loss_scale.of_gradients(grad_scale))
+                scale = self._source.scale_of_gradients() if grad_scale is None else grad_scale
+                self._history.push(self._sums.measure(self._source.factor, scale))
         finally:
             self._begin(self._steps + 1)
         if wrong is not None:
@@ -278,15 +266,10 @@ class NoiseScale:
         step that was left out for what its gradients were. On several processes each must drop the
         same step.
         """
-        self._parts.borders.finish()
-        if self._measures_now and not self._parts.broken and self._parts.wrong() is None:
+        self._source.finish()
+        if self._measures_now and not self._sums.broken and self._source.wrong() is None:
             self._history.drop()
         self._begin(self._steps)
-
-    def _measure(self, scale: Tensor | float) -> None:
-        measured, altered = self._meter.measure(self._parts.step(), scale)
-        self._history.push(measured)
-        self._alterations.note(altered)
 
     def estimate(self) -> NoiseEstimate:
         """The noise scale from the measurements so far, whole and by group.
@@ -294,12 +277,20 @@ class NoiseScale:
         Returns:
             Tensors; nothing waits for the device until one is read.
         """
-        return self._history.estimate(altered=self.altered.clone(), unlike=self._likeness.differ)
+        return self._history.estimate(
+            self._decay,
+            self._level,
+            groups=self._groups,
+            drift=self._drift,
+            power=self._sums.power,
+            altered=self.altered.clone(),
+            unlike=self._witness.likeness.differ,
+        )
 
     def reset(self) -> None:
         """Forgets every measurement, as after a change of the learning rate."""
         self._history.reset()
-        self._likeness.state.zero_()
+        self._witness.likeness.state.zero_()
         self._begin(0)
 
     def remove(self) -> None:
@@ -308,10 +299,14 @@ class NoiseScale:
 
     def state_dict(self) -> dict[str, Any]:
         """The measurements, the same on every process; to be saved between steps."""
-        altered = self.altered.clone()
-        likeness = self._likeness.state.clone()
-        history = self._history.state_dict()
-        return {**history, "steps": self._steps, "altered": altered, "likeness": likeness}
+        return {
+            "groups": list(self._groups),
+            "ring": self._history.ring.clone(),
+            "pushed": self._history.pushed.clone(),
+            "steps": self._steps,
+            "altered": self.altered.clone(),
+            "likeness": self._witness.likeness.state.clone(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts saved measurements back; a step that had begun is forgotten.
@@ -319,7 +314,86 @@ class NoiseScale:
         Raises:
             InputError: If they are of other groups or another history.
         """
-        self._history.load_state_dict(state)
+        saved = list(state.get("groups", [])), tuple(getattr(state.get("ring"), "shape", ()))
+        ours = self._groups, tuple(self._history.ring.shape)
+        if saved != ours:
+            raise InputError(
+                f"Expected a `state_dict` of groups and measurements {ours}. Found {saved}. "
+                "Remedy: build the estimator with the same model, groups, decay and history."
+            )
+        self._history.ring.copy_(state["ring"])
+        self._history.pushed.copy_(torch.as_tensor(state["pushed"]))
         self.altered.copy_(torch.as_tensor(state.get("altered", 0)))
-        self._likeness.state.copy_(torch.as_tensor(state.get("likeness", 0)))
+        self._witness.likeness.state.copy_(torch.as_tensor(state.get("likeness", 0)))
         self._begin(int(state.get("steps", 0)))
+
+
+def _check_combination(
+    source: str, metric: str, layers: str, optimizer: Optimizer | None, world: World
+) -> None:
+    """Refuses what would measure something else, before any hook is registered."""
+    allowed = {"microbatch", "per_example", "accumulated"}
+    if world.kind == "ddp":
+        # Its `.grad` is local or reduced depending on `no_sync`.
+        allowed.remove("accumulated")
+    if metric != "euclidean":
+        # An optimizer's state is no example's, and is sharded as its parameters are.
+        allowed -= {"per_example", "microbatch"} if world.kind == "fsdp" else {"per_example"}
+    if source not in allowed:
+        raise InputError(
+            f"Expected `source` to be {' or '.join(sorted(allowed))} for metric={metric!r} of "
+            f"a {world.kind} model. Found source={source!r}. Remedy: one of these."
+        )
+    if metric != "euclidean" and optimizer is None:
+        raise InputError(
+            f"Expected `optimizer` for metric={metric!r}. Found None. "
+            "Remedy: hand in the optimizer that trains the model, or metric='euclidean'."
+        )
+    if layers != "all" and source != "per_example":
+        raise InputError(
+            f"Expected `layers` with source='per_example' only. Found layers={layers!r} with "
+            f"source={source!r}. Remedy: leave it out."
+        )
+
+
+def _measured_parameters(
+    model: nn.Module, names: Collection[str] | None
+) -> dict[str, nn.Parameter]:
+    """The trainable parameters by name, or those with a name among ``names``.
+
+    Warns once if a layer makes the samples of a batch depend on each other.
+    """
+    measured = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and (names is None or name in names)
+    }
+    if not measured or any(parameter.is_meta for parameter in measured.values()):
+        raise InputError(
+            "Expected `model` with trainable parameters on a device. Found "
+            f"{'some on `meta`' if measured else 'none to measure'}. Remedy: build NoiseScale "
+            "after `requires_grad_()`, `to_empty` or the first load."
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            warnings.warn(
+                f"{own_name(name, model)!r} ({type(module).__name__}) normalises over the batch, "
+                "so the samples of a micro-batch are not independent, and the noise scale is only "
+                "approximate. Remedy: LayerNorm or GroupNorm, or ignore this warning.",
+                stacklevel=3,
+            )
+            break
+    return measured
+
+
+def _loss_scale_of(
+    scaler: Any, parameters: Sequence[nn.Parameter], device: torch.device
+) -> Callable[[], Tensor | float]:
+    """Asks for the loss scale that gradients carry, one or each parameter's; nothing waits."""
+    if scaler is None:
+        return lambda: 1.0
+    if hasattr(scaler, "parameter_scales"):
+        carried = scaler.parameter_scales(parameters)
+        return lambda: carried().to(device)
+    # Through the public method: it hands out the scale without waiting for the device.
+    return lambda: scaler.scale(torch.ones((), device=device))

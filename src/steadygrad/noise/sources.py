@@ -1,168 +1,326 @@
-"""Sources of gradients for an estimator while a model trains."""
+"""Where the parts of a step come from: contexts, backward passes that are found, examples."""
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.autograd.function import BackwardCFunction
 
-from steadygrad._checks import InputError
+from steadygrad._checks import InputError, check_count, check_number
 from steadygrad.distributed import fsdp_modules
-from steadygrad.noise.meters import Meter
-from steadygrad.noise.norms import values_of
-from steadygrad.noise.passes import PassBorders
 from steadygrad.noise.per_example import ExampleNorms
+from steadygrad.noise.repeats import Repeats
+from steadygrad.noise.sums import Sums, values_of
+from steadygrad.numerics import exact
 from steadygrad.shards import is_sharded
 
-__all__ = ["AccumulatedSource", "BackwardSource", "ExampleSource", "Source"]
+# A micro-batch before it counts: its samples, and its weight and loss scale if they were given.
+Part = tuple[int, Tensor | float | None, Tensor | float | None]
 
 
-class Source:
-    """Feeds a meter the gradient that each part adds to ``.grad``."""
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-        self._recording, self._enabled = False, True
-        self._handles: list[RemovableHandle] = []
-
-    @contextmanager
-    def recording(self, samples: int) -> Iterator[None]:
-        """A context around one part's backward pass."""
-        self._recording = True
-        try:
-            yield
-        finally:
-            self._recording = False
-
-    def enable(self, active: bool) -> None:
-        """Says whether the passes to come are measured, before their forward passes."""
-        self._enabled = active
-
-    def remove(self) -> None:
-        """Takes every hook off the model."""
-        for handle in self._handles:
-            handle.remove()
-
-
-class BackwardSource(Source):
-    """Sees each gradient before it is accumulated: exact in any precision, without a copy.
-
-    A hook on a leaf runs once a backward pass with the summed gradient of all the leaf's uses,
-    before it is added to ``.grad`` and before DDP or FSDP2 reduces it. So every rank's micro-batch
-    is a part of its own.
-
-    Args:
-        model: The model as it is called in training.
-        meter: Measures its gradients.
-        borders: Finds the passes outside of recordings.
-    """
-
-    def __init__(self, model: nn.Module, meter: Meter, borders: PassBorders) -> None:
-        super().__init__(meter)
-        self._borders = borders
-        leaves = enumerate(_leaves_of(model, meter))
-        self._handles = [leaf.register_hook(self._hook(slot, leaf)) for slot, leaf in leaves]
-
-    def _hook(self, slot: int, leaf: Tensor) -> Callable[[Tensor], None]:
-        borders = self._borders
-
-        def hook(gradient: Tensor) -> None:
-            counts = borders.accumulates if self._recording else borders.measured
-            if (self._recording or self._enabled) and counts(leaf):
-                # It has a history of its own only under create_graph=True.
-                self._meter.see(slot, gradient.detach() if gradient.requires_grad else gradient)
-
-        return hook
-
-
-def _leaves_of(model: nn.Module, meter: Meter) -> list[nn.Parameter]:
+def gradient_leaves(
+    model: nn.Module, parameters: dict[str, nn.Parameter], *, sharded: bool
+) -> list[nn.Parameter]:
     """Leaves that receive the gradients, by slots: with FSDP2 the unsharded ones that it keeps."""
     leaves: dict[str, nn.Parameter] = {}
-    for module in fsdp_modules(model) if meter.world.kind == "fsdp" else ():
+    for module in fsdp_modules(model) if sharded else ():
         module.unshard()  # type: ignore[operator]
         for name, parameter in model.named_parameters():
             if not is_sharded(parameter):
                 leaves[name] = parameter
         module.reshard()  # type: ignore[operator]
-    return [leaves.get(m.name, m.parameter) for m in meter.measured]
+    return [leaves.get(name, parameter) for name, parameter in parameters.items()]
 
 
-class AccumulatedSource(Source):
-    """Takes the difference that each part makes to ``.grad``; costs one copy of the gradients.
+class Source:
+    """Opens and closes the parts of a step, and feeds sums the gradient that each adds to `.grad`.
 
-    Works for any number of backward passes a part, and for FSDP2's reduced shards, where one part
-    is a micro-batch over all processes; each must then synchronise its gradients, and all processes
-    have as many samples in it. Differences of 16-bit sums lose digits.
-
-    Raises:
-        InputError: For DDP, whose ``.grad`` is local or reduced depending on ``no_sync``.
-    """
-
-    def __init__(self, meter: Meter) -> None:
-        super().__init__(meter)
-        if meter.world.kind == "ddp":
-            raise InputError(
-                "Expected `source='accumulated'` with one process or FSDP2. Found DDP. "
-                "Remedy: source='microbatch'."
-            )
-        self._parameters = [m.parameter for m in meter.measured]
-        self._before: list[Tensor | None] = [None] * len(self._parameters)
-
-    @contextmanager
-    def recording(self, samples: int) -> Iterator[None]:
-        """A context around one part's backward passes."""
-        if self._meter.is_empty:
-            self._before = [None if p.grad is None else p.grad.clone() for p in self._parameters]
-        yield
-        for slot, parameter in enumerate(self._parameters):
-            if parameter.grad is None:
-                continue
-            before = self._before[slot]
-            self._meter.see(slot, parameter.grad if before is None else parameter.grad - before)
-            self._before[slot] = parameter.grad.clone()
-
-
-class ExampleSource(Source):
-    """Sees every example's own gradient norm, so that each example is a part.
+    - ``"microbatch"``: a hook on a leaf runs once a backward pass with the summed gradient of all
+      the leaf's uses, before it is added to ``.grad`` and before DDP or FSDP2 reduces it: exact in
+      any precision, without a copy. Outside of contexts, each backward pass is a part.
+    - ``"per_example"``: the layers' taps measure every example's own norm. They do not give the
+      gradient's elements, which the witness compares: hooks take them from its leaves.
+    - ``"accumulated"``: the difference that each part makes to ``.grad``, of any number of backward
+      passes, or of FSDP2's reduced shards, where a part is a micro-batch over all processes; each
+      must then synchronise its gradients. Costs a copy; differences of 16-bit sums lose digits.
 
     Args:
-        model: The model as it is called in training.
-        meter: Measures its gradients.
-        norms: The layers' taps.
+        kind: One of these.
+        sums: Takes in the gradients.
+        leaves: What receives them in a backward pass, by slots.
+        taps: Measure the examples.
+        repeats: Tells passes that are no micro-batch of their own.
+        samples, accumulation: Of :class:`NoiseScale`.
+        loss_scale: Asks for the loss scale that gradients carry now.
+
+    Attributes:
+        told: The next backward pass, if it was announced.
     """
 
-    def __init__(self, model: nn.Module, meter: Meter, norms: ExampleNorms) -> None:
-        super().__init__(meter)
-        self._norms, leaves = norms, _leaves_of(model, meter)
-        # Examples' norms do not give the gradient's elements, which the witness compares: hooks
-        # take them from the leaves.
-        self._handles = [
-            leaves[slot].register_hook(self._hook(slot)) for slot in meter.witness.slots
-        ]
+    def __init__(
+        self,
+        kind: str,
+        sums: Sums,
+        leaves: Sequence[nn.Parameter],
+        taps: ExampleNorms | None,
+        repeats: Repeats,
+        *,
+        samples: Callable[[], int] | int | None,
+        accumulation: str,
+        loss_scale: Callable[[], Tensor | float],
+    ) -> None:
+        self._kind, self._sums, self._taps, self._repeats = kind, sums, taps, repeats
+        self._samples, self._accumulation, self._loss_scale = samples, accumulation, loss_scale
+        slots = {"microbatch": range(len(leaves)), "per_example": sums.witness.slots}.get(kind, ())
+        self._handles = [leaves[s].register_hook(self._hook(s, leaves[s])) for s in slots]
+        self._enabled, self._in_context = True, False
+        self._pass = self._asked = -1
+        self._is_measured = self._accumulates = False
+        self.clear()
 
-    def _hook(self, slot: int) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            witness = self._meter.witness
-            if self._recording and slot in witness.lines:
-                witness.see(slot, values_of(gradient.detach()))
-
-        return hook
-
-    @contextmanager
-    def recording(self, samples: int) -> Iterator[None]:
-        """A context around one micro-batch's backward pass."""
-        with super().recording(samples), self._norms.recording(samples):
-            yield
-        squares = self._norms.pop()
-        for slot, measured in enumerate(self._meter.measured):
-            if measured.name in squares:
-                self._meter.see_norm(slot, squares[measured.name].sqrt())
+    def clear(self) -> None:
+        """Starts a new step."""
+        self.finish()
+        self.told: Part | None = None
+        self._open: Part | None = None
+        self._last: Part | None = None
+        self._alien, self._without_samples = "", False
+        # Weights on the device cannot be compared without waiting for it, and are None here.
+        self._kinds: set[tuple[float | None, int]] = set()
+        self._repeats.turn()
+        self._sums.clear()
 
     def enable(self, active: bool) -> None:
-        """Taps the forward passes to come, or leaves them alone."""
-        self._norms.enabled = active
+        """Says whether the passes to come are measured, before their forward passes."""
+        self._enabled = active
+        if self._taps is not None:
+            self._taps.enabled = active
 
     def remove(self) -> None:
         """Takes every hook off the model."""
-        super().remove()
-        self._norms.remove()
+        for each in (*self._handles, self._repeats, self._taps):
+            if each is not None:
+                each.remove()
+
+    def part(
+        self,
+        samples: int,
+        weight: Tensor | float | None = None,
+        loss_scale: Tensor | float | None = None,
+    ) -> Part:
+        """The next micro-batch, checked, which counts once it is closed."""
+        if check_count("num_samples", samples, low=0) == 0:
+            return 0, None, None
+        if self._last is not None and (self._last[1] is None) is not (weight is None):
+            raise InputError(
+                "Expected a weight for all micro-batches of a step or for none. Found both. "
+                "Remedy: give each one its weight, or leave it to `accumulation`."
+            )
+        return samples, None if weight is None else _checked(weight), loss_scale
+
+    @contextmanager
+    def context(self, part: Part) -> Iterator[None]:
+        """A context around a part's backward pass."""
+        if self._open is not None:
+            raise InputError(
+                "Expected one micro-batch at a time. Found one inside another. "
+                "Remedy: leave the first before the second is entered."
+            )
+        if not self._enabled:
+            yield
+            return
+        self.told, self._open, self._in_context = None, part, True
+        self._repeats.begin(several=True)
+        try:
+            with self._gradients(part[0]):
+                yield
+        except BaseException:
+            self._spoil()
+            raise
+        finally:
+            self._in_context = False
+        self._close()
+
+    @contextmanager
+    def _gradients(self, samples: int) -> Iterator[None]:
+        """Feeds the sums what no hook does."""
+        sums = self._sums
+        if self._taps is not None:
+            with self._taps.recording(samples):
+                yield
+            squares = self._taps.pop()
+            for slot, name in enumerate(sums.names):
+                if name in squares:
+                    sums.see_norm(slot, squares[name].sqrt())
+        elif self._kind == "accumulated":
+            grads = (p.grad for p in sums.parameters)
+            before = [None if grad is None else values_of(grad).clone() for grad in grads]
+            yield
+            for slot, (old, parameter) in enumerate(zip(before, sums.parameters, strict=True)):
+                if parameter.grad is not None:
+                    new = values_of(parameter.grad)
+                    sums.see(slot, new if old is None else new - old)
+        else:
+            yield
+
+    def _hook(self, slot: int, leaf: Tensor) -> Callable[[Tensor], None]:
+        see = self._sums.see if self._kind == "microbatch" else self._sums.witness.see
+
+        def hook(gradient: Tensor) -> None:
+            counts = self._adds_to_grad if self._in_context else self._is_found
+            if counts(leaf):
+                # It has a history of its own only under create_graph=True.
+                see(slot, values_of(gradient.detach() if gradient.requires_grad else gradient))
+
+        return hook
+
+    def _adds_to_grad(self, leaf: Tensor) -> bool:
+        """Whether the present pass adds to ``.grad``, which ``torch.autograd.grad`` does not."""
+        number = torch._C._current_graph_task_id()
+        if number != self._asked:
+            self._asked, self._accumulates = number, _adds_to_grad(leaf)
+        return self._accumulates
+
+    def _is_found(self, leaf: Tensor) -> bool:
+        """Whether the gradient that arrives now is of a measured pass outside of contexts."""
+        if not self._enabled or self._kind != "microbatch":
+            return False
+        number = torch._C._current_graph_task_id()
+        if number != self._pass:
+            if not self._adds_to_grad(leaf):
+                return False
+            self._enter(number)
+        return self._is_measured
+
+    def _enter(self, number: int) -> None:
+        nested = _inside_a_backward_function()
+        if nested and self._is_measured:
+            return  # a reentrant checkpoint, whose gradients are of the pass around it
+        self.finish()
+        self._pass = number
+        part, self.told = self.told, None
+        if part is None and self._samples is not None:
+            part = self.part(self._samples() if callable(self._samples) else self._samples)
+        self._open, self._is_measured = part, part is not None
+        if not self._is_measured:
+            return
+        if nested:
+            raise InputError(
+                "Expected backward passes whose first gradient of a parameter arises outside of "
+                "reentrant checkpoints. Found one inside, where the end of the whole pass is not "
+                "known. Remedy: checkpoint(..., use_reentrant=False), or a `with "
+                "noise.microbatch(n)` around the pass."
+            )
+        torch.autograd.Variable._execution_engine.queue_callback(self._leave)
+
+    @torch.no_grad()
+    def _leave(self) -> None:
+        self._is_measured, self._pass = False, -1
+        self._close()
+
+    def finish(self) -> None:
+        """Spoils the step if a pass has not ended: after an error autograd does not call back."""
+        failed, self._is_measured, self._pass = self._is_measured, False, -1
+        if failed:
+            self._spoil()
+
+    def _spoil(self) -> None:
+        # What this backward pass has added to .grad is unknown: the step cannot be measured.
+        self._open, self._sums.broken = None, True
+        self._repeats.begin()
+        self._sums.drop_part()
+
+    def _close(self) -> None:
+        """Ends the open part."""
+        part, self._open = self._open, None
+        assert part is not None
+        alien = self._repeats.end()
+        samples, weight, loss_scale = part
+        if not samples:
+            self._sums.drop_part()
+            self._without_samples = True
+            return
+        self._alien, self._last = self._alien or alien, part
+        if weight is None:
+            weight = samples if self._accumulation == "samples" else 1.0
+        self._kinds.add((None if isinstance(weight, Tensor) else weight, samples))
+        scale = self._loss_scale() if loss_scale is None else loss_scale
+        parts = samples if self._kind == "per_example" else 1
+        self._sums.end_part(weight, samples, parts, scale)
+
+    def scale_of_gradients(self) -> Tensor | float:
+        """The loss scale in ``.grad``: what the last part was told, or what gradients carry now."""
+        given = None if self._last is None else self._last[2]
+        return self._loss_scale() if given is None else given
+
+    @property
+    def factor(self) -> float:
+        """True weights of the step's parts over those that were assumed before all were known."""
+        sums, given = self._sums, self._last is not None and self._last[1] is not None
+        if given or sums.broken or self._accumulation == "sum":
+            return 1.0
+        if self._accumulation == "mean":
+            return 1 / (sums.a or 1.0)  # type: ignore[return-value]  # a tensor only where given
+        return sums.together / (sums.samples or 1)
+
+    def wrong(self) -> InputError | None:
+        """The reason why the whole step cannot be measured, if there is one to tell."""
+        sums = self._sums
+        if sums.broken:
+            return None
+        if self._alien:
+            return InputError(
+                "Expected one backward pass over the forward pass of each micro-batch. Found "
+                f"{self._alien}. Remedy: add the losses up before backward(), or make "
+                "NoiseScale(source='accumulated') with one `with noise.microbatch(n)` around all "
+                "passes of the same samples."
+            )
+        several = sums.world.size == sums.together or sums.alike
+        needed = 2 if several else 1 - self._without_samples
+        if sums.parts < needed:
+            return InputError(
+                f"Expected at least {needed} parts a step. Found {sums.parts}. Remedy: split "
+                "the batch into micro-batches, each in `with noise.microbatch(n)` (only "
+                "source='microbatch' finds them by `samples`), or use source='per_example'."
+            )
+        if sums.alike and len(self._kinds) > 1:
+            return InputError(
+                "Expected equal micro-batches for metric='l1'. Found (weight, samples) in "
+                f"{sorted(self._kinds, key=str)}. Remedy: drop the last, smaller one."
+            )
+        return None
+
+
+def _checked(weight: Tensor | float) -> Tensor | float:
+    """A positive number; a tensor stays on its device, and is NaN if negative."""
+    if not isinstance(weight, Tensor):
+        return check_number("weight", weight, low=0, low_open=True)
+    weight = weight.detach().reshape(()).to(exact(weight.device))
+    return torch.where(weight >= 0, weight, torch.nan)
+
+
+def _adds_to_grad(leaf: Tensor) -> bool:
+    # Not kept: the engine remembers the stream on which this node was made.
+    with torch.enable_grad():
+        view: Any = leaf.view_as(leaf)
+    try:
+        return bool(torch._C._will_engine_execute_node(view.grad_fn.next_functions[0][0]))
+    except RuntimeError as error:
+        # The engine refuses to say it of leaves whose gradients it hands to the caller.
+        if "autograd.grad" in str(error):
+            return False
+        raise
+
+
+def _inside_a_backward_function() -> bool:
+    """Whether a Python function's backward has begun the backward pass that runs now."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is BackwardCFunction.apply.__code__:
+            return True
+        frame = frame.f_back
+    return False

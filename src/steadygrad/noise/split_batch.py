@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from steadygrad._checks import InputError, check_choice, check_count, check_number, check_type
 from steadygrad.averages import MovingAverage, WideBuffers
-from steadygrad.formulas.noise_scale import SignalNoise, from_halves, from_nested
-from steadygrad.noise.estimate import KeptBatches, NoiseEstimate, default_capacity
+from steadygrad.noise.equations import SignalNoise, from_halves, from_nested
+from steadygrad.noise.estimate import History, NoiseEstimate, default_capacity
 from steadygrad.numerics import inner_products, wide
 
 __all__ = ["SplitBatchNoiseScale"]
@@ -93,7 +93,7 @@ class SplitBatchNoiseScale(WideBuffers):
         self.level = check_number("level", level, low=0, high=1, low_open=True, high_open=True)
         if history is None:
             history = default_capacity(1 - update_rate, most=8192)
-        self.kept = KeptBatches(check_count("history", history, low=3))
+        self.kept = History(check_count("history", history, low=3))
         self.register_buffer("resolved", torch.zeros((), dtype=torch.bool))
         self.register_buffer("skipped", torch.zeros((), dtype=torch.int64))
         self.register_buffer("last_valid", torch.zeros((), dtype=torch.float64))

@@ -13,7 +13,7 @@ from steadygrad.noise.intervals import (
     t_quantile,
 )
 from tests.reference.noise_scale import fieller_by_search
-from tests.unit.formulas.test_noise_scale import SCHEMES, batch_of, measure
+from tests.unit.noise.test_equations import SCHEMES, batch_of, measure
 
 REPLICATES = 2_000
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.formulas.noise_scale import SignalNoise
 from steadygrad.noise import NoiseScale
+from steadygrad.noise.equations import SignalNoise
 from steadygrad.noise.estimate import History
 from tests.unit.noise.test_drift import course_of, histories
 from tests.unit.noise.training_loop import run
@@ -60,19 +60,18 @@ def test_while_it_stays_the_estimate_is_of_the_whole_history():
     assert got.low < 160 < got.high
 
 
-def filled(growths, **options):
-    """A history with a group for each course of the noise scale, of 250 measurements."""
-    settings = {"decay": 0.99, "capacity": None, "power": 1, "level": 0.95, **options}
-    history = History(list(growths), device=torch.device("cpu"), **settings)
+def estimated(growths, **options):
+    """From 250 measurements, with a group for each course of the noise scale."""
+    history = History(688, len(growths))
     series = [histories(course_of(g, 250, 100), 2.0, 1, seed=5) for g in growths]
     noise, signal = (torch.cat(rows).flip(-1) for rows in zip(*series, strict=True))
     for t in range(250):
         history.push(SignalNoise(signal[:, t], noise[:, t]))
-    return history
+    return history.estimate(0.99, 0.95, groups=growths, **options)
 
 
 def test_each_group_is_judged_by_itself():
-    got = filled(["none", "exponential"]).estimate().by_group
+    got = estimated(["none", "exponential"]).by_group
     assert [g.drifting.item() for g in got.values()] == [False, True]
     assert [g.measurements.item() < 250 for g in got.values()] == [False, True]
     assert got["exponential"].age < got["none"].age
@@ -80,27 +79,26 @@ def test_each_group_is_judged_by_itself():
 
 
 def test_plain_numbers():
-    numbers = filled(["exponential"]).estimate().as_dict()
+    numbers = estimated(["exponential"]).as_dict()
     assert numbers["drifting"] is True
     assert isinstance(numbers["age"], float)
     assert json.loads(json.dumps(numbers)) == numbers
 
 
 def test_the_power_of_the_metric_leaves_the_finding_alone():
-    plain, squared = filled(["exponential"]).estimate(), filled(["exponential"], power=2).estimate()
+    plain, squared = estimated(["exponential"]), estimated(["exponential"], power=2)
     assert squared.drifting == plain.drifting
     assert squared.value.item() == pytest.approx(plain.value.item() ** 2, rel=1e-12)
 
 
 def test_nothing_waits_for_the_device():
     """On a device without memory any read of a value raises."""
-    settings = {"decay": 0.99, "capacity": None, "power": 1, "level": 0.95}
-    history = History(["a", "b"], device=torch.device("meta"), **settings)
+    history = History(64, 2, "meta")
     for _ in range(40):
         history.push(SignalNoise(*torch.zeros(2, 2, device="meta")))
     for drift in (True, False):
-        history.drift = drift
-        got = history.estimate(altered=history.skipped, unlike=history.skipped > 0)
+        facts = {"altered": history.skipped, "unlike": history.skipped > 0}
+        got = history.estimate(0.99, 0.95, groups=["a", "b"], drift=drift, **facts)
         for each in (got, *got.by_group.values()):
             numbers = [x for x in vars(each).values() if isinstance(x, torch.Tensor)]
             assert {(x.device.type, x.shape) for x in numbers} == {("meta", ())}
@@ -115,5 +113,5 @@ def test_no_measurement_yet():
 
 
 def test_drift_is_a_switch():
-    with pytest.raises(InputError, match="`drift` should be of type bool"):
+    with pytest.raises(InputError, match="drift"):
         NoiseScale(nn.Linear(2, 2), drift="yes")

@@ -70,7 +70,7 @@ def test_reentrant_checkpoint_of_a_reused_layer_is_refused_by_name():
     noise = NoiseScale(model)
     loss = token_losses(model, x).mean()
     with (
-        pytest.raises(InputError, match=r"'twice.bias'.*source='accumulated'"),
+        pytest.raises(InputError, match=r"twice\.bias"),
         noise.microbatch(6),
     ):
         loss.backward()
@@ -113,7 +113,7 @@ def test_a_compiled_model():
 
 def test_batch_norm_is_warned_of():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    with pytest.warns(UserWarning, match=r"'1' \(BatchNorm1d\) normalises over the batch"):
+    with pytest.warns(UserWarning, match="BatchNorm1d"):
         NoiseScale(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -121,12 +121,12 @@ def test_batch_norm_is_warned_of():
 
 
 def test_a_model_without_memory_is_refused():
-    with pytest.raises(InputError, match="on 'meta'"):
+    with pytest.raises(InputError, match="meta"):
         NoiseScale(nn.Linear(2, 2, device="meta"))
 
 
 def test_nothing_to_measure():
-    with pytest.raises(InputError, match="trainable parameters"):
+    with pytest.raises(InputError, match="trainable"):
         NoiseScale(nn.Linear(2, 2).requires_grad_(False))
 
 

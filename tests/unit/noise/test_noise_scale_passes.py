@@ -130,7 +130,7 @@ def test_reentrant_checkpoints_alone_are_refused():
     _, x, y = make()
     model = Reentrant(head=False).double()
     noise = NoiseScale(model, samples=10)
-    with pytest.raises(InputError, match=r"Found one inside.*use_reentrant=False"):
+    with pytest.raises(InputError, match="use_reentrant"):
         losses(model, x, y).mean().backward()
     noise.remove()
 
@@ -228,18 +228,18 @@ def test_a_negative_weight_on_the_device_leaves_the_step_out():
 
 @pytest.mark.parametrize("source", ["per_example", "accumulated"])
 def test_other_sources_ask_for_the_context(source):
-    model, _, _ = make()
-    with pytest.raises(InputError, match=r"Found '.*'. Remedy: `with noise.microbatch\(n\)`"):
-        NoiseScale(model, source=source, samples=4)
-    noise = NoiseScale(model, source=source)
-    with pytest.raises(InputError, match=r"Remedy: `with noise.microbatch\(n\)`"):
-        noise.samples(4)
-    noise.remove()
+    model, x, y = make()
+    noise = NoiseScale(model, source=source, samples=5)
+    for a, b in zip(x.split(5), y.split(5), strict=True):
+        noise.samples(5)
+        (losses(model, a, b).mean() / 2).backward()
+    with pytest.raises(InputError, match=r"noise\.microbatch"):
+        noise.step()
 
 
 @pytest.mark.parametrize("samples", [0, 2.5, "4", True])
 def test_a_size_that_is_none_is_refused(samples):
-    with pytest.raises(InputError, match="`samples` should be an integer of at least 1"):
+    with pytest.raises(InputError, match="samples"):
         NoiseScale(nn.Linear(2, 2), samples=samples)
 
 
@@ -274,7 +274,7 @@ def test_a_copied_model_is_not_measured():
     model, x, y = make()
     noise = NoiseScale(model, samples=5)
     losses(copy.deepcopy(model), x, y).mean().backward()
-    assert noise._parts.sums.parts == 0
+    assert noise._sums.parts == 0
 
 
 def asked_before(model, loss):
@@ -448,7 +448,7 @@ def test_a_measured_model_is_copied_and_saved_like_any_other():
     file.seek(0)
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         apart(losses(other, x, y).mean(), losses(other, x, y).mean())
-    assert noise._parts.sums.parts == 0
+    assert noise._sums.parts == 0
 
 
 def test_passes_without_a_step_hold_no_memory():
@@ -464,7 +464,7 @@ def test_passes_without_a_step_hold_no_memory():
     held()
     before = held()
     assert held() == before
-    assert noise._parts.sums.parts == 120
+    assert noise._sums.parts == 120
 
 
 @pytest.mark.parametrize("run", [with_contexts, told_before, alone])
@@ -562,7 +562,7 @@ def test_a_short_last_window_is_left_out():
             (losses(model, x[half], y[half]).mean() / len(halves)).backward()
         noise.step()
 
-    with pytest.raises(InputError, match=r"at least 2 parts a step\. Found 1"):
+    with pytest.raises(InputError, match="at least 2 parts"):
         take(slice(0, 3))
     take(slice(0, 3), slice(3, 6))
     before = found(noise).clone()

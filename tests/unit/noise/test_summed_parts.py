@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from steadygrad.formulas.summed_parts import is_altered
+from steadygrad.noise.equations import is_altered
 from tests.reference import summed_parts as reference
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
