@@ -29,6 +29,8 @@ EXPECTED = {
     "cpu_offload.py": "states on cpu",
     "reshard.py": "loaded on 3 processes: |momentum| 0.522710",
     "my_optimizer.py": "steps of Lion",
+    "adan.py": "as the literal loop",
+    "adan_loops.py": "",
     "slurm_executor.py": "[0, 1, 2, 3] from jobs",
     "scaled_adam.py": "clipping threshold",
     "lans.py": "trust ratio",

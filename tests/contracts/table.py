@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from adan import Adan
 from torch.optim import Optimizer
 
 from steadygrad.optim import LAMB, LANS, ScaledAdam
@@ -19,6 +20,8 @@ class Entry:
         large: Names of the states that have the parameter's shape, masters aside.
         none_moves: Whether a parameter without a gradient may move.
         joint: Whether a parameter's step depends on the gradients of others.
+        betas: Decays that are not its defaults.
+        others: Further options of its own, each set to be tried on a small problem.
         wrong: Options that must be refused, each with a piece of the message.
         mode: How steps are computed, unless a test says it.
     """
@@ -28,6 +31,8 @@ class Entry:
     options: Mapping[str, Any] = field(default_factory=dict)
     none_moves: bool = False
     joint: bool = False
+    betas: tuple[float, ...] = (0.8, 0.95)
+    others: tuple[dict[str, Any], ...] = ()
     wrong: tuple[tuple[dict[str, Any], str], ...] = ()
     mode: Mapping[str, Any] = field(default_factory=dict)
 
@@ -44,11 +49,14 @@ _SHARED_WRONG = (
     ({"betas": (0.9,)}, "`betas`"),
 )
 
+_DECAYED = tuple({"weight_decay": w, "maximize": m} for w in (0.0, 0.1) for m in (False, True))
+
 OPTIMIZERS = {
     "lans": Entry(
         LANS,
         ("exp_avg", "exp_avg_sq"),
         {"lr": 1e-2},
+        others=(*_DECAYED, {"clip_value": 0.1}, {"lower_bound": 0.5}, {"upper_bound": 0.5}),
         wrong=(
             *_SHARED_WRONG,
             ({"eps": 0.0}, "`eps`"),
@@ -72,6 +80,7 @@ OPTIMIZERS = {
         LAMB,
         ("exp_avg", "exp_avg_sq"),
         {"lr": 1e-2},
+        others=(*_DECAYED, {"max_grad_norm": 0.5}, {"adapt": False}, {"upper_bound": 0.5}),
         wrong=(
             *_SHARED_WRONG,
             ({"eps": 0.0}, "`eps`"),
@@ -91,6 +100,12 @@ OPTIMIZERS = {
     "scaled_adam": Entry(
         ScaledAdam,
         ("delta", "exp_avg_sq"),
+        others=(
+            {"scalar_lr_scale": 1.0, "scalar_max": 0.2},
+            {"param_min_rms": 0.5, "param_max_rms": 0.6},
+            {"size_update_period": 1},
+            {"clipping_scale": 0.5, "clipping_update_period": 2, "maximize": True},
+        ),
         none_moves=True,
         wrong=(
             *_SHARED_WRONG,
@@ -116,6 +131,21 @@ OPTIMIZERS = {
         {"recipe": "stateless7", "clipping_scale": 0.9, "clipping_update_period": 4},
         none_moves=True,
         joint=True,
+    ),
+    # Of a module outside of the library.
+    "adan": Entry(
+        Adan,
+        ("exp_avg", "exp_avg_sq", "exp_avg_diff", "previous_grad"),
+        {"lr": 1e-2, "weight_decay": 0.1},
+        betas=(0.9, 0.8, 0.95),
+        others=(*_DECAYED, {"no_prox": True, "weight_decay": 0.1}),
+        wrong=(
+            *_SHARED_WRONG,
+            ({"betas": (0.9, 0.99)}, "`betas`"),
+            ({"eps": 0.0}, "`eps`"),
+            ({"weight_decay": -0.1}, "`weight_decay`"),
+            ({"no_prox": None}, "`no_prox`"),
+        ),
     ),
 }
 

@@ -22,18 +22,17 @@ every_optimizer = pytest.mark.parametrize("entry", TABLE.values(), ids=TABLE)
 APART = {name: entry for name, entry in TABLE.items() if "max_grad_norm" not in entry.options}
 every_optimizer_apart = pytest.mark.parametrize("entry", APART.values(), ids=APART)
 
-# Each differs from the defaults of all optimizers.
-OTHERS = [
-    {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-4},
-    {"maximize": True, "foreach": False, "fused": False},
-    {"master_weights": False},
-]
-
 
 def variants(entry):
     """Options that a group of this optimizer may have: those of the whole table, and others."""
     own = [e.options for e in OPTIMIZERS.values() if e.make is entry.make]
-    return [*(dict(options) for options in own if "max_grad_norm" not in options), *OTHERS]
+    # Each differs from the defaults of all optimizers.
+    others = [
+        {"lr": 0.02, "betas": entry.betas, "eps": 1e-4},
+        {"maximize": True, "foreach": False, "fused": False},
+        {"master_weights": False},
+    ]
+    return [*(dict(options) for options in own if "max_grad_norm" not in options), *others]
 
 
 def everything(optimizer, params):

@@ -24,9 +24,9 @@ def test_wrong_options_are_refused_by_name(name, options, message):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"maximise": True}, "'maximise'.*did you mean 'maximize'"),
+        ({"maximise": True}, "'maximise'.*'maximize'"),
         ({"lr_mult": 2.0}, r"'lr_mult'.*param_groups\(model"),
-        ({"lr": torch.tensor(1)}, "`lr`.*int64.*a floating-point tensor"),
+        ({"lr": torch.tensor(1)}, "`lr`.*int64"),
         ({"lr": torch.tensor(-1.0)}, "`lr`.*0 or more"),
         ({"lr": torch.tensor(torch.nan)}, "`lr`"),
         ({"foreach": "yes"}, "`foreach`.*True, False, None.*'yes'"),

@@ -118,7 +118,7 @@ def test_the_state_of_another_optimizer_is_refused_and_changes_nothing(entry):
     run(optimizer, params, range(2))
     adam.step()
     before = snapshot(optimizer, params)
-    with pytest.raises(InputError, match="Expected groups of"):
+    with pytest.raises(InputError, match=r"state_dict|betas"):
         optimizer.load_state_dict(adam.state_dict())
     assert_same(before, snapshot(optimizer, params))
     with pytest.raises(ValueError, match="group"):

@@ -182,7 +182,7 @@ REFUSED = {
         lambda a, b: [a],
         {"lr": torch.tensor([0.1, 0.2])},
         ValueError,
-        r"`lr` should have one element. Found shape \(2,\)",
+        r"`lr`.*Found 2 of",
     ),
     "a name missing": (
         lambda a, b: [("a", a), b],

@@ -45,28 +45,18 @@ SHARED = [
     {},
     {"lr": 0.02},
     {"lr": torch.tensor(0.02)},
-    {"betas": (0.8, 0.9)},
     {"eps": 1e-3},
     {"maximize": True},
     {"capturable": True},
-    {"lr": 0.02, "betas": (0.0, 0.0), "eps": 1e-3, "maximize": True},
 ]
-DECAYED = [{"weight_decay": w, "maximize": m} for w in (0.0, 0.1) for m in (False, True)]
-OWN = {
-    "LANS": [*DECAYED, {"clip_value": 0.1}, {"lower_bound": 0.5}, {"upper_bound": 0.5}],
-    "LAMB": [*DECAYED, {"max_grad_norm": 0.5}, {"adapt": False}, {"upper_bound": 0.5}],
-    "ScaledAdam": [
-        {"scalar_lr_scale": 1.0, "scalar_max": 0.2},
-        {"param_min_rms": 0.5, "param_max_rms": 0.6},
-        {"size_update_period": 1},
-        {"clipping_scale": 0.5, "clipping_update_period": 2, "maximize": True},
-    ],
-}
 
 
 def cases():
     for name, entry in OPTIMIZERS.items():
-        for options in (*SHARED, *OWN[entry.make.__name__]):
+        own = [some for e in OPTIMIZERS.values() if e.make is entry.make for some in e.others]
+        zeros = tuple(0.0 for _ in entry.betas)
+        mixed = {"lr": 0.02, "betas": zeros, "eps": 1e-3, "maximize": True}
+        for options in (*SHARED, {"betas": entry.betas}, mixed, *own):
             yield pytest.param(entry, options, id=f"{name}-{options}")
 
 
@@ -137,7 +127,7 @@ def test_groups_with_rates_of_their_own_and_empty_ones(entry, schedule):
     groups = [
         {"params": [], "lr": 0.5},
         {"params": [torch.zeros(0, requires_grad=True), problem.weight], "lr": 0.02},
-        {"params": [torch.zeros(0, requires_grad=True)], "betas": (0.5, 0.5)},
+        {"params": [torch.zeros(0, requires_grad=True)], "betas": entry.betas},
         {"params": [problem.bias], "lr": 0.01},
         {"params": []},
     ]

@@ -21,7 +21,7 @@ from steadygrad.optim.batch import Gradients, ParamBatch, is_compiled, types_for
 from steadygrad.optim.checks import check_capture, check_parameter, dense_gradient
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.loops import Types
-from steadygrad.optim.passes import Pass
+from steadygrad.optim.passes import Pass, grad_sq_norms
 from steadygrad.optim.skipping import SkipMonitor
 from steadygrad.optim.state import MASTER, StatefulOptimizer, ensure_master
 from steadygrad.shards import PackedSum, PartialGradients, ZeroSum, is_sharded, local
@@ -319,7 +319,8 @@ class ShardedOptimizer(StatefulOptimizer):
                 return None
             if (why := loops.prepare(self._passes, types)) is None:
                 return types
-        if fused or self._passes[0].loop:
+        # A rule that has no loops has nothing to miss.
+        if fused or all(one.loop for one in self._passes):
             loops.warn_once(name, why)
         return None
 
@@ -413,8 +414,13 @@ class ShardedOptimizer(StatefulOptimizer):
             return self._diagnose(reports)
 
     def _diagnose(self, reports: Sequence[Report]) -> list[dict[str, Any]]:
-        """Reports on the batches of all groups, without a step."""
-        raise NotImplementedError
+        """Reports on the batches of all groups, without a step: here, on their gradients."""
+        owners = [(report, b) for report in reports for b in report.batches]
+        batches = [b for _, b in owners]
+        own = [torch.cat([grad_sq_norms(b), Report.own_sums(b)]) for b in batches]
+        for (report, batch), sums in zip(owners, self._sums(batches, own, 2), strict=True):
+            report.add_gradients(batch, sums)
+        return [report.finish() for report in reports]
 
 
 def _finite_norms(sums: Tensor) -> Tensor:

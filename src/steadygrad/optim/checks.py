@@ -50,11 +50,11 @@ def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def check_options(group: Mapping[str, Any], betas_needed: int) -> None:
     """Raises InputError unless the options that all optimizers share can be used."""
     check_lr(group["lr"])
-    betas = group["betas"]
+    betas = group["betas"] if betas_needed else ()
     if not isinstance(betas, (tuple, list)) or len(betas) != betas_needed:
         raise InputError(
             f"Parameter `betas` should be {betas_needed} numbers from 0 to 1. Found {betas!r}. "
-            "Remedy: such as 0.9 and 0.999."
+            "Remedy: leave it out for the defaults."
         )
     for beta in betas:
         check_number("betas", beta, low=0, high=1, high_open=True)

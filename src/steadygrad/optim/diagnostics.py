@@ -5,13 +5,15 @@ A report on a group of any optimizer has
 - ``group``: its name or index; ``skipped``: steps left out because a gradient was not finite;
 - ``gradient_norm``: Euclidean norm of the group's gradients;
 - ``not_finite``: names of parameters whose gradient is not finite now; ``too_large``: names of
-  parameters whose gradient is finite but whose squared norm is not; the step is skipped as well;
-- ``unusual``: ``{name: ratio}`` of the parameters whose gradient is least like its own history; 0
-  where there is no gradient. For ScaledAdam and LAMB its root mean square over the root of the mean
-  second moment: a gradient that has grown. With LAMB's ``max_grad_norm`` it is that of the gradient
-  as it was scaled down, because the moments are of such gradients. LANS does not go by the size of
-  gradients and remembers none: there it is the root mean square of the elements of the normalised
-  gradient, each over the root of its own second moment; 1 where the pattern is the usual one.
+  parameters whose gradient is finite but whose squared norm is not; the step is skipped as well.
+
+Those of the library add ``unusual``: ``{name: ratio}`` of the parameters whose gradient is least
+like its own history; 0 where there is no gradient. For ScaledAdam and LAMB its root mean square
+over the root of the mean second moment: a gradient that has grown. With LAMB's ``max_grad_norm`` it
+is that of the gradient as it was scaled down, because the moments are of such gradients. LANS does
+not go by the size of gradients and remembers none: there it is the root mean square of the elements
+of the normalised gradient, each over the root of its own second moment; 1 where the pattern is the
+usual one.
 
 LAMB adds ``trust_ratio``, the largest ratios by which directions are multiplied; LANS, which has
 two directions, ``gradient_trust_ratio`` too. ScaledAdam adds ``dominance``: largest shares of the
@@ -68,15 +70,17 @@ class Report:
         }
 
     @staticmethod
-    def own_sums(batch: ParamBatch, second_moments: Sequence[Tensor]) -> Tensor:
+    def own_sums(batch: ParamBatch, second_moments: Sequence[Tensor] = ()) -> Tensor:
         """This process's counts of elements that are not finite, and sums of second moments.
 
         Returns:
-            Both of each gradient, with shape ``(2, parameters)``.
+            Both of each gradient, with shape ``(2, parameters)``; without second moments one row.
         """
         zero = torch.zeros((), dtype=torch.int64, device=batch.device)
         counts = [zero if g is None else (~torch.isfinite(g)).sum() for g in batch.grads]
-        rows = torch.stack(counts), torch.stack([v.sum() for v in second_moments])
+        rows = [torch.stack(counts)]
+        if second_moments:
+            rows.append(torch.stack([v.sum() for v in second_moments]))
         return torch.stack([row.to(batch.sum_dtype) for row in rows])
 
     def add(self, kind: str, batch: ParamBatch, values: Tensor) -> None:
@@ -91,7 +95,7 @@ class Report:
 
         Args:
             batch: The parameters.
-            sums: With shape ``(3, parameters)``.
+            sums: With at least two rows, each with shape ``(parameters)``.
         """
         self.add("square", batch, sums[0])
         self.add("bad", batch, sums[1])

@@ -1,7 +1,7 @@
 """Parameter groups by patterns on names."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -10,14 +10,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from steadygrad._checks import InputError, check_number
+from steadygrad._names import plain_name
 
 __all__ = ["param_groups"]
 
 Options = Mapping[str, Any]
 
-# Parts of a name that a wrapper anywhere in the model puts there.
-_WRAPPER_PARTS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MULTIPLIERS = {"lr_mult": "lr", "wd_mult": "weight_decay"}
+# What torch's groups hold beside options.
+_FILLED_IN = ("params", "param_names")
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,13 @@ def param_groups(
         if not any(entry.matches(pattern) for entry in named):
             _report_unmatched(pattern, named, strict)
     groups: list[tuple[dict[str, Any], list[_Named]]] = []
-    for entry in named:
-        if entry.parameter.requires_grad:
-            wanted = _options_of(entry, options)
-            members = next((m for known, m in groups if _same(known, wanted)), None)
-            if members is None:
-                groups.append((wanted, [entry]))
-            else:
-                members.append(entry)
+    for entry in (entry for entry in named if entry.parameter.requires_grad):
+        wanted = _options_of(entry, options)
+        members = next((m for known, m in groups if _same(known, wanted)), None)
+        if members is None:
+            groups.append((wanted, [entry]))
+        else:
+            members.append(entry)
     if not groups:
         raise InputError(
             f"Expected a parameter that requires a gradient. Found none among {len(named)}. "
@@ -111,65 +111,43 @@ def _named_parameters(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[_
     """Every parameter once, with its other names."""
     if isinstance(model, nn.Module):
         model = model.named_parameters(remove_duplicate=False)
-    pairs = _checked_pairs(model)
+    is_list = isinstance(model, Iterable) and not isinstance(model, (Tensor, Mapping))
+    pairs: list[Any] = [*model] if is_list else [model]
     names: dict[Tensor, list[str]] = {}
-    for name, parameter in pairs:
-        names.setdefault(parameter, []).append(name)
-    bare = dict(zip((name for name, _ in pairs), _without_wrappers(pairs), strict=True))
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
+            raise InputError(
+                "Expected a module, or pairs of a name and a parameter. Found "
+                f"{type(pair).__name__}. Remedy: the model, or its named_parameters()."
+            )
+        names.setdefault(pair[1], []).append(pair[0])
+    plain = [plain_name(name) for name, _ in pairs]
+    # "module" may also be a name of the user's: only a wrapper of the whole model is in every name.
+    while plain and all(name.startswith("module.") for name in plain):
+        plain = [name.removeprefix("module.") for name in plain]
+    bare = dict(zip((name for name, _ in pairs), plain, strict=True))
     return [
         _Named(first, parameter, (bare[first], *(bare[name] for name in others)))
         for parameter, (first, *others) in names.items()
     ]
 
 
-def _checked_pairs(pairs: Iterable[Any]) -> list[tuple[str, Tensor]]:
-    if isinstance(pairs, (Tensor, str, Mapping)) or not isinstance(pairs, Iterable):
-        raise InputError(
-            f"Expected a module or named parameters. Found {type(pairs).__name__}. "
-            "Remedy: hand in the model, or its named_parameters()."
-        )
-    found = list(pairs)
-    for pair in found:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
-            raise InputError(
-                f"Expected pairs of a name and a parameter. Found {type(pair).__name__}. "
-                "Remedy: hand in the model, or its named_parameters()."
-            )
-    return found
-
-
-def _without_wrappers(pairs: list[tuple[str, Tensor]]) -> Iterator[str]:
-    parts = [[p for p in name.split(".") if p not in _WRAPPER_PARTS] for name, _ in pairs]
-    # "module" may also be a name of the user's: only a wrapper of the whole model is in every name.
-    while parts and all(len(p) > 1 and p[0] == "module" for p in parts):
-        parts = [p[1:] for p in parts]
-    return (".".join(p) for p in parts)
-
-
 def _check_options(options: Mapping[str, Options]) -> None:
-    if not isinstance(options, Mapping):
+    if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
         raise InputError(
-            f"Expected a mapping from patterns to options. Found {type(options).__name__}. "
+            f"Expected a mapping from patterns, as text, to options. Found {options!r:.80}. "
             'Remedy: {"*.bias": {"weight_decay": 0.0}}.'
         )
     for pattern, wanted in options.items():
-        if not isinstance(pattern, str):
-            raise InputError(
-                f"Expected patterns as text. Found {pattern!r}. Remedy: the parameter's name."
-            )
         _check_wanted(f"the pattern {pattern!r}", wanted)
 
 
 def _check_wanted(whose: str, wanted: Any) -> None:
-    if not isinstance(wanted, Mapping) or not all(isinstance(key, str) for key in wanted):
+    names = wanted if isinstance(wanted, Mapping) else [None]
+    if not all(isinstance(name, str) and name not in _FILLED_IN for name in names):
         raise InputError(
-            f"Expected a mapping from option names to values for {whose}. Found {wanted!r}. "
-            'Remedy: {"weight_decay": 0.0}.'
-        )
-    if reserved := sorted({"params", "param_names"} & set(wanted)):
-        raise InputError(
-            f"Expected options of an optimizer for {whose}. Found {reserved[0]!r}, which the "
-            "groups fill in themselves. Remedy: leave it out."
+            f"Expected a mapping from names of options to values for {whose}, without "
+            f'{" and ".join(_FILLED_IN)}. Found {wanted!r}. Remedy: {{"weight_decay": 0.0}}.'
         )
     for name in _MULTIPLIERS:
         if wanted.get(name) is not None:
@@ -181,8 +159,7 @@ def _report_unmatched(pattern: str, named: list[_Named], strict: bool) -> None:
     if tied:
         hint = f"{tied[0][1]!r} is tied to {tied[0][0]!r} and goes by that name."
     else:
-        near = _near_names(pattern, [entry.aliases[0] for entry in named])
-        hint = f"Near names: {', '.join(near)}." if near else "There are no parameters."
+        hint = f"Near names: {', '.join(_near_names(pattern, [e.aliases[0] for e in named]))}."
     message = f"Expected the pattern {pattern!r} to match a parameter. Found none. {hint}"
     if strict:
         raise InputError(f"{message} Remedy: fix or drop the pattern, or pass strict=False.")
@@ -230,8 +207,7 @@ def _resolve(wanted: Options, bases: Options, first: _Named) -> dict[str, Any]:
         if base is not None:
             group.setdefault(name, base)
     for multiplier, name in _MULTIPLIERS.items():
-        factor = wanted.get(multiplier)
-        if factor is None:
+        if (factor := wanted.get(multiplier)) is None:
             continue
         if group.get(name) is None:
             raise InputError(

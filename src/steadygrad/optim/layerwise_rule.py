@@ -35,8 +35,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from steadygrad.numerics import square_sums, wide
-from steadygrad.optim.passes import Bucket, Pass, average, moved_by, sum_type
+from steadygrad.numerics import square_sums
+from steadygrad.optim.passes import (
+    Bucket,
+    Pass,
+    average,
+    grad_sq_norms,
+    moved_by,
+    sum_type,
+)
 
 __all__ = [
     "LAMB_DIRECTIONS",
@@ -172,10 +179,6 @@ def trust_ratio(weight: Tensor, direction: Tensor) -> Tensor:
     return torch.where((weight > 0) & (ratio < torch.inf), ratio, 1.0)
 
 
-def _grad_sq_norms(bucket: Bucket, by: tuple[()], options: tuple[()]) -> Tensor:
-    return square_sums(bucket.unscaled(), wide(bucket.weights[0].dtype))[None]
-
-
 def _move_moments(bucket: Bucket, by: Factors, options: Options) -> None:
     g = _scaled(bucket, by, options.clip_value)
     average(bucket, g, (options.beta1, options.beta2), by.taken)
@@ -273,7 +276,7 @@ def _passes(has_two: bool) -> tuple[LayerwisePasses, Pass]:
 
     loops, rows = "steadygrad.optim.loops.layerwise:", 2 + has_two
     passes = LayerwisePasses(
-        Pass(_grad_sq_norms, 1, f"{loops}grad_kernel"),
+        grad_sq_norms,
         Pass(move_moments, rows, f"{loops}moments_kernel", (has_two,)),
         Pass(move_weights, 0, f"{loops}weights_kernel", (has_two,)),
     )

@@ -70,7 +70,9 @@ class TypeKeepingOptimizer(Optimizer):
         Raises:
             ValueError: If it is of other groups or another optimizer; nothing is changed then.
         """
-        check_outline(state_dict)
+        # Hooks may make a state dict of what has another outline, and torch copies it for them.
+        if not hasattr(state_dict, "copy"):
+            check_outline(state_dict)
         # The last hook, so that others see tensors, and what they return is what is loaded.
         handle = self.register_load_state_dict_pre_hook(self._wrap)
         try:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from steadygrad.numerics import wide
+from steadygrad.numerics import square_sums, wide
 
 if TYPE_CHECKING:
     from steadygrad.optim.batch import ParamBatch
@@ -28,6 +28,7 @@ __all__ = [
     "addresses_of",
     "average",
     "decays_of",
+    "grad_sq_norms",
     "moved_by",
     "sum_type",
     "sync_masters",
@@ -287,6 +288,14 @@ def sync_masters(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> Non
         unchanged = master.to(own.dtype).view(torch.int16) == own.view(torch.int16)
         # Written in place: less memory at a time than the two temporaries of a step.
         torch.where(unchanged, master, own, out=master)
+
+
+def _grad_sq_norms(bucket: Bucket, by: tuple[()], options: tuple[()]) -> Tensor:
+    return square_sums(bucket.unscaled(), wide(bucket.weights[0].dtype))[None]
+
+
+# Squared norms of gradients, by which a step is taken or not, in one row.
+grad_sq_norms = Pass(_grad_sq_norms, 1, "steadygrad.optim.loops.numbers:grad_kernel")
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ from torch.optim.optimizer import Optimizer
 
 from steadygrad._checks import InputError, check_count, check_number
 
-__all__ = ["Eden", "WarmupHoldDecay", "eden", "warmup_hold_decay"]
+__all__ = ["Eden", "WarmupHoldDecay"]
 
 
 class _FactorLR(LRScheduler):
@@ -49,17 +49,6 @@ class _FactorLR(LRScheduler):
             lr.clone() if isinstance(lr, Tensor) else lr
             for lr in (group["lr"] for group in self.optimizer.param_groups)
         ]
-
-
-def warmup_hold_decay(step: float, *, total: float, warmup: float, hold: float) -> float:
-    """Factor of :class:`WarmupHoldDecay` after so many steps, in [0, 1]."""
-    if step >= total:
-        return 0.0
-    if step < warmup:
-        return step / warmup
-    if step < warmup + hold:
-        return 1.0
-    return (total - step) / (total - warmup - hold)
 
 
 class WarmupHoldDecay(_FactorLR):
@@ -124,9 +113,14 @@ class WarmupHoldDecay(_FactorLR):
         super().__init__(optimizer, last_epoch)
 
     def _factor(self) -> float:
-        return warmup_hold_decay(
-            self.last_epoch, total=self.total_steps, warmup=self.warmup_steps, hold=self.hold_steps
-        )
+        step, total, warmup = self.last_epoch, self.total_steps, self.warmup_steps
+        if step >= total:
+            return 0.0
+        if step < warmup:
+            return step / warmup
+        if step < warmup + self.hold_steps:
+            return 1.0
+        return (total - step) / (total - warmup - self.hold_steps)
 
 
 def _length(name: str, value: float, total_steps: int) -> float:
@@ -136,23 +130,6 @@ def _length(name: str, value: float, total_steps: int) -> float:
     # 1.0 may be meant as one step or as the whole run.
     remedy = f"an int for steps (1, or all {total_steps}), a float below 1 for a share of them"
     return check_number(name, value, low=0, high=1, high_open=True, remedy=remedy) * total_steps
-
-
-def eden(
-    batch: float,
-    epoch: float,
-    *,
-    lr_batches: float,
-    lr_epochs: float,
-    warmup_batches: float,
-    warmup_start: float,
-) -> float:
-    """Factor of :class:`Eden` after so many batches and epochs, in [0, 1]."""
-    by_batch = math.pow(1 + (batch / lr_batches) ** 2, -0.25)
-    by_epoch = math.pow(1 + (epoch / lr_epochs) ** 2, -0.25)
-    if batch >= warmup_batches:
-        return by_batch * by_epoch
-    return by_batch * by_epoch * (warmup_start + (1 - warmup_start) * batch / warmup_batches)
 
 
 class Eden(_FactorLR):
@@ -215,14 +192,12 @@ class Eden(_FactorLR):
         super().__init__(optimizer, last_epoch)
 
     def _factor(self) -> float:
-        return eden(
-            self.last_epoch,
-            self.epoch,
-            lr_batches=self.lr_batches,
-            lr_epochs=self.lr_epochs,
-            warmup_batches=self.warmup_batches,
-            warmup_start=self.warmup_start,
-        )
+        batch, start = self.last_epoch, self.warmup_start
+        by_batch = math.pow(1 + (batch / self.lr_batches) ** 2, -0.25)
+        by_epoch = math.pow(1 + (self.epoch / self.lr_epochs) ** 2, -0.25)
+        if batch >= self.warmup_batches:
+            return by_batch * by_epoch
+        return by_batch * by_epoch * (start + (1 - start) * batch / self.warmup_batches)
 
     def step_batch(self, batch: float | None = None) -> None:
         """Counts a batch as icefall does, before the optimizer's step, or sets the count.

@@ -55,7 +55,7 @@ class ScaleTable:
         self.enabled, self.measuring, self.called = True, False, {LOSS}
         # The kind of backward pass that is running; compiled code reads it in `gate`.
         self.running, self.gate = OWN, torch.tensor(OWN, device=device)
-        self._has_loss, self._in_pass = False, False
+        self.has_loss, self.in_pass = False, False
         self._tables.add(self)
         self.fixed = {index for index, layer in enumerate(first) if layer.fixed}
         self.fix(())
@@ -80,8 +80,8 @@ class ScaleTable:
 
     def mark(self, loss: Tensor) -> None:
         """Makes the passes of a scaled loss the scaler's own."""
-        if not self._has_loss:
-            self._has_loss = True
+        if not self.has_loss:
+            self.has_loss = True
             self._set_in_pass(False)
             self.clear()
         loss.register_hook(self._begin_pass)
@@ -95,11 +95,11 @@ class ScaleTable:
         Variable._execution_engine.queue_callback(end)
 
     def _set_in_pass(self, in_pass: bool) -> None:
-        self._in_pass, tables = in_pass, list(self._tables)
-        scaled = any(table._in_pass for table in tables)
+        self.in_pass, tables = in_pass, list(self._tables)
+        scaled = any(table.in_pass for table in tables)
         for table in tables:
-            own = table._in_pass or not (table._has_loss or scaled)
-            running = OWN if own else OTHERS if table._has_loss and scaled else UNSCALED
+            own = table.in_pass or not (table.has_loss or scaled)
+            running = OWN if own else OTHERS if table.has_loss and scaled else UNSCALED
             if running != table.running:
                 table.running = running
                 # `data` has no version: compiled code saves the gate before the pass begins.

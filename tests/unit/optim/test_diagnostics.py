@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from adan import Adan
 
 from steadygrad._checks import InputError
 from steadygrad.optim import LAMB, LANS, ScaledAdam
@@ -12,6 +13,8 @@ MAKERS = {
     "scaled_adam": ScaledAdam,
     "clipped": lambda p: ScaledAdam(p, clipping_scale=2.0, clipping_update_period=10),
 }
+# With a report on gradients alone.
+ALL = {**MAKERS, "adan": Adan}
 
 
 def parameters():
@@ -107,7 +110,7 @@ def test_the_clipped_share_after_the_first_parameter_is_thawed():
     assert len(set(report["quartiles"])) == 5
 
 
-@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("maker", ALL.values(), ids=ALL)
 def test_names_the_gradient_that_is_not_finite(maker):
     values = parameters()
     optimizer = maker(values.items())
@@ -119,7 +122,7 @@ def test_names_the_gradient_that_is_not_finite(maker):
     assert report["skipped"] == 1
 
 
-@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("maker", ALL.values(), ids=ALL)
 def test_changes_nothing_and_needs_no_gradient(maker):
     values = parameters()
     optimizer = maker(values.items())
@@ -188,7 +191,7 @@ def test_unnamed_parameters_and_the_length_of_lists():
     assert set(report["unusual"]) <= {f"group 0, {i}" for i in range(5)}
 
 
-@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("maker", ALL.values(), ids=ALL)
 def test_tells_what_is_too_large_from_what_is_not_finite(maker):
     values = parameters()
     optimizer = maker(values.items())

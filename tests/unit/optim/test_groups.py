@@ -204,10 +204,10 @@ def test_a_compiled_part_and_a_module_called_module():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (3, "Expected a module or named parameters. Found int"),
+        (3, "Expected a module.* Found int"),
         (torch.zeros(2), "Found Tensor"),
         ({"a": torch.zeros(2)}, "Found dict"),
-        ([torch.zeros(2)], "Expected pairs of a name and a parameter. Found Tensor"),
+        ([torch.zeros(2)], "pairs of a name and a parameter. Found Tensor"),
         ([], "requires a gradient. Found none among 0"),
     ],
 )
@@ -219,11 +219,11 @@ def test_bad_models(model, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([("*", {})], "mapping from patterns to options. Found list"),
-        ({1: {}}, "patterns as text. Found 1"),
-        ({"*": 0.1}, "values for the pattern '\\*'. Found 0.1"),
+        ([("*", {})], "mapping from patterns.* Found \\[\\("),
+        ({1: {}}, "patterns, as text.* Found {1"),
+        ({"*": 0.1}, "values for the pattern '\\*'.* Found 0.1"),
         ({"*": {1: 2}}, "values for the pattern"),
-        ({"*": {"params": []}}, "Found 'params', which the groups fill in"),
+        ({"*": {"params": []}}, "without params and param_names. Found {'params'"),
         ({"*": {"lr_mult": -1}}, "`lr_mult` should be a finite number in \\[0, inf"),
     ],
 )
@@ -235,7 +235,7 @@ def test_bad_options(options, message):
 def test_bad_opt_args():
     model = Model()
     model.scale.opt_args = 0.1
-    with pytest.raises(InputError, match=r"`opt_args` of 'scale'\. Found 0\.1"):
+    with pytest.raises(InputError, match=r"`opt_args` of 'scale'.* Found 0\.1"):
         param_groups(model)
 
 

@@ -5,8 +5,8 @@ import torch
 
 from steadygrad._checks import InputError
 from steadygrad.optim import Eden, ScaledAdam
-from steadygrad.optim.schedules import eden
 from tests.golden.trajectories import HERE, Trajectory
+from tests.reference.schedules import icefall_eden
 
 RECIPES = ["stateless7", "zipformer"]
 
@@ -136,7 +136,7 @@ def test_a_recipe_runs_with_its_imports_changed_only():
                 schedule.step_batch(batch)
             else:
                 rates = {"lr_batches": 5, "lr_epochs": 2, "warmup_batches": 4, "warmup_start": 0.5}
-                factor = eden(batch, (batch - 1) // 4, **rates)
+                factor = icefall_eden(batch, (batch - 1) // 4, **rates)
                 for group, lr in zip(optimizer.param_groups, (0.02, 0.04), strict=True):
                     group["lr"] = lr * factor
             for _, p in pairs:

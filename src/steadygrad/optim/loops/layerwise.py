@@ -22,34 +22,10 @@ from steadygrad.optim.loops.numbers import (
     widen,
 )
 
-__all__ = ["grad_kernel", "moments_kernel", "weights_kernel"]
+__all__ = ["moments_kernel", "weights_kernel"]
 
 SOURCE = source_of(Options._fields, Factors._fields, Coefficients._fields)
 FACTORS, COEFFICIENTS, OPTIONS = map(len, (Factors._fields, Coefficients._fields, Options._fields))
-
-
-def grad_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
-    """Squared norms of gradients."""
-    source, exact, types = SOURCE, wide(weight), (grad, weight, state, param)
-    number = wide(grad)
-
-    def kernel(data: Any) -> None:
-        args, table, sums, factors, options = arguments(data, 0, 0 * source)
-        inverse_scale = number(options[-1])
-        while True:
-            c, tensor, start, stop = chunk_of(args, table, sums, factors, True)
-            if c < 0:
-                return
-            for first in range(start, stop, BLOCK):
-                size = min(BLOCK, stop - first)
-                g, _x, _p = arrays_at(args, table[tensor], first, size, types)
-                part = exact(0)
-                for i in range(size):
-                    x = exact(widen(g[i]) * inverse_scale)
-                    part += x * x
-                sums[c, 0] += np.float64(part)
-
-    return kernel
 
 
 def moments_kernel(

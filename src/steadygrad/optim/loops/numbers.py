@@ -26,6 +26,7 @@ __all__ = [
     "arrays_at",
     "chunk_of",
     "compiled",
+    "grad_kernel",
     "narrow",
     "round_masters",
     "source_of",
@@ -302,3 +303,26 @@ def round_masters(master: Any, parameter: Any, size: Any) -> None:
     """Rounds masters to their parameters."""
     for i in range(size):
         parameter[i] = narrow(master[i], parameter[i])
+
+
+def grad_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
+    """Squared norms of gradients."""
+    exact, number, types = wide(weight), wide(grad), (grad, weight, state, param)
+
+    def kernel(data: Any) -> None:
+        args, table, sums, factors, options = arguments(data, 0, 0)
+        inverse_scale = number(options[-1])
+        while True:
+            c, tensor, start, stop = chunk_of(args, table, sums, factors, True)
+            if c < 0:
+                return
+            for first in range(start, stop, BLOCK):
+                size = min(BLOCK, stop - first)
+                g, _x, _p = arrays_at(args, table[tensor], first, size, types)
+                part = exact(0)
+                for i in range(size):
+                    x = exact(widen(g[i]) * inverse_scale)
+                    part += x * x
+                sums[c, 0] += np.float64(part)
+
+    return kernel
