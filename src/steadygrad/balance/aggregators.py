@@ -112,7 +112,8 @@ def _check_shape(returned: object, size: int) -> None:
     shape = tuple(returned.shape) if isinstance(returned, Tensor) else type(returned).__name__
     if shape != (size,):
         raise InputError(
-            f"Parameter `combine` should return a tensor of shape ({size},). Found {shape}."
+            f"Parameter `combine` should return a tensor of shape ({size},). Found {shape}. "
+            "Remedy: a weight for each loss, or an element for each of the gradient."
         )
 
 

@@ -298,7 +298,8 @@ class LossBalancer(nn.Module):
         # Another process may have losses, and waits for this one.
         if self.ranks.size == 1 and not any(self.weights[name] for name in present):
             raise InputError(
-                f"Parameter `losses` should hold a loss with a positive weight. Found {[*present]}."
+                f"Parameter `losses` should hold a loss with a positive weight. Found {[*present]}. "
+                "Remedy: a loss that was named when the balancer was made."
             )
         return present
 
@@ -311,7 +312,7 @@ class LossBalancer(nn.Module):
         if self.ranks.size > 1 and self.aggregator is not None and not self._uses_products:
             raise InputError(
                 "Parameter `combine` should have a `gramian_weighting` on several processes, as "
-                f"UPGrad has. Found {name}, which would see each one's items alone."
+                f"UPGrad has. Found {name}, which would see each one's items alone. Remedy: UPGrad."
             )
         if self.state.rows()[0].device != device:
             self.to(device)

@@ -181,7 +181,7 @@ def test_without_any_folder_it_is_compiled_for_the_process(error, monkeypatch):
         return compiled(function, cache)
 
     monkeypatch.setattr(runtime, "compiled", nowhere)
-    found = runtime._kernel_for.__wrapped__(layerwise.grad_kernel, (torch.float32,) * 4, ())
+    found = runtime._kernel_for.__wrapped__(numbers.grad_kernel, (torch.float32,) * 4, ())
     assert asked == [True, False]
     assert found.address > 0
 
@@ -352,7 +352,9 @@ def test_all_threads_are_waited_for_where_the_own_one_is_interrupted(how, monkey
 def test_loops_are_made_anew_where_their_parts_change():
     """Every module of loops takes a number of what they share, and of its factors' names."""
     place = Path(numbers.__file__).parent
-    modules = [path for path in place.glob("*.py") if "def kernel(" in path.read_text()]
+    # Numba itself looks at the file that a kernel is in.
+    others = [path for path in place.glob("*.py") if path.stem != "numbers"]
+    modules = [path for path in others if "def kernel(" in path.read_text()]
     assert sorted(path.stem for path in modules) == ["layerwise", "scaled_adam"]
     for path in modules:
         text = path.read_text()

@@ -106,7 +106,7 @@ def test_a_step_shows_what_the_tasks_own_optimizer_is(kind, traits):
         ),
         ("torch:Muons", "'torch:Muons': TypeError: no such class of optimizers"),
         ("not_there_at_all.x:Y", "No module named 'not_there_at_all'. Remedy: check the name"),
-        ("lans:", "Found 'lans:': ModuleNotFoundError"),
+        ("lanz:", "Found 'lanz:': ModuleNotFoundError"),
         (":Plain", "Found ':Plain'"),
         ("../x.py:Plain", "Found '../x.py:Plain'"),
     ],
