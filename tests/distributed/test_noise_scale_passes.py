@@ -263,7 +263,7 @@ def parts_of_one_loss(kind, rank):
             (loss if micro else loss.sqrt()).backward()
         noise.step()
         model.zero_grad()
-    return noise.estimate().unlike.item(), noise._witness.likeness.state.tolist()
+    return noise.estimate().unlike.item(), noise._witness.cosines.tolist()
 
 
 def unusual(rank, world):

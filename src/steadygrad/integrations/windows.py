@@ -52,11 +52,11 @@ def check_micro_batch(schedule: BatchSizeSchedule, batch_size: int) -> None:
         InputError: If one is not.
     """
     check_count("batch_size", batch_size)
-    for stage in schedule:
-        if stage.batch_size % batch_size:
+    for size in (stage["batch_size"] for stage in schedule.stages):
+        if size % batch_size:
             raise InputError(
                 f"Expected stages whose batch size is a multiple of {batch_size}, the samples of "
-                f"one micro-batch on all devices. Found {stage.batch_size}. Remedy: round the "
+                f"one micro-batch on all devices. Found {size}. Remedy: round the "
                 "stages, for example to powers of two."
             )
 

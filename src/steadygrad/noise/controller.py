@@ -67,11 +67,7 @@ class BatchSizeController:
         return self.count * self.samples_per_count
 
     def update(self, estimate: NoiseEstimate) -> int:
-        """Takes in an estimate; waits for the device.
-
-        Args:
-            estimate: The whole model's estimate; the same on every process, so that all of them
-                decide alike.
+        """Takes in the whole model's estimate, the same on every process; waits for the device.
 
         Returns:
             The number of micro-batches for the next steps.

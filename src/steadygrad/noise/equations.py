@@ -8,10 +8,10 @@ independent samples, and :math:`\bar g = \sum_j w_j g_j` with :math:`\sum_j w_j 
     \mathbb E\,|\bar g|^2        = |G|^2 + \mathrm{tr}(\Sigma) \sum_j w_j^2 / n_j,
 
 two equations for the two unknowns, whatever the parts are: halves of a batch, micro-batches of
-equal or unequal size, ranks, single examples (:math:`n_j = 1`), or all of them together.
+equal or unequal size, ranks, single examples (:math:`n_j = 1`), or all of them together. Signal
+and noise, :math:`|G|^2` and :math:`\mathrm{tr}(\Sigma)`, are returned in this order, each with the
+shape ``(*)`` of the squared norms. An estimate of the signal may be negative.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,16 +21,7 @@ from torch import Tensor
 ROUNDINGS = 4.0
 
 
-class SignalNoise(NamedTuple):
-    r"""Estimates of one measurement, each with shape ``(*)``.
-
-    Attributes:
-        signal: Squared norm of the true gradient, :math:`|G|^2`; may be negative.
-        noise: Trace of the covariance of one sample's gradient, :math:`\mathrm{tr}(\Sigma)`.
-    """
-
-    signal: Tensor
-    noise: Tensor
+SignalNoise = tuple[Tensor, ...]
 
 
 def from_nested(sq_small: Tensor, sq_big: Tensor, *, b_small: int, b_big: int) -> SignalNoise:
@@ -41,38 +32,26 @@ def from_nested(sq_small: Tensor, sq_big: Tensor, *, b_small: int, b_big: int) -
     Written for two sizes it gives two equations; both solutions are unbiased. The small batch
     may be a part of the big one (McCandlish's nested batches) or disjoint from it.
 
-    Args:
-        sq_small: Squared gradient norm over ``b_small`` samples, with shape ``(*)``.
-        sq_big: Squared gradient norm over ``b_big`` samples, with shape ``(*)``.
-        b_small: Samples in the small batch.
-        b_big: Samples in the big batch, another number.
-
     References:
         | An Empirical Model of Large-Batch Training (McCandlish et al., 2018), appendix A.1
         | https://arxiv.org/abs/1812.06162
     """
     signal = (b_big * sq_big - b_small * sq_small) / (b_big - b_small)
     noise = (sq_small - sq_big) / (1 / b_small - 1 / b_big)
-    return SignalNoise(signal, noise)
+    return signal, noise
 
 
 def from_halves(dot: Tensor, sq_diff: Tensor, *, n_1: int, n_2: int) -> SignalNoise:
-    r"""Signal and noise from the gradients of two disjoint parts of a batch.
+    r"""Signal and noise from two disjoint parts' inner product and squared difference.
 
     .. math::
         |G|^2 \approx \langle g_1, g_2 \rangle, \qquad
         \mathrm{tr}(\Sigma) \approx \frac{n_1 n_2}{n_1 + n_2} |g_1 - g_2|^2
 
     The parts are independent, so their product has no noise term; their difference has mean
-    zero and variance :math:`\mathrm{tr}(\Sigma)(1/n_1 + 1/n_2)`. Unequal parts are fine.
-
-    Args:
-        dot: Inner product of the two mean gradients, with shape ``(*)``.
-        sq_diff: Squared norm of their difference, with shape ``(*)``.
-        n_1: Samples in the first part.
-        n_2: Samples in the second part.
+    zero and variance :math:`\mathrm{tr}(\Sigma)(1/n_1 + 1/n_2)`.
     """
-    return SignalNoise(dot, sq_diff * (n_1 * n_2 / (n_1 + n_2)))
+    return dot, sq_diff * (n_1 * n_2 / (n_1 + n_2))
 
 
 def from_part_sums(
@@ -86,17 +65,11 @@ def from_part_sums(
         |G|^2 = |\bar g|^2 - \mathrm{tr}(\Sigma) \sum_j w_j^2 / n_j
 
     The numerator is :math:`\sum_j w_j |g_j - \bar g|^2`, so the noise is never negative, but for
-    rounding. Only sums over parts enter: ranks need to exchange nothing else.
-
-    Args:
-        sq_parts: :math:`\sum_j w_j |g_j|^2`, with shape ``(*)``.
-        sq_mean: :math:`|\sum_j w_j g_j|^2`, with shape ``(*)``.
-        w_n: :math:`\sum_j w_j / n_j`, broadcast against the others.
-        w2_n: :math:`\sum_j w_j^2 / n_j`, likewise. With one part it equals ``w_n``, and the
-            estimates are not finite: one gradient alone says nothing about noise.
+    rounding. Only sums over parts enter: ranks need to exchange nothing else. With one part both
+    estimates are not finite: one gradient alone says nothing about noise.
     """
     noise = (sq_parts - sq_mean) / (w_n - w2_n)
-    return SignalNoise(sq_mean - noise * w2_n, noise)
+    return sq_mean - noise * w2_n, noise
 
 
 def from_parts(
@@ -141,15 +114,9 @@ def is_altered(
     is unknown: none of the :math:`R` running sums is taken to be larger than the whole and all
     processes' own together.
 
-    Args:
-        seen: Sum of the parts' elements, with shape ``(n)``.
-        held: The gradient's elements at the same places, with shape ``(n)``.
-        squares: Squares of the running sums, :math:`\sum_j |s_j|^2`, added up over processes.
-        unit: Largest unit roundoff of the types that the sum passed through.
-        processes: Number of processes whose gradients were added up.
-
-    Returns:
-        A boolean with shape ``()``; false where a part is not finite.
+    ``seen`` is the sum of the parts' elements and ``held`` the gradient's at the same places, with
+    shape ``(n)``; ``squares`` is :math:`\sum_j |s_j|^2`, added up over processes. The result has
+    shape ``()``, and is false where a part is not finite.
     """
     distance = (seen - held).square().sum()
     if processes > 1:

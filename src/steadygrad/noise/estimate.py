@@ -6,9 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from steadygrad.averages import WideBuffers
 from steadygrad.noise.equations import SignalNoise
 from steadygrad.noise.intervals import present_ratio, ratio_of_averages
 from steadygrad.numerics import exact
@@ -65,18 +64,17 @@ class NoiseEstimate:
 
     @property
     def reason(self) -> str | None:
-        """The reason why nothing is resolved, if more measurements would not help; waits."""
+        """Why more measurements would not resolve it, if they would not; waits for the device."""
         if self.unlike:
             return (
-                "The first backward passes of steps differ systematically from the last ones, as "
-                "losses do, or samples in a fixed order. Remedy: source='accumulated' with one "
-                "`with noise.microbatch(n)` around all passes of a sample, or shuffling."
+                "The first backward passes of steps differ systematically from the last ones. "
+                "Remedy: shuffle, or source='accumulated' with one `with noise.microbatch(n)` "
+                "around all passes of a sample."
             )
         if _moved(self.selected, self.effective):
             return (
-                f"{float(self.selected):.0%} of the steps were left out for what their gradients "
-                "were: altered, dropped or not finite. Remedy: a smaller loss scale, and "
-                "noise.step() before clipping and before a step is dropped."
+                f"{float(self.selected):.0%} of the steps were altered, dropped or not finite. "
+                "Remedy: a smaller loss scale, and noise.step() before clipping."
             )
         return None
 
@@ -94,121 +92,82 @@ def default_capacity(decay: float, most: int) -> int:
     return max(3, min(most, math.ceil(math.log(1e-3, decay)) + 1)) if decay > 0 else 3
 
 
-class History(WideBuffers):
-    """The newest measurements of every group, in a ring of buffers that move and are saved with it.
+def empty_ring(capacity: int, groups: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for measurements, each a row of signals and one of noises by group, and their number.
 
     Nothing here waits for the device: a measurement that is not finite takes its place, and is left
     out by arithmetic. It is NaN if left out for what its gradients were, else infinite.
-
-    Loaded as a module, a ring of another length is taken over from its newest end, and a
-    ``state_dict`` without one empties it.
-
-    Args:
-        capacity: How many measurements are kept.
-        groups: Number of groups.
-        device: Where they live.
     """
+    ring = torch.zeros(capacity, 2, groups, dtype=exact(device), device=device)
+    return ring, torch.zeros((), dtype=torch.int64, device=device)
 
-    ring: Tensor
-    pushed: Tensor
 
-    def __init__(self, capacity: int, groups: int = 1, device: torch.device | str = "cpu") -> None:
-        super().__init__()
-        # Each measurement is a row of signals and a row of noises.
-        dtype = exact(torch.device(device))
-        ring = torch.zeros(capacity, 2, groups, dtype=dtype, device=device)
-        self.register_buffer("ring", ring)
-        self.register_buffer("pushed", torch.zeros((), dtype=torch.int64, device=device))
-        nn.Module.register_load_state_dict_pre_hook(self, _fit_ring)
+def push(ring: Tensor, pushed: Tensor, measured: SignalNoise, where: Tensor | None = None) -> None:
+    """Takes in one measurement, each of its two tensors with shape ``(groups)``.
 
-    def push(self, measured: SignalNoise, where: Tensor | None = None) -> None:
-        """Takes in one measurement, each of its two tensors with shape ``(groups)``.
+    Nothing where ``where`` is false: no gap is left, so that the weights are those of a
+    :class:`~steadygrad.averages.MovingAverage`.
+    """
+    slot = (pushed % len(ring)).view(1)
+    row = torch.stack(measured).to(ring).view(1, 2, -1)
+    if where is not None:
+        row = torch.where(where, row, ring.index_select(0, slot))
+    ring.index_copy_(0, slot, row)
+    pushed += 1 if where is None else where
 
-        With ``where``, a boolean tensor, nothing where it is false: no gap is left, so that the
-        weights are those of a :class:`~steadygrad.averages.MovingAverage`.
-        """
-        slot = (self.pushed % len(self.ring)).view(1)
-        row = torch.stack(measured).to(self.ring).view(1, 2, -1)
-        if where is not None:
-            row = torch.where(where, row, self.ring.index_select(0, slot))
-        self.ring.index_copy_(0, slot, row)
-        self.pushed += 1 if where is None else where
 
-    def drop(self) -> None:
-        """Counts a step that was left out because of its gradients."""
-        self.push(SignalNoise(*torch.full_like(self.ring[0], torch.nan)))
+def skipped_in(ring: Tensor, pushed: Tensor) -> Tensor:
+    """Number of kept measurements that are not finite, with shape ``()``."""
+    return pushed.clamp(max=len(ring)) - _newest_first(ring, pushed)[1].sum()
 
-    def reset(self) -> None:
-        """Forgets every measurement."""
-        self.ring.zero_()
-        self.pushed.zero_()
 
-    @property
-    def skipped(self) -> Tensor:
-        """Number of kept measurements that are not finite, with shape ``()``."""
-        return (
-            self.pushed.clamp(max=len(self.ring)) - _newest_first(self.ring, self.pushed)[1].sum()
-        )
+def estimate_from(
+    ring: Tensor,
+    pushed: Tensor,
+    decay: float,
+    level: float,
+    *,
+    skipped: Tensor | None = None,
+    groups: Sequence[str] = (),
+    drift: bool = True,
+    power: int = 1,
+    **facts: Tensor,
+) -> NoiseEstimate:
+    """The noise scale of the whole, with that of each group; ``power`` is that of the ratio.
 
-    def estimate(
-        self,
-        decay: float,
-        level: float,
-        skipped: Tensor | None = None,
-        *,
-        groups: Sequence[str] = (),
-        drift: bool = True,
-        power: int = 1,
-        **facts: Tensor,
-    ) -> NoiseEstimate:
-        """The noise scale of the whole, with that of each group.
-
-        Args:
-            decay: Weight ratio of one measurement to the next newer one, in (0, 1].
-            level: Probability with which the interval should cover the truth.
-            skipped: Number of measurements that were not pushed. Default: those not finite.
-            groups: Names of the groups; none: the whole alone.
-            drift: Whether the noise scale may drift from one measurement to the next.
-            power: The value is the ratio of the averages to this power.
-            facts: Other fields of the estimate.
-        """
-        kept, finite, lost = _newest_first(self.ring, self.pushed)
-        age = torch.arange(len(kept), device=kept.device)
-        weights = decay ** age.to(kept.dtype)
-        if skipped is None:
-            skipped, share = self.skipped, weights @ lost.to(weights)
-            selected = (share / (weights @ (finite | lost).to(weights))).nan_to_num()
-        else:
-            # A batch too small to be split is left out too, and then all are.
-            selected = skipped / (skipped + self.pushed).clamp(min=1) * (self.pushed > 0)
-        facts = {"unlike": selected < 0, **facts, "skipped": skipped, "selected": selected}
-        rows = kept.permute(1, 2, 0)
-        # Signal and noise both add up over groups, so the whole is their sum.
-        signal, noise = torch.cat([rows.sum(1, keepdim=True), rows[:, : len(groups)]], 1)
-        weights = torch.where(finite, weights, 0.0)
-        ratio = present_ratio if drift else ratio_of_averages
-        value, low, high, top, bottom, effective, resolved, *of = ratio(
-            noise, signal, weights, level=level
-        )
-        drifting, measurements, age = of
-        unlike, doubtful = facts["unlike"], facts["unlike"] | _moved(selected, effective)
-        columns = (
-            torch.where(unlike, torch.nan, value**power),
-            torch.where(doubtful, 0.0, low**power),
-            torch.where(doubtful, torch.inf, high**power),
-            bottom**power,
-            top**power,
-            resolved & ~doubtful,
-            measurements,
-            effective,
-            drifting,
-            age,
-        )
-        whole, *each = (
-            NoiseEstimate(*row, **facts)  # type: ignore[arg-type]  # no fact is named `by_group`
-            for row in zip(*columns, strict=True)
-        )
-        return replace(whole, by_group=dict(zip(groups, each, strict=True)))
+    ``skipped`` is the number of measurements that were not pushed (default: those not finite),
+    and ``facts`` are other fields of the estimate.
+    """
+    kept, finite, lost = _newest_first(ring, pushed)
+    age = torch.arange(len(kept), device=kept.device)
+    weights = decay ** age.to(kept.dtype)
+    if skipped is None:
+        skipped, share = skipped_in(ring, pushed), weights @ lost.to(weights)
+        selected = (share / (weights @ (finite | lost).to(weights))).nan_to_num()
+    else:
+        # A batch too small to be split is left out too, and then all are.
+        selected = skipped / (skipped + pushed).clamp(min=1) * (pushed > 0)
+    facts = {"unlike": selected < 0, **facts, "skipped": skipped, "selected": selected}
+    series = kept.permute(1, 2, 0)
+    # Signal and noise both add up over groups, so the whole is their sum.
+    signal, noise = torch.cat([series.sum(1, keepdim=True), series[:, : len(groups)]], 1)
+    weights = torch.where(finite, weights, 0.0)
+    ratio = present_ratio if drift else ratio_of_averages
+    found = ratio(noise, signal, weights, level=level)
+    unlike = facts["unlike"]
+    doubtful = unlike | _moved(selected, found["effective"])
+    found["value"] = torch.where(unlike, torch.nan, found["value"] ** power)
+    found["low"] = torch.where(doubtful, 0.0, found["low"] ** power)
+    found["high"] = torch.where(doubtful, torch.inf, found["high"] ** power)
+    found["grad_sq_norm"] = found["grad_sq_norm"] ** power
+    found["noise_trace"] = found["noise_trace"] ** power
+    found["resolved"] = found["resolved"] & ~doubtful
+    rows = zip(*(column.unbind() for column in found.values()), strict=True)
+    whole, *each = (
+        NoiseEstimate(**dict(zip(found, row, strict=True)), **facts)  # type: ignore[arg-type]
+        for row in rows
+    )
+    return replace(whole, by_group=dict(zip(groups, each, strict=True)))
 
 
 def _newest_first(ring: Tensor, pushed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -232,15 +191,3 @@ def _moved(selected: Tensor, effective: Tensor) -> Tensor:
     # Not a number where all are left out.
     moved: Tensor = ~(shift * effective.nan_to_num().sqrt() <= 1)
     return moved
-
-
-def _fit_ring(module: History, state: dict[str, Any], prefix: str, *_: object) -> None:
-    name, count = f"{prefix}ring", f"{prefix}pushed"
-    empty = torch.zeros_like(module.ring)
-    if name not in state or count not in state:
-        state[name], state[count] = empty, torch.zeros_like(module.pushed)
-    elif len(state[name]) != len(empty):
-        newest, finite, _lost = _newest_first(state[name], state[count])
-        kept = int(finite.sum().clamp(max=len(empty)))
-        empty[:kept] = newest[:kept].flip(0).to(empty)
-        state[name], state[count] = empty, torch.full_like(state[count], kept)

@@ -1,21 +1,20 @@
-r"""A ratio of averages with its interval, and its present value where the truth moves.
+"""A ratio of averages with its interval, and its present value where the truth moves.
 
 The noise scale is a ratio whose denominator, the gradient signal, may be hard to tell from zero.
 Intervals from a variance of the ratio (delta method, jackknife) then cover far too rarely, and
 Fieller's set as often as it should; it is unbounded exactly when it should be.
 
-An average lags behind what grows: its interval covers a value of the past. So the newer half of the
-measurements is tested against the older one, in the whole history and in every half of a half, and
-what the averages reach back to is cut short where a test finds a difference.
+An average lags behind what grows. So the newer half of the measurements is tested against the
+older one, in the whole history and in every half of a half, and what the averages reach back to
+is cut short where a test finds a difference.
 """
 
 from statistics import NormalDist
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["RatioInterval", "present_ratio", "ratio_of_averages"]
+__all__ = ["present_ratio", "ratio_of_averages"]
 
 # Probability of a false alarm, over all the tests of one estimate, if measurements are independent.
 ALARM = 0.01
@@ -25,38 +24,9 @@ HINT = 0.35
 LEAST = 32
 
 
-class RatioInterval(NamedTuple):
-    """A ratio of averages with its interval, each with shape ``(*)``.
-
-    Attributes:
-        value: Ratio of the averages; NaN where the denominator's average is not positive, or the
-            numerator's is negative.
-        low: Lower end, at least 0.
-        high: Upper end; infinite where the data do not bound the ratio.
-        numerator: Average of the numerators.
-        denominator: Average of the denominators.
-        effective: Number of independent measurements the averages are worth.
-        resolved: True where the interval is bounded and there is a value.
-        drifting: Whether the ratio was found to drift; false where that is not tested.
-        measurements: Number of measurements in the averages.
-        age: Mean place of these in the series, weighted as they are; 0 is the first.
-    """
-
-    value: Tensor
-    low: Tensor
-    high: Tensor
-    numerator: Tensor
-    denominator: Tensor
-    effective: Tensor
-    resolved: Tensor
-    drifting: Tensor
-    measurements: Tensor
-    age: Tensor
-
-
 def ratio_of_averages(
     top: Tensor, bottom: Tensor, weights: Tensor | None = None, *, level: float = 0.95
-) -> RatioInterval:
+) -> dict[str, Tensor]:
     r"""Averages two series first, divides once, and gives the ratio's interval.
 
     The mean of ratios is biased by about the squared relative error of the denominator;
@@ -64,16 +34,13 @@ def ratio_of_averages(
     number :math:`N_\mathrm{eff} = (\sum w)^2 / \sum w^2 / \tau` in place of N, where :math:`\tau`
     is the autocorrelation time of the residuals :math:`a_t - r b_t`.
 
-    Args:
-        top: Numerators, with shape ``(*, N)``.
-        bottom: Denominators, with shape ``(*, N)``.
-        weights: Weight of each measurement, at least 0, with shape ``(N)`` or ``(*, N)``.
-            Default: equal.
-        level: Probability with which the interval should cover the truth.
+    Numerators and denominators have shape ``(*, N)``, weights (default: equal) ``(N)`` or
+    ``(*, N)``. The interval covers the truth with the probability ``level``.
 
     Returns:
-        The ratio and its interval, each with shape ``(*)``. With fewer than three measurements
-        nothing is resolved: the interval is everything.
+        The ten numbers of :class:`~steadygrad.noise.NoiseEstimate` from ``value`` to ``age``, each
+        with shape ``(*)``; here ``age`` counts places from the first of the series, and nothing
+        drifts. With fewer than three measurements nothing is resolved: the interval is everything.
     """
     w = top.new_ones(top.shape[-1]) if weights is None else weights.to(top.dtype)
     share = w / w.sum(-1, keepdim=True)
@@ -94,11 +61,19 @@ def ratio_of_averages(
     low, high = torch.where(known, low, 0.0), torch.where(known, high, torch.inf)
     value = torch.where((b > 0) & (a >= 0), ratio, torch.nan)
     resolved = torch.isfinite(high) & torch.isfinite(value)
-    measurements = (w > 0).sum(-1).expand_as(value)
     age = (w * torch.arange(w.shape[-1], device=w.device)).sum(-1) / w.sum(-1)
-    never = torch.zeros_like(resolved)
-    row = (value, low, high, a, b, effective, resolved, never, measurements, age.expand_as(value))
-    return RatioInterval(*row)
+    return {
+        "value": value,
+        "low": low,
+        "high": high,
+        "grad_sq_norm": b,
+        "noise_trace": a,
+        "resolved": resolved,
+        "measurements": (w > 0).sum(-1).expand_as(value),
+        "effective": effective,
+        "drifting": torch.zeros_like(resolved),
+        "age": age.expand_as(value),
+    }
 
 
 def fieller_interval(
@@ -140,15 +115,11 @@ def fieller_interval(
 
 
 def t_quantile(level: float, degrees: Tensor) -> Tensor:
-    r"""Two-sided quantile of Student's t: :math:`P(|t_\nu| < q) =` ``level``.
+    r"""Two-sided quantile of Student's t: :math:`P(|t_\nu| < q) =` ``level``; waits for no device.
 
-    Hill's asymptotic expansion around the normal quantile, which waits for no device. Its relative
-    error is below 6e-4 at :math:`\nu = 2`, as which fewer degrees of freedom count, and below 1e-5
-    from 3 on, for levels of 0.8 to 0.99. Degrees need not be whole.
-
-    References:
-        | Algorithm 396: Student's t-quantiles (Hill, 1970)
-        | https://doi.org/10.1145/355598.355600
+    Hill's expansion around the normal quantile (Algorithm 396, 1970, 10.1145/355598.355600). Its
+    relative error is below 6e-4 at :math:`\nu = 2`, as which fewer degrees of freedom count, and
+    below 1e-5 from 3 on, for levels of 0.8 to 0.99. Degrees need not be whole.
     """
     n = degrees.clamp(min=2.0)
     p = 1 - level
@@ -173,15 +144,10 @@ def t_quantile(level: float, degrees: Tensor) -> Tensor:
 def autocorrelation_time(series: Tensor, weights: Tensor) -> Tensor:
     r"""The number of successive values, with mean zero, that are worth one independent value.
 
-    .. math:: \tau = 1 + 2 \sum_{k=1}^{K} \rho_k
-
-    The sum runs over the leading autocorrelations that stand out from chance
-    (:math:`\rho_k > 2/\sqrt N`) and takes a geometric tail for the rest, so that independent
-    values give :math:`\tau = 1` in 97 % of the cases instead of a random number near it.
-
-    References:
-        | Practical Markov Chain Monte Carlo (Geyer, 1992), on windows for this sum
-        | https://doi.org/10.1214/ss/1177011137
+    :math:`\tau = 1 + 2 \sum_{k=1}^{K} \rho_k` over the leading autocorrelations that stand out from
+    chance (:math:`\rho_k > 2/\sqrt N`), with a geometric tail for the rest, so that independent
+    values give :math:`\tau = 1` in 97 % of the cases. On windows for this sum: Practical Markov
+    Chain Monte Carlo (Geyer, 1992), https://doi.org/10.1214/ss/1177011137.
     """
     n = series.shape[-1]
     count = weights.sum(-1, keepdim=True) ** 2 / (weights * weights).sum(-1, keepdim=True)
@@ -200,27 +166,20 @@ def autocorrelation_time(series: Tensor, weights: Tensor) -> Tensor:
 
 def present_ratio(
     top: Tensor, bottom: Tensor, weights: Tensor, *, level: float = 0.95
-) -> RatioInterval:
-    r"""The ratio of averages over the whole history, or over its newest part where it drifts.
+) -> dict[str, Tensor]:
+    """The ratio of averages over the whole history, or over its newest part where it drifts.
 
-    Where no test finds a difference, this is :func:`ratio_of_averages`. Its interval then takes in
-    the newest quarter's too if the halves of the whole differ at a level of 35 %: too little for an
-    alarm, and too much to say that the past still holds. Where a test does, the averages are of the
-    newest quarter of the largest window that shows no drift. A window at the edge of showing one
-    still lags by more than its interval; its quarter by a fourth, with twice the interval.
+    Arguments and results are those of :func:`ratio_of_averages`, the newest measurement first, with
+    weights of shape ``(N)``, 0 where there is none. Where no test finds a difference, so are the
+    numbers; but if the halves of the whole differ at a level of 35 % (too little for an alarm, too
+    much to say that the past still holds) the interval takes in the newest quarter's too. Where a
+    test does, the averages are of the newest quarter of the largest window that shows no drift: a
+    window at the edge of showing one still lags by more than its interval; its quarter by a fourth,
+    with twice the interval.
 
     All the tests together raise a false alarm in 1 to 2 % of the cases, also with an
-    autocorrelation of 0.5 from one measurement to the next. They weigh the measurements equally,
-    whatever ``weights``: a slow drift shows in the long tail of a history first.
-
-    Args:
-        top: Numerators, the newest first, with shape ``(*, N)``.
-        bottom: Denominators, likewise.
-        weights: Weight of each measurement, with shape ``(N)``; 0 where there is none.
-        level: Probability with which the interval should cover the present value.
-
-    Returns:
-        The ratio, and which measurements it is of. Nothing drifts with fewer than 32 of them.
+    autocorrelation of 0.5 from one measurement to the next, and none with fewer than 32 of them.
+    They weigh the measurements equally: a slow drift shows in the long tail of a history first.
     """
     there = weights > 0
     position = torch.where(there, there.cumsum(-1) - 1, len(weights))
@@ -229,19 +188,17 @@ def present_ratio(
     whole = ratio_of_averages(top, bottom, weights, level=level)
     part = ratio_of_averages(top, bottom, newest, level=level)
 
-    both = zip(part, whole, strict=True)
-    chosen = RatioInterval(*(torch.where(drifting, *pair) for pair in both))
+    found = {name: torch.where(drifting, part[name], whole[name]) for name in whole}
     wide = hint & ~drifting
-    low = torch.where(wide, torch.minimum(whole.low, part.low), chosen.low)
-    high = torch.where(wide, torch.maximum(whole.high, part.high), chosen.high)
-    resolved = torch.isfinite(high) & torch.isfinite(chosen.value)
-    return chosen._replace(low=low, high=high, resolved=resolved, drifting=drifting)
+    low = torch.where(wide, torch.minimum(whole["low"], part["low"]), found["low"])
+    high = torch.where(wide, torch.maximum(whole["high"], part["high"]), found["high"])
+    resolved = torch.isfinite(high) & torch.isfinite(found["value"])
+    return {**found, "low": low, "high": high, "resolved": resolved, "drifting": drifting}
 
 
 def _steady_size(top: Tensor, bottom: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds the largest window without drift in it or in any smaller one.
+    """Size of the largest window without drift, whether any drifts, and whether the whole may.
 
-    Returns its size, whether any window drifts, and whether the whole history hints at drift.
     Windows are the whole, its newer half, the newer half of that, and so on.
     """
     n = (position < position.shape[-1]).sum()
@@ -266,19 +223,15 @@ def _steady_size(top: Tensor, bottom: Tensor, position: Tensor) -> tuple[Tensor,
 def halves_differ(
     top: Tensor, bottom: Tensor, position: Tensor, size: Tensor, tau: Tensor
 ) -> tuple[Tensor, Tensor]:
-    r"""Student's t of the newer against the older half of a window, and its degrees of freedom.
+    r"""Student's t (Welch, 1947) of the newer against the older half, and its degrees of freedom.
 
     .. math:: \frac{a_1 b_2 - a_2 b_1}{\sqrt{\tau\,(b_2^2 v_1 + b_1^2 v_2)}}
 
     with the halves' averages :math:`a_i` and :math:`b_i`, the variances :math:`v_i` of their
     averaged residuals :math:`a_t - r b_t`, and their autocorrelation time :math:`\tau`. As in
     Fieller's interval, the numerator has mean zero where the ratios are equal, however weak the
-    denominators. It is 0 where an average is not positive, so that there is no ratio to compare.
-    The window is of the measurements whose ``position``, 0 for the newest, is below ``size``.
-
-    References:
-        | The Generalization of "Student's" Problem (Welch, 1947)
-        | https://doi.org/10.1093/biomet/34.1-2.28
+    denominators. It is 0 where an average is not positive: there is no ratio to compare. The window
+    is of the measurements whose ``position``, 0 for the newest, is below ``size``.
     """
     new, inside = position < size / 2, position < size
     halves = torch.stack([new, inside & ~new]).to(top.dtype)

@@ -13,11 +13,18 @@ from torch.optim import Optimizer
 from steadygrad._checks import InputError, check_choice, check_count, check_number, check_type
 from steadygrad._names import own_name
 from steadygrad.distributed import World, data_parallel_world
-from steadygrad.noise.estimate import History, NoiseEstimate, default_capacity
-from steadygrad.noise.per_example import ExampleNorms
-from steadygrad.noise.repeats import Repeats
-from steadygrad.noise.sources import Source, gradient_leaves
+from steadygrad.noise.estimate import (
+    NoiseEstimate,
+    default_capacity,
+    empty_ring,
+    estimate_from,
+    push,
+    skipped_in,
+)
+from steadygrad.noise.per_example import ExampleNorms, gradient_leaves
+from steadygrad.noise.sources import Repeats, Source
 from steadygrad.noise.sums import SignSums, Sums
+from steadygrad.noise.witness import parts_differ
 
 
 class NoiseScale:
@@ -25,8 +32,7 @@ class NoiseScale:
 
     The spread of the parts' gradients around their mean estimates the noise. The squared norm of
     that mean, less its noise term, estimates the signal. The parts of a batch are what training
-    makes anyway: micro-batches, ranks, or both (``source="microbatch"``), or single examples
-    (``"per_example"``). Averages first, divides once, and gives an interval with every estimate.
+    makes anyway: micro-batches and ranks, or single examples. Averages first, divides once.
 
     .. code-block:: python
 
@@ -46,10 +52,9 @@ class NoiseScale:
     ``source="accumulated"`` instead takes differences of reduced shards: for the
     optimizer-matched metrics, whose state is sharded, and for several backward passes a part.
 
-    A step with a non-finite gradient (an overflow under loss scaling) is left out and counted in
-    ``skipped``. So is one where ``.grad`` is not the sum of the parts, up to rounding: clipped,
-    unscaled, divided, or left from before. One warning says so, and ``altered`` counts
-    such steps. The noise is kept per sample, so a new batch size needs no reset.
+    A step with a non-finite gradient is left out and counted in ``skipped``. So is one where
+    ``.grad`` is not the sum of the parts, up to rounding: clipped, unscaled, divided, or left from
+    before; ``altered`` counts these, and one warning says so.
 
     Args:
         model: The model as it is called in training: wrapped in DDP, sharded by ``fully_shard``,
@@ -136,11 +141,12 @@ class NoiseScale:
         )
         self._witness = self._sums.witness
         device = self._sums.parameters[0].device
-        self._history = History(capacity, len(self._groups), device)
+        self._ring, self._pushed = empty_ring(capacity, len(self._groups), device)
+        leaves = gradient_leaves(model)
         self._source = Source(
             source,
             self._sums,
-            gradient_leaves(model, measured, sharded=self.world.kind == "fsdp"),
+            [leaves[name] for name in measured],
             taps,
             Repeats(model, self._sums.parameters),
             samples=samples,
@@ -161,17 +167,13 @@ class NoiseScale:
         self._count(steps)
 
     def _count(self, steps: int) -> None:
-        self._steps = steps
-        self._source.enable(self._measures_now)
-
-    @property
-    def _measures_now(self) -> bool:
-        return self._steps % self._every == 0
+        self._steps, self._measures = steps, steps % self._every == 0
+        self._source.enable(self._measures)
 
     @property
     def skipped(self) -> Tensor:
         """Number of steps in the history that were left out, with shape ``()``."""
-        return self._history.skipped
+        return skipped_in(self._ring, self._pushed)
 
     @property
     def altered(self) -> Tensor:
@@ -187,13 +189,7 @@ class NoiseScale:
     ) -> None:
         """Tells of the next backward pass, which with ``"microbatch"`` then needs no context.
 
-        Args:
-            num_samples: Samples in this process's micro-batch. 0, where all are masked: no part.
-            weight: As in :meth:`microbatch`.
-            loss_scale: As in :meth:`microbatch`.
-
-        Raises:
-            InputError: If a count or weight is negative, or only some weights are given.
+        Arguments and errors are those of :meth:`microbatch`.
         """
         self._source.told = self._source.part(num_samples, weight, loss_scale)
 
@@ -237,7 +233,7 @@ class NoiseScale:
                 are passes over one forward pass; once a step had what it needs, such a step is
                 left out and counted in ``skipped``.
         """
-        if not self._measures_now:
+        if not self._measures:
             self._count(self._steps + 1)
             return
         self._source.finish()
@@ -252,7 +248,7 @@ class NoiseScale:
             # The other processes wait in the collective, so this one joins it before it raises.
             if wrong is None or self.world.size > 1:
                 scale = self._source.scale_of_gradients() if grad_scale is None else grad_scale
-                self._history.push(self._sums.measure(self._source.factor, scale))
+                push(self._ring, self._pushed, self._sums.measure(self._source.factor, scale))
         finally:
             self._begin(self._steps + 1)
         if wrong is not None:
@@ -261,36 +257,33 @@ class NoiseScale:
     def drop_step(self) -> None:
         """Forgets the micro-batches since the last step, whose gradients are thrown away.
 
-        For a loop that calls ``zero_grad()`` without a step, as after a loss that is not finite or
-        a backward pass for a diagnosis. What could have been measured counts in ``skipped``, as a
-        step that was left out for what its gradients were. On several processes each must drop the
-        same step.
+        For a loop that calls ``zero_grad()`` without a step, as after a loss that is not finite.
+        What could have been measured counts in ``skipped``. Each process must drop the same step.
         """
         self._source.finish()
-        if self._measures_now and not self._sums.broken and self._source.wrong() is None:
-            self._history.drop()
+        if self._measures and not self._sums.broken and self._source.wrong() is None:
+            push(self._ring, self._pushed, (self._ring[0] * torch.nan).unbind())
         self._begin(self._steps)
 
     def estimate(self) -> NoiseEstimate:
-        """The noise scale from the measurements so far, whole and by group.
-
-        Returns:
-            Tensors; nothing waits for the device until one is read.
-        """
-        return self._history.estimate(
+        """The noise scale so far, whole and by group; nothing waits until a number is read."""
+        return estimate_from(
+            self._ring,
+            self._pushed,
             self._decay,
             self._level,
             groups=self._groups,
             drift=self._drift,
             power=self._sums.power,
             altered=self.altered.clone(),
-            unlike=self._witness.likeness.differ,
+            unlike=parts_differ(self._witness.cosines),
         )
 
     def reset(self) -> None:
         """Forgets every measurement, as after a change of the learning rate."""
-        self._history.reset()
-        self._witness.likeness.state.zero_()
+        self._ring.zero_()
+        self._pushed.zero_()
+        self._witness.cosines.zero_()
         self._begin(0)
 
     def remove(self) -> None:
@@ -301,11 +294,11 @@ class NoiseScale:
         """The measurements, the same on every process; to be saved between steps."""
         return {
             "groups": list(self._groups),
-            "ring": self._history.ring.clone(),
-            "pushed": self._history.pushed.clone(),
+            "ring": self._ring.clone(),
+            "pushed": self._pushed.clone(),
             "steps": self._steps,
             "altered": self.altered.clone(),
-            "likeness": self._witness.likeness.state.clone(),
+            "likeness": self._witness.cosines.clone(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -315,16 +308,16 @@ class NoiseScale:
             InputError: If they are of other groups or another history.
         """
         saved = list(state.get("groups", [])), tuple(getattr(state.get("ring"), "shape", ()))
-        ours = self._groups, tuple(self._history.ring.shape)
+        ours = self._groups, tuple(self._ring.shape)
         if saved != ours:
             raise InputError(
                 f"Expected a `state_dict` of groups and measurements {ours}. Found {saved}. "
                 "Remedy: build the estimator with the same model, groups, decay and history."
             )
-        self._history.ring.copy_(state["ring"])
-        self._history.pushed.copy_(torch.as_tensor(state["pushed"]))
+        self._ring.copy_(state["ring"])
+        self._pushed.copy_(torch.as_tensor(state["pushed"]))
         self.altered.copy_(torch.as_tensor(state.get("altered", 0)))
-        self._witness.likeness.state.copy_(torch.as_tensor(state.get("likeness", 0)))
+        self._witness.cosines.copy_(torch.as_tensor(state.get("likeness", 0)))
         self._begin(int(state.get("steps", 0)))
 
 
@@ -346,13 +339,11 @@ def _check_combination(
         )
     if metric != "euclidean" and optimizer is None:
         raise InputError(
-            f"Expected `optimizer` for metric={metric!r}. Found None. "
-            "Remedy: hand in the optimizer that trains the model, or metric='euclidean'."
+            f"Expected `optimizer` for metric={metric!r}. Found None. Remedy: hand it in."
         )
     if layers != "all" and source != "per_example":
         raise InputError(
-            f"Expected `layers` with source='per_example' only. Found layers={layers!r} with "
-            f"source={source!r}. Remedy: leave it out."
+            f"Expected `layers` with source='per_example' only. Found it with source={source!r}."
         )
 
 

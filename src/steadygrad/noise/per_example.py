@@ -4,7 +4,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,9 @@ __all__ = ["ExampleNorms", "gradient_leaves", "leave_alone"]
 
 # Each example's gradient of the weight, and a cheaper way to its squared norm where there is one.
 _Rule = tuple[Callable[..., Tensor], Callable[..., Tensor] | None]
+# A layer's name, rule, number of trailing dimensions of features, parameters' names in the model by
+# attribute (`"weight"`, `"bias"`), and whether one of these belongs to another layer as well.
+_Layer = tuple[str, _Rule, int, dict[str, str], bool]
 _NORMS: dict[type[nn.Module], _Rule] = {
     nn.LayerNorm: (norms.norm_gradients, None),
     nn.RMSNorm: (norms.norm_gradients, None),
@@ -53,23 +55,11 @@ class ExampleNorms:
     zero or not finite), and finds what a layer's hook cannot see: a weight that is also used by
     itself (``F.linear(x, embedding.weight)``, a penalty), or a hook that changes gradients. A
     gradient past all taps, as of a compiled region, is an error in every recording.
-
-    Args:
-        model: The model as it is called in training: plain, in DDP, or after ``fully_shard``.
-        layers: ``"all"``, or ``"norm"`` for LayerNorm and RMSNorm only.
-
-    Attributes:
-        parameter_names: The measured parameters, as ``model.named_parameters()`` names them.
-        enabled: Whether forward passes are tapped.
-
-    Raises:
-        InputError: If a trainable parameter is in a layer of an unsupported type, or there is none;
-            no hook is left behind.
     """
 
     def __init__(self, model: nn.Module, layers: str = "all") -> None:
-        self._taps = _taps(self, model, layers)
-        names = [name for tap in self._taps for name in tap.names.values()]
+        self._layers = _measured_layers(model, layers)
+        names = [name for *_, names, _ in self._layers.values() for name in names.values()]
         self.parameter_names = list(dict.fromkeys(names))
         self.enabled = True
         # Weights that are known to be used several times in a pass.
@@ -81,8 +71,8 @@ class ExampleNorms:
         self._handles = [leaves[n].register_hook(self._receiver(n)) for n in self.parameter_names]
         # First in line, so that what other hooks do to the output is not taken for the layer's.
         self._handles += [
-            tap.module.register_forward_hook(tap, prepend=True, with_kwargs=True)
-            for tap in self._taps
+            layer.register_forward_hook(self, prepend=True, with_kwargs=True)
+            for layer in self._layers
         ]
 
     def _clear(self) -> None:
@@ -97,8 +87,12 @@ class ExampleNorms:
         self._received: dict[str, Tensor] = {}
         self._arrived: set[str] = set()
         self._half: set[str] = set()
-        for tap in self._taps:
-            tap.calls = 0
+        # Forward passes of each layer whose backward passes are to come.
+        self._calls: Counter[nn.Module] = Counter()
+
+    def __reduce__(self) -> tuple[Any, tuple[Any]]:
+        # A copied or saved model is not measured.
+        return partial, (leave_alone,)
 
     def _receiver(self, name: str) -> Callable[[Tensor], None]:
         def receive(gradient: Tensor) -> None:
@@ -114,11 +108,6 @@ class ExampleNorms:
         """Measures the backward passes inside; their forward passes may lie before it.
 
         A recording that ends in an error leaves nothing behind.
-
-        Raises:
-            InputError: If a layer's leading dimension is another, or a gradient is not the sum of
-                its examples'.
-            RuntimeError: If a layer is called again after its norms were taken.
         """
         self._examples = num_examples
         try:
@@ -128,10 +117,9 @@ class ExampleNorms:
             self._clear()
 
     def pop(self) -> dict[str, Tensor]:
-        r"""Returns :math:`\sum_i \|h_i\|^2` of all recordings since the last call.
+        r"""Sums :math:`\sum_i \|h_i\|^2` over examples of all recordings since the last call.
 
-        One number with shape ``()`` for each parameter that received a gradient; :math:`h_i` is
-        example i's part of it, divided by nothing.
+        By parameter, with shape ``()``; :math:`h_i` is example i's gradient, divided by nothing.
         """
         done, self._done = self._done, {}
         return done
@@ -141,44 +129,70 @@ class ExampleNorms:
         for handle in self._handles:
             handle.remove()
 
-    def measure(self, tap: "_Tap", inputs: Tensor | None, grad: Tensor) -> None:
+    def __call__(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor | None:
+        """Wraps a layer's output; its value stays the same."""
+        if not self.enabled or torch.compiler.is_compiling():
+            return None
+        # Inside a backward pass, checkpointing repeats a call that was counted before.
+        if layer.training and torch._C._current_graph_task_id() == -1:
+            self._calls[layer] += 1
+        # vmap, grad and jvp take no autograd.Function of this form.
+        if torch._C._are_functorch_transforms_active():
+            return None
+        if not (torch.is_grad_enabled() and output.requires_grad):
+            return None
+        inputs = args[0] if args else next(iter(kwargs.values()))
+        identity: Callable[..., Tensor] = _TappedOutput.apply
+        return identity(output, inputs if self._trains(layer, "weight") else None, self, layer)
+
+    def _trains(self, layer: nn.Module, attribute: str) -> bool:
+        """Whether a layer has this parameter, and it is trained now."""
+        parameter = layer._parameters.get(attribute)
+        names = self._layers[layer][3]
+        return parameter is not None and attribute in names and parameter.requires_grad
+
+    def measure(self, layer: nn.Module, inputs: Tensor | None, grad: Tensor) -> None:
         """Takes the gradient of a layer's output, and the layer's input if its weight trains."""
-        calls, tap.calls = tap.calls, max(tap.calls - 1, 0)
+        calls = self._calls[layer]
+        self._calls[layer] = max(calls - 1, 0)
         if self._examples is None:
             return
-        if grad.dim() <= tap.features or len(grad) != self._examples:
+        owner, (gradients, sq_norms), features, names, tied = self._layers[layer]
+        if grad.dim() <= features or len(grad) != self._examples:
             raise InputError(
-                f"Expected the output of layer `{tap.name}` to begin with {self._examples} examples"
-                f" and to end with {tap.features} dimensions of features. Found the shape "
+                f"Expected the output of layer `{owner}` to begin with {self._examples} examples"
+                f" and to end with {features} dimensions of features. Found the shape "
                 f"{tuple(grad.shape)}. Remedy: put the batch first, expand position indices to "
                 "[B, T], or source='microbatch'."
             )
-        if tap.trains("bias"):
-            self._take(tap, tap.names["bias"], (norms.bias_gradients, None), None, grad)
+        if self._trains(layer, "bias"):
+            self._take(layer, names["bias"], (norms.bias_gradients, None), None, grad)
         if inputs is not None:
-            name, (gradients, sq_norms) = tap.names["weight"], tap.rule
+            name = names["weight"]
             if name in self._held:
                 self._reused.add(name)
-            if calls > 1 or tap.tied or name in self._reused:
+            if calls > 1 or tied or name in self._reused:
                 sq_norms = None
-            self._take(tap, name, (gradients, sq_norms), inputs, grad)
+            self._take(layer, name, (gradients, sq_norms), inputs, grad)
 
-    def _take(self, tap: "_Tap", name: str, rule: _Rule, inputs: Any, grad: Tensor) -> None:
+    def _take(self, layer: nn.Module, name: str, rule: _Rule, inputs: Any, grad: Tensor) -> None:
         if name in self._squares:
             self._reused.update(self.parameter_names)
             raise RuntimeError(
-                f"Expected all forward passes of layer `{tap.name}` before its first backward pass."
-                " Found one after it. Remedy: add the losses and call backward once; a second "
-                "attempt will also succeed."
+                f"Expected all forward passes of layer `{self._layers[layer][0]}` before its first "
+                "backward pass. Found one after it. Remedy: add the losses and call backward once; "
+                "a second attempt will also succeed."
             )
         gradients, sq_norms = rule
         if sq_norms is None:
-            each = gradients(tap.module, inputs, grad)
+            each = gradients(layer, inputs, grad)
             _add(self._held, name, each)
         else:
-            self._squares[name] = sq_norms(tap.module, inputs, grad).sum()
+            self._squares[name] = sq_norms(layer, inputs, grad).sum()
             if self._comparisons:
-                each = gradients(tap.module, *_as_one_example(tap.features, inputs, grad))
+                each = gradients(layer, *_as_one_example(self._layers[layer][2], inputs, grad))
         if self._comparisons:
             _add(self._expected, name, each.sum(0))
             self._half |= {name} if grad.dtype.itemsize < 4 else set()
@@ -199,11 +213,7 @@ class ExampleNorms:
             _add(self._done, name, value)
 
     def _compare(self) -> bool:
-        """Whether all gradients could be compared with their examples' sums, and agree.
-
-        Raises:
-            InputError: If a parameter received something else.
-        """
+        """Whether all gradients could be compared with their examples' sums, and agree."""
         names = [name for name in self._expected if name in self._received]
         rows = []
         for name in names:
@@ -227,73 +237,24 @@ class ExampleNorms:
         return bool(read) and all(0 < size < float("inf") for _, size in read)
 
 
-@dataclass(eq=False)
-class _Tap:
-    """The forward hook of one layer.
-
-    Attributes:
-        names: The parameter's name in the model, by attribute (``"weight"``, ``"bias"``).
-        tied: Whether a parameter belongs to another layer as well.
-        calls: Forward passes of the layer whose backward passes are to come.
-    """
-
-    owner: ExampleNorms
-    name: str
-    module: nn.Module
-    rule: _Rule
-    names: dict[str, str]
-    tied: bool
-    calls: int = 0
-
-    def __post_init__(self) -> None:
-        self.features = norms.features(self.module)
-        # Looked up by every call: attributes of a module cost a microsecond each.
-        self._parameters = self.module._parameters
-
-    def __reduce__(self) -> tuple[Any, tuple[Any]]:
-        # A copied or saved model is not measured.
-        return partial, (leave_alone,)
-
-    def __call__(
-        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> Tensor | None:
-        """Wraps the layer's output; its value stays the same."""
-        if not self.owner.enabled or torch.compiler.is_compiling():
-            return None
-        # Inside a backward pass, checkpointing repeats a call that was counted before.
-        if module.training and torch._C._current_graph_task_id() == -1:
-            self.calls += 1
-        # vmap, grad and jvp take no autograd.Function of this form.
-        if torch._C._are_functorch_transforms_active():
-            return None
-        if not (torch.is_grad_enabled() and output.requires_grad):
-            return None
-        inputs = args[0] if args else next(iter(kwargs.values()))
-        identity: Callable[..., Tensor] = _TappedOutput.apply
-        return identity(output, inputs if self.trains("weight") else None, self)
-
-    def trains(self, attribute: str) -> bool:
-        """Whether the layer has this parameter, and it is trained now."""
-        parameter = self._parameters.get(attribute)
-        return parameter is not None and attribute in self.names and parameter.requires_grad
-
-
 class _TappedOutput(torch.autograd.Function):
     """The identity on a layer's output; its backward pass measures."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, inputs: Tensor | None, tap: _Tap) -> Tensor:
+    def forward(
+        ctx: Any, output: Tensor, inputs: Tensor | None, owner: ExampleNorms, layer: nn.Module
+    ) -> Tensor:
         # Saved, not referenced: checkpointing and saved-tensor hooks apply.
         ctx.save_for_backward(inputs)
-        ctx.tap = tap
+        ctx.owner, ctx.layer = owner, layer
         # Not a view as autograd sees it, so that in-place operations may follow.
         return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
-            ctx.tap.owner.measure(ctx.tap, *ctx.saved_tensors, grad)
-        return grad, None, None
+            ctx.owner.measure(ctx.layer, *ctx.saved_tensors, grad)
+        return grad, None, None, None
 
 
 def leave_alone(*_: object) -> None:
@@ -322,12 +283,13 @@ def gradient_leaves(model: nn.Module) -> dict[str, nn.Parameter]:
     return leaves
 
 
-def _taps(owner: ExampleNorms, model: nn.Module, layers: str) -> list[_Tap]:
-    """Taps of the layers that own a trainable parameter, in the model's order."""
+def _measured_layers(model: nn.Module, layers: str) -> dict[nn.Module, _Layer]:
+    """The layers that own a trainable parameter, in the model's order."""
     check_choice("layers", layers, ("all", "norm"))
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
-    rules, taps = _RULES if layers == "all" else _NORMS, []
+    rules = _RULES if layers == "all" else _NORMS
+    measured: dict[nn.Module, _Layer] = {}
     library = sys.modules.get("transformers.pytorch_utils")
     if layers == "all" and library is not None:
         # GPT-2 and its like: a linear layer whose weight is transposed.
@@ -348,11 +310,11 @@ def _taps(owner: ExampleNorms, model: nn.Module, layers: str) -> list[_Tap]:
             )
         tied = any(owners[id(p)] > 1 for p in own.values())
         names_of = {attribute: names[id(p)] for attribute, p in own.items()}
-        taps.append(_Tap(owner, name, module, rule, names_of, tied))
-    if not taps:
+        measured[module] = name, rule, norms.features(module), names_of, tied
+    if not measured:
         kind = "layer" if layers == "all" else "LayerNorm or RMSNorm"
         raise InputError(f"Expected a trainable {kind}. Found none. Remedy: source='microbatch'.")
-    return taps
+    return measured
 
 
 def _transposed(layer: nn.Module, inputs: Tensor, grads: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
 """Batch sizes by samples seen, as trainers read them, and the learning rates that go with them."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from typing import Any
 
 from steadygrad._checks import InputError, check_choice, check_count, check_number
 
-__all__ = ["LR_RULES", "BatchSizeSchedule", "Stage", "learning_rate"]
+__all__ = ["LR_RULES", "BatchSizeSchedule", "learning_rate"]
 
 # Power of the batch size that the learning rate follows.
 LR_RULES = {"sqrt": 0.5, "linear": 1.0, "constant": 0.0}
@@ -36,64 +37,45 @@ def learning_rate(lr: float, batch_size: float, base: float, rule: str = "sqrt")
     return float(lr * (batch_size / base) ** power)
 
 
-class Stage(NamedTuple):
-    """One stretch of training at one batch size.
-
-    Attributes:
-        from_samples: Samples seen when it begins.
-        batch_size: Samples a step.
-        lr: Learning rate that goes with it, if known.
-    """
-
-    from_samples: int
-    batch_size: int
-    lr: float | None = None
-
-
 class BatchSizeSchedule:
     """Batch sizes by samples seen.
 
     Args:
-        stages: Stages, or mappings with their fields, in order; the first begins at 0.
+        stages: Mappings, in order, with ``from_samples`` (samples seen when the stage begins; the
+            first begins at 0), ``batch_size`` (samples a step) and perhaps ``lr`` (the learning
+            rate that goes with it).
 
     Attributes:
-        stages: The stages.
+        stages: The stages, each a dict of the three; ``lr`` is None where it is not known.
 
     Raises:
         InputError: If there is none, the first does not begin at 0, they are out of order, or a
             batch size or learning rate is not a positive number.
     """
 
-    def __init__(self, stages: Iterable[Stage | Mapping[str, Any]]) -> None:
+    def __init__(self, stages: Iterable[Mapping[str, Any]]) -> None:
         try:
-            self.stages = [s if isinstance(s, Stage) else Stage(**s) for s in stages]
+            self.stages = [_stage(**stage) for stage in stages]
         except TypeError as error:
             raise InputError(
-                "Parameter `stages` should be a list of stages with `from_samples`, `batch_size` "
-                f"and perhaps `lr`. Found another ({error}). Remedy: a Stage, or a dict, for each."
+                "Parameter `stages` should be a list of dicts with `from_samples`, `batch_size` "
+                f"and perhaps `lr`. Found another ({error}). Remedy: such a dict for each stage."
             ) from error
-        starts = [check_count("from_samples", s.from_samples, low=0) for s in self.stages]
+        starts = [stage["from_samples"] for stage in self.stages]
         if not starts or starts[0] != 0 or sorted(set(starts)) != starts:
             raise InputError(
                 "Parameter `stages` should begin at 0 and be in rising order. Found beginnings "
                 f"{starts}. Remedy: sort them by `from_samples`, and let the first begin at 0."
             )
-        for stage in self.stages:
-            check_count("batch_size", stage.batch_size)
-            if stage.lr is not None:
-                check_number("lr", stage.lr, low=0, low_open=True)
-
-    def __iter__(self) -> Iterator[Stage]:
-        return iter(self.stages)
 
     def batch_size(self, samples: int) -> int:
         """The batch size after a number of samples."""
         check_count("samples", samples, low=0)
-        return [s for s in self.stages if s.from_samples <= samples][-1].batch_size
+        return [s["batch_size"] for s in self.stages if s["from_samples"] <= samples][-1]  # type: ignore[no-any-return]
 
     def to_json(self) -> str:
         """A JSON list of the stages' fields, of which a schedule can be made again."""
-        return json.dumps([stage._asdict() for stage in self.stages], indent=2)
+        return json.dumps(self.stages, indent=2)
 
     def to_megatron(self, tokens_per_sample: int = 1) -> str:
         """The text that Megatron's ``--step-batch-size-schedule`` takes, as ``0:768 250B:1536``.
@@ -104,7 +86,8 @@ class BatchSizeSchedule:
         """
         check_count("tokens_per_sample", tokens_per_sample)
         return " ".join(
-            f"{_short(s.from_samples * tokens_per_sample)}:{s.batch_size}" for s in self.stages
+            f"{_short(s['from_samples'] * tokens_per_sample)}:{s['batch_size']}"
+            for s in self.stages
         )
 
     def to_olmo_core(self, tokens_per_sample: int) -> str:
@@ -118,12 +101,20 @@ class BatchSizeSchedule:
         """
         check_count("tokens_per_sample", tokens_per_sample)
         # It refuses one batch size twice in a row.
-        before = [None, *(s.batch_size for s in self.stages)]
-        kept = [s for s, size in zip(self.stages, before, strict=False) if s.batch_size != size]
-        sizes = [s.batch_size * tokens_per_sample for s in kept]
-        starts = ", ".join(f"Duration.tokens({s.from_samples * tokens_per_sample})" for s in kept)
+        kept = [next(same) for _, same in groupby(self.stages, key=lambda s: s["batch_size"])]
+        sizes = [s["batch_size"] * tokens_per_sample for s in kept]
+        places = (s["from_samples"] * tokens_per_sample for s in kept)
+        starts = ", ".join(f"Duration.tokens({place})" for place in places)
         call = f"    batch_sizes={sizes},\n    schedule=[{starts}],"
         return f"BatchSizeSchedulerCallback(\n{call}\n)"
+
+
+def _stage(from_samples: int, batch_size: int, lr: float | None = None) -> dict[str, Any]:
+    check_count("from_samples", from_samples, low=0)
+    check_count("batch_size", batch_size)
+    if lr is not None:
+        check_number("lr", lr, low=0, low_open=True)
+    return {"from_samples": from_samples, "batch_size": batch_size, "lr": lr}
 
 
 def _short(number: int) -> str:

@@ -3,37 +3,106 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdRef
 
 from steadygrad._checks import InputError, check_count, check_number
-from steadygrad.distributed import fsdp_modules
-from steadygrad.noise.per_example import ExampleNorms
-from steadygrad.noise.repeats import Repeats
+from steadygrad.noise.per_example import ExampleNorms, leave_alone
 from steadygrad.noise.sums import Sums, values_of
 from steadygrad.numerics import exact
-from steadygrad.shards import is_sharded
 
 # A micro-batch before it counts: its samples, and its weight and loss scale if they were given.
 Part = tuple[int, Tensor | float | None, Tensor | float | None]
 
 
-def gradient_leaves(
-    model: nn.Module, parameters: dict[str, nn.Parameter], *, sharded: bool
-) -> list[nn.Parameter]:
-    """Leaves that receive the gradients, by slots: with FSDP2 the unsharded ones that it keeps."""
-    leaves: dict[str, nn.Parameter] = {}
-    for module in fsdp_modules(model) if sharded else ():
-        module.unshard()  # type: ignore[operator]
-        for name, parameter in model.named_parameters():
-            if not is_sharded(parameter):
-                leaves[name] = parameter
-        module.reshard()  # type: ignore[operator]
-    return [leaves.get(name, parameter) for name, parameter in parameters.items()]
+# A call of a layer: the layer, the layers of the parts that went through it, and, for the model's
+# own call, the tensors it was given, each with its version.
+_Call = tuple[nn.Module, set[nn.Module], tuple[tuple[WeakIdRef, int], ...]]
+
+
+class Repeats:
+    """Marks the calls of the model and of up to four layers that own measured parameters.
+
+    Two losses of the same samples, each with a backward pass of its own, are no two micro-batches,
+    and a penalty on the weights is none.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        owners = {p: module for module in model.modules() for p in module._parameters.values()}
+        chosen = {owners[p]: p for p in parameters[:: -(-len(parameters) // 4)] if p in owners}
+        self._model = model
+        self._handles = [
+            module.register_forward_hook(self, with_kwargs=True)
+            for module in {**chosen, model: None}
+            if not isinstance(module, torch.jit.ScriptModule)  # takes no hooks
+        ]
+        self._seen = False
+        self.turn()
+        self.begin()
+
+    def turn(self) -> None:
+        """Begins a step."""
+        self._given: set[tuple[tuple[WeakIdRef, int], ...]] = set()
+
+    def __reduce__(self) -> tuple[Any, tuple[Any]]:
+        # A copied or saved model is not measured.
+        return partial, (leave_alone,)
+
+    def begin(self, several: bool = False) -> None:
+        """Begins a part, of one backward pass or of several."""
+        self._several, self._task = several, -1
+        self._calls: list[_Call] = []
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Marks a call; not a checkpoint's second one, which is inside a backward pass."""
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return
+        nodes = [x.grad_fn for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn]
+        if nodes and torch._C._current_graph_task_id() == -1:
+            leaves = tree_leaves((args, kwargs)) if module is self._model else ()
+            tensors = [x for x in leaves if isinstance(x, Tensor)]
+            given = ((WeakIdRef(x), -1 if x.is_inference() else x._version) for x in tensors)
+            call: _Call = (module, set(), tuple(given))
+            nodes[0].register_prehook(lambda _: self._pass(call))
+
+    def _pass(self, call: _Call) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task and not self._several:
+            self.begin()
+        self._task = task
+        self._calls.append(call)
+
+    def end(self) -> str:
+        """Ends a part; says what it is if it is no micro-batch of its own, else nothing.
+
+        Its samples are an earlier part's if the model was given the same tensors, or if both went
+        through one call, and this one through no layer of that part anew.
+        """
+        calls = self._calls
+        anew = {module for module, part, _ in calls if not part}
+        repeated = any(part and not part & anew for _, part, _ in calls)
+        for _, part, _ in calls:
+            part.update(module for module, *_ in calls)
+        given = {tensors for *_, tensors in calls if tensors}
+        repeated |= not given.isdisjoint(self._given)
+        self._given |= given
+        alien, self._seen = self._seen and not calls, self._seen or bool(given)
+        self.begin()
+        if alien:
+            return "one without a forward pass of the model, as of a penalty on its weights"
+        return "a second one of the same samples, as of two losses" if repeated else ""
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
 
 
 class Source:
@@ -42,23 +111,14 @@ class Source:
     - ``"microbatch"``: a hook on a leaf runs once a backward pass with the summed gradient of all
       the leaf's uses, before it is added to ``.grad`` and before DDP or FSDP2 reduces it: exact in
       any precision, without a copy. Outside of contexts, each backward pass is a part.
-    - ``"per_example"``: the layers' taps measure every example's own norm. They do not give the
-      gradient's elements, which the witness compares: hooks take them from its leaves.
+    - ``"per_example"``: the layers' hooks measure every example's own norm; others take the
+      gradient's elements, which the witness compares, from the leaves.
     - ``"accumulated"``: the difference that each part makes to ``.grad``, of any number of backward
       passes, or of FSDP2's reduced shards, where a part is a micro-batch over all processes; each
       must then synchronise its gradients. Costs a copy; differences of 16-bit sums lose digits.
 
-    Args:
-        kind: One of these.
-        sums: Takes in the gradients.
-        leaves: What receives them in a backward pass, by slots.
-        taps: Measure the examples.
-        repeats: Tells passes that are no micro-batch of their own.
-        samples, accumulation: Of :class:`NoiseScale`.
-        loss_scale: Asks for the loss scale that gradients carry now.
-
-    Attributes:
-        told: The next backward pass, if it was announced.
+    ``leaves`` receive the gradients, by slots; ``loss_scale`` asks for the scale that gradients
+    carry now; ``told`` is the next backward pass, if it was announced.
     """
 
     def __init__(

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from steadygrad._checks import InputError, check_choice, check_count, check_number, check_type
+from steadygrad._checks import InputError, check_choice, check_number, check_type
 from steadygrad.averages import MovingAverage, WideBuffers
-from steadygrad.noise.equations import SignalNoise, from_halves, from_nested
-from steadygrad.noise.estimate import History, NoiseEstimate, default_capacity
+from steadygrad.noise.equations import from_halves, from_nested
+from steadygrad.noise.estimate import (
+    NoiseEstimate,
+    default_capacity,
+    empty_ring,
+    estimate_from,
+    push,
+)
 from steadygrad.numerics import inner_products, wide
 
 __all__ = ["SplitBatchNoiseScale"]
@@ -21,16 +27,9 @@ __all__ = ["SplitBatchNoiseScale"]
 class SplitBatchNoiseScale(WideBuffers):
     r"""Estimates the noise scale from the gradients of two random parts of each batch.
 
-    ================ =========================================================================
-    mode             one batch's estimates, averaged over batches before dividing
-    ================ =========================================================================
-    ``alternative``  :math:`|G|^2 = \langle g_1, g_2 \rangle`,
-                     :math:`\mathrm{tr}(\Sigma) = \frac{n_1 n_2}{n} |g_1 - g_2|^2`, two halves
-    ``paper``        two sizes: :math:`|G|^2 = (B|g_B|^2 - b|g_b|^2)/(B - b)`,
-                     :math:`\mathrm{tr}(\Sigma) = (|g_b|^2 - |g_B|^2)/(1/b - 1/B)`
-    ================ =========================================================================
-
-    ``alternative`` has the smaller variance of the two. An odd batch gives unequal halves.
+    ``"alternative"`` halves the batch (:func:`~steadygrad.noise.equations.from_halves`; an odd one
+    unequally) and has the smaller variance. ``"paper"`` compares two batch sizes
+    (:func:`~steadygrad.noise.equations.from_nested`). Averages first, and divides once.
 
     Each call runs two backward passes through the graph. The two parts together are the batch,
     so their weighted mean is the gradient of ``per_sample_loss.mean()``: with ``fill_grad=True``
@@ -49,8 +48,6 @@ class SplitBatchNoiseScale(WideBuffers):
             non-negative value (at first 0), as the original does.
         generator: Source of the random split. None: torch's global one, on the CPU.
         level: Probability with which the interval should cover the truth.
-        history: How many of the newest batches the interval is made of. Default: until the weight
-            left out is 0.1 %, at most 8,192.
 
     Attributes:
         resolved: Whether the last value came from positive averages, a boolean tensor. It says
@@ -62,6 +59,8 @@ class SplitBatchNoiseScale(WideBuffers):
         | https://arxiv.org/abs/1812.06162
     """
 
+    ring: Tensor
+    pushed: Tensor
     resolved: Tensor
     skipped: Tensor
     last_valid: Tensor
@@ -76,7 +75,6 @@ class SplitBatchNoiseScale(WideBuffers):
         generator: torch.Generator | None = None,
         *,
         level: float = 0.95,
-        history: int | None = None,
     ) -> None:
         super().__init__()
         self.mode = check_choice("mode", mode, ("alternative", "paper"))
@@ -91,9 +89,10 @@ class SplitBatchNoiseScale(WideBuffers):
         self.signal = MovingAverage(update_rate)
         self.noise = MovingAverage(update_rate)
         self.level = check_number("level", level, low=0, high=1, low_open=True, high_open=True)
-        if history is None:
-            history = default_capacity(1 - update_rate, most=8192)
-        self.kept = History(check_count("history", history, low=3))
+        # The newest batches, of which the interval is made, until the weight left out is 0.1 %.
+        ring, pushed = empty_ring(default_capacity(1 - update_rate, 8192), 1, torch.device("cpu"))
+        self.register_buffer("ring", ring)
+        self.register_buffer("pushed", pushed)
         self.register_buffer("resolved", torch.zeros((), dtype=torch.bool))
         self.register_buffer("skipped", torch.zeros((), dtype=torch.int64))
         self.register_buffer("last_valid", torch.zeros((), dtype=torch.float64))
@@ -151,12 +150,12 @@ class SplitBatchNoiseScale(WideBuffers):
     def estimate(self) -> NoiseEstimate:
         """The noise scale with its interval, in samples; nothing waits for the device.
 
-        While it does not drift, the value is what the last call returned, but for the weight of
-        batches no longer kept; where it does, it is the newest batches' own. It is NaN where the
-        averages are not positive, whatever ``negative`` says. With ``gradient_norm_clip`` at work
-        the interval is one for what the averages converge to, not for the noise scale itself.
+        It is NaN where the averages are not positive, and of the newest batches alone where it
+        drifts. With ``gradient_norm_clip`` at work the interval is one for what the averages
+        converge to, not for the noise scale itself.
         """
-        return self.kept.estimate(1 - self.signal.update_rate, self.level, self.skipped)
+        decay = 1 - self.signal.update_rate
+        return estimate_from(self.ring, self.pushed, decay, self.level, skipped=self.skipped)
 
     @torch.no_grad()
     def _take_in(
@@ -179,15 +178,16 @@ class SplitBatchNoiseScale(WideBuffers):
             measured = from_halves(dot, distance, n_1=n_big, n_2=n_small)
         elif n_big == n_small:
             # Two samples leave two equal parts, which the two-size equations cannot tell apart.
-            measured = SignalNoise(sq_big * torch.nan, sq_small * torch.nan)
+            measured = sq_big * torch.nan, sq_small * torch.nan
         else:
             # The big part's factor for both: clipping each to one norm would erase the noise.
             squares = sq_small * f_big**2, sq_big * f_big**2
             measured = from_nested(*squares, b_small=n_small, b_big=n_big)
-        finite = torch.isfinite(measured.signal) & torch.isfinite(measured.noise)
-        self.signal.update(measured.signal, where=finite)
-        self.noise.update(measured.noise, where=finite)
-        self.kept.push(measured, where=finite)
+        signal, noise = measured
+        finite = torch.isfinite(signal) & torch.isfinite(noise)
+        self.signal.update(signal, where=finite)
+        self.noise.update(noise, where=finite)
+        push(self.ring, self.pushed, measured, where=finite)
         self.skipped += ~finite
 
     def _value(self) -> Tensor:

@@ -1,8 +1,7 @@
 r"""Sums over the parts of one step, in several geometries.
 
-Sums take in the gradients of the parts (micro-batches, ranks or examples), then the whole step's
-gradient, and solve for signal and noise. With :math:`h_j = a_j g_j` what part ``j`` adds to
-``.grad``, all that is needed of the parts is
+With :math:`h_j = a_j g_j` what part ``j`` (a micro-batch, a rank or an example) adds to ``.grad``,
+all that is needed of the parts is
 
 .. math:: A = \sum a_j, \quad B = \sum |h_j|^2 / a_j, \quad C = \sum a_j / n_j, \quad
           D = \sum a_j^2 / n_j,
@@ -13,6 +12,7 @@ so the contributions of all processes add up in one collective. Then, with :math
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,66 +84,47 @@ def preconditioned_norms(optimizer: Optimizer) -> Norms:
     r"""The norm :math:`\sqrt{g^\top P^{-1} g}` with :math:`P = \sqrt{\hat v} + \epsilon`.
 
     For updates :math:`P^{-1} g` and a curvature that looks like ``P``, the noise scale becomes
-    :math:`\mathrm{tr}(P^{-1}\Sigma) / G^\top P^{-1} G`. ``P`` is the second moment of Adam and its
-    kin, or RMSprop, as it stands before the step, so it is independent of the gradients measured
-    with it; until it exists the norm is NaN, and the measurement is left out.
-
-    References:
-        | An Empirical Model of Large-Batch Training (McCandlish et al., 2018), appendix A.1
-        | https://arxiv.org/abs/1812.06162
+    :math:`\mathrm{tr}(P^{-1}\Sigma) / G^\top P^{-1} G` (McCandlish et al., 2018, appendix A.1).
+    ``P`` is the second moment of Adam and its kin, or RMSprop, as it stands before the step, so it
+    is independent of the gradients measured with it; until it exists the norm is NaN.
     """
     options = {p: group for group in optimizer.param_groups for p in group["params"]}
     # AMSGrad divides by the largest.
     moment = moment_of(optimizer, ("max_exp_avg_sq", "exp_avg_sq", "square_avg"))
-
-    def unknown(found: str) -> InputError:
-        return InputError(
-            "Expected `optimizer` with two betas, and a second moment of each element, for "
-            f"metric='preconditioned'. Found {type(optimizer).__name__} {found}. "
-            "Remedy: metric='l1' or 'euclidean'."
-        )
 
     def norm(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
         dtype, kept = wide(gradient.dtype), moment(parameter)
         if kept is None:
             return gradient.new_full((), torch.nan, dtype=dtype)
         second, group, state = kept.to(dtype), options[parameter], optimizer.state[parameter]
-        if second.shape != gradient.shape:
-            raise unknown(f"whose second moment has shape {tuple(second.shape)}")
-        if "exp_avg_sq" in state and "betas" in group:
-            step, beta = state.get("step", group.get("step")), group["betas"][1]
-            if step is None:
-                raise unknown("without `step` in its state")
+        betas: Any = group.get("betas")
+        step = state.get("step", group.get("step"))
+        averaged = betas is not None and "exp_avg_sq" in state
+        odd = (betas is not None and len(betas) != 2) or (averaged and step is None)
+        if odd or second.shape != gradient.shape:
+            raise InputError(
+                "Expected `optimizer` with two betas, `step`, and a second moment of each element, "
+                f"for metric='preconditioned'. Found {type(optimizer).__name__} with betas={betas},"
+                f" step={step} and a second moment of shape {tuple(second.shape)}. "
+                "Remedy: metric='l1' or 'euclidean'."
+            )
+        if averaged:
             step = torch.as_tensor(step).to(exact(second.device))
-            second = second / -torch.expm1(step * math.log(beta))
+            second = second / -torch.expm1(step * math.log(betas[1]))
         inverse = torch.rsqrt(second.sqrt() + group.get("eps", 1e-8))
         return torch.linalg.vector_norm(gradient.to(inverse) * inverse)  # type: ignore[no-any-return]
 
-    for group in optimizer.param_groups:
-        if len(group.get("betas", (0, 0))) != 2:
-            raise unknown(f"with {len(group['betas'])} betas")
     return lambda parameters, gradients: [*map(norm, parameters, gradients)]
 
 
 class Sums:
     """Sums over the parts of one step on this process, and what follows from those of all.
 
-    Args:
-        parameters: The measured parameters by name; a slot is an index into them.
-        groups: Index of each slot's group.
-        world: The processes that train together.
-        optimizer: Its second moment gives the norms; None: they are euclidean.
-        reduced: Whether the parts' gradients are those of all processes, sharded like the
-            parameters, instead of this process's own.
-
-    Attributes:
-        a, c, d: :math:`A`, :math:`C` and :math:`D`, with weights that may be off by one factor;
-            tensors where weights are.
-        parts, samples: Numbers of parts and of their samples.
-        together: Number of processes that see each part.
-        broken: Whether the step cannot be measured.
-        power: The noise scale is noise over signal, to this power.
-        alike: Whether each process needs two parts, and all of them equal.
+    A slot is an index into the measured parameters; ``groups`` has each slot's. Without an
+    ``optimizer`` norms are euclidean. ``reduced`` gradients are those of all processes, sharded
+    like the parameters. Weights may be off by one factor until the step is over; ``broken`` steps
+    cannot be measured. ``alike``: each process needs two parts, and all of them equal. The noise
+    scale is noise over signal to the ``power``.
     """
 
     power = 1
@@ -250,11 +231,8 @@ class Sums:
         """Signal and noise of every group, each with shape ``(groups,)``; one collective.
 
         They are NaN where a gradient is not finite or ``.grad`` is anything but the sum of the
-        parts, and infinite where a process had no step.
-
-        Args:
-            factor: True weights over those that the parts came with.
-            scale: Loss scale that is still in ``.grad``; one for all, or for each slot.
+        parts, and infinite where a process had no step. ``factor`` is true weights over those that
+        the parts came with, ``scale`` the loss scale still in ``.grad``, one or each slot's.
         """
         if self.broken:
             # Through the collective it reaches every process, and all leave the step out.
@@ -268,7 +246,7 @@ class Sums:
         sums, seen = self.world.sum(packed).tensor_split([len(here)])
         kept = self.witness.judge(seen, torch.isfinite(sums).all())
         left_out = torch.where(torch.isfinite(sums[0]), torch.nan, torch.inf)
-        return SignalNoise(*(torch.where(kept, x, left_out) for x in self._solve(sums)))
+        return tuple(torch.where(kept, x, left_out) for x in self._solve(sums))
 
     def _here(
         self, gradients: Mapping[int, Tensor], factor: float, multiple: float, scale: Tensor | float
@@ -303,11 +281,8 @@ class SignSums(Sums):
     :math:`\langle \bar g, \mathrm{sign}(m) \rangle` with the optimizer's momentum ``m`` as it
     stands before the step: ``m`` is independent of :math:`\bar g`, so unlike
     :math:`\|\bar g\|_1` it holds no noise, and it is the descent that a sign step really makes, at
-    most :math:`\|G\|_1`. Costs two float32 copies of the parameters.
-
-    Variances are the parts' squares less their mean's, in float32. So deviations over parts below
-    a thousandth of the gradient are biased: 1 % too small at 1e-3 of it, about 12 % at 3e-4, a
-    third and more too large at 1e-4.
+    most :math:`\|G\|_1`. Costs two float32 copies of the parameters, in which deviations over parts
+    below a thousandth of the gradient are biased: 1 % too small at 1e-3 of it, 12 % at 3e-4.
 
     References:
         | Adaptive Batch Sizes Using Non-Euclidean Gradient Noise Scales for Stochastic Sign and
@@ -367,7 +342,7 @@ class SignSums(Sums):
     def _solve(self, sums: Tensor) -> SignalNoise:
         """Deviation and descent of every group, whose ratio's square is the noise scale."""
         deviation, descent = sums[1:].view(2, self._groups)
-        return SignalNoise(descent / sums[0], deviation)
+        return descent / sums[0], deviation
 
     def _descent(self, parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
         if gradient is None:

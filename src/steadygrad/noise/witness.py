@@ -8,13 +8,15 @@ from torch import Tensor, nn
 
 from steadygrad.distributed import World
 from steadygrad.noise.equations import ROUNDINGS, is_altered
-from steadygrad.noise.repeats import Likeness
 from steadygrad.shards import first_shard, replicas
 
 # Clipping, a loss scale or leftover gradients change every element, so these numbers of parameters
 # and elements are enough to notice them. A change of a few parameters is found when it is their
 # turn.
 _PARAMETERS, _ELEMENTS = 4, 16
+
+# Together they need 21 steps. A mean cosine of 0.1 is a hundredth of the parts' spread.
+_SCORE, _COSINE = 4.5, 0.1
 
 _ALTERED = (
     "Expected `.grad` to be the sum of the micro-batches' gradients at noise.step(). Found other "
@@ -27,16 +29,9 @@ _ALTERED = (
 class Witness:
     """Compares a few elements of ``.grad`` with the sum of the parts' elements at the same places.
 
-    Args:
-        parameters: The measured parameters; a slot is an index into them.
-        world: The processes that train together.
-        zero: A number of the type, and on the device, of all sums.
-        reduced: Whether the parts' gradients are sharded like the parameters.
-
-    Attributes:
-        slots: Slots that are compared sooner or later.
-        likeness: Compares the first part of each step with the last one.
-        count: Number of steps where ``.grad`` was not the parts' sum, with shape ``()``.
+    A slot is an index into the parameters; ``slots`` are those compared sooner or later. ``zero``
+    is of all sums' type and device; ``reduced`` gradients are sharded like the parameters.
+    ``count`` is the number of steps where ``.grad`` was not the parts' sum.
     """
 
     def __init__(
@@ -59,7 +54,8 @@ class Witness:
             each = [slot for slot in chosen for _ in range(_size(self._shards[slot].shape))]
             index = torch.tensor(each, dtype=torch.int64, device=zero.device)
             self._turns.append((chosen, index, zero.new_tensor([shares[slot] for slot in each])))
-        self.likeness = Likeness(count, _PARAMETERS * _ELEMENTS, zero)
+        # Sums of the unit differences of every turn, and below them of their cosines.
+        self.cosines = zero.new_zeros(count + 1, _PARAMETERS * _ELEMENTS)
         self.count = torch.zeros((), dtype=torch.int64, device=zero.device)
         self._ever = torch.zeros((), dtype=torch.bool, device=zero.device)
         self._on_host = torch.zeros((), dtype=torch.bool, pin_memory=zero.is_cuda)
@@ -111,10 +107,8 @@ class Witness:
     ) -> Tensor:
         """This process's sums, to be added up over all processes, with shape ``(3 n + 1)``.
 
-        Args:
-            gradients: This process's parts of ``.grad``, by slots.
-            multiple: Gradient summed over what the processes saw, over ``.grad``.
-            scale: Loss scale that is still in them; one for all, or for each slot.
+        ``multiple`` is the gradient summed over what the processes saw, over ``.grad``, and
+        ``scale`` the loss scale that is still in it, one or each slot's.
         """
         if not self._slots:
             return self._zero.new_zeros(1)
@@ -138,7 +132,7 @@ class Witness:
         seen, held, difference = sums[:-1].view(3, len(self._index))
         altered = is_altered(seen, held, sums[-1], self._unit(), self._world.size) & finite
         kept = finite & ~altered
-        self.likeness.note(self._turn, torch.where(kept, difference, 0.0))
+        note_cosine(self.cosines, self._turn, torch.where(kept, difference, 0.0))
         self.count += altered
         if not self._warned:
             self._ever |= altered
@@ -187,6 +181,33 @@ class Witness:
             return scale
         wide = scale.to(self._zero)
         return wide[self._index] if wide.dim() else wide
+
+
+def note_cosine(state: Tensor, turn: int, difference: Tensor) -> None:
+    r"""Takes in the first part of a step less the last one of as many samples, zeros if none.
+
+    Of independent samples either may as well come first, so their difference is as likely as its
+    opposite, and its cosine :math:`c_t` with the sum of the earlier differences has a random sign.
+    Then :math:`\sum c_t / \sqrt{\sum c_t^2}` passes 4.5 with a probability below
+    :math:`e^{-4.5^2/2}`, whatever the gradients' distribution, and whether or not the weights
+    move. Parts of one loss, one after the other, pass it soon.
+
+    References:
+        | Student's t-Test under Symmetry Conditions (Efron, 1969)
+        | https://doi.org/10.1080/01621459.1969.10501068
+    """
+    past, sums = state[turn, : len(difference)], state[-1]
+    unit = (difference / difference.norm()).nan_to_num()
+    cosine = (unit.dot(past) / past.norm()).nan_to_num()
+    sums[:3] += torch.stack([(cosine != 0).to(cosine), cosine, cosine * cosine])
+    past += unit
+
+
+def parts_differ(state: Tensor) -> Tensor:
+    """Whether first and last parts differ systematically, boolean with shape ``()``."""
+    count, total, squares = state[-1, :3]
+    differ: Tensor = (total > _SCORE * squares.sqrt()) & (total > _COSINE * count)
+    return differ
 
 
 def _size(shape: Sequence[int]) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from steadygrad.noise import NoiseScale
-from steadygrad.noise.repeats import Likeness
+from steadygrad.noise.witness import note_cosine, parts_differ
 from tests.unit.noise.training_loop import losses, make
 
 bce = nn.functional.binary_cross_entropy_with_logits
@@ -84,7 +84,7 @@ def test_parts_of_one_loss_are_not_taken_for_micro_batches(parts):
     assert "microbatch" in got.as_dict()["reason"]
     assert all(not group.resolved for group in got.by_group.values())
     other = NoiseScale(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)))
-    other.load_state_dict(copy.deepcopy({**noise.state_dict(), "ring": other._history.ring * 1}))
+    other.load_state_dict(copy.deepcopy({**noise.state_dict(), "ring": other._ring * 1}))
     assert other.estimate().unlike
     noise.reset()
     assert not noise.estimate().unlike
@@ -127,8 +127,8 @@ def test_not_one_false_alarm_in_twenty_thousand_steps(width, power):
     """Looked at after every step of 100 histories; differences may have no variance to speak of."""
     generator = torch.Generator().manual_seed(width)
     for _ in range(100):
-        likeness = Likeness(1, width, torch.zeros((), dtype=torch.float64))
+        cosines = torch.zeros(2, max(width, 3), dtype=torch.float64)
         draws = torch.randn(200, width, generator=generator, dtype=torch.float64)
         for difference in draws**power:
-            likeness.note(0, difference)
-            assert not likeness.differ
+            note_cosine(cosines, 0, difference)
+            assert not parts_differ(cosines)

@@ -8,8 +8,7 @@ from torch import nn
 
 from steadygrad._checks import InputError
 from steadygrad.noise import NoiseScale
-from steadygrad.noise.equations import SignalNoise
-from steadygrad.noise.estimate import History
+from steadygrad.noise.estimate import empty_ring, estimate_from, push, skipped_in
 from tests.unit.noise.test_drift import course_of, histories
 from tests.unit.noise.training_loop import run
 
@@ -62,12 +61,12 @@ def test_while_it_stays_the_estimate_is_of_the_whole_history():
 
 def estimated(growths, **options):
     """From 250 measurements, with a group for each course of the noise scale."""
-    history = History(688, len(growths))
+    ring, pushed = empty_ring(688, len(growths), torch.device("cpu"))
     series = [histories(course_of(g, 250, 100), 2.0, 1, seed=5) for g in growths]
     noise, signal = (torch.cat(rows).flip(-1) for rows in zip(*series, strict=True))
     for t in range(250):
-        history.push(SignalNoise(signal[:, t], noise[:, t]))
-    return history.estimate(0.99, 0.95, groups=growths, **options)
+        push(ring, pushed, (signal[:, t], noise[:, t]))
+    return estimate_from(ring, pushed, 0.99, 0.95, groups=growths, **options)
 
 
 def test_each_group_is_judged_by_itself():
@@ -93,12 +92,12 @@ def test_the_power_of_the_metric_leaves_the_finding_alone():
 
 def test_nothing_waits_for_the_device():
     """On a device without memory any read of a value raises."""
-    history = History(64, 2, "meta")
+    kept = empty_ring(64, 2, torch.device("meta"))
     for _ in range(40):
-        history.push(SignalNoise(*torch.zeros(2, 2, device="meta")))
+        push(*kept, torch.zeros(2, 2, device="meta").unbind())
     for drift in (True, False):
-        facts = {"altered": history.skipped, "unlike": history.skipped > 0}
-        got = history.estimate(0.99, 0.95, groups=["a", "b"], drift=drift, **facts)
+        facts = {"altered": skipped_in(*kept), "unlike": skipped_in(*kept) > 0}
+        got = estimate_from(*kept, 0.99, 0.95, groups=["a", "b"], drift=drift, **facts)
         for each in (got, *got.by_group.values()):
             numbers = [x for x in vars(each).values() if isinstance(x, torch.Tensor)]
             assert {(x.device.type, x.shape) for x in numbers} == {("meta", ())}
