@@ -25,7 +25,7 @@ EXPECTED = {
     "my_loader_task.py": "",
     "my_hf_task.py": "",
     "my_lora_task.py": "290 of 1443 weights are trained",
-    "policy_gradient.py": "a mean of means",
+    "policy_gradient.py": "A mean of means",
     "cpu_offload.py": "states on cpu",
     "reshard.py": "loaded on 3 processes: |momentum| 0.522710",
     "my_optimizer.py": "steps of Lion",

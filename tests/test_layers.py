@@ -76,7 +76,7 @@ CEILINGS = {
     "noise": 2964,
     "balance": 1326,
     "scale": 1351,
-    "watch": 1646,
+    "watch": 1455,
     "optim": 4399,
     "distributed.py, shards.py": 700,
     "optim/loops": 949,

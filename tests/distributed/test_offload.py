@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.nn.utils import clip_grad_norm_
 
 from steadygrad.noise import NoiseScale
-from steadygrad.watch import gradient_norms
+from steadygrad.watch import GradientWatch
 from tests.distributed.optim_models import (
     BATCH,
     MAKERS,
@@ -33,13 +33,15 @@ def trained(policy, precision, maker, mode, world):
     model = shard_fsdp(net(), offload_policy=policy, mp_policy=precision)
     optimizer, norms = maker(model.parameters(), **mode), []
     noise = NoiseScale(model, samples=BATCH // world)
+    watch = GradientWatch(model)
+    watch.close()  # norms need no hooks
     for step in range(6):
         optimizer.zero_grad()
         # One step is skipped.
         (loss_of(model, step, "fsdp") * (torch.inf if step == 3 else 1)).backward()
         noise.step()
         if step != 3:
-            norms.append(gradient_norms(model).total)
+            norms.append(watch.norms().total)
         clip_grad_norm_(model.parameters(), norms[0] / 2)
         optimizer.step()
     return model, optimizer, noise.estimate().as_dict(), norms

@@ -9,7 +9,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from steadygrad.watch import Finding, GradientWatch, check_accumulation
+from steadygrad.watch import GradientWatch, check_accumulation
 from tests.distributed.ranks import on_ranks
 from tests.unit.watch.nets import FAULTS, Block, Stack, data, make, mse
 
@@ -109,27 +109,6 @@ def rows(rank, world, kind):
 def test_rank_and_row_of_a_bad_batch(kind, tmp_path):
     expected = [None, ["batch", 1, 1, 0], ["batch", 1, 2, 1]]
     assert on_ranks(2, rows, tmp_path, kind) == [expected, expected]
-
-
-def stopped(rank, world):
-    """Each process's own words, for no process may wait for others there."""
-    model = wrap(build("ddp"), "ddp")
-    watch = GradientWatch(model, stop_after=2)
-    x, y = data(rank)
-    x = x * torch.nan if rank else x
-    for _ in range(2):
-        model.zero_grad()
-        torch.nn.functional.l1_loss(model(x), y).backward()
-    with pytest.raises(RuntimeError) as error:
-        model(x)
-    causes = [Finding(kind, "", "", "", "").cause for kind in ("batch", "unknown")]
-    found = [cause in str(error.value) for cause in causes]
-    watch.close()
-    return found
-
-
-def test_stop_names_no_healthy_weight(tmp_path):
-    assert on_ranks(2, stopped, tmp_path) == [[False, True], [True, False]]
 
 
 def norms(rank, world):

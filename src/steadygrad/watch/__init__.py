@@ -5,8 +5,7 @@ It finds the first non-finite tensor, norms of sharded gradients, and mistakes o
 
 from steadygrad.watch.accumulation import AccumulationCheck, Window, check_accumulation
 from steadygrad.watch.finding import Finding
-from steadygrad.watch.gradient_watch import GradientWatch
-from steadygrad.watch.norms import GradientNorms, gradient_norms
+from steadygrad.watch.gradient_watch import GradientNorms, GradientWatch
 
 __all__ = [
     "AccumulationCheck",
@@ -15,5 +14,4 @@ __all__ = [
     "GradientWatch",
     "Window",
     "check_accumulation",
-    "gradient_norms",
 ]

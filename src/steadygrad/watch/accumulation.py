@@ -40,7 +40,6 @@ class Window:
     """One way of cutting the batch, and how its gradient compares with the whole one's.
 
     Attributes:
-        name: Name of the way.
         sizes: Samples of each micro-batch.
         ratio: Norm of the accumulated gradient over that of the whole batch's.
         cosine: Cosine of the angle between them.
@@ -193,10 +192,7 @@ def _not_samples(found: str, least: int) -> InputError:
 
 @dataclass
 class _Check:
-    """Takes the gradients of windows, and their inner products.
-
-    ``part`` makes a micro-batch of samples; ``is_cut`` says that these are rows, which is not sure.
-    """
+    """Takes gradients of windows; ``part`` makes a micro-batch, of rows if ``is_cut``."""
 
     model: nn.Module
     loss: Callable[[nn.Module, Any], Tensor]
@@ -332,7 +328,7 @@ def _as_it_was(model: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
     places: list[tuple[Any, str, Tensor | None]] = [({"": p}, "", p) for p, *_ in grads]
     places += [(m._buffers, name, x) for m in model.modules() for name, x in m._buffers.items()]
     kept = [(place, name, x, x.detach().clone()) for place, name, x in places if x is not None]
-    modes = [(m, m.training, getattr(m, "dropout", 0.0)) for m in model.modules()]
+    modes = [(m, m.training) for m in model.modules()]
 
     @torch.no_grad()
     def put_back() -> list[Tensor]:
@@ -356,10 +352,8 @@ def _as_it_was(model: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
         put_back()
         for p, grad, is_trained in grads:
             p.requires_grad_(is_trained).grad = grad
-        for module, training, dropout in modes:
+        for module, training in modes:
             module.training = training
-            if isinstance(module, nn.RNNBase):
-                module.dropout = dropout
 
 
 def _settle(model: nn.Module, changed: Sequence[Tensor]) -> None:
@@ -367,10 +361,7 @@ def _settle(model: nn.Module, changed: Sequence[Tensor]) -> None:
     statistics = {*map(id, changed)}
     for module in model.modules():
         own = (*module._buffers.values(), *module._parameters.values())
-        if isinstance(module, nn.RNNBase):
-            # In training mode, because cuDNN has no backward pass out of it.
-            module.dropout = 0.0
-        elif statistics.isdisjoint(map(id, own)):
+        if statistics.isdisjoint(map(id, own)):
             module.training = False
 
 

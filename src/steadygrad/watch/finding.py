@@ -1,7 +1,7 @@
 """The first fault of a pass: a search through the tensors that it made."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,14 +19,11 @@ class Seen:
     """A tensor that a module took or gave: an input is one that no module had given.
 
     Attributes:
-        name: Name of the module.
         value, gradient: True if finite, None if not seen, else numbers, one a row or one in all,
             that are finite exactly where it is.
         second: Its gradient in a later backward pass, if the loss contains its first one.
         takers: Modules that were handed this very tensor; None if unknown.
         returned: Whether the model returned it, so that its gradient is the loss's as well.
-        weight: The weight whose gradient stands for its own; empty for none.
-        time: Number of the call, where some code is compiled.
     """
 
     what: Literal["batch", "input", "output"]
@@ -36,7 +33,6 @@ class Seen:
     second: Any = None
     takers: list[str] | None = field(default_factory=list)
     returned: bool = False
-    weight: str = ""
     time: Any = 0
 
     def __str__(self) -> str:
@@ -151,18 +147,15 @@ def first_fault(
     seen: Sequence[Seen],
     entries: Sequence[Seen],
     called: set[str],
-    weights: Mapping[str, str],
+    weights: Sequence[str],
     habits: Habits,
     broken: Sequence[str],
 ) -> Finding | None:
     """Finds the first non-finite value of a pass; None if all are finite.
 
     Forward comes first: a layer whose input is not finite has a weight gradient of 0 * NaN, though
-    all gradients at outputs are finite.
-
-    The backward pass goes through ``seen`` from the end; ``entries`` are where other gradients may
-    have come in. ``called`` has the names of all modules that were called, ``weights`` of weights
-    that are not finite, and ``broken`` of parameters whose gradients the pass made non-finite.
+    all gradients at outputs are finite. ``weights`` are those that are not finite, and ``broken``
+    those whose gradients the pass made non-finite.
     """
     bad = [i for i, one in enumerate(seen) if not is_finite(one.value)]
     nan = [i for i in bad if _sort(seen[i].value) == "nan"]
@@ -201,14 +194,10 @@ def _took(seen: Sequence[Seen], name: str) -> list[Seen]:
 
 
 def _of_parameter(name: str, seen: Sequence[Seen]) -> Finding:
-    """Finding of a parameter's gradient that is not finite, of which nothing else was seen.
-
-    It is the parameter's own fault if what its module took, and the gradient of what it gave, is
-    known to be finite.
-    """
+    """Blames a parameter if what its module took, and the gradient of what it gave, are finite."""
     owner = name.rpartition(".")[0]
     gave = [one for one in seen if one.what == "output" and one.name == owner]
-    sure = any(one.gradient is not None or one.weight for one in gave)
+    sure = any(one.gradient is not None for one in gave)
     sure = sure and all(one.second is None and is_finite(one.gradient) for one in gave)
     sure = sure and all(is_finite(one.value) for one in (*_took(seen, owner), *gave))
     kind, culprit = ("parameter", name) if sure else ("unknown", "")
@@ -216,15 +205,14 @@ def _of_parameter(name: str, seen: Sequence[Seen]) -> Finding:
 
 
 def _in_forward(
-    seen: Sequence[Seen], at: int, called: set[str], weights: Mapping[str, str], order: int
+    seen: Sequence[Seen], at: int, called: set[str], weights: Sequence[str], order: int
 ) -> Finding:
     kind: str = seen[at].what
     name = seen[at].name
     if kind == "input":
         # No module gave it, so the code around this one did.
         kind, name = "output", _around(called, name)
-    uses = weights if kind == "output" else {}
-    own = [weights[use] for use in uses if _around(called, use) == name]
+    own = [w for w in weights if kind == "output" and _around(called, w) == name]
     kind, name = ("weight", own[0]) if own else (kind, name)
     bracket = _bracket(seen, at, [is_finite(one.value) for one in seen], "")
     place = order, at, not own
@@ -264,19 +252,12 @@ def _backward_culprit(
     if not at:
         # What the model keeps, or an output that cannot be opened, may have code behind it.
         return "loss" if one.returned or one.takers is None else "unknown", ""
-    if one.weight and finite[at + 1 :] and all(finite[at + 1 :]):
-        # Had the gradient at the output been at fault, it would have gone on.
-        return "parameter", one.weight
     if one.takers is None:
         return "gradient", signals[at - 1].name
     known = {other.name for other in signals[:at]}
     names = [name for name in one.takers if name in known]
-    # Without the modules around one that took it too.
-    names = [n for n in names if not any(other.startswith(f"{n}.") for other in names)]
     if len({*names}) == 1:
         return "gradient", names[0]
-    if one.what == "input" and not names:
-        return "gradient", one.name
     # None of several is known to be at fault: the module around them is named.
     names = names or [one.name, signals[at - 1].name]
     return "gradient", _around(called, *(f"{n}." for n in names))

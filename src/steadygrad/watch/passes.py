@@ -1,8 +1,7 @@
 """A pass of one batch through the model, and the tensors that its modules took and gave.
 
-On a CPU, where reading a value needs no synchronisation, each tensor is checked immediately. On
-other devices the sums of its rows are left on the device, all travel to the host together, and they
-are checked when they have arrived.
+On a CPU each tensor is checked immediately. On other devices the sums of its rows travel to the
+host together, without a wait, and are checked when they have arrived.
 """
 
 import math
@@ -30,28 +29,17 @@ _KNOWN = (*_REAL, torch.complex64, torch.complex128)
 
 
 class Shared:
-    """What a watch shares with its taps and passes.
-
-    Calls are counted in a tensor, which compiled code can update; it cannot append to lists.
+    """What a watch shares with its taps and passes, and with those of a copied model.
 
     Attributes:
-        begin: Gives what begins a pass; None if the watch is gone, as for a copy of the model.
-        await_backward: Gives what is told of the gradients of a pass.
-        current: The pass under way.
-        ticks: Number of calls since there is compiled code, with shape ``()``.
-        compiled: Whether there is compiled code.
+        owner: Gives the watch, which no hook keeps alive; None if it is gone, as for a copy.
+        ticks: Number of calls since there is compiled code, which cannot append to lists.
         deferred: Whether a read waits for a device, so that it is left until later.
-        detailed: Whether to hook all that modules give, and what code gives them, in every pass:
-            after the first fault.
+        detailed: Whether to follow the whole graph in every pass: after the first fault.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        begin: Callable[[], Callable[[Any], object] | None] = lambda: None,
-        await_backward: Callable[[], Callable[["Pass"], object] | None] = lambda: None,
-    ) -> None:
-        self.begin, self.await_backward = begin, await_backward
+    def __init__(self, device: torch.device, owner: Callable[[], Any] = lambda: None) -> None:
+        self.owner = owner
         self.current: Pass | None = None
         self.ticks = torch.zeros((), dtype=torch.int64, device=device)
         self.compiled, self.deferred = False, device.type not in ("cpu", "meta")
@@ -67,22 +55,17 @@ class Pass:
     Attributes:
         seen: Tensors in the order of the forward pass.
         entries: Gradients that are not from the model's own graph alone; ``value`` is that part.
-        weights, gradients: By name, what was seen of parameters, where that was asked.
-        uses: Name of the parameter by each of its names; a tied one has several.
-        called: Names of the modules that were called.
         left: Parameters whose gradients were not finite before the backward pass.
-        every: Whether to hook all that modules give, and what code gives them.
-        backward: Whether a gradient has arrived.
+        every: Whether to follow the whole graph, and not only to what the model returned.
         broken: Whether something may not be finite.
         twice: Whether the loss contains gradients.
-        fresh: Whether gradients were cleared before: an optimizer's step begins.
     """
 
     def __init__(self, batch: int, shared: Shared, inputs: Any, *, every: bool) -> None:
         self.batch, self._shared, self.every = batch, shared, every
         self.weights, self.gradients = dict[str, Any](), dict[str, Any]()
-        self.called, self.left, self.uses = set[str](), set[str](), dict[str, str]()
-        self.backward = self.fresh = self.twice = False
+        self.called, self.left = set[str](), set[str]()
+        self.backward = self.twice = False
         self._copied: tuple[Tensor, torch.cuda.Event] | None = None
         tensors = [x for x in tensors_of(inputs) if x.numel()]
         lengths = {x.shape[0] for x in tensors if x.ndim}
@@ -116,7 +99,7 @@ class Pass:
         known = note and note[0]() is tensor and note[1] == _version(tensor)
         return note[2] if note and known else None
 
-    def note(self, one: Seen, tensor: Tensor, *, hooked: bool, again: bool) -> bool:
+    def note(self, one: Seen, tensor: Tensor, *, again: bool) -> bool:
         """Looks at a tensor unless it is one seen ``again``; whether there was something to see."""
         if tensor.dtype not in _KNOWN or not has_values(tensor):
             return False
@@ -126,12 +109,14 @@ class Pass:
                 one.time = self._shared.ticks.add_(1).clone()
             self._set(one, "value", tensor)
         self._notes[id(tensor)] = weakref.ref(tensor), _version(tensor), one
-        if hooked or self.every or self._shared.detailed:
-            self._await_gradient(one, tensor)
+        node = tensor.grad_fn
+        if node is not None:
+            # A hook of the node and not of the tensor: that takes half the time.
+            node.register_prehook(partial(self._arrive, one, tensor.output_nr))
         return True
 
     def await_loss(self, outputs: Sequence[Tensor]) -> None:
-        """Hooks the gradients at the outputs and at other tensors that the loss may take."""
+        """Tells apart what the loss adds to gradients at the outputs and at what it may take."""
         # In an object that is not known there is nothing to hook.
         self._shared.detailed = self._shared.detailed or not outputs
         self.every = taken = self.every or self._shared.detailed
@@ -140,7 +125,6 @@ class Pass:
             if one is None or one.returned or tensor.grad_fn is None:
                 continue
             one.returned = True
-            self._await_gradient(one, tensor)
             taken = taken or bool(one.takers)
         if taken:
             noted = [ref() for ref, _, one in self._notes.values() if one.what == "output"]
@@ -204,12 +188,6 @@ class Pass:
             found = before if found is True else found + before.to(found.device, non_blocking=True)
         setattr(one, name, found)
 
-    def _await_gradient(self, one: Seen, tensor: Tensor) -> None:
-        node = tensor.grad_fn
-        if node is not None:
-            # A hook of the node and not of the tensor: that takes half the time.
-            node.register_prehook(partial(self._arrive, one, tensor.output_nr))
-
     def _arrive(self, one: Seen, number: int, gradients: tuple[Tensor | None, ...]) -> None:
         gradient, name = gradients[number], "gradient"
         if not has_values(gradient):
@@ -218,9 +196,9 @@ class Pass:
             # With create_graph: the loss will contain this gradient, and go back through it.
             self.twice = self._shared.detailed = True
         else:
-            await_backward = self._shared.await_backward()
-            if await_backward is not None:
-                await_backward(self)
+            watch = self._shared.owner()
+            if watch is not None:
+                watch.await_backward(self)
             self.backward = True
             name = "second" if self.twice else "gradient"
         self._set(one, name, gradient)
@@ -270,8 +248,7 @@ class Pass:
 
     def explain(self, habits: Habits, broken: list[str]) -> Finding | None:
         """The first fault, given the parameters whose gradients are not finite."""
-        bad = {name for name, found in self.weights.items() if not is_finite(found)}
-        weights = {use: name for use, name in self.uses.items() if name in bad}
+        weights = [name for name, found in self.weights.items() if not is_finite(found)]
         found = first_fault(self.seen, self.entries, self.called, weights, habits, broken)
         return found and replace(found, batch=self.batch, last=self.batch)
 

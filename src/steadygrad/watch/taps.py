@@ -1,6 +1,5 @@
 """The hooks behind each module."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ from steadygrad._nests import tree_map_tensors
 from steadygrad.watch.finding import Seen, is_finite
 from steadygrad.watch.passes import Pass, Shared, in_backward, look_each, tensors_of
 
-__all__ = ["Tap", "detach", "is_watched", "witnesses"]
+__all__ = ["Tap", "detach", "is_watched"]
 
 _TAP = "_steadygrad_tap"
 
@@ -20,25 +19,17 @@ _TAP = "_steadygrad_tap"
 class Tap:
     """Observes one module.
 
-    The gradients of a leaf module's weights are sums over the gradient at its output, so they show
-    whether that is finite; likewise for a module that contains such leaves. Other outputs get a
-    hook.
-
     Attributes:
-        hooked: Whether gradients at its outputs are hooked in every pass.
-        plain: Whether it is one of torch's layers, which never changes its input.
-        batch: Index of the last pass in which it was called.
         last: The last ``"input"`` that it took and no module had given, and its last ``"output"``.
-        forward: Largest magnitudes of outputs in compiled code, added up, with shape ``()``.
+        forward, time: In compiled code, the sum of its outputs' largest magnitudes, and the tick.
         backward: A leaf, whose gradient is that of the outputs' gradients in compiled code.
-        time: When the module was last at work in compiled code, by the ticks.
     """
 
-    def __init__(self, name: str, hooked: bool, shared: Shared) -> None:
-        self.name, self.hooked, self.shared = name, hooked, shared
+    def __init__(self, name: str, shared: Shared) -> None:
+        self.name, self.shared = name, shared
         self.plain = self.root = False
         self.hooks: list[RemovableHandle] = []
-        self.batch, self.last = -1, dict[str, Seen]()
+        self.last = dict[str, Seen]()
         self.forward = torch.zeros((), device=shared.ticks.device)
         self.backward = torch.zeros_like(self.forward, requires_grad=True)
         self.time = torch.zeros_like(shared.ticks)
@@ -46,7 +37,7 @@ class Tap:
     def attach(self, module: nn.Module, model: nn.Module) -> None:
         """Puts the tap and its hooks behind a module."""
         self.root = module is model
-        # Its inputs are looked at after it, which saves a hook.
+        # A layer that never changes its input: that is looked at after it, which saves a hook.
         self.plain = (
             type(module).__module__.startswith("torch.nn.modules")
             and not (self.root or module._modules)
@@ -61,7 +52,7 @@ class Tap:
             self.hooks.append(hook)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tap, (self.name, self.hooked, self.shared), {"hooks": self.hooks}
+        return Tap, (self.name, self.shared), {"hooks": self.hooks}
 
     def enter(self, over: Pass, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Notes the module's inputs."""
@@ -77,11 +68,7 @@ class Tap:
     def leave(self, over: Pass, output: Any) -> None:
         """Notes the module's outputs."""
         repeated = in_backward()
-        if not repeated:
-            # The weights' gradients would not say in which of the module's calls they broke.
-            self.hooked = self.hooked or self.batch == over.batch
-            self.batch = over.batch
-            over.called.add(self.name)
+        over.called.add(self.name)
         outputs = [output] if type(output) is Tensor else tensors_of(output)
         for tensor in outputs:
             if over.known(tensor) in (None, over.seen[0]):
@@ -94,7 +81,7 @@ class Tap:
         again = in_backward()
         takers = [self.name] if what == "input" else []
         one = self.last.get(what) if again else Seen(what, self.name, takers=takers)
-        if one is not None and over.note(one, tensor, hooked=self.hooked, again=again):
+        if one is not None and over.note(one, tensor, again=again):
             self.last[what] = one
 
     def hand_over(self, over: Pass) -> None:
@@ -102,7 +89,6 @@ class Tap:
         one = Seen("output", self.name, self.forward.clone(), self.backward.grad, takers=None)
         one.time, self.backward.grad = self.time.clone(), None
         self.forward.zero_()
-        self.last["output"], self.batch = one, over.batch
         over.seen.append(one)
         over.called.add(self.name)
         over.broken = over.broken or not (is_finite(one.value) and is_finite(one.gradient))
@@ -114,8 +100,6 @@ class Tap:
             self.forward.add_(*look_each([tensor], now=False))
             self.shared.compiled = True
             self.time.copy_(self.shared.ticks.add_(1))
-            if not self.hooked:
-                return tensor
             through: Tensor = _Largest.apply(tensor, self.backward)  # type: ignore[no-untyped-call]
             return through
 
@@ -132,19 +116,7 @@ def detach(modules: Iterable[nn.Module]) -> None:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether a watch that still exists is attached to a module."""
-    return _TAP in module.__dict__ and module.__dict__[_TAP].shared.begin() is not None
-
-
-def witnesses(model: nn.Module) -> Mapping[nn.Module, str]:
-    """The smallest weight of each leaf module whose weights are trained and only its own."""
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    found = {}
-    for module in model.modules():
-        own = dict(module.named_parameters(recurse=False))
-        sizes = {leaf: p.numel() for leaf, p in own.items() if p.requires_grad}
-        if sizes and not module._modules and all(uses[id(p)] == 1 for p in own.values()):
-            found[module] = min(sizes, key=lambda leaf: sizes[leaf])
-    return found
+    return _TAP in module.__dict__ and module.__dict__[_TAP].shared.owner() is not None
 
 
 def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -152,9 +124,9 @@ def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         return
     tap = module.__dict__[_TAP]
     if tap.root and not in_backward():
-        begin = tap.shared.begin()
-        if begin is not None:
-            begin((args, kwargs))
+        watch = tap.shared.owner()
+        if watch is not None:
+            watch.begin((args, kwargs))
     elif tap.shared.current is not None:
         tap.enter(tap.shared.current, args, kwargs)
 

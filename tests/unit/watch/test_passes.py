@@ -353,7 +353,7 @@ def test_tied_weight_is_blamed_where_its_second_module_uses_it():
     watch = GradientWatch(model)
     model(torch.randint(0, 8, (4, 5))).abs().mean().backward()
     found = watch.report()
-    assert (found.kind, found.name, found.seen_in) == ("weight", "0.weight", "the output of '2'")
+    assert (found.kind, found.name, found.seen_in) == ("weight", "2.weight", "the output of '2'")
 
 
 @pytest.mark.parametrize("deferred", [False, True])
