@@ -298,8 +298,8 @@ class LossBalancer(nn.Module):
         # Another process may have losses, and waits for this one.
         if self.ranks.size == 1 and not any(self.weights[name] for name in present):
             raise InputError(
-                f"Parameter `losses` should hold a loss with a positive weight. Found {[*present]}. "
-                "Remedy: a loss that was named when the balancer was made."
+                "Parameter `losses` should hold a loss with a positive weight. "
+                f"Found {[*present]}. Remedy: a loss that was named when the balancer was made."
             )
         return present
 

@@ -58,7 +58,10 @@ class BatchSizeController:
         self.patience = check_count("patience", patience, low=0)
         self.count = check_count("count", count, low=least)
         if count > max_count:
-            raise InputError(f"Parameter `count` should be at most {max_count}. Found {count}.")
+            raise InputError(
+                f"Parameter `count` should be at most {max_count}. Found {count}. Remedy: a larger "
+                "`max_count`."
+            )
         self._waited = self.patience
 
     @property
@@ -104,6 +107,9 @@ class BatchSizeController:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts a saved count back, within this controller's bounds."""
         if not {"count", "waited"} <= set(state):
-            raise InputError(f"Expected `count` and `waited`. Found the keys {sorted(state)}.")
+            raise InputError(
+                f"Expected `count` and `waited` in `state`. Found {sorted(state)}. Remedy: what "
+                "state_dict() returned."
+            )
         self.count = min(max(int(state["count"]), self.min_count), self.max_count)
         self._waited = int(state["waited"])

@@ -343,7 +343,8 @@ def _check_combination(
         )
     if layers != "all" and source != "per_example":
         raise InputError(
-            f"Expected `layers` with source='per_example' only. Found it with source={source!r}."
+            f"Expected `layers` with source='per_example' only. Found it with source={source!r}. "
+            "Remedy: leave one out."
         )
 
 

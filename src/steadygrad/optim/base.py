@@ -19,14 +19,12 @@ from steadygrad._checks import InputError, check_count, check_number
 from steadygrad.optim import loops
 from steadygrad.optim.batch import Gradients, ParamBatch, is_compiled, types_for_loops
 from steadygrad.optim.checks import check_capture, check_parameter, dense_gradient
-from steadygrad.optim.diagnostics import Report
+from steadygrad.optim.diagnostics import Report, bad_elements
 from steadygrad.optim.loops import Types
 from steadygrad.optim.passes import Pass, grad_sq_norms
 from steadygrad.optim.skipping import SkipMonitor
 from steadygrad.optim.state import MASTER, StatefulOptimizer, ensure_master
 from steadygrad.shards import PackedSum, PartialGradients, ZeroSum, is_sharded, local
-
-__all__ = ["ShardedOptimizer"]
 
 
 class ShardedOptimizer(StatefulOptimizer):
@@ -133,14 +131,7 @@ class ShardedOptimizer(StatefulOptimizer):
                 batch.finish()
 
     def _update(self, batches: Sequence[ParamBatch]) -> Tensor:
-        """Moves weights and states.
-
-        Args:
-            batches: All parameters that take part.
-
-        Returns:
-            Whether the step was taken, with shape ``()``.
-        """
+        """Moves weights and states of all that take part; whether the step was taken, ``()``."""
         raise NotImplementedError
 
     # Gradients and batches of a step.
@@ -154,7 +145,7 @@ class ShardedOptimizer(StatefulOptimizer):
         # A gradient scaler sets it for a step whose gradients it has not unscaled.
         gradients = self._gradients(getattr(self, "grad_scale", None))
         batches, key = self._built, None if compiling else (self._modes, len(loops.BROKEN))
-        if compiling or self._built_for != key or not _refresh(batches, gradients):
+        if compiling or self._built_for != key or not all(b.refresh(gradients) for b in batches):
             if not compiling:
                 self._check_params()
             batches = [
@@ -162,14 +153,14 @@ class ShardedOptimizer(StatefulOptimizer):
                 for group, places in self._grouped()
                 for batch in self._build_group(group, places, gradients.grads)
             ]
-            if not _refresh(batches, gradients):
+            if not all(b.refresh(gradients) for b in batches):
                 raise RuntimeError(
                     "Expected gradients that stay the same during a step. Found one that changed. "
                     "Remedy: no backward pass and no zero_grad() in another thread meanwhile."
                 )
             if not compiling:
                 self._built, self._built_for = batches, key
-        return _in_step(batches, gradients)
+        return gradients.worked_on(batches)
 
     def _find_params(self) -> None:
         """Lists the parameters anew where they or their states were exchanged."""
@@ -201,11 +192,7 @@ class ShardedOptimizer(StatefulOptimizer):
         return groups
 
     def _gradients(self, grad_scale: Tensor | None) -> Gradients:
-        """Local gradients of all parameters.
-
-        Args:
-            grad_scale: Loss scale that is still in them; None: none is.
-        """
+        """Local gradients of all parameters, with a loss scale that is still in them."""
         grads: list[Tensor | None] = [p.grad for p in self._params]
         present = [g for g in grads if g is not None]
         has_grad = [True] * len(grads)
@@ -260,13 +247,9 @@ class ShardedOptimizer(StatefulOptimizer):
         *,
         is_report: bool = False,
     ) -> list[ParamBatch]:
-        """Batches of a group.
+        """Batches of the group's parameters at some places.
 
-        Args:
-            group: The group.
-            places: Indices of its parameters.
-            grads: Local gradients of all parameters.
-            is_report: Whether nothing is to change: multi-tensor calls on copies of the columns.
+        For a report nothing is to change: multi-tensor calls work on copies of the columns.
         """
         kinds: dict[Any, list[int]] = defaultdict(list)
         for i in places:
@@ -313,9 +296,9 @@ class ShardedOptimizer(StatefulOptimizer):
             return None
         if (why := loops.why_none()) is None:
             types = types_for_loops(parameter, gradient, self.state[parameter], self._large)
-            if isinstance(types, str):
+            if types is None:
                 if fused:
-                    loops.warn_once(name, types, parameter)
+                    loops.warn_once(name, "", parameter)
                 return None
             if (why := loops.prepare(self._passes, types)) is None:
                 return types
@@ -333,10 +316,10 @@ class ShardedOptimizer(StatefulOptimizer):
         finite: Sequence[Callable[[Tensor], Tensor]] | None = None,
         terms: Callable[[], Sequence[tuple[int | slice, Tensor]]] = tuple,
     ) -> tuple[list[Tensor], Tensor, Tensor | None]:
-        """Adds up a step's first sums, and decides whether the step is taken.
+        """Adds up a step's first sums, sets ``taken`` of the batches, and decides on the step.
 
         Args:
-            batches: The batches; ``taken`` of each is set.
+            batches: The batches.
             own: Local sums of the batches, each with shape ``(k, tensors)``.
             finite: For each a function from its sums to whether each parameter's are finite, with
                 shape ``(tensors)``; None: the first row decides.
@@ -344,8 +327,8 @@ class ShardedOptimizer(StatefulOptimizer):
                 group, and each parameter's local parts of them, the last axis by tensor.
 
         Returns:
-            The sums over all shards; whether any parameter takes the step, with shape ``()``; and
-            the joint sums, None where every process finds the same from the sums over shards.
+            The sums over all shards; whether any parameter takes the step; and the joint sums, None
+            where every process finds the same from the sums over shards.
         """
         finite = finite or [_finite_norms] * len(batches)
         bad, joint = _bad(own, finite, getattr(self, "found_inf", None)), None
@@ -403,24 +386,27 @@ class ShardedOptimizer(StatefulOptimizer):
         check_number("grad_scale", grad_scale, low=0, low_open=True)
         with torch.inference_mode(False), torch.no_grad():
             self._find_params()
-            scale = torch.tensor(grad_scale, dtype=torch.float64, device="cpu")
-            given = self._gradients(scale)
-            reports = []
+            given = self._gradients(torch.tensor(grad_scale, dtype=torch.float64, device="cpu"))
+            reports, owners = [], []
             for i, (group, places) in enumerate(self._grouped()):
                 batches = self._build_group(group, places, given.grads, is_report=True)
-                _refresh(batches, given)
-                own = _in_step(batches, given)
-                reports.append(Report(i, group, own, self.state, top))
-            return self._diagnose(reports)
+                for batch in batches:
+                    batch.refresh(given)
+                reports.append(Report(i, group, self.state, top))
+                owners += [(reports[-1], batch) for batch in given.worked_on(batches)]
+            batches = [batch for _, batch in owners]
+            own = [torch.cat([grad_sq_norms(b), bad_elements(b)]) for b in batches]
+            norms = self._sums(batches, own, 2)
+            for (report, batch), sums in zip(owners, norms, strict=True):
+                report.add("square", batch, sums[0])
+                report.add("bad", batch, sums[1])
+            self._diagnose(owners, norms)
+            return [report.finish() for report in reports]
 
-    def _diagnose(self, reports: Sequence[Report]) -> list[dict[str, Any]]:
-        """Reports on the batches of all groups, without a step: here, on their gradients."""
-        owners = [(report, b) for report in reports for b in report.batches]
-        batches = [b for _, b in owners]
-        own = [torch.cat([grad_sq_norms(b), Report.own_sums(b)]) for b in batches]
-        for (report, batch), sums in zip(owners, self._sums(batches, own, 2), strict=True):
-            report.add_gradients(batch, sums)
-        return [report.finish() for report in reports]
+    def _diagnose(
+        self, owners: Sequence[tuple[Report, ParamBatch]], norms: Sequence[Tensor]
+    ) -> None:
+        """Adds to reports, from batches and their squared gradient norms in the first row."""
 
 
 def _finite_norms(sums: Tensor) -> Tensor:
@@ -442,13 +428,3 @@ def _bad(
         return flags[0] if flags else torch.zeros((), dtype=torch.bool)
     device = next((f.device for f in flags if f.device.type != "cpu"), flags[0].device)
     return torch.stack([flag.to(device) for flag in flags]).any()
-
-
-def _refresh(batches: Sequence[ParamBatch], given: Gradients) -> bool:
-    """Reads weights and gradients of all batches; False if they must be built anew."""
-    return all(batch.refresh(given) for batch in batches)
-
-
-def _in_step(batches: Sequence[ParamBatch], given: Gradients) -> list[ParamBatch]:
-    """Batches of which at least one parameter is worked on."""
-    return [batch for batch in batches if any(given.in_step[i] for i in batch.places)]

@@ -12,15 +12,13 @@ from torch import Tensor
 from steadygrad._checks import InputError
 from steadygrad.numerics import exact, wide
 from steadygrad.optim.checks import TYPES, is_capturing
-from steadygrad.optim.loops import GAPS, Types
+from steadygrad.optim.loops import Types
 from steadygrad.optim.passes import Bucket, addresses_of, sync_masters
 from steadygrad.optim.state import MASTER, StateField
 from steadygrad.shards import is_sharded, local
 
 if TYPE_CHECKING:
     from steadygrad.optim.loops.runtime import Table
-
-__all__ = ["BUCKET", "Gradients", "ParamBatch", "is_compiled", "types_for_loops"]
 
 # Types of devices on which `fused=True` has torch compile the passes.
 COMPILED = {"cuda"}
@@ -29,13 +27,9 @@ BUCKET = 2**20
 
 
 class Layout:
-    """Types, shapes and strides that tensors must keep.
+    """Types (or one that must be theirs), shapes and strides that tensors must keep.
 
     Compared without a tuple for each tensor: thousands of them wake the garbage collector.
-
-    Args:
-        tensors: The tensors.
-        dtype: Type of the tensors, if it must be another.
     """
 
     def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> None:
@@ -59,19 +53,16 @@ class Layout:
 
 
 class Gradients(NamedTuple):
-    """Local gradients of all parameters of an optimizer, with two flags for each, and their scale.
+    """Local gradients of all parameters, with two flags for each, and their scale."""
 
-    Attributes:
-        grads: The gradients; None: this process has none.
-        has_grad: Whether there is one on this process, or None that counts as a zero.
-        in_step: Whether the parameter is worked on, because some process may have a gradient.
-        grad_scale: Loss scale that is still in the gradients, with one element; None: none is.
-    """
+    grads: list[Tensor | None]  # None: this process has none
+    has_grad: list[bool]  # whether there is one on this process, or None that counts as a zero
+    in_step: list[bool]  # whether it is worked on, because some process may have a gradient
+    grad_scale: Tensor | None  # loss scale that is still in the gradients; None: none is
 
-    grads: list[Tensor | None]
-    has_grad: list[bool]
-    in_step: list[bool]
-    grad_scale: Tensor | None
+    def worked_on(self, batches: "Sequence[ParamBatch]") -> "list[ParamBatch]":
+        """Batches of which at least one parameter is worked on."""
+        return [batch for batch in batches if any(self.in_step[i] for i in batch.places)]
 
 
 class ParamBatch:
@@ -81,32 +72,23 @@ class ParamBatch:
     a parameter's memory needs no notification. Columns are small states, stacked:
     ``state[p][name]`` are views of their rows, so nothing is gathered one by one.
 
-    Args:
-        group: The group.
-        params: The group's parameters of this batch.
-        places: Indices of the parameters among all parameters of the optimizer.
-        states: States of the parameters.
-        fields: Fields of the optimizer's states.
-        table: Addresses for compiled loops; None: it works by multi-tensor calls.
-        compiled: Whether torch compiles those, for one parameter at a time.
-        single: Whether they are to work on one parameter at a time.
-        views: Whether the states become views of the columns; if not, new values are copied to
-            each of them.
+    With a table it works by compiled loops, else by multi-tensor calls: compiled by torch, one
+    parameter at a time, or several together. Without views, new states are copied to each.
 
     Attributes:
+        places: Indices of the parameters among all parameters of the optimizer; ``index`` on the
+            device.
         weights: Local weights, or their float32 masters.
         grads: Local gradients; None: the parameter takes no part in this step.
         moments: Local large states, a list for each of them.
         columns: Small states, stacked along the first axis.
-        has_grad: As in :class:`Gradients`, with shape ``(tensors)``.
-        in_step: As there, with shape ``(tensors)``.
+        has_grad: As in :class:`Gradients`, with shape ``(tensors)``; ``in_step`` too.
         inverse_scale: One over the loss scale, which multiplies every gradient that is read, with
             shape ``()``; None: there is none. Squares of gradients with a loss scale may be past
             float32 where the scaler finds nothing.
         taken: Whether each takes the step, with shape ``(tensors)``, once that is decided.
         numel: Elements of each parameter over all shards.
         exact: The widest type of their device.
-        index: Indices of the parameters among all, with shape ``(tensors)``.
         rows: The index of each within the batch, with shape ``(1)``, where torch compiles.
         buckets: Parameters that multi-tensor calls work on together.
     """
@@ -317,37 +299,26 @@ def is_compiled(group: Mapping[str, Any], device: torch.device) -> bool:
 
 def types_for_loops(
     parameter: Tensor, gradient: Tensor | None, state: dict[str, Any], large: Sequence[str]
-) -> Types | str:
-    """Types of a parameter that loops can take; else the reason why they cannot.
+) -> Types | None:
+    """Types of a parameter that loops can take, with large states of some names; None: they cannot.
 
-    Args:
-        parameter: The parameter.
-        gradient: The parameter's local gradient, or None.
-        state: The parameter's state.
-        large: Names of the states with its shape, masters aside.
+    Its tensors must be plain ones that lie in memory alike, without gaps.
     """
     own, masters = local(parameter), [local(state[MASTER])] if MASTER in state else []
     moments = [local(state[name]) for name in large]
     kept = (*moments, *masters)
-    grad_dtype = own.dtype if gradient is None else gradient.dtype
+    given = () if gradient is None else (gradient,)
+    grad_dtype, dtype = own.dtype if gradient is None else gradient.dtype, moments[0].dtype
     # A plain parameter's detached memory is a plain tensor; a wrapper's is not.
-    for t in (own.detach(), *kept):
-        if type(t) is not Tensor:
-            return f"tensors of type {type(t).__name__}"
-    if gradient is not None and type(gradient) is not Tensor:
-        return f"gradients of type {type(gradient).__name__}"
-    if any(t.is_neg() for t in (own, *kept)) or _has_gaps(own):
-        return f"{GAPS} (strides {own.stride()})"
-    if any((t.shape, t.stride()) != (own.shape, own.stride()) for t in kept):
-        return "states in another memory order"
-    types = (grad_dtype, (masters or [own])[0].dtype, moments[0].dtype, own.dtype)
-    if not {*types} <= {*TYPES} or types[2] not in (torch.float32, torch.float64):
-        return f"gradients of {types[0]}, weights of {types[1]} and states of {types[2]}"
-    if any(t.dtype is not types[2] for t in moments) or any(
-        t.dtype is not torch.float32 for t in masters
-    ):
-        return "states of several types"
-    return types
+    is_plain = all(type(t) is Tensor for t in (own.detach(), *kept, *given))
+    if not is_plain or any(t.is_neg() for t in (own, *kept)) or _has_gaps(own):
+        return None
+    alike = all((t.shape, t.stride()) == (own.shape, own.stride()) for t in kept)
+    one_type = all(t.dtype is dtype for t in moments)
+    types = (grad_dtype, (masters or [own])[0].dtype, dtype, own.dtype)
+    fits = {*types} <= {*TYPES} and dtype in (torch.float32, torch.float64)
+    is_master = all(t.dtype is torch.float32 for t in masters)
+    return types if alike and one_type and fits and is_master else None
 
 
 def _has_gaps(tensor: Tensor) -> bool:

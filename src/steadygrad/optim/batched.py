@@ -13,8 +13,6 @@ from steadygrad.optim.checks import dense_gradient
 from steadygrad.optim.loading import TypeKeepingOptimizer, names_of
 from steadygrad.shards import aligned, is_sharded, local
 
-__all__ = ["Batch", "BatchedOptimizer"]
-
 
 @dataclass(eq=False)
 class Batch:

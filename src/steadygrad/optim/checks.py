@@ -11,22 +11,6 @@ from torch.optim.optimizer import Optimizer
 from steadygrad._checks import InputError, check_number
 from steadygrad.shards import local
 
-__all__ = [
-    "LARGEST",
-    "TYPES",
-    "check_capture",
-    "check_lr",
-    "check_names",
-    "check_options",
-    "check_parameter",
-    "check_shape",
-    "check_state_tensor",
-    "check_switch",
-    "dense_gradient",
-    "is_capturing",
-    "options_of",
-]
-
 # What torch and its schedules put into groups.
 _KNOWN_TO_OTHERS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_lr"}
 # Types of parameters.
@@ -99,12 +83,7 @@ def check_lr(lr: Any) -> None:
 
 
 def check_names(group: Mapping[str, Any], options: Collection[str]) -> None:
-    """Raises InputError for a misspelt option, which torch would keep, and which would do nothing.
-
-    Args:
-        group: The group.
-        options: All names of options there are.
-    """
+    """Raises InputError for a misspelt option, which torch would keep without effect."""
     for name in {*group} - {*options} - _KNOWN_TO_OTHERS:
         near = get_close_matches(name, options, n=1, cutoff=0.8)
         if near or name in ("lr_mult", "wd_mult"):
@@ -163,11 +142,7 @@ def check_parameter(parameter: Tensor, name: str = "") -> None:
 
 
 def dense_gradient(parameter: Tensor, name: str = "") -> Tensor:
-    """A parameter's gradient; a zero that takes no memory for None.
-
-    Raises:
-        InputError: If it is sparse.
-    """
+    """A parameter's gradient, which must not be sparse; a zero that takes no memory for None."""
     gradient = parameter.grad
     if gradient is None:
         own = local(parameter.detach())
@@ -199,15 +174,7 @@ def check_state_tensor(
     bounds: tuple[float, float],
     parameter: Tensor,
 ) -> None:
-    """Raises InputError unless a saved state can be loaded.
-
-    Args:
-        name: Name of the state.
-        value: The state, a tensor or, of shape ``()``, a number.
-        shape: The shape that it must have.
-        bounds: Least and largest value of the state.
-        parameter: The parameter that it is of.
-    """
+    """Raises InputError unless a saved state can be loaded."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         in_range = isinstance(value, float) or abs(value) <= LARGEST
         value = torch.tensor(value if in_range else torch.nan, dtype=torch.float64, device="cpu")

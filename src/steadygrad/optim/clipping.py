@@ -18,36 +18,25 @@ from torch import Tensor
 
 from steadygrad.numerics import may_hold
 
-__all__ = ["EARLY", "Clipping", "clip", "total_norm"]
-
 # Steps at which the current recipe takes a first, doubled threshold from as many norms.
 EARLY = (10, 20, 40)
 
 
 @dataclass(frozen=True)
 class Clipping:
-    """A group's memory of its norms.
+    """A group's memory of its norms."""
 
-    Attributes:
-        norms: The last norms, with shape ``(period)``; step ``t`` in place ``t mod period``.
-        threshold: Norm above which gradients are scaled down, with shape ``()``; infinite before
-            there is one.
-        clipped: How often that happened since the threshold was last taken, with shape ``()``.
-    """
-
-    norms: Tensor
-    threshold: Tensor
-    clipped: Tensor
+    norms: Tensor  # the last, with shape (period); step t in place t mod period
+    threshold: Tensor  # norm above which gradients are scaled down; infinite before there is one
+    clipped: Tensor  # how often that happened since the threshold was last taken
 
 
 def total_norm(terms: Tensor, shapes: Sequence[tuple[Any, ...]]) -> Tensor:
     """Root of the sum of a group's terms, in float32 and with shape ``()``.
 
-    Args:
-        terms: :math:`r_i^2 |g_i|^2` of each parameter, with shape ``(parameters)``.
-        shapes: Type and shape of each parameter. The original adds up parameters of one shape in
-            their own type, and these sums in float32, by the order of their shapes. For float64
-            that rounding is repeated, because the threshold carries it into every later step.
+    From :math:`r_i^2 |g_i|^2` of each parameter, and types and shapes. The original adds up
+    parameters of one shape in their own type, and these sums in float32, by the order of their
+    shapes. For float64 that is repeated: the threshold carries the rounding into later steps.
     """
     if terms.dtype != torch.float64:
         return terms.sum().sqrt()
@@ -69,13 +58,10 @@ def clip(
     Args:
         known: The group's memory.
         norm: This step's, with shape ``()``.
-        step: Steps taken before this one, with shape ``()``. The first is never clipped.
-        ok: Whether this step is taken, with shape ``()``.
+        step: Steps taken before this one. The first is never clipped.
+        ok: Whether this step is taken.
         scale: Threshold over median.
         original: Whether the rule is that of 2022: no threshold before a whole period is over.
-
-    Returns:
-        The memory now, and a factor of at most 1, with shape ``()``.
     """
     period = len(known.norms)
     taken = ok & (step > 0)

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from steadygrad._checks import InputError, check_number
 from steadygrad._names import plain_name
 
-__all__ = ["param_groups"]
-
 Options = Mapping[str, Any]
 
 _MULTIPLIERS = {"lr_mult": "lr", "wd_mult": "weight_decay"}
@@ -23,11 +21,11 @@ _FILLED_IN = ("params", "param_names")
 
 @dataclass(frozen=True)
 class _Named:
-    """A parameter and its name: ``name`` first, then without wrappers, then tied names."""
+    """A parameter and its names."""
 
     name: str
     parameter: Tensor
-    aliases: tuple[str, ...]
+    aliases: tuple[str, ...]  # the name without wrappers, then tied names
 
     def matches(self, pattern: str) -> bool:
         # A ParameterDict's keys may hold brackets, which in a pattern mean something else.
@@ -159,23 +157,17 @@ def _report_unmatched(pattern: str, named: list[_Named], strict: bool) -> None:
     if tied:
         hint = f"{tied[0][1]!r} is tied to {tied[0][0]!r} and goes by that name."
     else:
-        hint = f"Near names: {', '.join(_near_names(pattern, [e.aliases[0] for e in named]))}."
+        names = [entry.aliases[0] for entry in named]
+        # Ends of names too, for a pattern such as "*.baises".
+        ends = {
+            name.split(".", cut)[-1]: name for name in names for cut in range(name.count(".") + 1)
+        }
+        near = get_close_matches(pattern.strip("*."), ends)
+        hint = f"Near names: {', '.join([ends[end] for end in near] or names[:3])}."
     message = f"Expected the pattern {pattern!r} to match a parameter. Found none. {hint}"
     if strict:
         raise InputError(f"{message} Remedy: fix or drop the pattern, or pass strict=False.")
     warnings.warn(f"{message} Remedy: fix or drop the pattern.", stacklevel=3)
-
-
-def _near_names(pattern: str, names: list[str]) -> list[str]:
-    """Up to three names that look like the pattern, beginnings and ends of names included."""
-    pieces: dict[str, str] = {}
-    for name in names:
-        parts = name.split(".")
-        for cut in range(len(parts)):
-            pieces.setdefault(".".join(parts[cut:]), name)
-            pieces.setdefault(".".join(parts[: cut + 1]), name)
-    close = get_close_matches(pattern.strip("*."), pieces, n=6)
-    return list(dict.fromkeys(pieces[piece] for piece in close))[:3] or names[:3]
 
 
 def _options_of(entry: _Named, options: Mapping[str, Options]) -> dict[str, Any]:

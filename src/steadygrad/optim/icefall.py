@@ -10,8 +10,6 @@ from steadygrad._checks import InputError
 from steadygrad.optim.loading import check_outline
 from steadygrad.optim.state import StateField
 
-__all__ = ["unstack"]
-
 
 def unstack(
     checkpoint: Mapping[str, Any],
@@ -30,10 +28,6 @@ def unstack(
 
     Returns:
         State of each parameter, in order.
-
-    Raises:
-        InputError: If the groups or the shapes differ, a stack has no state, or it is no checkpoint
-            of icefall's.
     """
     is_whole = isinstance(checkpoint, Mapping) and "optimizer" in checkpoint
     wanted = "checkpoint['optimizer']" if is_whole else "the optimizer's state_dict()"

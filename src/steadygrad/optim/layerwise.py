@@ -11,7 +11,7 @@ from steadygrad._checks import InputError, check_number
 from steadygrad.optim.base import ShardedOptimizer
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import check_switch, options_of
-from steadygrad.optim.diagnostics import OWN_SUMS, Report
+from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.layerwise_rule import (
     LAMB_DIRECTIONS,
     LAMB_PASSES,
@@ -23,13 +23,10 @@ from steadygrad.optim.layerwise_rule import (
     coefficients,
     factors,
     inverse_norms,
-    pattern_sums,
     trust_ratio,
 )
 from steadygrad.optim.passes import Pass
 from steadygrad.optim.state import ADAM_FIELDS
-
-__all__ = ["LAMB", "LANS"]
 
 
 class LayerwiseOptimizer(ShardedOptimizer):
@@ -63,10 +60,8 @@ class LayerwiseOptimizer(ShardedOptimizer):
     ) -> Sequence[Tensor]:
         """Factor on the gradients of each batch, with shape ``(tensors)`` or ``()``.
 
-        Args:
-            batches: The batches.
-            norms: Sums of each over all shards, the first row of squared gradients.
-            joint: Joint sums of :meth:`_joint_terms` that all processes agree on, if they had to.
+        From sums of each over all shards, the first row of squared gradients, and the joint sums of
+        :meth:`_joint_terms`, if all processes had to agree on them.
         """
         raise NotImplementedError
 
@@ -114,37 +109,21 @@ class LayerwiseOptimizer(ShardedOptimizer):
             work.append((batch, factors(scale, batch.steps, batch.taken, options), options))
         return work
 
-    def _diagnose(self, reports: Sequence[Report]) -> list[dict[str, Any]]:
-        # All groups at once: a norm may be that of all gradients.
-        owners = [(report, b) for report in reports for b in report.batches]
-        batches = [b for _, b in owners]
-        sums = [
-            torch.cat([self._passes.grad_sq_norms(b), Report.own_sums(b, b.moments[1])])
-            for b in batches
-        ]
-        norms = self._sums(batches, sums, 1 + OWN_SUMS)
-        for (report, batch), own in zip(owners, norms, strict=True):
-            report.add_gradients(batch, own)
-            batch.taken = batch.has_grad & torch.isfinite(own[0])
-        work = self._work(batches, norms, None)
-        sums = [torch.cat([self._directions(*one), pattern_sums(*one)]) for one in work]
-        totals = self._sums(batches, sums, 2 + len(self._ratios))
-        each = zip(owners, work, norms, totals, strict=True)
-        for (report, batch), (_, by, _), own, directions in each:
-            weight, *lengths = directions[:-1].sqrt().unbind()
+    def _diagnose(
+        self, owners: Sequence[tuple[Report, ParamBatch]], norms: Sequence[Tensor]
+    ) -> None:
+        batches = [batch for _, batch in owners]
+        for batch, sums in zip(batches, norms, strict=True):
+            batch.taken = batch.has_grad & torch.isfinite(sums[0])
+        own = [self._directions(*one) for one in self._work(batches, norms, None)]
+        totals = self._sums(batches, own, 1 + len(self._ratios))
+        for (report, batch), directions in zip(owners, totals, strict=True):
+            weight, *lengths = directions.sqrt().unbind()
             low, high = _bounds(batch.group)
             if low is not None or high is not None:
                 weight = weight.clamp(low, high)
             for name, length in zip(self._ratios, lengths, strict=True):
                 report.add(name, batch, trust_ratio(weight, length))
-            report.add_unusual(batch, *self._unusual(batch, own, by, directions[-1]))
-        return [report.finish() for report in reports]
-
-    def _unusual(
-        self, batch: ParamBatch, norms: Tensor, by: Factors, pattern: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Squared size of each gradient, and the one expected from its history."""
-        raise NotImplementedError
 
 
 class LANS(LayerwiseOptimizer):
@@ -223,12 +202,6 @@ class LANS(LayerwiseOptimizer):
     ) -> list[Tensor]:
         return [b.sign * inverse_norms(sums[0]) for b, sums in zip(batches, norms, strict=True)]
 
-    def _unusual(
-        self, batch: ParamBatch, norms: Tensor, by: Factors, pattern: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        # Not of gradients that have grown, of which LANS takes no notice.
-        return pattern, batch.numel
-
 
 class LAMB(LayerwiseOptimizer):
     r"""Layer-wise adaptive moments for batch training.
@@ -255,12 +228,7 @@ class LAMB(LayerwiseOptimizer):
             it before anything else, as in NVLAMB, where it is 1; None: they are not.
         adapt: Whether there is a trust ratio; programs for BERT leave it out for biases and gains
             of norms, with a weight decay of 0.
-        master_weights: Whether fp16 and bf16 parameters have float32 masters; None: yes.
-        foreach: Whether to work on several parameters in a call; None: where nothing is fused.
-        fused: Whether to fuse a step's passes: compiled loops on CPUs, ``torch.compile`` on CUDA
-            devices; None: on CPUs with the extra ``cpu``.
-        maximize: Whether to go up instead of down.
-        capturable: Whether steps may be recorded in a CUDA graph, as in torch.
+        master_weights, foreach, fused, maximize, capturable: As in :class:`LANS`.
 
     Raises:
         InputError: If an option is out of range or a parameter is complex or sparse.
@@ -326,12 +294,6 @@ class LAMB(LayerwiseOptimizer):
                 scale = scale / (norm.to(b.device) / bound).clamp(min=1.0)
             scales.append(scale)
         return scales
-
-    def _unusual(
-        self, batch: ParamBatch, norms: Tensor, by: Factors, pattern: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        # Scaled by the norm of all gradients, as they reach the moments; these begin with zero.
-        return norms[0].to(by.gradient) * by.gradient**2, norms[2] * by.unbias2
 
 
 def _bounds(group: Mapping[str, Any]) -> tuple[float | None, float | None]:

@@ -45,85 +45,45 @@ from steadygrad.optim.passes import (
     sum_type,
 )
 
-__all__ = [
-    "LAMB_DIRECTIONS",
-    "LAMB_PASSES",
-    "LANS_DIRECTIONS",
-    "LANS_PASSES",
-    "Coefficients",
-    "Factors",
-    "LayerwisePasses",
-    "Options",
-    "coefficients",
-    "factors",
-    "inverse_norms",
-    "pattern_sums",
-    "trust_ratio",
-]
-
 
 class Options(NamedTuple):
-    r"""Numbers of a group that the passes need.
-
-    Attributes:
-        beta1: :math:`\beta_1`.
-        beta2: :math:`\beta_2`.
-        eps: :math:`\epsilon`.
-        weight_decay: :math:`\lambda`.
-        clip_value: Bound on each element of LANS's normalised gradient; infinite: none.
-    """
+    """Numbers of a group that the passes need."""
 
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
+    # On each element of LANS's normalised gradient.
     clip_value: float = torch.inf
 
 
 class Factors(NamedTuple):
-    r"""Factors of the pass over the moments, each with shape ``(tensors)``.
+    """Factors of the pass over the moments, each with shape ``(tensors)``."""
 
-    Attributes:
-        taken: Whether the parameter takes the step.
-        gradient: :math:`\tilde g / g`, negative to maximise.
-        unbias1: :math:`1 / (1 - \beta_1^t)`.
-        unbias2: :math:`1 / (1 - \beta_2^t)`.
-    """
-
-    taken: Tensor
-    gradient: Tensor
-    unbias1: Tensor
-    unbias2: Tensor
+    taken: Tensor  # whether the parameter takes the step
+    gradient: Tensor  # the gradient of the moments over the one given, negative to maximise
+    unbias1: Tensor  # 1 / (1 - beta1**t)
+    unbias2: Tensor  # 1 / (1 - beta2**t)
 
 
 class Coefficients(NamedTuple):
-    r"""Factors of the pass over the weights, each with shape ``(tensors)``.
-
-    Attributes:
-        taken: Whether the parameter takes the step.
-        gradient: As in :class:`Factors`.
-        unbias2: As there.
-        along_m: Factor on :math:`m / d`.
-        along_g: Factor on :math:`\tilde g / d`; zero in LAMB.
-        keep: Factor on the weight: one less the weight decay of the directions.
-    """
+    """Factors of the pass over the weights, each with shape ``(tensors)``."""
 
     taken: Tensor
     gradient: Tensor
     unbias2: Tensor
-    along_m: Tensor
-    along_g: Tensor
-    keep: Tensor
+    along_m: Tensor  # on m / d
+    along_g: Tensor  # on the gradient over d; zero in LAMB
+    keep: Tensor  # on the weight: one less the weight decay of the directions
 
 
 def factors(scale: Tensor, step: Tensor, taken: Tensor, options: Options) -> Factors:
-    r"""Works out the factors of the pass over the moments.
+    """Factors of the pass over the moments.
 
     Args:
-        scale: :math:`\tilde g / g`, with shape ``(tensors)`` or ``()``.
-        step: Steps that each parameter has taken, this one included, with shape ``(tensors)`` and
-            in the widest type there is.
-        taken: Whether each takes this step, with shape ``(tensors)``.
+        scale: The gradient of the moments over the one given, with shape ``(tensors)`` or ``()``.
+        step: Steps that each parameter has taken, this one included, in the widest type there is.
+        taken: Whether each takes this step.
         options: The group's options.
     """
     # A first step that is not taken leaves the count at zero; its corrections go unused.
@@ -142,7 +102,7 @@ def coefficients(
     bounds: tuple[float | None, float | None] = (None, None),
     adapt: bool = True,
 ) -> Coefficients:
-    r"""Works out the factors of the pass over the weights: learning rate times trust ratio.
+    r"""Factors of the pass over the weights: learning rate times trust ratio.
 
     Args:
         sums: Squared norms of :math:`x, u_m` and, in LANS, :math:`u_g` over all shards, with shape
@@ -177,11 +137,6 @@ def trust_ratio(weight: Tensor, direction: Tensor) -> Tensor:
     """Weight norm over the direction's, 1 where either is zero or the weight's is past its type."""
     ratio = weight / direction
     return torch.where((weight > 0) & (ratio < torch.inf), ratio, 1.0)
-
-
-def _move_moments(bucket: Bucket, by: Factors, options: Options) -> None:
-    g = _scaled(bucket, by, options.clip_value)
-    average(bucket, g, (options.beta1, options.beta2), by.taken)
 
 
 def _direction_sums(bucket: Bucket, by: Factors, options: Options, *, has_two: bool) -> Tensor:
@@ -236,25 +191,8 @@ def _denominators(bucket: Bucket, unbias2: list[Tensor], eps: float) -> list[Ten
     return d
 
 
-def _pattern_sums(bucket: Bucket, by: Factors, options: Options) -> Tensor:
-    u, dtype = _scaled(bucket, by, torch.inf), bucket.moments[0][0].dtype
-    (unbias2,) = bucket.pick([by.unbias2], dtype)
-    torch._foreach_div_(u, _denominators(bucket, unbias2, options.eps))
-    return square_sums(u, dtype)[None]
-
-
-# Squared norms of normalised gradients over their second moments' roots, for reports.
-pattern_sums = Pass(_pattern_sums, 1)
-
-
 class LayerwisePasses(NamedTuple):
-    """The passes of a step.
-
-    Attributes:
-        grad_sq_norms: Squared norms of gradients.
-        move_moments: Moves the moments, and returns squared norms of weights and directions.
-        move_weights: Moves the weights.
-    """
+    """The passes of a step; the second returns squared norms of weights and directions."""
 
     grad_sq_norms: Pass
     move_moments: Pass
@@ -265,7 +203,9 @@ def _passes(has_two: bool) -> tuple[LayerwisePasses, Pass]:
     """The passes of a step with one direction or two, and the sums of the second, for reports."""
 
     def move_moments(bucket: Bucket, by: Factors, options: Options) -> Tensor:
-        _move_moments(bucket, by, options)
+        gradients = _scaled(bucket, by, options.clip_value)
+        average(bucket, gradients, (options.beta1, options.beta2), by.taken)
+        del gradients  # Two temporaries at a time, no more.
         return _direction_sums(bucket, by, options, has_two=has_two)
 
     def direction_sums(bucket: Bucket, by: Factors, options: Options) -> Tensor:

@@ -14,8 +14,6 @@ from torch.optim.optimizer import Optimizer
 from steadygrad._checks import InputError
 from steadygrad.optim.checks import LARGEST, check_parameter, check_shape
 
-__all__ = ["TypeKeepingOptimizer", "check_outline", "names_of"]
-
 
 class _Kept:
     """A tensor that torch hands through as it is, neither cast nor moved."""

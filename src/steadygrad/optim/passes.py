@@ -5,7 +5,6 @@ pass is a function of multi-tensor calls. On CPUs it may have a compiled loop th
 (:mod:`steadygrad.optim.loops`), and on CUDA devices ``fused=True`` has torch compile the function.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,38 +21,18 @@ from steadygrad.numerics import square_sums, wide
 if TYPE_CHECKING:
     from steadygrad.optim.batch import ParamBatch
 
-__all__ = [
-    "Bucket",
-    "Pass",
-    "addresses_of",
-    "average",
-    "decays_of",
-    "grad_sq_norms",
-    "moved_by",
-    "sum_type",
-    "sync_masters",
-]
-
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some parameters of a batch that one multi-tensor call works on, each with a gradient.
+    """Some parameters of a batch that one multi-tensor call works on, each with a gradient."""
 
-    Attributes:
-        places: Indices of the parameters in the batch.
-        weights: Local weights, or the float32 masters of 16-bit ones.
-        grads: Local gradients, in any floating type.
-        moments: Local large states, a list for each of them, all in one type.
-        inverse_scale: Factor on every gradient that is read, with shape ``()``; None: one.
-        row: The place of the only parameter, with shape ``(1)``, where torch compiles the pass: as
-            it would make code for each number.
-    """
-
-    places: list[int]
-    weights: list[Tensor]
-    grads: list[Tensor]
-    moments: tuple[list[Tensor], ...]
-    inverse_scale: Tensor | None = None
+    places: list[int]  # in the batch
+    weights: list[Tensor]  # local, or the float32 masters of 16-bit ones
+    grads: list[Tensor]  # local, in any floating type
+    moments: tuple[list[Tensor], ...]  # local large states, all in one type
+    inverse_scale: Tensor | None = None  # on every gradient that is read
+    # The place of the only parameter, with shape `(1)`, where torch compiles the pass: it would
+    # make code for each number.
     row: Tensor | None = None
 
     def unscaled(self) -> list[Tensor]:
@@ -70,10 +49,6 @@ class Bucket:
         """Copies of gradients without their loss scale; zeros where the step is not taken.
 
         Decided on the device: the host does not wait to learn which.
-
-        Args:
-            taken: Whether each takes the step, with shape ``()``.
-            dtype: Type of the copies.
         """
         pairs = zip(self.unscaled(), taken, strict=True)
         if self.inverse_scale is not None:
@@ -86,12 +61,7 @@ class Bucket:
         ]
 
     def pick(self, columns: Iterable[Tensor], dtype: torch.dtype) -> list[list[Tensor]]:
-        """Picks the entries of these parameters from columns of shape ``(tensors)``, as scalars.
-
-        Args:
-            columns: The columns.
-            dtype: Type of the entries, other than truth values.
-        """
+        """Entries of these parameters in columns ``(tensors)``, as scalars."""
         if self.row is not None:
             parts = [column.index_select(0, self.row).view(()) for column in columns]
             return [[p if p.dtype is torch.bool else p.to(dtype)] for p in parts]
@@ -104,11 +74,7 @@ class Bucket:
         return entries
 
     def for_compiler(self, row: Tensor) -> "Bucket":
-        """This bucket of one parameter so that one code does for tensors of all shapes.
-
-        Args:
-            row: The place of the parameter, with shape ``(1)``.
-        """
+        """This bucket of one parameter so that one code does for tensors of all shapes."""
         # A zero that stands for None takes no memory.
         grads = [g.contiguous() if 0 in g.stride() else g for g in self.grads]
         tensors = [self.weights, grads, *self.moments]
@@ -129,29 +95,22 @@ def _flat(tensor: Tensor) -> Tensor:
 BucketPass = Callable[[Bucket, Any, Any], Tensor | None]
 
 
+@dataclass(eq=False)
 class Pass:
-    """A pass over all elements, however it is computed.
+    """A pass over all elements, however it is computed."""
 
-    Args:
-        function: The pass over a bucket by multi-tensor calls.
-        rows: Number of sums that it leaves for each parameter.
-        loop: Where the maker of its compiled loop is, ``"module:name"``; empty: it has none.
-        constants: What else the maker is given.
-    """
-
-    def __init__(
-        self, function: BucketPass, rows: int = 0, loop: str = "", constants: tuple[Any, ...] = ()
-    ) -> None:
-        self.function, self.rows, self.loop, self.constants = function, rows, loop, constants
+    function: BucketPass  # by multi-tensor calls
+    rows: int = 0  # sums that it leaves for each parameter
+    loop: str = ""  # where the maker of its compiled loop is, "module:name"; empty: it has none
+    constants: tuple[Any, ...] = ()  # what else the maker is given
 
     def __call__(self, batch: "ParamBatch", by: Any = (), options: Any = ()) -> Any:
         """Goes over all parameters of a batch.
 
         Args:
             batch: The parameters.
-            by: A named tuple of factors, each with shape ``(tensors)``. The first says whether a
-                parameter takes part.
-            options: A named tuple of numbers that hold for all of them.
+            by: Factors, each with shape ``(tensors)``; the first says who takes part.
+            options: Numbers that hold for all of them.
 
         Returns:
             This process's sums, with shape ``(rows, tensors)``; None without rows.
@@ -177,36 +136,13 @@ class Pass:
 
 @cache
 def _compiled(function: BucketPass) -> BucketPass:
-    """A pass that torch compiles, at its first call; as it is where torch cannot."""
-    compiled = torch.compile(function, dynamic=True)
-
-    def run(bucket: Bucket, by: Any, options: Any) -> Tensor | None:
-        nonlocal compiled
-        try:
-            return compiled(bucket, by, options)
-        # Raised before anything runs, so nothing has moved.
-        except torch._dynamo.exc.TorchDynamoException as error:
-            compiled = function
-            warnings.warn(
-                f"Expected a pass that torch.compile can compile. Found {str(error)[:200]!r}; "
-                "multi-tensor calls are used. Remedy: what torch.compile needs on this machine.",
-                stacklevel=2,
-            )
-            return function(bucket, by, options)
-
-    return run
+    return torch.compile(function, dynamic=True)
 
 
 def joined(weights: Sequence[Tensor], parts: Sequence[tuple[list[int], Any]], rows: int) -> Tensor:
-    """Sums of buckets as columns of a batch, zeros for parameters that took no part.
+    """Sums of buckets, each with its places and ``(rows, places)``, as columns of a batch.
 
-    Args:
-        weights: The weights of all parameters of the batch.
-        parts: Places and sums of each bucket, these with shape ``(rows, len(places))``.
-        rows: Number of rows.
-
-    Returns:
-        Sums with shape ``(rows, tensors)``.
+    Zeros for parameters that took no part.
     """
     places = [i for own, _ in parts for i in own]
     if len(places) == len(weights):
@@ -224,13 +160,7 @@ def sum_type(bucket: Bucket) -> torch.dtype:
 
 
 def decays_of(bucket: Bucket, betas: Iterable[float], taken: Tensor) -> list[list[Tensor]]:
-    """Factors on averages: each ``beta`` where a parameter takes the step, else one.
-
-    Args:
-        bucket: The parameters.
-        betas: Decays of the averages.
-        taken: Whether each parameter of the batch takes the step, with shape ``(tensors)``.
-    """
+    """Factors on averages: each ``beta`` where a parameter takes the step, else one."""
     dtype = bucket.moments[0][0].dtype
     rest = torch.ones(taken.shape, dtype=dtype, device=taken.device)
     columns = [torch.where(taken, torch.full_like(rest, beta), rest) for beta in betas]
@@ -242,11 +172,7 @@ def average(
 ) -> None:
     """Moves the averages of gradients and of their squares, the bucket's first two large states.
 
-    Args:
-        bucket: The parameters.
-        gradients: What is averaged, zeros where a parameter does not take the step.
-        betas: Decays of both averages.
-        taken: As in :func:`decays_of`.
+    The gradients are zeros where a parameter does not take the step.
     """
     m, v = bucket.moments[:2]
     # A parameter that skips the step keeps its averages: the decay is 1, and zero is added.
@@ -258,13 +184,7 @@ def average(
 
 
 def moved_by(weights: list[Tensor], keep: list[Tensor], steps: list[Tensor]) -> None:
-    """Moves weights: each times a factor, less a step.
-
-    Args:
-        weights: The weights, in any floating type.
-        keep: Factor on each, with shape ``()`` and in the wider type of weight and step.
-        steps: Steps, in the type of the state.
-    """
+    """Moves weights of any floating type: each times a factor, less a step in the state's type."""
     if weights[0].dtype == steps[0].dtype:
         torch._foreach_mul_(weights, keep)
         torch._foreach_sub_(weights, steps)

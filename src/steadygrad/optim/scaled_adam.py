@@ -11,9 +11,9 @@ from steadygrad._checks import check_choice, check_count, check_number
 from steadygrad.optim.base import ShardedOptimizer
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import options_of
-from steadygrad.optim.diagnostics import OWN_SUMS, Report
+from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.icefall import unstack
-from steadygrad.optim.scaled_adam_rule import Needed, sums, update
+from steadygrad.optim.scaled_adam_rule import sums, update
 from steadygrad.optim.scaled_adam_step import (
     CLIPPING,
     CLOCK,
@@ -22,8 +22,6 @@ from steadygrad.optim.scaled_adam_step import (
     clip_factors,
 )
 from steadygrad.optim.state import SKIPPED, STEP, StateField
-
-__all__ = ["ScaledAdam"]
 
 RECIPES = ("zipformer", "stateless7")
 
@@ -54,12 +52,7 @@ class ScaledAdam(ShardedOptimizer):
         clipping_update_period: Steps from one threshold to the next, and norms that it is from.
         recipe: ``"zipformer"``, the current rule, with its state in float32; or ``"stateless7"``,
             that of 2022, whose clipping acts on the sizes only.
-        master_weights: Whether fp16 and bf16 parameters have float32 masters; None: yes.
-        foreach: Whether to work on several parameters in a call; None: where nothing is fused.
-        fused: Whether to fuse a step's passes: compiled loops on CPUs, ``torch.compile`` on CUDA
-            devices; None: on CPUs with the extra ``cpu``.
-        maximize: Whether to go up instead of down.
-        capturable: Whether steps may be recorded in a CUDA graph, as in torch.
+        master_weights, foreach, fused, maximize, capturable: As in :class:`LANS`.
 
     Raises:
         InputError: If an option is out of range or a parameter is complex or sparse.
@@ -83,7 +76,7 @@ class ScaledAdam(ShardedOptimizer):
         **SIZES,
         "skipped": SKIPPED,
         **CLIPPING,
-        CLOCK: StateField(dtype=torch.float32, low=0.0, shared=True, optional=True),
+        CLOCK: StateField(dtype=torch.float32, low=0.0, shared=True),
     }
 
     def __init__(
@@ -148,30 +141,15 @@ class ScaledAdam(ShardedOptimizer):
         own = self.state_dict()
         found = unstack(state_dict, self.param_groups, self._fields)
         states = {i: own["state"][i] | state for i, state in enumerate(found)}
-        for state in states.values():
-            del state[CLOCK]
         self.load_state_dict({**own, "state": states})
-
-    def _check_loaded(self, state_dict: Mapping[str, Any]) -> None:
-        super()._check_loaded(state_dict)
-        for group in state_dict["param_groups"]:
-            states = [state_dict["state"][key] for key in group["params"]]
-            without = [state for state in states if CLOCK not in state]
-            if 0 < len(without) < len(states):
-                raise self._not_its_own([CLOCK], without[0])
-
-    def _finish_load(self) -> None:
+        # icefall's clipping goes by the steps of a parameter.
         for group in self.param_groups:
-            states = [self.state[p] for p in group["params"]]
-            for own in states[:1]:
-                norms, is_old = own["model_norms"], CLOCK not in own
-                newest = torch.stack([s["step"].to(norms.device) for s in states]).max()
+            members = [self.state[p] for p in group["params"]]
+            for state in members[:1]:
+                newest = torch.stack([s["step"].to(state[CLOCK].device) for s in members]).max()
                 # The first step leaves no norm; later ones without any were not clipped.
-                clock = own.get(CLOCK, newest.clamp(max=1))
-                # Older checkpoints, and icefall's, have none; loaded in part, it is still zero.
-                known = norms.any() | (own["model_norm_threshold"] < torch.inf)
-                own[CLOCK] = torch.where(known & (is_old | (clock == 0)), newest, clock)
-        super()._finish_load()
+                known = state["model_norms"].any() | (state["model_norm_threshold"] < torch.inf)
+                state[CLOCK].copy_(torch.where(known, newest, newest.clamp(max=1)))
 
     def _update(self, batches: Sequence[ParamBatch]) -> Tensor:
         work = [ScaledAdamStep(batch) for batch in batches]
@@ -196,23 +174,11 @@ class ScaledAdam(ShardedOptimizer):
             one.apply(factors.get(id(one.group)))
         return ok
 
-    def _diagnose(self, reports: Sequence[Report]) -> list[dict[str, Any]]:
-        owners = [(report, b) for report in reports for b in report.batches]
-        batches = [b for _, b in owners]
-        own = [
-            torch.cat(
-                [sums(b, Needed(torch.ones_like(b.in_step))), Report.own_sums(b, b.moments[0])]
-            )
-            for b in batches
-        ]
-        for (report, batch), total in zip(
-            owners, self._sums(batches, own, 3 + OWN_SUMS), strict=True
-        ):
+    def _diagnose(
+        self, owners: Sequence[tuple[Report, ParamBatch]], norms: Sequence[Tensor]
+    ) -> None:
+        for (report, batch), squares in zip(owners, norms, strict=True):
             step = ScaledAdamStep(batch)
-            step.sums = total[:3]
-            report.add_gradients(batch, total[[0, 3, 4]])
-            report.add_unusual(batch, total[0], total[4])
-            report.add("dominance", batch, step.norm_terms(step.sums[0]))
+            report.add("dominance", batch, step.norm_terms(squares[0]))
             if not step.is_scalar:
                 report.add("rms", batch, batch.columns["param_rms"])
-        return [report.finish_clipping() for report in reports]

@@ -36,21 +36,6 @@ from torch import Tensor
 from steadygrad.numerics import inner_products, may_hold, square_sums, wide
 from steadygrad.optim.passes import Bucket, Pass, decays_of
 
-__all__ = [
-    "Needed",
-    "Rule",
-    "Sizes",
-    "StepScales",
-    "UpdateOptions",
-    "finite",
-    "needs_products",
-    "remembered",
-    "size_step",
-    "step_scales",
-    "sums",
-    "update",
-]
-
 # The second moment is corrected until its correction is this close to one.
 CORRECTED_BELOW = 0.99
 # How far one size step may go in the current recipe, as a fraction of the size.
@@ -59,19 +44,7 @@ LARGEST_SIZE_STEP = 0.1
 
 @dataclass(frozen=True)
 class Rule:
-    r"""A group's numbers.
-
-    Attributes:
-        lr: :math:`\eta`.
-        betas: :math:`\beta_1, \beta_2`.
-        eps: :math:`\epsilon`.
-        scalar_lr_scale: Factor on the learning rate of sizes and of one-element parameters.
-        min_rms: :math:`r_{\min}`.
-        max_rms: Size that a parameter does not learn to exceed.
-        scalar_max: Bound on one-element parameters.
-        period: :math:`P`.
-        original: Whether the rule is that of 2022, ``stateless7``.
-    """
+    """A group's numbers, by the names of the equations."""
 
     lr: float | Tensor
     betas: tuple[float, float]
@@ -81,7 +54,7 @@ class Rule:
     max_rms: float
     scalar_max: float
     period: int
-    original: bool
+    original: bool  # whether the rule is that of 2022, "stateless7"
 
     def update_options(self, *, is_scalar: bool) -> "UpdateOptions":
         """Options of the update of one-element parameters, or of all others."""
@@ -91,37 +64,19 @@ class Rule:
 
 
 class UpdateOptions(NamedTuple):
-    r"""Numbers of a group that the update needs.
-
-    Attributes:
-        beta1: :math:`\beta_1`.
-        beta2: :math:`\beta_2`.
-        eps: :math:`\epsilon`.
-        before: Bound on weights before the update; infinite: none.
-        after: Bound on weights after the update; infinite: none.
-    """
+    """Numbers of a group that the update needs."""
 
     beta1: float
     beta2: float
     eps: float
-    before: float
-    after: float
-
-
-class Needed(NamedTuple):
-    """Whether inner products and norms of weights are needed, with shape ``(tensors)``."""
-
-    needed: Tensor
+    before: float  # bound on weights before the update; infinite: none
+    after: float  # bound on weights after the update; infinite: none
 
 
 def needs_products(step: Tensor, rule: Rule) -> Tensor:
     """Whether a step needs inner products and norms of weights before its update.
 
     The first step takes the size that the weights have; a size step learns from products.
-
-    Args:
-        step: :math:`t` of each parameter, with shape ``(tensors)``.
-        rule: The group's numbers.
     """
     return (step == 0) | (step % rule.period == rule.period - 1)
 
@@ -149,21 +104,13 @@ def finite(sums: Tensor, needed: Tensor, dtype: torch.dtype, period: int) -> Ten
 
 
 class StepScales(NamedTuple):
-    r"""Factors of the update, each with shape ``(tensors)``.
+    """Factors of the update, each with shape ``(tensors)``."""
 
-    Attributes:
-        taken: Whether the parameter takes the step.
-        clip: Factor on the gradient: clipping and direction.
-        second_moment: :math:`1 / (1 - \beta_2^{t+1})`, or 1.
-        gradient: Factor on the scaled gradient.
-        weight: Factor :math:`s` on the weight, zero for one-element parameters.
-    """
-
-    taken: Tensor
-    clip: Tensor
-    second_moment: Tensor
-    gradient: Tensor
-    weight: Tensor
+    taken: Tensor  # whether the parameter takes the step
+    clip: Tensor  # on the gradient: clipping and direction
+    second_moment: Tensor  # 1 / (1 - beta2**(t + 1)), or 1
+    gradient: Tensor  # on the scaled gradient
+    weight: Tensor  # s, on the weight; zero for one-element parameters
 
 
 def step_scales(
@@ -173,14 +120,13 @@ def step_scales(
     taken: Tensor,
     rule: Rule,
 ) -> StepScales:
-    r"""Works out the factors of the update.
+    """Factors of the update.
 
     Args:
-        step: :math:`t` of each parameter, with shape ``(tensors)`` and in the widest type there is.
-        known: Root mean square of each and its size step :math:`s`, both with shape ``(tensors)``;
-            None for one-element parameters.
+        step: Steps of each parameter before this one, in the widest type there is.
+        known: Root mean square of each and its size step; None for one-element parameters.
         clip: Factor on the gradients: clipping and direction, with shape ``()``.
-        taken: Whether each takes this step, with shape ``(tensors)``.
+        taken: Whether each takes this step.
         rule: The group's numbers.
     """
     remaining = 1 - rule.betas[1] ** (step + 1)
@@ -198,18 +144,11 @@ def step_scales(
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of several parameters, with the averages and gradients that they are learned from.
+    """Sizes of several parameters, with the averages and gradients that they are learned from."""
 
-    Attributes:
-        rms: Root mean square of each as it was last taken, with shape ``(tensors)``.
-        mean_square: Running mean square of the gradients of the log sizes, with shape
-            ``(tensors)``.
-        gradients: The last of these gradients, with shape ``(tensors, period)``.
-    """
-
-    rms: Tensor
-    mean_square: Tensor
-    gradients: Tensor
+    rms: Tensor  # of each as it was last taken
+    mean_square: Tensor  # running, of the gradients of the log sizes
+    gradients: Tensor  # the last of these, with shape (tensors, period)
 
 
 def size_step(
@@ -226,17 +165,14 @@ def size_step(
 
     Args:
         sizes: The sizes before this step.
-        size_gradient: :math:`p \cdot g` at this step, with shape ``(tensors)``. It counts at size
-            steps only.
-        rms: Root mean square of each parameter at this step, with shape ``(tensors)``. It counts
-            at the first step and at size steps only.
-        step: :math:`t` of each, with shape ``(tensors)``.
-        taken: Whether each takes this step, with shape ``(tensors)``.
+        size_gradient: :math:`p \cdot g` at this step; it counts at size steps only.
+        rms: Root mean square of each parameter now; it counts at the first and at size steps only.
+        step: :math:`t` of each.
+        taken: Whether each takes this step.
         rule: The group's numbers.
 
     Returns:
-        The sizes now, still without this step's gradients, and :math:`s`, with shape
-        ``(tensors)``.
+        The sizes now, still without this step's gradients, and :math:`s`.
     """
     turn = (step % rule.period == rule.period - 1) & taken
     ring = remembered(sizes.gradients, size_gradient, step, turn)
@@ -263,12 +199,6 @@ def remembered(ring: Tensor, size_gradient: Tensor, step: Tensor, taken: Tensor)
 
     A gradient whose square times twice the period overflows counts as zero: it came with weights
     that have grown since the last size step, which did not need it.
-
-    Args:
-        ring: The last ones, with shape ``(tensors, period)``; step ``t`` at ``t mod period``.
-        size_gradient: This step's, with shape ``(tensors)``.
-        step: :math:`t` of each parameter, with shape ``(tensors)``.
-        taken: Whether each takes this step, with shape ``(tensors)``.
     """
     period = ring.shape[1]
     place = torch.arange(period, device=step.device) == (step % period)[:, None]
@@ -285,10 +215,10 @@ def _bounded(raw: Tensor, rms: Tensor, lr: float | Tensor, rule: Rule) -> Tensor
     return torch.minimum(raw, (rule.max_rms - rms) / rms)
 
 
-def _sums(bucket: Bucket, by: Needed, options: tuple[()]) -> Tensor:
+def _sums(bucket: Bucket, by: tuple[Tensor], options: tuple[()]) -> Tensor:
     dtype, grads = wide(bucket.weights[0].dtype), bucket.unscaled()
     squares = square_sums(grads, dtype)
-    if not may_hold(by.needed):
+    if not may_hold(by[0]):
         return torch.stack([squares, torch.zeros_like(squares), torch.zeros_like(squares)])
     products = inner_products(bucket.weights, grads, dtype)
     return torch.stack([squares, products, square_sums(bucket.weights, dtype)])
@@ -341,8 +271,8 @@ def _bound_(weights: list[Tensor], taken: list[Tensor], bound: float) -> None:
 
 
 _LOOPS = "steadygrad.optim.loops.scaled_adam:"
-# This process's :math:`|g|^2`, :math:`p \cdot g` and :math:`|p|^2`, the latter two of no use where
-# they are not needed.
+# This process's :math:`|g|^2`, :math:`p \cdot g` and :math:`|p|^2`, by whether the latter two are
+# needed.
 sums = Pass(_sums, 3, f"{_LOOPS}sums_kernel")
 # Moves `v`, `delta` and `p`: the equations above, with two temporaries. Its sums are
 # :math:`p \cdot g` with the weights before the update.

@@ -13,8 +13,6 @@ from steadygrad.optim import scaled_adam_rule as rule_of
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.state import StateField
 
-__all__ = ["CLIPPING", "CLOCK", "SIZES", "ScaledAdamStep", "clip_factors"]
-
 # Small states that parameters of more than one element have.
 SIZES = {
     "param_rms": StateField(low=0.0, sized_only=True),
@@ -36,16 +34,9 @@ CLOCK = "clipping_step"
 
 
 class ScaledAdamStep:
-    """A step of one batch of parameters, all of one element or none.
+    """A step of one batch of parameters, all of one element or none."""
 
-    Args:
-        batch: The parameters.
-
-    Attributes:
-        sums: Sums over all shards, with shape ``(3, tensors)``, once they are known.
-        is_sized: Whether any parameter's size may be taken or learned in this step.
-    """
-
+    # Over all shards, with shape `(3, tensors)`, once they are known.
     sums: Tensor
 
     def __init__(self, batch: ParamBatch) -> None:
@@ -55,6 +46,7 @@ class ScaledAdamStep:
         # The weights of a frozen parameter are not read: its step stays zero.
         needed = rule_of.needs_products(self.step, self.rule) & batch.in_step
         self.needed = torch.zeros_like(needed) if self.is_scalar else needed
+        # Whether any size may be taken or learned in this step.
         self.is_sized = not self.is_scalar and may_hold(needed)
 
     def local_sums(self) -> Tensor:
@@ -63,7 +55,7 @@ class ScaledAdamStep:
         # of every step.
         every_step = self.batch.sharded and not self.is_scalar
         needed = self.batch.in_step if every_step else self.needed
-        sums: Tensor = rule_of.sums(self.batch, rule_of.Needed(needed))
+        sums: Tensor = rule_of.sums(self.batch, (needed,))
         return sums
 
     def finite(self, sums: Tensor) -> Tensor:
@@ -79,11 +71,7 @@ class ScaledAdamStep:
         return squares * self.batch.columns["param_rms"].to(squares) ** 2
 
     def apply(self, clip: Tensor | None) -> None:
-        """Moves states and weights.
-
-        Args:
-            clip: Clipping factor of the group, with shape ``()``; None: it is not clipped.
-        """
+        """Moves states and weights; ``clip`` is the group's factor, None where it has none."""
         batch, rule = self.batch, self.rule
         scale = torch.full((), batch.sign, dtype=batch.exact, device=batch.device)
         if clip is not None:
@@ -127,13 +115,8 @@ def clip_factors(
 ) -> dict[int, Tensor]:
     """Clipping factors of groups, with shape ``()``, by the identity of the group.
 
-    Args:
-        work: The steps of all batches.
-        groups: All groups.
-        states: The optimizer's states.
-        ok: Whether the step is taken, with shape ``()``.
-        joint: Each group's squared norm and the number of its parameters that are worked on, with
-            shape ``(2 * groups)``, where all processes had to agree on them.
+    ``joint`` has each group's squared norm and the number of its parameters that are worked on,
+    with shape ``(2 * groups)``, where all processes had to agree on them.
     """
     members: dict[int, list[ScaledAdamStep]] = defaultdict(list)
     for update in work:

@@ -9,19 +9,9 @@ from torch.optim.optimizer import Optimizer
 
 from steadygrad._checks import InputError, check_count, check_number
 
-__all__ = ["Eden", "WarmupHoldDecay"]
-
 
 class _FactorLR(LRScheduler):
     """A schedule that multiplies each group's base learning rate by one factor, as LambdaLR."""
-
-    def __init__(self, optimizer: Optimizer, last_epoch: int = -1) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise InputError(
-                f"Expected a torch optimizer. Found {type(optimizer).__name__}. "
-                "Remedy: hand in the optimizer itself, not its groups or a wrapper."
-            )
-        super().__init__(optimizer, last_epoch)
 
     def _factor(self) -> float:
         """The factor now."""

@@ -9,17 +9,12 @@ from torch import Tensor
 
 from steadygrad.optim.checks import is_capturing
 
-__all__ = ["SkipMonitor"]
-
 
 class SkipMonitor:
     """Counts skipped steps in a row; the host does not wait for an accelerator.
 
     On an accelerator the count of skipped steps is copied to the host now and then, and read
     one interval later: the warning comes after at most twice as many steps.
-
-    Args:
-        name: Name of the optimizer, for the warning.
     """
 
     def __init__(self, name: str) -> None:
@@ -29,13 +24,7 @@ class SkipMonitor:
         self._last: float | None = None
 
     def count(self, ok: Tensor, states: Iterable[Mapping[str, Any]], limit: int | None) -> None:
-        """Counts a step if it was skipped, and warns at the limit.
-
-        Args:
-            ok: Whether the step was taken, with shape ``()``.
-            states: The optimizer's states, with the counts of skipped steps.
-            limit: Skipped steps in a row to warn after; None: never.
-        """
+        """Counts a step if it was skipped, and warns at the limit; None: never."""
         # With gradients of a wrapper type `ok` has that type and cannot be read; on `meta` it has
         # no value.
         readable = type(ok) is Tensor and not (torch.compiler.is_compiling() or ok.is_meta)

@@ -4,7 +4,7 @@ Checkpoints are then the same before the first step as after it, on every proces
 """
 
 import math
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -25,17 +25,6 @@ from steadygrad.optim.checks import (
 from steadygrad.optim.loading import TypeKeepingOptimizer
 from steadygrad.shards import is_on_mesh_of, is_sharded, shared_out
 
-__all__ = [
-    "ADAM_FIELDS",
-    "MASTER",
-    "SKIPPED",
-    "STEP",
-    "StateField",
-    "StatefulOptimizer",
-    "ensure_master",
-]
-
-
 # Name of the float32 master of a 16-bit parameter, which holds the digits that the weight cannot.
 MASTER = "master_weight"
 # Not checked in every step: learning rates apart from the others, and lists that are no options.
@@ -44,29 +33,16 @@ _NO_OPTIONS = {"lr", "params", "param_names"}
 
 @dataclass(frozen=True)
 class StateField:
-    """Form in which a state is kept: one number, unless it is said to be larger.
+    """Form in which a state is kept: one number, unless it is said to be larger."""
 
-    Attributes:
-        elementwise: Whether it has an element for each of the parameter's.
-        length: The option that is its length, if it has one.
-        dtype: Type of the state; None: that of the averages.
-        low: Least value that can be loaded.
-        high: Largest value that can be loaded.
-        initial: Value before the first step.
-        shared: Whether it exists once a group and device, and is seen from every parameter of it.
-        sized_only: Whether only parameters of more than one element have it.
-        optional: Whether a state without it can be loaded.
-    """
-
-    elementwise: bool = False
-    length: str = ""
-    dtype: torch.dtype | None = None
-    low: float = -LARGEST
+    elementwise: bool = False  # an element for each of the parameter's
+    length: str = ""  # the option that is its length, if it has one
+    dtype: torch.dtype | None = None  # None: that of the averages
+    low: float = -LARGEST  # least and largest value that can be loaded
     high: float = LARGEST
     initial: float = 0.0
-    shared: bool = False
-    sized_only: bool = False
-    optional: bool = False
+    shared: bool = False  # exists once a group and device, seen from every parameter of it
+    sized_only: bool = False  # only parameters of more than one element have it
 
     def shape(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[int, ...]:
         """Shape of the state, for a parameter in a group with some options."""
@@ -252,8 +228,11 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         self, parameter: Tensor, saved: Mapping[str, Any], state: Mapping[str, Any]
     ) -> None:
         expected = set(self.state[parameter]) - {MASTER}
-        if missing := {n for n in expected if not self._field(n).optional} - set(state):
-            raise self._not_its_own(missing, state)
+        if missing := expected - set(state):
+            raise InputError(
+                f"Expected a `state_dict` of {type(self).__name__}, with {sorted(missing)}. Found "
+                f"{sorted(state)}. Remedy: {self._load_remedy}"
+            )
         for name in (expected | {MASTER}) & set(state):
             field, value, group = self._field(name), state[name], {**self.defaults, **saved}
             # In the type that it is kept in, a larger number would be infinite.
@@ -266,9 +245,3 @@ class StatefulOptimizer(TypeKeepingOptimizer):
                     f"Found a DTensor on {value.device_mesh}. Remedy: value.full_tensor(), or "
                     "torch.distributed.checkpoint, which lays states out anew."
                 )
-
-    def _not_its_own(self, missing: Iterable[str], state: Iterable[str]) -> InputError:
-        return InputError(
-            f"Expected a `state_dict` of {type(self).__name__}, with {sorted(missing)}. Found "
-            f"{sorted(state)}. Remedy: {self._load_remedy}"
-        )

@@ -279,11 +279,15 @@ class GradientWatch:
 
 def _check_hooks(model: nn.Module) -> None:
     if model._compiled_call_impl is not None:
-        raise InputError("Expected torch.compile(model), as hooks need. Found model.compile().")
+        raise InputError(
+            "Expected a `model` without model.compile(), which hooks need. Found one with it. "
+            "Remedy: torch.compile(model)."
+        )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(
-                f"Expected a model before torch.jit. Found a ScriptModule at {name!r}."
+                f"Expected a model of Python modules. Found a ScriptModule at {name!r}. "
+                "Remedy: watch it before torch.jit."
             )
         if is_watched(module):
             raise InputError(

@@ -1,17 +1,10 @@
 """ScaledAdam's clipping counts the steps of its group, whichever parameters take them."""
 
-import copy
 import io
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from steadygrad.optim import ScaledAdam
 from tests.reference.scaled_adam import Clipper
@@ -130,73 +123,3 @@ def test_clipping_that_is_turned_on_later_begins_anew():
     assert seen[: 2 * PERIOD + 9] == [torch.inf] * (2 * PERIOD + 9)
     # Twice, and doubled at first; sizes move a little.
     assert seen[-1] in (pytest.approx(4 * norm, rel=0.1), pytest.approx(2 * norm, rel=0.1))
-
-
-OLD = {"file": lambda tmp, optimizer: older(optimizer), "parts": lambda *given: in_parts(*given)}
-
-
-def older(optimizer):
-    """As it was saved before there was a clock."""
-    saved = copy.deepcopy(optimizer.state_dict())
-    for state in saved["state"].values():
-        del state["clipping_step"]
-    params = copy.deepcopy(optimizer.param_groups[0]["params"])
-    fresh = ScaledAdam(params, clipping_update_period=PERIOD)
-    fresh.load_state_dict(saved)
-    return params, fresh
-
-
-def in_parts(tmp, optimizer):
-    """The same through torch.distributed.checkpoint, which loads what is there."""
-    model = nn.ParameterList(optimizer.param_groups[0]["params"])
-    other = copy.deepcopy(model)
-    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
-    for state in saved["state"].values():
-        del state["clipping_step"]
-    dcp.save(saved, checkpoint_id=tmp)
-    options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    fresh = ScaledAdam([{"params": [*other], **options}])
-    found = get_optimizer_state_dict(other, fresh)
-    dcp.load(found, checkpoint_id=tmp, planner=DefaultLoadPlanner(allow_partial_load=True))
-    set_optimizer_state_dict(other, fresh, found)
-    return [*other], fresh
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe", ["zipformer", "stateless7"])
-@pytest.mark.parametrize(
-    ("how", "stop"), [*(("file", stop) for stop in (0, 1, 2, 11, 30)), ("parts", 11)]
-)
-def test_an_older_checkpoint_goes_on_to_the_bit(how, stop, recipe, tmp_path):
-    params, optimizer = make(recipe=recipe)
-    for step in range(stop):
-        give(params, "both", step)
-        optimizer.step()
-    others, other = OLD[how](tmp_path, optimizer)
-    for step in range(stop, stop + 30):
-        give(params, "both", step)
-        give(others, "both", step)
-        optimizer.step()
-        other.step()
-    for p, q in zip(params, others, strict=True):
-        assert torch.equal(p, q)
-        for name in SHARED:
-            assert torch.equal(optimizer.state[p][name], other.state[q][name])
-
-
-def test_an_older_checkpoint_with_frozen_leaders_has_the_greatest_count():
-    params, optimizer = make()
-    for step in range(30):
-        give(params, "head" if step < 25 else "body", step)
-        optimizer.step()
-    _, other = older(optimizer)
-    assert {int(state["clipping_step"]) for state in other.state.values()} == {25}
-
-
-def test_an_older_checkpoint_without_clipping_leaves_it_to_begin_anew():
-    params, optimizer = make(clipping_scale=None)
-    for step in range(30):
-        give(params, "both", step)
-        optimizer.step()
-    _, other = older(optimizer)
-    assert {int(state["clipping_step"]) for state in other.state.values()} == {1}

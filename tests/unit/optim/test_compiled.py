@@ -69,17 +69,3 @@ def test_as_many_graphs_for_few_tensors_as_for_many():
         optimizer.step()
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert counts[0] == counts[1] <= 6
-
-
-@pytest.mark.usefixtures("compiled")
-def test_where_torch_cannot_compile_multi_tensor_calls_go_on(monkeypatch):
-    def refuse(graph, inputs):
-        raise NotImplementedError("no compiler here")
-
-    compile_by = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_by(f, backend=refuse))
-    with pytest.warns(UserWarning, match="torch.compile"):
-        found = trained(LANS, torch.float32, fused=True)
-    expected = trained(LANS, torch.float32, foreach=True)
-    for (name, a), (_, b) in zip(tensors_of(found), tensors_of(expected), strict=True):
-        assert torch.equal(a, b), name

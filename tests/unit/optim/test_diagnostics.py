@@ -45,41 +45,6 @@ def test_the_numbers_of_an_ordinary_step(maker):
     assert report["gradient_norm"] == pytest.approx(square**0.5, rel=1e-5)
     assert report["skipped"] == 0
     assert report["not_finite"] == report["too_large"] == []
-    # Independent draws of one size: the elements' own spread, no more.
-    assert all(0.3 < ratio < 3 for name, ratio in report["unusual"].items() if name != "gain")
-
-
-def history(optimizer, values, gradients, last):
-    for step in range(40):
-        for name, p in values.items():
-            p.grad = (last if step == 39 else gradients)[name].clone()
-        optimizer.step()
-    return optimizer.diagnostics()[0]["unusual"]
-
-
-def test_scaled_adam_names_the_gradient_that_has_grown_not_the_largest():
-    values = parameters()
-    sizes = {"wide": 100.0, "bias": 0.01, "gain": 1.0}
-    usual = {name: torch.full_like(p, sizes[name]) for name, p in values.items()}
-    found = history(
-        ScaledAdam(values.items()), values, usual, {**usual, "bias": 100 * usual["bias"]}
-    )
-    assert next(iter(found)) == "bias"
-    # v holds a fiftieth of the new square: 1 / 0.02, and the old ones next to nothing.
-    assert found["bias"] == pytest.approx(50**0.5, rel=0.02)
-    assert found["wide"] == pytest.approx(1.34, abs=0.05)  # v has come 55 % of its way in 40 steps
-
-
-def test_lans_names_the_gradient_whose_pattern_has_changed_not_the_largest():
-    values = parameters()
-    usual = {name: torch.full_like(p, 100.0) for name, p in values.items()}
-    usual["bias"] = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    turned = torch.tensor([0.0, 1.0, 0.0, 0.0])
-    found = history(LANS(values.items()), values, usual, {**usual, "bias": turned})
-    assert next(iter(found)) == "bias"
-    # One of four elements, whose second moment is this step's alone: 1 / 39 of it, corrected.
-    assert found["bias"] == pytest.approx((40 / 4) ** 0.5, rel=0.03)
-    assert found["wide"] == pytest.approx(1, rel=1e-3)
 
 
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
@@ -134,7 +99,6 @@ def test_changes_nothing_and_needs_no_gradient(maker):
     after = [t for s in optimizer.state.values() for t in s.values()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert report["gradient_norm"] == 0
-    assert all(value == 0 for value in report.get("unusual", {}).values())
 
 
 def test_lans_trust_ratios_are_those_of_the_rule():
@@ -187,8 +151,8 @@ def test_unnamed_parameters_and_the_length_of_lists():
     optimizer = LANS(values.values())
     steps(optimizer, values, 2)
     (report,) = optimizer.diagnostics(top=2)
-    assert len(report["unusual"]) == 2
-    assert set(report["unusual"]) <= {f"group 0, {i}" for i in range(5)}
+    assert len(report["trust_ratio"]) == 2
+    assert set(report["trust_ratio"]) <= {f"group 0, {i}" for i in range(5)}
 
 
 @pytest.mark.parametrize("maker", ALL.values(), ids=ALL)

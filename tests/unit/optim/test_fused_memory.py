@@ -134,7 +134,7 @@ def test_a_wrapped_gradient_is_noticed_by_loops_that_have_begun(make):
         step(p, optimizer, number)
         step(other, by_calls, number)
     before = p.detach().clone()
-    with pytest.warns(UserWarning, match="gradients of type TwoTensor"):
+    with pytest.warns(UserWarning, match="their gradients and states too"):
         step(p, optimizer, 3, gradient=lambda g: TwoTensor(g, g.clone()))
     step(other, by_calls, 3, gradient=lambda g: TwoTensor(g, g.clone()))
     assert (p.detach() - before).abs().max() > 1e-5

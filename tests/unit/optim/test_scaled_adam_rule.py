@@ -9,7 +9,6 @@ import torch
 
 from steadygrad.optim.passes import Bucket
 from steadygrad.optim.scaled_adam_rule import (
-    Needed,
     Rule,
     Sizes,
     StepScales,
@@ -51,7 +50,7 @@ def test_sums_are_those_of_the_originals_loop(needed):
     p, g = (torch.arange(1.0, 7).view(2, 3), torch.ones(2, 3).half())
     expected = torch.tensor([[6.0, 6], [21, -21], [91, 91]])
     some = batch([p, p], [g, -g], [p, p], [p, p])
-    found = sums(some, Needed(torch.tensor(needed)))
+    found = sums(some, (torch.tensor(needed),))
     if needed == [False, False]:
         expected[1:] = 0  # the weights are not read
     # A norm is squared again: float32 roundings.

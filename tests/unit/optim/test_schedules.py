@@ -238,7 +238,7 @@ def test_bad_epoch_and_bad_optimizer():
     schedule = Eden(make_optimizer(), lr_batches=5, lr_epochs=2)
     with pytest.raises(InputError, match="`epoch` should be a finite number in \\[0"):
         schedule.step_epoch(-1)
-    with pytest.raises(InputError, match=r"Expected a torch optimizer\. Found list"):
+    with pytest.raises(TypeError, match="list is not an Optimizer"):
         Eden([], lr_batches=5, lr_epochs=2)
 
 

@@ -10,25 +10,12 @@ import torch
 
 from steadygrad.optim.passes import Pass
 
-__all__ = [
-    "BROKEN",
-    "GAPS",
-    "KernelError",
-    "Types",
-    "prepare",
-    "warn_once",
-    "was_forked",
-    "why_none",
-]
-
 # Types of gradients, weights, state, and of the parameters that weights are rounded to.
 Types = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]
 
 # Why loops are not tried again in this process: by passes and types, or of all of them.
 BROKEN: dict[Hashable, str] = {}
 ALL = "all"
-# A layout that loops cannot take though it is easily changed.
-GAPS = "elements with gaps between them"
 # Optimizer and reason of each warning given.
 _WARNED: set[tuple[str, str]] = set()
 # The process that read this file, which is always read before there is anything to compile.
@@ -62,11 +49,7 @@ def why_none() -> str | None:
 
 
 def prepare(passes: Sequence[Pass], types: Types) -> str | None:
-    """Compiles the loops of passes, so that a failure to compile shows before a step begins.
-
-    Returns:
-        Why they cannot be compiled for these types; None if they can.
-    """
+    """Compiles loops before a step begins; why that cannot be for these types, or None."""
     if not all(one.loop for one in passes):
         return "it has none"
     key = tuple(passes), types
@@ -81,15 +64,11 @@ def prepare(passes: Sequence[Pass], types: Types) -> str | None:
 def warn_once(optimizer: str, why: str, parameter: torch.Tensor | None = None) -> None:
     """Warns of multi-tensor calls in place of loops, once for each optimizer and reason.
 
-    Args:
-        optimizer: Name of the optimizer.
-        why: Why there are no loops.
-        parameter: The parameter that they cannot take; None: there are none at all.
+    Without a reason it is a parameter that loops cannot take.
     """
-    has_gaps = why.startswith(GAPS)
-    if (key := (optimizer, GAPS if has_gaps else why)) in _WARNED:
+    if (optimizer, why) in _WARNED:
         return
-    _WARNED.add(key)
+    _WARNED.add((optimizer, why))
     if parameter is None:
         message = (
             f"Expected a fused kernel for {optimizer}. Found none: {why}. Multi-tensor calls are "
@@ -97,11 +76,11 @@ def warn_once(optimizer: str, why: str, parameter: torch.Tensor | None = None) -
             "chooses multi-tensor calls."
         )
     else:
-        contiguous = "parameter.data = parameter.data.contiguous() before the optimizer is built"
-        remedy = contiguous if has_gaps else "dense tensors of floating types"
         message = (
-            f"Expected parameters that fused kernels can take in {optimizer}. Found {why} in one "
-            f"of {parameter.dtype} with shape {tuple(parameter.shape)}; multi-tensor calls work on "
-            f"it. Remedy: {remedy}, or foreach=True in a group of their own."
+            f"Expected parameters that fused kernels can take in {optimizer}: plain and floating, "
+            f"without gaps in memory, their gradients and states too. Found {parameter.dtype} with "
+            f"shape {tuple(parameter.shape)} and strides {parameter.stride()}; multi-tensor calls "
+            "work on it. Remedy: parameter.data = parameter.data.contiguous() before the optimizer "
+            "is built, or foreach=True in a group of their own."
         )
     warnings.warn(message, stacklevel=2)

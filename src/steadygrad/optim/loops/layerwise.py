@@ -22,8 +22,6 @@ from steadygrad.optim.loops.numbers import (
     widen,
 )
 
-__all__ = ["moments_kernel", "weights_kernel"]
-
 SOURCE = source_of(Options._fields, Factors._fields, Coefficients._fields)
 FACTORS, COEFFICIENTS, OPTIONS = map(len, (Factors._fields, Coefficients._fields, Options._fields))
 

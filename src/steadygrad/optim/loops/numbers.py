@@ -14,28 +14,6 @@ from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-__all__ = [
-    "BLOCK",
-    "GRAD",
-    "MOST_SUMS",
-    "PARAM",
-    "STATES",
-    "WEIGHT",
-    "KernelArgs",
-    "arguments",
-    "arrays_at",
-    "chunk_of",
-    "compiled",
-    "grad_kernel",
-    "narrow",
-    "round_masters",
-    "source_of",
-    "state_at",
-    "sync_masters",
-    "wide",
-    "widen",
-]
-
 # Elements that are added up in the working type; their sums are added up in float64.
 BLOCK = 4096
 # Sums that a pass may leave for each chunk.
@@ -45,31 +23,18 @@ GRAD, PARAM, WEIGHT, STATES = 0, 1, 2, 3
 
 
 class KernelArgs(NamedTuple):
-    """Arguments of a kernel, int64 numbers in this order: addresses and counts.
+    """Arguments of a kernel, int64 numbers in this order: addresses and counts."""
 
-    Attributes:
-        counter: Address of the number of chunks taken.
-        chunks: Number of chunks.
-        chunk_table: Address of rows of tensor, first element and length.
-        tensors: Number of tensors.
-        addresses: Address of the tensors' addresses, a row for each tensor.
-        fields: Length of such a row.
-        sums: Address of float64 partial sums, a row for each chunk.
-        factors: Address of float64 factors, a row of all tensors for each factor.
-        options: Address of float64 numbers that hold for all tensors.
-        zeros: Address of a block of zeros: gradients of tensors that have none.
-    """
-
-    counter: int
-    chunks: int
-    chunk_table: int
-    tensors: int
-    addresses: int
-    fields: int
-    sums: int
-    factors: int
-    options: int
-    zeros: int
+    counter: int  # address of the number of chunks taken
+    chunks: int  # number of chunks
+    chunk_table: int  # address of rows of tensor, first element and length
+    tensors: int  # number of tensors
+    addresses: int  # address of the tensors' addresses, a row for each tensor
+    fields: int  # length of such a row
+    sums: int  # address of float64 partial sums, a row for each chunk
+    factors: int  # address of float64 factors, a row of all tensors for each factor
+    options: int  # address of float64 numbers that hold for all tensors
+    zeros: int  # address of a block of zeros: gradients of tensors that have none
 
 
 def source_of(*fields: tuple[str, ...]) -> int:

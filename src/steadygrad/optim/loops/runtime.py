@@ -40,8 +40,6 @@ from steadygrad.optim.loops.numbers import (
 )
 from steadygrad.optim.passes import Pass, addresses_of
 
-__all__ = ["CHUNK", "Table", "prepare"]
-
 # Elements of a chunk: with fewer, hardware prefetching restarts too often (of 16,384 to
 # 1,048,576 all from 65,536 on took the same time, fewer up to 8% more).
 CHUNK = 65536
@@ -51,29 +49,20 @@ _ZEROS = np.zeros(BLOCK)
 
 
 class Table:
-    """Addresses and chunks of a batch's tensors, in the host's memory.
-
-    Args:
-        sizes: Elements of each tensor; an empty one has an empty chunk.
-        types: Types of the batch.
-        states: Number of large states.
-
-    Attributes:
-        addresses: With shape ``(tensors, 3 + states)``. Zero for a gradient that is zero.
-        chunks: Rows of tensor, first element and length, with shape ``(chunks, 3)``.
-        firsts: First chunk of each tensor.
-        partial_sums: Sums of the last pass over each chunk, with shape ``(chunks, MOST_SUMS)``.
-    """
+    """Addresses and chunks of a batch's tensors, in the host's memory."""
 
     def __init__(self, sizes: Sequence[int], types: Types, states: int) -> None:
         self.types, self.lengths = types, np.asarray(sizes, np.int64)
         self.elements = int(self.lengths.sum())
         counts = np.maximum(1, -(-self.lengths // CHUNK))
         tensors = np.repeat(np.arange(len(sizes)), counts)
+        # First chunk of each tensor.
         self.firsts = np.concatenate([[0], np.cumsum(counts)[:-1]])
         starts = (np.arange(len(tensors)) - self.firsts[tensors]) * CHUNK
         parts = np.minimum(CHUNK, self.lengths[tensors] - starts)
+        # Rows of tensor, first element and length.
         self.chunks = np.ascontiguousarray(np.stack([tensors, starts, parts], axis=1))
+        # Zero for a gradient that is zero.
         self.addresses = np.zeros((len(sizes), STATES + states), np.int64)
         self.partial_sums = np.zeros((len(self.chunks), MOST_SUMS))
         self.args = KernelArgs(
@@ -95,18 +84,9 @@ class Table:
             self.addresses[:, STATES + place] = addresses_of(states)
 
     def fill(
-        self,
-        params: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
+        self, params: Sequence[Tensor], weights: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> None:
-        """Writes where all that may have moved lies now.
-
-        Args:
-            params: Local parameters.
-            weights: Local weights, or masters.
-            grads: Local gradients; None: zero.
-        """
+        """Writes where all that may have moved lies now: local tensors; None: a zero gradient."""
         present = [g for g in grads if g is not None]
         rows = slice(None) if len(present) == len(grads) else [g is not None for g in grads]
         self.addresses[:, GRAD] = 0
@@ -124,12 +104,9 @@ class Table:
         absent[rows] = False
         freed[absent, GRAD] = False
         if freed.any():
-            row, column = np.argwhere(freed)[0]
-            what = {GRAD: "gradient", PARAM: "parameter", WEIGHT: "weight"}.get(column, "state")
             raise InputError(
-                f"Expected tensors with memory. Found a {what} of {self.lengths[row]} elements "
-                "whose storage was freed. Remedy: give it memory again before the step, or set a "
-                "gradient to None."
+                "Expected parameters, gradients and states with memory. Found one that was freed. "
+                "Remedy: give it memory again before the step, or set a gradient to None."
             )
 
     def run(
@@ -142,13 +119,7 @@ class Table:
     ) -> Tensor | None:
         """Runs a pass's loop on as many threads as torch uses.
 
-        Args:
-            one: The pass.
-            by: Factors, each with shape ``(tensors)``. A tensor takes part if its first is not
-                zero; without any, if it has a gradient.
-            options: Numbers that hold for all tensors.
-            sum_dtype: Type of the sums.
-            inverse_scale: Factor on every gradient that is read; None: one.
+        A tensor takes part if its first factor is not zero; without any, if it has a gradient.
 
         Returns:
             This process's sums, with shape ``(rows, tensors)``; None without rows.
@@ -193,11 +164,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def prepare(passes: Iterable[Pass], types: Types) -> None:
-    """Compiles the loops of passes for some types, if they are not yet compiled.
-
-    Raises:
-        KernelError: If one cannot be compiled.
-    """
+    """Compiles the loops of passes for some types; raises KernelError where it cannot."""
     for one in passes:
         _address_of(one, types)
 
@@ -256,13 +223,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def _run(address: int, args: NDArray[np.int64], elements: int) -> None:
-    """Runs a kernel to its end, without the interpreter's lock.
-
-    Args:
-        address: Address of the kernel.
-        args: Arguments of the kernel.
-        elements: Elements that it works on.
-    """
+    """Runs a kernel to its end, without the interpreter's lock, on some number of elements."""
     threads = min(torch.get_num_threads(), max(1, elements // _SMALL))
     kernel, place = _KERNEL(address), args.ctypes.data
     if threads == 1:

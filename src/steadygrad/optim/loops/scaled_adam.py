@@ -22,8 +22,6 @@ from steadygrad.optim.loops.numbers import (
 )
 from steadygrad.optim.scaled_adam_rule import StepScales, UpdateOptions
 
-__all__ = ["sums_kernel", "update_kernel"]
-
 SOURCE = source_of(StepScales._fields, UpdateOptions._fields)
 FACTORS, OPTIONS = len(StepScales._fields), len(UpdateOptions._fields)
 
