@@ -78,10 +78,16 @@ class Bucket:
         # A zero that stands for None takes no memory.
         grads = [g.contiguous() if 0 in g.stride() else g for g in self.grads]
         tensors = [self.weights, grads, *self.moments]
-        if all(t.is_contiguous() for some in tensors for t in some):
+        if all(_is_plain(t) for some in tensors for t in some):
             tensors = [[_flat(t) for t in some] for some in tensors]
         weights, grads, *moments = tensors
         return Bucket([0], weights, grads, tuple(moments), self.inverse_scale, row)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its memory is its numbers in their order: no wrapper, no view that negates."""
+    has_own_memory = type(tensor) in (Tensor, torch.nn.Parameter)
+    return has_own_memory and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def _flat(tensor: Tensor) -> Tensor:
