@@ -47,7 +47,7 @@ def leave_processes() -> None:
 
 
 def check_gloo() -> None:
-    """Adds a number over a group of this process alone, and raises what torch does if it fails."""
+    """Adds a number over a gloo group of this process alone; torch's error where gloo cannot."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -366,7 +366,7 @@ def _agreed(axes: Sequence[Axes], params: Sequence[Tensor]) -> dict[int, Axes]:
 
 
 class ZeroSum:
-    """What :class:`PackedSum` is under ``ZeroRedundancyOptimizer``, which shares parameters out.
+    """Joint sums under ``ZeroRedundancyOptimizer``, which shares parameters out to processes.
 
     A parameter's rank alone needs its sums: what travels are the flag and the joint sums.
     """

@@ -56,7 +56,7 @@ class LossNumbers(NamedTuple):
     def after(
         self, sums: JoinedSums, overflowed: Tensor | None, options: Options, micro_batches: int
     ) -> tuple[Tensor, "LossNumbers"]:
-        """Computes what one of a step's micro-batches leads to, without storing it.
+        """Computes the averages after one micro-batch of a step, without storing them.
 
         A micro-batch sees the average as it would be if the step ended with it. So a step moves
         the average once, by the norm of all its micro-batches. Whether the step ends is decided

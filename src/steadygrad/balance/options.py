@@ -17,7 +17,7 @@ GradScale = Any
 
 
 class LossScale(NamedTuple):
-    """What one call's losses were scaled by."""
+    """The loss scale and the accumulation divisor of one call's losses."""
 
     unscaling: Tensor | float  # removes loss scale and accumulation divisor from a gradient
     micro_batches: int  # in a step: the divisor

@@ -324,7 +324,7 @@ class NoiseScale:
 def _check_combination(
     source: str, metric: str, layers: str, optimizer: Optimizer | None, world: World
 ) -> None:
-    """Refuses what would measure something else, before any hook is registered."""
+    """Refuses combinations that measure no noise scale, before any hook is registered."""
     allowed = {"microbatch", "per_example", "accumulated"}
     if world.kind == "ddp":
         # Its `.grad` is local or reduced depending on `no_sync`.

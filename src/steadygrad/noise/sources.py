@@ -1,4 +1,4 @@
-"""Where the parts of a step come from: contexts, backward passes that are found, examples."""
+"""Sources of a step's parts: contexts, backward passes that are found, single examples."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -80,7 +80,7 @@ class Repeats:
         self._calls.append(call)
 
     def end(self) -> str:
-        """Ends a part; says what it is if it is no micro-batch of its own, else nothing.
+        """Ends a part; says why the part is no micro-batch of its own, empty if it is one.
 
         Its samples are an earlier part's if the model was given the same tensors, or if both went
         through one call, and this one through no layer of that part anew.
@@ -207,7 +207,7 @@ class Source:
 
     @contextmanager
     def _gradients(self, samples: int) -> Iterator[None]:
-        """Feeds the sums what no hook does."""
+        """Feeds the sums from taps or from ``.grad``, where no hook feeds them."""
         sums = self._sums
         if self._taps is not None:
             with self._taps.recording(samples):
@@ -319,7 +319,7 @@ class Source:
 
     @property
     def factor(self) -> float:
-        """True weights of the step's parts over those that were assumed before all were known."""
+        """Factor from the weights that were assumed for a step's parts to the true ones."""
         sums, given = self._sums, self._last is not None and self._last[1] is not None
         if given or sums.broken or self._accumulation == "sum":
             return 1.0

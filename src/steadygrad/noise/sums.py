@@ -118,7 +118,7 @@ def preconditioned_norms(optimizer: Optimizer) -> Norms:
 
 
 class Sums:
-    """Sums over the parts of one step on this process, and what follows from those of all.
+    """Sums over the parts of one step, on this process and over all processes.
 
     A slot is an index into the measured parameters; ``groups`` has each slot's. Without an
     ``optimizer`` norms are euclidean. ``reduced`` gradients are those of all processes, sharded

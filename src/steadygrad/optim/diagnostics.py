@@ -25,7 +25,7 @@ from steadygrad.optim.clipping import EARLY
 
 
 def bad_elements(batch: ParamBatch) -> Tensor:
-    """How many elements of each local gradient are not finite, with shape ``(1, tensors)``."""
+    """Counts of non-finite elements in each local gradient, with shape ``(1, tensors)``."""
     zero = torch.zeros((), dtype=torch.int64, device=batch.device)
     counts = [zero if g is None else (~torch.isfinite(g)).sum() for g in batch.grads]
     return torch.stack(counts).to(batch.sum_dtype)[None]

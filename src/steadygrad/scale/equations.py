@@ -1,4 +1,4 @@
-r"""How scales move, and where measured exponents send them; nothing here waits for the device.
+r"""The rule of scales, and targets from measured exponents; nothing here waits for the device.
 
 A layer's scale multiplies the gradient that enters it. Layers may lie inside others, so the
 gradients in layer :math:`l` carry the **total** scale
@@ -26,7 +26,7 @@ BLIND_STEP = 8
 
 
 class GrowthRule(NamedTuple):
-    """How scales grow and back off; the arguments of :class:`~steadygrad.LayerwiseGradScaler`."""
+    """Growth and backoff of scales; the arguments of :class:`~steadygrad.LayerwiseGradScaler`."""
 
     growth_factor: float
     backoff_factor: float

@@ -1,4 +1,4 @@
-"""Which modules are scaled, from what scale on, their nesting, and the layer of each parameter."""
+"""Modules that are scaled: their first scales, their nesting, and the layer of each parameter."""
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence

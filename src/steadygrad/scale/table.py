@@ -148,7 +148,7 @@ class ScaleTable:
 
     @torch.no_grad()
     def load_state_dict(self, saved: Any) -> None:
-        """Loads what :meth:`state_dict` returned; if it is damaged the table stays as it was."""
+        """Loads a state of :meth:`state_dict`; a damaged one changes nothing."""
         try:
             columns = [[saved[name][key] for name in self.names] for key in _KEYS]
             scales = torch.tensor(columns[0], dtype=torch.float64)
