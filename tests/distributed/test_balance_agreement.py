@@ -44,9 +44,6 @@ class Halves:
     def gramian_weighting(self, products):
         return products.new_full((len(products),), self.factor)
 
-    def __call__(self, matrix):
-        return self.factor * matrix.sum(0)
-
 
 class Doubles(Halves):
     factor = 2.0

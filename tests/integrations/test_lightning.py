@@ -184,7 +184,7 @@ def test_resumes_to_the_bit(tmp_path):
 def layerwise(**options):
     scales = {"model.transformer.h.*": 2.0**6}
     make = partial(LayerwiseGradScaler, layer_scales=scales, init_scale=2.0**8, growth_interval=2)
-    return LayerwisePrecision(partial(make, **options), "cpu")
+    return LayerwisePrecision(partial(make, **options))
 
 
 def test_float16_by_layers_is_that_of_a_loop_by_hand(tmp_path):
@@ -309,5 +309,5 @@ def test_the_pages_diff_measures(tmp_path):
 def test_the_pages_other_tools_train(tmp_path):
     found = run(blocks(PAGE, "python")[0], names_of(tmp_path), PAGE)
     assert found["model"].windows[0] == 2
-    found = run(blocks(PAGE, "python")[1], {**names_of(tmp_path), "device": "cpu"}, PAGE)
+    found = run(blocks(PAGE, "python")[1], names_of(tmp_path), PAGE)
     assert found["trainer"].precision_plugin.scaler.get_scales()["model.transformer.h.0"] == 16

@@ -1,6 +1,7 @@
 """Windows, states and hooks in Lightning's own Trainer: what is left out, kept and taken away."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,6 @@ from tests.integrations.test_lightning import (
 from steadygrad.integrations.lightning import (  # isort: skip
     BatchSizeCallback,
     GradientWatchCallback,
-    LayerwisePrecision,
     NoiseScaleCallback,
 )
 
@@ -49,7 +49,7 @@ def test_a_last_window_of_one_micro_batch_is_left_out(load, tmp_path):
     batches, callback, module = token_batches(ACCUMULATION + 1), NoiseScaleCallback(), Module()
     make_trainer(tmp_path, callback, max_epochs=2).fit(module, load(batches))
     assert module.windows == [4, 1, 4, 1]
-    assert int(callback.noise.estimate().measurements) == callback.left_out == 2
+    assert int(callback.noise.estimate().measurements) == 2
     assert int(callback.noise.altered) == int(callback.noise.skipped) == 0
     # Those of the first window, to the bit: the part that was left out is in none.
     once = NoiseScaleCallback()
@@ -71,8 +71,6 @@ def test_a_window_with_one_loss_is_left_out(tmp_path):
     make_trainer(tmp_path, callback).fit(module, loader(token_batches(3 * ACCUMULATION)))
     assert module.windows == [4, 1, 4]
     assert int(callback.noise.estimate().measurements) == 2
-    assert callback.left_out == 1
-    assert callback.state_dict()["left_out"] == 1
 
 
 def test_a_state_that_was_loaded_is_saved_again_before_training(tmp_path):
@@ -82,7 +80,6 @@ def test_a_state_that_was_loaded_is_saved_again_before_training(tmp_path):
     again.load_state_dict(callback.state_dict())
     found, wanted = again.state_dict(), callback.state_dict()
     assert torch.equal(found["noise"]["ring"], wanted["noise"]["ring"])
-    assert found["left_out"] == wanted["left_out"] == 1
 
 
 def hooks_of(module):
@@ -129,13 +126,13 @@ def test_other_strategies_are_refused():
     for kind in (lightning.strategies.FSDPStrategy, lightning.strategies.DeepSpeedStrategy):
         # Neither can be made without a GPU and packages of its own.
         trainer = SimpleNamespace(strategy=object.__new__(kind))
-        for callback in (
-            NoiseScaleCallback(),
-            GradientWatchCallback(),
-            BatchSizeCallback(GROWS, 2),
+        for begin in (
+            NoiseScaleCallback().on_train_start,
+            GradientWatchCallback().on_train_start,
+            partial(BatchSizeCallback(GROWS, 2).setup, stage="fit"),
         ):
             with pytest.raises(InputError, match=rf"Found {kind.__name__}\. Remedy: 'ddp'"):
-                callback.on_train_start(trainer, module)
+                begin(trainer, module)
 
 
 def test_an_interval_without_an_end_is_logged_as_such(tmp_path):
@@ -151,16 +148,10 @@ def test_an_interval_without_an_end_is_logged_as_such(tmp_path):
     assert all(math.isfinite(high) or not r for high, r in zip(highs, resolved, strict=True))
 
 
-def test_another_module_is_measured_anew(tmp_path):
+def test_each_fit_is_measured_anew_unless_it_resumes(tmp_path):
     batches, callback, module = token_batches(2 * ACCUMULATION), NoiseScaleCallback(), Module()
-    make_trainer(tmp_path, callback).fit(module, loader(batches))
-    make_trainer(tmp_path, callback).fit(module, loader(batches))
-    assert int(callback.noise.estimate().measurements) == 4
-    make_trainer(tmp_path, callback).fit(Module(), loader(batches))
-    assert int(callback.noise.estimate().measurements) == 2
-
-
-def test_precision_of_another_device_is_refused(tmp_path):
-    trainer = make_trainer(tmp_path, plugins=[LayerwisePrecision()])
-    with pytest.raises(InputError, match=r"Found it on 'cpu'\. Remedy: .*device='cpu'"):
-        trainer.fit(Module(), loader(token_batches(ACCUMULATION)))
+    for each, path in ((module, None), (module, None), (Module(), None), (module, "saved.ckpt")):
+        trainer = make_trainer(tmp_path, callback, max_epochs=2 if path else 1)
+        trainer.fit(each, loader(batches), ckpt_path=path and str(tmp_path / path))
+        assert int(callback.noise.estimate().measurements) == (4 if path else 2)
+        trainer.save_checkpoint(tmp_path / "saved.ckpt")

@@ -1,13 +1,11 @@
-"""Numbers reach TensorBoard's own files, and anything with a log."""
+"""Numbers by names, and how trainers' reports and loggers show them."""
 
 import pytest
 import torch
 from torch import nn
 
-from steadygrad._checks import InputError
 from steadygrad.balance import LossBalancer
 from steadygrad.integrations.metrics import balancer_metrics, noise_metrics
-from steadygrad.integrations.sinks import log_to
 from steadygrad.noise import NoiseScale
 from tests.integrations import quiet
 from tests.integrations.by_hand import token_batches
@@ -35,37 +33,9 @@ def measured(steps=5):
     return noise
 
 
-def test_tensorboard_reads_what_was_written(tmp_path):
-    quiet.importorskip("tensorboard", "torch.utils.tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
-
-    noise = measured()
-    with SummaryWriter(str(tmp_path)) as writer:
-        log_to(writer, noise_metrics(noise), 7)
-    found = EventAccumulator(str(tmp_path)).Reload()
-    (event,) = found.Scalars("steadygrad/noise_scale/value")
-    # TensorBoard keeps float32.
-    assert event.value == pytest.approx(float(noise.estimate().value), rel=1e-6)
-    assert event.step == 7
-
-
-@pytest.mark.parametrize("method", ["log", "log_metrics"])
-def test_anything_with_a_log_will_do(method):
-    logged = []
-    sink = type("Sink", (), {method: lambda self, row, step: logged.append((row, step))})()
-    log_to(sink, {"a/b": 1.0}, 3)
-    assert logged == [({"a/b": 1.0}, 3)]
-
-
-def test_weights_and_biases_has_that_log():
+def test_weights_and_biases_has_the_pages_log():
     wandb = quiet.importorskip("wandb")
     assert {"data", "step"} <= set(wandb.Run.log.__annotations__)
-
-
-def test_other_sinks_are_refused():
-    with pytest.raises(InputError, match=r"Found list\. Remedy: a SummaryWriter"):
-        log_to([], {}, 0)
 
 
 def test_names_are_those_of_the_page():
@@ -91,8 +61,8 @@ def test_shares_of_a_balancer():
 
 def test_the_pages_diff_logs():
     logged = []
-    sink = type("Sink", (), {"log": lambda self, row, step: logged.append(step)})()
-    names = {"steps": 21, "train": lambda step: None, "noise": measured(), "sink": sink}
+    found = type("Run", (), {"log": lambda self, row, step: logged.append(step)})()
+    names = {"steps": 21, "train": lambda step: None, "noise": measured(), "run": found}
     run(after(blocks(PAGE, "diff")[0]), names, PAGE)
     assert logged == [0, 10, 20]
 

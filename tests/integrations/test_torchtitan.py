@@ -1,7 +1,6 @@
 """torchtitan's own configuration, overrides, optimizers and checkpoints, with our optimizers."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,19 +21,13 @@ quiet.importorskip(
     "torchtitan.components.optimizer", "torchtitan.config.override",
 )  # fmt: skip
 
-from torchtitan.components.metrics import BaseLogger, DeviceMemStats  # noqa: E402
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig  # noqa: E402
 from torchtitan.config.override import apply_overrides  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 
-from steadygrad.integrations.metrics import noise_metrics  # noqa: E402
-from steadygrad.integrations.torchtitan import (  # noqa: E402
-    SteadygradMetrics,
-    SteadygradOptimizers,
-)
+from steadygrad.integrations.torchtitan import SteadygradOptimizers  # noqa: E402
 
 PAGE = "torchtitan.md"
-METRICS = "steadygrad.integrations.torchtitan.metrics"
 TARGET = "steadygrad.integrations.torchtitan.optimizers"
 KINDS = {"LANS": LANS, "LAMB": LAMB, "ScaledAdam": ScaledAdam}
 pytestmark = [
@@ -135,73 +128,6 @@ def test_the_pages_code_configures():
     apply_overrides(config.override, config)
     assert type(config.optimizer) is SteadygradOptimizers.Config
     assert [group.optimizer_name for group in config.optimizer.param_groups] == ["AdamW", "LANS"]
-    config = run(blocks(PAGE, "python")[1], {"config": llama3_debugmodel()}, PAGE)["config"]
-    apply_overrides(config.override, config)
-    assert type(config.metrics) is SteadygradMetrics.Config
-
-
-class Recorder(BaseLogger):
-    """Keeps a step's metrics."""
-
-    def log(self, metrics, step):
-        self.metrics, self.step = metrics, step
-
-
-class Memory:
-    """In the place of torchtitan's own, which asks an accelerator."""
-
-    device_name = "NVIDIA A100"
-
-    def get_peak_stats(self):
-        return DeviceMemStats(*[0] * len(DeviceMemStats._fields))
-
-    def reset_peak_stats(self):
-        pass
-
-
-@pytest.fixture
-def processor(monkeypatch):
-    """The metrics of a configuration with the override, as torchtitan's trainer makes them."""
-    monkeypatch.setattr("torchtitan.components.metrics.build_device_memory_monitor", Memory)
-    config = llama3_debugmodel()
-    config.override.imports = [METRICS]
-    apply_overrides(config.override, config)
-    found = config.metrics.build(parallel_dims=SimpleNamespace(non_data_parallel_size=1))
-    found.logger, found.num_flops_per_token, found.data_loading_times = Recorder(), 1, [0.0]
-    return found
-
-
-def test_numbers_of_the_tools_are_among_the_extra_metrics(processor):
-    assert type(processor) is SteadygradMetrics
-    model = make_model()
-    processor.optimizers = configured("LANS", lr=1e-2).build(model_parts=[model])
-    train(model, processor.optimizers, 2)
-    model(torch.full((16, 6), torch.inf)).square().mean().backward()
-    processor.optimizers.step()
-    processor.optimizers.zero_grad()
-    processor.log(3, 1.0, 1.0, 1.0, extra_metrics={"n_tokens_seen": 7})
-    assert processor.logger.step == 3
-    assert processor.logger.metrics["n_tokens_seen"] == 7
-    assert processor.logger.metrics["steadygrad/optimizer/skipped"] == 1
-    assert not any(name.startswith("steadygrad/noise_scale") for name in processor.logger.metrics)
-    processor.noise, processor.data_loading_times = NoiseScale(model, samples=8), [0.0]
-    for seed in range(3):
-        torch.manual_seed(seed)
-        for _ in range(2):
-            (model(torch.randn(8, 6)).square().mean() / 2).backward()
-        processor.noise.step()
-        processor.optimizers.step()
-        processor.optimizers.zero_grad()
-    processor.log(6, 1.0, 1.0, 1.0)
-    wanted = noise_metrics(processor.noise)
-    assert wanted["steadygrad/noise_scale/noise_trace"] > 0
-    assert processor.logger.metrics.items() >= wanted.items()
-
-
-def test_torchtitans_own_optimizers_have_no_numbers(processor):
-    processor.optimizers = llama3_debugmodel().optimizer.build(model_parts=[make_model()])
-    processor.log(1, 1.0, 1.0, 1.0)
-    assert not any(name.startswith("steadygrad") for name in processor.logger.metrics)
 
 
 def sharded_on_rank(rank, world, folder):

@@ -79,8 +79,7 @@ def test_micro_batches_weigh_as_the_trainer_is_told(kind, function, by_tokens, t
 BAD = {
     "number": ({"noise_scale": 1}, "`noise_scale`"),
     "none": ({"noise_scale": None}, "`noise_scale`"),
-    "balancer": ({"balancer": {"text": 1}}, "`balancer`"),
-    "schedule": ({"batch_sizes": [8, 16]}, "`batch_sizes`"),
+    "schedule": ({"batch_sizes": [8, 16]}, "`schedule`"),
 }
 
 

@@ -1,10 +1,10 @@
-"""Aggregators in place of the sum: functions that resolve conflicts between gradients.
+"""Aggregators in place of the sum: they resolve conflicts between gradients.
 
-One with a `gramian_weighting`, as TorchJD's, is asked for weights from the gradients' inner
-products: those can be summed over processes, and no matrix of gradients is made.
+One is asked for weights from the gradients' inner products, by a `gramian_weighting` as TorchJD's
+have it: those can be summed over processes, and no matrix of gradients is made.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -13,47 +13,38 @@ import torch
 from torch import Tensor
 
 from steadygrad._checks import InputError
-from steadygrad.balance.equations import weighted_sum
-from steadygrad.numerics import wide
 
-__all__ = ["Aggregator", "aggregated", "aggregator_rows", "gram_weights", "load_aggregator"]
-
-# A function of a matrix with one gradient a row, which returns one row.
-Aggregator = Callable[[Tensor], Tensor]
+__all__ = ["aggregator_rows", "gram_weights", "load_aggregator"]
 
 
-def load_aggregator(combine: str | Aggregator | None) -> Aggregator | None:
+def load_aggregator(combine: Any) -> Any:
     """Returns an aggregator as it is, or makes TorchJD's of that name, without arguments."""
-    if combine is None or callable(combine):
-        return combine
-    try:
-        torchjd: Any = import_module("torchjd.aggregation")
-    except ImportError as error:
+    if isinstance(combine, str):
+        try:
+            kind = getattr(import_module("torchjd.aggregation"), combine, None)
+        except ImportError as error:
+            raise InputError(
+                f"Parameter `combine` should be an aggregator. Found {combine!r}, and no TorchJD "
+                f'({error}). Remedy: pip install "steadygrad[torchjd]".'
+            ) from error
+        combine = combine if kind is None else kind()
+    if combine is not None and not hasattr(combine, "gramian_weighting"):
         raise InputError(
-            f"Parameter `combine` should be an aggregator. Found {combine!r}, and no TorchJD "
-            f'({error}). Remedy: pip install "steadygrad[torchjd]".'
-        ) from error
-    kind = getattr(torchjd, str(combine), None)
-    if not (isinstance(kind, type) and issubclass(kind, torchjd.Aggregator)):
-        raise InputError(
-            "Parameter `combine` should be an aggregator, or a name of one in torchjd.aggregation. "
-            f"Found {combine!r}. Remedy: such as combine='UPGrad'."
+            "Parameter `combine` should be an aggregator with a `gramian_weighting`, or the name "
+            f"of one in torchjd.aggregation. Found {combine!r}. Remedy: such as combine='UPGrad'."
         )
-    aggregator: Aggregator = kind()
-    return aggregator
+    return combine
 
 
 def aggregator_rows(
-    aggregator: Aggregator | None, weights: Mapping[str, float], there: Sequence[bool]
+    aggregator: Any, weights: Mapping[str, float], there: Sequence[bool]
 ) -> Sequence[int]:
     """Chooses the losses that are rows: those with a weight that may be ``there``.
 
     Those that only the device knows to take no part are rows of zeros; and so is every other one
     if the aggregator has one number for each row, or a memory of it.
     """
-    weighting = getattr(aggregator, "weighting", None)
-    named = [(aggregator, name) for name in ("pref_vector", "weights", "n_tasks", "reset")]
-    if any(getattr(x, name, None) is not None for x, name in [*named, (weighting, "weights")]):
+    if any(getattr(aggregator, name, None) is not None for name in ("pref_vector", "reset")):
         return range(len(weights))
     return [i for i, weight in enumerate(weights.values()) if weight and there[i]]
 
@@ -72,49 +63,16 @@ def gram_weights(
         chosen = torch.stack([torch.stack([products[i, j] for j in rows]) for i in rows])
         with _seeded(seed, chosen.device), torch.autocast(chosen.device.type, enabled=False):
             row_weights = aggregator.gramian_weighting(chosen)
-        _check_shape(row_weights, len(rows))
+        is_tensor = isinstance(row_weights, Tensor)
+        shape = tuple(row_weights.shape) if is_tensor else type(row_weights).__name__
+        if shape != (len(rows),):
+            raise InputError(
+                f"Parameter `combine` should return a weight a loss, of shape ({len(rows)},). "
+                f"Found {shape}. Remedy: a `gramian_weighting` that does."
+            )
         for i, weight in zip(rows, row_weights.unbind(), strict=True):
             weights[i] = weight
     return weights
-
-
-def aggregated(
-    aggregator: Aggregator,
-    columns: Sequence[Sequence[Tensor | None]],
-    scales: Tensor,
-    rows: Sequence[int],
-) -> list[Tensor | None]:
-    """Combines gradients times their ``scales``; a column has one tensor's of all losses."""
-    samples = [next((g for g in column if g is not None), None) for column in columns]
-    gradients = [None if sample is None else torch.zeros_like(sample) for sample in samples]
-    there = [(i, sample) for i, sample in enumerate(samples) if sample is not None]
-    if not rows:
-        return gradients
-    matrix = torch.stack(
-        [torch.cat([_scaled(columns[i][k], s, scales[k]) for i, s in there]) for k in rows]
-    )
-    with torch.autocast(matrix.device.type, enabled=False):
-        line = aggregator(matrix)
-    _check_shape(line, matrix.shape[1])
-    parts = line.split([sample.numel() for _, sample in there])
-    for (i, sample), part in zip(there, parts, strict=True):
-        gradients[i] = part.view(sample.shape).to(sample.dtype)
-    return gradients
-
-
-def _scaled(gradient: Tensor | None, sample: Tensor, scale: Tensor) -> Tensor:
-    """Flattens one loss's scaled gradient, in float32 or wider; zeros where it has none."""
-    gradient = (torch.zeros_like(sample) if gradient is None else gradient).flatten()
-    return weighted_sum([gradient.to(wide(gradient.dtype))], scale.reshape(1))  # type: ignore[return-value]
-
-
-def _check_shape(returned: object, size: int) -> None:
-    shape = tuple(returned.shape) if isinstance(returned, Tensor) else type(returned).__name__
-    if shape != (size,):
-        raise InputError(
-            f"Parameter `combine` should return a tensor of shape ({size},). Found {shape}. "
-            "Remedy: a weight for each loss, or an element for each of the gradient."
-        )
 
 
 @contextmanager

@@ -4,12 +4,12 @@ These are had for each loss by itself, or at the node of a fork, where they meet
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from steadygrad._checks import InputError
@@ -19,12 +19,10 @@ from steadygrad.balance.options import Options
 from steadygrad.shards import is_sharded
 
 __all__ = [
-    "HeadParameters",
     "check_losses",
     "check_outputs",
     "eager",
     "fork",
-    "head_parameters_of",
     "item_count",
     "loss_gradients",
     "output_tensors",
@@ -35,7 +33,6 @@ R = TypeVar("R")
 Edge = tuple[Node, int]
 # Takes each loss's gradients of all outputs, an empty row for a loss without any.
 Join = Callable[[list[GradientRow]], Sequence[Tensor | None]]
-HeadParameters = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
 
 def output_tensors(y: object) -> list[Tensor]:
@@ -68,26 +65,12 @@ def item_count(outputs: Sequence[Tensor], options: Options) -> int:
     return outputs[0].shape[0] if outputs[0].ndim else 1
 
 
-def head_parameters_of(source: HeadParameters) -> list[Tensor]:
-    """Collects the parameters that require a gradient, each once."""
-    parts: Iterable[Any] = source.parameters() if isinstance(source, nn.Module) else source
-    # A tensor in two heads must be asked for once.
-    heads = dict.fromkeys(part[1] if isinstance(part, tuple) else part for part in parts)
-    for head in heads:
-        if not isinstance(head, Tensor) or not head.is_leaf:
-            raise InputError(
-                "Parameter `head_parameters` should be a module or parameters. Found a "
-                f"{type(head).__name__} that is none. Remedy: `critic`, `critic.parameters()`."
-            )
-    return [head for head in heads if head.requires_grad]
-
-
-def check_outputs(outputs: Sequence[Tensor], heads: Sequence[Tensor]) -> set[Node] | None:
-    """Refuses outputs and head parameters that an output is made from: they would count twice.
+def check_outputs(outputs: Sequence[Tensor]) -> set[Node] | None:
+    """Refuses outputs that another output is made from: they would count twice.
 
     Returns the nodes upstream of the outputs, or None if there was no need to look.
     """
-    if len(outputs) < 2 and not heads:
+    if len(outputs) < 2:
         return None
     ends = {get_gradient_edge(output).node for output in outputs}
     upstream = _upstream(ends, set())
@@ -95,12 +78,6 @@ def check_outputs(outputs: Sequence[Tensor], heads: Sequence[Tensor]) -> set[Nod
         raise InputError(
             "Parameter `y` should hold tensors of which none is made from another, whose gradient "
             "would count twice. Remedy: `fork(y)`."
-        )
-    shared = [p for p in heads if get_gradient_edge(p).node in upstream | ends]
-    if shared:
-        raise InputError(
-            "Parameter `head_parameters` should be between `y` and the losses. Found that `y` is "
-            f"made from {len(shared)} of {len(heads)}. Remedy: `fork(y)`, or the heads' alone."
         )
     return upstream
 
@@ -145,21 +122,21 @@ def check_losses(
 def loss_gradients(
     losses: Mapping[str, Tensor],
     shared: Mapping[str, bool],
-    inputs: Sequence[Tensor],
-    count: int,
+    outputs: Sequence[Tensor],
     *,
     retain_graph: bool,
-) -> dict[str, list[Tensor | None]]:
-    """Differentiates each loss by the ``inputs``: ``count`` outputs, and then head parameters.
+) -> dict[str, GradientRow]:
+    """Differentiates each loss by the outputs.
 
     Its graph is freed unless it is ``shared``, as :func:`check_losses` says, with a later one.
     """
-    gradients: dict[str, list[Tensor | None]] = {}
+    gradients: dict[str, GradientRow] = {}
     for name, loss in losses.items():
         keep = retain_graph or shared[name]
-        with _without_hooks(inputs[:count]):
-            found = torch.autograd.grad(loss, inputs, retain_graph=keep, allow_unused=True)
-        gradients[name] = list(found)
+        with _without_hooks(outputs):
+            gradients[name] = torch.autograd.grad(
+                loss, outputs, retain_graph=keep, allow_unused=True
+            )
     return gradients
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,8 @@ from steadygrad.balance import aggregators, equations, graphs
 from steadygrad.balance.norms import GradientRow, JoinedSums, LossNumbers, LossState, StepResult
 from steadygrad.balance.options import GradScale, LossScale, Options, check_weights
 from steadygrad.distributed import RankSum
-from steadygrad.numerics import wide
 
 __all__ = ["LossBalancer"]
-
-T = TypeVar("T", Tensor, Tensor | None)
 
 # Averages of one norm do not apply to another, and processes agree on them once.
 FIXED = {"weights", "combine", "aggregator", "process_group"} | {f.name for f in fields(Options)}
@@ -66,8 +63,8 @@ class LossBalancer(nn.Module):
         lag: Whether to scale by averages as they were before the step. Then micro-batches have
             one batch's scales, with ``batch_independent`` and from the second step on.
         monitor: Whether to measure the angles between gradients, for :attr:`metrics`.
-        combine: An aggregator in place of the sum: one of TorchJD or its name, or a function of a
-            matrix with one gradient a row. None: the sum.
+        combine: An aggregator in place of the sum: one of TorchJD that weighs the gradients by
+            their inner products, or its name. None: the sum.
         grad_scale: Loss scale that the losses carry: a number, a tensor, or a gradient scaler,
             which copies of the balancer share. Only a scaler is shown an overflow, by a gradient of
             NaN, and no average moves in that step.
@@ -85,7 +82,7 @@ class LossBalancer(nn.Module):
         | https://arxiv.org/abs/2406.16232
     """
 
-    aggregator: aggregators.Aggregator | None
+    aggregator: Any
 
     def __init__(
         self,
@@ -99,7 +96,7 @@ class LossBalancer(nn.Module):
         batch_independent: bool = False,
         lag: bool = False,
         monitor: bool = False,
-        combine: str | aggregators.Aggregator | None = None,
+        combine: Any = None,
         grad_scale: GradScale = None,
         accumulation_steps: int = 1,
         process_group: Any = "all",
@@ -111,7 +108,7 @@ class LossBalancer(nn.Module):
         )  # fmt: skip
         self.state = LossState(check_weights(weights))
         self.ranks = RankSum(process_group)
-        super().__setattr__("aggregator", aggregators.load_aggregator(combine))  # type: ignore[arg-type]
+        super().__setattr__("aggregator", aggregators.load_aggregator(combine))
         # Of the last step, and whether processes ever differed.
         self._last: StepResult | None = None
         self._differed: Tensor | None = None
@@ -131,7 +128,6 @@ class LossBalancer(nn.Module):
         losses: Mapping[str, Tensor | None],
         y: Any,
         *,
-        head_parameters: graphs.HeadParameters = (),
         grad_scale: GradScale = None,
         accumulation_steps: int | None = None,
         retain_graph: bool = False,
@@ -141,10 +137,8 @@ class LossBalancer(nn.Module):
         Args:
             losses: Scalar losses by name. One that is missing in this step is left out, or None.
             y: The model's output that the losses depend on: a tensor, or a nest of tensors.
-                Every gradient of the model's must come through it; for others there is `fork`.
-            head_parameters: Parameters between ``y`` and the losses: a module, parameters, or
-                pairs as from ``named_parameters()``. Each gets the gradient of the plain sum of
-                losses as it is, overflows included, but for losses left out as not finite.
+                Every gradient of the model's must come through it; for others, and for parameters
+                between ``y`` and the losses, which get none here, there is `fork`.
             grad_scale: Loss scale in ``losses``. Default: the constructor's.
             accumulation_steps: Number of micro-batches they are divided by. Default: likewise.
             retain_graph: Whether to keep all graphs. If not, a loss's graph is kept only while
@@ -155,25 +149,21 @@ class LossBalancer(nn.Module):
 
         Raises:
             InputError: If no loss has a weight, one is unknown, does not depend on ``y`` or reaches
-                the model beside it too; a tensor of ``y`` or a head parameter is what ``y`` is
-                made from; ``y`` is refused as by :meth:`fork`; ``combine`` returns a wrong shape;
-                or processes differ in options, states or loss scales. Nothing has changed then.
+                the model beside it too; a tensor of ``y`` is made from another; ``y`` is refused as
+                by :meth:`fork`; ``combine`` returns a wrong shape; or processes differ in options,
+                states or loss scales. Nothing has changed then.
         """
         present = self._present(losses)
-        outputs, heads = graphs.output_tensors(y), graphs.head_parameters_of(head_parameters)
+        outputs = graphs.output_tensors(y)
         items = graphs.item_count(outputs, self.options)
-        shared = graphs.check_losses(present, outputs, graphs.check_outputs(outputs, heads))
+        shared = graphs.check_losses(present, outputs, graphs.check_outputs(outputs))
         device = outputs[0].device
         loss_scale = self.options.loss_scale(grad_scale, accumulation_steps, device)
         self._prepare(device)
-        inputs, count = [*outputs, *heads], len(outputs)
-        partial = graphs.loss_gradients(present, shared, inputs, count, retain_graph=retain_graph)
+        partial = graphs.loss_gradients(present, shared, outputs, retain_graph=retain_graph)
         rows = [partial.get(name, []) for name in self.weights]
-        gradients, result = self._balance([row[:count] for row in rows], items, loss_scale)
-        columns = _columns([row[count:] for row in rows], len(heads))
-        of_heads = [_plain_sum(column, result.sums.finite) for column in columns]
-        of_heads = _spoiled(of_heads, result.overflowed)
-        pairs = zip(inputs, [*self._filled(gradients, outputs), *of_heads], strict=True)
+        gradients, result = self._balance(rows, items, loss_scale)
+        pairs = zip(outputs, self._filled(gradients, outputs), strict=True)
         given = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
         if loss_scale.scaled is not None and loss_scale.scaled.requires_grad:
             given.append((loss_scale.scaled, torch.zeros_like(loss_scale.scaled)))
@@ -207,7 +197,7 @@ class LossBalancer(nn.Module):
         Raises:
             InputError: If no tensor of ``y`` requires a gradient though gradients are enabled, one
                 is complex, a DTensor or in an object that cannot be taken apart, their first
-                dimensions differ, or a ``combine`` of whole gradients has several processes.
+                dimensions differ.
         """
         names = list(self.weights)
         if not torch.is_grad_enabled():
@@ -250,8 +240,7 @@ class LossBalancer(nn.Module):
         ====================== ================================================================
         ``ratio_NAME``         share of the averaged norms before balancing; audiocraft's metric
         ``share_before_NAME``  share of this step's norms before balancing
-        ``share_after_NAME``   share of this step's norms after balancing, and after an aggregator's
-                               weights; not with one of whole gradients, which has none
+        ``share_after_NAME``   share of this step's norms after balancing, and after an aggregator
         ``target_NAME``        share asked for, among the losses that took part
         ``norm_NAME``          this step's norm
         ``average_NAME``       the average it was scaled by
@@ -285,11 +274,6 @@ class LossBalancer(nn.Module):
             )
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
-    @property
-    def _uses_products(self) -> bool:
-        """Whether the aggregator needs no more than the gradients' inner products."""
-        return hasattr(self.aggregator, "gramian_weighting")
-
     def _present(self, losses: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """Returns the losses that are not None; a single process must have one with a weight."""
         for name in losses:
@@ -308,15 +292,10 @@ class LossBalancer(nn.Module):
 
         A group made inside a backward pass could meet other collectives.
         """
-        name = getattr(self.aggregator, "__name__", type(self.aggregator).__name__)
-        if self.ranks.size > 1 and self.aggregator is not None and not self._uses_products:
-            raise InputError(
-                "Parameter `combine` should have a `gramian_weighting` on several processes, as "
-                f"UPGrad has. Found {name}, which would see each one's items alone. Remedy: UPGrad."
-            )
         if self.state.rows()[0].device != device:
             self.to(device)
         if self.ranks.size > 1:
+            name = type(self.aggregator).__name__
             text = f"losses {list(self.weights)}, {self.options}, combine={name}"
             self.ranks.prepare(device, text)
 
@@ -337,23 +316,20 @@ class LossBalancer(nn.Module):
         if options.balance_grads:
             norm, eps = options.total_norm, options.eps
             scales = equations.balanced_scales(averages, targets, total_norm=norm, eps=eps)
-        result = StepResult(sums, averages, scales, targets, overflowed, state)
-        columns = _columns(rows, max(len(row) for row in rows))
-        there = [bool(row) or sums.ranks > 1 for row in rows]
-        chosen = aggregators.aggregator_rows(self.aggregator, self.weights, there)
-        if self._uses_products:
+        result = StepResult(sums, averages, scales, targets, state)
+        if self.aggregator is not None:
+            there = [bool(row) or sums.ranks > 1 for row in rows]
+            chosen = aggregators.aggregator_rows(self.aggregator, self.weights, there)
             state = state._replace(seeds=state.seeds + 1)
             products, seed = sums.products_of_active(), int(state.seeds.max())
             weights = aggregators.gram_weights(self.aggregator, products, scales, chosen, seed)
             result = result._replace(scales=scales * weights, state=state)
-        elif self.aggregator is not None:
-            gradients = aggregators.aggregated(self.aggregator, columns, scales, chosen)
-            whole = equations.norm_sum([g for g in gradients if g is not None], per_item=False)
-            result = result._replace(total=whole.sqrt() * loss_scale.unscaling)
-            # Not before, because an aggregator may replace what is not finite.
-            return _spoiled(gradients, overflowed), result
-        # NaN among the factors costs nothing and reaches every gradient.
-        (factors,) = _spoiled([result.scales], overflowed)
+        factors = result.scales
+        if overflowed is not None:
+            # NaN among the factors costs nothing, and reaches every gradient.
+            factors = torch.where(overflowed, torch.nan, factors)
+        width = max(len(row) for row in rows)
+        columns = [[row[i] if row else None for row in rows] for i in range(width)]
         return [equations.weighted_sum(column, factors) for column in columns], result
 
     def _joined(
@@ -367,7 +343,7 @@ class LossBalancer(nn.Module):
         one = torch.ones_like(zero)
         counts = [one if row else zero for row in there]
         packed = torch.stack([*own, *counts, torch.full_like(zero, items)])
-        if options.monitor or self._uses_products:
+        if options.monitor or self.aggregator is not None:
             products = equations.gram(rows) if any(there) else like.new_zeros(size, size)
             packed = torch.cat([packed, products.flatten()])
         if ranks > 1:
@@ -405,28 +381,3 @@ class LossBalancer(nn.Module):
         device = self.state.rows()[0].device
         pairs = zip(gradients or [None] * len(outputs), outputs, strict=True)
         return [torch.zeros_like(t, device=device) if g is None else g for g, t in pairs]
-
-
-def _columns(rows: Sequence[GradientRow], width: int) -> list[list[Tensor | None]]:
-    """For each tensor the losses' gradients, None for a loss that is missing."""
-    return [[row[i] if row else None for row in rows] for i in range(width)]
-
-
-def _plain_sum(gradients: Sequence[Tensor | None], kept: Tensor) -> Tensor | None:
-    """Sums one head parameter's gradients of the losses that are kept, overflows included.
-
-    Those are the only sign there is of an overflow behind the point where the losses part.
-    """
-    total = None
-    for gradient, keep in zip(gradients, kept.unbind(), strict=True):
-        if gradient is not None:
-            part = torch.where(keep, gradient.to(wide(gradient.dtype)), 0.0)
-            total, dtype = part if total is None else total.add_(part), gradient.dtype
-    return None if total is None else total.to(dtype)
-
-
-def _spoiled(tensors: list[T], overflowed: Tensor | None) -> list[T]:
-    """Makes tensors NaN if a gradient overflowed, so that the scaler skips the step."""
-    if overflowed is None:
-        return tensors
-    return [t if t is None else torch.where(overflowed, torch.nan, t) for t in tensors]

@@ -148,9 +148,7 @@ class StepResult(NamedTuple):
     averages: Tensor  # which the scales were computed from
     scales: Tensor  # factors on the gradients
     targets: Tensor  # shares asked for, among the losses that took part
-    overflowed: Tensor | None  # whether the gradient scaler must skip the step, if there is one
     state: LossNumbers  # afterwards
-    total: Tensor | None = None  # norm of what an aggregator of whole gradients made
 
     def metrics(self, names: Sequence[str], options: Options) -> dict[str, Tensor]:
         """Names the numbers as :attr:`LossBalancer.metrics` does."""
@@ -168,8 +166,6 @@ class StepResult(NamedTuple):
             "nonfinite": self.state.nonfinite,
             "zero": self.state.zero,
         }
-        if self.total is not None:
-            del vectors["share_after"]
         named = {
             f"{kind}_{name}": value
             for kind, vector in vectors.items()
@@ -178,8 +174,7 @@ class StepResult(NamedTuple):
         if not options.monitor:
             return named
         products = self.sums.products_of_active()
-        total = (self.scales @ products @ self.scales).clamp_min(0).sqrt()
-        named["total"] = total if self.total is None else self.total
+        named["total"] = (self.scales @ products @ self.scales).clamp_min(0).sqrt()
         lengths = self.sums.products.diagonal().sqrt()
         cosines = self.sums.products / (lengths[:, None] * lengths)
         pairs = combinations(range(len(names)), 2)

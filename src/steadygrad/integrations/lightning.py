@@ -1,6 +1,5 @@
 """Callbacks and a precision plugin for Lightning's ``Trainer``."""
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from steadygrad._checks import InputError, check_type
+from steadygrad._checks import InputError
 from steadygrad.integrations import MissingExtraError
 from steadygrad.integrations.metrics import noise_metrics
 from steadygrad.integrations.step_watch import StepWatch
-from steadygrad.integrations.windows import check_micro_batch, rows_of
+from steadygrad.integrations.windows import rows_of, windows
 from steadygrad.noise import NoiseScale
 from steadygrad.noise.schedule import BatchSizeSchedule
 from steadygrad.scale import LayerwiseGradScaler
@@ -39,17 +38,16 @@ def check_support(trainer: Trainer, module: LightningModule) -> None:
     Raises:
         InputError: For manual optimization, DeepSpeed and FSDP1.
     """
+    found = type(trainer.strategy).__name__
+    remedy = "'ddp', or ModelParallelStrategy with fully_shard"
     if not module.automatic_optimization:
-        raise InputError(
-            "Expected automatic optimization. Found manual optimization. Remedy: use NoiseScale "
-            "or GradientWatch directly, as in a plain training loop."
-        )
-    if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
-        raise InputError(
-            "Expected a strategy that leaves gradients with their parameters. Found "
-            f"{type(trainer.strategy).__name__}. Remedy: 'ddp', or ModelParallelStrategy with "
-            "fully_shard."
-        )
+        found, remedy = "manual optimization", "NoiseScale or GradientWatch, as in a plain loop"
+    elif not isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
+        return
+    raise InputError(
+        "Expected automatic optimization, and a strategy that leaves gradients with their "
+        f"parameters. Found {found}. Remedy: {remedy}."
+    )
 
 
 class NoiseScaleCallback(Callback):
@@ -60,8 +58,9 @@ class NoiseScaleCallback(Callback):
         trainer = Trainer(accumulate_grad_batches=4, callbacks=[NoiseScaleCallback()])
 
     The numbers are logged by ``log_dict`` as ``steadygrad/noise_scale/...``, every
-    ``log_every_n_steps``. The measurements are in Lightning's checkpoints. A window with one
-    backward pass on one process, as at an epoch's end, is left out.
+    ``log_every_n_steps``. The measurements are in Lightning's checkpoints; a `fit` without one
+    measures anew. A window with one backward pass on one process, as at an epoch's end, is left
+    out.
 
     Args:
         samples: Number of samples of a micro-batch. Default: the rows of its first tensor.
@@ -69,7 +68,6 @@ class NoiseScaleCallback(Callback):
 
     Attributes:
         noise: The estimator, once training has begun; None before.
-        left_out: Number of windows left out.
 
     Raises:
         InputError: When training begins with manual optimization, DeepSpeed or FSDP1.
@@ -77,10 +75,8 @@ class NoiseScaleCallback(Callback):
 
     def __init__(self, samples: Callable[[Any], int] | int = rows_of, **options: Any) -> None:
         self.noise: NoiseScale | None = None
-        self.left_out = 0
         self._count, self._options = samples, options
-        # The hooked module, and measurements from a checkpoint that wait for training to begin.
-        self._module: weakref.ref[LightningModule] | None = None
+        # Measurements from a checkpoint, which wait for training to begin.
         self._loaded: Mapping[str, Any] | None = None
         # Samples of the micro-batch under way, and backward passes of the window under way.
         self._samples = self._passes = 0
@@ -94,15 +90,11 @@ class NoiseScaleCallback(Callback):
                 "Expected at least two micro-batches a step over all processes. Found 1. Remedy: "
                 "accumulate_grad_batches=2 and batches half as large."
             )
-        if self._module is not None and self._module() is not module:
-            self.noise, self.left_out = None, 0
-        self._module = weakref.ref(module)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         noise = NoiseScale(trainer.strategy.model, **{"scaler": scaler, **self._options})
-        state = self.state_dict()
-        if state:
-            noise.load_state_dict(state["noise"])
-        self.noise, self._passes = noise, 0
+        if self._loaded is not None:
+            noise.load_state_dict(self._loaded)
+        self.noise, self._loaded, self._passes = noise, None, 0
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, *_: Any) -> None:
         self._samples = self._count(batch) if callable(self._count) else self._count
@@ -118,7 +110,6 @@ class NoiseScaleCallback(Callback):
             return
         passes, self._passes = self._passes, 0
         if passes * trainer.world_size < 2:
-            self.left_out += 1
             self.noise.drop_step()
             return
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -143,13 +134,11 @@ class NoiseScaleCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         noise = self._loaded if self.noise is None else self.noise.state_dict()
-        return {} if noise is None else {"noise": noise, "left_out": self.left_out}
+        return {} if noise is None else {"noise": noise}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the measurements until training begins."""
-        self.on_train_end()
         self._loaded, self.noise = state_dict.get("noise"), None
-        self.left_out = int(state_dict.get("left_out", 0))
 
 
 class BatchWatch(StepWatch):
@@ -220,26 +209,17 @@ class BatchSizeCallback(Callback):
     """
 
     def __init__(self, schedule: BatchSizeSchedule, batch_size: int) -> None:
-        check_type("schedule", schedule, BatchSizeSchedule, "BatchSizeSchedule([...])")
-        check_micro_batch(schedule, batch_size)
         self._schedule, self._batch_size = schedule, batch_size
-        self._seen, self._factor = 0, self._wanted(0)
+        self._seen, self._factor = 0, next(windows(schedule, batch_size)).factor
 
-    def _wanted(self, seen: int) -> int:
-        return self._schedule.batch_size(seen * self._batch_size) // self._batch_size
-
-    def setup(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         """Sets the first factor before schedulers of learning rates are made."""
-        trainer.accumulate_grad_batches = self._factor
-
-    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Checks that Lightning accumulates the gradients, and sets the factor again."""
         check_support(trainer, module)
         trainer.accumulate_grad_batches = self._factor
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
         """Sets a new factor at the first window that begins at one of its multiples."""
-        wanted = self._wanted(self._seen)
+        wanted = self._schedule.batch_size(self._seen * self._batch_size) // self._batch_size
         if index % self._factor == 0 and index % wanted == 0:
             self._factor = wanted
         trainer.accumulate_grad_batches = self._factor
@@ -266,30 +246,19 @@ class LayerwisePrecision(MixedPrecision):
 
     Args:
         scaler: A function from the LightningModule to a gradient scaler.
-        device: Device type of autocast, and of the module.
-
-    Raises:
-        InputError: When training begins, if the module is on another device.
     """
 
     scaler: Any
 
-    def __init__(
-        self, scaler: Callable[[nn.Module], Any] = LayerwiseGradScaler, device: str = "cuda"
-    ) -> None:
-        # A scaler that does nothing, until there is a model on its device.
-        super().__init__("16-mixed", device, scaler=torch.amp.GradScaler(device, enabled=False))
+    def __init__(self, scaler: Callable[[nn.Module], Any] = LayerwiseGradScaler) -> None:
+        # Until there is a model, whose device autocast is for: a scaler that does nothing.
+        super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", enabled=False))
         self._make = scaler
         self._model: nn.Module | None = None
 
     def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> Any:
         inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
-        device = next((p.device.type for p in inner.parameters()), self.device)
-        if device != self.device:
-            raise InputError(
-                f"Expected the module on {self.device!r}, where autocast is on. Found it on "
-                f"{device!r}. Remedy: LayerwisePrecision(..., device={device!r})."
-            )
+        self.device: str = next((p.device.type for p in inner.parameters()), "cpu")
         if inner is not self._model:
             getattr(self.scaler, "remove", lambda: None)()
             self.scaler, self._model = self._make(inner), inner

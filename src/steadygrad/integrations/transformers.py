@@ -42,14 +42,6 @@ class ScheduledTrainer(Trainer):
     # The windows of all steps of a training, and the one after them.
     _plan: list[Window]
 
-    def _follow(self, schedule: BatchSizeSchedule | None) -> None:
-        """Sets the first stage's number of micro-batches, and follows the schedule from there."""
-        if schedule is not None:
-            remedy = "BatchSizeSchedule([...])"
-            self._batch_sizes = check_type("batch_sizes", schedule, BatchSizeSchedule, remedy)
-            first = next(windows(schedule, self._micro_batch_size))
-            self.args.gradient_accumulation_steps = first.factor
-
     @property
     def _micro_batch_size(self) -> int:
         """Samples of one micro-batch, on all processes together."""
@@ -154,8 +146,6 @@ class SteadygradMixin(ScheduledTrainer):
         options = {} if isinstance(noise_scale, bool) else dict(noise_scale)
         self._samples: Callable[[Any], int] | int = options.pop("samples", rows_of)
         self._noise_options = None if noise_scale is False else options
-        if balancer is not None:
-            check_type("balancer", balancer, LossBalancer, "LossBalancer({...})")
         self.balancer, self._grad_scaler = balancer, grad_scaler
         # The model whose layers the gradient scaler knows.
         self._scaled: nn.Module | None = None
@@ -164,7 +154,10 @@ class SteadygradMixin(ScheduledTrainer):
         self._watch: StepWatch | None = None
         super().__init__(*args, **kwargs)
         self._check_support()
-        self._follow(batch_sizes)
+        self._batch_sizes = batch_sizes
+        if batch_sizes is not None:
+            first = next(windows(batch_sizes, self._micro_batch_size))
+            self.args.gradient_accumulation_steps = first.factor
 
     def compute_losses(
         self, model: nn.Module, inputs: Mapping[str, Any], fork: Callable[[Any], dict[str, Any]]
@@ -224,15 +217,21 @@ class SteadygradMixin(ScheduledTrainer):
             count = self._samples(inputs) if callable(self._samples) else self._samples
             noise.samples(count, weight=self._weight(inputs, num_items_in_batch))
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        if noise is not None and self.accelerator.sync_gradients:
-            noise.step()
-        if self._watch is not None and self.accelerator.sync_gradients:
-            self._watch.step()
+        for tool in (noise, self._watch):
+            if tool is not None and self.accelerator.sync_gradients:
+                tool.step()
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
-            logs = {**logs, **self._metrics()}
+            # Accelerate's wrapper has no such count.
+            logs = logs | optimizer_metrics([getattr(self.optimizer, "optimizer", None)])
+            if self.noise is not None:
+                logs |= noise_metrics(self.noise)
+            if self.balancer is not None:
+                logs |= balancer_metrics(self.balancer)
+            if self._batch_sizes is not None:
+                logs["steadygrad/batch_size"] = self.get_total_train_batch_size(self.args)
         super().log(logs, *args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
@@ -261,10 +260,9 @@ class SteadygradMixin(ScheduledTrainer):
         try:
             self._loaded = dict(torch.load(path, map_location="cpu", weights_only=True))
         except Exception as error:
-            reason = " ".join(str(error).split())[:80]
             raise InputError(
                 f"Expected states of steadygrad's tools in {str(path)!r}. Found a file that cannot "
-                f"be read ({reason}). Remedy: another checkpoint, or delete it to start afresh."
+                f"be read ({type(error).__name__}). Remedy: another checkpoint, or delete the file."
             ) from error
         if self.balancer is not None and "balancer" in self._loaded:
             self.balancer.load_state_dict(self._loaded.pop("balancer"))
@@ -331,12 +329,3 @@ class SteadygradMixin(ScheduledTrainer):
         unknown = getattr(model, "loss_type", "") is None and self.compute_loss_func is None
         lm_head = type(model).__name__.endswith("LMHeadModel")
         return bool(self._loss_shifts_labels) or (unknown and lm_head)
-
-    def _metrics(self) -> dict[str, float]:
-        metrics = {} if self.noise is None else noise_metrics(self.noise)
-        if self.balancer is not None:
-            metrics |= balancer_metrics(self.balancer)
-        if self._batch_sizes is not None:
-            metrics["steadygrad/batch_size"] = self.get_total_train_batch_size(self.args)
-        # Accelerate's wrapper has no such count.
-        return metrics | optimizer_metrics([getattr(self.optimizer, "optimizer", None)])

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from steadygrad._checks import InputError, check_count
+from steadygrad._checks import InputError, check_count, check_type
 from steadygrad.noise.schedule import BatchSizeSchedule
 
-__all__ = ["Window", "check_micro_batch", "rows_of", "windows"]
+__all__ = ["Window", "rows_of", "windows"]
 
 
 def rows_of(batch: Any) -> int:
@@ -45,22 +45,6 @@ class Window(NamedTuple):
     length: int
 
 
-def check_micro_batch(schedule: BatchSizeSchedule, batch_size: int) -> None:
-    """Checks that every stage is a whole number of micro-batches.
-
-    Raises:
-        InputError: If one is not.
-    """
-    check_count("batch_size", batch_size)
-    for size in (stage["batch_size"] for stage in schedule.stages):
-        if size % batch_size:
-            raise InputError(
-                f"Expected stages whose batch size is a multiple of {batch_size}, the samples of "
-                f"one micro-batch on all devices. Found {size}. Remedy: round the "
-                "stages, for example to powers of two."
-            )
-
-
 def windows(
     schedule: BatchSizeSchedule, batch_size: int, epoch_batches: int | None = None
 ) -> Iterator[Window]:
@@ -77,9 +61,16 @@ def windows(
     Raises:
         InputError: If a stage's batch size is not an integer multiple of ``batch_size``.
     """
-    check_micro_batch(schedule, batch_size)
-    epoch = start = seen = 0
-    factor = schedule.batch_size(0) // batch_size
+    check_type("schedule", schedule, BatchSizeSchedule, "BatchSizeSchedule([...])")
+    check_count("batch_size", batch_size)
+    for size in (stage["batch_size"] for stage in schedule.stages):
+        if size % batch_size:
+            raise InputError(
+                f"Expected stages whose batch size is a multiple of {batch_size}, the samples of "
+                f"one micro-batch on all devices. Found {size}. Remedy: round the stages, for "
+                "example to powers of two."
+            )
+    epoch = start = seen = factor = 0
     while True:
         wanted = schedule.batch_size(seen) // batch_size
         factor = wanted if start % wanted == 0 else factor

@@ -66,9 +66,7 @@ def next_scales(
     return moved, torch.where(nonfinite | due, 0, counted)
 
 
-def followed_shift(
-    histograms: Tensor, underflow: float, headroom: int, dtype: torch.dtype
-) -> Tensor:
+def followed_shift(histograms: Tensor, underflow: float, headroom: int) -> Tensor:
     """Shifts that each layer's total scale should take, in powers of two.
 
     Down, if the largest value has come within the headroom; up, if too large a share of the values
@@ -78,13 +76,12 @@ def followed_shift(
     Args:
         histograms: Exponents of the gradients as they were scaled, with shape ``(layers, BINS)``.
         underflow: Accepted share of subnormal values.
-        headroom: Binades to be left free below overflow.
-        dtype: The gradients' type.
+        headroom: Binades to be left free below float16's overflow.
 
     Returns:
         Whole numbers with shape ``(layers)``.
     """
-    info = torch.finfo(dtype)
+    info = torch.finfo(torch.float16)
     # Exponents of the least normal number and of the first one too large.
     normal, over = math.frexp(info.tiny)[1] - 1, math.frexp(info.max)[1]
     largest = largest_exponents(histograms)

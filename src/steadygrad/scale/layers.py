@@ -37,10 +37,9 @@ class AutoScale:
         layers: Patterns of the modules to choose. Default: those of :func:`automatic_layers`.
         scale: Each layer's first scale. Any will do; one that is a power of two rounds nothing.
         underflow: Accepted share of subnormal values among those that are not zero.
-        headroom: Binades to be left free between the largest value and overflow.
+        headroom: Binades to be left free between the largest value and float16's overflow.
         every: Number of steps of which one is measured, after the warm-up; it takes longer.
         warmup: Steps at the beginning that are all measured.
-        dtype: Type whose range is to be used.
     """
 
     layers: tuple[str, ...] | None = None
@@ -49,7 +48,6 @@ class AutoScale:
     headroom: int = 4
     every: int = 25
     warmup: int = 25
-    dtype: torch.dtype = torch.float16
 
     def __post_init__(self) -> None:
         check_scale("AutoScale.scale", self.scale)

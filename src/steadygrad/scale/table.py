@@ -130,7 +130,7 @@ class ScaleTable:
         scales, tracker = next_scales(self.scales, self.tracker, bad, fixed, rule)
         if auto is not None and counts is not None:
             counts = torch.zeros_like(counts).index_add_(0, self._into, counts)
-            shift = followed_shift(counts, auto.underflow, auto.headroom, auto.dtype)[self._into]
+            shift = followed_shift(counts, auto.underflow, auto.headroom)[self._into]
             # Shifts of the totals: what the layers around it take is not the layer's own.
             shift[1:] -= shift[self._parent[1:]]
             moved = torch.ldexp(self.scales, shift).clamp(rule.min_scale, rule.max_scale)

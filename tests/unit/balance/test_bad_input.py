@@ -9,7 +9,7 @@ from torch import nn
 
 from steadygrad import LossBalancer
 from steadygrad._checks import InputError
-from tests.unit.balance.problems import WEIGHTS, draw, losses_of, make_model, same_y
+from tests.unit.balance.problems import WEIGHTS, draw, losses_of, same_y
 
 TARGET = draw(4, 7, seed=1)
 
@@ -138,35 +138,6 @@ def test_fork(used, wrong):
     _, y = wrong(draw(4, 7).requires_grad_() * 1)
     with pytest.raises(InputError, match=CALLS[wrong]):
         used.fork(y)
-
-
-def tied(y, model):
-    return [torch.nn.Linear(7, 1).double().weight, model[0].weight]
-
-
-def whole(y, model):
-    return model
-
-
-@pytest.mark.parametrize("wrong", [tied, whole], ids=lambda f: f.__name__)
-def test_heads_that_the_output_is_made_from(used, wrong):
-    """Their gradient would come through the output once more, and unbalanced."""
-    model = make_model()
-    y = model(draw(4, 5))
-    before = copy.deepcopy(used.state_dict())
-    heads = wrong(y, model)
-    with pytest.raises(InputError, match=r"`head_parameters`.*`y` is made from.*Remedy") as caught:
-        used.backward(losses_of(same_y(y), TARGET), y, head_parameters=heads)
-    assert f"{1 if wrong is tied else 4} of {2 if wrong is tied else 4}" in str(caught.value)
-    assert all(p.grad is None for p in model.parameters())
-    for key, value in used.state_dict().items():
-        assert torch.equal(value, before[key])
-
-
-def test_an_output_is_no_head(used):
-    y = draw(4, 7).requires_grad_()
-    with pytest.raises(InputError, match="1 of 1"):
-        used.backward(losses_of(same_y(y), TARGET), y, head_parameters=[y])
 
 
 @pytest.mark.parametrize("call", ["backward", "fork"])

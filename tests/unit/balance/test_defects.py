@@ -161,16 +161,14 @@ def head_loss():
     return head, lambda ys: {"l1": (ys["l1"] - TARGET).abs().mean(), "adv": head(ys["adv"]).mean()}
 
 
-@CALLS
-def test_9_heads_get_the_gradients_of_an_ordinary_backward(call):
+def test_9_heads_get_the_gradients_of_an_ordinary_backward():
     head, make_both = head_loss()
     y = draw(4, 7)
     sum(make_both(same_y(y)).values()).backward()
     expected = [p.grad.clone() for p in head.parameters()]
     head.zero_grad()
     balancer = LossBalancer({"l1": 1, "adv": 4})
-    options = {"head_parameters": head} if call == "backward" else {}
-    gradient_handed_on(balancer, make_both, y, call, **options)
+    gradient_handed_on(balancer, make_both, y, "fork")
     for parameter, gradient in zip(head.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, **CLOSE)
 

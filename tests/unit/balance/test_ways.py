@@ -78,17 +78,15 @@ def from_a_weight(y, z, decoder):
 
 
 @pytest.mark.parametrize("beside", [from_upstream, from_a_weight], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("head", [False, True])
-def test_gradient_that_would_reach_the_model_beside_y(beside, head):
+def test_gradient_that_would_reach_the_model_beside_y(beside):
     encoder, decoder = encoder_and_decoder()
     z = encoder(draw(4, 5))
     y, balancer = decoder(z.tanh()), LossBalancer(WEIGHTS)
     losses = {**losses_of({"l2": y, "adv": y}, TARGET), "l1": beside(y, z, decoder)}
     critic = nn.Linear(7, 1).double()
     losses["adv"] = losses["adv"] + critic(y).mean()
-    options = {"head_parameters": critic} if head else {}
     with pytest.raises(InputError, match=r"'l1' should reach the model through `y`.*`fork\(y\)`"):
-        balancer.backward(losses, y, **options)
+        balancer.backward(losses, y)
     assert encoder.weight.grad is decoder.weight.grad is critic.weight.grad is None
     assert mass_of(balancer).sum() == 0
     # The remedy carries both: with a slope of its own beside y, the encoder gets both.
@@ -268,14 +266,3 @@ def test_a_derivative_of_a_forks_copy_is_refused_before_anything_is_counted():
     with pytest.raises(InputError, match="copy's derivative"):
         derivative(ys["l1"], x)
     assert not balancer.metrics
-
-
-def test_a_frozen_parameter_in_a_head_is_left_alone():
-    head = nn.Sequential(nn.Linear(7, 3), nn.Linear(3, 1)).double()
-    head[0].requires_grad_(False)
-    losses = lambda ys: {"l1": ys["l1"].abs().mean(), "adv": head(ys["adv"]).mean()}  # noqa: E731
-    gradient_handed_on(
-        LossBalancer(WEIGHTS), lambda ys: losses(ys), draw(4, 7), head_parameters=head
-    )
-    assert head[1].weight.grad.abs().sum() > 0
-    assert head[0].weight.grad is None

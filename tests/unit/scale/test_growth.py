@@ -44,7 +44,7 @@ def test_a_scale_does_not_grow_into_infinity():
 def shift_of(*exponents, zeros=0, infinite=0, underflow=0.1, headroom=4):
     x = [2.0**e for e in exponents] + [0.0] * zeros + [torch.inf] * infinite
     rows = exponent_histogram(torch.tensor(x))[None]
-    return followed_shift(rows, underflow, headroom, torch.float16).item()
+    return followed_shift(rows, underflow, headroom).item()
 
 
 def test_follows_what_was_measured():
